@@ -1,7 +1,7 @@
 """Rows of a registered segment and batches of ids for them, looked up through our cache, FBGEMM's, or none.
 
-Both caches are called as they are used: FBGEMM's module eagerly, as in a server of PyTorch's, ours with the settings that
-`tableside serve` gives it.
+Both caches are called as they are used: FBGEMM's module eagerly, as in a server of PyTorch's, ours with the
+settings that `tableside serve` gives it.
 """
 
 import statistics
@@ -17,7 +17,12 @@ import triton.language as tl
 from common import console
 from device_lookup import DeviceLookup
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, CacheAlgorithm, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    CacheAlgorithm,
+    EmbeddingLocation,
+    PoolingMode,
+)
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from make_model import publish_random
 
@@ -39,10 +44,19 @@ WARM, TIMED, FRESH = 60, 30, 5  # batches; the last ones for hit rates
 
 
 class Workload:
-    """A registered segment of int8 tables, and batches of ids for them on the device: int64 [tables * ids]."""
+    """A registered segment of int8 tables, and batches of ids for them on the device: int64 [tables *
+    ids]."""
 
     def __init__(
-        self, root: Path, tables: int, rows: int, ids: int, zipf: float, batches: int, bag_length: int = 1, seed: int = 0
+        self,
+        root: Path,
+        tables: int,
+        rows: int,
+        ids: int,
+        zipf: float,
+        batches: int,
+        bag_length: int = 1,
+        seed: int = 0,
     ) -> None:
         self.tables, self.rows, self.ids, self.bag_length = tables, rows, ids, bag_length
         self.generator = torch.Generator(device=DEVICE).manual_seed(seed)
@@ -56,7 +70,9 @@ class Workload:
 
     def draw(self, zipf: float, shift: int = 0) -> torch.Tensor:
         """Ids by Zipf's law over the rows, hot ids scattered; `shift` moves which rows are hot."""
-        uniform = torch.rand(self.tables * self.ids, dtype=torch.float64, device=DEVICE, generator=self.generator)
+        uniform = torch.rand(
+            self.tables * self.ids, dtype=torch.float64, device=DEVICE, generator=self.generator
+        )
         power = 1 - zipf
         ranks = (((self.rows + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
         return ((ranks.clamp(max=self.rows).long() - 1) * 2654435761 + shift) % self.rows
@@ -70,7 +86,9 @@ class Workload:
         """A cache with slots for a share of the rows. more_bytes: what its budget is larger by."""
         backend = GpuBackend(str(DEVICE), choose())
         staging = more.get("staging_buffers", 1) * min(self.tables * self.ids, MOST_MISSES) * ROW_BYTES
-        budget = int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES[policy])) + staging + more_bytes
+        budget = (
+            int(self.tables * self.rows * share * (ROW_BYTES + INDEX_BYTES[policy])) + staging + more_bytes
+        )
         settings = CacheSettings(policy, staging_fraction=staging / budget, **{"replays": True} | more)
         cache = backend.open_cache(budget, ROW_BYTES, settings)
         tables = [backend.to_cache(*self.seen(t)) for t in range(self.tables)]
@@ -87,9 +105,14 @@ class Workload:
         tables = [backend.split(*self.seen(t), share) for t in range(self.tables)]
         return DeviceLookup(backend, tables, self.bag_length)
 
-    def fbgemm(self, share: float, policy: Policy, counts: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    def fbgemm(
+        self, share: float, policy: Policy, counts: bool = False
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """FBGEMM's module over the same memory; its cache holds as many rows. counts: it keeps statistics."""
-        specs = [(f"t{t}", self.rows, DIM, SparseType.INT8, EmbeddingLocation.MANAGED_CACHING) for t in range(self.tables)]
+        specs = [
+            (f"t{t}", self.rows, DIM, SparseType.INT8, EmbeddingLocation.MANAGED_CACHING)
+            for t in range(self.tables)
+        ]
         module = IntNBitTableBatchedEmbeddingBagsCodegen(
             specs,
             pooling_mode=PoolingMode.SUM if self.bag_length > 1 else PoolingMode.NONE,
@@ -109,8 +132,11 @@ class Workload:
         self.module = module
         return lambda ids: torch.as_tensor(module(ids, offsets))
 
-    def fbgemm_hit_rate(self, theirs: Callable[[torch.Tensor], torch.Tensor], batches: Sequence[torch.Tensor]) -> float:
-        """Ids whose row FBGEMM's cache holds when their batch comes, counted in its state: with LFU it counts no misses."""
+    def fbgemm_hit_rate(
+        self, theirs: Callable[[torch.Tensor], torch.Tensor], batches: Sequence[torch.Tensor]
+    ) -> float:
+        """Ids whose row FBGEMM's cache holds when their batch comes, counted in its state: with LFU it
+        counts no misses."""
         firsts = torch.arange(self.tables, device=DEVICE) * self.rows
         hits = []
         for batch in batches:
@@ -132,7 +158,8 @@ class Ours:
 
 @dataclass(frozen=True)
 class Hbm:
-    """MB of the device that something took, as torch's allocator counts them: at most, and when it was done."""
+    """MB of the device that something took, as torch's allocator counts them: at most, and when it was
+    done."""
 
     peak: float
     held: float
@@ -146,12 +173,14 @@ def hbm_of(make: Callable[[], Any]) -> tuple[Any, Hbm]:
     before = torch.cuda.memory_allocated()
     made = make()
     torch.cuda.synchronize()
-    return made, Hbm((torch.cuda.max_memory_allocated() - before) / 1e6, (torch.cuda.memory_allocated() - before) / 1e6)
+    return made, Hbm(
+        (torch.cuda.max_memory_allocated() - before) / 1e6, (torch.cuda.memory_allocated() - before) / 1e6
+    )
 
 
 def bare_fetch_ms(work: Workload, rows: int) -> float:
-    """Milliseconds of a kernel that does nothing but read so many rows of the segment, in the order of their addresses: the best
-    of several shapes, each a median.
+    """Milliseconds of a kernel that does nothing but read so many rows of the segment, in the order of their
+    addresses: the best of several shapes, each a median.
     """
     total = work.tables * work.rows
     firsts = torch.tensor([t.offset for t in work.segment.header.tables], device=DEVICE)
@@ -162,7 +191,9 @@ def bare_fetch_ms(work: Workload, rows: int) -> float:
 
     def shape(programs: int, at_once: int, warps: int) -> float:
         def call(at: torch.Tensor) -> None:
-            _read_rows[(programs,)](source, at, target, at.numel(), WORDS=ROW_BYTES // 4, ROWS=at_once, num_warps=warps)
+            _read_rows[(programs,)](
+                source, at, target, at.numel(), WORDS=ROW_BYTES // 4, ROWS=at_once, num_warps=warps
+            )
 
         return steady_ms(call, places)
 
@@ -193,7 +224,8 @@ def steady_ms(call: Callable[[T], Any], batches: Sequence[T]) -> float:
 
 def per_batch(before: Statistics, after: Statistics, batches: int) -> dict[str, float]:
     ids, hits, fetched, in_place = (
-        sum(getattr(t, name) for t in after.tables.values()) - sum(getattr(t, name) for t in before.tables.values())
+        sum(getattr(t, name) for t in after.tables.values())
+        - sum(getattr(t, name) for t in before.tables.values())
         for name in ("ids", "hits", "fetched", "in_place")
     )
     return {"hit rate": hits / ids, "fetched": fetched / batches, "in place": in_place / batches}

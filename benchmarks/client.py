@@ -1,8 +1,8 @@
 """What a call costs the client: CPU time of its own process, over the shapes that requests have.
 
-The server runs in processes of its own, and only the client's time counts (time.process_time: its own code and the kernel's work
-for it). Each request has lengths and ids of its own. Forms and clients take turns. Correctness is asserted first: every vector
-equals the backend's own, in both forms.
+The server runs in processes of its own, and only the client's time counts (time.process_time: its own code
+and the kernel's work for it). Each request has lengths and ids of its own. Forms and clients take turns.
+Correctness is asserted first: every vector equals the backend's own, in both forms.
 """
 
 import asyncio
@@ -48,9 +48,14 @@ def check(root: Path, model: str, url: str, requests: list[Features], forms: dic
     with Client(url) as client:
         for features in requests[:3]:
             for compact in forms.values():
-                answers = (client.lookup(model, features, compact=compact), asyncio.run(ask(features, compact)))
+                answers = (
+                    client.lookup(model, features, compact=compact),
+                    asyncio.run(ask(features, compact)),
+                )
                 for name, jagged in features.items():
-                    expected = choose().lookup(tables[name], jagged.values, jagged.lengths, pooling=Pooling.SUM)
+                    expected = choose().lookup(
+                        tables[name], jagged.values, jagged.lengths, pooling=Pooling.SUM
+                    )
                     for answer in answers:
                         np.testing.assert_array_equal(answer[name], expected)
 
@@ -71,14 +76,17 @@ async def cpu_ms_async(call: Callable[[Features], Any], requests: list[Features]
 
 
 async def measure(model: str, url: str, requests: list[Features], forms: dict[str, bool]) -> dict[str, float]:
-    """CPU time of one call in ms for each form and client: the median over rounds that take turns, after an untimed one."""
+    """CPU time of one call in ms for each form and client: the median over rounds that take turns, after
+    an untimed one."""
     found: dict[str, list[float]] = {}
     with Client(url) as client:
         async with AsyncClient(url) as async_client:
             for i in range(ROUNDS + 1):
                 for name, compact in forms.items():
                     one = cpu_ms(lambda f, c=compact: client.lookup(model, f, compact=c), requests)  # type: ignore[misc]
-                    other = await cpu_ms_async(lambda f, c=compact: async_client.lookup(model, f, compact=c), requests)  # type: ignore[misc]
+                    other = await cpu_ms_async(
+                        lambda f, c=compact: async_client.lookup(model, f, compact=c), requests
+                    )  # type: ignore[misc]
                     if i:
                         found.setdefault(f"{name} ms", []).append(one)
                         found.setdefault(f"{name} async ms", []).append(other)
@@ -96,8 +104,14 @@ def main() -> None:
                 requests = [draw(rng, *shape) for _ in range(REQUESTS)]
                 forms = {"named": False, "compact": True}
                 check(root, name, server.url, requests, forms)
-                rows.append({"features x bags x ids": name, **asyncio.run(measure(name, server.url, requests, forms))})
-    report("client", f"CPU time of one call of the client, jagged, lengths that differ each time, int8 D {DIM}", rows)
+                rows.append(
+                    {"features x bags x ids": name, **asyncio.run(measure(name, server.url, requests, forms))}
+                )
+    report(
+        "client",
+        f"CPU time of one call of the client, jagged, lengths that differ each time, int8 D {DIM}",
+        rows,
+    )
 
 
 if __name__ == "__main__":

@@ -7,11 +7,12 @@ One worker has one core and the client another. Requests take turns between
     body      ids in the request's body, vectors in the answer's
     regions   ids and vectors in a region of shared memory, of which request and answer tell the places
 
-in three forms: all lengths the same (one tensor a feature), the named form, and the compact form, both with lengths of their own
-in every request. `call us` is a call of tritonclient, the client that has such regions: from arrays of ids to arrays of vectors.
-`bare us` is one without a client's work: the header is ready, ids are put where they are sent from, and the call ends when the
-vectors lie in memory. `requests/s` is what 4 connections get, with the ids put in place before. `cpu us` is what the worker uses
-for one of those. Vectors are compared with the lookups in process first, bit by bit.
+in three forms: all lengths the same (one tensor a feature), the named form, and the compact form, both with
+lengths of their own in every request. `call us` is a call of tritonclient, the client that has such regions:
+from arrays of ids to arrays of vectors. `bare us` is one without a client's work: the header is ready, ids
+are put where they are sent from, and the call ends when the vectors lie in memory. `requests/s` is what 4
+connections get, with the ids put in place before. `cpu us` is what the worker uses for one of those. Vectors
+are compared with the lookups in process first, bit by bit.
 """
 
 import os
@@ -64,7 +65,8 @@ class Call:
 
 
 class Layout:
-    """Where requests of a form have their ids and vectors in one region: ids one after another, vectors in SLOTS turns."""
+    """Where requests of a form have their ids and vectors in one region: ids one after another, vectors in
+    SLOTS turns."""
 
     def __init__(self, drawn: Sequence[tuple[NDArray[np.int64], NDArray[np.int32]]]) -> None:
         self.out_bytes = CASE.features * CASE.batch * DIM * 4
@@ -80,7 +82,11 @@ class Layout:
 
 def described() -> dict[str, Any]:
     tables = [{"name": f"t{i}", "rows": ROWS} for i in range(CASE.features)]
-    return {"name": CASE.model, "tables": tables, "features": [{"name": t["name"], "table": t["name"]} for t in tables]}
+    return {
+        "name": CASE.model,
+        "tables": tables,
+        "features": [{"name": t["name"], "table": t["name"]} for t in tables],
+    }
 
 
 def in_regions(head: dict[str, Any], form: bench.Form, ids_at: int, out_at: int) -> dict[str, Any]:
@@ -92,7 +98,10 @@ def in_regions(head: dict[str, Any], form: bench.Form, ids_at: int, out_at: int)
         ids_at += size
     names = ["kjt"] if form == "compact" else [f"t{i}" for i in range(CASE.features)]
     size = CASE.features * CASE.batch * DIM * 4 // len(names)
-    return {"inputs": inputs, "outputs": [{"name": n, "parameters": place(out_at + k * size, size)} for k, n in enumerate(names)]}
+    return {
+        "inputs": inputs,
+        "outputs": [{"name": n, "parameters": place(out_at + k * size, size)} for k, n in enumerate(names)],
+    }
 
 
 def place(at: int, size: int) -> dict[str, Any]:
@@ -192,7 +201,10 @@ class Form:
         self._drawn = [bench.draw(rng, described(), CASE.shape(same)) for _ in range(REQUESTS)]
         self.layout = Layout(self._drawn)
         self._calls = calls(server.url, name, self._drawn, self.layout)
-        encoded = (bench.encode(described(), values, lengths, same=same, form=on_wire) for values, lengths in self._drawn)
+        encoded = (
+            bench.encode(described(), values, lengths, same=same, form=on_wire)
+            for values, lengths in self._drawn
+        )
         self.tensors: list[Tensors] = [tensors(*one) for one in encoded]
         self.triton_s: dict[str, list[float]] = {way: [] for way in WAYS}
         self.bare_s: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -215,10 +227,13 @@ class Form:
         """As `check`, of tritonclient's calls."""
         for ask in _ways(triton).values():
             for k in (0, 1, 2, 0, 1, 2):
-                np.testing.assert_array_equal(np.hstack(ask(self.tensors[k])), self._inside.expected(*self._drawn[k]))
+                np.testing.assert_array_equal(
+                    np.hstack(ask(self.tensors[k])), self._inside.expected(*self._drawn[k])
+                )
 
     def check(self, connection: Connection, memory: memoryview) -> None:
-        """The vectors of three requests, both ways, bit by bit; each comes a second time when its header was learnt."""
+        """The vectors of three requests, both ways, bit by bit; each comes a second time when its header
+        was learnt."""
         for way, ask in _ways(connection).items():
             for k in (0, 1, 2, 0, 1, 2):
                 call, (values, lengths) = self._calls[way][k], self._drawn[k]
@@ -245,7 +260,9 @@ class Form:
 
     def rows(self) -> list[dict[str, Any]]:
         measured = self.triton_s, self.bare_s, self.rates, self.cpu_s
-        call_s, bare_s, rates, cpu_s = ({way: statistics.median(found[way]) for way in WAYS} for found in measured)
+        call_s, bare_s, rates, cpu_s = (
+            {way: statistics.median(found[way]) for way in WAYS} for found in measured
+        )
         return [
             {
                 "form": self.name,
@@ -298,7 +315,9 @@ def measure(name: str, server: Server, inside: InProcess) -> list[dict[str, Any]
 
 def main() -> None:
     if SERVER_CORE == LOAD_CORE:
-        raise SystemExit("this process may use one core; expected two, one for the server and one for the client")
+        raise SystemExit(
+            "this process may use one core; expected two, one for the server and one for the client"
+        )
     rows: list[dict[str, Any]] = []
     with shared_folder() as root:
         publish_random(root, CASE.model, {f"t{i}": (ROWS, DIM, "int8") for i in range(CASE.features)})

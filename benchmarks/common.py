@@ -1,4 +1,5 @@
-"""What every benchmark does: name the machine, print a table, write the result beside its hardware, versions and commit."""
+"""What every benchmark does: name the machine, print a table, write the result beside its hardware,
+versions and commit."""
 
 import json
 import math
@@ -30,21 +31,26 @@ console = Console(highlight=False, soft_wrap=True, width=150)
 
 
 def commit() -> str:
-    """The commit that is measured; with `-dirty` where a file that git knows differs from it, other than results and texts.
+    """The commit that is measured; with `-dirty` where a file that git knows differs from it, other than
+    results and texts.
 
     Where there is no git, the environment's COMMIT names it.
     """
     if given := os.environ.get("COMMIT"):
         return given
     found = _git("rev-parse", "--short", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN))
+    changed = _git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", *(f":!{path}" for path in WRITTEN)
+    )
     return found + ("-dirty" if changed else "")
 
 
 def _git(*arguments: str) -> str:
     """What git prints, run in the tree; nothing where it fails or is absent."""
     try:
-        return subprocess.run(["git", *arguments], cwd=TOP, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=TOP, capture_output=True, text=True, check=False
+        ).stdout.strip()
     except FileNotFoundError:
         return ""
 
@@ -59,7 +65,9 @@ class ResultError(Exception):
 @cache
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, kernel, versions, and the commit that the process started from."""
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?")  # noqa: SIM115
+    cpu = next(
+        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?"
+    )  # noqa: SIM115
     packages = ("tableside", "torch", "triton", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "uvicorn", "fastapi")
     return {
         "cpu": cpu,
@@ -77,8 +85,8 @@ def machine() -> dict[str, Any]:
 def report(name: str, title: str, rows: list[dict[str, Any]], **more: Any) -> None:
     """Prints the rows as a table and writes them to results/NAME.json: the whole file or nothing.
 
-    A number that is not finite is refused with ResultError, and so is a tree that is no commit. With TRIAL=1 in the environment
-    nothing is written, and any tree will do.
+    A number that is not finite is refused with ResultError, and so is a tree that is no commit. With TRIAL=1
+    in the environment nothing is written, and any tree will do.
     """
     table = Table(*rows[0], title=title, box=None)
     for row in rows:
@@ -90,7 +98,8 @@ def report(name: str, title: str, rows: list[dict[str, Any]], **more: Any) -> No
 
 
 def keep(path: Path, found: dict[str, Any]) -> None:
-    """Writes a result file, or refuses to, as `report` says. found: strict JSON, with `machine()` as its machine."""
+    """Writes a result file, or refuses to, as `report` says. found: strict JSON, with `machine()` as its
+    machine."""
     refuse_not_finite(path.name, found)
     if os.environ.get("TRIAL"):
         console.print(f"a trial: {path.name} is not written\n")
@@ -109,15 +118,21 @@ def refuse_not_finite(where: str, value: Any) -> None:
         for i, item in enumerate(value):
             refuse_not_finite(f"{where}[{i}]", item)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise ResultError(f"{where} is {value}; expected a finite number; where nothing was measured, give None")
+        raise ResultError(
+            f"{where} is {value}; expected a finite number; where nothing was measured, give None"
+        )
 
 
 def refuse_no_commit(name: str, found: str) -> None:
     """Raises ResultError where what was measured is no commit."""
     if not found:
-        raise ResultError(f"{name}: what was measured is unknown, as there is no git here; set COMMIT to the commit")
+        raise ResultError(
+            f"{name}: what was measured is unknown, as there is no git here; set COMMIT to the commit"
+        )
     if found.endswith("-dirty"):
-        raise ResultError(f"{name}: the tree differs from {found}; expected a commit; commit first, or try with TRIAL=1")
+        raise ResultError(
+            f"{name}: the tree differs from {found}; expected a commit; commit first, or try with TRIAL=1"
+        )
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -138,7 +153,9 @@ def _cell(value: Any) -> str:
     )
 
 
-def alternate(variants: dict[str, Callable[[], object]], seconds: float = 0.25, rounds: int = 7) -> dict[str, float]:
+def alternate(
+    variants: dict[str, Callable[[], object]], seconds: float = 0.25, rounds: int = 7
+) -> dict[str, float]:
     """Seconds a call of each variant: median over rounds that take turns, after one untimed pass."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for call in variants.values():

@@ -1,13 +1,13 @@
 """Our CPU kernel against FBGEMM's operator: the same bytes in the same 2 MiB pages, one core each, in turns.
 
-Uniform and Zipf 1.05 ids, 20 a bag, over a segment of 1 GiB. FBGEMM is called the fastest way it has: its raw operator, by
-position, tables bound before. Ours is called through the public `Backend.lookup`, ids validated, output given. Each pair of
-results is compared before it is timed. A headline is the median of the rows that it names: batches of 256 and 4096, both kinds
-of ids.
+Uniform and Zipf 1.05 ids, 20 a bag, over a segment of 1 GiB. FBGEMM is called the fastest way it has: its raw
+operator, by position, tables bound before. Ours is called through the public `Backend.lookup`, ids validated,
+output given. Each pair of results is compared before it is timed. A headline is the median of the rows that
+it names: batches of 256 and 4096, both kinds of ids.
 
-Three more results: two threads against one; a request of 26 features as it is served, one plan; and one table of 1, 2, 4 and
-8 GiB (--large-gib). The last shows the pages: where the translation caches do not hold a table, each row costs a walk of the page
-tables.
+Three more results: two threads against one; a request of 26 features as it is served, one plan; and one table
+of 1, 2, 4 and 8 GiB (--large-gib). The last shows the pages: where the translation caches do not hold a
+table, each row costs a walk of the page tables.
 """
 
 import argparse
@@ -85,7 +85,9 @@ def case(table: Table, batch: int, zipf: float | None, pooled: bool) -> dict[str
     )
     rows = batch * IDS
     ratio = seconds["fbgemm"] / seconds["native"]
-    target = UNPOOLED_TARGET if not pooled and batch > 1 else TARGETS.get((table.row_format.label, table.dim), 1.0)
+    target = (
+        UNPOOLED_TARGET if not pooled and batch > 1 else TARGETS.get((table.row_format.label, table.dim), 1.0)
+    )
     return {
         "format": table.row_format.label,
         "dim": table.dim,
@@ -103,25 +105,37 @@ def case(table: Table, batch: int, zipf: float | None, pooled: bool) -> dict[str
 
 
 def headlines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The median ratio of each format, width and pooling that has a target, over its rows of more than one bag."""
+    """The median ratio of each format, width and pooling that has a target, over its rows of more than one
+    bag."""
     found: list[dict[str, Any]] = []
     for label, dim in TARGETS:
         for pooling, target in (("sum", TARGETS[label, dim]), ("none", UNPOOLED_TARGET)):
-            of_it = [r for r in rows if (r["format"], r["dim"], r["pooling"]) == (label, dim, pooling) and r["batch"] > 1]
+            of_it = [
+                r
+                for r in rows
+                if (r["format"], r["dim"], r["pooling"]) == (label, dim, pooling) and r["batch"] > 1
+            ]
             ratio = median(r["ratio"] for r in of_it)
             rate = median(r["native M rows/s"] for r in of_it)
             names = {"format": label, "dim": dim, "pooling": pooling}
-            found.append({**names, "native M rows/s": rate, "ratio": ratio, "target": target, "met": ratio >= target})
+            found.append(
+                {**names, "native M rows/s": rate, "ratio": ratio, "target": target, "met": ratio >= target}
+            )
     return found
 
 
 def as_served(table: Table) -> dict[str, Any]:
-    """A request of 26 features of 32 bags, ranges of one table, in one plan; and as many ids in one batch of the table."""
+    """A request of 26 features of 32 bags, ranges of one table, in one plan; and as many ids in one batch
+    of the table."""
     rng = np.random.default_rng(26)
     rows, ids, bags = table.rows // FEATURES, FEATURE_BAGS * IDS, FEATURES * FEATURE_BAGS
-    tables = [Table(table.packed[n * rows : (n + 1) * rows], table.row_format, table.dim) for n in range(FEATURES)]
+    tables = [
+        Table(table.packed[n * rows : (n + 1) * rows], table.row_format, table.dim) for n in range(FEATURES)
+    ]
     lookups = [
-        Lookup(t, Pooling.SUM, 8 * n * ids, ids, 4 * t.dim * n * FEATURE_BAGS, bags=FEATURE_BAGS, bag_length=IDS)
+        Lookup(
+            t, Pooling.SUM, 8 * n * ids, ids, 4 * t.dim * n * FEATURE_BAGS, bags=FEATURE_BAGS, bag_length=IDS
+        )
         for n, t in enumerate(tables)
     ]
     plan = native.plan(lookups)
@@ -129,7 +143,10 @@ def as_served(table: Table) -> dict[str, Any]:
     whole = [rng.integers(0, table.rows, FEATURES * ids) for _ in range(200)]
     lengths, out, turn = np.full(bags, IDS, np.int32), aligned((bags, table.dim)), cycle(range(200))
     plan.run(batches[0], out)
-    each = [native.lookup(t, i, lengths[:FEATURE_BAGS]) for t, i in zip(tables, batches[0].reshape(FEATURES, -1), strict=True)]
+    each = [
+        native.lookup(t, i, lengths[:FEATURE_BAGS])
+        for t, i in zip(tables, batches[0].reshape(FEATURES, -1), strict=True)
+    ]
     np.testing.assert_array_equal(out, np.concatenate(each))
     seconds = alternate(
         {
@@ -148,7 +165,11 @@ def as_served(table: Table) -> dict[str, Any]:
 
 def sizes(table: Table, gib: int) -> list[dict[str, Any]]:
     """Pooled, uniform ids over the first 1, 2, 4 ... GiB of a table of `gib` GiB, in turns."""
-    out, mode, numbers = aligned((4096, table.dim)), PoolingMode.SUM, [n for n in (1, 2, 4, 8, 16, 32) if n <= gib]
+    out, mode, numbers = (
+        aligned((4096, table.dim)),
+        PoolingMode.SUM,
+        [n for n in (1, 2, 4, 8, 16, 32) if n <= gib],
+    )
     calls: dict[str, Callable[[], object]] = {}
     for n in numbers:
         part = Table(table.packed[: table.rows * n // gib], table.row_format, table.dim)
@@ -187,7 +208,8 @@ def large(gib: int) -> list[dict[str, Any]]:
 
 
 def two_threads(table: Table, batch: int) -> dict[str, Any]:
-    """Two threads over one: each on batches of its own (as two requests are), and both on one batch (threads=2)."""
+    """Two threads over one: each on batches of its own (as two requests are), and both on one batch
+    (threads=2)."""
     b = Batches(table, batch, None)
     outs = [aligned((batch, table.dim)) for _ in range(2)]
 
@@ -227,12 +249,22 @@ def two_threads(table: Table, batch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gib", type=float, default=1.0, help="bytes of the segment (default: %(default)s)")
     parser.add_argument(
-        "--large-gib", type=int, default=8, help="bytes of the large table, where they fit (default: %(default)s)"
+        "--large-gib",
+        type=int,
+        default=8,
+        help="bytes of the large table, where they fit (default: %(default)s)",
     )
-    parser.add_argument("--prefetch-into", type=int, choices=(1, 2), help="level of the cache (default: as suits the processor)")
+    parser.add_argument(
+        "--prefetch-into",
+        type=int,
+        choices=(1, 2),
+        help="level of the cache (default: as suits the processor)",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.prefetch_into:
@@ -246,7 +278,9 @@ def main() -> None:
             segment = Model(root, "t").attach(verify="header")
             table = segment.tables["t"]
             int(segment.mapping.bytes[:: 1 << 20].sum())  # maps every page
-            console.print(f"{label} D {dim}: {count:,} rows, {segment.mapping.huge_fraction():.0%} on 2 MiB pages")
+            console.print(
+                f"{label} D {dim}: {count:,} rows, {segment.mapping.huge_fraction():.0%} on 2 MiB pages"
+            )
             for zipf in (None, 1.05):
                 for pooled in (True, False):
                     for batch in (1, 256, 4096):
@@ -260,14 +294,24 @@ def main() -> None:
             del table, segment
     level = _native.prefetches_into()
     report(
-        "cpu_lookup", "native kernel against FBGEMM's operator, one core", rows, headlines=headlines(rows), prefetched_into=level
+        "cpu_lookup",
+        "native kernel against FBGEMM's operator, one core",
+        rows,
+        headlines=headlines(rows),
+        prefetched_into=level,
     )
     report("cpu_lookup_threads", "two threads against one, native kernel", threads)
-    report("cpu_lookup_served", f"a request of {FEATURES} features, {FEATURE_BAGS} bags of {IDS} ids each, native kernel", served)
+    report(
+        "cpu_lookup_served",
+        f"a request of {FEATURES} features, {FEATURE_BAGS} bags of {IDS} ids each, native kernel",
+        served,
+    )
     if (free := available_bytes(Path("/dev/shm"))) > 1.05 * options.large_gib * 2**30:
         report("cpu_lookup_sizes", "one table of several sizes, one core", large(options.large_gib))
     else:
-        console.print(f"/dev/shm has {free / 2**30:.1f} GiB: a table of {options.large_gib} GiB was not measured")
+        console.print(
+            f"/dev/shm has {free / 2**30:.1f} GiB: a table of {options.large_gib} GiB was not measured"
+        )
 
 
 if __name__ == "__main__":

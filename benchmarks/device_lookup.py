@@ -14,8 +14,8 @@ from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, Tenso
 class DeviceLookup:
     """Looks up ids int64 [tables * ids], the ids of one table after those of another.
 
-    bag_length: ids of a bag. 1: each id gets a vector; the call returns [tables * ids * dim]. Larger: bags are
-    summed; the call returns [bags, tables * dim].
+    bag_length: ids of a bag. 1: each id gets a vector; the call returns [tables * ids * dim]. Larger: bags
+    are summed; the call returns [bags, tables * dim].
     """
 
     def __init__(

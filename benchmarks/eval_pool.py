@@ -3,11 +3,12 @@
     python benchmarks/eval_pool.py                     # shape `bags`, on all cores
     python benchmarks/eval_pool.py --shape criteo      # one worker and the loop, both on one core
 
-Two models of the DLRM kind, each over a Parquet file. `bags`: 8 features of 10 ids, from one table of 1,000,000 rows x D 32, and
-13 numbers, MLP 269-512-256-1. `criteo`: 26 columns of one id, each from a table of 100,000 rows x D 16, 13 columns of numbers,
-MLP 429-256-64-1. Tables are int8 in the pool. The plain loop is what one would write: fp32 tables, batches of the same file, one
-process and one thread, its imports and its tables' making not counted. The pool is the command `tableside eval`: its rate is that
-between its first shard and its last, its start-up what comes before the first shard, from the start of the command.
+Two models of the DLRM kind, each over a Parquet file. `bags`: 8 features of 10 ids, from one table of
+1,000,000 rows x D 32, and 13 numbers, MLP 269-512-256-1. `criteo`: 26 columns of one id, each from a table of
+100,000 rows x D 16, 13 columns of numbers, MLP 429-256-64-1. Tables are int8 in the pool. The plain loop is
+what one would write: fp32 tables, batches of the same file, one process and one thread, its imports and its
+tables' making not counted. The pool is the command `tableside eval`: its rate is that between its first shard
+and its last, its start-up what comes before the first shard, from the start of the command.
 """
 
 import argparse
@@ -38,7 +39,8 @@ NUMBERS, BATCH, SHARD_ROWS = 13, 4096, 16_384
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and its data. ids: of a bag; 0: columns of one id each, and each number in a column of its own."""
+    """A model and its data. ids: of a bag; 0: columns of one id each, and each number in a column of its
+    own."""
 
     features: int
     tables: int
@@ -61,7 +63,10 @@ class Shape:
         return feature % self.tables
 
 
-SHAPES = {"bags": Shape(8, 1, 1_000_000, 32, 10, (512, 256)), "criteo": Shape(26, 26, 100_000, 16, 0, (256, 64))}
+SHAPES = {
+    "bags": Shape(8, 1, 1_000_000, 32, 10, (512, 256)),
+    "criteo": Shape(26, 26, 100_000, 16, 0, (256, 64)),
+}
 
 
 class Dense(torch.nn.Module):
@@ -84,19 +89,29 @@ class Dense(torch.nn.Module):
 def make(folder: Path, root: Path, rows: int, shape: Shape = SHAPES["bags"]) -> list[torch.Tensor]:
     """Publishes the model and writes the data; returns the tables."""
     rng = np.random.default_rng(0)
-    tables = [rng.standard_normal((shape.table_rows, shape.dim), dtype=np.float32) * np.float32(0.3) for _ in range(shape.tables)]
+    tables = [
+        rng.standard_normal((shape.table_rows, shape.dim), dtype=np.float32) * np.float32(0.3)
+        for _ in range(shape.tables)
+    ]
     named: dict[str, Any] = {f"t{n}": t for n, t in enumerate(tables)}
     np.savez(folder / "c.npz", **named)
     batch = torch.export.Dim("batch")
     inputs = (*(torch.zeros(2, shape.dim) for _ in shape.names), torch.zeros(2, NUMBERS))
-    program = torch.export.export(Dense(shape).eval(), inputs, dynamic_shapes={"parts": tuple({0: batch} for _ in inputs)})
+    program = torch.export.export(
+        Dense(shape).eval(), inputs, dynamic_shapes={"parts": tuple({0: batch} for _ in inputs)}
+    )
     torch.export.save(program, folder / "scorer.pt2")
     raw = {
         "name": "eval",
         "checkpoint": "c.npz",
         "tables": {f"t{n}": {"key": f"t{n}", "row_format": "int8"} for n in range(shape.tables)},
-        "features": {name: {"table": f"t{shape.table_of(n)}", "pooling": "sum"} for n, name in enumerate(shape.names)},
-        "scorer": {"program": "scorer.pt2", "inputs": {f"parts_{n}": name for n, name in enumerate(shape.names)}},
+        "features": {
+            name: {"table": f"t{shape.table_of(n)}", "pooling": "sum"} for n, name in enumerate(shape.names)
+        },
+        "scorer": {
+            "program": "scorer.pt2",
+            "inputs": {f"parts_{n}": name for n, name in enumerate(shape.names)},
+        },
         "eval": {"label": "label", "columns": {f"parts_{shape.features}": shape.numbers}},
     }
     load(parse_model(raw, folder), root)
@@ -120,7 +135,9 @@ def data(shape: Shape, rows: int, rng: np.random.Generator) -> pa.Table:
     return pa.table(columns)
 
 
-def plain(tables: list[torch.Tensor], path: Path, device: str = "cpu", shape: Shape = SHAPES["bags"]) -> tuple[np.ndarray, float]:
+def plain(
+    tables: list[torch.Tensor], path: Path, device: str = "cpu", shape: Shape = SHAPES["bags"]
+) -> tuple[np.ndarray, float]:
     """Scores and rows a second of the loop, one thread of the CPU, its tensors on `device`."""
     torch.set_num_threads(1)
     if shape.ids:
@@ -162,9 +179,22 @@ def pool(root: Path, folder: Path, workers: int, name: str) -> Run:
     """Evaluates the data with so many workers."""
     out, most = folder / name, 0.0
     shards = pq.ParquetFile(folder / "data.parquet").num_row_groups
-    options = ["--out", out, "--root", root, "--workers", workers, "--shard-rows", SHARD_ROWS, "--batch", BATCH]
+    options = [
+        "--out",
+        out,
+        "--root",
+        root,
+        "--workers",
+        workers,
+        "--shard-rows",
+        SHARD_ROWS,
+        "--batch",
+        BATCH,
+    ]
     command = [sys.executable, "-m", "tableside", "eval", "eval@1", folder / "data.parquet", *options]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # as it is installed
+    environment = {
+        k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
+    }  # as it is installed
     started = time.time()
     process = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, env=environment)
     while process.poll() is None:
@@ -188,10 +218,16 @@ def private_mb(pid: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="bags", help="of the model and the data (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="bags", help="of the model and the data (default: %(default)s)"
+    )
     parser.add_argument("--rows", type=int, default=1_500_000, help="rows of the data (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds, the median counts (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="alternating rounds, the median counts (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     shape, workers = SHAPES[arguments.shape], (1,) if arguments.shape == "criteo" else (1, 2)
     if arguments.shape == "criteo":
@@ -209,7 +245,9 @@ def main() -> None:
             rates[base].append(plain(tables, folder / "data.parquet", shape=shape)[1])
             for count, (key, found) in zip(workers, runs.items(), strict=True):
                 found.append(pool(root, folder, count, f"out-{turn}-{count}"))
-                assert np.abs(found[-1].scores - expected).max() < 0.02, "int8 scores are not near those of fp32"
+                assert np.abs(found[-1].scores - expected).max() < 0.02, (
+                    "int8 scores are not near those of fp32"
+                )
                 rates.setdefault(key, []).append(found[-1].rows_per_s)
     write(arguments.shape, rates, runs, segment)
 
@@ -233,14 +271,24 @@ def write(shape: str, rates: dict[str, list[float]], runs: dict[str, list[Run]],
     ]
     one = rows[1]
     if shape == "criteo":
-        missed = [] if one["of_plain"] >= 1.5 else [f"the pool's rate is {one['of_plain']:.2f} x the loop's < 1.5"]  # type: ignore[operator]
+        missed = (
+            [] if one["of_plain"] >= 1.5 else [f"the pool's rate is {one['of_plain']:.2f} x the loop's < 1.5"]
+        )  # type: ignore[operator]
         missed += [] if one["startup_s"] <= 1.0 else [f"start-up takes {one['startup_s']:.2f} s > 1"]  # type: ignore[operator]
         title = "Evaluation of Criteo's shape, one worker on one core"
         report("eval_criteo", title, rows, segment_mb=segment / 1e6, rounds=rates, missed=missed)
         return
     scaling = rows[2]["rows_per_s"] / one["rows_per_s"]  # type: ignore[operator]
     missed = [] if scaling >= 1.8 else [f"two workers {scaling:.2f} x one < 1.8"]
-    report("eval_pool", "Evaluation pool", rows, two_over_one=scaling, segment_mb=segment / 1e6, rounds=rates, missed=missed)
+    report(
+        "eval_pool",
+        "Evaluation pool",
+        rows,
+        two_over_one=scaling,
+        segment_mb=segment / 1e6,
+        rounds=rates,
+        missed=missed,
+    )
 
 
 if __name__ == "__main__":

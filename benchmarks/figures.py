@@ -11,9 +11,9 @@ Between the lines `<!--table:NAME-->` and `<!--/table-->` a page has the table N
     cells = ["{ours_us:.1f}", "{ratio:.2f} ×"]    # {FIELD:FORMAT} is a field of the rows taken
     rows = [{ label = "uniform", where = { ids = "uniform" } }]
 
-Where several rows are taken, their least and greatest values are printed: 1.0–1.4. A row may have a file, cells and
-a where of its own; its where is added to the table's. `list` names another list of the file than `rows`. `columns` is
-a list of wheres: each cell is written once for each of them.
+Where several rows are taken, their least and greatest values are printed: 1.0–1.4. A row may have a file,
+cells and a where of its own; its where is added to the table's. `list` names another list of the file than
+`rows`. `columns` is a list of wheres: each cell is written once for each of them.
 """
 
 import json

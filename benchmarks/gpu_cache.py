@@ -6,13 +6,15 @@
     python benchmarks/gpu_cache.py --shift      # hit rates while the hot ids move, with a scan in it
     python benchmarks/gpu_cache.py --hybrid     # a static split, where every id is as likely as any other
 
-Every batch is new, drawn by Zipf's law over the rows; times are medians of steady state. Both are called batch by batch, as they
-are used. Ours has the settings of `tableside serve` first (it replays the launches of batches of a size, and gathers with eight
-threads where tables span 4 GiB or more), then others. Each is measured with as many slots as FBGEMM's cache has, and with as many
-bytes of HBM as FBGEMM takes at most: tables' maps, index, staging buffers, temporary arrays and outputs included.
+Every batch is new, drawn by Zipf's law over the rows; times are medians of steady state. Both are called
+batch by batch, as they are used. Ours has the settings of `tableside serve` first (it replays the launches of
+batches of a size, and gathers with eight threads where tables span 4 GiB or more), then others. Each is
+measured with as many slots as FBGEMM's cache has, and with as many bytes of HBM as FBGEMM takes at most:
+tables' maps, index, staging buffers, temporary arrays and outputs included.
 
-What comes out is compared with a lookup without cache, bit by bit, before and after. Two floors are given: the lookup with all
-rows in HBM, and the missing rows at the speed of one copy, or at that of a kernel that does nothing but read as many rows.
+What comes out is compared with a lookup without cache, bit by bit, before and after. Two floors are given:
+the lookup with all rows in HBM, and the missing rows at the speed of one copy, or at that of a kernel that
+does nothing but read as many rows.
 """
 
 import argparse
@@ -43,10 +45,15 @@ from device_lookup import DeviceLookup
 
 from tableside.quant.cache.settings import Policy
 
-WIDE_BYTES, GATHERERS = 4 << 30, 8  # from how many bytes of tables on `tableside serve` has the CPU gather, on this many cores
+WIDE_BYTES, GATHERERS = (
+    4 << 30,
+    8,
+)  # from how many bytes of tables on `tableside serve` has the CPU gather, on this many cores
 
 
-def compare(work: Workload, shares: Sequence[float], label: str, every_way: bool = True) -> list[dict[str, Any]]:
+def compare(
+    work: Workload, shares: Sequence[float], label: str, every_way: bool = True
+) -> list[dict[str, Any]]:
     """Ours at FBGEMM's slots and at its bytes, for each policy and share of rows cached.
 
     every_way: with 16 threads and with launches that are not replayed, too.
@@ -60,9 +67,13 @@ def compare(work: Workload, shares: Sequence[float], label: str, every_way: bool
         theirs = measure_fbgemm(work, share, policy)
         slots_share = theirs["slots"] / (work.tables * work.rows)
         counts = dict.fromkeys((served, 0, 16) if every_way else (served, 0))
-        ways: list[tuple[str, int, dict[str, Any]]] = [("equal slots", n, {"gather_threads": n}) for n in counts]
+        ways: list[tuple[str, int, dict[str, Any]]] = [
+            ("equal slots", n, {"gather_threads": n}) for n in counts
+        ]
         if every_way:
-            ways.append(("equal slots, launches not replayed", served, {"gather_threads": served, "replays": False}))
+            ways.append(
+                ("equal slots, launches not replayed", served, {"gather_threads": served, "replays": False})
+            )
         ways.append(("equal HBM", served, {"gather_threads": served}))
         more_bytes = 0
         for way, threads, more in ways:
@@ -95,7 +106,8 @@ def compare(work: Workload, shares: Sequence[float], label: str, every_way: bool
 
 
 def measure_fbgemm(work: Workload, share: float, policy: Policy) -> dict[str, Any]:
-    """FBGEMM's module: its time without statistics; its conflict misses, counted by another one over the same batches."""
+    """FBGEMM's module: its time without statistics; its conflict misses, counted by another one over the
+    same batches."""
     warm, timed = work.batches[:WARM], work.batches[WARM:-FRESH]
 
     def warmed(counts: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -153,7 +165,8 @@ def measure_ours(
 
 
 def hybrid(work: Workload) -> list[dict[str, Any]]:
-    """A fifth of the rows in HBM, and no id hotter than another, so that a cache earns nothing: a static split beside others."""
+    """A fifth of the rows in HBM, and no id hotter than another, so that a cache earns nothing: a static
+    split beside others."""
     warm, timed = work.batches[: WARM // 3], work.batches[WARM:-FRESH]
     reference = work.uncached(True)
     found = []
@@ -165,7 +178,11 @@ def hybrid(work: Workload) -> list[dict[str, Any]]:
         found.append({"placement": placement, "ms": steady_ms(call, timed)})
         console.print(found[-1])
 
-    for name, lookup in (("hbm", reference), ("hybrid", work.split(205)), ("zero_copy", work.uncached(False))):
+    for name, lookup in (
+        ("hbm", reference),
+        ("hybrid", work.split(205)),
+        ("zero_copy", work.uncached(False)),
+    ):
         add(name, lookup)
     for policy in Policy:
         ours = work.ours(0.2, policy)
@@ -184,7 +201,8 @@ def hybrid(work: Workload) -> list[dict[str, Any]]:
 
 
 def shift(work: Workload) -> list[dict[str, Any]]:
-    """100 batches; every 25 a fifth of the hot ids moves away; batches 50 to 59 are half a scan over the table."""
+    """100 batches; every 25 a fifth of the hot ids moves away; batches 50 to 59 are half a scan over the
+    table."""
     batches = []
     for n in range(100):
         ids = work.draw(1.05, shift=0)
@@ -222,14 +240,23 @@ def shift(work: Workload) -> list[dict[str, Any]]:
 
 
 def phases(name: str, rates: list[float]) -> dict[str, Any]:
-    parts = {"first": (10, 25), "moved": (25, 30), "later": (40, 50), "scan": (50, 60), "after it": (60, 65), "end": (90, 100)}
+    parts = {
+        "first": (10, 25),
+        "moved": (25, 30),
+        "later": (40, 50),
+        "scan": (50, 60),
+        "after it": (60, 65),
+        "end": (90, 100),
+    }
     row = {"policy": name, **{label: statistics.mean(rates[a:b]) for label, (a, b) in parts.items()}}
     console.print(row)
     return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("tables", "keys", "wide", "shift", "hybrid"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
@@ -246,7 +273,9 @@ def measure(options: argparse.Namespace, root: Path) -> None:
         del work
     if options.hybrid:
         work = Workload(root, 26, 500_000, 4096 * 20, 0.0, batches, 20)
-        report("gpu_cache_hybrid", "26 tables, pooled, every id as likely, a fifth in HBM", hybrid(work), gpu=gpu)
+        report(
+            "gpu_cache_hybrid", "26 tables, pooled, every id as likely, a fifth in HBM", hybrid(work), gpu=gpu
+        )
         del work
     if options.keys:
         rows = []
@@ -259,7 +288,10 @@ def measure(options: argparse.Namespace, root: Path) -> None:
     if options.wide:
         work = Workload(root, 1, 400_000_000, 262_144, 1.05, batches)
         report(
-            "gpu_cache_wide", "400 M rows, 262,144 keys a call", compare(work, (0.05,), "400 M rows, Zipf 1.05", False), gpu=gpu
+            "gpu_cache_wide",
+            "400 M rows, 262,144 keys a call",
+            compare(work, (0.05,), "400 M rows, Zipf 1.05", False),
+            gpu=gpu,
         )
         del work
     if options.shift:

@@ -3,9 +3,10 @@
     python benchmarks/gpu_cache_pipeline.py     # 26 tables x 500 k rows, 4096 bags of 20 ids, Zipf 1.05, 20 % of rows cached
     python benchmarks/gpu_cache_pipeline.py --dense products --programs 528 2112     # one kind, kernels of fewer programs
 
-With a fifth of the rows cached, nine ids of ten hit. Two kinds of dense part: products of large matrices, and layers of an MLP.
-Misses are read by the GPU, or gathered by the CPU and copied by the copy engine; once with batches in which every id hits, which
-shows what finding rows costs alone. The goal is 1.05 x the time with all tables in HBM, where rows are gathered.
+With a fifth of the rows cached, nine ids of ten hit. Two kinds of dense part: products of large matrices, and
+layers of an MLP. Misses are read by the GPU, or gathered by the CPU and copied by the copy engine; once with
+batches in which every id hits, which shows what finding rows costs alone. The goal is 1.05 x the time with
+all tables in HBM, where rows are gathered.
 """
 
 import argparse
@@ -55,14 +56,19 @@ def repeated(part: Callable[[], object], times: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def pipeline(work: Workload, kind: Callable[[], Callable[[], object]], programs: list[int]) -> list[dict[str, Any]]:
-    """Batches prefetched ahead on the cache's streams, while the compute stream looks up and then works for 2 ms.
+def pipeline(
+    work: Workload, kind: Callable[[], Callable[[], object]], programs: list[int]
+) -> list[dict[str, Any]]:
+    """Batches prefetched ahead on the cache's streams, while the compute stream looks up and then works for 2
+    ms.
 
     programs: `CacheSettings.programs`, each in turn.
     """
     part = kind()
     ten = repeated(part, 10)
-    dense = repeated(part, max(1, round(2.0 / (steady_ms(lambda _: ten.replay(), [work.batches[0]] * 20) / 10))))
+    dense = repeated(
+        part, max(1, round(2.0 / (steady_ms(lambda _: ten.replay(), [work.batches[0]] * 20) / 10)))
+    )
     reference = work.uncached(True)
     torch.cuda.synchronize()
 
@@ -98,7 +104,12 @@ def pipeline(work: Workload, kind: Callable[[], Callable[[], object]], programs:
         assert torch.equal(vectors, wanted)
         steady_ms(all_hbm, timed[:10])
         base_ms = steady_ms(all_hbm, timed)  # beside it: the clock of a GPU under load changes
-        row = {"dense": kind.__name__, "ahead": ahead, "CPU threads": threads, "ids": "all hit" if hits else "new"}
+        row = {
+            "dense": kind.__name__,
+            "ahead": ahead,
+            "CPU threads": threads,
+            "ids": "all hit" if hits else "new",
+        }
         row |= {"programs": most, "ms": ms, "all_hbm_ms": base_ms}
         found.append({**row, "ratio": ms / base_ms, **counts})
         console.print(found[-1])
@@ -108,11 +119,19 @@ def pipeline(work: Workload, kind: Callable[[], Callable[[], object]], programs:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = {"products": products, "layers": layers}
-    parser.add_argument("--dense", nargs="+", choices=kinds, default=[*kinds], help="what the dense part is (default: both)")
     parser.add_argument(
-        "--programs", type=int, nargs="+", default=[CacheSettings.programs], help="of the cache's kernels (default: %(default)s)"
+        "--dense", nargs="+", choices=kinds, default=[*kinds], help="what the dense part is (default: both)"
+    )
+    parser.add_argument(
+        "--programs",
+        type=int,
+        nargs="+",
+        default=[CacheSettings.programs],
+        help="of the cache's kernels (default: %(default)s)",
     )
     options = parser.parse_args()
     with shared_folder() as root:
@@ -120,8 +139,14 @@ def main() -> None:
         rows = [row for name in options.dense for row in pipeline(work, kinds[name], options.programs)]
         missed = []
         for name in options.dense:
-            best = min(r["ratio"] for r in rows if r["dense"] == name and r["CPU threads"] and r["ids"] == "new")
-            missed += [] if best <= GOAL else [f"ahead of {name} a batch takes {best:.2f} x the time with all in HBM > {GOAL}"]
+            best = min(
+                r["ratio"] for r in rows if r["dense"] == name and r["CPU threads"] and r["ids"] == "new"
+            )
+            missed += (
+                []
+                if best <= GOAL
+                else [f"ahead of {name} a batch takes {best:.2f} x the time with all in HBM > {GOAL}"]
+            )
         gpu = torch.cuda.get_device_name(DEVICE)
         report("gpu_cache_pipeline", "prefetched ahead of 2 ms of dense work", rows, gpu=gpu, missed=missed)
 

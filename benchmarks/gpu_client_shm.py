@@ -1,17 +1,18 @@
-"""A client whose ids and vectors stay in the GPU's memory: Triton's CUDA shared memory against binary bodies, over HTTP.
+"""A client whose ids and vectors stay in the GPU's memory: Triton's CUDA shared memory against binary bodies,
+over HTTP.
 
     python benchmarks/gpu_client_shm.py      # 26 features x 4096 bags x 20 ids a request, int8 D 128, all tables in HBM
 
-One client with one connection asks one door of one engine process, one request after another. It shares one allocation by its IPC
-handle, as tritonclient.utils.cuda_shared_memory does. Requests take turns between
+One client with one connection asks one door of one engine process, one request after another. It shares one
+allocation by its IPC handle, as tritonclient.utils.cuda_shared_memory does. Requests take turns between
 
     named       one tensor [bags, ids] a feature, ids and vectors in the region
     compact     kjt.values and kjt in the region, kjt.lengths in the body
     body        the named form, ids in the request's body and vectors in the answer's
 
-`ids/s` is end to end: from sending a request to the end of its answer, when the vectors lie in the region, or with the client.
-Vectors are compared with the CPU's kernel before. The goal is 3 G ids/s with regions. `kernels us` and the other parts of a batch
-come from /metrics.
+`ids/s` is end to end: from sending a request to the end of its answer, when the vectors lie in the region, or
+with the client. Vectors are compared with the CPU's kernel before. The goal is 3 G ids/s with regions.
+`kernels us` and the other parts of a batch come from /metrics.
 """
 
 import argparse
@@ -86,7 +87,9 @@ class Client:
         response = self._connection.getresponse()
         answer = response.read()
         if response.status != 200:
-            raise SystemExit(f"{path} was answered with {response.status}: {answer[:500].decode(errors='replace')}")
+            raise SystemExit(
+                f"{path} was answered with {response.status}: {answer[:500].decode(errors='replace')}"
+            )
         return answer
 
 
@@ -168,7 +171,9 @@ def measure(url: str, calls: dict[str, Callable[[], bytes]]) -> list[dict[str, A
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     gpu = gpus()
     if not gpu:
         raise SystemExit("nvidia-smi is not here; expected a host with a GPU")
@@ -191,16 +196,18 @@ def main() -> None:
                 answer = call()
                 for feature in range(0, FEATURES, FEATURES // CHECKED):
                     lengths = np.full(BAGS, IDS, np.int32)
-                    expected = choose().lookup(tables[f"t{feature}"], ids[feature].reshape(-1), lengths, pooling=Pooling.SUM)
+                    expected = choose().lookup(
+                        tables[f"t{feature}"], ids[feature].reshape(-1), lengths, pooling=Pooling.SUM
+                    )
                     found = vectors_of(way, feature, memory, answer)
-                    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3, err_msg=f"{way}, feature {feature}")
+                    np.testing.assert_allclose(
+                        found, expected, rtol=1e-3, atol=1e-3, err_msg=f"{way}, feature {feature}"
+                    )
             rows = measure(server.url, calls)
             for row in rows:
                 console.print(row)
             client.post("/v2/cudasharedmemory/unregister", b"")
-    title = (
-        f"one client's requests of {FEATURES} features x {BAGS} x {IDS} ids, int8 D {DIM} in HBM, tensors in CUDA shared memory"
-    )
+    title = f"one client's requests of {FEATURES} features x {BAGS} x {IDS} ids, int8 D {DIM} in HBM, tensors in CUDA shared memory"
     report("gpu_client_shm", title, rows, gpu=gpu[0])
 
 

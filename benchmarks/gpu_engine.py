@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_engine.py            # 26 features x 32 bags x 20 ids, int8 D 128, 4 workers, 64 connections
 
-Half of the cores are the server's, the other half the load generators', which are processes of their own. First every server is
-asked as much as it answers (closed loop). Then each gets half of what the CPU's server answered, at random times, and latencies
-count from when a request was due. One request's vectors are held against the CPU's kernel before. `loop us` is the CPU time of
-the engine's event loop for a request, `engine us` that of all its threads; the others, of a batch, come from /metrics.
+Half of the cores are the server's, the other half the load generators', which are processes of their own.
+First every server is asked as much as it answers (closed loop). Then each gets half of what the CPU's server
+answered, at random times, and latencies count from when a request was due. One request's vectors are held
+against the CPU's kernel before. `loop us` is the CPU time of the engine's event loop for a request, `engine
+us` that of all its threads; the others, of a batch, come from /metrics.
 """
 
 import argparse
@@ -17,7 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from common import console, report, shared_folder
-from gpu_server import BATCH, DESCRIBED, DIM, FEATURES, IDS, ROWS, check_placed, gpus, mean_stages, serve, stage_sums
+from gpu_server import (
+    BATCH,
+    DESCRIBED,
+    DIM,
+    FEATURES,
+    IDS,
+    ROWS,
+    check_placed,
+    gpus,
+    mean_stages,
+    serve,
+    stage_sums,
+)
 from make_model import publish_random
 
 from tableside.loader.segment.memory import processes_below
@@ -31,24 +44,35 @@ TARGETS = {"hbm": 1.5, "cached 10 %": 1.2}
 
 
 def generate(url: str, cores: list[int], rate: float, seed: int, begin: Any, answers: Any) -> None:
-    """One load generator: a process, with its share of connections. begin: a barrier that all generators pass together."""
+    """One load generator: a process, with its share of connections. begin: a barrier that all generators
+    pass together."""
     os.sched_setaffinity(0, cores)
     requests = bench.make_requests(DESCRIBED, url, bench.Shape(BATCH, IDS, zipf=1.05), count=REQUESTS)
     each = CONNECTIONS // GENERATORS
     begin.wait(120)
     if rate:
-        load = run_at_rate(url, requests, rate=rate / GENERATORS, concurrency=each, seconds=SECONDS, seed=seed, first=17 * seed)
+        load = run_at_rate(
+            url,
+            requests,
+            rate=rate / GENERATORS,
+            concurrency=each,
+            seconds=SECONDS,
+            seed=seed,
+            first=17 * seed,
+        )
     else:
         load = run(url, requests, concurrency=each, seconds=SECONDS, first=17 * seed)
     answers.put(load)
 
 
 def loaded(url: str, cores: list[int], rate: float = 0.0) -> Load:
-    """What all generators together measured in the same seconds. rate: requests a second of all; 0: as many as are answered."""
+    """What all generators together measured in the same seconds. rate: requests a second of all; 0: as
+    many as are answered."""
     context = multiprocessing.get_context("spawn")
     answers, begin = context.Queue(), context.Barrier(GENERATORS)
     made = [
-        context.Process(target=generate, args=(url, cores[n::GENERATORS], rate, n, begin, answers)) for n in range(GENERATORS)
+        context.Process(target=generate, args=(url, cores[n::GENERATORS], rate, n, begin, answers))
+        for n in range(GENERATORS)
     ]
     for process in made:
         process.start()
@@ -62,7 +86,8 @@ def loaded(url: str, cores: list[int], rate: float = 0.0) -> Load:
 
 
 def engine_seconds(server: Any) -> tuple[float, float]:
-    """CPU seconds of the event loop of the engine process, its first thread, and of all its threads; 0 where there is none."""
+    """CPU seconds of the event loop of the engine process, its first thread, and of all its threads; 0
+    where there is none."""
     for pid in processes_below(server.process.pid):
         if Path(f"/proc/{pid}/comm").read_text().startswith(NAME):
             return cpu_seconds(f"/proc/{pid}/task/{pid}/stat"), cpu_seconds(f"/proc/{pid}/stat")
@@ -88,7 +113,9 @@ def rows_of(servers: dict[str, Any], cores: list[int]) -> list[dict[str, Any]]:
             own = {key: 1e6 * (after - then) / max(1, load.requests) for key, after, then in spent}
             costs[name].append({**own, **mean_stages(before, stage_sums(server.url))})
     rates = {name: statistics.median(load.requests_per_s for load in found) for name, found in loads.items()}
-    half = {name: [loaded(s.url, cores, rates["cpu"] / 2) for _ in range(ROUNDS)] for name, s in servers.items()}
+    half = {
+        name: [loaded(s.url, cores, rates["cpu"] / 2) for _ in range(ROUNDS)] for name, s in servers.items()
+    }
     rows = []
     for name, found in loads.items():
         most, at_half = merged(found), merged(half[name])
@@ -111,7 +138,9 @@ def rows_of(servers: dict[str, Any], cores: list[int]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     gpu = gpus()
     if not gpu:
         raise SystemExit("nvidia-smi is not here; expected a host with a GPU")
@@ -128,13 +157,16 @@ def main() -> None:
         os.sched_setaffinity(0, ours)  # of the servers, which inherit it
         servers = {}
         for name, options in ways.items():
-            servers[name] = stack.enter_context(serve(root, ["ads"], "--workers", WORKERS, "--verify", "header", *options))
+            servers[name] = stack.enter_context(
+                serve(root, ["ads"], "--workers", WORKERS, "--verify", "header", *options)
+            )
             console.print(f"{name}: ready in {servers[name].ready_s:.1f} s")
             check_placed(root, servers[name].url, FEATURES)
         os.sched_setaffinity(0, theirs)
         rows = rows_of(servers, theirs)
     title = (
-        f"lookups of {FEATURES} features x {BATCH} x {IDS} ids, int8 D {DIM}, Zipf 1.05, over HTTP: {WORKERS} workers on "
+        f"lookups of {FEATURES} features x {BATCH} x {IDS} ids, int8 D {DIM}, Zipf 1.05, over HTTP: "
+        f"{WORKERS} workers on "
         f"{len(ours)} cores, {CONNECTIONS} connections from {GENERATORS} processes on {len(theirs)} others"
     )
     report("gpu_engine", title, rows, gpu=gpu[0])

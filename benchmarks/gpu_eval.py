@@ -1,12 +1,14 @@
-"""The evaluation pool on GPUs: rows a second of 1, 2, 4 and 8 of them, a process each, against a plain PyTorch loop on one.
+"""The evaluation pool on GPUs: rows a second of 1, 2, 4 and 8 of them, a process each, against a plain
+PyTorch loop on one.
 
     python benchmarks/gpu_eval.py [--rows 4000000]     # as many GPUs as there are; on one, --stash and bf16, too
 
-The model and the data of benchmarks/eval_pool.py, all ways in turns with the loop, whose scores theirs are held to. Start-up
-(imports, a CUDA context, kernels that are compiled) is a matter of seconds and does not depend on the data. The pool reads the
-data several times over: it is through with them once before its second process has begun. Each process has several shards decoded
-before the first one is done. So the rate is that of the shards behind as many as the processes have at once; the whole run
-is given, too, and where the time of the threads that score went in it.
+The model and the data of benchmarks/eval_pool.py, all ways in turns with the loop, whose scores theirs are
+held to. Start-up (imports, a CUDA context, kernels that are compiled) is a matter of seconds and does not
+depend on the data. The pool reads the data several times over: it is through with them once before its second
+process has begun. Each process has several shards decoded before the first one is done. So the rate is that
+of the shards behind as many as the processes have at once; the whole run is given, too, and where the time of
+the threads that score went in it.
 """
 
 import argparse
@@ -33,11 +35,15 @@ from tableside.serving.evaluation.work import Candidate, shards_at_once
 from tableside.serving.settings import ServerSettings
 
 SHARD = 32_768
-NEAR = {"fp32": 0.02, "bf16": 0.035}  # int8 rows; bf16: and 8 standard deviations of its roundings, as in gpu_scores.py
+NEAR = {
+    "fp32": 0.02,
+    "bf16": 0.035,
+}  # int8 rows; bf16: and 8 standard deviations of its roundings, as in gpu_scores.py
 
 
 class Memory:
-    """The most that the processes below this one held together: private, and their shares of what is shared, in MB."""
+    """The most that the processes below this one held together: private, and their shares of what is
+    shared, in MB."""
 
     def __init__(self) -> None:
         self.private = self.shared = 0.0
@@ -85,19 +91,32 @@ def pool(root: Path, folder: Path, way: Way, expected: np.ndarray) -> dict[str, 
     seconds = time.perf_counter() - started
     parts = sorted((out / "parts").glob("*.parquet"))
     scores = np.concatenate([pq.read_table(p).column("score_0").to_numpy() for p in parts])
-    assert np.abs(scores - expected).max() < NEAR[way.dtype], f"{way.dtype} scores of int8 rows are not near those of fp32"
+    assert np.abs(scores - expected).max() < NEAR[way.dtype], (
+        f"{way.dtype} scores of int8 rows are not near those of fp32"
+    )
     ends = sorted((p.stat().st_mtime, pq.read_metadata(p).num_rows) for p in parts)
     first = min(gpus * shards_at_once(server), len(ends) // 2)
     rate = sum(rows for _, rows in ends[first:]) / (ends[-1][0] - ends[first - 1][0])
-    found = {"rows_per_s": rate, "whole_run_s": seconds, "private_mb": memory.private, "shared_mb": memory.shared}
+    found = {
+        "rows_per_s": rate,
+        "whole_run_s": seconds,
+        "private_mb": memory.private,
+        "shared_mb": memory.shared,
+    }
     return found | {f"{stage}_s": spent for stage, spent in told.stage_seconds.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=4_000_000, help="rows of the data (default: %(default)s)")
-    parser.add_argument("--times", type=int, default=4, help="the pool reads them so many times (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds, the median counts (default: %(default)s)")
+    parser.add_argument(
+        "--times", type=int, default=4, help="the pool reads them so many times (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="alternating rounds, the median counts (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     base = "plain loop on a GPU, fp32"
     ways = {"1 GPU": Way(), "1 GPU, --stash": Way(stash=True), "1 GPU, bf16": Way(dtype="bf16")}
@@ -123,11 +142,18 @@ def main() -> None:
     rows[0] |= dict.fromkeys(("private_mb", "shared_mb", *(f"{stage}_s" for stage in Spent().seconds)))
     for what, runs in found.items():
         medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        rows.append({"what": what, "rows_per_s": medians["rows_per_s"], "of_plain": medians["rows_per_s"] / rate} | medians)
+        rows.append(
+            {"what": what, "rows_per_s": medians["rows_per_s"], "of_plain": medians["rows_per_s"] / rate}
+            | medians
+        )
     rates = {row["what"]: row["rows_per_s"] for row in rows}
     stash_times = rates["1 GPU"] / rates["1 GPU, --stash"]
     two = rates["2 GPUs"] / rates["1 GPU"] if "2 GPUs" in rates else None
-    missed = [] if rows[1]["of_plain"] >= 2.5 else [f"one GPU does {rows[1]['of_plain']:.2f} x the plain loop < 2.5"]
+    missed = (
+        []
+        if rows[1]["of_plain"] >= 2.5
+        else [f"one GPU does {rows[1]['of_plain']:.2f} x the plain loop < 2.5"]
+    )
     missed += [] if stash_times <= 1.1 else [f"--stash takes {stash_times:.2f} x the time without > 1.1"]
     missed += [] if two is None or two >= 1.9 else [f"two GPUs do {two:.2f} x one < 1.9"]
     more: dict[str, Any] = {
@@ -137,7 +163,14 @@ def main() -> None:
         "two_over_one": two,
         "missed": missed,
     }
-    report("gpu_eval", "Evaluation pool on GPUs", rows, segment_mb=segment / 1e6, gpu=torch.cuda.get_device_name(), **more)
+    report(
+        "gpu_eval",
+        "Evaluation pool on GPUs",
+        rows,
+        segment_mb=segment / 1e6,
+        gpu=torch.cuda.get_device_name(),
+        **more,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The cache's index alone: 128 M slots, 1 M keys a call, at several loads, full, and after 100 M inserts and evictions.
+"""The cache's index alone: 128 M slots, 1 M keys a call, at several loads, full, and after 100 M inserts and
+evictions.
 
 python benchmarks/gpu_index.py
 """

@@ -1,9 +1,10 @@
-"""Our GPU kernel against FBGEMM's: the same rows in HBM, many tables a launch, in turns; and what a call costs the host.
+"""Our GPU kernel against FBGEMM's: the same rows in HBM, many tables a launch, in turns; and what a call
+costs the host.
 
-Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Call times are wall
-times of single calls as PyTorch modules make them, waited for, everything on the device already. Each pair of results is
-compared before it is timed. The floor of a case is what it must move, in sectors of 32 bytes, at the speed of the device's
-own copies.
+Kernel times are those of replays of a captured graph, so that neither side pays for its Python. Call times
+are wall times of single calls as PyTorch modules make them, waited for, everything on the device already.
+Each pair of results is compared before it is timed. The floor of a case is what it must move, in sectors of
+32 bytes, at the speed of the device's own copies.
 
     python benchmarks/gpu_lookup.py                 # one GPU, 24 GB of its memory, 4 GB of /dev/shm
     python benchmarks/gpu_lookup.py --sweep         # every shape of the kernel instead, int8 and int4
@@ -63,7 +64,8 @@ def cases() -> Iterator[Case]:
 
 
 class Published(NamedTuple):
-    """A model, a copy of its segment in HBM for FBGEMM, and its tables in HBM. Captured calls keep both in memory."""
+    """A model, a copy of its segment in HBM for FBGEMM, and its tables in HBM. Captured calls keep both in
+    memory."""
 
     segment: Segment
     weights: torch.Tensor
@@ -73,21 +75,31 @@ class Published(NamedTuple):
 class Work:
     """A case's ids on the device, and both sides ready to be called."""
 
-    def __init__(self, case: Case, published: Published, device: torch.device, configs: LaunchConfigs) -> None:
+    def __init__(
+        self, case: Case, published: Published, device: torch.device, configs: LaunchConfigs
+    ) -> None:
         segment, weights, tables = published
         names = [t.name for t in segment.header.tables]
         rng = np.random.default_rng(case.batch)
-        self.ids = np.concatenate([draw_ids(rng, ROWS, (case.batch, IDS), case.zipf).reshape(-1) for _ in names])
+        self.ids = np.concatenate(
+            [draw_ids(rng, ROWS, (case.batch, IDS), case.zipf).reshape(-1) for _ in names]
+        )
         pooling = Pooling.SUM if case.pooled else Pooling.NONE
         self.backend = GpuBackend(str(device), choose(), configs=configs)
         lookups, at, each = [], 0, case.batch * IDS
         for n, table in enumerate(tables):
-            lookups.append(Lookup(table, pooling, 8 * each * n, each, at, Precision.FP16, bags=case.batch, bag_length=IDS))
+            lookups.append(
+                Lookup(
+                    table, pooling, 8 * each * n, each, at, Precision.FP16, bags=case.batch, bag_length=IDS
+                )
+            )
             at += lookups[-1].out_bytes
         self.plan = self.backend.plan(lookups)
         self.lookup = DeviceLookup(self.backend, tables, IDS if case.pooled else 1)
         self.host_inputs = self.ids.tobytes()
-        specs = [TbeTable(t.name, t.rows, t.dim, RowFormat.parse(t.row_format)) for t in segment.header.tables]
+        specs = [
+            TbeTable(t.name, t.rows, t.dim, RowFormat.parse(t.row_format)) for t in segment.header.tables
+        ]
         self.module = init_tbe(specs, pooling=pooling, device=str(device), half=True)
         bind(self.module, segment, names, weights)
         self.indices = torch.from_numpy(self.ids).to(device)
@@ -177,7 +189,14 @@ def publish(root: Path, row_format: str, dim: int) -> Published:
 def row(case: Case, **figures: Any) -> dict[str, Any]:
     ids = "uniform" if case.zipf is None else f"Zipf {case.zipf}"
     kind = "sum" if case.pooled else "none"
-    return {"format": case.row_format, "D": case.dim, "batch": case.batch, "ids": ids, "pooling": kind, **figures}
+    return {
+        "format": case.row_format,
+        "D": case.dim,
+        "batch": case.batch,
+        "ids": ids,
+        "pooling": kind,
+        **figures,
+    }
 
 
 def compare(root: Path, device: torch.device) -> None:
@@ -191,7 +210,11 @@ def compare(root: Path, device: torch.device) -> None:
         floor = work.floor_bytes() / copies
         # Wall times of a call: everything on the device already; and from host memory to host memory.
         host_to_host = functools.partial(work.backend.batches.run, [(work.plan, work.host_inputs)])
-        device_wall, host_wall, their_wall = wall_seconds(work.ours), wall_seconds(host_to_host), wall_seconds(work.theirs)
+        device_wall, host_wall, their_wall = (
+            wall_seconds(work.ours),
+            wall_seconds(host_to_host),
+            wall_seconds(work.theirs),
+        )
         rows.append(
             row(
                 case,
@@ -212,12 +235,21 @@ def compare(root: Path, device: torch.device) -> None:
         if case.pooled and case.batch == 4096 and case.dim == 128 and ours / theirs > target:
             missed.append(f"{case.row_format} {ours / theirs:.2f} > {target}")
         if device_wall - ours > OVERHEAD_US / 1e6:
-            missed.append(f"overhead at batch {case.batch}: {(device_wall - ours) * 1e6:.0f} us > {OVERHEAD_US:.0f}")
+            missed.append(
+                f"overhead at batch {case.batch}: {(device_wall - ours) * 1e6:.0f} us > {OVERHEAD_US:.0f}"
+            )
         console.print(rows[-1])
         del work
         torch.cuda.empty_cache()
     gpu = torch.cuda.get_device_name(device)
-    report("gpu_lookup", "Fused lookup against FBGEMM, all in HBM", rows, gpu=gpu, copy_gb_s=copies / 1e9, missed=missed)
+    report(
+        "gpu_lookup",
+        "Fused lookup against FBGEMM, all in HBM",
+        rows,
+        gpu=gpu,
+        copy_gb_s=copies / 1e9,
+        missed=missed,
+    )
 
 
 def sweep(root: Path, device: torch.device) -> None:
@@ -225,7 +257,9 @@ def sweep(root: Path, device: torch.device) -> None:
     for row_format, pooled in product(("int8", "int4"), (True, False)):
         case = Case(row_format, 128, 4096, pooled=pooled)
         published = publish(root, row_format, 128)
-        for ids, columns, warps in product((2, 4, 5, 10) if pooled else (1,), (32, 64, 128, 256), (1, 2, 4, 8)):
+        for ids, columns, warps in product(
+            (2, 4, 5, 10) if pooled else (1,), (32, 64, 128, 256), (1, 2, 4, 8)
+        ):
             if not 32 * warps <= columns <= 64 * warps:
                 continue
             config = LaunchConfig(ids, columns, warps)
@@ -241,7 +275,9 @@ def sweep(root: Path, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="time every shape of the kernel instead of comparing")
+    parser.add_argument(
+        "--sweep", action="store_true", help="time every shape of the kernel instead of comparing"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; torch finds none here")

@@ -1,11 +1,13 @@
-"""What more doors cost on one GPU: memory of the host and of the GPU, and how many contexts there are, with one door and four.
+"""What more doors cost on one GPU: memory of the host and of the GPU, and how many contexts there are, with
+one door and four.
 
     python benchmarks/gpu_memory.py   # 26 tables x 500,000 rows x D 128 int8, in HBM and behind a cache of a tenth of their bytes
 
-Doors share one engine process, so four of them should have one context and one cache, as one has. Each server is measured after
-requests of ids of every table over many connections, and one answer was compared with the CPU's before. Memory of the host is PSS
-(shared pages divided by their users) summed over all processes of the server. HBM is what the device's used memory grew by. A
-process counts as one with a context where it has a GPU's device file open; the benchmark fails where that is not one.
+Doors share one engine process, so four of them should have one context and one cache, as one has. Each server
+is measured after requests of ids of every table over many connections, and one answer was compared with the
+CPU's before. Memory of the host is PSS (shared pages divided by their users) summed over all processes of the
+server. HBM is what the device's used memory grew by. A process counts as one with a context where it has a
+GPU's device file open; the benchmark fails where that is not one.
 """
 
 import argparse
@@ -53,7 +55,14 @@ def ask(url: str, doors: int) -> None:
 
 def gauge(url: str, name: str) -> float:
     """The sum of a gauge on /metrics; 0 where there is none."""
-    return sum(map(float, re.findall(rf"^{name}{{[^}}]*}} (\S+)$", httpx.get(f"{url}/metrics", timeout=10).text, re.MULTILINE)))
+    return sum(
+        map(
+            float,
+            re.findall(
+                rf"^{name}{{[^}}]*}} (\S+)$", httpx.get(f"{url}/metrics", timeout=10).text, re.MULTILINE
+            ),
+        )
+    )
 
 
 def measure(root: Path, name: str, doors: int) -> dict[str, Any]:
@@ -68,7 +77,9 @@ def measure(root: Path, name: str, doors: int) -> dict[str, Any]:
         contexts = sum(map(has_context, processes))
         cache_bytes = gauge(server.url, "tableside_cache_bytes")
     if contexts != 1:
-        raise SystemExit(f"{name}, {doors} doors: {contexts} processes have a context; expected one, of the engine process")
+        raise SystemExit(
+            f"{name}, {doors} doors: {contexts} processes have a context; expected one, of the engine process"
+        )
     return {
         "placement": name,
         "doors": doors,
@@ -91,7 +102,9 @@ def beside_one(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     gpu = gpus()
     if not gpu:
         raise SystemExit("nvidia-smi is not here; expected a host with a GPU")
@@ -103,7 +116,9 @@ def main() -> None:
                 rows.append(measure(root, name, doors))
                 console.print(rows[-1])
     beside_one(rows)
-    title = f"memory of one GPU's engine process and its doors: {FEATURES} tables of {ROWS:,} rows, int8 D {DIM}"
+    title = (
+        f"memory of one GPU's engine process and its doors: {FEATURES} tables of {ROWS:,} rows, int8 D {DIM}"
+    )
     report("gpu_memory", title, rows, gpu=gpu[0])
 
 

@@ -4,9 +4,10 @@
     python benchmarks/gpu_raw_ids.py --keys     # one table of 60 M ids, 262,144 keys a call, 10 % cached
     python benchmarks/gpu_raw_ids.py --wide     # 400 M ids, each as likely, so nearly all miss; ids in HBM and in host memory
 
-Every batch is new. Both sides read the same registered segment, with caches of one size, and are called batch by batch, as they
-are used; times are medians of steady state. What comes out is compared bit by bit, before and after. Goals: a cached lookup takes
-1.1 times the dense one's time at most, one with everything in HBM 1.25 times.
+Every batch is new. Both sides read the same registered segment, with caches of one size, and are called batch
+by batch, as they are used; times are medians of steady state. What comes out is compared bit by bit, before
+and after. Goals: a cached lookup takes 1.1 times the dense one's time at most, one with everything in HBM
+1.25 times.
 """
 
 import argparse
@@ -29,7 +30,10 @@ from tableside.quant.gpu.residence.residence import InHost
 
 WARM, TIMED = 60, 30  # batches
 INDEX_BYTES = 24  # of a slot of the cache, beside its row
-GATHERERS, WIDE_BYTES = 8, 4 << 30  # from how many bytes of tables on `tableside serve` has the CPU gather, on this many cores
+GATHERERS, WIDE_BYTES = (
+    8,
+    4 << 30,
+)  # from how many bytes of tables on `tableside serve` has the CPU gather, on this many cores
 
 
 class Way(NamedTuple):
@@ -41,10 +45,19 @@ class Way(NamedTuple):
 
 
 class Workload:
-    """Tables of raw ids, and batches of ids for them with the rows that they have: int64 [tables * ids] on the device, each."""
+    """Tables of raw ids, and batches of ids for them with the rows that they have: int64 [tables * ids] on
+    the device, each."""
 
     def __init__(
-        self, root: Path, files: Path, tables: int, count: int, ids: int, bag_length: int, dim: int, zipf: float
+        self,
+        root: Path,
+        files: Path,
+        tables: int,
+        count: int,
+        ids: int,
+        bag_length: int,
+        dim: int,
+        zipf: float,
     ) -> None:
         self.tables, self.count, self.ids, self.bag_length, self.dim = tables, count, ids, bag_length, dim
         self.generator = torch.Generator(device=DEVICE).manual_seed(0)
@@ -58,12 +71,18 @@ class Workload:
 
     def draw(self, known: list[Any], zipf: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids by Zipf's law, and their rows."""
-        uniform = torch.rand((self.tables, self.ids), dtype=torch.float64, device=DEVICE, generator=self.generator)
+        uniform = torch.rand(
+            (self.tables, self.ids), dtype=torch.float64, device=DEVICE, generator=self.generator
+        )
         power = 1 - zipf
         ranks = (((self.count + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
         places = ((ranks.clamp(max=self.count).long() - 1) * 2654435761 % self.count).cpu().numpy()
         ids = [of_table[at] for of_table, at in zip(known, places, strict=True)]
-        rows = [table.row_map.find(some) for table, some in zip(self.held, ids, strict=True) if table.row_map is not None]
+        rows = [
+            table.row_map.find(some)
+            for table, some in zip(self.held, ids, strict=True)
+            if table.row_map is not None
+        ]
         assert all((some >= 0).all() for some in rows)
         return self._sent(ids), self._sent(rows)
 
@@ -108,14 +127,23 @@ class Workload:
                 f"{label}, {way.name}: they differ"
             )
             ratio, rate = times[0] / times[1], self.tables * self.ids / times[0] / 1e3
-            row = {"work": label, "rows": way.name, "raw ms": times[0], "dense ms": times[1], "ratio": ratio, "M ids/s": rate}
+            row = {
+                "work": label,
+                "rows": way.name,
+                "raw ms": times[0],
+                "dense ms": times[1],
+                "ratio": ratio,
+                "M ids/s": rate,
+            }
             found.append(row)
             console.print(row)
         return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("tables", "keys", "wide"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
@@ -133,9 +161,14 @@ def main() -> None:
             del work
         if options.wide:
             work = Workload(root, files, 1, 400_000_000, 262_144, 1, 32, 0.0)
-            ways = [Way("cached, 5 %", 0.05), Way("cached, 5 %, ids in host memory", 0.05, in_host=InHost.SOME)]
+            ways = [
+                Way("cached, 5 %", 0.05),
+                Way("cached, 5 %, ids in host memory", 0.05, in_host=InHost.SOME),
+            ]
             rows += work.compare(ways, "400 M ids, every one as likely")
-    report("gpu_raw_ids", "raw ids against row numbers, on one GPU", rows, gpu=torch.cuda.get_device_name(DEVICE))
+    report(
+        "gpu_raw_ids", "raw ids against row numbers, on one GPU", rows, gpu=torch.cuda.get_device_name(DEVICE)
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""Scores of a DLRM over HTTP: a server on a GPU against the same server on the CPU, both on the same cores, in turns.
+"""Scores of a DLRM over HTTP: a server on a GPU against the same server on the CPU, both on the same cores,
+in turns.
 
     python benchmarks/gpu_scores.py                # requests of 32 and 512 rows; one worker and four on the GPU, four on the CPU
     python benchmarks/gpu_scores.py --workers 4    # only so many workers on the GPU
     python benchmarks/gpu_scores.py --workers 3 --dtypes fp32    # in bf16 as well by default, which is a server of its own
     TRIAL=1 TRITON_INTERPRET=1 python benchmarks/gpu_scores.py --device interpreter --batches 2 --connections 1   # a try
 
-26 features of 20 ids each, a table of 100,000 rows x D 64 (int8) for each, and an MLP 1664-1024-1024-256-1. Requests name the
-score alone. All servers have the same four cores; the load comes from processes that have a core each, 64 connections together.
-Every server's scores are compared with fp64's first.
+26 features of 20 ids each, a table of 100,000 rows x D 64 (int8) for each, and an MLP 1664-1024-1024-256-1.
+Requests name the score alone. All servers have the same four cores; the load comes from processes that have a
+core each, 64 connections together. Every server's scores are compared with fp64's first.
 
-In bf16 a number x is rounded by u |x| at most, u = 2^-8, and by anything up to that: a variance of (u x)^2 / 3 at most. Roundings
-do not know of each other, so variances add up on their way through the layers (`deviations`). A score may differ by 8 standard
-deviations, which one of 10^15 normal ones exceeds.
+In bf16 a number x is rounded by u |x| at most, u = 2^-8, and by anything up to that: a variance of (u x)^2 /
+3 at most. Roundings do not know of each other, so variances add up on their way through the layers
+(`deviations`). A score may differ by 8 standard deviations, which one of 10^15 normal ones exceeds.
 """
 
 import argparse
@@ -69,11 +70,15 @@ def publish(root: Path, folder: Path, rows: int) -> None:
     """Publishes the model `dlrm`."""
     rng = np.random.default_rng(0)
     names = [f"f{n}" for n in range(FEATURES)]
-    named: dict[str, Any] = {name: rng.standard_normal((rows, DIM), dtype=np.float32) * np.float32(0.1) for name in names}
+    named: dict[str, Any] = {
+        name: rng.standard_normal((rows, DIM), dtype=np.float32) * np.float32(0.1) for name in names
+    }
     np.savez(folder / "c.npz", **named)
     batch = torch.export.Dim("batch")
     inputs = tuple(torch.zeros(2, DIM) for _ in names)
-    program = torch.export.export(Dense().eval(), inputs, dynamic_shapes={"vectors": tuple({0: batch} for _ in inputs)})
+    program = torch.export.export(
+        Dense().eval(), inputs, dynamic_shapes={"vectors": tuple({0: batch} for _ in inputs)}
+    )
     torch.export.save(program, folder / "scorer.pt2")
     raw = {
         "name": "dlrm",
@@ -88,8 +93,13 @@ def publish(root: Path, folder: Path, rows: int) -> None:
 def infer(ids: NDArray[np.int64]) -> tuple[dict[str, str], bytes]:
     """The headers and the body of a request for scores. ids: int64 [features, rows, ids]."""
     parameters = {"binary_data_size": ids[0].nbytes}
-    inputs = [{"name": f"f{n}", "datatype": "INT64", "shape": i.shape, "parameters": parameters} for n, i in enumerate(ids)]
-    head = orjson.dumps({"inputs": inputs, "outputs": [{"name": "score", "parameters": {"binary_data": True}}]})
+    inputs = [
+        {"name": f"f{n}", "datatype": "INT64", "shape": i.shape, "parameters": parameters}
+        for n, i in enumerate(ids)
+    ]
+    head = orjson.dumps(
+        {"inputs": inputs, "outputs": [{"name": "score", "parameters": {"binary_data": True}}]}
+    )
     head = head.ljust(-(-len(head) // 8) * 8)
     return {HEADER_LENGTH: str(len(head)), "Content-Type": "application/octet-stream"}, head + ids.tobytes()
 
@@ -99,8 +109,8 @@ def path_of(url: str) -> str:
 
 
 def deviations(dense: Dense, vectors: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Scores of vectors [rows, width], and the standard deviations of what roundings to bf16 add: of inputs and weights once, of
-    what a layer gives twice, as a bias may be added behind the product."""
+    """Scores of vectors [rows, width], and the standard deviations of what roundings to bf16 add: of
+    inputs and weights once, of what a layer gives twice, as a bias may be added behind the product."""
     once = (2.0**-8) ** 2 / 3
     x, variance = vectors, once * vectors**2
     for layer in dense.layers:
@@ -118,7 +128,8 @@ def deviations(dense: Dense, vectors: NDArray[np.float64]) -> tuple[NDArray[np.f
 
 
 def check(root: Path, url: str, batch: int, rows: int, dtype: str) -> None:
-    """Scores of three requests are those of fp64, within what sums in fp32, or roundings to bf16, differ by."""
+    """Scores of three requests are those of fp64, within what sums in fp32, or roundings to bf16, differ
+    by."""
     segment = Model(root, "dlrm").attach(verify="header")
     dense, rng = Dense().eval().double(), np.random.default_rng(5)
     for _ in range(3):
@@ -130,7 +141,8 @@ def check(root: Path, url: str, batch: int, rows: int, dtype: str) -> None:
         found = np.frombuffer(reply.content[int(reply.headers[HEADER_LENGTH]) :], np.float32)
         lengths = np.full(batch, IDS, np.int32)
         vectors = [
-            choose().lookup(segment.tables[f"f{n}"], i.reshape(-1), lengths, pooling=Pooling.SUM) for n, i in enumerate(ids)
+            choose().lookup(segment.tables[f"f{n}"], i.reshape(-1), lengths, pooling=Pooling.SUM)
+            for n, i in enumerate(ids)
         ]
         expected, deviation = deviations(dense, np.concatenate(vectors, 1).astype(np.float64))
         if dtype == "fp32":
@@ -165,7 +177,9 @@ def rows_per_s(
 ) -> tuple[float, float]:
     """Rows a second that a server scores, and the 99th percentile of its latencies in ms."""
     each = max(1, connections // senders)
-    loads = pool.starmap(_send, [(url, batch, rows, each, seconds, seed) for seed in range(senders)], chunksize=1)
+    loads = pool.starmap(
+        _send, [(url, batch, rows, each, seconds, seed) for seed in range(senders)], chunksize=1
+    )
     if failed := [load for load in loads if load.failed]:
         raise SystemExit(f"{url}: {failed[0].failed} requests failed: {failed[0].failure}")
     latencies = np.concatenate([load.latencies_s for load in loads])
@@ -188,7 +202,9 @@ def measure(
             for name, server in servers.items():
                 if turn == 1:
                     before[name] = stage_sums(server.url)
-                rate, p99 = rows_per_s(pool, len(senders), connections, server.url, batch, rows, seconds / ROUNDS)
+                rate, p99 = rows_per_s(
+                    pool, len(senders), connections, server.url, batch, rows, seconds / ROUNDS
+                )
                 if turn:
                     rates[name].append(rate)
                     late[name].append(p99)
@@ -196,19 +212,41 @@ def measure(
     for name, server in servers.items():
         rate = statistics.median(rates[name])
         of_cpu = rate / statistics.median(rates["cpu"])
-        row = {"batch": batch, "server": name, "rows_per_s": rate, "of_cpu": of_cpu, "p99_ms": statistics.median(late[name])}
+        row = {
+            "batch": batch,
+            "server": name,
+            "rows_per_s": rate,
+            "of_cpu": of_cpu,
+            "p99_ms": statistics.median(late[name]),
+        }
         found.append(row | mean_stages(before[name], stage_sums(server.url)))
         console.print(line(found[-1]))
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 4], help="on the GPU (default: 1 and 4)")
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"), help="of scorers on the GPU")
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 512], help="rows of a request (default: 32 and 512)")
-    parser.add_argument("--seconds", type=float, default=9.0, help="of load for each server and batch (default: %(default)s)")
-    parser.add_argument("--connections", type=int, default=64, help="of all load together (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[1, 4], help="on the GPU (default: 1 and 4)"
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["fp32", "bf16"],
+        choices=("fp32", "bf16"),
+        help="of scorers on the GPU",
+    )
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[32, 512], help="rows of a request (default: 32 and 512)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=9.0, help="of load for each server and batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--connections", type=int, default=64, help="of all load together (default: %(default)s)"
+    )
     parser.add_argument("--device", default="0", help="of the server on the GPU (default: %(default)s)")
     options = parser.parse_args()
     gpu = gpus()
@@ -224,7 +262,16 @@ def main() -> None:
         servers = {"cpu": stack.enter_context(serve(root, ["dlrm"], "--workers", CPU_WORKERS))}
         dtypes = {"cpu": "fp32"}
         for workers, dtype in product(options.workers, options.dtypes):
-            on_gpu = ("--workers", workers, "--devices", options.device, "--placement", "hbm", "--scorer-dtype", dtype)
+            on_gpu = (
+                "--workers",
+                workers,
+                "--devices",
+                options.device,
+                "--placement",
+                "hbm",
+                "--scorer-dtype",
+                dtype,
+            )
             key = f"gpu, {workers} worker{'s' * (workers > 1)}{'' if dtype == 'fp32' else ', ' + dtype}"
             servers[key], dtypes[key] = stack.enter_context(serve(root, ["dlrm"], *on_gpu)), dtype
         os.sched_setaffinity(0, cores)
@@ -235,10 +282,18 @@ def main() -> None:
         for batch in options.batches:
             rows += measure(servers, batch, table_rows, options.seconds, options.connections, senders)
     title = (
-        f"scores over HTTP, {FEATURES} x {IDS} ids, int8 D {DIM}, MLP {'-'.join(map(str, WIDTHS))}; {len(of_servers)} cores for "
+        f"scores over HTTP, {FEATURES} x {IDS} ids, int8 D {DIM}, MLP {'-'.join(map(str, WIDTHS))}; "
+        f"{len(of_servers)} cores for "
         f"each server, {options.connections} connections from {len(senders)} cores"
     )
-    report("gpu_scores", title, rows, gpu=gpu[0] if gpu else None, server_cores=len(of_servers), load_cores=len(senders))
+    report(
+        "gpu_scores",
+        title,
+        rows,
+        gpu=gpu[0] if gpu else None,
+        server_cores=len(of_servers),
+        load_cores=len(senders),
+    )
 
 
 if __name__ == "__main__":

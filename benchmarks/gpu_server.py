@@ -1,12 +1,14 @@
-"""Servers on GPUs: what registration and workers cost, and lookups over HTTP against the same server on the CPU.
+"""Servers on GPUs: what registration and workers cost, and lookups over HTTP against the same server on the
+CPU.
 
     python benchmarks/gpu_server.py --memory 32    # GiB of a segment: registration, first answer, PSS and HBM of 1, 2, 4 workers
     python benchmarks/gpu_server.py --http         # the cases of http_lookup.py, a CPU worker and an hbm worker in turns
     python benchmarks/gpu_server.py --placements   # 26 features, every placement, 1 and 4 workers
 
-Lengths differ in every request, but for the way `same` of --http. Without a GPU, --http measures its CPU worker and writes no
-file. Memory of the host is PSS (shared pages divided by their users) summed over all processes of the server, after requests to
-every table. HBM is what the device's free memory fell by, contexts included. Answers are compared with the CPU's first.
+Lengths differ in every request, but for the way `same` of --http. Without a GPU, --http measures its CPU
+worker and writes no file. Memory of the host is PSS (shared pages divided by their users) summed over all
+processes of the server, after requests to every table. HBM is what the device's free memory fell by, contexts
+included. Answers are compared with the CPU's first.
 """
 
 import argparse
@@ -51,7 +53,10 @@ def serve(root: Path, models: Sequence[str], *options: object) -> AbstractContex
 def hbm_used() -> list[int]:
     """Bytes in use of each GPU, by nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return [int(line) << 20 for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+    return [
+        int(line) << 20
+        for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    ]
 
 
 def check_placed(root: Path, url: str, tables: int) -> None:
@@ -76,7 +81,14 @@ def memory(root: Path, gib: int, devices: Sequence[int]) -> list[dict[str, Any]]
     for gpus in [n for n in (1, 2, 4) if n <= len(devices)]:
         for workers in [w for w in (1, 2, 4) if w >= gpus]:
             before = hbm_used()
-            options = ("--devices", ",".join(map(str, devices[:gpus])), "--placement", "zero_copy", "--workers", workers)
+            options = (
+                "--devices",
+                ",".join(map(str, devices[:gpus])),
+                "--placement",
+                "zero_copy",
+                "--workers",
+                workers,
+            )
             with serve(root, ["ads"], *options) as server:
                 url, process = server.url, server.process
                 check_placed(root, url, 8)
@@ -87,7 +99,9 @@ def memory(root: Path, gib: int, devices: Sequence[int]) -> list[dict[str, Any]]
                 used = [now - b for now, b in zip(hbm_used(), before, strict=True)]
                 memories = [pss_bytes(p) for p in (process.pid, *processes_below(process.pid))]
                 server.log.seek(0)
-                seconds = [float(s) for s in re.findall(r"registered with CUDA in ([\d.]+) s", server.log.read())]
+                seconds = [
+                    float(s) for s in re.findall(r"registered with CUDA in ([\d.]+) s", server.log.read())
+                ]
             found.append(
                 {
                     "GPUs": gpus,
@@ -119,13 +133,18 @@ def stage_sums(url: str) -> dict[str, tuple[float, float]]:
     return found
 
 
-def mean_stages(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> dict[str, float]:
+def mean_stages(
+    before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]
+) -> dict[str, float]:
     """Microseconds of each stage of a batch, on average, between two `stage_sums`."""
-    return {f"{s} us": 1e6 * (after[s][0] - before[s][0]) / max(1.0, after[s][1] - before[s][1]) for s in STAGES}
+    return {
+        f"{s} us": 1e6 * (after[s][0] - before[s][0]) / max(1.0, after[s][1] - before[s][1]) for s in STAGES
+    }
 
 
 def http(root: Path, has_gpu: bool) -> list[dict[str, Any]]:
-    """The cases of http_lookup.py, a CPU worker and an hbm worker in turns. The load generator has a core to itself."""
+    """The cases of http_lookup.py, a CPU worker and an hbm worker in turns. The load generator has a core
+    to itself."""
     publish(root)
     cores = sorted(os.sched_getaffinity(0))
     models = [case.model for case in CASES]
@@ -157,7 +176,13 @@ def http_rows(case: Case, urls: dict[str, str]) -> list[dict[str, Any]]:
     sent = {(way, name): warm_up(urls[name], prepared[way], CONNECTIONS) for way, name in loads}
     for _ in range(ROUNDS):
         for (way, name), found in loads.items():
-            load = run(urls[name], prepared[way], concurrency=CONNECTIONS, seconds=HTTP_S / ROUNDS, first=sent[way, name])
+            load = run(
+                urls[name],
+                prepared[way],
+                concurrency=CONNECTIONS,
+                seconds=HTTP_S / ROUNDS,
+                first=sent[way, name],
+            )
             if load.failed:
                 raise SystemExit(f"{name}, {case}, {way}: {load.failed} requests failed: {load.failure}")
             sent[way, name] += load.latencies_s.size
@@ -183,7 +208,14 @@ def placements(root: Path) -> list[dict[str, Any]]:
         "cpu": (),
         "hbm": ("--devices", 0, "--placement", "hbm"),
         "zero_copy": ("--devices", 0, "--placement", "zero_copy", "--threads", 4),
-        "cached 10 %": ("--devices", 0, "--placement", "cached", "--hbm-budget", f"{FEATURES * ROWS * 144 // 10 >> 20}MiB"),
+        "cached 10 %": (
+            "--devices",
+            0,
+            "--placement",
+            "cached",
+            "--hbm-budget",
+            f"{FEATURES * ROWS * 144 // 10 >> 20}MiB",
+        ),
     }
     rows = []
     for workers in (1, 4):
@@ -198,7 +230,9 @@ def placements(root: Path) -> list[dict[str, Any]]:
                 for concurrency in (1, 16, 64):
                     before = stage_sums(url)
                     for _ in range(ROUNDS):
-                        load = run(url, requests, concurrency=concurrency, seconds=SECONDS / ROUNDS, first=sent)
+                        load = run(
+                            url, requests, concurrency=concurrency, seconds=SECONDS / ROUNDS, first=sent
+                        )
                         assert load.failed == 0
                         sent += load.latencies_s.size
                         loads.setdefault((way, concurrency), []).append(load)
@@ -233,10 +267,16 @@ def gpus() -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", type=int, metavar="GIB", help="measure memory over a segment of so many GiB")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--memory", type=int, metavar="GIB", help="measure memory over a segment of so many GiB"
+    )
     parser.add_argument("--http", action="store_true", help="measure the cases of http_lookup.py")
-    parser.add_argument("--placements", action="store_true", help="measure lookups over HTTP in every placement")
+    parser.add_argument(
+        "--placements", action="store_true", help="measure lookups over HTTP in every placement"
+    )
     options = parser.parse_args()
     gpu = gpus()
     if not gpu and (options.memory or options.placements):
@@ -244,7 +284,12 @@ def main() -> None:
     if options.memory:
         with shared_folder() as root:
             rows = memory(root, options.memory, range(len(gpu)))
-        report("gpu_workers", f"workers over one segment of {options.memory} GiB, placement zero_copy", rows, gpu=gpu[0])
+        report(
+            "gpu_workers",
+            f"workers over one segment of {options.memory} GiB, placement zero_copy",
+            rows,
+            gpu=gpu[0],
+        )
     if options.http:
         with shared_folder() as root:
             rows = http(root, bool(gpu))
@@ -255,7 +300,8 @@ def main() -> None:
         with shared_folder() as root:
             rows = placements(root)
         title = (
-            f"lookup of {FEATURES} features x batch {BATCH} x {IDS} ids on average, lengths that differ in every request, "
+            f"lookup of {FEATURES} features x batch {BATCH} x {IDS} ids on average, lengths that differ in "
+            "every request, "
             f"int8 D {DIM}, Zipf 1.05; load generator beside it"
         )
         report("gpu_http_placements", title, rows, gpu=gpu[0])

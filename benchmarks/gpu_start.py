@@ -3,9 +3,10 @@
     python benchmarks/gpu_start.py                      # 26 tables x 500,000 rows x D 128 int8; every placement
     python benchmarks/gpu_start.py --placements cached  # one of them
 
-For each placement the cache of Triton is an empty folder first, and then what that start left; the later start is the median of
-`AGAIN`. There are as many GPUs as the host has, two at most, and four doors for each. One answer of each server is compared with
-the CPU's. `steps` is what the engine processes' log says of the last start: where each one's time went.
+For each placement the cache of Triton is an empty folder first, and then what that start left; the later
+start is the median of `AGAIN`. There are as many GPUs as the host has, two at most, and four doors for each.
+One answer of each server is compared with the CPU's. `steps` is what the engine processes' log says of the
+last start: where each one's time went.
 """
 
 import argparse
@@ -29,8 +30,16 @@ _STEPS = re.compile(r"was attached in ([^\n]*)")
 
 
 def start(root: Path, placement: str, devices: Sequence[int]) -> tuple[float, list[str], int]:
-    """Seconds until it is ready; what each engine process says of them; and how many kernels were compiled meanwhile."""
-    options = ["--workers", DOORS * len(devices), "--devices", ",".join(map(str, devices)), "--placement", placement]
+    """Seconds until it is ready; what each engine process says of them; and how many kernels were compiled
+    meanwhile."""
+    options = [
+        "--workers",
+        DOORS * len(devices),
+        "--devices",
+        ",".join(map(str, devices)),
+        "--placement",
+        placement,
+    ]
     if placement != "hbm" and placement != "zero_copy":
         options += ["--hbm-budget", BUDGET]
     with serve(root, ["ads"], *options) as server:
@@ -48,7 +57,8 @@ def measure(root: Path, placement: str, devices: Sequence[int]) -> dict[str, Any
         again = [start(root, placement, devices) for _ in range(AGAIN)]
     if not compiled or any(count for _, _, count in again):
         raise SystemExit(
-            f"{placement}: {compiled} kernels were compiled first, then {[c for _, _, c in again]}; expected none then"
+            f"{placement}: {compiled} kernels were compiled first, then {[c for _, _, c in again]}; expected "
+            "none then"
         )
     return {
         "placement": placement,
@@ -64,7 +74,9 @@ def measure(root: Path, placement: str, devices: Sequence[int]) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=PLACEMENTS)
     options = parser.parse_args()
     gpu = gpus()
@@ -76,9 +88,7 @@ def main() -> None:
         for placement in options.placements:
             rows.append(measure(root, placement, range(min(MOST_GPUS, len(gpu)))))
             console.print(rows[-1])
-    title = (
-        f"seconds until a server is ready: {FEATURES} tables of {ROWS:,} rows, int8 D {DIM}, {len(os.sched_getaffinity(0))} cores"
-    )
+    title = f"seconds until a server is ready: {FEATURES} tables of {ROWS:,} rows, int8 D {DIM}, {len(os.sched_getaffinity(0))} cores"
     report("gpu_start", title, rows, gpu=gpu[0])
 
 

@@ -1,10 +1,12 @@
-"""Embedding weights stashed while a model's dense part runs: memory and step time, in training and for tables that are served.
+"""Embedding weights stashed while a model's dense part runs: memory and step time, in training and for tables
+that are served.
 
     python benchmarks/gpu_stash.py     # 12 GiB of tables, a dense part of 36 layers over a batch of 65,536
 
-Training: twelve nn.EmbeddingBag of 1 GiB, sparse gradients, SGD; the ways are compared bit by bit after the same steps.
-`blocking` does as the prototype of "Embedding Memory Stashing": it waits on the CPU until the copy is done, and comes back in
-one hook before the embeddings' backward. Served tables: 12 GiB of int8 in HBM over a registered segment, given and brought back.
+Training: twelve nn.EmbeddingBag of 1 GiB, sparse gradients, SGD; the ways are compared bit by bit after the
+same steps. `blocking` does as the prototype of "Embedding Memory Stashing": it waits on the CPU until the
+copy is done, and comes back in one hook before the embeddings' backward. Served tables: 12 GiB of int8 in HBM
+over a registered segment, given and brought back.
 """
 
 import argparse
@@ -33,19 +35,25 @@ GIB = 1 << 30
 
 
 class Ranker(torch.nn.Module):
-    """Bags, then layers; `between` is called once the bags are looked up, `layer_done` after each layer with its output."""
+    """Bags, then layers; `between` is called once the bags are looked up, `layer_done` after each layer
+    with its output."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            self.bags = torch.nn.ModuleList(torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(TABLES))
+            self.bags = torch.nn.ModuleList(
+                torch.nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True) for _ in range(TABLES)
+            )
             self.first = torch.nn.Linear(TABLES * DIM, WIDTH, dtype=torch.bfloat16)
             self.layers = torch.nn.ModuleList(
-                torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), torch.nn.ReLU()) for _ in range(LAYERS)
+                torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), torch.nn.ReLU())
+                for _ in range(LAYERS)
             )
 
-    def forward(self, ids: list[torch.Tensor], between: Callable[..., Any], layer_done: Callable[..., Any]) -> torch.Tensor:
+    def forward(
+        self, ids: list[torch.Tensor], between: Callable[..., Any], layer_done: Callable[..., Any]
+    ) -> torch.Tensor:
         pooled = [bag(i) for bag, i in zip(self.bags, ids, strict=True)]
         between(self, pooled)
         x = self.first(torch.cat(pooled, 1).bfloat16())
@@ -94,7 +102,10 @@ def train(model: Ranker, way: str, where: tuple[int, int], stream: torch.cuda.St
     torch.cuda.reset_peak_memory_stats()
     times, losses = [], []
     for step in range(WARM + STEPS):
-        ids = [torch.randperm(ROWS, device=DEVICE, generator=generator)[: BATCH * IDS].view(BATCH, IDS) for _ in range(TABLES)]
+        ids = [
+            torch.randperm(ROWS, device=DEVICE, generator=generator)[: BATCH * IDS].view(BATCH, IDS)
+            for _ in range(TABLES)
+        ]
         timeline.clear()
         if step == WARM:
             torch.cuda.reset_peak_memory_stats()
@@ -123,7 +134,8 @@ def train(model: Ranker, way: str, where: tuple[int, int], stream: torch.cuda.St
 
 
 def fingerprint(weights: torch.Tensor) -> int:
-    """Of all bits and their places: sums of 16-bit words times odd numbers that grow with their place, modulo 2 ** 64."""
+    """Of all bits and their places: sums of 16-bit words times odd numbers that grow with their place,
+    modulo 2 ** 64."""
     words = weights.detach().reshape(-1).view(torch.int16)
     total = 0
     for first in range(0, words.numel(), 1 << 26):
@@ -188,7 +200,9 @@ def training() -> list[dict[str, Any]]:
         row["same bits"] = True
         row["times the step"] = row["step_ms"] / found[0]["step_ms"]
         row["peak falls by, of the stashed"] = (found[0]["peak_GiB"] - row["peak_GiB"]) * GIB / bytes_away
-        row["reserved falls by, of the stashed"] = (found[0]["reserved_GiB"] - row["reserved_GiB"]) * GIB / bytes_away
+        row["reserved falls by, of the stashed"] = (
+            (found[0]["reserved_GiB"] - row["reserved_GiB"]) * GIB / bytes_away
+        )
         del row["result"]
     return found
 
@@ -237,7 +251,9 @@ def served() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--served", action="store_true", help="measure the tables that are served alone")
     options = parser.parse_args()
     gpu = torch.cuda.get_device_name(DEVICE)

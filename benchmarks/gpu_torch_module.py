@@ -1,15 +1,17 @@
-"""Published tables as a PyTorch module on one GPU, beside FBGEMM's module and torch.nn.EmbeddingBag. Wall time of calls in a row.
+"""Published tables as a PyTorch module on one GPU, beside FBGEMM's module and torch.nn.EmbeddingBag. Wall
+time of calls in a row.
 
     python benchmarks/gpu_torch_module.py --hbm       # 26 tables x 500 k rows, int8 D 128, all in HBM, bags of 20 ids
     python benchmarks/gpu_torch_module.py --processes # the same tables, held by 1 and 2 processes: host memory (PSS) and HBM
     python benchmarks/gpu_torch_module.py --cached    # one table of 60 M rows, 10 % of its bytes in HBM, 262,144 ids a call
 
-Every side gets what its users give it, on the device: ours the ids of all tables in one tensor with the offsets of their bags
-(`packed`), as FBGEMM's module takes them, and as a dict with a tensor [bags, 20] for each table; torch's a tensor for each table.
-Ours and torch's ids are int64, FBGEMM's int32. Vectors are fp16 of ours and FBGEMM's, fp32 of torch's. Calls come one after
-another, and the clock stops when the device is done: host and device time, whichever is longer. Captured: one replay of a CUDA
-graph over the same tensors. What ours gives is compared with FBGEMM's of the same bytes before it is timed, within the rounding
-of the sums.
+Every side gets what its users give it, on the device: ours the ids of all tables in one tensor with the
+offsets of their bags (`packed`), as FBGEMM's module takes them, and as a dict with a tensor [bags, 20] for
+each table; torch's a tensor for each table. Ours and torch's ids are int64, FBGEMM's int32. Vectors are fp16
+of ours and FBGEMM's, fp32 of torch's. Calls come one after another, and the clock stops when the device is
+done: host and device time, whichever is longer. Captured: one replay of a CUDA graph over the same tensors.
+What ours gives is compared with FBGEMM's of the same bytes before it is timed, within the rounding of the
+sums.
 """
 
 import argparse
@@ -25,7 +27,11 @@ import torch
 from cache_workload import DEVICE, DIM, ROW_BYTES, Workload
 from common import console, report, shared_folder
 from fbgemm_gpu.split_embedding_configs import SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+    BoundsCheckMode,
+    EmbeddingLocation,
+    PoolingMode,
+)
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 from make_model import publish_random
 from process_memory import memory_together
@@ -75,7 +81,13 @@ class HbmSides:
     def __init__(self, root: Path) -> None:
         publish_random(root, "many", {f"f{n:02}": (ROWS, DIM, "int8") for n in range(TABLES)})
         self.ours = EmbeddingBags(
-            "many", root=str(root), device="cuda:0", placement="hbm", hbm_budget=8 << 30, output=torch.float16, verify="header"
+            "many",
+            root=str(root),
+            device="cuda:0",
+            placement="hbm",
+            hbm_budget=8 << 30,
+            output=torch.float16,
+            verify="header",
         )
         specs = [(f"f{n:02}", ROWS, DIM, SparseType.INT8, EmbeddingLocation.DEVICE) for n in range(TABLES)]
         self.fbgemm = IntNBitTableBatchedEmbeddingBagsCodegen(
@@ -135,7 +147,9 @@ def in_hbm(root: Path) -> list[dict[str, Any]]:
     for batch, target in BATCHES.items():
         calls = sides.calls(batch)
         found, wanted = calls["ours"](), calls["fbgemm"]()
-        torch.testing.assert_close(found.float(), wanted.float(), rtol=2e-3, atol=2e-2)  # sums in another order, then fp16
+        torch.testing.assert_close(
+            found.float(), wanted.float(), rtol=2e-3, atol=2e-2
+        )  # sums in another order, then fp16
         torch.testing.assert_close(torch.cat(list(calls["ours, dict"]().values()), 1), found, rtol=0, atol=0)
         sides.ours.check()
         for way in ("eager", "compiled", "captured"):
@@ -146,7 +160,10 @@ def in_hbm(root: Path) -> list[dict[str, Any]]:
                 call()
             times = {name: wall_us(call) for name, call in of.items()}
             row = {"batch": batch, "called": way} | {f"{name} us": took for name, took in times.items()}
-            row |= {"of fbgemm": times["ours"] / times["fbgemm"], "dict of fbgemm": times["ours, dict"] / times["fbgemm"]}
+            row |= {
+                "of fbgemm": times["ours"] / times["fbgemm"],
+                "dict of fbgemm": times["ours, dict"] / times["fbgemm"],
+            }
             row |= {"of torch": times["ours"] / times["torch"], "target": target}
             console.print(row)
             rows.append(row)
@@ -156,8 +173,13 @@ def in_hbm(root: Path) -> list[dict[str, Any]]:
 
 def hold(root: Path) -> object:
     """What a process holds: a module that was called."""
-    ours = EmbeddingBags("many", root=str(root), device="cuda:0", placement="hbm", hbm_budget=8 << 30, verify="header")
-    ours.packed(torch.zeros(TABLES, dtype=torch.int64, device=DEVICE), torch.arange(TABLES + 1, dtype=torch.int32, device=DEVICE))
+    ours = EmbeddingBags(
+        "many", root=str(root), device="cuda:0", placement="hbm", hbm_budget=8 << 30, verify="header"
+    )
+    ours.packed(
+        torch.zeros(TABLES, dtype=torch.int64, device=DEVICE),
+        torch.arange(TABLES + 1, dtype=torch.int32, device=DEVICE),
+    )
     ours.check()
     return ours
 
@@ -174,7 +196,8 @@ def memory() -> dict[str, int]:
 
 
 def by_processes(root: Path) -> list[dict[str, Any]]:
-    """One and two processes: what they take together of the host and of the GPU, and what contexts alone take."""
+    """One and two processes: what they take together of the host and of the GPU, and what contexts alone
+    take."""
     publish_random(root, "many", {f"f{n:02}": (ROWS, DIM, "int8") for n in range(TABLES)})
     size = sum(t.bytes for t in Model(root, "many").attach(verify="header").header.tables)
     rows = []
@@ -182,8 +205,14 @@ def by_processes(root: Path) -> list[dict[str, Any]]:
         held = memory_together(hold, (root,), count, memory)
         bare = memory_together(hold_nothing, (), count, memory)
         row = {"processes": count, "tables GB": size / 1e9}
-        row |= {"PSS GB": sum(m["pss"] for m in held) / 1e9, "PSS of contexts alone GB": sum(m["pss"] for m in bare) / 1e9}
-        row |= {"HBM GB": max(m["hbm"] for m in held) / 1e9, "HBM of contexts alone GB": max(m["hbm"] for m in bare) / 1e9}
+        row |= {
+            "PSS GB": sum(m["pss"] for m in held) / 1e9,
+            "PSS of contexts alone GB": sum(m["pss"] for m in bare) / 1e9,
+        }
+        row |= {
+            "HBM GB": max(m["hbm"] for m in held) / 1e9,
+            "HBM of contexts alone GB": max(m["hbm"] for m in bare) / 1e9,
+        }
         console.print(row)
         rows.append(row)
     return rows
@@ -202,7 +231,13 @@ def cached(root: Path) -> list[dict[str, Any]]:
         taken = torch.cuda.memory_allocated() - before
         name = work.segment.header.model
         ours = EmbeddingBags(
-            name, root=str(root), device="cuda:0", placement="cached", hbm_budget=taken, output=torch.float16, verify="header"
+            name,
+            root=str(root),
+            device="cuda:0",
+            placement="cached",
+            hbm_budget=taken,
+            output=torch.float16,
+            verify="header",
         )
         ends = torch.arange(CACHED_IDS + 1, dtype=torch.int32, device=DEVICE)
 
@@ -215,7 +250,10 @@ def cached(root: Path) -> list[dict[str, Any]]:
         assert torch.equal(found, wanted), "FBGEMM's vectors differ"
         timed = {
             side: wall_us(lambda n=next_, c=one: c(next(n)))  # type: ignore[misc]
-            for side, one, next_ in (("ours", call, cycle(work.batches[60:])), ("fbgemm", fbgemm, cycle(work.batches[60:])))
+            for side, one, next_ in (
+                ("ours", call, cycle(work.batches[60:])),
+                ("fbgemm", fbgemm, cycle(work.batches[60:])),
+            )
         }
         row = {"zipf": zipf, "HBM GB": taken / 1e9, **{f"{n} us": t for n, t in timed.items()}}
         row |= {"times as fast": timed["fbgemm"] / timed["ours"], "target": 2.5}
@@ -227,7 +265,9 @@ def cached(root: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hbm", action="store_true")
     parser.add_argument("--processes", action="store_true")
     parser.add_argument("--cached", action="store_true")
@@ -235,11 +275,26 @@ def main() -> None:
     gpu = torch.cuda.get_device_name(DEVICE)
     with shared_folder() as root:
         if options.hbm:
-            report("gpu_torch_module", "a PyTorch module on one GPU, int8 D 128, all in HBM", in_hbm(root), gpu=gpu)
+            report(
+                "gpu_torch_module",
+                "a PyTorch module on one GPU, int8 D 128, all in HBM",
+                in_hbm(root),
+                gpu=gpu,
+            )
         if options.processes:
-            report("gpu_torch_module_processes", "a PyTorch module on one GPU in several processes", by_processes(root), gpu=gpu)
+            report(
+                "gpu_torch_module_processes",
+                "a PyTorch module on one GPU in several processes",
+                by_processes(root),
+                gpu=gpu,
+            )
         if options.cached:
-            report("gpu_torch_module_cached", "a PyTorch module on one GPU, a tenth of 60 M rows in HBM", cached(root), gpu=gpu)
+            report(
+                "gpu_torch_module_cached",
+                "a PyTorch module on one GPU, a tenth of 60 M rows in HBM",
+                cached(root),
+                gpu=gpu,
+            )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""Lookups on one GPU while rows change: what deltas cost, how long a state takes, and whether any answer is of no one state.
+"""Lookups on one GPU while rows change: what deltas cost, how long a state takes, and whether any answer is
+of no one state.
 
     python benchmarks/gpu_updates.py --deltas   # 26 tables x 500 k ids, pooled, 4096 bags of 20 ids: all in HBM, and 10 % cached
     python benchmarks/gpu_updates.py --oracle   # 50 M reads while another process applies deltas as fast as it can
 
-Deltas are applied as a user applies them, to a model in shared memory. Without one, with one, and with a second one of a tenth of
-its rows over it, the same batches are looked up in turn, through the same cache; times are medians of steady state, ratios are to
-the state without deltas of the same round. What comes out is compared bit by bit with the CPU's. Goal: at most 2 % slower where
-1 % of the rows changed.
+Deltas are applied as a user applies them, to a model in shared memory. Without one, with one, and with a
+second one of a tenth of its rows over it, the same batches are looked up in turn, through the same cache;
+times are medians of steady state, ratios are to the state without deltas of the same round. What comes out is
+compared bit by bit with the CPU's. Goal: at most 2 % slower where 1 % of the rows changed.
 
-In the oracle's run every row carries the sequence of the delta that wrote it, and what each state must hold is made again from
-the sequence alone. A row whose values differ is torn; one that is of another state than its request's is mixed; a request of an
-earlier state than the one before it went back.
+In the oracle's run every row carries the sequence of the delta that wrote it, and what each state must hold
+is made again from the sequence alone. A row whose values differ is torn; one that is of another state than
+its request's is mixed; a request of an earlier state than the one before it went back.
 """
 
 import argparse
@@ -47,7 +48,11 @@ from tableside.quant.gpu.residence.tables import DeviceTable
 
 TABLES, IDS_OF_TABLE, DIM, IDS, BAG = 26, 500_000, 128, 4096 * 20, 20
 WARM, TIMED, ROUNDS = 60, 20, 5  # batches
-SHARES = (0.001, 0.01, 0.1)  # of the rows that a delta overwrites, in the order in which they are merged into one another
+SHARES = (
+    0.001,
+    0.01,
+    0.1,
+)  # of the rows that a delta overwrites, in the order in which they are merged into one another
 CACHED_SHARE, INDEX_BYTES = 0.1, 24  # of a slot of the cache, beside its row
 ZIPF = 1.05
 ORACLE_ROWS, ORACLE_DIM, ORACLE_IDS, ORACLE_SHARE = 1_000_000, 16, 262_144, 0.01
@@ -86,7 +91,9 @@ def changes_of(known: list[Any], share: float, rng: np.random.Generator) -> Chan
     """New values for a share of the ids of each table, drawn evenly."""
     count = int(IDS_OF_TABLE * share)
     pool = rng.standard_normal((count, DIM)).astype(np.float16)
-    made = [TableChanges(f"t{n:02}", rng.choice(ids, count, replace=False), pool) for n, ids in enumerate(known)]
+    made = [
+        TableChanges(f"t{n:02}", rng.choice(ids, count, replace=False), pool) for n, ids in enumerate(known)
+    ]
     return ChangeBatch(made)
 
 
@@ -95,7 +102,9 @@ def check(backend: GpuBackend, tables: dict[str, DeviceTable], segment: Segment,
     for n, (name, table) in enumerate(tables.items()):
         asked = ids[n * IDS : n * IDS + 4096].cpu().numpy()
         found = backend.lookup(table, asked, pooling=Pooling.NONE)
-        np.testing.assert_array_equal(found, choose().lookup(segment.tables[name], asked, pooling=Pooling.NONE), name)
+        np.testing.assert_array_equal(
+            found, choose().lookup(segment.tables[name], asked, pooling=Pooling.NONE), name
+        )
 
 
 def measure_deltas(root: Path, files: Path) -> list[dict[str, Any]]:
@@ -104,7 +113,10 @@ def measure_deltas(root: Path, files: Path) -> list[dict[str, Any]]:
     base = raw_table_in_shm(root, files, "updated", known, DIM)
     model, registration, rng = Model(root, "updated"), Registration(base, DEVICE), np.random.default_rng(0)
     batches = [_drawn(known, rng) for _ in range(WARM + TIMED)]
-    ways = {"hbm": Placed.of(base, registration, None), "cached, 10 %": Placed.of(base, registration, CACHED_SHARE)}
+    ways = {
+        "hbm": Placed.of(base, registration, None),
+        "cached, 10 %": Placed.of(base, registration, CACHED_SHARE),
+    }
     found, segment = [], base
     for share in SHARES:
         states = [base]
@@ -112,7 +124,9 @@ def measure_deltas(root: Path, files: Path) -> list[dict[str, Any]]:
             apply(model, changes_of(known, of_it, rng))
             states.append(attach_state(model, None, "header", segment))
             segment = states[-1]
-        assert [len(state.deltas) for state in states] == [0, 1, 2], "the second delta is small beside the first"
+        assert [len(state.deltas) for state in states] == [0, 1, 2], (
+            "the second delta is small beside the first"
+        )
         for way, placed in ways.items():
             found += _compare(way, share, placed, states, batches)
     return found
@@ -124,10 +138,14 @@ def _drawn(known: list[Any], rng: np.random.Generator) -> torch.Tensor:
     uniform = rng.random((TABLES, IDS))
     ranks = (((IDS_OF_TABLE + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
     places = (np.minimum(ranks, IDS_OF_TABLE).astype(np.int64) - 1) * 2654435761 % IDS_OF_TABLE
-    return torch.from_numpy(np.concatenate([ids[at] for ids, at in zip(known, places, strict=True)])).to(DEVICE)
+    return torch.from_numpy(np.concatenate([ids[at] for ids, at in zip(known, places, strict=True)])).to(
+        DEVICE
+    )
 
 
-def _compare(way: str, share: float, placed: Placed, states: list[Segment], batches: list[torch.Tensor]) -> list[dict[str, Any]]:
+def _compare(
+    way: str, share: float, placed: Placed, states: list[Segment], batches: list[torch.Tensor]
+) -> list[dict[str, Any]]:
     lookups, taken = [], []
     for state in states:
         torch.cuda.synchronize()
@@ -193,7 +211,9 @@ class _State(NamedTuple):
     expected: torch.Tensor
 
 
-def _take(model: Model, placed: Placed, states: "queue.Queue[_State]", base: Segment, stop: threading.Event) -> None:
+def _take(
+    model: Model, placed: Placed, states: "queue.Queue[_State]", base: Segment, stop: threading.Event
+) -> None:
     """Takes each state that is live, beside lookups."""
     segment, taken, expected = base, -1, np.zeros(ORACLE_ROWS, np.float32)
     while not stop.is_set():
@@ -215,7 +235,12 @@ def run_oracle(root: Path, files: Path, reads: int) -> list[dict[str, Any]]:
     arrays: dict[str, Any] = {t: np.zeros((ORACLE_ROWS, ORACLE_DIM), np.float32) for t in ORACLE_TABLES}
     np.savez(files / "o.npz", ids=ids, **arrays)
     how = {"row_format": "fp32", "ids": "raw", "id_key": "ids", "missing": "error"}
-    spec = {"name": "oracle", "checkpoint": "o.npz", "tables": {t: {"key": t, **how} for t in ORACLE_TABLES}, "features": {}}
+    spec = {
+        "name": "oracle",
+        "checkpoint": "o.npz",
+        "tables": {t: {"key": t, **how} for t in ORACLE_TABLES},
+        "features": {},
+    }
     load(parse_model(spec, files), root)
     model = Model(root, "oracle")
     found = []
@@ -230,7 +255,9 @@ def run_oracle(root: Path, files: Path, reads: int) -> list[dict[str, Any]]:
     return found
 
 
-def _read(way: str, share: float | None, model: Model, root: Path, ids: np.ndarray, reads: int) -> dict[str, Any]:
+def _read(
+    way: str, share: float | None, model: Model, root: Path, ids: np.ndarray, reads: int
+) -> dict[str, Any]:
     base = model.attach(verify="header")
     placed = Placed.of(base, Registration(base, DEVICE), share)
     context = multiprocessing.get_context("spawn")
@@ -249,7 +276,9 @@ def _read(way: str, share: float | None, model: Model, root: Path, ids: np.ndarr
                 torch.cuda.current_stream().synchronize()  # the state that goes is not read any more
                 before, state = state, states.get()
                 taken, back = taken + 1, back + (state.sequence < before.sequence)
-            rows = torch.randint(ORACLE_ROWS, (len(ORACLE_TABLES) * ORACLE_IDS,), device=DEVICE, generator=rng)
+            rows = torch.randint(
+                ORACLE_ROWS, (len(ORACLE_TABLES) * ORACLE_IDS,), device=DEVICE, generator=rng
+            )
             vectors = state.lookup(on_device[rows]).view(-1, ORACLE_DIM)
             is_torn = (vectors != vectors[:, :1]).any(1)
             torn += is_torn.sum()
@@ -277,15 +306,21 @@ def _read(way: str, share: float | None, model: Model, root: Path, ids: np.ndarr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name in ("deltas", "oracle"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--reads", type=int, default=50_000_000, help="of the oracle's run, over both placements")
+    parser.add_argument(
+        "--reads", type=int, default=50_000_000, help="of the oracle's run, over both placements"
+    )
     options = parser.parse_args()
     gpu = torch.cuda.get_device_name(DEVICE)
     with shared_folder() as root, TemporaryDirectory(dir="/dev/shm") as folder:
         if options.deltas:
-            report("gpu_updates", "lookups with deltas, on one GPU", measure_deltas(root, Path(folder)), gpu=gpu)
+            report(
+                "gpu_updates", "lookups with deltas, on one GPU", measure_deltas(root, Path(folder)), gpu=gpu
+            )
         if options.oracle:
             found = run_oracle(root, Path(folder), options.reads)
             report("gpu_updates_oracle", "lookups while rows change, on one GPU", found, gpu=gpu)

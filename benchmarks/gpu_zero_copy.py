@@ -1,9 +1,10 @@
-"""Rows that stay in host memory: our lookup against FBGEMM's zero-copy kernel, over the same registered segment, in turns.
+"""Rows that stay in host memory: our lookup against FBGEMM's zero-copy kernel, over the same registered
+segment, in turns.
 
-One int8 table of D 128, random ids, unpooled, fp16 out, over 16 and 32 GiB. Both go from ids in host memory to vectors in host
-memory, by wall time: ours as a server's batch runs (`GpuBackend.run`), FBGEMM's with page-locked buffers for ids and vectors.
-Ours in three ways: read in place by the GPU, gathered by the CPU with one thread and with several. Each result is compared
-with FBGEMM's first.
+One int8 table of D 128, random ids, unpooled, fp16 out, over 16 and 32 GiB. Both go from ids in host memory
+to vectors in host memory, by wall time: ours as a server's batch runs (`GpuBackend.run`), FBGEMM's with
+page-locked buffers for ids and vectors. Ours in three ways: read in place by the GPU, gathered by the CPU
+with one thread and with several. Each result is compared with FBGEMM's first.
 
     python benchmarks/gpu_zero_copy.py --gib 16 32      # needs as much free /dev/shm
 """
@@ -34,7 +35,8 @@ NEVER = 1 << 60
 
 
 def in_turns(calls: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
-    """Seconds of a call of each, waited for: medians over rounds in which each has its turn, with other ids every time."""
+    """Seconds of a call of each, waited for: medians over rounds in which each has its turn, with other
+    ids every time."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for n in range(rounds + 2):
         for name, call in calls.items():
@@ -82,13 +84,21 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
         publish_random(root, "big", {"t": (rows, DIM, "int8")}, pooling="none")
         segment = Model(root, "big").attach(verify="header")
         registration = Registration(segment, device)
-        console.print(f"registered in {registration.seconds:.1f} s, {segment.size / registration.seconds / 1e9:.0f} GB/s")
+        console.print(
+            f"registered in {registration.seconds:.1f} s, {segment.size / registration.seconds / 1e9:.0f} "
+            "GB/s"
+        )
         stored = segment.header.tables[0]
         view = registration.view(stored.offset, stored.bytes)
-        module = init_tbe([TbeTable("t", rows, DIM, RowFormat.INT8)], pooling=Pooling.NONE, device="cuda:0", half=True)
+        module = init_tbe(
+            [TbeTable("t", rows, DIM, RowFormat.INT8)], pooling=Pooling.NONE, device="cuda:0", half=True
+        )
         bind(module, segment, ["t"], registration.view(0, segment.size))
         ways = {"in place": GpuBackend("cuda:0", choose(), gather_from=NEVER)}
-        ways |= {f"gathered, {n} threads": GpuBackend("cuda:0", choose(), gather_from=1, threads=n) for n in threads}
+        ways |= {
+            f"gathered, {n} threads": GpuBackend("cuda:0", choose(), gather_from=1, threads=n)
+            for n in threads
+        }
         for count in CALLS:
             rng = np.random.default_rng(count)
             batches = [rng.integers(0, rows, count) for _ in range(12)]
@@ -97,11 +107,15 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
             inputs = [b.tobytes() for b in batches]
             calls: dict[str, Callable[[int], Any]] = {"fbgemm": partial(of_turn, theirs, batches)}
             for name, fused in ways.items():
-                lookup = Lookup(fused.map_host(segment.tables["t"], view), Pooling.NONE, 0, count, 0, Precision.FP16)
+                lookup = Lookup(
+                    fused.map_host(segment.tables["t"], view), Pooling.NONE, 0, count, 0, Precision.FP16
+                )
                 plan = fused.plan([lookup], fused.threads)
                 ((result,), _) = fused.batches.run([(plan, inputs[0])])
                 assert isinstance(result, LookupResult)
-                np.testing.assert_allclose(result.outputs.view(np.float16).reshape(-1, DIM), expected, rtol=2e-3, atol=2e-2)
+                np.testing.assert_allclose(
+                    result.outputs.view(np.float16).reshape(-1, DIM), expected, rtol=2e-3, atol=2e-2
+                )
                 calls[name] = partial(of_turn, partial(run_plan, fused, plan), inputs)
             times = in_turns(calls, 15)
             for name in ways:
@@ -114,7 +128,9 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=int, nargs="+", default=[16, 32], help="sizes of the segment (default: 16 32)")
+    parser.add_argument(
+        "--gib", type=int, nargs="+", default=[16, 32], help="sizes of the segment (default: 16 32)"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; torch finds none here")
@@ -123,7 +139,9 @@ def main() -> None:
     missed = []
     for gib in arguments.gib:
         for count, target in TARGETS.items():
-            ways = {r["ours"]: r["times_faster"] for r in rows if (r["GiB"], r["rows a call"]) == (gib, count)}
+            ways = {
+                r["ours"]: r["times_faster"] for r in rows if (r["GiB"], r["rows a call"]) == (gib, count)
+            }
             way = max(ways, key=lambda name: ways[name])
             if ways[way] < target:
                 missed.append(f"{gib} GiB, {count:,} rows, {way}: {ways[way]:.1f} x < {target}")

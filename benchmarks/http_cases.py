@@ -1,4 +1,5 @@
-"""The lookups that are measured over HTTP: their models, the requests in every form, and the check of their answers."""
+"""The lookups that are measured over HTTP: their models, the requests in every form, and the check of
+their answers."""
 
 import re
 import signal
@@ -30,12 +31,17 @@ DIM, MAX_ROWS, MODEL_BYTES = 64, 200_000, 1 << 30
 WARM_UP_REQUESTS = 200
 LARGEST = 6.0  # of the models' values, by far
 # What the columns are called: whether all lengths are the same, and the form of the requests.
-WAYS: dict[str, tuple[bool, bench.Form]] = {"same": (True, "named"), "named": (False, "named"), "compact": (False, "compact")}
+WAYS: dict[str, tuple[bool, bench.Form]] = {
+    "same": (True, "named"),
+    "named": (False, "named"),
+    "compact": (False, "compact"),
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests for `features` features of `batch` bags of `ids` ids each, on average; every feature has a table, int8 of DIM."""
+    """Requests for `features` features of `batch` bags of `ids` ids each, on average; every feature has a
+    table, int8 of DIM."""
 
     features: int
     batch: int
@@ -75,7 +81,10 @@ def publish(root: Path) -> None:
 
 def prepare(case: Case, url: str) -> dict[str, list[bytes]]:
     """Requests for every one of WAYS."""
-    return {way: bench.make_requests(case.described, url, case.shape(same), form) for way, (same, form) in WAYS.items()}
+    return {
+        way: bench.make_requests(case.described, url, case.shape(same), form)
+        for way, (same, form) in WAYS.items()
+    }
 
 
 class InProcess:
@@ -89,11 +98,15 @@ class InProcess:
     def expected(self, values: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
         """fp32 [bags, features * DIM], feature by feature."""
         ids = np.split(values, np.cumsum(lengths.sum(1))[:-1])
-        found = [choose().lookup(t, i, n, pooling=Pooling.SUM) for t, i, n in zip(self._tables, ids, lengths, strict=True)]
+        found = [
+            choose().lookup(t, i, n, pooling=Pooling.SUM)
+            for t, i, n in zip(self._tables, ids, lengths, strict=True)
+        ]
         return np.hstack(found)
 
     def seconds(self) -> list[float]:
-        """Of each of several different lookups: the plan's run alone, laid out before, on inputs that were just written."""
+        """Of each of several different lookups: the plan's run alone, laid out before, on inputs that were
+        just written."""
         out = np.empty(self.case.features * self.case.batch * DIM * 4, np.uint8)
         received = bytearray(max(len(inputs) for _, inputs in self._runs))
         found = []
@@ -121,7 +134,11 @@ class InProcess:
         lengths_at = 8 * sum(counts)
         for i, (table, count) in enumerate(zip(self._tables, counts, strict=True)):
             out_at = i * batch * DIM * 4
-            lookups.append(Lookup(table, Pooling.SUM, at, count, out_at, bags=batch, lengths_at=lengths_at + 4 * batch * i))
+            lookups.append(
+                Lookup(
+                    table, Pooling.SUM, at, count, out_at, bags=batch, lengths_at=lengths_at + 4 * batch * i
+                )
+            )
             at += 8 * count
         return choose().plan(lookups, 1, self.case.features * batch * DIM * 4)
 
@@ -142,13 +159,16 @@ def check(case: Case, inside: InProcess, url: str, way: str, exact: bool) -> int
             raise SystemExit(f"{url} answered {case}, {way}: {reply.status_code} {reply.text[:500]}")
         terms = int(lengths.max())
         bound = 0.0 if exact else 3 * terms * 2.0**-24 * LARGEST * terms
-        np.testing.assert_allclose(vectors(reply.headers, reply.content), inside.expected(values, lengths), rtol=0, atol=bound)
+        np.testing.assert_allclose(
+            vectors(reply.headers, reply.content), inside.expected(values, lengths), rtol=0, atol=bound
+        )
         size = len(reply.content)
     return size
 
 
 def warm_up(url: str, requests: Sequence[bytes], connections: int) -> int:
-    """Sends WARM_UP_REQUESTS or more, as a worker learns headers from the first ones that it gets. Returns how many."""
+    """Sends WARM_UP_REQUESTS or more, as a worker learns headers from the first ones that it gets. Returns
+    how many."""
     sent = 0
     while sent < WARM_UP_REQUESTS:
         load = run(url, requests, concurrency=connections, seconds=0.1, first=sent)
@@ -172,7 +192,9 @@ def vectors(headers: Mapping[str, str], body: bytes) -> NDArray[np.float32]:
 
 def line(row: Mapping[str, Any]) -> str:
     """A row to look at while others are measured."""
-    return ", ".join(f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v is not None)
+    return ", ".join(
+        f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -192,7 +214,8 @@ class Server:
 
 @contextmanager
 def serving(*command: object) -> Iterator[Server]:
-    """A server in processes of its own, started by Python with these arguments. It is ready when it prints its url."""
+    """A server in processes of its own, started by Python with these arguments. It is ready when it prints
+    its url."""
     with TemporaryFile("w+") as log:
         arguments = [sys.executable, *(str(c) for c in command)]
         started = time.perf_counter()

@@ -12,12 +12,13 @@ The worker has one core and the load generator another. All of these take turns,
     echo       bodies of as many bytes as one of the above has, and answers of as many bytes, in Tableside's worker
     lookup     in process, the kernel's call alone, on inputs that were laid out before
 
-`busy` is the share of the server's core that its processes used, and `cpu us` what they used for a request. Where `busy` is
-well below 1, others used the core, and rates say little of the server. `of the floor` is the time of a request, 1 /
-(requests/s), over the time of an echo of as many bytes and of the lookup in process together; the goal is 1.1. Latencies are
-measured at half the rate that 4 connections reached, over 16 connections, from the time at which a request was due. Requests
-are due at even times, and at random ones (Poisson). At random times a server that takes equally long for every request has a
-p99 of 4.3 x its p50 by its queue alone. Answers are compared with the lookups in process first.
+`busy` is the share of the server's core that its processes used, and `cpu us` what they used for a request.
+Where `busy` is well below 1, others used the core, and rates say little of the server. `of the floor` is the
+time of a request, 1 / (requests/s), over the time of an echo of as many bytes and of the lookup in process
+together; the goal is 1.1. Latencies are measured at half the rate that 4 connections reached, over 16
+connections, from the time at which a request was due. Requests are due at even times, and at random ones
+(Poisson). At random times a server that takes equally long for every request has a p99 of 4.3 x its p50 by
+its queue alone. Answers are compared with the lookups in process first.
 """
 
 import argparse
@@ -29,7 +30,20 @@ from pathlib import Path
 from typing import Any
 
 from common import HERE, console, report, shared_folder
-from http_cases import CASES, DIM, WAYS, Case, InProcess, Server, check, line, prepare, publish, serving, warm_up
+from http_cases import (
+    CASES,
+    DIM,
+    WAYS,
+    Case,
+    InProcess,
+    Server,
+    check,
+    line,
+    prepare,
+    publish,
+    serving,
+    warm_up,
+)
 
 from tableside.serving.cli.commands import bench
 from tableside.serving.cli.commands.generator import ARRIVALS, Arrivals, Load, merged, run, run_at_rate
@@ -44,7 +58,8 @@ COMPACT_RATIOS = {26: 1.15, 300: 1.5}  # of the named form
 
 @dataclass(frozen=True)
 class Timing:
-    """Rounds of a case, and the seconds of each way in each round: with FEW connections, with MANY, at half load."""
+    """Rounds of a case, and the seconds of each way in each round: with FEW connections, with MANY, at
+    half load."""
 
     rounds: int
     few_s: float
@@ -75,7 +90,14 @@ class Way:
 
     def closed(self, connections: int, seconds: float) -> None:
         before = self.server.cpu_s()
-        load = run(self.url, self.requests, concurrency=connections, seconds=seconds, first=self.sent, check=self._check)
+        load = run(
+            self.url,
+            self.requests,
+            concurrency=connections,
+            seconds=seconds,
+            first=self.sent,
+            check=self._check,
+        )
         self.cpu_s[connections] = self.cpu_s.get(connections, 0.0) + self.server.cpu_s() - before
         self._keep(f"{connections}", load)
 
@@ -103,14 +125,20 @@ class Way:
 
     def cpu_us(self, connections: int) -> float:
         """Of the server, for one request."""
-        return 1e6 * self.cpu_s[connections] / sum(load.latencies_s.size for load in self.loads[f"{connections}"])
+        return (
+            1e6
+            * self.cpu_s[connections]
+            / sum(load.latencies_s.size for load in self.loads[f"{connections}"])
+        )
 
     def percentile_ms(self, which: str, percent: float) -> float:
         return merged(self.loads[which]).percentile_ms(percent)
 
     def _keep(self, name: str, load: Load) -> None:
         if load.failed:
-            raise SystemExit(f"{self.url}: {load.failed} of {load.latencies_s.size} requests failed: {load.failure}")
+            raise SystemExit(
+                f"{self.url}: {load.failed} of {load.latencies_s.size} requests failed: {load.failure}"
+            )
         self.sent += load.latencies_s.size
         self.loads.setdefault(name, []).append(load)
 
@@ -132,7 +160,9 @@ def ways_of(case: Case, inside: InProcess, ours: Server, peer: Server) -> dict[s
     ways = {}
     for way, requests in prepare(case, ours.url).items():
         ways[way] = Way(ours, requests, check(case, inside, ours.url, way, exact=True))
-    ways["fbgemm"] = Way(peer, ways["compact"].requests, check(case, inside, peer.url, "compact", exact=False))
+    ways["fbgemm"] = Way(
+        peer, ways["compact"].requests, check(case, inside, peer.url, "compact", exact=False)
+    )
     for way in WAYS:
         ways[f"echo of {way}"] = echoes(ours, ways[way].requests, ways[way].answer_bytes)
     return ways
@@ -193,13 +223,23 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ways = by_case[str(case)]
         named, compact = ways["named"], ways["compact"]
         ratio = compact["req/s"] / named["req/s"]
-        add(str(case), f"named at least {SAME_FRACTION} x same", named["of same"], named["of same"] >= SAME_FRACTION)
+        add(
+            str(case),
+            f"named at least {SAME_FRACTION} x same",
+            named["of same"],
+            named["of same"] >= SAME_FRACTION,
+        )
         if (rate := NAMED_RATES.get(case.features)) is not None:
             add(str(case), f"named at least {rate:,} requests/s", named["req/s"], named["req/s"] >= rate)
         if (least := COMPACT_RATIOS.get(case.features)) is not None:
             add(str(case), f"compact at least {least} x named", ratio, ratio >= least)
         for r in (named, compact):
-            add(str(case), f"{r['way']} at most {FLOOR_RATIO} x the floor", r["of the floor"], r["of the floor"] <= FLOOR_RATIO)
+            add(
+                str(case),
+                f"{r['way']} at most {FLOOR_RATIO} x the floor",
+                r["of the floor"],
+                r["of the floor"] <= FLOOR_RATIO,
+            )
             for arrivals in ARRIVALS:
                 tail = r[f"{arrivals} p99 ms"] / r[f"{arrivals} p50 ms"]
                 what = f"{r['way']} at half load, {arrivals}: p99 at most {TAIL_RATIO:g} x p50"
@@ -209,24 +249,35 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="shorter rounds, printed and not written to a result file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="shorter rounds, printed and not written to a result file"
+    )
     options = parser.parse_args()
     if SERVER_CORE == LOAD_CORE:
-        raise SystemExit("this process may use one core; expected two, one for the server and one for the load generator")
+        raise SystemExit(
+            "this process may use one core; expected two, one for the server and one for the load generator"
+        )
     servers = HERE / "http_servers.py"
     rows: list[dict[str, Any]] = []
     with shared_folder() as root:
         publish(root)
         os.sched_setaffinity(0, {LOAD_CORE})
-        with serving(servers, "ours", root, SERVER_CORE) as ours, serving(servers, "fbgemm", root, SERVER_CORE) as peer:
+        with (
+            serving(servers, "ours", root, SERVER_CORE) as ours,
+            serving(servers, "fbgemm", root, SERVER_CORE) as peer,
+        ):
             for case in CASES:
                 rows += measure(case, root, (ours, peer), QUICK if options.quick else FULL)
                 console.print(*map(line, rows[-len(WAYS) - 1 :]), sep="\n")
     if options.quick:
         console.print(*map(line, targets(rows)), sep="\n")
         return
-    title = f"lookups over HTTP, int8 D {DIM}, one worker on one core, {FEW} connections, load on another core"
+    title = (
+        f"lookups over HTTP, int8 D {DIM}, one worker on one core, {FEW} connections, load on another core"
+    )
     report("http_lookup", title, rows)
     report("http_lookup_targets", "goals of these lookups", targets(rows))
 

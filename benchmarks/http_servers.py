@@ -1,11 +1,13 @@
-"""The servers that http_lookup.py measures, each on one core. They are started by it, as processes of their own.
+"""The servers that http_lookup.py measures, each on one core. They are started by it, as processes of their
+own.
 
     python benchmarks/http_servers.py ours ROOT CORE      Tableside with one worker, and with POST /echo/N in that worker
     python benchmarks/http_servers.py fbgemm ROOT CORE    FBGEMM's operator in a plain ASGI application under uvicorn
 
-The echo reads a request's body and answers N bytes. The peer takes the compact form and answers it as Tableside does, by one call
-of the operator for all features. It checks nothing: neither the header's fields nor ids, which the operator would read out of
-bounds. Both have uvloop, httptools, no access log, and the same allocator settings.
+The echo reads a request's body and answers N bytes. The peer takes the compact form and answers it as
+Tableside does, by one call of the operator for all features. It checks nothing: neither the header's fields
+nor ids, which the operator would read out of bounds. Both have uvloop, httptools, no access log, and the same
+allocator settings.
 """
 
 import os
@@ -24,7 +26,8 @@ from tableside.serving.workers.server import serve
 
 
 def make_echo(settings: ServerSettings) -> Any:
-    """Tableside's application with one more route, in the worker: POST /echo/N answers the first N bytes of body and zeros."""
+    """Tableside's application with one more route, in the worker: POST /echo/N answers the first N bytes
+    of body and zeros."""
     from tableside.serving.http.app import Application
 
     zeros = memoryview(bytes(16 << 20))
@@ -81,7 +84,8 @@ class Operator:
         self._torch = torch
 
     def __call__(self, body: bytes, at: int, values: int, bags: int) -> Any:
-        """fp32 [bags / features, sum of dims] of int64 ids [values] at byte `at` of a body, and int32 lengths [bags] behind."""
+        """fp32 [bags / features, sum of dims] of int64 ids [values] at byte `at` of a body, and int32
+        lengths [bags] behind."""
         ids = self._torch.frombuffer(body, dtype=self._torch.int64, count=values, offset=at)
         lengths = self._torch.frombuffer(body, dtype=self._torch.int32, count=bags, offset=at + 8 * values)
         offsets = self._offsets(lengths.to(self._torch.int64))
@@ -126,7 +130,9 @@ def run_peer(root: Path) -> int:
     application = Peer(root)
     print(f"the peer serves on http://127.0.0.1:{sock.getsockname()[1]}", flush=True)
     options: dict[str, Any] = {"loop": "uvloop", "http": "httptools", "lifespan": "off", "access_log": False}
-    config = uvicorn.Config(application, log_level="warning", date_header=False, server_header=False, **options)
+    config = uvicorn.Config(
+        application, log_level="warning", date_header=False, server_header=False, **options
+    )
     uvicorn.Server(config).run(sockets=[sock])
     return 0
 

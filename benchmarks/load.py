@@ -89,14 +89,17 @@ def quantize(row_format: RowFormat, values: np.ndarray, out: np.ndarray) -> floa
 
 
 def peak_bytes(spec: ModelSpec, root: Path) -> int:
-    """The most private memory of a load over what its process had before: a fresh process, whose heap holds nothing freed."""
+    """The most private memory of a load over what its process had before: a fresh process, whose heap
+    holds nothing freed."""
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
     process = context.Process(target=_load_watched, args=(spec, root, found))
     process.start()
     process.join()
     if process.exitcode:
-        raise SystemExit(f"the load whose memory is measured ended with {process.exitcode}; its error stands above")
+        raise SystemExit(
+            f"the load whose memory is measured ended with {process.exitcode}; its error stands above"
+        )
     peak: int = found.get()
     return peak
 
@@ -188,7 +191,8 @@ def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[st
 
 
 def verified(path: Path, rows: int) -> list[dict[str, Any]]:
-    """Loads of the same tables in turns: not verified, by a manifest, by CRC-32; medians, and their ratio to not verified."""
+    """Loads of the same tables in turns: not verified, by a manifest, by CRC-32; medians, and their ratio
+    to not verified."""
     with_manifest = path.with_name("manifest.safetensors")
     os.link(path, with_manifest)
     write_manifest(with_manifest)
@@ -198,7 +202,8 @@ def verified(path: Path, rows: int) -> list[dict[str, Any]]:
     tables = {f"t{i}": {"key": f"t{i}.weight", "row_format": "int8"} for i in range(TABLES)}
     files = {"nothing": path, "manifest": with_manifest, "CRC-32": path.with_suffix(".npz")}
     specs = {
-        by: parse_model({"name": "bench", "checkpoint": str(file), "tables": tables}, path.parent) for by, file in files.items()
+        by: parse_model({"name": "bench", "checkpoint": str(file), "tables": tables}, path.parent)
+        for by, file in files.items()
     }
     times: dict[str, list[float]] = {by: [] for by in files}
     with shared_folder() as root:
@@ -207,7 +212,9 @@ def verified(path: Path, rows: int) -> list[dict[str, Any]]:
                 started = time.perf_counter()
                 loaded = load(spec, root)
                 seconds = time.perf_counter() - started
-                assert ("not verified" if by == "nothing" else f"verified by {by}") in summary(loaded.header.source)
+                assert ("not verified" if by == "nothing" else f"verified by {by}") in summary(
+                    loaded.header.source
+                )
                 Model(root, spec.name).collect(keep=0)
                 if round_:
                     times[by].append(seconds)
@@ -227,14 +234,21 @@ def verified(path: Path, rows: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gib", type=float, default=2.0, help="size of the checkpoint (default: %(default)s)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.safetensors"
         rows = write_checkpoint(path, options.gib)
         console.print(f"{path.stat().st_size / 1e9:.2f} GB of fp32 in {TABLES} tables of {rows:,} x {DIM}")
-        result = [measure(path, rows, RowFormat.parse(f), False) for f in ("int8", "int4", "int2", "fp8", "fp16", "fp32")]
+        result = [
+            measure(path, rows, RowFormat.parse(f), False)
+            for f in ("int8", "int4", "int2", "fp8", "fp16", "fp32")
+        ]
         result += [measure(path, rows, RowFormat.INT8, True)]
         checked = verified(path, rows)
     report("load_verified", "loads that verify their rows, against one that cannot", checked)

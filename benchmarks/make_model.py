@@ -12,8 +12,11 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 
 
-def publish_random(root: Path, name: str, tables: dict[str, tuple[int, int, str]], pooling: str = "sum", seed: int = 0) -> None:
-    """Publishes tables of name -> (rows, dim, row format) with one feature each. Every row differs from its neighbours."""
+def publish_random(
+    root: Path, name: str, tables: dict[str, tuple[int, int, str]], pooling: str = "sum", seed: int = 0
+) -> None:
+    """Publishes tables of name -> (rows, dim, row format) with one feature each. Every row differs from
+    its neighbours."""
     model, backend = Model(root, name), choose()
     with model.loading() as version:
         plan = plan_tables([(t, t, RowFormat.parse(f), rows, dim) for t, (rows, dim, f) in tables.items()])
@@ -26,8 +29,12 @@ def publish_random(root: Path, name: str, tables: dict[str, tuple[int, int, str]
             table, chunk = writer.header.tables[item[0]], item[1]
             start, stop = table.chunk_range(chunk)
             shift = (chunk * 37 + item[0]) % 4096
-            values = np.resize(pool[shift : shift + (1 << 16)], (stop - start) * table.dim).reshape(-1, table.dim)
-            backend.quantize(values, Source.FP32, RowFormat.parse(table.row_format), writer.rows(table, start, stop))
+            values = np.resize(pool[shift : shift + (1 << 16)], (stop - start) * table.dim).reshape(
+                -1, table.dim
+            )
+            backend.quantize(
+                values, Source.FP32, RowFormat.parse(table.row_format), writer.rows(table, start, stop)
+            )
             writer.finish_chunk(table, chunk)
 
         work = [(i, chunk) for i, t in enumerate(writer.header.tables) for chunk in range(t.chunks)]

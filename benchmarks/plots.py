@@ -2,9 +2,9 @@
 
     python benchmarks/plots.py            # or: make plots
 
-Every plot is drawn from the fields of result files alone. The same results give the same bytes with the same matplotlib, as there
-is no date and identifiers are fixed. Each file holds the hash of what was drawn (`hash_of`), so that a test finds a plot that is
-older than its results.
+Every plot is drawn from the fields of result files alone. The same results give the same bytes with the same
+matplotlib, as there is no date and identifiers are fixed. Each file holds the hash of what was drawn
+(`hash_of`), so that a test finds a plot that is older than its results.
 """
 
 import hashlib
@@ -25,7 +25,8 @@ HASH = re.compile(r"sha256 of what is drawn: ([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class Bars:
-    """Groups of bars. values: series -> a height for each group; labels: the same, what is written on the bars."""
+    """Groups of bars. values: series -> a height for each group; labels: the same, what is written on the
+    bars."""
 
     title: str
     unit: str
@@ -48,7 +49,8 @@ Plot = Bars | Lines
 
 
 def rows_of(file: str, **where: Any) -> list[dict[str, Any]]:
-    """The rows of a result file with these fields, which may be called what Python's names may not: f_1="x" is `f 1`."""
+    """The rows of a result file with these fields, which may be called what Python's names may not:
+    f_1="x" is `f 1`."""
     names = {key.replace("_", " "): value for key, value in where.items()}
     return [row for row in read_result(file)["rows"] if all(row.get(k) == v for k, v in names.items())]
 
@@ -60,7 +62,9 @@ def one(rows: Sequence[dict[str, Any]], **where: Any) -> dict[str, Any]:
     return found
 
 
-def bars(title: str, unit: str, groups: Sequence[str], values: dict[str, list[float]], form: str = "{:.0f}") -> Bars:
+def bars(
+    title: str, unit: str, groups: Sequence[str], values: dict[str, list[float]], form: str = "{:.0f}"
+) -> Bars:
     """Bars with their heights written on them."""
     labels = {name: tuple(form.format(v) for v in found) for name, found in values.items()}
     return Bars(title, unit, tuple(groups), {name: tuple(found) for name, found in values.items()}, labels)
@@ -75,7 +79,12 @@ def http() -> Bars:
     cases = list(dict.fromkeys(row["features x batch x ids"] for row in rows))
     ways = {"by name": "named", "compact form": "compact", "FBGEMM's operator, plain ASGI": "fbgemm"}
     rate = {
-        name: [row["req/s"] for case in cases for row in rows if (row["features x batch x ids"], row["way"]) == (case, way)]
+        name: [
+            row["req/s"]
+            for case in cases
+            for row in rows
+            if (row["features x batch x ids"], row["way"]) == (case, way)
+        ]
         for name, way in ways.items()
     }
     peer = rate["FBGEMM's operator, plain ASGI"]
@@ -91,7 +100,10 @@ def cpu() -> Bars:
     rows = rows_of("cpu_lookup", ids="uniform", pooling="sum", batch=4096)
     groups = [f"{row['format']} D {row['dim']}" for row in rows]
     title = "Pooled lookups on one core, batch 4096 × 20 uniform ids over 1 GiB"
-    values = {name: [row[f"{key} M rows/s"] for row in rows] for name, key in (("Tableside", "native"), ("FBGEMM", "fbgemm"))}
+    values = {
+        name: [row[f"{key} M rows/s"] for row in rows]
+        for name, key in (("Tableside", "native"), ("FBGEMM", "fbgemm"))
+    }
     return bars(title, "M rows/s", groups, values)
 
 
@@ -99,13 +111,18 @@ def gpu_lookup() -> Bars:
     """The fused GPU kernel beside FBGEMM's and its floor."""
     rows = rows_of("gpu_lookup", D=128, batch=4096, pooling="sum")
     groups = [f"{r['format']}, {r['ids']}" for r in rows]
-    series = (("Tableside", "ours_us"), ("FBGEMM", "fbgemm_us"), ("floor: the bytes at copy speed", "floor_us"))
+    series = (
+        ("Tableside", "ours_us"),
+        ("FBGEMM", "fbgemm_us"),
+        ("floor: the bytes at copy speed", "floor_us"),
+    )
     title = "26 tables × 500 k rows × D 128 in the HBM of one H200, batch 4096 × 20"
     return bars(title, "µs", groups, {name: [r[key] for r in rows] for name, key in series})
 
 
 def gpu_cache() -> Bars:
-    """The cache beside FBGEMM's, both called as they are used: keys/s of one table that is ten times the cache."""
+    """The cache beside FBGEMM's, both called as they are used: keys/s of one table that is ten times the
+    cache."""
     rows = rows_of("gpu_cache_keys", policy="lru")
     works = list(dict.fromkeys(row["work"] for row in rows))
 
@@ -128,7 +145,10 @@ def gpu_stash() -> Lines:
     steps = tuple(step.removeprefix("layer ").removeprefix("backward ") for step, _ in rows["resident"])
     values = {name: tuple(gib for _, gib in found) for name, found in rows.items()}
     return Lines(
-        "Memory along a training step, 12 GiB of embedding weights", "GiB allocated; layer, forward and backward", steps, values
+        "Memory along a training step, 12 GiB of embedding weights",
+        "GiB allocated; layer, forward and backward",
+        steps,
+        values,
     )
 
 
@@ -156,7 +176,12 @@ def draw(plot: Plot, path: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    settings: dict[Any, Any] = {"svg.hashsalt": "tableside", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif"}
+    settings: dict[Any, Any] = {
+        "svg.hashsalt": "tableside",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        "font.family": "sans-serif",
+    }
     with matplotlib.rc_context(settings):
         figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
         figure.subplots_adjust(left=0.08, right=0.99, bottom=0.14, top=0.82)
@@ -167,7 +192,11 @@ def draw(plot: Plot, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         figure.suptitle(plot.title, x=0.08, y=0.99, ha="left", fontsize=10)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1.02), ncols=3, frameon=False, borderaxespad=0)
-        metadata = {"Date": None, "Title": plot.title, "Description": f"sha256 of what is drawn: {hash_of(plot)}"}
+        metadata = {
+            "Date": None,
+            "Title": plot.title,
+            "Description": f"sha256 of what is drawn: {hash_of(plot)}",
+        }
         figure.savefig(path, metadata=metadata)
         plt.close(figure)
 
@@ -184,7 +213,9 @@ def _draw_bars(axes: Any, plot: Bars) -> None:
 
 def _draw_lines(axes: Any, plot: Lines) -> None:
     for n, (name, heights) in enumerate(plot.values.items()):
-        axes.plot(range(len(plot.steps)), heights, label=name, color=(PEER, OURS[0])[n], marker="o", markersize=3)
+        axes.plot(
+            range(len(plot.steps)), heights, label=name, color=(PEER, OURS[0])[n], marker="o", markersize=3
+        )
     axes.set_xticks(range(len(plot.steps)), plot.steps)
 
 

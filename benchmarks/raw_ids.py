@@ -1,7 +1,9 @@
-"""Lookups by raw ids against lookups of the same rows by their numbers, on one core; and what else finds an id.
+"""Lookups by raw ids against lookups of the same rows by their numbers, on one core; and what else finds an
+id.
 
 raw, dense  pooled SUM of int8 rows of D 64, ids drawn evenly; 26 features x 32 bags x 20 ids in one call, as a server makes it,
-            and one feature x 4096 bags x 20. Both tables are the same bytes; the raw one goes through its index. Checked first.
+            and one feature x 4096 bags x 20. Both tables are the same bytes; the raw one goes through its
+            index. Checked first.
 find        ids to row numbers alone: our index; up to 10 M ids also FBGEMM's pruned_hashmap_lookup and zero_collision_hash, and a
             Python dict
 build       making the index, ids a second of one core: counted, put into buckets, distinct, pilots
@@ -136,7 +138,9 @@ def finders(table: Table, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any])
     asked, expected = np.ascontiguousarray(ids[picked]), rows[picked]
     assert table.row_map is not None and table.row_map.index is not None
     index, out = table.row_map.index, np.empty(FOUND_IDS, np.int64)
-    work: dict[str, Callable[[], Any]] = {"index (rows alone, not checked)": lambda: find_rows(index, asked, out)}
+    work: dict[str, Callable[[], Any]] = {
+        "index (rows alone, not checked)": lambda: find_rows(index, asked, out)
+    }
     work["index (rows alone, not checked)"]()
     assert np.array_equal(out, expected)
     if len(ids) <= PEERS_IDS:
@@ -149,10 +153,15 @@ def finders(table: Table, ids: np.ndarray[Any, Any], rows: np.ndarray[Any, Any])
 
 
 def peers(ids: Any, rows: Any, asked: Any, expected: Any) -> dict[str, Callable[[], Any]]:
-    """FBGEMM's two hash tables, half full, and a dict; each holds all ids. The first one's keys have 32 bits."""
+    """FBGEMM's two hash tables, half full, and a dict; each holds all ids. The first one's keys have 32
+    bits."""
     import fbgemm_gpu  # noqa: F401  (registers its operators)
 
-    ops, capacity, picked = torch.ops.fbgemm, 2 * len(ids), np.random.default_rng(7).integers(0, len(ids), FOUND_IDS)
+    ops, capacity, picked = (
+        torch.ops.fbgemm,
+        2 * len(ids),
+        np.random.default_rng(7).integers(0, len(ids), FOUND_IDS),
+    )
     pruned = torch.full((capacity, 2), -1, dtype=torch.int32)
     bounds, capacities = torch.tensor([0, len(ids)], dtype=torch.int32), torch.tensor([0, capacity])
     keys, values = torch.arange(len(ids), dtype=torch.int32), torch.from_numpy(rows.astype(np.int32))
@@ -169,7 +178,9 @@ def peers(ids: Any, rows: Any, asked: Any, expected: Any) -> dict[str, Callable[
     def by_zero_collision() -> Any:
         return ops.zero_collision_hash(wanted, identities, PROBES, True, -1, True)[0]
 
-    assert np.array_equal(by_pruned().numpy(), expected) and np.array_equal(by_zero_collision().numpy(), slots[picked])
+    assert np.array_equal(by_pruned().numpy(), expected) and np.array_equal(
+        by_zero_collision().numpy(), slots[picked]
+    )
     assert [held[i] for i in asked_list] == expected.tolist()
     return {
         "FBGEMM pruned_hashmap_lookup (keys of 32 bits)": by_pruned,
@@ -179,8 +190,8 @@ def peers(ids: Any, rows: Any, asked: Any, expected: Any) -> dict[str, Callable[
 
 
 def zero_collision_table(ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
-    """Identities for `zero_collision_hash`, and the slot of each id. The CPU's operator only reads, so ids are put in here: of
-    those that want one slot, one gets it, and the others try the next."""
+    """Identities for `zero_collision_hash`, and the slot of each id. The CPU's operator only reads, so ids
+    are put in here: of those that want one slot, one gets it, and the others try the next."""
     made, _ = torch.ops.fbgemm.create_zch_buffer(capacity, long_type=True)
     tried, _ = torch.ops.fbgemm.zero_collision_hash(ids, made, PROBES, True, -1, True)  # where it looks first
     slots = tried.numpy()
@@ -194,7 +205,9 @@ def zero_collision_table(ids: torch.Tensor, capacity: int) -> tuple[torch.Tensor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ids", type=int, nargs="*", default=[10_000_000, 100_000_000])
     found, alone, built = [], [], []
     torch.set_num_threads(1)
@@ -213,7 +226,13 @@ def main() -> None:
         found += lookups(table, ids, rows)
         alone += finders(table, ids, rows)
         del table, rows, index, ids
-    report("raw_ids", "raw ids against row numbers, int8 D 64, SUM, one core", found, finding=alone, building=built)
+    report(
+        "raw_ids",
+        "raw ids against row numbers, int8 D 64, SUM, one core",
+        found,
+        finding=alone,
+        building=built,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Loads of a table of raw ids, from Parquet and from a DynamicEmb dump: against reading the file and quantizing, in the same run.
+"""Loads of a table of raw ids, from Parquet and from a DynamicEmb dump: against reading the file and
+quantizing, in the same run.
 
 read + quantize  what any load must do: ids and vectors read as the load reads them, and each block quantized, on as many threads
 load             that, and the index, the rows at their places, checksums and publication; each in a fresh process
@@ -43,7 +44,10 @@ def write_parquet(folder: Path, count: int) -> Path:
         for first in range(0, count, GROUP):
             n = min(GROUP, count - first)
             vectors = np.random.default_rng(first).standard_normal((n, DIM), dtype=np.float32)
-            columns = [pa.array(ids_of(first, n)), pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), DIM)]
+            columns = [
+                pa.array(ids_of(first, n)),
+                pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), DIM),
+            ]
             writer.write_table(pa.table(columns, schema=schema), row_group_size=GROUP)
     return path
 
@@ -137,7 +141,9 @@ def measure(name: str, path: Path, key: str, id_key: str | None, count: int, rou
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ids", type=int, default=50_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()

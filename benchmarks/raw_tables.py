@@ -1,4 +1,5 @@
-"""Tables of raw ids in shared memory for benchmarks, loaded as a user loads them, from an npz file of ids and vectors."""
+"""Tables of raw ids in shared memory for benchmarks, loaded as a user loads them, from an npz file of ids
+and vectors."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,8 +27,11 @@ def distinct_ids(count: int, seed: int) -> NDArray[np.int64]:
     return (ids ^ (ids >> np.uint64(33))).view(np.int64)
 
 
-def raw_table_in_shm(root: Path, folder: Path, name: str, ids: Sequence[NDArray[np.int64]], dim: int) -> Segment:
-    """Publishes int8 tables t00, t01, … of these ids as model `name` under `root`. An id without a row yields zeros.
+def raw_table_in_shm(
+    root: Path, folder: Path, name: str, ids: Sequence[NDArray[np.int64]], dim: int
+) -> Segment:
+    """Publishes int8 tables t00, t01, … of these ids as model `name` under `root`. An id without a row yields
+    zeros.
 
     folder: for the npz file, fp16 [ids, dim] and the ids, which goes when it is loaded.
     """
@@ -38,7 +42,10 @@ def raw_table_in_shm(root: Path, folder: Path, name: str, ids: Sequence[NDArray[
             table = f"t{n:02}"
             starts = range(0, of_table.size, _ROWS_AT_ONCE)
             shifts = ((at * 37 + n) % 4096 for at in starts)
-            rows = (pool[at : at + min(_ROWS_AT_ONCE, of_table.size - start)] for start, at in zip(starts, shifts, strict=True))
+            rows = (
+                pool[at : at + min(_ROWS_AT_ONCE, of_table.size - start)]
+                for start, at in zip(starts, shifts, strict=True)
+            )
             _write(archive, f"{table}.ids", of_table.shape, of_table.dtype, [of_table])
             _write(archive, f"{table}.weight", (of_table.size, dim), pool.dtype, rows)
             how = {"row_format": "int8", "ids": "raw", "id_key": f"{table}.ids", "missing": "zero"}
@@ -49,9 +56,13 @@ def raw_table_in_shm(root: Path, folder: Path, name: str, ids: Sequence[NDArray[
     return Model(root, name).attach(verify="header")
 
 
-def _write(archive: ZipFile, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[NDArray[Any]]) -> None:
+def _write(
+    archive: ZipFile, name: str, shape: tuple[int, ...], dtype: Any, parts: Iterable[NDArray[Any]]
+) -> None:
     """An array of an npz file, part by part: `numpy.savez` would want it whole."""
     with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-        write_array_header_1_0(entry, {"descr": dtype_to_descr(dtype), "fortran_order": False, "shape": shape})
+        write_array_header_1_0(
+            entry, {"descr": dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        )
         for part in parts:
             entry.write(part.data)

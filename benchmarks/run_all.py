@@ -38,14 +38,17 @@ def written() -> dict[str, int]:
 
 
 def run(benchmark: str) -> tuple[float, list[str]]:
-    """Runs one; returns its seconds and the names of the result files that it wrote. It ends this program where it fails."""
+    """Runs one; returns its seconds and the names of the result files that it wrote. It ends this program
+    where it fails."""
     console.rule(benchmark)
     before, started = written(), time.perf_counter()
     file, *options = benchmark.split()
     found = subprocess.run([sys.executable, str(HERE / file), *options], cwd=HERE.parent, check=False)
     if found.returncode:
         raise SystemExit(f"benchmarks/{benchmark} ended with {found.returncode}; its error stands above")
-    return time.perf_counter() - started, sorted(name for name, at in written().items() if before.get(name) != at)
+    return time.perf_counter() - started, sorted(
+        name for name, at in written().items() if before.get(name) != at
+    )
 
 
 def main() -> None:

@@ -1,11 +1,14 @@
-"""Published tables as PyTorch modules, against torch.nn.EmbeddingBag over fp32 rows and FBGEMM's IntNBit module.
+"""Published tables as PyTorch modules, against torch.nn.EmbeddingBag over fp32 rows and FBGEMM's IntNBit
+module.
 
-int8 rows of D 64, uniform ids, 20 a bag. Every side gets what its users give it: ours and torch's int64 ids and offsets, FBGEMM's
-module int32 ids and offsets. With 26 features ours gets TorchRec's KeyedJaggedTensor, FBGEMM's one module all tables, and torch
-has a module for each. Before anything is timed our vectors are compared with FBGEMM's, of the same bytes, bit for bit, and
-with torch's, whose rows are ours, dequantized. FBGEMM's module is called as it is in compiled rows too: it does not compile.
+int8 rows of D 64, uniform ids, 20 a bag. Every side gets what its users give it: ours and torch's int64 ids
+and offsets, FBGEMM's module int32 ids and offsets. With 26 features ours gets TorchRec's KeyedJaggedTensor,
+FBGEMM's one module all tables, and torch has a module for each. Before anything is timed our vectors are
+compared with FBGEMM's, of the same bytes, bit for bit, and with torch's, whose rows are ours, dequantized.
+FBGEMM's module is called as it is in compiled rows too: it does not compile.
 
-The overhead is what a call takes beyond the kernel itself, called with places that were made before, on the same ids.
+The overhead is what a call takes beyond the kernel itself, called with places that were made before, on the
+same ids.
 """
 
 import argparse
@@ -46,9 +49,14 @@ class Sides:
         self.names = self.ours.features
         self.served, tables = served, [served.features[name].table for name in self.names]
         self.rows = tables[0].rows
-        self.fbgemm = init_tbe([TbeTable(n, self.rows, DIM, t.row_format) for n, t in zip(self.names, tables, strict=True)])
+        self.fbgemm = init_tbe(
+            [TbeTable(n, self.rows, DIM, t.row_format) for n, t in zip(self.names, tables, strict=True)]
+        )
         bind(self.fbgemm, served.segment, self.names)
-        values = [torch.from_numpy(served.backend.lookup(t, np.arange(t.rows), pooling=Pooling.NONE)) for t in tables]
+        values = [
+            torch.from_numpy(served.backend.lookup(t, np.arange(t.rows), pooling=Pooling.NONE))
+            for t in tables
+        ]
         self.torch_device = [torch.nn.EmbeddingBag.from_pretrained(v, mode="sum") for v in values]
 
     def calls(self, batch: int, rng: np.random.Generator, compiles: bool) -> dict[str, Callable[[], Any]]:
@@ -62,7 +70,11 @@ class Sides:
         given: list[Any] = [KeyedJaggedTensor(list(self.names), i, lengths=lengths) for i in ids]
         if features == 1:
             given = [{self.names[0]: (i, offsets)} for i in ids]
-        ours, fbgemm, plain = cycle(given), cycle([i.int() for i in ids]), cycle([i.chunk(features) for i in ids])
+        ours, fbgemm, plain = (
+            cycle(given),
+            cycle([i.int() for i in ids]),
+            cycle([i.chunk(features) for i in ids]),
+        )
         module: Any = self.ours
         modules: list[Any] = list(self.torch_device)
         if compiles:
@@ -104,8 +116,12 @@ class Sides:
         told = {name: Bags(ids, lengths=lengths) if form.startswith("lengths") else (ids, offsets)}
         out = torch.empty(bags, DIM)
         bound = self.served.features[name]
-        place = Place(ids.data_ptr() - BASE, ids.numel(), lengths.data_ptr() - BASE, 0, bags, -1, out.data_ptr() - BASE)
-        planner = self.served.backend.planner([LookupKind(bound.table, bound.pooling)], torch.get_num_threads())
+        place = Place(
+            ids.data_ptr() - BASE, ids.numel(), lengths.data_ptr() - BASE, 0, bags, -1, out.data_ptr() - BASE
+        )
+        planner = self.served.backend.planner(
+            [LookupKind(bound.table, bound.pooling)], torch.get_num_threads()
+        )
         kernel = planner.plan(np.array([place], np.int64).tobytes())
         kernel.run(MEMORY, MEMORY)
         assert torch.equal(out, self.ours(told)[name])
@@ -122,9 +138,15 @@ class Sides:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=2_000_000, help="rows of the one table (default: %(default)s)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads of each side (default: 1 2)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", type=int, default=2_000_000, help="rows of the one table (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], help="threads of each side (default: 1 2)"
+    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with shared_folder() as root:
@@ -140,7 +162,9 @@ def main() -> None:
                     for batch in BATCHES
                 ]
         one = Sides(str(root), "one", 1)
-        overheads = [one.overhead(form) for form in ("lengths of 1", "offsets of 1", "lengths of 64", "offsets of 64")]
+        overheads = [
+            one.overhead(form) for form in ("lengths of 1", "offsets of 1", "lengths of 64", "offsets of 64")
+        ]
         del one, sides
     report("torch_module", "a PyTorch module against FBGEMM's and torch's, int8 D 64", rows)
     report("torch_module_overhead", "what a module adds to the kernel, one feature, one core", overheads)

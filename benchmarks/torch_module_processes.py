@@ -1,7 +1,8 @@
-"""What processes take that look up in the same tables: published ones through a PyTorch module, and copies of their own.
+"""What processes take that look up in the same tables: published ones through a PyTorch module, and copies of
+their own.
 
-Memory is PSS (shared pages divided by their users) summed over 1, 2 and 4 processes, while all of them hold their tables and have
-read every row. What they hold:
+Memory is PSS (shared pages divided by their users) summed over 1, 2 and 4 processes, while all of them hold
+their tables and have read every row. What they hold:
 
     published   tableside.torch.EmbeddingBags over one version in shared memory, int8
     torchrec    TorchRec's EmbeddingBagCollection, quantized by itself to int8, read by torch.load; it has each table twice, as it
@@ -10,8 +11,8 @@ read every row. What they hold:
     nothing     Python, torch and TorchRec alone; `tables MB` of the others is what they take beside that, without the pages of
                 libraries, which processes of others share too
 
-Before anything is measured the vectors of all three are compared. Ours and fp32's are sums of the same values in another order;
-TorchRec quantizes the rows once more.
+Before anything is measured the vectors of all three are compared. Ours and fp32's are sums of the same values
+in another order; TorchRec quantizes the rows once more.
 """
 
 import argparse
@@ -42,13 +43,20 @@ TARGET = 0.1  # of a copy of the tables: the most that a further process with pu
 def save(root: Path, folder: Path, rows: int) -> None:
     """The published rows as fp32 modules' weights, and as TorchRec's quantized collection."""
     model = Model(root, "ads")
-    weights = {f"t{n}": torch.cat([torch.from_numpy(v) for _, v in model.tensor(f"t{n}").chunks()]) for n in range(TABLES)}
+    weights = {
+        f"t{n}": torch.cat([torch.from_numpy(v) for _, v in model.tensor(f"t{n}").chunks()])
+        for n in range(TABLES)
+    }
     torch.save(weights, folder / "fp32.pt")
-    configs = [EmbeddingBagConfig(name=t, embedding_dim=DIM, num_embeddings=rows, feature_names=[t]) for t in weights]
+    configs = [
+        EmbeddingBagConfig(name=t, embedding_dim=DIM, num_embeddings=rows, feature_names=[t]) for t in weights
+    ]
     collection = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     collection.load_state_dict({f"embedding_bags.{t}.weight": w for t, w in weights.items()}, assign=True)
     holder = torch.nn.ModuleDict({"collection": collection})
-    torch.save(quantize_embeddings(holder, dtype=torch.qint8, inplace=True)["collection"], folder / "torchrec.pt")
+    torch.save(
+        quantize_embeddings(holder, dtype=torch.qint8, inplace=True)["collection"], folder / "torchrec.pt"
+    )
 
 
 def read(kind: str, folder: Path, root: Path) -> Any:
@@ -60,8 +68,13 @@ def read(kind: str, folder: Path, root: Path) -> Any:
         collection = torch.load(folder / "torchrec.pt", weights_only=False)
         return lambda features: collection(features).values()
     weights = torch.load(folder / "fp32.pt", weights_only=True)
-    modules = {t: torch.nn.EmbeddingBag.from_pretrained(w, mode="sum", include_last_offset=True) for t, w in weights.items()}
-    return lambda features: torch.cat([m(features[t].values(), features[t].offsets()) for t, m in modules.items()], 1)
+    modules = {
+        t: torch.nn.EmbeddingBag.from_pretrained(w, mode="sum", include_last_offset=True)
+        for t, w in weights.items()
+    }
+    return lambda features: torch.cat(
+        [m(features[t].values(), features[t].offsets()) for t, m in modules.items()], 1
+    )
 
 
 def batch(ids: torch.Tensor) -> KeyedJaggedTensor:
@@ -97,9 +110,15 @@ def compare(folder: Path, root: Path, rows: int) -> None:
 
 
 def measure(folder: Path, root: Path, rows: int) -> list[dict[str, Any]]:
-    found = {(kind, n): memory_together(held, (kind, folder, root, rows), n) for kind in ("nothing", *KINDS) for n in PROCESSES}
+    found = {
+        (kind, n): memory_together(held, (kind, folder, root, rows), n)
+        for kind in ("nothing", *KINDS)
+        for n in PROCESSES
+    }
     pss = {at: sum(one["pss"] for one in of_it) / 1e6 for at, of_it in found.items()}
-    without_files = {at: sum(one["pss"] - one["pss_file"] for one in of_it) / 1e6 for at, of_it in found.items()}
+    without_files = {
+        at: sum(one["pss"] - one["pss_file"] for one in of_it) / 1e6 for at, of_it in found.items()
+    }
     tables = {(kind, n): mb - without_files["nothing", n] for (kind, n), mb in without_files.items()}
     return [
         {
@@ -115,8 +134,12 @@ def measure(folder: Path, root: Path, rows: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of each of the four tables (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", type=int, default=1_000_000, help="rows of each of the four tables (default: %(default)s)"
+    )
     options = parser.parse_args()
     with shared_folder() as root, tempfile.TemporaryDirectory() as name:
         publish_random(root, "ads", {f"t{n}": (options.rows, DIM, "int8") for n in range(TABLES)})
@@ -131,7 +154,9 @@ def main() -> None:
         f"processes that look up in {TABLES} tables of {options.rows:,} rows, D {DIM}",
         rows,
         segment_mb=segment_mb,
-        added_mb={kind: round(mb, 1) for kind, mb in added.items()},  # by each further process, beside Python and torch
+        added_mb={
+            kind: round(mb, 1) for kind, mb in added.items()
+        },  # by each further process, beside Python and torch
         target=f"a further process adds at most {TARGET} of the segment",
         met=bool(added["published"] <= TARGET * segment_mb),
     )

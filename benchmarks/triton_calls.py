@@ -1,4 +1,5 @@
-"""Requests as a program makes them with tritonclient: ids and vectors in bodies, or in a region of system shared memory."""
+"""Requests as a program makes them with tritonclient: ids and vectors in bodies, or in a region of system
+shared memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,8 @@ def tensors(headers: dict[str, str], body: bytes) -> Tensors:
 
 
 class TritonCalls:
-    """Calls of one client, each of which makes its inputs anew, and ends when all vectors can be read as arrays."""
+    """Calls of one client, each of which makes its inputs anew, and ends when all vectors can be read as
+    arrays."""
 
     def __init__(self, url: str, model: str, outputs: dict[str, tuple[int, ...]], ids_bytes: int) -> None:
         """outputs: names and shapes of the vectors, fp32. ids_bytes: of one request's inputs, at most."""
@@ -40,7 +42,9 @@ class TritonCalls:
         self._sizes = {name: 4 * int(np.prod(shape)) for name, shape in outputs.items()}
         self._ids_at = sum(self._sizes.values())
         self._key = f"{REGION}-{id(self):x}"
-        self._region = shared_memory.create_shared_memory_region(REGION, self._key, self._ids_at + ids_bytes, create_only=True)
+        self._region = shared_memory.create_shared_memory_region(
+            REGION, self._key, self._ids_at + ids_bytes, create_only=True
+        )
         self._client.register_system_shared_memory(REGION, self._key, self._ids_at + ids_bytes)
 
     def body(self, inputs: Tensors) -> list[NDArray[np.float32]]:
@@ -80,9 +84,13 @@ class TritonCalls:
 
 
 @contextmanager
-def triton_calls(url: str, model: str, outputs: dict[str, tuple[int, ...]], requests: Sequence[Tensors]) -> Iterator[TritonCalls]:
+def triton_calls(
+    url: str, model: str, outputs: dict[str, tuple[int, ...]], requests: Sequence[Tensors]
+) -> Iterator[TritonCalls]:
     """A client with a region that has room for any of the requests."""
-    calls = TritonCalls(url, model, outputs, max(sum(values.nbytes for _, _, values in one) for one in requests))
+    calls = TritonCalls(
+        url, model, outputs, max(sum(values.nbytes for _, _, values in one) for one in requests)
+    )
     try:
         yield calls
     finally:

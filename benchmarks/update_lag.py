@@ -1,14 +1,15 @@
 """How long rows take from their source to an answer, and what updates cost the lookups beside them.
 
-`tableside follow --every-s 1` applies streams of rows while `tableside serve` answers half of what it could: a folder in which
-a file of 50,000 rows appears ten times a second, and a Redis stream to which a hundred entries of 1,000 rows are sent a second.
-Each file and each entry also writes its number to two rows. A reader asks for these rows over HTTP all the time; the first answer
-with a number shows that its rows are visible. Lag is from the rename, or from before XADD, to that answer. It is that of rows,
-since every file or entry has as many. The two numbers of an answer must be the same, and may not fall; in the end the rows of the
-table must be what was written last.
+`tableside follow --every-s 1` applies streams of rows while `tableside serve` answers half of what it could:
+a folder in which a file of 50,000 rows appears ten times a second, and a Redis stream to which a hundred
+entries of 1,000 rows are sent a second. Each file and each entry also writes its number to two rows. A reader
+asks for these rows over HTTP all the time; the first answer with a number shows that its rows are visible.
+Lag is from the rename, or from before XADD, to that answer. It is that of rows, since every file or entry has
+as many. The two numbers of an answer must be the same, and may not fall; in the end the rows of the table
+must be what was written last.
 
-Lookups are measured by an open loop, in stretches without updates, from files and from Redis that take turns. The server and the
-followers run on `--server-cores`, what makes rows, load and questions on `--load-cores`.
+Lookups are measured by an open loop, in stretches without updates, from files and from Redis that take turns.
+The server and the followers run on `--server-cores`, what makes rows, load and questions on `--load-cores`.
 """
 
 import argparse
@@ -40,12 +41,14 @@ ROWS, EVERY_S = 4_000_000, 1.0
 POOL = 1 << 17  # vectors, of which each file or entry takes others
 FILE_ROWS, ENTRY_ROWS = 50_000, 1000
 GOALS = {"lag p99 s": 1.5, "times p99": 1.3}
-Send = Callable[[int, NDArray[np.int64], NDArray[np.float32]], float]  # (number, ids, vectors) -> when they were made
+Send = Callable[
+    [int, NDArray[np.int64], NDArray[np.float32]], float
+]  # (number, ids, vectors) -> when they were made
 
 
 class Rows:
-    """The rows of each file or entry of a source, by its number, from 1 on. numbered: the two rows that hold the number; ids: the
-    first and the last of the others."""
+    """The rows of each file or entry of a source, by its number, from 1 on. numbered: the two rows that
+    hold the number; ids: the first and the last of the others."""
 
     def __init__(self, rows: int, numbered: tuple[int, int], ids: tuple[int, int]) -> None:
         self.rows, self.numbered, self._ids = rows, numbered, ids
@@ -80,14 +83,16 @@ class Rows:
 
 
 def numbered(number: int) -> NDArray[np.float32]:
-    """A vector that holds a number in bytes, which int8 represents as they are: its values go from 0 to 255."""
+    """A vector that holds a number in bytes, which int8 represents as they are: its values go from 0 to
+    255."""
     vector = np.zeros(DIM, np.float32)
     vector[:6] = [0, 255, *number.to_bytes(4, "big")]
     return vector
 
 
 class Sender(threading.Thread):
-    """Sends so many files or entries a second while it is not paused. made: number -> when it was made, of time.time()."""
+    """Sends so many files or entries a second while it is not paused. made: number -> when it was made, of
+    time.time()."""
 
     def __init__(self, rows: Rows, send: Send, a_second: float) -> None:
         super().__init__(daemon=True)
@@ -101,7 +106,9 @@ class Sender(threading.Thread):
             if not self.going.is_set():
                 due = 0.0
                 self.going.wait()
-            due = max(due, time.monotonic() - 1.0)  # one that is late catches up, but not with more than a second
+            due = max(
+                due, time.monotonic() - 1.0
+            )  # one that is late catches up, but not with more than a second
             time.sleep(max(0.0, due - time.monotonic()))
             if not self.stopped.is_set():
                 self.made[number] = self.send(number, ids, vectors)
@@ -167,11 +174,26 @@ def on(cores: set[int]) -> Iterator[None]:
 class Stream:
     """A source that is followed: what sends to it, and who sees what was sent."""
 
-    def __init__(self, name: str, source: str, rows: Rows, send: Send, a_second: float, model: Model, url: str) -> None:
+    def __init__(
+        self, name: str, source: str, rows: Rows, send: Send, a_second: float, model: Model, url: str
+    ) -> None:
         self.name, self.model = name, model
-        command = [sys.executable, "-m", "tableside", "follow", "ads", source, "--root", str(model.root), "--table", "t"]
+        command = [
+            sys.executable,
+            "-m",
+            "tableside",
+            "follow",
+            "ads",
+            source,
+            "--root",
+            str(model.root),
+            "--table",
+            "t",
+        ]
         command += ["--every-s", str(EVERY_S), "--json"]
-        self._follower = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self._follower = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         self.sender, self._reader = Sender(rows, send, a_second / rows.rows), Reader(url, rows.numbered)
 
     def start(self) -> None:
@@ -209,7 +231,18 @@ class Stream:
 
 def bench(url: str, seconds: float, rate: float | None = None) -> dict[str, Any]:
     """What `tableside bench` says of a server. rate: requests a second; None: as many as it answers."""
-    command = [sys.executable, "-m", "tableside", "bench", "ads", "--url", url, "--seconds", str(seconds), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "tableside",
+        "bench",
+        "ads",
+        "--url",
+        url,
+        "--seconds",
+        str(seconds),
+        "--json",
+    ]
     command += ["--batch", "64", "--concurrency", "8", *(["--rate", str(rate)] if rate else [])]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
     if told.returncode:
@@ -226,7 +259,9 @@ def to_folder(folder: Path) -> Send:
 
         columns = [pa.array(ids), pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), DIM)]
         written = folder / "next"
-        pq.write_table(pa.table(columns, names=["id", "vector"]), written, compression="none", use_dictionary=False)
+        pq.write_table(
+            pa.table(columns, names=["id", "vector"]), written, compression="none", use_dictionary=False
+        )
         made = time.time()
         written.rename(folder / f"{number}.parquet")
         (folder / f"{number - 200}.parquet").unlink(missing_ok=True)  # which was applied long ago
@@ -252,7 +287,9 @@ def measured(asked: argparse.Namespace, folder: Path, redis: tuple[str, Any] | N
         with on(asked.server_cores):
             url = stack.enter_context(serving("-m", "tableside", "serve", "ads", *options)).url
             rows = Rows(FILE_ROWS, (0, 1), (4, ROWS // 2 - 1))
-            streams = [Stream("files of 50,000 rows", str(folder), rows, to_folder(folder), asked.rows, model, url)]
+            streams = [
+                Stream("files of 50,000 rows", str(folder), rows, to_folder(folder), asked.rows, model, url)
+            ]
             if redis is not None:
                 rows = Rows(ENTRY_ROWS, (2, 3), (ROWS // 2, ROWS - 1))
                 sent = (f"{redis[0]}?stream=rows", rows, to_redis(redis[1]), asked.redis_rows)
@@ -297,15 +334,29 @@ def cores(text: str) -> set[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=5.0, help="of a stretch (default: %(default)s)")
-    parser.add_argument("--stretches", type=int, default=3, help="with updates, and without (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=500_000, help="a second from files (default: %(default)s)")
-    parser.add_argument("--redis-rows", type=int, default=100_000, help="a second from Redis (default: %(default)s)")
-    parser.add_argument("--load", type=float, default=0.5, help="share of what it could answer (default: %(default)s)")
+    parser.add_argument(
+        "--stretches", type=int, default=3, help="with updates, and without (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=500_000, help="a second from files (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--redis-rows", type=int, default=100_000, help="a second from Redis (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--load", type=float, default=0.5, help="share of what it could answer (default: %(default)s)"
+    )
     parser.add_argument("--workers", type=int, default=1, help="of the server (default: %(default)s)")
-    parser.add_argument("--server-cores", type=cores, default=set(), help="of server and follower, as 0,1 (default: all)")
-    parser.add_argument("--load-cores", type=cores, default=set(), help="of what measures, as 2-7 (default: all)")
+    parser.add_argument(
+        "--server-cores", type=cores, default=set(), help="of server and follower, as 0,1 (default: all)"
+    )
+    parser.add_argument(
+        "--load-cores", type=cores, default=set(), help="of what measures, as 2-7 (default: all)"
+    )
     asked = parser.parse_args()
     with TemporaryDirectory() as folder, ExitStack() as stack:
         redis = None
@@ -316,7 +367,13 @@ def main() -> None:
         rows = measured(asked, Path(folder), redis)
     every = os.sched_getaffinity(0)
     placed = {"server cores": len(asked.server_cores or every), "load cores": len(asked.load_cores or every)}
-    report("update_lag", f"changes every {EVERY_S:.0f} s beside lookups, int8 D {DIM}", rows, goals=GOALS, **placed)
+    report(
+        "update_lag",
+        f"changes every {EVERY_S:.0f} s beside lookups, int8 D {DIM}",
+        rows,
+        goals=GOALS,
+        **placed,
+    )
 
 
 if __name__ == "__main__":

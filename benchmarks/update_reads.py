@@ -1,9 +1,11 @@
-"""Lookups while deltas lie over a version, beside the same lookups without; what deltas take, and what compaction does.
+"""Lookups while deltas lie over a version, beside the same lookups without; what deltas take, and what
+compaction does.
 
-A table of row numbers, int8, D 64. Requests of 26 x 32 bags of 20 ids, uniform over all rows, by one thread of the native kernel.
-The states with 0, 1 and 2 deltas of 0.1 %, 1 % and 10 % of the rows take turns of 20 requests. Then the same requests over
-HTTP: a server of one worker on one core, 4 connections from another, the states in turns as the live one, 0.6 s each. Every
-state's vectors are checked against rows that were put together apart from it, bit for bit, before anything is timed.
+A table of row numbers, int8, D 64. Requests of 26 x 32 bags of 20 ids, uniform over all rows, by one thread
+of the native kernel. The states with 0, 1 and 2 deltas of 0.1 %, 1 % and 10 % of the rows take turns of 20
+requests. Then the same requests over HTTP: a server of one worker on one core, 4 connections from another,
+the states in turns as the live one, 0.6 s each. Every state's vectors are checked against rows that were put
+together apart from it, bit for bit, before anything is timed.
 """
 
 import argparse
@@ -84,8 +86,12 @@ class States:
         self.model.activate(self.base.header.version, 0)
         rng = np.random.default_rng(int(share * 1e6) + parts)
         ids = rng.choice(self.rows, int(self.rows * share), replace=False)
-        split = [ids] if parts == 1 else np.split(ids, [ids.size * 4 // 5])  # the newer one small beside the older
-        self.changes[name] = [TableChanges("t", part, rng.standard_normal((part.size, DIM), dtype=np.float32)) for part in split]
+        split = (
+            [ids] if parts == 1 else np.split(ids, [ids.size * 4 // 5])
+        )  # the newer one small beside the older
+        self.changes[name] = [
+            TableChanges("t", part, rng.standard_normal((part.size, DIM), dtype=np.float32)) for part in split
+        ]
         for change in self.changes[name]:
             apply(self.model, ChangeBatch([change]), ApplySettings(keep=Retention(100), merge_share=0.3))
         self.segments[name] = attach_state(self.model, None, "header")
@@ -102,13 +108,15 @@ class States:
             at = order[np.minimum(np.searchsorted(change.ids, asked, sorter=order), change.ids.size - 1)]
             hit = change.ids[at] == asked
             rows[hit] = packed(change.vectors[at[hit]])
-        expected = choose().lookup(Table(rows, RowFormat.INT8, DIM), np.arange(asked.size), pooling=Pooling.NONE)
+        expected = choose().lookup(
+            Table(rows, RowFormat.INT8, DIM), np.arange(asked.size), pooling=Pooling.NONE
+        )
         np.testing.assert_array_equal(choose().lookup(table, asked, pooling=Pooling.NONE), expected)
 
 
 def reads(states: States, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of a request, by state: medians over rounds, and each state's ratio to the one without deltas. States take turns of
-    some calls, as a server answers many requests from one state."""
+    """Seconds of a request, by state: medians over rounds, and each state's ratio to the one without
+    deltas. States take turns of some calls, as a server answers many requests from one state."""
     rng, lengths = np.random.default_rng(1), np.full(BAGS, BAG, np.int32)
     out = np.empty((BAGS, DIM), np.float32)
     seconds: dict[str, list[float]] = {name: [] for name in states.segments}
@@ -133,8 +141,8 @@ def reads(states: States, rounds: int) -> list[dict[str, Any]]:
 
 
 def over_http(states: States, turns: int) -> list[dict[str, Any]]:
-    """Requests a second, and the worker's processor time for one, by state: medians over turns; ratios to the state without
-    deltas."""
+    """Requests a second, and the worker's processor time for one, by state: medians over turns; ratios to
+    the state without deltas."""
     described = {
         "name": "ads",
         "tables": [{"name": "t", "rows": states.rows}],
@@ -145,7 +153,18 @@ def over_http(states: States, turns: int) -> list[dict[str, Any]]:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {SERVER_CORE})  # inherited by the server
     with serving(
-        "-m", "tableside", "serve", "ads", "--root", states.model.root, "--port", 0, "--drain-s", 0, "--scrub-hours", 0
+        "-m",
+        "tableside",
+        "serve",
+        "ads",
+        "--root",
+        states.model.root,
+        "--port",
+        0,
+        "--drain-s",
+        0,
+        "--scrub-hours",
+        0,
     ) as server:
         os.sched_setaffinity(0, {LOAD_CORE})
         requests = bench.make_requests(described, server.url, bench.Shape(BATCH, BAG, same=True), "named")
@@ -157,7 +176,9 @@ def over_http(states: States, turns: int) -> list[dict[str, Any]]:
                 before = server.cpu_s()
                 load = run(server.url, requests, concurrency=CONNECTIONS, seconds=SECONDS)
                 if load.failed:
-                    raise SystemExit(f"{load.failed} of {load.latencies_s.size} requests failed: {load.failure}")
+                    raise SystemExit(
+                        f"{load.failed} of {load.latencies_s.size} requests failed: {load.failure}"
+                    )
                 rates[name].append(load.requests_per_s)
                 cpu_s[name].append((server.cpu_s() - before) / load.latencies_s.size)
     os.sched_setaffinity(0, cores)
@@ -194,12 +215,15 @@ def memory(states: States) -> list[dict[str, Any]]:
             continue
         of_rows = sum(d.segment.header.table_bytes for d in segment.deltas)
         files = sum(d.segment.size for d in segment.deltas)
-        found.append({"state": name, "rows_mb": of_rows / 1e6, "files_mb": files / 1e6, "ratio": files / of_rows})
+        found.append(
+            {"state": name, "rows_mb": of_rows / 1e6, "files_mb": files / 1e6, "ratio": files / of_rows}
+        )
     return found
 
 
 def taken(states: States, rounds: int = 20) -> dict[str, float]:
-    """Milliseconds until a state is attached and its delta verified, by a process that has its version mapped."""
+    """Milliseconds until a state is attached and its delta verified, by a process that has its version
+    mapped."""
     found = {}
     for name, segment in states.segments.items():
         if segment.deltas:
@@ -225,7 +249,9 @@ def compaction(states: States) -> dict[str, Any]:
     before = choose().lookup(states.segments[name].tables["t"], asked, pooling=Pooling.NONE)
     done = compact(states.model)
     assert done is not None
-    after = choose().lookup(attach_state(states.model, None, "header").tables["t"], asked, pooling=Pooling.NONE)
+    after = choose().lookup(
+        attach_state(states.model, None, "header").tables["t"], asked, pooling=Pooling.NONE
+    )
     np.testing.assert_array_equal(after, before)
     return {
         "merged_rows": done.merged,
@@ -237,10 +263,14 @@ def compaction(states: States) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--turns", type=int, default=TURNS, help="of each state over HTTP (default: %(default)s)")
+    parser.add_argument(
+        "--turns", type=int, default=TURNS, help="of each state over HTTP (default: %(default)s)"
+    )
     options = parser.parse_args()
     with published(options.rows, [f"f{i}" for i in range(FEATURES)]) as model:
         states = States(model, options.rows)
@@ -248,11 +278,18 @@ def main() -> None:
             states.check(name, np.random.default_rng(2).integers(0, options.rows, 100_000))
         console.print("every state's rows are right")
         found = reads(states, options.rounds)
-        more = {"rows_of_the_table": options.rows, "goal": GOAL, "memory": memory(states), "attach_ms": taken(states)}
+        more = {
+            "rows_of_the_table": options.rows,
+            "goal": GOAL,
+            "memory": memory(states),
+            "attach_ms": taken(states),
+        }
         more["over_http"] = over_http(states, options.turns)
         for row in more["over_http"]:
             console.print(line(row))
-        report("update_reads", f"lookups with deltas, int8 D {DIM}", found, **more, compaction=compaction(states))
+        report(
+            "update_reads", f"lookups with deltas, int8 D {DIM}", found, **more, compaction=compaction(states)
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Rates at which changes of rows are applied: from files, and from a Redis stream beside what its bare client reads.
+"""Rates at which changes of rows are applied: from files, and from a Redis stream beside what its bare client
+reads.
 
 read     the changes as arrays, from the file, or from Redis by a client that does nothing else with its answers
 floor    that, and each block quantized, on one thread
@@ -69,7 +70,11 @@ def published(rows: int) -> Iterator[Model]:
     """A model with a table of so many rows, int8."""
     with shared_folder() as root, TemporaryDirectory() as text:
         np.savez(Path(text) / "rows.npz", user=np.zeros((rows, DIM), np.float32))
-        model = {"name": "rates", "checkpoint": "rows.npz", "tables": {"user": {"key": "user", "row_format": "int8"}}}
+        model = {
+            "name": "rates",
+            "checkpoint": "rows.npz",
+            "tables": {"user": {"key": "user", "row_format": "int8"}},
+        }
         load(parse_model(model, Path(text)), root)
         yield Model(root, "rates")
 
@@ -97,13 +102,16 @@ def of_file(kind: str, path: Path, rows: int, rounds: int) -> dict[str, Any]:
         found["read"].append(rate(rows, lambda: sum(c.rows for c in read_changes(path, "user"))))
         found["floor"].append(rate(rows, lambda: quantized(read_changes(path, "user"))))
         with published(2 * rows) as model:
-            found["apply"].append(rate(rows, lambda m=model: apply(m, ChangeBatch(read_changes(path, "user")))))  # type: ignore[misc]
+            found["apply"].append(
+                rate(rows, lambda m=model: apply(m, ChangeBatch(read_changes(path, "user"))))
+            )  # type: ignore[misc]
             check(model, rows)
     return line(kind, rows, {name: float(np.median(rates[1:])) for name, rates in found.items()}, FILE_GOAL)
 
 
 def check(model: Model, rows: int) -> None:
-    """Some rows that were applied are what was sent, as int8 holds it, and those that were not sent are zeros."""
+    """Some rows that were applied are what was sent, as int8 holds it, and those that were not sent are
+    zeros."""
     ids, vectors = next(changed(rows))
     table = attach_state(model).tables["user"]
     found = choose("native").lookup(table, np.append(ids[:1000], rows), None, pooling=Pooling.NONE)
@@ -136,7 +144,8 @@ def redis_server() -> Iterator[Any]:
     with TemporaryDirectory() as folder:
         socket = f"{folder}/redis.sock"
         server = subprocess.Popen(
-            [command, "--port", "0", "--save", "", "--dir", folder, "--unixsocket", socket], stdout=subprocess.DEVNULL
+            [command, "--port", "0", "--save", "", "--dir", folder, "--unixsocket", socket],
+            stdout=subprocess.DEVNULL,
         )
         try:
             while not Path(socket).exists():
@@ -181,7 +190,9 @@ def of_redis(rows: int, an_entry: int, batch: int, rounds: int, goal: float | No
             found["read"].append(rate(rows, lambda: read_bare(client, an_entry)))
             found["floor"].append(rate(rows, lambda: quantized(of_stream(f"{url}?stream=rows", rows, batch))))
             with published(2 * rows) as model:
-                found["apply"].append(rate(rows, lambda m=model: follow_all(m, f"{url}?stream=rows", rows, batch)))  # type: ignore[misc]
+                found["apply"].append(
+                    rate(rows, lambda m=model: follow_all(m, f"{url}?stream=rows", rows, batch))
+                )  # type: ignore[misc]
                 if an_entry > 1:
                     check(model, rows)
     rates = {name: float(np.median(rates[1:])) for name, rates in found.items()}
@@ -230,7 +241,9 @@ def measure_rates(rows: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args()

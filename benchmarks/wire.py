@@ -1,4 +1,5 @@
-"""Infer requests and responses as bytes, for tests and campaigns, which have connections of their own. Features go by name."""
+"""Infer requests and responses as bytes, for tests and campaigns, which have connections of their own.
+Features go by name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +27,8 @@ def encode(
 
 
 def decode(header_length: str | None, content: bytes) -> tuple[int, dict[str, Array]]:
-    """The version and the vectors by feature of an infer response. Those that came as bytes are views of `content`."""
+    """The version and the vectors by feature of an infer response. Those that came as bytes are views of
+    `content`."""
     length = len(content) if header_length is None else int(header_length)
     head = orjson.loads(content[:length])
     vectors, at = {}, length

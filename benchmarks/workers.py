@@ -1,9 +1,11 @@
-"""What workers cost: memory of the host with 1, 2 and 4 of them over one segment, and lookups of two processes against one.
+"""What workers cost: memory of the host with 1, 2 and 4 of them over one segment, and lookups of two
+processes against one.
 
-Memory is PSS (shared pages divided by their users) summed over all processes of the server, after requests that touched every
-table, so that a page of the segment counts once however many workers map it. `beside the segment` is the rest, their own memory.
-Lookups are measured over a segment whose 2 MiB pages fit the processor's TLB, and over one that is four times as large. A process
-that had less than its whole core was disturbed, and so was its round; rates by CPU time say what it does with a core of its own.
+Memory is PSS (shared pages divided by their users) summed over all processes of the server, after requests
+that touched every table, so that a page of the segment counts once however many workers map it. `beside the
+segment` is the rest, their own memory. Lookups are measured over a segment whose 2 MiB pages fit the
+processor's TLB, and over one that is four times as large. A process that had less than its whole core was
+disturbed, and so was its round; rates by CPU time say what it does with a core of its own.
 """
 
 import argparse
@@ -54,7 +56,9 @@ def memory(root: Path, workers: int, rows: int) -> dict[str, Any]:
         "--drain-s",
         "0",
     ]
-    process = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     try:
         url = re.search(r"http://\S+", process.stdout.readline())[0]  # type: ignore[index]
@@ -76,7 +80,8 @@ def memory(root: Path, workers: int, rows: int) -> dict[str, Any]:
 
 
 def look_up(root: str, model: str, seconds: float, ready: Any, go: Any, found: Any) -> None:
-    """One process: plans a batch of all features and runs it again and again, one thread. Puts ids/s, and its share of a core."""
+    """One process: plans a batch of all features and runs it again and again, one thread. Puts ids/s, and
+    its share of a core."""
     segment = Model(Path(root), model).attach(verify="header")
     placements = Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
     served = ServedVersion(segment, choose(), placements)
@@ -102,7 +107,8 @@ def look_up(root: str, model: str, seconds: float, ready: Any, go: Any, found: A
 
 @dataclass(frozen=True)
 class Lookups:
-    """Processes that looked up at once. ids_per_s: of all together; ids_per_cpu_s: of each, by its own CPU time, the median."""
+    """Processes that looked up at once. ids_per_s: of all together; ids_per_cpu_s: of each, by its own CPU
+    time, the median."""
 
     ids_per_s: float
     ids_per_cpu_s: float
@@ -113,14 +119,20 @@ def lookups(root: Path, model: str, processes: int, seconds: float) -> Lookups:
     """So many processes at once, attached to the one segment."""
     context = multiprocessing.get_context("spawn")
     ready, go, queue = context.Semaphore(0), context.Event(), context.Queue()
-    running = [context.Process(target=look_up, args=(str(root), model, seconds, ready, go, queue)) for _ in range(processes)]
+    running = [
+        context.Process(target=look_up, args=(str(root), model, seconds, ready, go, queue))
+        for _ in range(processes)
+    ]
     for p in running:
         p.start()
     try:
         for _ in running:
             while not ready.acquire(timeout=0.5):
                 if ended := [p.exitcode for p in running if p.exitcode is not None]:
-                    raise SystemExit(f"a process that looks up ended with {ended[0]} before it began; its error stands above")
+                    raise SystemExit(
+                        f"a process that looks up ended with {ended[0]} before it began; its error stands "
+                        "above"
+                    )
         go.set()
         found = [queue.get(timeout=60) for _ in running]
     finally:
@@ -167,8 +179,12 @@ def publish(root: Path, name: str, gib: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=4.0, help="size of the large segment (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gib", type=float, default=4.0, help="size of the large segment (default: %(default)s)"
+    )
     options = parser.parse_args()
     with shared_folder() as root:
         rows = publish(root, "ads", options.gib)

@@ -48,14 +48,19 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
     return [*build_meta.get_requires_for_build_wheel(_for_setuptools(config_settings)), *zig]
 
 
-def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
     with _compiler(_glibc(config_settings)):
         return build_meta.build_wheel(wheel_directory, _for_setuptools(config_settings), metadata_directory)
 
 
-def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
+def build_editable(
+    wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
+) -> str:
     with warnings.catch_warnings():
-        # setuptools warns of a folder that is called as the package is, which a checkout has and means to have.
+        # setuptools warns of a folder that is called as the package is, which a checkout has and means to
+        # have.
         warnings.filterwarnings("ignore", ".*Editable installation", InformationOnly)
         return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
 
@@ -75,10 +80,12 @@ def _compiler(glibc: str | None) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory(prefix="tableside-zig-") as cache:
-        # Debian's Python.h includes a header of the folder above its own, which zig does not search for another target.
+        # Debian's Python.h includes a header of the folder above its own, which zig does not search for
+        # another target.
         above = Path(sysconfig.get_path("include")).parent
         command = f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{glibc} -idirafter {above}"
-        linker = f"{command} -shared"  # without the options of the compiler that Python was built with, which zig refuses
+        # without the options of the compiler that Python was built with, which zig refuses
+        linker = f"{command} -shared"
         before = dict(os.environ)
         os.environ |= {"CC": command, "LDSHARED": linker, "ZIG_GLOBAL_CACHE_DIR": cache}
         try:

@@ -2,11 +2,12 @@
 
     python builder/sanitized.py COMMAND...
 
-Every extension of setup.py is compiled with the sanitizers into build/sanitized, beside the built kernel and not over it. The
-command's Python, and every Python that it starts, then imports those instead (tests/fixtures/sanitized/sitecustomize.py). A read
-or write outside an object, a use after free, a signed overflow, a bad shift, a misaligned access or the like ends the process
-at once. Its report goes to a file, because pytest keeps what a process writes. All reports are printed at the end. The exit code
-is the command's, or 1 where there is a report.
+Every extension of setup.py is compiled with the sanitizers into build/sanitized, beside the built kernel and
+not over it. The command's Python, and every Python that it starts, then imports those instead
+(tests/fixtures/sanitized/sitecustomize.py). A read or write outside an object, a use after free, a signed
+overflow, a bad shift, a misaligned access or the like ends the process at once. Its report goes to a file,
+because pytest keeps what a process writes. All reports are printed at the end. The exit code is the
+command's, or 1 where there is a report.
 
 It needs gcc and the libraries of its sanitizers, which come with gcc on Debian.
 """
@@ -32,17 +33,21 @@ SANITIZERS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize
 # -fno-wrapv: Python's own options for extensions define signed overflow, and then it would not be reported.
 # -fno-var-tracking: eight minutes of compiling become one; reports keep their lines.
 COMPILED_WITH = [*SANITIZERS, "-fno-wrapv", "-O1", "-g", "-fno-var-tracking", "-fno-omit-frame-pointer"]
-# gcc 12 aligns the copies of stack frames, by which it detects uses after a return, to 32 bytes, and stores vectors of 64 bytes
-# there as if they were aligned (its bug 110027). So the extension that has such vectors goes without them.
+# gcc 12 aligns the copies of stack frames, by which it detects uses after a return, to 32 bytes, and stores
+# vectors of 64 bytes there as if they were aligned (its bug 110027). So the extension that has such vectors
+# goes without them.
 NO_COPIES_OF_FRAMES = ("--param", "asan-use-after-return=0")
 WIDE_VECTORS = "tableside.quant.cpu._native"
 RUNTIMES = ("libasan", "libubsan")
 REMEDY = "Debian and Ubuntu: apt-get install gcc; Fedora: dnf install gcc libasan libubsan"
 
-# detect_leaks: Python frees its modules' and types' memory at no exit, and each of those is reported as a leak.
-# allocator_may_return_null: a request for too much memory is a MemoryError in Python, as without the sanitizer.
-# alloc_dealloc_mismatch: libraries that are not compiled with the sanitizer mix new, delete, malloc and free among themselves.
-ADDRESS_OPTIONS = "detect_leaks=0:allocator_may_return_null=1:alloc_dealloc_mismatch=0:detect_stack_use_after_return=1"
+# detect_leaks: Python frees its modules' and types' memory at no exit, and each of those is reported as a
+# leak. allocator_may_return_null: a request for too much memory is a MemoryError in Python, as without the
+# sanitizer. alloc_dealloc_mismatch: libraries that are not compiled with the sanitizer mix new, delete,
+# malloc and free among themselves.
+ADDRESS_OPTIONS = (
+    "detect_leaks=0:allocator_may_return_null=1:alloc_dealloc_mismatch=0:detect_stack_use_after_return=1"
+)
 UNDEFINED_OPTIONS = "print_stacktrace=1"
 
 
@@ -60,9 +65,11 @@ def check_gcc() -> None:
 
 
 def build(folder: Path = FOLDER) -> list[Path]:
-    """The extensions of setup.py with the sanitizers, below `folder` as in a wheel, made anew where a source changed.
+    """The extensions of setup.py with the sanitizers, below `folder` as in a wheel, made anew where a source
+    changed.
 
-    Unavailable: there is no gcc or no runtime library of a sanitizer. subprocess or setuptools errors: a source does not compile.
+    Unavailable: there is no gcc or no runtime library of a sanitizer. subprocess or setuptools errors: a
+    source does not compile.
     """
     check_gcc()
     try:
@@ -81,8 +88,11 @@ def build(folder: Path = FOLDER) -> list[Path]:
 
 
 def _watched(extension: "Extension") -> None:
-    """Compiles this extension with the sanitizers, unoptimized enough for reports to name lines, and not stripped."""
-    extension.extra_compile_args = [f for f in extension.extra_compile_args if not f.startswith("-O")] + COMPILED_WITH
+    """Compiles this extension with the sanitizers, unoptimized enough for reports to name lines, and not
+    stripped."""
+    extension.extra_compile_args = [
+        f for f in extension.extra_compile_args if not f.startswith("-O")
+    ] + COMPILED_WITH
     if extension.name == WIDE_VECTORS:
         extension.extra_compile_args += NO_COPIES_OF_FRAMES
     extension.extra_link_args = [f for f in extension.extra_link_args if f != "-s"] + SANITIZERS
@@ -90,12 +100,15 @@ def _watched(extension: "Extension") -> None:
 
 
 def environment(library: Path, reports: Path, before: Mapping[str, str]) -> dict[str, str]:
-    """The variables with which a Python can import `library`, an extension that was compiled with the sanitizers.
+    """The variables with which a Python can import `library`, an extension that was compiled with the
+    sanitizers.
 
-    before: the variables to start from. reports: the folder that gets a file for each process that a sanitizer ends.
+    before: the variables to start from. reports: the folder that gets a file for each process that a
+    sanitizer ends.
     """
     preloaded = [_runtime(library, name) for name in RUNTIMES]
-    # The sanitizer looks for C++'s `throw` when the process starts, and Python brings it only with the first library in C++.
+    # The sanitizer looks for C++'s `throw` when the process starts, and Python brings it only with the first
+    # library in C++.
     preloaded.append(_answer("gcc", "-print-file-name=libstdc++.so.6"))
     report = f"{reports}/report"
     folders = [str(IMPORTED_FIRST), str(TOP), *filter(None, [before.get("PYTHONPATH")])]
@@ -104,7 +117,8 @@ def environment(library: Path, reports: Path, before: Mapping[str, str]) -> dict
         "LD_PRELOAD": ":".join(preloaded),
         "ASAN_OPTIONS": f"{ADDRESS_OPTIONS}:log_path={report}",
         "UBSAN_OPTIONS": UNDEFINED_OPTIONS,
-        "PYTHONMALLOC": "malloc",  # else Python cuts its objects out of arenas, and a read past one's end is not seen
+        # else Python cuts its objects out of arenas, and a read past one's end is not seen
+        "PYTHONMALLOC": "malloc",
         "PYTHONPATH": ":".join(folders),
         "SANITIZED": str(FOLDER),
         "SANITIZED_REPORT": report,

@@ -1,7 +1,7 @@
 """Hooks of `make docs` (mkdocs.yml): links of a page that leave docs/ and page names in prose.
 
-A link to a file outside docs/ becomes the file's path from the top of the repository, since the site has no such page. A file
-that is not there fails the build, as mkdocs fails on its own links.
+A link to a file outside docs/ becomes the file's path from the top of the repository, since the site has no
+such page. A file that is not there fails the build, as mkdocs fails on its own links.
 """
 
 import re
@@ -17,7 +17,8 @@ _FENCE = re.compile(r"^(```.*?^```|    .*?$)", re.MULTILINE | re.DOTALL)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """The page's text with links that the site can follow. PluginError: a file that it links to is not there."""
+    """The page's text with links that the site can follow. PluginError: a file that it links to is not
+    there."""
 
     def outside(match: re.Match[str]) -> str:
         text, target = match.groups()

@@ -1,1 +1,2 @@
-"""Hostile campaigns: bounded and seeded, each with an oracle outside the processes that it torments. `python -m campaigns`."""
+"""Hostile campaigns: bounded and seeded, each with an oracle outside the processes that it torments.
+`python -m campaigns`."""

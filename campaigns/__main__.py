@@ -1,6 +1,8 @@
-"""`python -m campaigns`: every campaign within a time, and a table in which each figure stands beside its goal.
+"""`python -m campaigns`: every campaign within a time, and a table in which each figure stands beside its
+goal.
 
-Exit code 1: a promise that holds in a run of any length was not kept. What a count lacks of its goal is marked "short run".
+Exit code 1: a promise that holds in a run of any length was not kept. What a count lacks of its goal is
+marked "short run".
 """
 
 import argparse
@@ -27,23 +29,37 @@ def main() -> int:
         given.out.write_text(json.dumps(found, indent=1) + "\n")
         console.print(f"written to {given.out}")
     broken = [result.name for result in results if result.is_broken()]
-    console.print(f"not kept: {', '.join(broken)}" if broken else "every promise that holds in a run of any length was kept")
+    console.print(
+        f"not kept: {', '.join(broken)}"
+        if broken
+        else "every promise that holds in a run of any length was kept"
+    )
     return 1 if broken else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m campaigns", description="Hostile campaigns against the real thing.")
-    parser.add_argument(
-        "--seconds", type=float, default=600, help="time for all of them (default: %(default)s; all counts: 3600)"
+    parser = argparse.ArgumentParser(
+        prog="python -m campaigns", description="Hostile campaigns against the real thing."
     )
-    parser.add_argument("--seed", type=int, default=0, help="decides every order and every case (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=list(CAMPAIGNS), metavar="NAME", help=f"some of: {', '.join(CAMPAIGNS)}")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        help="time for all of them (default: %(default)s; all counts: 3600)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="decides every order and every case (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(CAMPAIGNS), metavar="NAME", help=f"some of: {', '.join(CAMPAIGNS)}"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for figures, hardware, versions and commit")
     return parser
 
 
 def _run(name: str, seconds: float, seed: int) -> Result:
-    """One campaign. Where it cannot run or ends in an error, its figures are missing, and so are its goals."""
+    """One campaign. Where it cannot run or ends in an error, its figures are missing, and so are its
+    goals."""
     console.print(f"{name}: {seconds:.0f} s, seed {seed}")
     campaign, started = CAMPAIGNS[name], time.monotonic()
     try:

@@ -1,11 +1,14 @@
-"""Slow and idle clients: hundreds of connections that send a byte now and then, nothing, or do not read what they asked for.
+"""Slow and idle clients: hundreds of connections that send a byte now and then, nothing, or do not read what
+they asked for.
 
-Promised: with the server's own settings each of them is closed within 10 s (and the time that a refusal is read on, and that
-hundreds of refusals at once take), while a client that behaves is answered, and afterwards the worker has the descriptors that it
-had before. Not meant here: a connection that is kept between two requests, which has a deadline of its own (idle_timeout_s).
+Promised: with the server's own settings each of them is closed within 10 s (and the time that a refusal is
+read on, and that hundreds of refusals at once take), while a client that behaves is answered, and afterwards
+the worker has the descriptors that it had before. Not meant here: a connection that is kept between two
+requests, which has a deadline of its own (idle_timeout_s).
 
-The oracle: this side of each connection sees when the other side closes it; /proc says what the worker has open. A client that
-does not read is not told that it was closed, so the worker's end of its connection is looked for in /proc/net/tcp.
+The oracle: this side of each connection sees when the other side closes it; /proc says what the worker has
+open. A client that does not read is not told that it was closed, so the worker's end of its connection is
+looked for in /proc/net/tcp.
 """
 
 import asyncio
@@ -32,7 +35,8 @@ HEAD = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Lengt
 
 @dataclass
 class Seen:
-    """What was seen: seconds until each kind of client was closed, and the answers of the one that behaves."""
+    """What was seen: seconds until each kind of client was closed, and the answers of the one that
+    behaves."""
 
     closed_s: dict[str, list[float]] = field(default_factory=dict)
     never_closed: int = 0
@@ -174,7 +178,9 @@ def run(seconds: float, seed: int, clients: int = CLIENTS) -> dict[str, float]:
                 rounds += 1
             leaked = _settled(worker) - before
             is_same = workers_of(server.pid, root) == [worker]
-    found: dict[str, Any] = {f"slowest close of one that {kind}, s": max(times) for kind, times in seen.closed_s.items()}
+    found: dict[str, Any] = {
+        f"slowest close of one that {kind}, s": max(times) for kind, times in seen.closed_s.items()
+    }
     late = sum(t > DEADLINE_S + LATE_S for times in seen.closed_s.values() for t in times)
     return {
         "slow clients": sum(map(len, seen.closed_s.values())),

@@ -1,12 +1,13 @@
-"""What every campaign shares: results beside their goals, a folder of its own, a model whose rows say what they are, a deadline.
+"""What every campaign shares: results beside their goals, a folder of its own, a model whose rows say what
+they are, a deadline.
 
 A campaign is a module with
 
     def run(seconds: float, seed: int) -> dict[str, float]
 
-which torments real processes for about `seconds`, in an order that `seed` decides, and returns what it counted and measured by
-name. It raises only where the campaign itself cannot run: a wrong answer is a count. What the figures should be stands in
-campaigns/goals.py. `standalone(run)` is a module's own command line.
+which torments real processes for about `seconds`, in an order that `seed` decides, and returns what it
+counted and measured by name. It raises only where the campaign itself cannot run: a wrong answer is a count.
+What the figures should be stands in campaigns/goals.py. `standalone(run)` is a module's own command line.
 """
 
 import argparse
@@ -44,7 +45,8 @@ Verdict = Literal["ok", "MISSED", "short run", ""]
 
 @dataclass(frozen=True)
 class Goal:
-    """What a figure should be. kind: `must` holds however short the run; `count` needs a full one; `figure` is a machine's."""
+    """What a figure should be. kind: `must` holds however short the run; `count` needs a full one;
+    `figure` is a machine's."""
 
     text: str
     is_met: Callable[[float], bool]
@@ -89,10 +91,15 @@ class Result:
 
     def is_broken(self) -> bool:
         """Whether a promise that holds in a run of any length was not kept, or its figure is missing."""
-        return any(g.kind == "must" and not g.is_met(self.measured.get(f, float("nan"))) for f, g in self.goals.items())
+        return any(
+            g.kind == "must" and not g.is_met(self.measured.get(f, float("nan")))
+            for f, g in self.goals.items()
+        )
 
     def to_json(self) -> dict[str, Any]:
-        rows = [{"figure": f, "measured": v, "goal": g, "verdict": verdict} for f, v, g, verdict in self.rows()]
+        rows = [
+            {"figure": f, "measured": v, "goal": g, "verdict": verdict} for f, v, g, verdict in self.rows()
+        ]
         return {"name": self.name, "seconds": round(self.seconds, 1), "seed": self.seed, "rows": rows}
 
 
@@ -138,7 +145,10 @@ def folders() -> Iterator[tuple[Path, Path]]:
 
 
 def until(
-    condition: Callable[[], object], deadline_s: float = 300.0, what: str = "the condition", pause_s: float = 0.005
+    condition: Callable[[], object],
+    deadline_s: float = 300.0,
+    what: str = "the condition",
+    pause_s: float = 0.005,
 ) -> float:
     """Waits for a condition; seconds that it took. TimeoutError: it is not met at the deadline."""
     started = time.monotonic()
@@ -163,8 +173,12 @@ def maps(pid: int, text: str) -> bool:
 
 
 def answered_by(port: int, processes: Collection[int]) -> int | None:
-    """Asks the server once, over a new connection; which of `processes` answered. None: another one did, or it died meanwhile."""
-    with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    """Asks the server once, over a new connection; which of `processes` answered. None: another one did,
+    or it died meanwhile."""
+    with (
+        contextlib.suppress(ConnectionError),
+        socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
+    ):
         connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         if connection.recv(4096).startswith(b"HTTP/1.1 200"):
             inode = _inode_of(port, connection.getsockname()[1])
@@ -200,7 +214,8 @@ FEATURES = {
 
 
 def told(table: int, value: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Rows of a table in the version of that value: fp32 [ids, 8], small whole numbers, so that fp32 sums of them are exact.
+    """Rows of a table in the version of that value: fp32 [ids, 8], small whole numbers, so that fp32 sums of
+    them are exact.
 
     Columns: the version's value, the id, the table's number, a mix of the three, and these negated.
     """
@@ -225,7 +240,11 @@ def publish(
 def write_checkpoint(files: Path, value: int, name: str = "demo", rows: int = ROWS) -> dict[str, Any]:
     """A checkpoint of that value, NAME-VALUE.npz; what model.toml says of it."""
     ids = np.arange(rows)
-    np.savez(files / f"{name}-{value}.npz", user=told(TABLES["user"], value, ids), item=told(TABLES["item"], value, ids))
+    np.savez(
+        files / f"{name}-{value}.npz",
+        user=told(TABLES["user"], value, ids),
+        item=told(TABLES["item"], value, ids),
+    )
     return {
         "name": name,
         "checkpoint": f"{name}-{value}.npz",

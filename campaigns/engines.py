@@ -1,13 +1,14 @@
-"""Doors, engine processes and clients that hold regions die at random instants, while other clients ask and versions change.
+"""Doors, engine processes and clients that hold regions die at random instants, while other clients ask and
+versions change.
 
-Promised: no answer is wrong or mixed, and no request fails through a client that tries again. What a door dies of leaves its
-engine as it was. An engine that is killed or stopped, even while it starts, is replaced, and doors keep their connections. A
-client that dies in the midst of a request leaves nothing: its regions end with their objects, and what its door held for it is
-free again.
+Promised: no answer is wrong or mixed, and no request fails through a client that tries again. What a door
+dies of leaves its engine as it was. An engine that is killed or stopped, even while it starts, is replaced,
+and doors keep their connections. A client that dies in the midst of a request leaves nothing: its regions end
+with their objects, and what its door held for it is free again.
 
-The oracle: clients are processes of their own, as in campaigns/kills.py; those with regions know every row too, and compare what
-was written to their memory. What is replaced, and what stays, is read from /proc: an engine by its name, the memory that doors
-and engine share by what processes have mapped.
+The oracle: clients are processes of their own, as in campaigns/kills.py; those with regions know every row
+too, and compare what was written to their memory. What is replaced, and what stays, is read from /proc: an
+engine by its name, the memory that doors and engine share by what processes have mapped.
 
 Engines run on a GPU where there is one, else in Triton's interpreter.
 """
@@ -33,7 +34,17 @@ from uuid import uuid4
 
 import numpy as np
 
-from campaigns.common import DIM, ROWS, folders, publish, random_of, standalone, until, version_told, workers_of
+from campaigns.common import (
+    DIM,
+    ROWS,
+    folders,
+    publish,
+    random_of,
+    standalone,
+    until,
+    version_told,
+    workers_of,
+)
 from campaigns.kills import CLIENTS, Board, ask, publish_until
 from tableside.loader.segment.memory import processes_below
 from tableside.quant.contract import INTERPRETER
@@ -45,12 +56,21 @@ DOORS, HOLDERS, IDS = 2, 2, 50
 RETRIES = 10  # a request in the interpreter takes so long that several of its doors may be killed
 PUBLISH_EVERY_S, STOPPED_S, REPLACED_S, GONE_S = 4.0, 0.5, 60.0, 10.0
 REQUEST_MEMORY = "tableside-requests"  # what a door shares with its engine, as /proc names it
-KINDS = {"door": 4, "doors": 1, "engine": 3, "engine as it starts": 1, "engine stops": 1, "both": 1, "client": 4}  # how often
+KINDS = {
+    "door": 4,
+    "doors": 1,
+    "engine": 3,
+    "engine as it starts": 1,
+    "engine stops": 1,
+    "both": 1,
+    "client": 4,
+}  # how often
 
 
 @contextmanager
 def device() -> Iterator[str]:
-    """What `tableside serve --devices` takes: the first GPU, or Triton's interpreter, for processes that are started within."""
+    """What `tableside serve --devices` takes: the first GPU, or Triton's interpreter, for processes that
+    are started within."""
     if architectures():
         yield "0"
         return
@@ -69,8 +89,8 @@ def device() -> Iterator[str]:
 def hold(port: int, name: str, seed: int, counts: Any) -> None:
     """A client's process, to be killed: it asks for rows in a region of its own for as long as it lives.
 
-    counts: [requests checked, wrong, failed]. A request that ends in an error is sent again over another connection, with the
-    region registered anew.
+    counts: [requests checked, wrong, failed]. A request that ends in an error is sent again over another
+    connection, with the region registered anew.
     """
     rng = np.random.default_rng(seed)
     path, size = Path("/dev/shm") / name, 4096 + IDS * DIM * 4
@@ -85,14 +105,28 @@ def hold(port: int, name: str, seed: int, counts: Any) -> None:
 
 
 def _ask_in_region(
-    connection: http.client.HTTPConnection, name: str, size: int, file: Any, rng: np.random.Generator, counts: Any
+    connection: http.client.HTTPConnection,
+    name: str,
+    size: int,
+    file: Any,
+    rng: np.random.Generator,
+    counts: Any,
 ) -> None:
     """Requests over one connection. OSError, HTTPException: it broke."""
     _post(connection, f"/v2/systemsharedmemory/region/{name}/unregister", {})
-    if _post(connection, f"/v2/systemsharedmemory/region/{name}/register", {"key": name, "byte_size": size})[0] != 200:
+    if (
+        _post(connection, f"/v2/systemsharedmemory/region/{name}/register", {"key": name, "byte_size": size})[
+            0
+        ]
+        != 200
+    ):
         return
     at = {"shared_memory_region": name, "shared_memory_byte_size": 8 * IDS}
-    out = {"shared_memory_region": name, "shared_memory_byte_size": 4 * IDS * DIM, "shared_memory_offset": 4096}
+    out = {
+        "shared_memory_region": name,
+        "shared_memory_byte_size": 4 * IDS * DIM,
+        "shared_memory_offset": 4096,
+    }
     request = {
         "inputs": [{"name": "user.values", "datatype": "INT64", "shape": [IDS], "parameters": at}],
         "outputs": [{"name": "user", "parameters": out}],
@@ -129,7 +163,9 @@ class Holders:
         counts = self._context.Array("q", 3, lock=False)
         name = f"campaign-{uuid4().hex[:12]}"
         self._counts.append(counts)
-        process = self._context.Process(target=hold, args=(self._port, name, self._seed + len(self._counts), counts), daemon=True)
+        process = self._context.Process(
+            target=hold, args=(self._port, name, self._seed + len(self._counts), counts), daemon=True
+        )
         process.start()
         return process, name, counts
 
@@ -137,7 +173,8 @@ class Holders:
         return sum(counts[which] for counts in self._counts)
 
     def kill(self, chance: random.Random) -> None:
-        """Kills one that has asked at a random instant, and starts another; counts whether its region outlives its object."""
+        """Kills one that has asked at a random instant, and starts another; counts whether its region
+        outlives its object."""
         n = chance.randrange(HOLDERS)
         process, name, counts = self.running[n]
         until(lambda: counts[0] > 0, REPLACED_S, "a client with a region to be answered")
@@ -178,7 +215,9 @@ class Tormentor:
 
     def __init__(self, supervisor: int, port: int, root: Path, chance: random.Random) -> None:
         self.supervisor, self.port, self.root, self.chance = supervisor, port, root, chance
-        self.door_kills = self.engine_kills = self.starting_kills = self.stops = self.engines_lost = self.doors_lost = 0
+        self.door_kills = self.engine_kills = self.starting_kills = self.stops = self.engines_lost = (
+            self.doors_lost
+        ) = 0
         self.replaced_s: list[float] = []
 
     def doors(self) -> list[int]:
@@ -195,7 +234,8 @@ class Tormentor:
         self.engines_lost += self.engines() != engine
 
     def kill_engine(self, *, twice: bool = False, with_door: bool = False) -> None:
-        """Kills the engine, and waits for a successor that serves. Doors that were not killed stay, or are counted as lost.
+        """Kills the engine, and waits for a successor that serves. Doors that were not killed stay, or are
+        counted as lost.
 
         twice: its successor, too, while it starts.
         """
@@ -225,8 +265,13 @@ class Tormentor:
         self.stops += 1
 
     def settle(self) -> None:
-        """Waits until there are as many doors as ever, and one engine, and the doors say that they are ready."""
-        until(lambda: len(self.doors()) == DOORS and len(self.engines()) == 1, REPLACED_S, "every process's successor")
+        """Waits until there are as many doors as ever, and one engine, and the doors say that they are
+        ready."""
+        until(
+            lambda: len(self.doors()) == DOORS and len(self.engines()) == 1,
+            REPLACED_S,
+            "every process's successor",
+        )
         for _ in range(2 * DOORS):  # connections fall on any of them
             until(self._is_ready, REPLACED_S, "doors that are ready")
 
@@ -247,8 +292,13 @@ class Tormentor:
         return [pid for pid in processes_below(self.supervisor) if pid != ended and is_engine(pid)]
 
     def _is_ready(self) -> bool:
-        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
-            connection.sendall(b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        with (
+            contextlib.suppress(ConnectionError),
+            socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection,
+        ):
+            connection.sendall(
+                b"GET /v2/health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
             return connection.recv(4096).startswith(b"HTTP/1.1 200")
         return False
 
@@ -273,7 +323,9 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         with local_server(["demo"], *options, "--allow-client-shm", root=root, workers=DOORS) as server:
             port = int(urlsplit(server.url).port or 0)
             spawn = multiprocessing.get_context("spawn")
-            clients = [spawn.Process(target=ask, args=(server.url, seed, c, board, RETRIES)) for c in range(CLIENTS)]
+            clients = [
+                spawn.Process(target=ask, args=(server.url, seed, c, board, RETRIES)) for c in range(CLIENTS)
+            ]
             publisher = threading.Thread(target=publish_until, args=(board, root, files, PUBLISH_EVERY_S))
             tormentor, holders = Tormentor(server.pid, port, root, chance), Holders(port, seed)
             publisher.start()

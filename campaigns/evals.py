@@ -1,7 +1,9 @@
-"""Evaluations whose workers, forkserver and main process are killed at random instants, with bits flipped in finished parts.
+"""Evaluations whose workers, forkserver and main process are killed at random instants, with bits flipped in
+finished parts.
 
-The oracle is the report of a run that nobody disturbed: the same figures bit for bit, every row once, each flipped part named
-by a line of the log, and no partial file and no process left. `python -m campaigns.evals --kills 50 --seed 1`
+The oracle is the report of a run that nobody disturbed: the same figures bit for bit, every row once, each
+flipped part named by a line of the log, and no partial file and no process left. `python -m campaigns.evals
+--kills 50 --seed 1`
 """
 
 import argparse
@@ -38,14 +40,24 @@ GOALS: Mapping[str, Goal] = {
     "kills": at_least(50),
     "flips": at_least(50),
     **dict.fromkeys(
-        ("wrong reports", "rows not once", "flips not named", "partial files left", "processes left", "tracebacks"), none()
+        (
+            "wrong reports",
+            "rows not once",
+            "flips not named",
+            "partial files left",
+            "processes left",
+            "tracebacks",
+        ),
+        none(),
     ),
 }
 
 
 def run(seconds: float, seed: int, kills: int | None = None) -> dict[str, float]:
     """Disturbs and resumes evaluations until `kills` kills and a flip, or for `seconds`; counts by name."""
-    found: Counter[str] = Counter(dict.fromkeys((*GOALS, *(f"kills of {v}" for v in VICTIMS), "runs", "reports", "refusals"), 0))
+    found: Counter[str] = Counter(
+        dict.fromkeys((*GOALS, *(f"kills of {v}" for v in VICTIMS), "runs", "reports", "refusals"), 0)
+    )
     chance, end = random_of(seed, "evals"), time.monotonic() + seconds
     with folders() as (root, files):
         data = _publish(root, files, chance)
@@ -67,9 +79,14 @@ def run(seconds: float, seed: int, kills: int | None = None) -> dict[str, float]
 
 
 def _publish(root: Path, files: Path, chance: random.Random) -> Path:
-    """A model of two towers whose products are probabilities, and a data set with a row group a shard; where the data lies."""
+    """A model of two towers whose products are probabilities, and a data set with a row group a shard;
+    where the data lies."""
     values = np.random.default_rng(chance.randrange(2**32))
-    np.savez(files / "towers.npz", user=values.random((500, DIM), np.float32), item=values.random((300, DIM), np.float32) / DIM)
+    np.savez(
+        files / "towers.npz",
+        user=values.random((500, DIM), np.float32),
+        item=values.random((300, DIM), np.float32) / DIM,
+    )
     raw = {
         "name": "towers",
         "checkpoint": "towers.npz",
@@ -79,14 +96,19 @@ def _publish(root: Path, files: Path, chance: random.Random) -> Path:
         "eval": {"label": "label"},
     }
     load(parse_model(raw, files), root)
-    columns = {"user": values.integers(0, 500, ROWS), "item": values.integers(0, 300, ROWS), "label": values.integers(0, 2, ROWS)}
+    columns = {
+        "user": values.integers(0, 500, ROWS),
+        "item": values.integers(0, 300, ROWS),
+        "label": values.integers(0, 2, ROWS),
+    }
     pq.write_table(pa.table(columns), files / "data.parquet", row_group_size=SHARD_ROWS)
     return files / "data.parquet"
 
 
 @dataclass
 class _Evaluation:
-    """`tableside eval` with two workers, again and again with the same OUT. flipped: parts whose flip no log named yet."""
+    """`tableside eval` with two workers, again and again with the same OUT. flipped: parts whose flip no
+    log named yet."""
 
     root: Path
     data: Path
@@ -95,11 +117,25 @@ class _Evaluation:
     mark: str = field(default_factory=lambda: uuid4().hex)
 
     def start(self) -> None:
-        options = ["--out", self.out, "--root", self.root, "--workers", 2, "--shard-rows", SHARD_ROWS, "--batch", 1]
+        options = [
+            "--out",
+            self.out,
+            "--root",
+            self.root,
+            "--workers",
+            2,
+            "--shard-rows",
+            SHARD_ROWS,
+            "--batch",
+            1,
+        ]
         command = [sys.executable, "-m", "tableside", "eval", "towers", self.data, *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [str(word) for word in command], stdout=subprocess.DEVNULL, stderr=log, env={**os.environ, _MARK: self.mark}
+                [str(word) for word in command],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, _MARK: self.mark},
             )
 
     @property
@@ -153,7 +189,9 @@ def _disturb(evaluation: _Evaluation, chance: random.Random, found: Counter[str]
     """Kills and flips at random instants until the run ends."""
     found["runs"] += 1
     process = evaluation.process
-    first = chance.choice((0, SHARDS // 10))  # every other run comes far enough that there is something to flip
+    first = chance.choice(
+        (0, SHARDS // 10)
+    )  # every other run comes far enough that there is something to flip
     while process.poll() is None and len(evaluation.parts()) < first:
         time.sleep(0.005)
     while process.poll() is None and chance.random() < _GO_ON:

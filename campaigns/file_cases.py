@@ -1,7 +1,9 @@
-"""Checkpoints and files of changes that lie, made by hand: each case is named after its lie and writes one file or folder.
+"""Checkpoints and files of changes that lie, made by hand: each case is named after its lie and writes one
+file or folder.
 
-`REFUSED` must be refused; `TRUE` may be refused or loaded, but then with the rows of the honest file (`ROWS`).
-Pickles and archives are put together from their instructions and fields, so that any of them can be wrong.
+`REFUSED` must be refused; `TRUE` may be refused or loaded, but then with the rows of the honest file
+(`ROWS`). Pickles and archives are put together from their instructions and fields, so that any of them can be
+wrong.
 """
 
 import io
@@ -80,9 +82,15 @@ def _safetensors_cases() -> Iterator[tuple[str, Data]]:
     yield "a field more", safetensors({"a": _entry(strides=[4, 1])})
     yield "a shape whose product is 2**64 + 32", safetensors({"a": _entry(shape=[2**32, 2**32 + 1])})
     yield "a million dimensions", safetensors({"a": _entry(shape=[1] * 1_000_000)})
-    yield "a hole between tensors", safetensors({"a": _entry(), "b": _entry(data_offsets=[132, 260])}, DATA + bytes(132))
+    yield (
+        "a hole between tensors",
+        safetensors({"a": _entry(), "b": _entry(data_offsets=[132, 260])}, DATA + bytes(132)),
+    )
     yield "a hole before the first", safetensors({"a": _entry(data_offsets=[4, 132])}, bytes(4) + DATA)
-    yield "tensors that overlap", safetensors({"a": _entry(), "b": _entry(data_offsets=[64, 192])}, DATA + bytes(64))
+    yield (
+        "tensors that overlap",
+        safetensors({"a": _entry(), "b": _entry(data_offsets=[64, 192])}, DATA + bytes(64)),
+    )
     yield "tensors that are the same bytes", safetensors({"a": _entry(), "b": _entry()})
     yield "bytes after the last tensor", safetensors({"a": _entry()}, DATA + b"x")
     yield "bytes missing", safetensors({"a": _entry()}, DATA[:-1])
@@ -115,7 +123,10 @@ def _safetensors_cases() -> Iterator[tuple[str, Data]]:
         yield f"a header of {length} bytes", struct.pack("<Q", length) + b"{}" + DATA
     yield "seven bytes", bytes(7)
     yield "no bytes", b""
-    yield "300,000 tensors", lambda: safetensors({f"t{i}": {**_entry(), "shape": [0]} for i in range(300_000)}, b"")
+    yield (
+        "300,000 tensors",
+        lambda: safetensors({f"t{i}": {**_entry(), "shape": [0]} for i in range(300_000)}, b""),
+    )
     yield "30 MB of empty lists", lambda: safetensors(b'{"a":{"shape":[' + b"[]," * 10_000_000 + b"0]}}")
     yield "30 MB of empty objects", lambda: safetensors(b'{"a":{"shape":[' + b"{}," * 10_000_000 + b"0]}}")
 
@@ -246,7 +257,9 @@ def name(module: str, what: str) -> bytes:
 EMPTY = name("collections", "OrderedDict") + b")R"
 
 
-def storage(kind: bytes = name("torch", "FloatStorage"), key: Any = "0", count: Any = 32, first: Any = "storage") -> bytes:
+def storage(
+    kind: bytes = name("torch", "FloatStorage"), key: Any = "0", count: Any = 32, first: Any = "storage"
+) -> bytes:
     return b"(" + value(first) + kind + value(key) + value("cpu") + value(count) + b"tQ"
 
 
@@ -276,12 +289,30 @@ GOOD_PT = pt(held(tensor()))
 
 
 def _pt_cases() -> Iterator[tuple[str, Data]]:
-    odd: list[Any] = [-1, 2**31, 2**63, 2**70, 1.0, float("inf"), float("nan"), "0", None, True, (), [0], {}, b"0"]
+    odd: list[Any] = [
+        -1,
+        2**31,
+        2**63,
+        2**70,
+        1.0,
+        float("inf"),
+        float("nan"),
+        "0",
+        None,
+        True,
+        (),
+        [0],
+        {},
+        b"0",
+    ]
     for bad in odd:
         yield f"offset {bad!r:.30}", pt(held(tensor(offset=bad)))
         yield f"count {bad!r:.30}", pt(held(tensor(storage(count=bad))))
         for i in (0, 1):
-            yield f"shape[{i}] {bad!r:.30}", pt(held(tensor(shape=tuple(bad if j == i else n for j, n in enumerate(SHAPE)))))
+            yield (
+                f"shape[{i}] {bad!r:.30}",
+                pt(held(tensor(shape=tuple(bad if j == i else n for j, n in enumerate(SHAPE))))),
+            )
         yield f"strides[0] {bad!r:.30}", pt(held(tensor(strides=(bad, 1))))
         if bad not in ((), [0], {}, "0", b"0"):
             yield f"shape {bad!r:.30}", pt(held(tensor(shape=bad)))
@@ -304,7 +335,10 @@ def _pt_cases() -> Iterator[tuple[str, Data]]:
     yield "a million dimensions", pt(held(tensor(shape=(1,) * 1_000_000, strides=(1,) * 1_000_000)))
     yield "a storage that is a tensor", pt(held(tensor(tensor())))
     yield "a storage that is a dict", pt(held(tensor(b"}")))
-    yield "a tensor of too few arguments", pt(held(name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage() + b"tR"))
+    yield (
+        "a tensor of too few arguments",
+        pt(held(name("torch._utils", "_rebuild_tensor_v2") + b"(" + storage() + b"tR")),
+    )
     yield (
         "a dtype that is a number",
         pt(held(name("torch._utils", "_rebuild_tensor_v3") + b"(" + storage() + value((0, 1, 1)) + b"tR")),
@@ -315,14 +349,19 @@ def _pt_cases() -> Iterator[tuple[str, Data]]:
     yield "no data.pkl", pt(b"", **{"data.pkl": None})
     yield "two data.pkl", archive({"c/data.pkl": b"\x80\x02}.", "d/data.pkl": b"\x80\x02}."}, root="")
     yield "a TorchScript program", pt(held(tensor()), **{"constants.pkl": b"\x80\x02)."})
-    yield "compressed", archive({"data.pkl": b"\x80\x02" + held(tensor()) + b".", "data/0": DATA}, compress=True)
+    yield (
+        "compressed",
+        archive({"data.pkl": b"\x80\x02" + held(tensor()) + b".", "data/0": DATA}, compress=True),
+    )
     yield "a record inside another", _inside()
     yield from _pickle_cases()
 
 
 def _inside() -> bytes:
     """The directory's entry of data/0 names a local header that lies in another record's bytes."""
-    record = GOOD_PT[GOOD_PT.rindex(b"PK\x03\x04", 0, GOOD_PT.index(b"c/data/0")) :][: 30 + len("c/data/0") + len(DATA)]
+    record = GOOD_PT[GOOD_PT.rindex(b"PK\x03\x04", 0, GOOD_PT.index(b"c/data/0")) :][
+        : 30 + len("c/data/0") + len(DATA)
+    ]
     data = bytearray(pt(held(tensor()), x=record))
     at = _of_record(data, b"c/data/0") + 42
     data[at : at + 4] = data.rindex(record, 0, data.index(b"PK\x01\x02")).to_bytes(4, "little")
@@ -430,10 +469,18 @@ def _pickle_cases() -> Iterator[tuple[str, Data]]:
 # ---- numpy ----
 
 
-def npy(header: str | bytes, data: bytes = DATA, version: bytes = b"\x01\x00", length: int | None = None) -> bytes:
+def npy(
+    header: str | bytes, data: bytes = DATA, version: bytes = b"\x01\x00", length: int | None = None
+) -> bytes:
     text = header.encode("latin-1") if isinstance(header, str) else header
     width = 2 if version[0] == 1 else 4
-    return b"\x93NUMPY" + version + (len(text) if length is None else length).to_bytes(width, "little") + text + data
+    return (
+        b"\x93NUMPY"
+        + version
+        + (len(text) if length is None else length).to_bytes(width, "little")
+        + text
+        + data
+    )
 
 
 def _npy_header(shape: str = "(8, 4)", descr: str = "'<f4'", order: str = "False") -> str:
@@ -593,9 +640,16 @@ class Dcp:
         properties = made("metadata.TensorProperties", {"dtype": self.dtype})
         entry = {"properties": properties, "size": self.shape, "chunks": b"](" + chunk * self.chunks + b"e"}
         index = made("metadata.MetadataIndex", {"fqn": value("a"), "offset": self.index, "index": b"N"})
-        place = {"relative_path": value(self.file), "offset": value(self.offset), "length": value(self.length)}
+        place = {
+            "relative_path": value(self.file),
+            "offset": value(self.offset),
+            "length": value(self.length),
+        }
         items = index + made("filesystem._StorageInfo", place) + self.more
-        state = {"state_dict_metadata": held(made("metadata.TensorStorageMetadata", entry)), "storage_data": b"}(" + items + b"u"}
+        state = {
+            "state_dict_metadata": held(made("metadata.TensorStorageMetadata", entry)),
+            "storage_data": b"}(" + items + b"u",
+        }
         return b"\x80\x02" + made("metadata.Metadata", state) + b"."
 
 
@@ -611,7 +665,22 @@ def dcp(metadata: bytes, item: bytes = ITEM) -> Write:
 
 
 def _dcp_cases() -> Iterator[tuple[str, Write]]:
-    odd: list[Any] = [-1, 2**31, 2**63, 2**70, 0.5, float("inf"), float("-inf"), float("nan"), "0", None, True, (), [], {}]
+    odd: list[Any] = [
+        -1,
+        2**31,
+        2**63,
+        2**70,
+        0.5,
+        float("inf"),
+        float("-inf"),
+        float("nan"),
+        "0",
+        None,
+        True,
+        (),
+        [],
+        {},
+    ]
     for bad in odd:
         yield f"offset {bad!r:.30}", dcp(Dcp(offset=bad).pickle())
         yield f"length {bad!r:.30}", dcp(Dcp(length=bad).pickle())
@@ -619,10 +688,29 @@ def _dcp_cases() -> Iterator[tuple[str, Write]]:
         for i in (0, 1):
             two = [bad if j == i else 0 for j in (0, 1)]
             yield f"offsets[{i}] {bad!r:.30}", dcp(Dcp(offsets=size(*two), index=size(*two)).pickle())
-            yield f"sizes[{i}] {bad!r:.30}", dcp(Dcp(sizes=size(*(bad if j == i else n for j, n in enumerate(SHAPE)))).pickle())
-            yield f"shape[{i}] {bad!r:.30}", dcp(Dcp(shape=size(*(bad if j == i else n for j, n in enumerate(SHAPE)))).pickle())
+            yield (
+                f"sizes[{i}] {bad!r:.30}",
+                dcp(Dcp(sizes=size(*(bad if j == i else n for j, n in enumerate(SHAPE)))).pickle()),
+            )
+            yield (
+                f"shape[{i}] {bad!r:.30}",
+                dcp(Dcp(shape=size(*(bad if j == i else n for j, n in enumerate(SHAPE)))).pickle()),
+            )
         yield f"index's offset {bad!r:.30}", dcp(Dcp(index=value((bad, bad))).pickle())
-    for file in ("../x", "/etc/passwd", "", ".", "..", "gone", "fifo", "device", "a/b", "__0_0.distcp\0", "x" * 300, "\ud800"):
+    for file in (
+        "../x",
+        "/etc/passwd",
+        "",
+        ".",
+        "..",
+        "gone",
+        "fifo",
+        "device",
+        "a/b",
+        "__0_0.distcp\0",
+        "x" * 300,
+        "\ud800",
+    ):
         yield f"file {file!r:.30}", dcp(Dcp(file=file).pickle())
     for dtype in (name("torch", "float16"), name("torch", "bfloat16"), value("float32"), b"N", value(1)):
         yield f"dtype {dtype!r}", dcp(Dcp(dtype=dtype).pickle())
@@ -664,8 +752,12 @@ def _dcp_cases() -> Iterator[tuple[str, Write]]:
         "3 MB of dicts": b"\x80\x02(" + b"}" * 3_000_000 + b"t.",
         "a memo of 2**32": b"\x80\x02Nr\xff\xff\xff\xff.",
         "nested tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
-        "Metadata without state": b"\x80\x02" + name("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81.",
-        "Metadata of lists": b"\x80\x02" + made("metadata.Metadata", {"state_dict_metadata": b"]", "storage_data": b"]"}) + b".",
+        "Metadata without state": b"\x80\x02"
+        + name("torch.distributed.checkpoint.metadata", "Metadata")
+        + b")\x81.",
+        "Metadata of lists": b"\x80\x02"
+        + made("metadata.Metadata", {"state_dict_metadata": b"]", "storage_data": b"]"})
+        + b".",
         "100 MB": bytes(100_000_000),
     }.items():
         yield f"metadata of {what}", dcp(metadata)
@@ -703,7 +795,10 @@ def _changes_cases() -> Iterator[tuple[str, Data]]:
         lies += [(odd, "(8,)") for odd in ("|O", "|V99999999999", "<f16", "i4,i4", "<U2147483647")]
         for odd, shape in lies:
             lie = {f"{part}.npy": _npy_of(odd, shape, DATA)}
-            yield f"{part} of {odd} {shape:.30} ({len(shape)} characters)", archive({**HONEST_CHANGES, **lie}, root="")
+            yield (
+                f"{part} of {odd} {shape:.30} ({len(shape)} characters)",
+                archive({**HONEST_CHANGES, **lie}, root=""),
+            )
 
 
 def _varint(number: int) -> bytes:
@@ -721,13 +816,15 @@ def _parquet() -> bytes:
 
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(ROWS.ravel()), SHAPE[1])
     out = io.BytesIO()
-    pq.write_table(pa.table({"id": np.arange(8), "vector": vectors, "table": ["t"] * 8}), out, use_dictionary=False)
+    pq.write_table(
+        pa.table({"id": np.arange(8), "vector": vectors, "table": ["t"] * 8}), out, use_dictionary=False
+    )
     return out.getvalue()
 
 
 def _page_says(size: int, column: int) -> bytes:
-    """`_parquet`, where the first page of a column says another size. Its header's fields are type, uncompressed size and
-    compressed size; the file keeps its length."""
+    """`_parquet`, where the first page of a column says another size. Its header's fields are type,
+    uncompressed size and compressed size; the file keeps its length."""
     import pyarrow.parquet as pq
 
     data = _parquet()
@@ -790,10 +887,16 @@ def _path(name: str, folder: Path) -> Path:
 def _special_cases() -> Iterator[tuple[str, Write]]:
     for suffix in ("safetensors", "safetensors.index.json", "pt", "npy", "npz", "bin", "unknown"):
         yield f"a FIFO called .{suffix}", _special(f"c.{suffix}", os.mkfifo)
-        yield f"/dev/zero called .{suffix}", _special(f"c.{suffix}", lambda path: path.symlink_to("/dev/zero"))
+        yield (
+            f"/dev/zero called .{suffix}",
+            _special(f"c.{suffix}", lambda path: path.symlink_to("/dev/zero")),
+        )
         yield f"/dev/tty called .{suffix}", _special(f"c.{suffix}", lambda path: path.symlink_to("/dev/tty"))
         yield f"a folder called .{suffix}", _special(f"c.{suffix}", Path.mkdir)
-        yield f"a link to itself called .{suffix}", _special(f"c.{suffix}", lambda path: path.symlink_to(path))
+        yield (
+            f"a link to itself called .{suffix}",
+            _special(f"c.{suffix}", lambda path: path.symlink_to(path)),
+        )
     for name in (".metadata", "model.safetensors", "model.safetensors.index.json"):
         yield f"a folder whose {name} is a FIFO", partial(_holding, name, os.mkfifo)
         yield f"a folder whose {name} is a folder", partial(_holding, name, Path.mkdir)

@@ -1,8 +1,8 @@
-"""Hostile checkpoints and files of changes: handmade lies (`file_cases`) and random changes of fields, given to the real loader
-in a bounded child.
+"""Hostile checkpoints and files of changes: handmade lies (`file_cases`) and random changes of fields, given
+to the real loader in a bounded child.
 
-The child may use 4 GiB of addresses beyond what it begins with. It opens each checkpoint, loads what matrices it finds, and says
-what came of it and by how much its memory grew. Outcomes:
+The child may use 4 GiB of addresses beyond what it begins with. It opens each checkpoint, loads what matrices
+it finds, and says what came of it and by how much its memory grew. Outcomes:
 
     refused    an error of one line that names the file
     true       loaded, and every matrix has the honest file's rows
@@ -53,19 +53,26 @@ def _memory(field: str) -> int:
 
 
 def _load(path: Path, root: Path) -> tuple[str, str]:
-    """Loads the first tables of a checkpoint: matrices, else tables of raw ids, whose rows are not compared."""
+    """Loads the first tables of a checkpoint: matrices, else tables of raw ids, whose rows are not
+    compared."""
     with open_checkpoint(path) as found:
         keys = [k for k, m in found.matrices.items() if m.check(found.path).bytes < 1 << 26][:_LOADED]
         refused = [k for k in found.matrices if found.matrix(k).bytes >= 1 << 26]
         raw = [] if found.matrices else list(found.keyed_tables)[:_LOADED]
     if not keys and not raw:
-        return "refused", f"{path}: no matrix in it ({len(refused)} of them too large here, {len(found.skipped)} left out)"
+        return (
+            "refused",
+            f"{path}: no matrix in it ({len(refused)} of them too large here, {len(found.skipped)} left out)",
+        )
     tables = {f"t{i}": {"key": key, "row_format": "fp32"} for i, key in enumerate(keys)}
     tables |= {f"r{i}": {"key": key, "row_format": "fp32", "ids": "raw"} for i, key in enumerate(raw)}
     spec = parse_model({"name": "m", "checkpoint": str(path), "tables": tables}, Path())
     served = Segment(load(spec, root, LoadSettings(threads=1)).path).tables
     honest = file_cases.ROWS.tobytes()
-    same = all(t.dim == file_cases.SHAPE[1] and np.ascontiguousarray(t.packed).tobytes() == honest for t in served.values())
+    same = all(
+        t.dim == file_cases.SHAPE[1] and np.ascontiguousarray(t.packed).tobytes() == honest
+        for t in served.values()
+    )
     return ("true", "") if same else ("other", f"rows of {[*keys, *raw]} differ")
 
 
@@ -80,7 +87,12 @@ def _try(path: Path, root: Path) -> tuple[str, str]:
         return _read_changes(path) if path.stem == file_cases.CHANGES else _load(path, root)
     except LoaderError as error:
         text = str(error)
-        named = str(path) in text or repr(str(path))[1:-1] in text or path.name in text or str(path.parent) in text
+        named = (
+            str(path) in text
+            or repr(str(path))[1:-1] in text
+            or path.name in text
+            or str(path.parent) in text
+        )
         if "\n" in text.replace(str(path), "") or not named:
             return "broken", f"an error of several lines, or without the file's name: {text}"
         return "refused", text
@@ -89,7 +101,8 @@ def _try(path: Path, root: Path) -> tuple[str, str]:
 
 
 def child(root: Path) -> None:
-    """Reads a path a line (JSON); answers each with a line: outcome, why, and bytes by which memory grew at its peak."""
+    """Reads a path a line (JSON); answers each with a line: outcome, why, and bytes by which memory grew
+    at its peak."""
     _try(Path("/nothing"), root)
     limit = _memory("VmSize") + BEYOND_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -135,12 +148,17 @@ class Child:
         if line.endswith(b"\n"):
             return Answer(*json.loads(line))
         self.close()
-        return Answer("broken", f"the child ended with {process.returncode}" if ready else f"no answer in {DEADLINE_S} s")
+        return Answer(
+            "broken",
+            f"the child ended with {process.returncode}" if ready else f"no answer in {DEADLINE_S} s",
+        )
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "campaigns.files", "--child", str(self._root)]
         repository = Path(__file__).parent.parent
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=repository, close_fds=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=repository, close_fds=True
+        )
         return self._process
 
     def close(self) -> None:
@@ -153,12 +171,15 @@ class Child:
     def __enter__(self) -> "Child":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """A few random changes: bits, bytes, numbers of 2, 4 or 8 bytes, parts that are cut out, doubled or filled."""
+    """A few random changes: bits, bytes, numbers of 2, 4 or 8 bytes, parts that are cut out, doubled or
+    filled."""
     found = bytearray(data)
     for _ in range(rng.choice((1, 1, 2, 4))):
         at, width = rng.randrange(len(found)), rng.choice((1, 2, 4, 8))
@@ -178,7 +199,8 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def run(mutations: int, seed: int) -> dict[str, Any]:
-    """Tries every handmade case, and `mutations` random ones of each honest file. "KIND.OUTCOME" -> how many; "failures"."""
+    """Tries every handmade case, and `mutations` random ones of each honest file. "KIND.OUTCOME" -> how
+    many; "failures"."""
     counts: Counter[str] = Counter()
     failures: list[str] = []
     grown = 0
@@ -210,8 +232,12 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         child(Path(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutations", type=int, default=1000, help="random changes of each kind (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mutations", type=int, default=1000, help="random changes of each kind (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     figures = run(given.mutations, given.seed)

@@ -1,7 +1,9 @@
-"""Flips: one bit of a checkpoint or of a segment changes, or the file ends early. Nothing but the true rows may be served.
+"""Flips: one bit of a checkpoint or of a segment changes, or the file ends early. Nothing but the true rows
+may be served.
 
-For each kind of file a child process writes the file anew with one bit turned (or its end cut off) and loads it with the real
-loader. Half of the flips fall anywhere, half near the ends of a file, where names, sizes and offsets stand. Outcomes:
+For each kind of file a child process writes the file anew with one bit turned (or its end cut off) and loads
+it with the real loader. Half of the flips fall anywhere, half near the ends of a file, where names, sizes and
+offsets stand. Outcomes:
 
     found      an error of one line
     harmless   loaded, and every row is the original's, bit for bit: a name or a tensor that no table uses, padding
@@ -72,13 +74,21 @@ def _dcp(folder: Path) -> Path:
     """Two tables, each of two shards in files of their own, by row and by column."""
     import torch
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
     from torch.distributed.checkpoint.state_dict_saver import save
 
     values = {name: torch.from_numpy(rows) for name, rows in _values().items()}
     parts = {"user": values["user"].split(350, 0), "item": values["item"].split(20, 1)}
     for rank in (0, 1):
-        save({name: p[rank].contiguous() for name, p in parts.items()}, checkpoint_id=folder / str(rank), no_dist=True)
+        save(
+            {name: p[rank].contiguous() for name, p in parts.items()},
+            checkpoint_id=folder / str(rank),
+            no_dist=True,
+        )
     found = [FileSystemReader(folder / str(rank)).read_metadata() for rank in (0, 1)]
     for rank in (0, 1):
         shutil.copy(folder / str(rank) / "__0_0.distcp", folder / f"__{rank}_0.distcp")
@@ -152,7 +162,11 @@ def change(files: dict[str, bytes], rng: random.Random, cut: bool) -> tuple[str,
         end = rng.randrange(len(data))
         return name, bytes(data[:end]), f"{name} cut at {end}"
     near = min(len(data), _EDGE_BYTES)
-    at = rng.randrange(len(data)) if anywhere else rng.choice([rng.randrange(near), len(data) - 1 - rng.randrange(near)])
+    at = (
+        rng.randrange(len(data))
+        if anywhere
+        else rng.choice([rng.randrange(near), len(data) - 1 - rng.randrange(near)])
+    )
     bit = rng.randrange(8)
     data[at] ^= 1 << bit
     return name, bytes(data), f"{name} byte {at} bit {bit}"
@@ -162,7 +176,11 @@ def _outcome(path: Path, root: Path, true: Rows) -> tuple[str, str]:
     try:
         rows = _rows(path, root)
     except LoaderError as error:
-        return ("found", str(error)) if "\n" not in str(error) else ("broken", f"an error of several lines: {error}")
+        return (
+            ("found", str(error))
+            if "\n" not in str(error)
+            else ("broken", f"an error of several lines: {error}")
+        )
     except Exception as error:  # noqa: BLE001  (what it is, is what the campaign reports)
         return "broken", f"{type(error).__name__}: {error}"
     return ("harmless", "") if rows == true else ("silent", "rows differ")
@@ -185,23 +203,38 @@ def child(kind: str, folder: Path, root: Path, seed: int, first: int, end: int) 
 
 
 def run(flips: int, seed: int, kinds: tuple[str, ...] = tuple(KINDS)) -> dict[str, Any]:
-    """Makes `flips` changes of each kind. "KIND.OUTCOME" -> how many; "failures": what was silent or broken, with its why."""
+    """Makes `flips` changes of each kind. "KIND.OUTCOME" -> how many; "failures": what was silent or
+    broken, with its why."""
     figures: dict[str, Any] = {}
     failures: list[str] = []
     for kind in kinds:
         counts: Counter[str] = Counter()
         first = 0
         while first < flips:
-            with folders() as (root, _), TemporaryDirectory(dir="/dev/shm", prefix="tableside-flips-") as folder:
+            with (
+                folders() as (root, _),
+                TemporaryDirectory(dir="/dev/shm", prefix="tableside-flips-") as folder,
+            ):
                 first = _batch(kind, Path(folder), root / "m", (seed, first, flips), counts, failures)
         figures |= {f"{kind}.{outcome}": counts[outcome] for outcome in OUTCOMES}
     return {**figures, "failures": failures}
 
 
-def _batch(kind: str, folder: Path, root: Path, what: tuple[int, int, int], counts: Counter[str], failures: list[str]) -> int:
+def _batch(
+    kind: str, folder: Path, root: Path, what: tuple[int, int, int], counts: Counter[str], failures: list[str]
+) -> int:
     """Runs a child until it is done or dies; returns the next change's number."""
     seed, first, end = what
-    command = [sys.executable, "-m", "campaigns.flips", "--child", kind, str(folder), str(root), *map(str, (seed, first, end))]
+    command = [
+        sys.executable,
+        "-m",
+        "campaigns.flips",
+        "--child",
+        kind,
+        str(folder),
+        str(root),
+        *map(str, (seed, first, end)),
+    ]
     try:
         done = subprocess.run(
             command,
@@ -233,7 +266,9 @@ def main() -> None:
         kind, folder, root, *numbers = sys.argv[2:]
         child(kind, Path(folder), Path(root), *map(int, numbers))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--flips", type=int, default=1000, help="changes of each kind (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()

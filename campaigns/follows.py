@@ -1,11 +1,13 @@
-"""Followers of a Redis stream are killed at random instants, and Redis, while entries come and deltas are compacted.
+"""Followers of a Redis stream are killed at random instants, and Redis, while entries come and deltas are
+compacted.
 
-Promised: a follower that is started again goes on exactly where the last whole batch ended. Each entry is applied once, whole and
-in order; a state never has a part of a batch, and never goes back.
+Promised: a follower that is started again goes on exactly where the last whole batch ended. Each entry is
+applied once, whole and in order; a state never has a part of a batch, and never goes back.
 
-The oracle: each row says which entry wrote it. After each kill the rows of the state are compared with those that all entries up
-to the state's position make, and no entry behind it: a row that was lost, torn, applied out of order or too early differs. Some
-entries are bad. Followers leave them out and write them to a file, which has each of them in the end, and no other.
+The oracle: each row says which entry wrote it. After each kill the rows of the state are compared with those
+that all entries up to the state's position make, and no entry behind it: a row that was lost, torn, applied
+out of order or too early differs. Some entries are bad. Followers leave them out and write them to a file,
+which has each of them in the end, and no other.
 """
 
 import contextlib
@@ -23,7 +25,20 @@ from typing import Any
 
 import numpy as np
 
-from campaigns.common import DIM, ROWS, TABLES, Goal, at_least, folders, none, publish, random_of, standalone, told, until
+from campaigns.common import (
+    DIM,
+    ROWS,
+    TABLES,
+    Goal,
+    at_least,
+    folders,
+    none,
+    publish,
+    random_of,
+    standalone,
+    told,
+    until,
+)
 from tableside.loader.deltas import apply as applying
 from tableside.loader.deltas.apply import ApplySettings, position_of
 from tableside.loader.deltas.compact import compact
@@ -48,7 +63,11 @@ BAD: list[dict[str, bytes | str]] = [
 ]
 NEVER = (
     *("states with wrong rows", "positions that went back", "entries that were not applied in the end"),
-    *("followers that ended by themselves", "bad entries that were not written aside", "good entries that were"),
+    *(
+        "followers that ended by themselves",
+        "bad entries that were not written aside",
+        "good entries that were",
+    ),
 )
 
 
@@ -63,7 +82,16 @@ class Redis:
 
         self._socket = folder / "redis.sock"
         kept = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        self._command = [command, "--port", "0", "--unixsocket", str(self._socket), "--dir", str(folder), *kept]
+        self._command = [
+            command,
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self._socket),
+            "--dir",
+            str(folder),
+            *kept,
+        ]
         self.client: Any = redis.Redis.from_url(f"unix://{self._socket}")
         self._away = (redis.ConnectionError, redis.TimeoutError)
         self.url = f"unix://{self._socket}?stream={KEY}"
@@ -128,7 +156,9 @@ class Stream:
 
 def written(entry: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Rows of an entry: its number, the id, a mix, and these negated, which fp32 holds exactly."""
-    left = np.stack([np.full(len(ids), entry), ids, (ids * 7919 + entry * 104729) % 1009, np.full(len(ids), 9)], 1)
+    left = np.stack(
+        [np.full(len(ids), entry), ids, (ids * 7919 + entry * 104729) % 1009, np.full(len(ids), 9)], 1
+    )
     assert left.shape[1] * 2 == DIM
     return np.concatenate([left, -left], 1).astype(np.float32)
 
@@ -136,12 +166,15 @@ def written(entry: int, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def rows_now(model: Model, name: str) -> np.ndarray[Any, Any]:
     """The rows of a table of dense ids in the live state, fp32 [rows, dim]."""
     table = attach_state(model).tables[name]
-    ids = np.arange(table.rows if table.row_map is None else table.row_map.count)  # without the row of missing ids
+    ids = np.arange(
+        table.rows if table.row_map is None else table.row_map.count
+    )  # without the row of missing ids
     return choose("native").lookup(table, ids, None, pooling=Pooling.NONE)
 
 
 def fork_follower(root: Path, url: str, every_s: float, rows: int, aside: Path) -> int:
-    """A follower's process, forked from this one, which has imported everything; its id. aside: gets bad entries."""
+    """A follower's process, forked from this one, which has imported everything; its id. aside: gets bad
+    entries."""
     if pid := os.fork():
         return pid
     code = 1
@@ -165,15 +198,26 @@ class Campaign:
         self._root, self._redis, self._chance = root, redis, random_of(seed, "follows")
         self._model, self._stream = Model(root, "demo"), Stream(redis, self._chance)
         self._position = 0
-        counted = ("kills", "of them while a batch was under way", "kills of Redis", "compactions meanwhile", "states compared")
+        counted = (
+            "kills",
+            "of them while a batch was under way",
+            "kills of Redis",
+            "compactions meanwhile",
+            "states compared",
+        )
         self.counts = dict.fromkeys((*counted, *NEVER), 0)
 
     def torment(self, kills_redis: bool, compacts: bool) -> None:
-        """One follower's life: entries come before and while it lives, and it is killed at a random instant."""
+        """One follower's life: entries come before and while it lives, and it is killed at a random
+        instant."""
         self._stream.send(self._chance.randrange(20))
         before = self._position
         pid = fork_follower(
-            self._root, self._redis.url, self._chance.uniform(0.005, 0.1), self._chance.randrange(1, 2000), self._aside
+            self._root,
+            self._redis.url,
+            self._chance.uniform(0.005, 0.1),
+            self._chance.randrange(1, 2000),
+            self._aside,
         )
         end = time.monotonic() + self._chance.uniform(0, LONGEST_S)
         while time.monotonic() < end:

@@ -1,8 +1,8 @@
 """Processes fork while they use a client, and parents and children go on asking at the same time.
 
-Promised: each gets the answers to its own requests, none fails, and what a child does to its client changes nothing for its
-parent. Forks come from the main thread and from others, between calls and while threads are in the midst of one, with sync and
-async clients; children fork again.
+Promised: each gets the answers to its own requests, none fails, and what a child does to its client changes
+nothing for its parent. Forks come from the main thread and from others, between calls and while threads are
+in the midst of one, with sync and async clients; children fork again.
 
 The oracle: rows encode their ids, and every process asks for other ids.
 """
@@ -79,7 +79,10 @@ class Family:
         """
         ask(client, self._chance.randrange(1 << 30), 2)
         ending = threading.Event()
-        threads = [threading.Thread(target=self._go_on, args=(client, ending)) for _ in range(self._chance.randrange(3))]
+        threads = [
+            threading.Thread(target=self._go_on, args=(client, ending))
+            for _ in range(self._chance.randrange(3))
+        ]
         for thread in threads:
             thread.start()
         pids: list[int] = []
@@ -111,7 +114,11 @@ class Family:
             self.counts[NEVER[0]] += 1
 
     def _child(self, client: Client, depth: int) -> Callable[[], None]:
-        number, forks_again, closes = self._chance.randrange(1 << 30), self._chance.random() < 0.3, self._chance.random() < 0.3
+        number, forks_again, closes = (
+            self._chance.randrange(1 << 30),
+            self._chance.random() < 0.3,
+            self._chance.random() < 0.3,
+        )
 
         def run() -> None:
             if forks_again and depth < 2:
@@ -146,7 +153,10 @@ class Family:
 
 def run(seconds: float, seed: int) -> dict[str, float]:
     """The campaign."""
-    chance, counts = random_of(seed, "forks"), Counter[str](dict.fromkeys(("forks", "forks of event loops", *NEVER), 0))
+    chance, counts = (
+        random_of(seed, "forks"),
+        Counter[str](dict.fromkeys(("forks", "forks of event loops", *NEVER), 0)),
+    )
     with folders() as (root, files):
         publish(root, files, value=1)
         with local_server(["demo"], root=root, workers=2) as server:

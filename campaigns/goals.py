@@ -1,7 +1,7 @@
 """All campaigns: what each figure should be, and each campaign's share of the time.
 
-What may never happen is a goal of every run (`none`); numbers of cases are goals of a full one (`at_least`), which takes about an
-hour; what depends on the machine is shown beside its goal and breaks no run (`at_most`).
+What may never happen is a goal of every run (`none`); numbers of cases are goals of a full one (`at_least`),
+which takes about an hour; what depends on the machine is shown beside its goal and breaks no run (`at_most`).
 """
 
 import time
@@ -51,7 +51,9 @@ def _never(*figures: str) -> dict[str, Goal]:
 KILLS = {
     "requests checked": at_least(200_000),
     "kills": at_least(50),
-    **_never("wrong answers", "answers mixed from two versions", "stale answers", "failed through the client"),
+    **_never(
+        "wrong answers", "answers mixed from two versions", "stale answers", "failed through the client"
+    ),
     "replacement, median s": at_most(1),
     "replacement, slowest s": at_most(1),
 }
@@ -62,14 +64,20 @@ ENGINES = {
     "engines killed": at_least(100),
     "clients killed that held a region": at_least(100),
     **_never(
-        "wrong answers", "answers mixed from two versions", "stale answers", "failed through the client", "failed in regions"
+        "wrong answers",
+        "answers mixed from two versions",
+        "stale answers",
+        "failed through the client",
+        "failed in regions",
     ),
     **_never("regions that outlived their object", "engines lost to a door", "doors lost to an engine"),
     **_never("memory of doors that an engine keeps"),
 }
 LOADS = {
     "loader kills": at_least(1000),
-    **_never("errors not told in one line", "loads that hung", "orphan bytes", "wrong rows", "wrong live version"),
+    **_never(
+        "errors not told in one line", "loads that hung", "orphan bytes", "wrong rows", "wrong live version"
+    ),
     **_never("numbers given twice", "whole loads that failed"),
 }
 REQUESTS = {
@@ -92,7 +100,9 @@ OVERLOAD = {
     "slowest health check at 80 %, ms": at_most(100),
     "slowest health check at 4 x, ms": at_most(100),
     "its growth from first to second half, MB": at_most(5),
-    f"large bodies: goodput at {overload.LARGE_CONNECTIONS[-1]} connections, share of best": at_least(0.9, "figure"),
+    f"large bodies: goodput at {overload.LARGE_CONNECTIONS[-1]} connections, share of best": at_least(
+        0.9, "figure"
+    ),
     "generator's share of its core at 4 x": at_most(0.9),
 }
 SOAK = {
@@ -135,7 +145,8 @@ def _programs(seconds: float, seed: int) -> dict[str, float]:
 
 
 def _changes(name: str, run: Any, seconds: float, seed: int) -> tuple[int, dict[str, int]]:
-    """A few changes of each format, then as many as fit into the time that those left; (changes of each, outcome -> how many)."""
+    """A few changes of each format, then as many as fit into the time that those left; (changes of each,
+    outcome -> how many)."""
     started = time.monotonic()
     found = [run(TRIED_CHANGES, seed)]
     took = time.monotonic() - started

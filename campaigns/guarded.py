@@ -1,7 +1,9 @@
-"""Memory for the campaign `programs`: tensors between pages that nobody may touch, in a heap that tells what is not written.
+"""Memory for the campaign `programs`: tensors between pages that nobody may touch, in a heap that tells what
+is not written.
 
-A read or write beyond a tensor's pages is SIGSEGV. What lies on the tensor's own pages beside it, and what malloc gives or takes
-back, is filled with a canary; a score that changes with the canary was made of bytes that are not the tensor's.
+A read or write beyond a tensor's pages is SIGSEGV. What lies on the tensor's own pages beside it, and what
+malloc gives or takes back, is filled with a canary; a score that changes with the canary was made of bytes
+that are not the tensor's.
 """
 
 import ctypes
@@ -12,7 +14,14 @@ from typing import Any, Literal
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _LIBC.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _PERTURB, _MMAP_THRESHOLD = -6, -3  # of mallopt
@@ -21,7 +30,8 @@ Place = Literal["start", "end"]
 
 
 def poison_heap(canary: int) -> None:
-    """From now on malloc fills what it gives and takes back with a canary, also in large pieces (glibc, tcache_count=0)."""
+    """From now on malloc fills what it gives and takes back with a canary, also in large pieces (glibc,
+    tcache_count=0)."""
     _LIBC.mallopt(_PERTURB, canary)
     _LIBC.mallopt(_MMAP_THRESHOLD, 1 << 30)  # pieces that are mapped would be zeros
 

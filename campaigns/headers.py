@@ -1,11 +1,12 @@
 """Big headers: requests whose size or shape costs a worker more than it costs their sender.
 
-Promised: whatever comes, a worker's memory stays within `max_in_flight_bytes`, two bodies that are joined or widened, and what a
-worker keeps of freed memory. Wished on a quiet machine: a health check beside one such request waits 20 ms at most, as none keeps
-the event loop for longer.
+Promised: whatever comes, a worker's memory stays within `max_in_flight_bytes`, two bodies that are joined or
+widened, and what a worker keeps of freed memory. Wished on a quiet machine: a health check beside one such
+request waits 20 ms at most, as none keeps the event loop for longer.
 
-The oracle of the one is the kernel's high-water mark of the worker's memory, of the other a process of its own that asks the
-server all the time for a health check, and notes the longest answer. Every case is sent alone, and several times at once.
+The oracle of the one is the kernel's high-water mark of the worker's memory, of the other a process of its
+own that asks the server all the time for a health check, and notes the longest answer. Every case is sent
+alone, and several times at once.
 """
 
 import contextlib
@@ -54,7 +55,9 @@ def _v2(header: bytes, binary: bytes = b"", *headers: bytes) -> bytes:
 
 
 def _filled(before: bytes, piece: bytes, after: bytes, size: int) -> bytes:
-    return before + (piece + b",") * ((size - len(before) - len(after)) // (len(piece) + 1) - 1) + piece + after
+    return (
+        before + (piece + b",") * ((size - len(before) - len(after)) // (len(piece) + 1) - 1) + piece + after
+    )
 
 
 def _size(chance: random.Random, most: int = JSON) -> int:
@@ -78,7 +81,10 @@ def _header_with_inputs(chance: random.Random) -> bytes:
 
 def _header_with_outputs(chance: random.Random) -> bytes:
     head = json.dumps({"inputs": [_IDS]}).encode()[:-1]
-    return _v2(_filled(head + b',"outputs":[', chance.choice((b'{"name":"user"}', *PIECES)), b"]}", _size(chance)), bytes(8))
+    return _v2(
+        _filled(head + b',"outputs":[', chance.choice((b'{"name":"user"}', *PIECES)), b"]}", _size(chance)),
+        bytes(8),
+    )
 
 
 def _header_with_id(chance: random.Random) -> bytes:
@@ -107,7 +113,9 @@ def _unknown_features(chance: random.Random) -> bytes:
 
 def _bags(chance: random.Random) -> bytes:
     feature = chance.choice((b"user", b"bought"))
-    piece = chance.choice((b"[]", b"[1]", b"[1,2,3]", b"[12345]", b"1", b"{}", b'""', b"[1.5]", b"[true]", b"[[]]"))
+    piece = chance.choice(
+        (b"[]", b"[1]", b"[1,2,3]", b"[12345]", b"1", b"{}", b'""', b"[1.5]", b"[true]", b"[[]]")
+    )
     return _v1(_filled(b'{"model":"demo","features":{"%s":[' % feature, piece, b"]}}", _size(chance)))
 
 
@@ -132,7 +140,12 @@ def _vectors_as_json(chance: random.Random) -> bytes:
     count = _size(chance) // 32 - 1
     if chance.random() < 0.5:
         return _v1(b'{"model":"demo","features":{"user":[[%s]]}}' % b",".join([b"7"] * count))
-    entry = {"name": "user", "datatype": "INT64", "shape": [1, count], "parameters": {"binary_data_size": 8 * count}}
+    entry = {
+        "name": "user",
+        "datatype": "INT64",
+        "shape": [1, count],
+        "parameters": {"binary_data_size": 8 * count},
+    }
     return _v2(json.dumps({"inputs": [entry]}).encode(), np.full(count, 7).tobytes())
 
 
@@ -150,7 +163,12 @@ def _binary_ids(chance: random.Random, datatype: str, bags: bool) -> bytes:
     item = 8 if datatype == "INT64" else 4
     count = int((BODY - 4096) * chance.choice((1, 0.5, 0.1)) / (item + 4 * bags))
     entries = [
-        {"name": "bought.values", "datatype": datatype, "shape": [count], "parameters": {"binary_data_size": item * count}}
+        {
+            "name": "bought.values",
+            "datatype": datatype,
+            "shape": [count],
+            "parameters": {"binary_data_size": item * count},
+        }
     ]
     bodies = [np.full(count, 7, np.int64 if item == 8 else np.int32).tobytes()]
     lengths = np.ones(count if bags else 1, np.int32) if bags else np.array([count], np.int32)
@@ -194,7 +212,11 @@ def _chunks(chance: random.Random) -> bytes:
     """A body in the smallest chunks that there are."""
     size = chance.choice((1, 2, 3, 16))
     count = 2 * MIB // (size + 5)
-    return request(b"", b"Transfer-Encoding: chunked") + (b"%x\r\n%s\r\n" % (size, b"x" * size)) * count + b"0\r\n\r\n"
+    return (
+        request(b"", b"Transfer-Encoding: chunked")
+        + (b"%x\r\n%s\r\n" % (size, b"x" * size)) * count
+        + b"0\r\n\r\n"
+    )
 
 
 SMALL = (
@@ -218,7 +240,11 @@ def _unread(chance: random.Random) -> bytes:
 
 def _headers(chance: random.Random) -> bytes:
     line = chance.choice((b"a:\r\n", b"Accept: */*\r\n", b"a: %s\r\n" % (b"x" * 8000)))
-    return b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n" + line * ((16 << 10) // len(line) - 20) + b"\r\n"
+    return (
+        b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n"
+        + line * ((16 << 10) // len(line) - 20)
+        + b"\r\n"
+    )
 
 
 CASES: dict[str, Case] = {
@@ -248,11 +274,14 @@ CASES: dict[str, Case] = {
 
 
 class Watch:
-    """A process of its own that asks for health checks all the time. `worst_s`: of the answers since it was asked last."""
+    """A process of its own that asks for health checks all the time. `worst_s`: of the answers since it
+    was asked last."""
 
     def __init__(self, port: int) -> None:
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=_ask_all_the_time, args=(port, theirs), daemon=True)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_ask_all_the_time, args=(port, theirs), daemon=True
+        )
         self._process.start()
         self.worst_s()
 
@@ -268,7 +297,10 @@ class Watch:
 def _ask_all_the_time(port: int, pipe: Connection) -> None:
     worst = 0.0
     while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port), timeout=60) as connection,
+        ):
             while True:
                 if pipe.poll():
                     pipe.recv()
@@ -296,12 +328,17 @@ def peak_bytes(pid: int, reset: bool = False) -> int:
 
 def _send(port: int, data: bytes) -> None:
     """Sends a case over a connection, and reads until it is answered, closed, or the patience is over."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection,
+    ):
         reading = Thread(target=_read, args=(connection,))
         reading.start()
         with contextlib.suppress(OSError):
             connection.sendall(data)
-            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            connection.sendall(
+                b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            )
         reading.join(PATIENCE_S)
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
@@ -315,7 +352,8 @@ def _read(connection: socket.socket) -> None:
 
 
 def run(seconds: float, seed: int) -> dict[str, float]:
-    """The campaign: each shape at least once, alone and several at once; then more of them as long as there is time."""
+    """The campaign: each shape at least once, alone and several at once; then more of them as long as
+    there is time."""
     end, sent, worst_alone, worst, most = time.monotonic() + seconds, 0, 0.0, 0.0, 0
     with folders() as (root, files):
         publish(root, files, 1)
@@ -337,9 +375,16 @@ def run(seconds: float, seed: int) -> dict[str, float]:
                     sent += at_once
                     waited, grown = watch.worst_s(), peak_bytes(worker) - base
                     most = max(most, grown)
-                    worst_alone, worst = (max(worst_alone, waited), worst) if at_once == 1 else (worst_alone, max(worst, waited))
+                    worst_alone, worst = (
+                        (max(worst_alone, waited), worst)
+                        if at_once == 1
+                        else (worst_alone, max(worst, waited))
+                    )
                     if waited > SLOW_S or grown > MOST_BYTES:
-                        print(f"headers: seed {seed} case {number}, {name} x {at_once}: {waited * 1e3:.0f} ms, {grown >> 20} MiB")
+                        print(
+                            f"headers: seed {seed} case {number}, {name} x {at_once}: {waited * 1e3:.0f} ms, "
+                            f"{grown >> 20} MiB"
+                        )
             watch.close()
             crashed = workers_of(server.pid, root) != [worker]
     return {

@@ -1,12 +1,14 @@
 """Workers are killed, stopped and replaced while clients ask and versions change.
 
-Promised: no answer is wrong or mixed, no request fails through the client with its retries, and a killed worker is replaced by
-one that answers within a second. A worker that is stopped (SIGSTOP) for a moment delays requests and breaks none. A kill while a
-version is published leaves the server with the old version or the new one, and soon with the new one.
+Promised: no answer is wrong or mixed, no request fails through the client with its retries, and a killed
+worker is replaced by one that answers within a second. A worker that is stopped (SIGSTOP) for a moment delays
+requests and breaks none. A kill while a version is published leaves the server with the old version or the
+new one, and soon with the new one.
 
-The oracle: clients are processes of their own. They know each version's rows by formula (common.told), compare every value, and
-call an answer stale when it comes from a version that had been replaced ten seconds before the request was sent. A replacement
-is seen from outside: a process that is new below the supervisor holds a connection of ours that was answered.
+The oracle: clients are processes of their own. They know each version's rows by formula (common.told),
+compare every value, and call an answer stale when it comes from a version that had been replaced ten seconds
+before the request was sent. A replacement is seen from outside: a process that is new below the supervisor
+holds a connection of ours that was answered.
 """
 
 import multiprocessing
@@ -45,7 +47,8 @@ COUNTS = ("checked", "wrong", "mixed", "stale", "failed")
 
 
 class Board:
-    """What the campaign and its clients share: which version is live, when to stop, and each client's counts."""
+    """What the campaign and its clients share: which version is live, when to stop, and each client's
+    counts."""
 
     def __init__(self) -> None:
         spawn = multiprocessing.get_context("spawn")
@@ -102,7 +105,12 @@ class Tormentor:
     """Does things to a server's workers."""
 
     def __init__(self, supervisor: int, url: str, root: Path, chance: random.Random) -> None:
-        self.supervisor, self.port, self.root, self.chance = supervisor, int(urlsplit(url).port or 0), root, chance
+        self.supervisor, self.port, self.root, self.chance = (
+            supervisor,
+            int(urlsplit(url).port or 0),
+            root,
+            chance,
+        )
         self.kills = self.stops = 0
         self.replaced_s: list[float] = []
 
@@ -116,7 +124,11 @@ class Tormentor:
             os.kill(victim, signal.SIGKILL)
             self.kills += 1
         started, heard = time.monotonic(), set[int]()
-        until(lambda: self._heard_new(before, heard) >= count, what="a killed worker's replacement to answer", pause_s=0.002)
+        until(
+            lambda: self._heard_new(before, heard) >= count,
+            what="a killed worker's replacement to answer",
+            pause_s=0.002,
+        )
         self.replaced_s.append(time.monotonic() - started)
 
     def _heard_new(self, before: list[int], heard: set[int]) -> int:

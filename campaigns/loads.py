@@ -1,14 +1,14 @@
 """Loaders are killed, raced and given errors; readers are stopped while versions come and go.
 
-Promised: whenever a load ends or is killed, the live version is whole and right, and is the one from before or the new one; the
-next load or `gc` leaves no orphan bytes; no number is given twice. A load that meets an error says so in one line, or publishes
-what is right. A reader that was stopped over several publications reads right rows afterwards, of the version that it has mapped
-and of the live one.
+Promised: whenever a load ends or is killed, the live version is whole and right, and is the one from before
+or the new one; the next load or `gc` leaves no orphan bytes; no number is given twice. A load that meets an
+error says so in one line, or publishes what is right. A reader that was stopped over several publications
+reads right rows afterwards, of the version that it has mapped and of the live one.
 
-Who is killed: processes forked from this one, which has imported everything (campaigns/shelf.py), at random instants and, by
-strace, at each system call in turn; and the real command in a process of its own, at random instants. A kill counts where it
-ended the process. Errors (EIO, ENOSPC, EINTR, ENOMEM, EMFILE) are strace's, at the n-th call or from there on; short reads are
-made in the loader, where it calls preadv.
+Who is killed: processes forked from this one, which has imported everything (campaigns/shelf.py), at random
+instants and, by strace, at each system call in turn; and the real command in a process of its own, at random
+instants. A kill counts where it ended the process. Errors (EIO, ENOSPC, EINTR, ENOMEM, EMFILE) are strace's,
+at the n-th call or from there on; short reads are made in the loader, where it calls preadv.
 """
 
 import mmap
@@ -38,7 +38,19 @@ class Campaign:
     def __init__(self, shelf: Shelf, seed: int) -> None:
         self.shelf, self.seed = shelf, seed
         self.counts = dict.fromkeys(
-            ("random", "calls", "commands", "race kills", "races", "errors", "failed", "not one line", "short", "stops"), 0
+            (
+                "random",
+                "calls",
+                "commands",
+                "race kills",
+                "races",
+                "errors",
+                "failed",
+                "not one line",
+                "short",
+                "stops",
+            ),
+            0,
         )
         self.durations = [self._load_whole() for _ in range(5)]
         self.calls, self.failing_calls = self._calls(strace.CALLS), self._calls(strace.FAILING)
@@ -127,14 +139,18 @@ class Campaign:
             self.counts["short"] += 1
             return
         (name, number), error = chance.choice(self.failing_calls), chance.choice(ERRORS)
-        for_good = error != "EINTR" and chance.random() < 0.3  # a call that is interrupted for ever is tried for ever
+        for_good = (
+            error != "EINTR" and chance.random() < 0.3
+        )  # a call that is interrupted for ever is tried for ever
         inject = f"error={error}:when={number}{'+' if for_good else ''}"
         loader, code = self._traced(name, inject)
         self.counts["errors"] += 1
         self.counts["failed"] += code != 0
         if code == -signal.SIGALRM:
             self.shelf.wrong("hung", f"{where}: {name} {inject}")
-        elif code and not loader.failed_plainly() and not (name == "write" and not loader.said()):  # stderr itself failed
+        elif (
+            code and not loader.failed_plainly() and not (name == "write" and not loader.said())
+        ):  # stderr itself failed
             self.counts["not one line"] += 1
             self.shelf.details.append(
                 f"not one line: {where}: {name} {inject}: exit code {code}: {' | '.join(loader.said()[-3:])}"
@@ -156,7 +172,9 @@ class Campaign:
         self.counts["races"] += 1
         self.counts["race kills"] += sum(code == -signal.SIGKILL for code in codes.values())
         for loader in loaders:
-            if codes[loader.value] > 0 and not (loader.failed_plainly() and "another load" in loader.said()[0]):
+            if codes[loader.value] > 0 and not (
+                loader.failed_plainly() and "another load" in loader.said()[0]
+            ):
                 self.shelf.wrong("a loser that does not say why", f"{where}: {codes} {loader.said()}")
         self.shelf.check(codes, where)
 
@@ -184,7 +202,8 @@ class Campaign:
 
 
 def _read_until_told(shelf: Shelf, counts: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
-    """A reader's process: attaches what is live, compares every row, and again those of the version that it had before."""
+    """A reader's process: attaches what is live, compares every row, and again those of the version that
+    it had before."""
     code = CRASHED
     try:
         before, before_value = None, None
@@ -201,7 +220,9 @@ def _read_until_told(shelf: Shelf, counts: "np.ndarray[tuple[int], np.dtype[np.i
 
 
 def _rows(segment: object) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = segment.tables["user"].packed.view(np.float32)[:, :DIM]  # type: ignore[attr-defined]
+    rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = segment.tables["user"].packed.view(np.float32)[
+        :, :DIM
+    ]  # type: ignore[attr-defined]
     return rows
 
 

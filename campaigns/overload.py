@@ -1,14 +1,16 @@
-"""Overload: more requests than a worker can answer. It answers what it can, soon, and refuses the rest at once.
+"""Overload: more requests than a worker can answer. It answers what it can, soon, and refuses the rest at
+once.
 
-Promised: at 4 × capacity in open loop, goodput stays at least 90 % of its peak; what is answered is answered within 3 × the p99
-of 80 % load, counted from its sending; the worker's memory stays flat; health checks are answered within 100 ms throughout. In
-closed loop with bodies of megabytes over many connections, goodput stays at 90 % of the best that fewer connections reach.
-Requests for which no connection is free wait in the generator's own line. No server can shorten that line but by answering all,
-so latencies from the time at which a request was due are shown and promised nothing.
+Promised: at 4 × capacity in open loop, goodput stays at least 90 % of its peak; what is answered is answered
+within 3 × the p99 of 80 % load, counted from its sending; the worker's memory stays flat; health checks are
+answered within 100 ms throughout. In closed loop with bodies of megabytes over many connections, goodput
+stays at 90 % of the best that fewer connections reach. Requests for which no connection is free wait in the
+generator's own line. No server can shorten that line but by answering all, so latencies from the time at
+which a request was due are shown and promised nothing.
 
-The oracle is the clock of a generator outside (overload.c), which counts latency from the time at which a request was due. The
-worker has one core and the generator the other; the generator says how busy and how late it was itself. The first answer of
-every run is compared with rows computed outside.
+The oracle is the clock of a generator outside (overload.c), which counts latency from the time at which a
+request was due. The worker has one core and the generator the other; the generator says how busy and how late
+it was itself. The first answer of every run is compared with rows computed outside.
 """
 
 import asyncio
@@ -68,7 +70,11 @@ class Generator:
         """rate: requests a second in open loop; 0: closed loop. What overload.c counted."""
         arguments = (self.port, connections, f"{rate:.3f}", f"{seconds:.3f}", self.seed, requests)
         done = subprocess.run(
-            [self.program, *map(str, arguments)], capture_output=True, text=True, check=True, timeout=seconds + 60
+            [self.program, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=seconds + 60,
         )
         return dict(json.loads(done.stdout))
 
@@ -98,7 +104,8 @@ def answers_are_right(url: str, value: int) -> bool:
 
 @dataclass
 class Watch:
-    """Health checks over new connections and the worker's private memory, asked from beside every 50 ms, answered or not."""
+    """Health checks over new connections and the worker's private memory, asked from beside every 50 ms,
+    answered or not."""
 
     port: int
     worker: int
@@ -154,7 +161,8 @@ def run(seconds: float, seed: int) -> dict[str, float]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise RuntimeError(
-            f"the overload campaign needs a core for the server and one for the load; this process has {len(cores)}"
+            "the overload campaign needs a core for the server and one for the load; this process has "
+            f"{len(cores)}"
         )
     with folders() as (root, files):
         publish(root, files, value=1, rows=ROWS)
@@ -182,7 +190,10 @@ def _measure(generator: Generator, url: str, worker: int, files: Path, seconds: 
         steady = generator.run(small, CONNECTIONS, 0.8 * capacity, seconds * 0.25)
     with watching(generator.port, worker) as busy:
         flood = generator.run(small, CONNECTIONS, 4 * capacity, seconds * 0.35)
-    bulk = [_goodput(generator.run(large, n, 0, seconds * 0.25 / len(LARGE_CONNECTIONS))) for n in LARGE_CONNECTIONS]
+    bulk = [
+        _goodput(generator.run(large, n, 0, seconds * 0.25 / len(LARGE_CONNECTIONS)))
+        for n in LARGE_CONNECTIONS
+    ]
     wrong += not answers_are_right(url, 1)
     half = len(busy.private_bytes) // 2
     return {
@@ -193,7 +204,8 @@ def _measure(generator: Generator, url: str, worker: int, files: Path, seconds: 
         "p99 of answered at 4 x, ms": _p99_ms(flood),
         "the same from the sending, ms": 1e3 * flood["served"].get("p99_s", float("inf")),
         "p99 at 4 x, times that at 80 %": _p99_ms(flood) / _p99_ms(steady),
-        "p99 at 4 x from the sending, times that at 80 %": flood["served"].get("p99_s", float("inf")) / steady["served"]["p99_s"],
+        "p99 at 4 x from the sending, times that at 80 %": flood["served"].get("p99_s", float("inf"))
+        / steady["served"]["p99_s"],
         "refused with 503 at 4 x": flood["by_status"].get("503", 0),
         "other refusals": sum(n for s, n in flood["by_status"].items() if s not in ("200", "503")),
         "broken connections": flood["broken"] + steady["broken"],
@@ -203,7 +215,10 @@ def _measure(generator: Generator, url: str, worker: int, files: Path, seconds: 
         "health checks unanswered": quiet.unanswered + busy.unanswered,
         "private memory at 80 %, MB": max(quiet.private_bytes) / 1e6,
         "private memory at 4 x, MB": max(busy.private_bytes) / 1e6,
-        "its growth from first to second half, MB": (max(busy.private_bytes[half:]) - max(busy.private_bytes[:half])) / 1e6,
+        "its growth from first to second half, MB": (
+            max(busy.private_bytes[half:]) - max(busy.private_bytes[:half])
+        )
+        / 1e6,
         "large bodies: goodput of the best number of connections, requests/s": max(bulk),
         f"large bodies: goodput at {LARGE_CONNECTIONS[-1]} connections, share of best": bulk[-1] / max(bulk),
         "generator's share of its core at 4 x": flood["generator_core_fraction"],

@@ -1,13 +1,15 @@
-"""Requests that name no version, while changes are applied, compacted and gone back from, and workers and engines are killed.
+"""Requests that name no version, while changes are applied, compacted and gone back from, and workers and
+engines are killed.
 
-Promised: each is answered from one state that there is, and says from which; none is a 404. Every state that is to be kept can be
-gone back to. Once changes end, the server answers from the live state, however small the budget of its GPU is.
+Promised: each is answered from one state that there is, and says from which; none is a 404. Every state that
+is to be kept can be gone back to. Once changes end, the server answers from the live state, however small the
+budget of its GPU is.
 
-The oracle: each batch writes its number into all values of some rows, row 0 among them, and what every row is in each state is
-kept. An answer names its state, so every row of it is known.
+The oracle: each batch writes its number into all values of some rows, row 0 among them, and what every row is
+in each state is kept. An answer names its state, so every row of it is known.
 
-A server on CPUs, then on a GPU in each placement with a budget of 1.1 and of 0.3 times the model. Without a GPU these run in
-Triton's interpreter, few requests of them.
+A server on CPUs, then on a GPU in each placement with a budget of 1.1 and of 0.3 times the model. Without a
+GPU these run in Triton's interpreter, few requests of them.
 """
 
 import contextlib
@@ -44,7 +46,13 @@ RAW_STEP = 7919  # between the ids of the table of raw ids
 KEPT, CLIENTS, COMPACT_EVERY = 8, 4, 40
 PLACEMENTS, BUDGETS = ("hbm", "cached", "hybrid", "zero_copy", "auto"), (1.1, 0.3)
 NEVER = (
-    *("wrong rows", "answers of no state", "404 without a version", "other refusals", "states that were kept and are not there"),
+    *(
+        "wrong rows",
+        "answers of no state",
+        "404 without a version",
+        "other refusals",
+        "states that were kept and are not there",
+    ),
     "servers that stayed behind",
 )
 
@@ -78,8 +86,8 @@ class Steps:
 
 
 class Writer(Steps):
-    """Applies, compacts and goes back, until it is told to end. rows: state -> which batch wrote each row last; both tables are
-    changed alike."""
+    """Applies, compacts and goes back, until it is told to end. rows: state -> which batch wrote each row
+    last; both tables are changed alike."""
 
     def __init__(self, root: Path, seed: int) -> None:
         super().__init__()
@@ -91,7 +99,11 @@ class Writer(Steps):
         if self._number % COMPACT_EVERY == COMPACT_EVERY - 1:
             live, record = self._live(), self.model.record()
             merged = record.latest_sequence + 1  # the deltas as one, of which the next version is made
-            for state in (State(live.version, merged), State(record.latest + 1), State(record.latest + 1, merged)):
+            for state in (
+                State(live.version, merged),
+                State(record.latest + 1),
+                State(record.latest + 1, merged),
+            ):
                 self.rows[state] = self.rows[live]
             self.rows[State(record.latest + 1, live.sequence)] = self.rows[live]
             compact(self.model)
@@ -121,7 +133,9 @@ class Writer(Steps):
     def _go_back(self) -> None:
         """To one of the states that are kept; each of them has to be there."""
         live = self._live()
-        kept = [s for v in self.model.versions() for s in kept_states(self.model, v) if s.sequence and s != live]
+        kept = [
+            s for v in self.model.versions() for s in kept_states(self.model, v) if s.sequence and s != live
+        ]
         self.counts["states that were kept and are not there"] += len(kept) < min(KEPT, self._applied - 1)
         if there := [s for s in kept if s.version == live.version]:
             state = self._chance.choice(there)
@@ -134,7 +148,11 @@ class Asker(Steps):
 
     def __init__(self, url: str, writer: Writer, seed: int) -> None:
         super().__init__()
-        self._client, self._writer, self._rng = Client(url, retries=20, timeout_s=60), writer, np.random.default_rng(seed)
+        self._client, self._writer, self._rng = (
+            Client(url, retries=20, timeout_s=60),
+            writer,
+            np.random.default_rng(seed),
+        )
         self.state = State(0)
 
     def step(self) -> None:
@@ -183,12 +201,17 @@ def publish(root: Path, files: Path) -> int:
 
 def victims(supervisor: int, root: Path) -> list[int]:
     """Engine processes and workers of a server."""
-    return [pid for pid in {*processes_below(supervisor), *workers_of(supervisor, root)} if _is_victim(pid, root)]
+    return [
+        pid for pid in {*processes_below(supervisor), *workers_of(supervisor, root)} if _is_victim(pid, root)
+    ]
 
 
 def _is_victim(pid: int, root: Path) -> bool:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().startswith(NAME) or str(root) in Path(f"/proc/{pid}/maps").read_text()
+        return (
+            Path(f"/proc/{pid}/comm").read_text().startswith(NAME)
+            or str(root) in Path(f"/proc/{pid}/maps").read_text()
+        )
     return False
 
 
@@ -198,7 +221,11 @@ def one_server(seconds: float, seed: int, options: tuple[str, ...], budget: floa
     with folders() as (root, files):
         size = publish(root, files)
         if budget:
-            options = (*options, "--hbm-budget", str(int(budget * size) + (1 << 17)))  # and room for the indexes of a small model
+            options = (
+                *options,
+                "--hbm-budget",
+                str(int(budget * size) + (1 << 17)),
+            )  # and room for the indexes of a small model
         with local_server(["demo"], *options, root=root, workers=2) as server:
             writer = Writer(root, seed)
             askers = [Asker(server.url, writer, seed + n) for n in range(CLIENTS)]
@@ -214,7 +241,9 @@ def one_server(seconds: float, seed: int, options: tuple[str, ...], budget: floa
     return sum((asker.counts for asker in askers), counts + writer.counts)
 
 
-def _torment(supervisor: int, root: Path, seconds: float, chance: random.Random, counts: Counter[str]) -> None:
+def _torment(
+    supervisor: int, root: Path, seconds: float, chance: random.Random, counts: Counter[str]
+) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(chance.uniform(0.3, 1.5))
@@ -248,7 +277,9 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         for options, budget in [((), 0.0), *servers]:
             counts += one_server(seconds / (1 + len(servers)), seed, options, budget)
             counts["servers"] += 1
-            print(f"present: {' '.join(options) or 'CPUs'}, {budget or 'no'} budget: {dict(counts)}", flush=True)
+            print(
+                f"present: {' '.join(options) or 'CPUs'}, {budget or 'no'} budget: {dict(counts)}", flush=True
+            )
     return {**dict.fromkeys(NEVER, 0), **counts}
 
 

@@ -1,8 +1,10 @@
-"""Programs for the campaign `programs`: exported scorers that are changed at random, and random calls of every listed operator.
+"""Programs for the campaign `programs`: exported scorers that are changed at random, and random calls of
+every listed operator.
 
-A case is made of its seed and number alone. Half of the cases change the JSON of an archive in one to three places (sizes,
-strides, offsets, types, operators, arguments, names, bytes); the others call one or two operators with arguments that are drawn
-by the types of their schema, over weights of random shapes, types and indices.
+A case is made of its seed and number alone. Half of the cases change the JSON of an archive in one to three
+places (sizes, strides, offsets, types, operators, arguments, names, bytes); the others call one or two
+operators with arguments that are drawn by the types of their schema, over weights of random shapes, types and
+indices.
 """
 
 import copy
@@ -55,8 +57,16 @@ _JUNK: tuple[Any, ...] = (
 class _Norms(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.batch, self.prelu = torch.nn.Linear(12, 64), torch.nn.BatchNorm1d(64), torch.nn.PReLU(64)
-        self.layer, self.group, self.rms = torch.nn.LayerNorm(64), torch.nn.GroupNorm(4, 64), torch.nn.RMSNorm(64)
+        self.linear, self.batch, self.prelu = (
+            torch.nn.Linear(12, 64),
+            torch.nn.BatchNorm1d(64),
+            torch.nn.PReLU(64),
+        )
+        self.layer, self.group, self.rms = (
+            torch.nn.LayerNorm(64),
+            torch.nn.GroupNorm(4, 64),
+            torch.nn.RMSNorm(64),
+        )
         self.top = torch.nn.Linear(64, 2)
 
     def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
@@ -70,7 +80,11 @@ class _Core(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.batch, self.layer = torch.nn.Linear(12, 64), torch.nn.BatchNorm1d(64), torch.nn.LayerNorm(64)
+        self.linear, self.batch, self.layer = (
+            torch.nn.Linear(12, 64),
+            torch.nn.BatchNorm1d(64),
+            torch.nn.LayerNorm(64),
+        )
         self.prelu = torch.nn.PReLU(64)
 
     def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
@@ -110,11 +124,16 @@ class _Attention(torch.nn.Module):
         queries = torch.nn.functional.pad(item, (2, 2)).unsqueeze(1).expand(-1, 2, -1)
         found = torch.nn.functional.scaled_dot_product_attention(queries, keys, keys, attn_mask=self.mask)
         left, right = torch.split(user * self.cross(user) + user, [3, 5], dim=1)
-        return found.mean((1, 2)) + left.sum(1) * right.repeat(1, 2).amax(1) + torch.einsum("bi,bi->b", item, item)
+        return (
+            found.mean((1, 2))
+            + left.sum(1) * right.repeat(1, 2).amax(1)
+            + torch.einsum("bi,bi->b", item, item)
+        )
 
 
 def exported(module: torch.nn.Module, *, is_decomposed: bool = False) -> bytes:
-    """A .pt2 file of a module that takes `user` [batch, 8] and `item` [batch, 4]; is_decomposed: in core ATen operators."""
+    """A .pt2 file of a module that takes `user` [batch, 8] and `item` [batch, 4]; is_decomposed: in core
+    ATen operators."""
     out, batch = io.BytesIO(), Dim("batch")
     inputs = torch.zeros(2, 8), torch.zeros(2, 4)
     program = export(module.eval(), inputs, dynamic_shapes={"user": {0: batch}, "item": {0: batch}})
@@ -135,7 +154,9 @@ def parsed(data: bytes) -> Archive:
     """An archive's entries, JSON parsed."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-    return {name: json.loads(content) if name.endswith(".json") else content for name, content in entries.items()}
+    return {
+        name: json.loads(content) if name.endswith(".json") else content for name, content in entries.items()
+    }
 
 
 def packed(entries: Archive) -> bytes:
@@ -166,11 +187,16 @@ def _sizes(rng: random.Random, entries: Archive) -> None:
         return
     which = rng.randrange(len(meta["sizes"]))
     kind = rng.choice(("sizes", "sizes", "strides"))
-    meta[kind][which] = {"as_int": rng.choice((*_INTS, meta["sizes"][which]["as_int"] * 2, meta["sizes"][which]["as_int"] // 2))}
+    meta[kind][which] = {
+        "as_int": rng.choice(
+            (*_INTS, meta["sizes"][which]["as_int"] * 2, meta["sizes"][which]["as_int"] // 2)
+        )
+    }
 
 
 def _smaller(rng: random.Random, entries: Archive) -> None:
-    """A weight that truly is smaller, its bytes too: what is only found where its size is compared with what a call needs."""
+    """A weight that truly is smaller, its bytes too: what is only found where its size is compared with
+    what a call needs."""
     entry = rng.choice(_metas(entries))
     meta, path = entry["tensor_meta"], f"data/weights/{entry['path_name']}"
     if meta["sizes"]:
@@ -211,7 +237,10 @@ def _argument(rng: random.Random, entries: Archive) -> None:
         return
     given = rng.choice(node["inputs"])
     ((kind, value),) = given["arg"].items()
-    names = [o["as_tensor"]["name"] for n in _nodes(entries) for o in n["outputs"] if "as_tensor" in o] + ["user", "item"]
+    names = [o["as_tensor"]["name"] for n in _nodes(entries) for o in n["outputs"] if "as_tensor" in o] + [
+        "user",
+        "item",
+    ]
     weights = [s["arg"]["name"] for spec in _specs(entries) for s in spec.values() if "name" in s["arg"]]
     if kind == "as_tensor":
         given["arg"] = {kind: {"name": rng.choice(names + weights)}}
@@ -220,11 +249,15 @@ def _argument(rng: random.Random, entries: Archive) -> None:
     elif kind in ("as_ints", "as_sym_ints", "as_tensors", "as_optional_tensors") and value:
         which = rng.randrange(len(value))
         new = {"as_tensors": {"name": rng.choice(names + weights)}, "as_ints": rng.choice(_INTS)}
-        value[which] = new.get(kind, {"as_int": rng.choice(_INTS)} if kind == "as_sym_ints" else {"as_none": True})
+        value[which] = new.get(
+            kind, {"as_int": rng.choice(_INTS)} if kind == "as_sym_ints" else {"as_none": True}
+        )
     elif kind == "as_bool":
         given["arg"] = {kind: not value}
     else:
-        given["arg"] = rng.choice(({"as_none": True}, {"as_float": rng.choice((0.0, -1.5, "NaN", 1e308))}, {"as_int": 2}))
+        given["arg"] = rng.choice(
+            ({"as_none": True}, {"as_float": rng.choice((0.0, -1.5, "NaN", 1e308))}, {"as_int": 2})
+        )
 
 
 def _specs(entries: Archive) -> list[Any]:
@@ -283,7 +316,8 @@ def changed(rng: random.Random) -> bytes:
 
 
 def called(rng: random.Random) -> bytes:
-    """One or two listed operators called with arguments of the types of their schemas; all that they give is in the scores."""
+    """One or two listed operators called with arguments of the types of their schemas; all that they give
+    is in the scores."""
     entries: Archive = {}
     config: dict[str, Any] = {}
     for n in range(rng.randint(2, 5)):
@@ -311,7 +345,12 @@ def _weight(rng: random.Random, number: int) -> tuple[dict[str, Any], bytes]:
     strides = [int(np.prod(sizes[n + 1 :], dtype=np.int64)) for n in range(len(sizes))]
     if len(sizes) > 1 and rng.random() < 0.3:  # transposed
         sizes[0], sizes[1], strides[0], strides[1] = sizes[1], sizes[0], strides[1], strides[0]
-    meta = {"dtype": dtype, "sizes": _as_ints(sizes), "strides": _as_ints(strides), "storage_offset": {"as_int": 0}}
+    meta = {
+        "dtype": dtype,
+        "sizes": _as_ints(sizes),
+        "strides": _as_ints(strides),
+        "storage_offset": {"as_int": 0},
+    }
     return {"path_name": f"weight_{number}", "use_pickle": False, "tensor_meta": meta}, content.tobytes()
 
 
@@ -328,7 +367,10 @@ def _call(rng: random.Random, target: str, pool: list[str], number: int) -> dict
             continue
         if (value := _value(rng, str(argument.real_type), argument.name, pool)) is not None:
             inputs.append({"name": argument.name, "arg": value})
-    outputs = [_output(str(r.real_type), f"r{number}" if n == 0 else f"r{number}_{n}") for n, r in enumerate(schema.returns)]
+    outputs = [
+        _output(str(r.real_type), f"r{number}" if n == 0 else f"r{number}_{n}")
+        for n, r in enumerate(schema.returns)
+    ]
     return {"target": target, "inputs": inputs, "outputs": outputs}
 
 
@@ -344,18 +386,26 @@ def _value(rng: random.Random, kind: str, name: str, pool: list[str]) -> dict[st
         return {"as_none": True}
     kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
     refs = [{"name": rng.choice(pool)} for _ in range(rng.randint(1, 3))]
-    small = rng.choice((-2, -1, 0, 1, 2, 3)) if "dim" in name else rng.choice((*range(-2, 9), *range(1, 9), *_INTS))
+    small = (
+        rng.choice((-2, -1, 0, 1, 2, 3))
+        if "dim" in name
+        else rng.choice((*range(-2, 9), *range(1, 9), *_INTS))
+    )
     numbers = [small if n == 0 else rng.choice((-1, 0, 1, 1, 2, 3, 8)) for n in range(rng.randint(0, 4))]
     made: dict[str, Any] = {
         "Tensor": {"as_tensor": refs[0]},
         "List[Tensor]": {"as_tensors": refs},
-        "List[Optional[Tensor]]": {"as_optional_tensors": [rng.choice(({"as_none": True}, {"as_tensor": r})) for r in refs]},
+        "List[Optional[Tensor]]": {
+            "as_optional_tensors": [rng.choice(({"as_none": True}, {"as_tensor": r})) for r in refs]
+        },
         "bool": {"as_bool": rng.random() < 0.5},
         "float": {"as_float": rng.choice((0.0, 1e-5, 1.0, -2.5, "NaN", "Infinity"))},
         "number": rng.choice(({"as_int": small}, {"as_float": 0.5})),
         "Scalar": rng.choice(({"as_int": small}, {"as_float": 0.5})),
         "str": {
-            "as_string": rng.choice(("bi,bj->bij", "ij,jk->ik", "bi,bi->b", "tanh", "none", "floor", "trunc", "constant", "i"))
+            "as_string": rng.choice(
+                ("bi,bj->bij", "ij,jk->ik", "bi,bi->b", "tanh", "none", "floor", "trunc", "constant", "i")
+            )
         },
         "ScalarType": {"as_scalar_type": rng.choice(list(TYPES))},
         "Layout": {"as_layout": 7},
@@ -378,8 +428,16 @@ def _tail(result: dict[str, Any]) -> list[dict[str, Any]]:
         ("to.dtype", {"self": {"as_tensor": ref}, "dtype": {"as_scalar_type": 8}}, "t0"),
         ("nan_to_num.default", {"self": {"as_tensor": {"name": "t0"}}, "posinf": {"as_float": 3.0}}, "t1"),
         ("sum.default", {"self": {"as_tensor": {"name": "t1"}}}, "t2"),
-        ("select.int", {"self": {"as_tensor": {"name": "user"}}, "dim": {"as_int": 1}, "index": {"as_int": 0}}, "t3"),
-        ("add.Tensor", {"self": {"as_tensor": {"name": "t2"}}, "other": {"as_tensor": {"name": "t3"}}}, "scores"),
+        (
+            "select.int",
+            {"self": {"as_tensor": {"name": "user"}}, "dim": {"as_int": 1}, "index": {"as_int": 0}},
+            "t3",
+        ),
+        (
+            "add.Tensor",
+            {"self": {"as_tensor": {"name": "t2"}}, "other": {"as_tensor": {"name": "t3"}}},
+            "scores",
+        ),
     ]
     return [
         {
@@ -400,7 +458,9 @@ def _program(nodes: list[Any], weights: list[str]) -> dict[str, Any]:
         "graph_module": {
             "graph": {
                 "nodes": nodes,
-                "tensor_values": {n: {"dtype": 7, "sizes": [batch, {"as_int": w}]} for n, w in widths.items()},
+                "tensor_values": {
+                    n: {"dtype": 7, "sizes": [batch, {"as_int": w}]} for n, w in widths.items()
+                },
             },
             "signature": {
                 "input_specs": inputs,

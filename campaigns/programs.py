@@ -1,11 +1,13 @@
-"""Campaign: scorers' programs that were tampered with. No signal, no byte that is not theirs, no error but a refusal.
+"""Campaign: scorers' programs that were tampered with. No signal, no byte that is not theirs, no error but a
+refusal.
 
     python -m campaigns.programs --cases 20000 --seed 1
 
-Each case (`program_cases`) is read, its shapes are propagated, and what both let through is run on three and on five rows, in a
-child process, over guarded memory (`guarded`): with the weights and inputs beginning at, then ending at, an untouchable page,
-each with two canaries. Children are forked from a process that has torch imported, and one that dies is replaced. `checks=False`
-takes the checks of operators and the propagation away: what the campaign sees without them.
+Each case (`program_cases`) is read, its shapes are propagated, and what both let through is run on three and
+on five rows, in a child process, over guarded memory (`guarded`): with the weights and inputs beginning at,
+then ending at, an untouchable page, each with two canaries. Children are forked from a process that has torch
+imported, and one that dies is replaced. `checks=False` takes the checks of operators and the propagation
+away: what the campaign sees without them.
 """
 
 import argparse
@@ -39,7 +41,8 @@ _BATCH = 250  # cases of one child
 
 
 def run(seconds: float | None, seed: int, cases: int | None = None, *, checks: bool = True) -> dict[str, Any]:
-    """`cases` cases, or as many as fit in `seconds`: counts by outcome, refusals by reason, and the numbers of bad cases.
+    """`cases` cases, or as many as fit in `seconds`: counts by outcome, refusals by reason, and the numbers
+    of bad cases.
 
     In a process of its own, whose heap can be poisoned.
     """
@@ -80,7 +83,15 @@ def _inside(seconds: float | None, seed: int, cases: int | None, checks: bool) -
 
 
 def _totals(outcomes: Counter[str]) -> dict[str, int]:
-    totals = {"cases": outcomes.total(), "refused": 0, "accepted": 0, "signals": 0, "foreign_bytes": 0, "hangs": 0, "errors": 0}
+    totals = {
+        "cases": outcomes.total(),
+        "refused": 0,
+        "accepted": 0,
+        "signals": 0,
+        "foreign_bytes": 0,
+        "hangs": 0,
+        "errors": 0,
+    }
     totals["refused_at_call"] = 0
     for outcome, count in outcomes.items():
         totals[outcome.partition(":")[0]] += count
@@ -88,11 +99,16 @@ def _totals(outcomes: Counter[str]) -> dict[str, int]:
 
 
 def _reasons(outcomes: Counter[str]) -> dict[str, int]:
-    return {o.partition(":")[2]: n for o, n in outcomes.most_common() if o.startswith(("refused:", "refused_at_call:"))}
+    return {
+        o.partition(":")[2]: n
+        for o, n in outcomes.most_common()
+        if o.startswith(("refused:", "refused_at_call:"))
+    }
 
 
 def _child(seed: int, numbers: range, checks: bool, outcomes: Counter[str], bad: dict[str, str]) -> int:
-    """Runs cases in a child that tells of each; returns the number of the next case, after one that ended the child."""
+    """Runs cases in a child that tells of each; returns the number of the next case, after one that ended
+    the child."""
     reading, writing = os.pipe()
     sys.stdout.flush()
     if (pid := os.fork()) == 0:
@@ -123,7 +139,9 @@ def _child(seed: int, numbers: range, checks: bool, outcomes: Counter[str], bad:
     if number == last:
         return last
     if not os.WIFSIGNALED(status):
-        raise RuntimeError(f"case {number} of seed {seed} ended its child with status {status}; its traceback is above")
+        raise RuntimeError(
+            f"case {number} of seed {seed} ended its child with status {status}; its traceback is above"
+        )
     died = signal.Signals(os.WTERMSIG(status))
     _count("hangs:" if died == signal.SIGKILL else f"signals:{died.name}", number, outcomes, bad)
     return number + 1
@@ -165,7 +183,8 @@ def _reason(text: str) -> str:
 
 
 def _run(program: Any, seed: int, checks: bool) -> str:
-    """Runs a program over guarded memory: the same scores whatever the canaries are, and the same refusals."""
+    """Runs a program over guarded memory: the same scores whatever the canaries are, and the same
+    refusals."""
     from tableside.loader.program.measure import Meter
 
     meter, outcome = Meter(program, _MOST_BYTES) if checks else None, "accepted:"
@@ -223,11 +242,15 @@ def _dtype(weight: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float)
-    parser.add_argument("--unchecked", action="store_true", help="without the checks of operators: what would have been seen")
+    parser.add_argument(
+        "--unchecked", action="store_true", help="without the checks of operators: what would have been seen"
+    )
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:

@@ -1,7 +1,9 @@
-"""HTTP as bytes, for the socket part of the requests campaign: a case is a script of requests, its bytes and what must come back.
+"""HTTP as bytes, for the socket part of the requests campaign: a case is a script of requests, its bytes and
+what must come back.
 
-A lookup asks for one row by its id, so that an answer says which request it belongs to. Ids from HIDDEN on stand only in bytes
-that are somebody's body or garbage: an answer with such an id means that bytes of one request were taken for another.
+A lookup asks for one row by its id, so that an answer says which request it belongs to. Ids from HIDDEN on
+stand only in bytes that are somebody's body or garbage: an answer with such an id means that bytes of one
+request were taken for another.
 """
 
 import json
@@ -17,7 +19,8 @@ Answer = int | str  # the id of a looked-up row, LIVE or REFUSED
 
 @dataclass
 class Script:
-    """What is sent over one connection. expected: for each request the answers that are right; nothing comes after REFUSED."""
+    """What is sent over one connection. expected: for each request the answers that are right; nothing
+    comes after REFUSED."""
 
     name: str = ""
     data: bytes = b""
@@ -37,7 +40,11 @@ def lookup(row: int, padding: int = 0) -> bytes:
 
 
 def request(
-    body: bytes, *headers: bytes, method: bytes = b"POST", path: bytes = b"/v2/models/demo/infer", end: bytes = b"\r\n"
+    body: bytes,
+    *headers: bytes,
+    method: bytes = b"POST",
+    path: bytes = b"/v2/models/demo/infer",
+    end: bytes = b"\r\n",
 ) -> bytes:
     return end.join([method + b" " + path + b" HTTP/1.1", b"Host: localhost", *headers, b"", b""]) + body
 
@@ -76,7 +83,9 @@ def _live(script: Script, row: int, chance: random.Random) -> None:
 
 
 def _chunks(script: Script, row: int, chance: random.Random) -> None:
-    name = chance.choice((b"Transfer-Encoding: chunked", b"transfer-encoding:chunked", b"TRANSFER-ENCODING:  Chunked"))
+    name = chance.choice(
+        (b"Transfer-Encoding: chunked", b"transfer-encoding:chunked", b"TRANSFER-ENCODING:  Chunked")
+    )
     script.add(request(chunked(lookup(row), chance), name), row)
 
 
@@ -106,7 +115,8 @@ def _upgrade_in_the_body(script: Script, row: int, chance: random.Random) -> Non
 
 
 def _hidden_body(script: Script, row: int, chance: random.Random) -> None:
-    """A whole request as the body of another: refused as JSON, and never answered as a request. The connection stays."""
+    """A whole request as the body of another: refused as JSON, and never answered as a request. The
+    connection stays."""
     body = plain(HIDDEN + row)
     script.add(request(body, length(body)), "400")
 
@@ -143,14 +153,20 @@ def _refusable(*make: Callable[[bytes], list[bytes]]) -> "Kind":
 
 def _wrong_chunk(script: Script, row: int, chance: random.Random) -> None:
     """Chunk sizes that are no sizes."""
-    size = chance.choice((b"ffffffffffffffff", b"1ffffffffffffffff", b"0x10", b"-1", b"+5", b"g", b"", b" ", b"5 5", b"\x00"))
+    size = chance.choice(
+        (b"ffffffffffffffff", b"1ffffffffffffffff", b"0x10", b"-1", b"+5", b"g", b"", b" ", b"5 5", b"\x00")
+    )
     script.add(request(size + b"\r\n" + plain(HIDDEN + row), b"Transfer-Encoding: chunked"), REFUSED)
 
 
 def _length_and_chunks(script: Script, row: int, chance: random.Random) -> None:
-    """Both ways of saying how long a body is: refused, or read in chunks, as RFC 9112 6.3 has it; never by the length."""
+    """Both ways of saying how long a body is: refused, or read in chunks, as RFC 9112 6.3 has it; never by
+    the length."""
     body = chunked(lookup(row), chance)
-    headers = [b"Content-Length: %d" % chance.choice((0, 3, len(body), len(body) + 500)), b"Transfer-Encoding: chunked"]
+    headers = [
+        b"Content-Length: %d" % chance.choice((0, 3, len(body), len(body) + 500)),
+        b"Transfer-Encoding: chunked",
+    ]
     chance.shuffle(headers)
     script.add(request(body, *headers), row, REFUSED)
 
@@ -182,7 +198,12 @@ def _cut(script: Script, row: int, chance: random.Random) -> None:
 
 def _garbage(script: Script, row: int, chance: random.Random) -> None:
     garbage = chance.choice(
-        (b"GARBAGE\r\n\r\n", b"\x16\x03\x01\x02\x00", bytes(chance.randrange(256) for _ in range(50)), b"\x00" * 20)
+        (
+            b"GARBAGE\r\n\r\n",
+            b"\x16\x03\x01\x02\x00",
+            bytes(chance.randrange(256) for _ in range(50)),
+            b"\x00" * 20,
+        )
     )
     script.add(garbage, REFUSED, "nothing")
 

@@ -1,4 +1,5 @@
-"""Scripts of raw bytes (campaigns/raw_cases.py) over a socket: sent, read, and compared with what must come back."""
+"""Scripts of raw bytes (campaigns/raw_cases.py) over a socket: sent, read, and compared with what must
+come back."""
 
 import contextlib
 import json
@@ -13,13 +14,17 @@ DEADLINE_S, QUIET_S = 12.0, 0.1
 
 
 def send(port: int, script: Script, chance: random.Random) -> bytes:
-    """Sends a script, whole or in pieces, and reads all that comes; our side is shut only once all answers are there.
+    """Sends a script, whole or in pieces, and reads all that comes; our side is shut only once all answers
+    are there.
 
-    A script that ends in garbage may get no answer to that: a moment of silence after the other answers is enough then.
+    A script that ends in garbage may get no answer to that: a moment of silence after the other answers is
+    enough then.
     """
     with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        last = b"" if script.ends else request(b"", b"Connection: close", method=b"GET", path=b"/v2/health/live")
+        last = (
+            b"" if script.ends else request(b"", b"Connection: close", method=b"GET", path=b"/v2/health/live")
+        )
         try:
             for piece in _pieces(script.data + last, chance):
                 connection.sendall(piece)
@@ -70,7 +75,8 @@ def _pieces(data: bytes, chance: random.Random) -> list[bytes]:
 
 
 def answers(data: bytes) -> list[Answer]:
-    """The answers in what came back: ids, LIVE, or a status as text. ValueError: it is no sequence of HTTP responses."""
+    """The answers in what came back: ids, LIVE, or a status as text. ValueError: it is no sequence of HTTP
+    responses."""
     found: list[Answer] = []
     while data:
         head, separator, rest = data.partition(b"\r\n\r\n")
@@ -93,8 +99,9 @@ def _answer(status: str, body: bytes) -> Answer:
 
 
 def is_right(script: Script, found: list[Answer]) -> bool:
-    """Whether the answers are the script's, in order. Where it ends in what may be refused, the connection may just close there;
-    then answers to the requests before may be missing as well (`is_short`), but none may be another's.
+    """Whether the answers are the script's, in order. Where it ends in what may be refused, the connection
+    may just close there; then answers to the requests before may be missing as well (`is_short`), but none
+    may be another's.
     """
     expected: list[set[Answer]] = list(script.expected)
     if not script.ends:

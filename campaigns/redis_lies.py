@@ -1,7 +1,8 @@
-"""A Redis that lies: a server gives a follower's commands handmade answers (`CASES`), and random changes of an honest one's.
+"""A Redis that lies: a server gives a follower's commands handmade answers (`CASES`), and random changes of
+an honest one's.
 
-Promised: what is no stream's answer ends in one error that names the stream, or is waited for as a server that is away; nothing
-else is raised, and no batch ends at or before the place behind which it was asked for.
+Promised: what is no stream's answer ends in one error that names the stream, or is waited for as a server
+that is away; nothing else is raised, and no batch ends at or before the place behind which it was asked for.
 """
 
 import socket
@@ -72,7 +73,10 @@ _READS = {
     "a stream without entries": array(array(bulk(b"k"))),
     "an entry that is a number": _read(b":7\r\n"),
     "an id that is a number": _read(array(b":7\r\n", array())),
-    **{f"the id {id_[:20]!r}": _read(entry(id_, *_FIELDS)) for id_ in (b"\xff", b"abc", b"", b"9" * 400, b"9" * 5000, b"-1-0")},
+    **{
+        f"the id {id_[:20]!r}": _read(entry(id_, *_FIELDS))
+        for id_ in (b"\xff", b"abc", b"", b"9" * 400, b"9" * 5000, b"-1-0")
+    },
     "an odd number of fields": _read(entry(b"5-0", *_FIELDS[:3])),
     "no fields": _read(array(bulk(b"5-0"), b"*-1\r\n")),
     "fields that are numbers": _read(array(bulk(b"5-0"), array(b":1\r\n", b":2\r\n"))),
@@ -133,7 +137,11 @@ def outcome(answers: Answers) -> tuple[str, str]:
             is_behind = int((batch.position or "0").partition("-")[0]) > AFTER
             return ("applied", f"{rows} rows") if is_behind else ("broken", f"a batch up to {batch.position}")
         except (SourceError, ChangeError) as error:
-            return ("refused", str(error)) if "'k'" in str(error) else ("broken", f"without the stream's name: {error}")
+            return (
+                ("refused", str(error))
+                if "'k'" in str(error)
+                else ("broken", f"without the stream's name: {error}")
+            )
         except Exception as error:  # noqa: BLE001  (what it is, is what the campaign reports)
             return "broken", f"{type(error).__name__}: {error!s:.300}"
         finally:
@@ -145,7 +153,9 @@ def run(seconds: float, seed: int) -> dict[str, float]:
     from tableside.serving.follow import redis_stream  # needs Redis's client, which other campaigns do not
 
     before, redis_stream._ANSWER_S = redis_stream._ANSWER_S, ANSWER_S
-    counts: Counter[str] = Counter({"handmade lies": len(CASES), "random changes": 0, "broken": 0, "applied lies": 0})
+    counts: Counter[str] = Counter(
+        {"handmade lies": len(CASES), "random changes": 0, "broken": 0, "applied lies": 0}
+    )
     end = time.monotonic() + seconds
     try:
         for name, answers in CASES.items():

@@ -1,7 +1,9 @@
-"""Requests for the fuzz campaign: right ones by chance, mutations of them, and a plain reference that says what is right.
+"""Requests for the fuzz campaign: right ones by chance, mutations of them, and a plain reference that says
+what is right.
 
-The reference reads a V2 or v1 request with json and loops, knows rows by formula (common.told), and shares no code with the
-server. `answer_of` raises Unclear where a request says what the protocol does not: then no answer but a refusal is right.
+The reference reads a V2 or v1 request with json and loops, knows rows by formula (common.told), and shares no
+code with the server. `answer_of` raises Unclear where a request says what the protocol does not: then no
+answer but a refusal is right.
 """
 
 import json
@@ -65,7 +67,9 @@ def right_v2(chance: random.Random) -> Case:
         request["outputs"] = [{"name": n} for n in chance.sample(named, chance.randint(1, len(named)))]
     head = json.dumps(request).encode()
     body = head + b"".join(binary)
-    return Case("/v2/models/demo/infer", body, str(len(head)).encode() if binary or chance.random() < 0.5 else None)
+    return Case(
+        "/v2/models/demo/infer", body, str(len(head)).encode() if binary or chance.random() < 0.5 else None
+    )
 
 
 def _tensors(chance: random.Random, feature: str) -> list[tuple[str, str, NDArray[Any]]]:
@@ -90,7 +94,9 @@ def _tensors(chance: random.Random, feature: str) -> list[tuple[str, str, NDArra
 def right_v1(chance: random.Random) -> Case:
     features: dict[str, Any] = {}
     for feature in chance.sample(sorted(FEATURES), chance.randint(1, len(FEATURES))):
-        bags = [[chance.randrange(ROWS) for _ in range(chance.randint(0, 3))] for _ in range(chance.randint(0, 3))]
+        bags = [
+            [chance.randrange(ROWS) for _ in range(chance.randint(0, 3))] for _ in range(chance.randint(0, 3))
+        ]
         jagged = {"values": [i for bag in bags for i in bag], "lengths": [len(bag) for bag in bags]}
         features[feature] = bags if chance.random() < 0.5 else jagged
     request = {"model": "demo", "features": features, **({"version": 1} if chance.random() < 0.2 else {})}
@@ -101,7 +107,8 @@ def right_v1(chance: random.Random) -> Case:
 
 
 def mutated(case: Case, chance: random.Random) -> Case:
-    """A case with one to three things changed: in its JSON, in its bytes, or in the length that its header claims."""
+    """A case with one to three things changed: in its JSON, in its bytes, or in the length that its header
+    claims."""
     for _ in range(chance.randint(1, 3)):
         case = chance.choice((_json_changed, _json_changed, _bytes_changed, _length_changed))(case, chance)
     return case
@@ -134,7 +141,9 @@ def _json_changed(case: Case, chance: random.Random) -> Case:
 
 def _places(value: Any) -> "list[tuple[Any, Any]]":
     """Every (container, key) in nested lists and objects."""
-    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    keys = (
+        list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    )
     return [(value, key) for key in keys] + [place for key in keys for place in _places(value[key])]
 
 
@@ -144,7 +153,9 @@ def _bytes_changed(case: Case, chance: random.Random) -> Case:
     change: Callable[[], None] = chance.choice(
         (
             lambda: body.__setitem__(slice(at, at + 1), bytes([chance.randrange(256)])),
-            lambda: body.__setitem__(slice(at, at), bytes(chance.randrange(256) for _ in range(chance.randint(1, 8)))),
+            lambda: body.__setitem__(
+                slice(at, at), bytes(chance.randrange(256) for _ in range(chance.randint(1, 8)))
+            ),
             lambda: body.__delitem__(slice(at, at + chance.randint(1, 8))),
             lambda: body.__delitem__(slice(at, None)),
             lambda: body.extend(body[at:]),
@@ -158,7 +169,20 @@ def _length_changed(case: Case, chance: random.Random) -> Case:
     if not case.path.startswith("/v2"):
         return _bytes_changed(case, chance)
     near = str(len(case.body) + chance.randint(-9, 9)).encode()
-    lengths = (None, b"", b"0", b"-1", b"1e2", b"+5", b" 5", b"0x10", b"9" * 30, "٣".encode(), near, b"00" + near)
+    lengths = (
+        None,
+        b"",
+        b"0",
+        b"-1",
+        b"1e2",
+        b"+5",
+        b" 5",
+        b"0x10",
+        b"9" * 30,
+        "٣".encode(),
+        near,
+        b"00" + near,
+    )
     return Case(case.path, case.body, chance.choice(lengths))
 
 
@@ -169,7 +193,15 @@ def answer_of(case: Case) -> Vectors:
     """What a right answer holds, feature -> vectors. Unclear: the request must be refused."""
     try:
         found = _answer_v1(json.loads(case.body)) if case.path.startswith("/v1") else _answer_v2(case)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise Unclear(repr(error)) from error
     return found
 
@@ -204,10 +236,15 @@ def _answer_v2(case: Case) -> Vectors:
     found = {}
     for feature in dict.fromkeys(map(_feature_of, parts)):
         lengths = parts.get(f"{feature}.lengths")
-        if feature in parts and FEATURES[feature]["pooling"] != "none":  # else [2**32, 0] is a shape of no ids like any other
+        if (
+            feature in parts and FEATURES[feature]["pooling"] != "none"
+        ):  # else [2**32, 0] is a shape of no ids like any other
             lengths = [shapes[feature][1]] * shapes[feature][0]
         found[feature] = vectors(
-            feature, parts.get(feature, parts.get(f"{feature}.values")), lengths, parts.get(f"{feature}.weights")
+            feature,
+            parts.get(feature, parts.get(f"{feature}.values")),
+            lengths,
+            parts.get(f"{feature}.weights"),
         )
     named = [o["name"] for o in request.get("outputs") or []]
     return {name: found[name] for name in named} if named else found

@@ -1,12 +1,14 @@
-"""Requests that are wrong in every way: mutated ones in process, raw bytes over sockets, schemathesis over the JSON interface.
+"""Requests that are wrong in every way: mutated ones in process, raw bytes over sockets, schemathesis over
+the JSON interface.
 
-Promised: whatever comes is answered rightly or refused with a 4xx and a reason; no exception but a refusal leaves the
-application, no worker dies, no descriptor leaks. On a connection every byte belongs to exactly one request: there are as many
-answers as requests, in order, and a body is never answered as a request.
+Promised: whatever comes is answered rightly or refused with a 4xx and a reason; no exception but a refusal
+leaves the application, no worker dies, no descriptor leaks. On a connection every byte belongs to exactly one
+request: there are as many answers as requests, in order, and a body is never answered as a request.
 
-The oracle of the first part is a plain reference (campaigns/request_cases.py): what is right must be answered, an answer must be
-what the reference says. Of the second, the script that the bytes were made from (campaigns/raw_cases.py). Of the third,
-schemathesis, which generates cases from /openapi.json and finds answers of 500 and above.
+The oracle of the first part is a plain reference (campaigns/request_cases.py): what is right must be
+answered, an answer must be what the reference says. Of the second, the script that the bytes were made from
+(campaigns/raw_cases.py). Of the third, schemathesis, which generates cases from /openapi.json and finds
+answers of 500 and above.
 """
 
 import asyncio
@@ -41,7 +43,9 @@ SHARES = {"in process": 0.6, "sockets": 0.1, "schemathesis": 0.3}
 CASES_A_TURN, CONNECTIONS = 2000, 16
 LONGEST_START_S = 60
 FP16_MAX = 65_000.0
-HALF_TOLERANCE = 2.0**-10  # the features in fp16: a value is off by half a unit in the last of 11 bits, relative
+HALF_TOLERANCE = (
+    2.0**-10
+)  # the features in fp16: a value is off by half a unit in the last of 11 bits, relative
 
 
 class InProcess:
@@ -93,7 +97,9 @@ class InProcess:
             else:
                 parts.append(bytes(message.get("body", b"")))
 
-        length = [] if case.header_length is None else [(b"inference-header-content-length", case.header_length)]
+        length = (
+            [] if case.header_length is None else [(b"inference-header-content-length", case.header_length)]
+        )
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -101,7 +107,13 @@ class InProcess:
             "method": "POST",
             "scheme": "http",
         }
-        scope |= {"path": case.path, "raw_path": case.path.encode(), "query_string": b"", "root_path": "", "headers": length}
+        scope |= {
+            "path": case.path,
+            "raw_path": case.path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": length,
+        }
         await self.app(scope, receive, send)
         return status, headers, b"".join(parts)
 
@@ -151,7 +163,9 @@ class Fuzz:
             self._tell(number, "the vectors differ from the reference", case)
 
     def _tell(self, number: int, what: str, case: Case) -> None:
-        self.details.append(f"seed {self.seed} case {number}: {what}: {case.path} {case.header_length!r} {case.body[:300]!r}")
+        self.details.append(
+            f"seed {self.seed} case {number}: {what}: {case.path} {case.header_length!r} {case.body[:300]!r}"
+        )
 
 
 def decoded(headers: dict[bytes, bytes], body: bytes) -> Vectors:
@@ -165,8 +179,11 @@ def decoded(headers: dict[bytes, bytes], body: bytes) -> Vectors:
 
 
 def same(found: Vectors, expected: Vectors) -> bool:
-    """Whether an answer has these features and vectors, up to rounding; values that overflow fp16 are not compared."""
-    return list(found) == list(expected) and all(_close(found[name], vectors) for name, vectors in expected.items())
+    """Whether an answer has these features and vectors, up to rounding; values that overflow fp16 are not
+    compared."""
+    return list(found) == list(expected) and all(
+        _close(found[name], vectors) for name, vectors in expected.items()
+    )
 
 
 def _close(found: NDArray[np.float64], expected: NDArray[np.float64]) -> bool:
@@ -201,11 +218,15 @@ class Scripts:
         self.short += is_right and raw_http.is_short(script, found)
         if not is_right:
             self.wrong += 1
-            print(f"requests: seed {seed} sockets {number}: {script.name}: {found}, expected {script.expected}", flush=True)
+            print(
+                f"requests: seed {seed} sockets {number}: {script.name}: {found}, expected {script.expected}",
+                flush=True,
+            )
 
 
 def run_scripts(port: int, seconds: float, seed: int) -> Scripts:
-    """Scripts over some connections at once: one that is refused takes a second, in which its answer arrives."""
+    """Scripts over some connections at once: one that is refused takes a second, in which its answer
+    arrives."""
     end, counts, lock = time.monotonic() + seconds, Scripts(), Lock()
 
     def lane(first: int) -> None:
@@ -224,12 +245,16 @@ def run_scripts(port: int, seconds: float, seed: int) -> Scripts:
 
 
 def run_schemathesis(url: str, seconds: float, seed: int, files: Path) -> dict[str, float]:
-    """Cases from /openapi.json, as many as fit into the time. RuntimeError: schemathesis is not installed, or does not run.
+    """Cases from /openapi.json, as many as fit into the time. RuntimeError: schemathesis is not installed, or
+    does not run.
 
-    Its time begins before it has read the schema. On a machine with other work a short one ends without a case: it has more then.
+    Its time begins before it has read the schema. On a machine with other work a short one ends without a
+    case: it has more then.
     """
     if importlib.util.find_spec("schemathesis") is None:
-        raise RuntimeError("the requests campaign needs schemathesis, which is not installed: pip install '.[dev]'")
+        raise RuntimeError(
+            "the requests campaign needs schemathesis, which is not installed: pip install '.[dev]'"
+        )
     found = _cases_of_schemathesis(url, seconds, seed, files)
     while not found["test_cases"]["generated"] and seconds < LONGEST_START_S:
         seconds *= 2
@@ -238,7 +263,10 @@ def run_schemathesis(url: str, seconds: float, seed: int, files: Path) -> dict[s
         print(f"requests: schemathesis, seed {seed}: {json.dumps(failure)[:500]}", flush=True)
     unread = found["warnings"]["unresolvable_reference"]
     if unread:
-        print(f"requests: /openapi.json has references that cannot be resolved, in {', '.join(unread)}", flush=True)
+        print(
+            f"requests: /openapi.json has references that cannot be resolved, in {', '.join(unread)}",
+            flush=True,
+        )
     cases = found["test_cases"]
     return {
         "schemathesis cases": cases["generated"],
@@ -250,11 +278,36 @@ def run_schemathesis(url: str, seconds: float, seed: int, files: Path) -> dict[s
 def _cases_of_schemathesis(url: str, seconds: float, seed: int, files: Path) -> dict[str, Any]:
     """The report of one run."""
     report = files / "schemathesis.json"
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--seed", str(seed), "--no-color"]
-    command += ["--phases", "coverage,fuzzing", "--checks", "not_a_server_error", "--continue-on-failure", "--no-shrink"]
-    command += ["--max-examples", "1000000", "--max-time", f"{max(1, round(seconds))}", "--generation-database", "none"]
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{url}/openapi.json",
+        "--seed",
+        str(seed),
+        "--no-color",
+    ]
+    command += [
+        "--phases",
+        "coverage,fuzzing",
+        "--checks",
+        "not_a_server_error",
+        "--continue-on-failure",
+        "--no-shrink",
+    ]
+    command += [
+        "--max-examples",
+        "1000000",
+        "--max-time",
+        f"{max(1, round(seconds))}",
+        "--generation-database",
+        "none",
+    ]
     command += ["--report", "json", "--report-json-path", str(report)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=files, timeout=seconds + 120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=files, timeout=seconds + 120, check=False
+    )
     if not report.exists():
         raise RuntimeError(f"schemathesis did not run: {done.stdout[-1000:]}{done.stderr[-1000:]}")
     found: dict[str, Any] = json.loads(report.read_text())
@@ -281,7 +334,9 @@ def run(seconds: float, seed: int) -> dict[str, float]:
     }
 
 
-def _over_sockets(server: LocalServer, root: Path, files: Path, seconds: float, seed: int) -> dict[str, float]:
+def _over_sockets(
+    server: LocalServer, root: Path, files: Path, seconds: float, seed: int
+) -> dict[str, float]:
     """The parts that need a server; it must be the same worker after them, with no more descriptors."""
     port = int(urlsplit(server.url).port or 0)
     run_scripts(port, 0, seed)  # what a first request opens is no leak
@@ -290,9 +345,13 @@ def _over_sockets(server: LocalServer, root: Path, files: Path, seconds: float, 
     scripts = run_scripts(port, seconds * SHARES["sockets"], seed)
     cases = run_schemathesis(server.url, seconds * SHARES["schemathesis"], seed, files)
     with Client(server.url) as client:
-        internal = re.findall(r'tableside_errors_total\{[^}]*kind="internal"[^}]*\} ([\d.e+]+)', client.metrics())
+        internal = re.findall(
+            r'tableside_errors_total\{[^}]*kind="internal"[^}]*\} ([\d.e+]+)', client.metrics()
+        )
     after = workers_of(server.pid, root)
-    until(lambda: len(descriptors(after[0])) <= open_before, what="the connections to be gone") if after == before else None
+    until(
+        lambda: len(descriptors(after[0])) <= open_before, what="the connections to be gone"
+    ) if after == before else None
     return {
         "raw sockets": scripts.sent,
         "raw: other answers than requests": scripts.wrong,

@@ -1,11 +1,13 @@
 """A model's folder with loaders that can be killed, and what must be true of it after each of them.
 
-A loader is a process that was forked from this one, which has imported everything: it runs `tableside load` through
-tableside.serving.cli.cli.main within some 30 ms, so that a thousand kills are affordable. `start_command` runs the real command.
+A loader is a process that was forked from this one, which has imported everything: it runs `tableside load`
+through tableside.serving.cli.cli.main within some 30 ms, so that a thousand kills are affordable.
+`start_command` runs the real command.
 
-The oracle knows which value each load published, because the rows say so (common.told). After each load, whatever became of it:
-the live version is whole and is either the one from before or the one that was loaded; every number means the rows that it has
-always meant; and once `gc` has run, the folder holds the published versions and small records, nothing else.
+The oracle knows which value each load published, because the rows say so (common.told). After each load,
+whatever became of it: the live version is whole and is either the one from before or the one that was loaded;
+every number means the rows that it has always meant; and once `gc` has run, the folder holds the published
+versions and small records, nothing else.
 """
 
 import os
@@ -64,7 +66,9 @@ class Loader:
                     traceback.print_exc()
                 sys.stderr.flush()
             finally:
-                os._exit(code)  # whatever fails: this process must not go on as the campaign, and clear its folders
+                os._exit(
+                    code
+                )  # whatever fails: this process must not go on as the campaign, and clear its folders
 
     def go(self) -> None:
         self._go.send(b"g")
@@ -136,7 +140,17 @@ class Shelf:
     def start_command(self) -> tuple["subprocess.Popen[str]", int]:
         """The real `tableside load` in a process of its own, and the value that it loads."""
         value = self.next_value()
-        command = [sys.executable, "-m", "tableside", "load", str(self.toml(value)), "--root", str(self.root), "--keep", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "tableside",
+            "load",
+            str(self.toml(value)),
+            "--root",
+            str(self.root),
+            "--keep",
+            "1",
+        ]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True), value
 
     # ---- the oracle ----
@@ -146,7 +160,8 @@ class Shelf:
         self.details.append(f"{what}: {detail}")
 
     def check(self, loaded: dict[int, int], where: str) -> None:
-        """After loads ended: value -> exit code. Then `gc`, and the folder's bytes. where: to find the case again."""
+        """After loads ended: value -> exit code. Then `gc`, and the folder's bytes. where: to find the
+        case again."""
         before = self.live_value
         try:
             for version in self.model.versions():
@@ -172,9 +187,13 @@ class Shelf:
             self.wrong("wrong rows", f"{where}: version {version}")
             return
         if version not in self.told and version <= max(self.told, default=0):
-            self.wrong("a number given twice", f"{where}: {version} is new, and {max(self.told)} was there before")
+            self.wrong(
+                "a number given twice", f"{where}: {version} is new, and {max(self.told)} was there before"
+            )
         if self.told.setdefault(version, value) != value:
-            self.wrong("a number given twice", f"{where}: version {version} was {self.told[version]}, now {value}")
+            self.wrong(
+                "a number given twice", f"{where}: version {version} was {self.told[version]}, now {value}"
+            )
 
     def collect(self, where: str) -> None:
         """`gc`, and then the bytes that are no published version's and no small record's."""
@@ -185,5 +204,7 @@ class Shelf:
 
     def orphan_bytes(self) -> int:
         published = {self.model.path(v).name for v in self.model.versions()}
-        sizes = [p.stat().st_blocks * 512 for p in self.root.rglob("*") if p.is_file() and p.name not in published]
+        sizes = [
+            p.stat().st_blocks * 512 for p in self.root.rglob("*") if p.is_file() and p.name not in published
+        ]
         return sum(size for size in sizes if size > SMALL_BYTES)

@@ -1,13 +1,14 @@
-"""Soak: every kind of request, for as long as there is time, while versions are swapped and, in the second half, workers are
-replaced by signals.
+"""Soak: every kind of request, for as long as there is time, while versions are swapped and, in the second
+half, workers are replaced by signals.
 
-Promised: answers stay right; what workers and supervisor hold stays flat: private memory, descriptors, mappings, and the files
-below the root, the metrics folder among them.
+Promised: answers stay right; what workers and supervisor hold stays flat: private memory, descriptors,
+mappings, and the files below the root, the metrics folder among them.
 
-The oracle: clients know each version's rows by formula (common.told), and what each wrong request must be told. What processes
-hold is read from /proc twice a second; the second quarter's median is compared with the last quarter's, so that a warm-up is no
-growth and a single reading decides nothing. Workers are watched in the first half, in which they live on; supervisor and files in
-the second, in which SIGHUP and SIGKILL replace workers.
+The oracle: clients know each version's rows by formula (common.told), and what each wrong request must be
+told. What processes hold is read from /proc twice a second; the second quarter's median is compared with the
+last quarter's, so that a warm-up is no growth and a single reading decides nothing. Workers are watched in
+the first half, in which they live on; supervisor and files in the second, in which SIGHUP and SIGKILL replace
+workers.
 """
 
 import http.client
@@ -27,7 +28,16 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks import wire
-from campaigns.common import ROWS, descriptors, folders, publish, random_of, standalone, version_told, workers_of
+from campaigns.common import (
+    ROWS,
+    descriptors,
+    folders,
+    publish,
+    random_of,
+    standalone,
+    version_told,
+    workers_of,
+)
 from tableside.loader.segment.memory import processes_below, pss_bytes
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli.commands.bench import HEADER_LENGTH
@@ -72,7 +82,10 @@ class Asker:
         ids = self.rng.integers(0, ROWS, 5)
         request = {"model": "demo", "features": {"user": [ids.tolist()]}}
         status, _, answer = self.ask("POST", "/v1/lookup", json.dumps(request).encode())
-        return status == 200 and version_told(np.array(json.loads(answer)["vectors"]["user"], np.float32), ids) is not None
+        return (
+            status == 200
+            and version_told(np.array(json.loads(answer)["vectors"]["user"], np.float32), ids) is not None
+        )
 
     def names_a_wrong_id(self) -> bool:
         headers, body = wire.encode({"user": [[int(self.rng.integers(ROWS, 2**62))]]})
@@ -86,10 +99,20 @@ class Asker:
         return self.ask("POST", "/v1/lookup", self.rng.bytes(50))[0] == 400
 
     def asks_what_there_is(self) -> bool:
-        paths = ("/v2", "/v2/models/demo", "/v1/models", "/health", "/v2/models/demo/config", "/v2/models/stats")
+        paths = (
+            "/v2",
+            "/v2/models/demo",
+            "/v1/models",
+            "/health",
+            "/v2/models/demo/config",
+            "/v2/models/stats",
+        )
         path = paths[self.rng.integers(len(paths))]
         status = self.ask("GET", path)[0]
-        return status == 200 or (status, path) == (503, "/health")  # a worker that SIGHUP replaces says that it drains
+        return status == 200 or (status, path) == (
+            503,
+            "/health",
+        )  # a worker that SIGHUP replaces says that it drains
 
     def asks_for_metrics(self) -> bool:
         status, _, text = self.ask("GET", "/metrics")
@@ -131,7 +154,8 @@ class Series:
         self.readings: dict[str, list[float]] = {}
 
     def look(self, processes: list[int], root: Path) -> None:
-        """The largest reading of any of the processes, and the files below the root. A process that ends meanwhile counts not."""
+        """The largest reading of any of the processes, and the files below the root. A process that ends
+        meanwhile counts not."""
         found: dict[str, list[float]] = {"private memory, MB": [], "descriptors": [], "mappings": []}
         for pid in processes:
             try:
@@ -149,7 +173,9 @@ class Series:
         """From the second quarter's median to the last quarter's."""
         values = self.readings.get(name, [0.0])
         quarter = max(1, len(values) // 4)
-        return statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter] or values)
+        return statistics.median(values[-quarter:]) - statistics.median(
+            values[quarter : 2 * quarter] or values
+        )
 
 
 class Disturbance:
@@ -201,7 +227,9 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         publish(root, files, 1)
         with local_server(["demo"], root=root, workers=WORKERS) as server:
             port = urlsplit(server.url).port
-            clients = [spawn.Process(target=ask_until, args=(port, seed, c, counts, stop)) for c in range(CLIENTS)]
+            clients = [
+                spawn.Process(target=ask_until, args=(port, seed, c, counts, stop)) for c in range(CLIENTS)
+            ]
             for client in clients:
                 client.start()
             try:
@@ -220,7 +248,10 @@ def run(seconds: float, seed: int) -> dict[str, float]:
         "swaps": disturbance.swaps,
         "kills": disturbance.kills,
         "hangups": disturbance.hangups,
-        **{f"a worker's growth: {name}": workers.growth(name) for name in ("private memory, MB", "descriptors", "mappings")},
+        **{
+            f"a worker's growth: {name}": workers.growth(name)
+            for name in ("private memory, MB", "descriptors", "mappings")
+        },
         **{
             f"the supervisor's growth: {name}": everyone.growth(name)
             for name in ("private memory, MB", "descriptors", "mappings")

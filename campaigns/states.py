@@ -1,11 +1,12 @@
-"""States are read in every way, while a writer applies changes at full speed, is killed, and deltas are compacted.
+"""States are read in every way, while a writer applies changes at full speed, is killed, and deltas are
+compacted.
 
-Readers attach them, look up through a PyTorch module and over HTTP, and `tableside eval` scores a data set of all rows with two
-processes. Promised: each sees whole states alone. No row is torn, none of an answer is from another state, none is older than one
-that the same reader saw before, and nothing that was applied is lost.
+Readers attach them, look up through a PyTorch module and over HTTP, and `tableside eval` scores a data set of
+all rows with two processes. Promised: each sees whole states alone. No row is torn, none of an answer is from
+another state, none is older than one that the same reader saw before, and nothing that was applied is lost.
 
-The oracle: every value of a row is the number of the batch that wrote it, and each batch writes row 0. What else a batch changes
-follows from its number, so whoever sees row 0 knows every other row of that state.
+The oracle: every value of a row is the number of the batch that wrote it, and each batch writes row 0. What
+else a batch changes follows from its number, so whoever sees row 0 knows every other row of that state.
 """
 
 import contextlib
@@ -44,7 +45,13 @@ ROWS, DIM, A_BATCH = 20_000, 16, 700
 KEPT, KEPT_VERSIONS = 500, 8  # states and versions, as an evaluation takes seconds to begin
 SCALE = 2.0**-24  # exact, and a score below 1 whatever number a row has
 SOURCE = "numbers"
-NEVER = ("torn rows", "rows of another state", "readers that went back", "batches lost", "evaluations that failed")
+NEVER = (
+    "torn rows",
+    "rows of another state",
+    "readers that went back",
+    "batches lost",
+    "evaluations that failed",
+)
 
 
 def changed_by(number: int) -> NDArray[np.int64]:
@@ -77,7 +84,9 @@ def write(root: Path) -> None:
         ids = changed_by(number)
         changes = TableChanges("t", ids, np.full((ids.size, DIM), number, np.float32))
         with contextlib.suppress(LoaderError):  # a compaction made another version live meanwhile
-            apply(model, ChangeBatch([changes], SOURCE, str(number), done), ApplySettings(keep=Retention(KEPT)))
+            apply(
+                model, ChangeBatch([changes], SOURCE, str(number), done), ApplySettings(keep=Retention(KEPT))
+            )
 
 
 class Seen:
@@ -110,7 +119,12 @@ def read(root: Path, seed: int, end: float, pipe: Connection) -> None:
 
     from tableside.torch import Embeddings
 
-    model, rng, seen, seen_by_module = Model(root, "demo"), np.random.default_rng(seed), Seen("attached"), Seen("by a module")
+    model, rng, seen, seen_by_module = (
+        Model(root, "demo"),
+        np.random.default_rng(seed),
+        Seen("attached"),
+        Seen("by a module"),
+    )
     module, states = Embeddings("demo", ["each"], root=str(root)), 0
     segment = attach_state(model, None, "full")
     while time.monotonic() < end or not states:
@@ -148,17 +162,35 @@ def evaluate(root: Path, files: Path, end: float, pipe: Connection) -> None:
     pq.write_table(rows, files / "rows.parquet", row_group_size=1000)
     while time.monotonic() < end or not seen.counts["evaluations"] + seen.counts["evaluations that failed"]:
         out = files / "out"
-        command = [sys.executable, "-m", "tableside", "eval", "demo", files / "rows.parquet", "--out", out, "--root", root]
+        command = [
+            sys.executable,
+            "-m",
+            "tableside",
+            "eval",
+            "demo",
+            files / "rows.parquet",
+            "--out",
+            out,
+            "--root",
+            root,
+        ]
         ran = subprocess.run(
-            [*map(str, command), "--workers", "2", "--shard-rows", "1000"], capture_output=True, text=True, check=False
+            [*map(str, command), "--workers", "2", "--shard-rows", "1000"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        if ran.returncode and "not published" in ran.stderr:  # a compaction pushed it out before all processes had it
+        if (
+            ran.returncode and "not published" in ran.stderr
+        ):  # a compaction pushed it out before all processes had it
             seen.counts["evaluations whose state was gone"] += 1
         elif ran.returncode:
             print(f"states: an evaluation failed: {ran.stderr}", flush=True)
             seen.counts["evaluations that failed"] += 1
         else:
-            parts = pa.concat_tables([pq.read_table(p) for p in sorted((out / "parts").glob("*.parquet"))]).sort_by("row")
+            parts = pa.concat_tables(
+                [pq.read_table(p) for p in sorted((out / "parts").glob("*.parquet"))]
+            ).sort_by("row")
             scores = parts.column("score_0").to_numpy() / (SCALE * DIM)
             seen.compare(ids, np.repeat(scores[:, None], DIM, 1).astype(np.float32))
             seen.counts["evaluations"] += 1
@@ -172,7 +204,9 @@ def _has_moved(model: Model, began: str | None) -> bool:
 
 def publish(root: Path, files: Path) -> Model:
     """A table of zeros, and one row that scales it to a score."""
-    np.savez(files / "rows.npz", t=np.zeros((ROWS, DIM), np.float32), scale=np.full((1, DIM), SCALE, np.float32))
+    np.savez(
+        files / "rows.npz", t=np.zeros((ROWS, DIM), np.float32), scale=np.full((1, DIM), SCALE, np.float32)
+    )
     raw = {
         "name": "demo",
         "checkpoint": "rows.npz",

@@ -1,7 +1,7 @@
 """All that looks at torch's operators, or changes what they do: a call as each of them answers it.
 
-A `Tracer` is given a module, the inputs that it is traced with, and others of the same shapes. It returns the module's tensor for
-the others.
+A `Tracer` is given a module, the inputs that it is traced with, and others of the same shapes. It returns the
+module's tensor for the others.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,9 @@ TRACERS: dict[str, Tracer] = {
     "make_fx, fake": _made_by_fx(tracing_mode="fake"),
     "make_fx, symbolic": _made_by_fx(tracing_mode="symbolic"),
     "make_fx, pre_dispatch": _made_by_fx(pre_dispatch=True),
-    "make_fx of functionalize": lambda call, traced, given: make_fx(torch.func.functionalize(call))(*traced)(*given),
+    "make_fx of functionalize": lambda call, traced, given: make_fx(torch.func.functionalize(call))(*traced)(
+        *given
+    ),
     "torch.compile": _compiled,
     "torch.export": _exported(False),
     "torch.export, strict": _exported(True),

@@ -1,8 +1,10 @@
-"""Modules drawn at random, under everything that looks at torch's operators (`campaigns.tracers`), on the CPU.
+"""Modules drawn at random, under everything that looks at torch's operators (`campaigns.tracers`), on the
+CPU.
 
-Each draw has features, forms of input, weights and padding of its own. It is traced with some inputs and answered for others. The
-oracle of every answer is the eager call, bit for bit; that of the eager call is torch.nn.functional.embedding_bag over the rows
-that were published, whose sums of small whole numbers are exact. Weights are halves. `python -m campaigns.traces --seconds 60`
+Each draw has features, forms of input, weights and padding of its own. It is traced with some inputs and
+answered for others. The oracle of every answer is the eager call, bit for bit; that of the eager call is
+torch.nn.functional.embedding_bag over the rows that were published, whose sums of small whole numbers are
+exact. Weights are halves. `python -m campaigns.traces --seconds 60`
 """
 
 import random
@@ -16,7 +18,19 @@ import numpy as np
 import torch
 from torch.nn.functional import embedding, embedding_bag
 
-from campaigns.common import ROWS, TABLES, Goal, at_least, console, folders, none, publish, random_of, standalone, told
+from campaigns.common import (
+    ROWS,
+    TABLES,
+    Goal,
+    at_least,
+    console,
+    folders,
+    none,
+    publish,
+    random_of,
+    standalone,
+    told,
+)
 from campaigns.tracers import TRACERS, Inputs
 from tableside.torch import Bags, EmbeddingBags, Embeddings
 
@@ -47,16 +61,24 @@ class Drawn(torch.nn.Module):
         super().__init__()
         self.draw = draw
         if draw.form == "ids":
-            self.module: Embeddings | EmbeddingBags = Embeddings("demo", ["user"], root=root, output=draw.output)
+            self.module: Embeddings | EmbeddingBags = Embeddings(
+                "demo", ["user"], root=root, output=draw.output
+            )
         else:
             padding = None if draw.padding is None else {draw.feature: draw.padding}
-            self.module = EmbeddingBags("demo", [draw.feature], root=root, output=draw.output, padding_idx=padding)
+            self.module = EmbeddingBags(
+                "demo", [draw.feature], root=root, output=draw.output, padding_idx=padding
+            )
 
-    def forward(self, ids: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         draw, module = self.draw, self.module
         if draw.form == "packed":
             assert isinstance(module, EmbeddingBags)
-            return module.packed(ids, torch.cat([offsets, torch.full_like(offsets[:1], draw.bags * draw.per_bag)]))
+            return module.packed(
+                ids, torch.cat([offsets, torch.full_like(offsets[:1], draw.bags * draw.per_bag)])
+            )
         given = {
             "offsets": (ids, offsets),
             "lengths": Bags(ids, lengths=lengths),
@@ -67,7 +89,9 @@ class Drawn(torch.nn.Module):
         found: torch.Tensor = module({draw.feature: given})[draw.feature]
         return found
 
-    def expected(self, ids: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def expected(
+        self, ids: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """What torch makes of the published rows."""
         draw = self.draw
         if draw.form == "ids":
@@ -75,7 +99,9 @@ class Drawn(torch.nn.Module):
         table, mode = _POOLED[draw.feature]
         starts = torch.arange(0, ids.numel(), draw.per_bag) if draw.form == "fixed" else offsets
         by = weights if draw.form == "weighted" else None
-        found = embedding_bag(ids, _rows(table), starts, mode=mode, per_sample_weights=by, padding_idx=draw.padding)
+        found = embedding_bag(
+            ids, _rows(table), starts, mode=mode, per_sample_weights=by, padding_idx=draw.padding
+        )
         return found.to(draw.output)
 
 
@@ -111,7 +137,12 @@ def _inputs(draw: Draw, chance: random.Random) -> Inputs:
     offsets[0] = 0
     lengths = np.diff(offsets, append=count)
     weights = values.integers(-4, 5, count).astype(np.float32) / 2
-    return torch.from_numpy(ids), torch.from_numpy(offsets), torch.from_numpy(lengths), torch.from_numpy(weights)
+    return (
+        torch.from_numpy(ids),
+        torch.from_numpy(offsets),
+        torch.from_numpy(lengths),
+        torch.from_numpy(weights),
+    )
 
 
 def _rows(table: str) -> torch.Tensor:
@@ -128,7 +159,9 @@ def _judge(drawn: Drawn, chance: random.Random, found: Counter[str]) -> None:
             answer = tracer(drawn, traced, given)
         except Exception as error:  # noqa: BLE001  (counted, and told)
             found["errors"] += 1
-            console.print(f"traces: {name} of {drawn.draw}: {type(error).__name__}: {error!s:.300}", markup=False)
+            console.print(
+                f"traces: {name} of {drawn.draw}: {type(error).__name__}: {error!s:.300}", markup=False
+            )
             continue
         found["traced answers"] += 1
         if not torch.equal(answer, eager):

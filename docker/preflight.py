@@ -1,7 +1,7 @@
 """Looks, before anything slow, whether a container can load and serve the models that it was started with.
 
-Prints nothing. Where something is missing: one line on stderr that says what was found, what is needed and what to change, and
-exit code 1. Never imports torch, which takes seconds.
+Prints nothing. Where something is missing: one line on stderr that says what was found, what is needed and
+what to change, and exit code 1. Never imports torch, which takes seconds.
 """
 
 import os
@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> int:
 
 
 def is_path(model: str) -> bool:
-    """Whether an argument is the path of a model.toml or a checkpoint: a model's name holds neither character."""
+    """Whether an argument is the path of a model.toml or a checkpoint: a model's name holds neither
+    character."""
     return "." in model or "/" in model
 
 
@@ -57,7 +58,8 @@ def named(arguments: list[str]) -> list[str]:
         raise Problem(f"found option {option} among the models; expected options last: MODEL... -- {option}")
     if not models and not serves_all(options):
         raise Problem(
-            "no model is named; expected the path of a model.toml or a checkpoint, or a published model's name: "
+            "no model is named; expected the path of a model.toml or a checkpoint, or a published model's "
+            "name: "
             "docker run -v FOLDER:/models:ro IMAGE /models/model.toml"
         )
     if any(o.split("=")[0] == "--root" for o in options):
@@ -100,7 +102,9 @@ def segment_bytes(spec: ModelSpec) -> int:
     """Upper bound of the bytes that a load of `spec` takes in shared memory, from its tables' shapes."""
     with open_checkpoint(spec.checkpoint) as checkpoint:
         matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables}
-    tables = plan_tables([(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables])
+    tables = plan_tables(
+        [(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables]
+    )
     rows_and_checksums = sum(t.bytes + 8 * t.chunks for t in tables)
     return rows_and_checksums + len(tables) * 8192 + MIB  # alignment and header: a few kB a table
 
@@ -115,12 +119,14 @@ def check_writable(folder: Path) -> None:
     if not os.access(found := existing(folder), os.W_OK | os.X_OK):
         raise Problem(
             f"{found} is not writable by user {os.getuid()}; a load writes to {folder}: "
-            f"give that user the folder (chown {os.getuid()}), or set TABLESIDE_ROOT to another one in /dev/shm"
+            f"give that user the folder (chown {os.getuid()}), or set TABLESIDE_ROOT to another one in "
+            "/dev/shm"
         )
 
 
 def check_space(root: Path, needed_bytes: int) -> None:
-    """Problem where the file system of `root` cannot hold that much more. Containers get 64 MiB by default."""
+    """Problem where the file system of `root` cannot hold that much more. Containers get 64 MiB by
+    default."""
     folder = existing(root)
     free_bytes = available_bytes(folder)
     if needed_bytes > free_bytes:
@@ -129,24 +135,28 @@ def check_space(root: Path, needed_bytes: int) -> None:
         step_bytes = 64 * MIB
         size_mib = -(-(used_bytes + needed_bytes) // step_bytes) * step_bytes // MIB
         raise Problem(
-            f"{folder} has {free_bytes:,} bytes free, the load needs {needed_bytes:,}; start the container with more "
+            f"{folder} has {free_bytes:,} bytes free, the load needs {needed_bytes:,}; start the container "
+            "with more "
             f"shared memory, a limit that reserves nothing: docker run --shm-size={size_mib}m"
         )
 
 
 def check_memlock(needed_bytes: int) -> None:
-    """Problem where a GPU is asked for and the models cannot be registered with it, which locks their pages."""
+    """Problem where a GPU is asked for and the models cannot be registered with it, which locks their
+    pages."""
     limit_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if not gpu_wanted() or limit_bytes == resource.RLIM_INFINITY or needed_bytes <= limit_bytes:
         return
     raise Problem(
-        f"the memlock limit is {limit_bytes:,} bytes, registering the models with the GPU needs {needed_bytes:,}; "
+        f"the memlock limit is {limit_bytes:,} bytes, registering the models with the GPU needs "
+        f"{needed_bytes:,}; "
         "start the container without that limit: docker run --ulimit memlock=-1"
     )
 
 
 def gpu_wanted() -> bool:
-    """Whether the environment gives the server a GPU. The image built for CPUs (TABLESIDE_IMAGE) never uses one."""
+    """Whether the environment gives the server a GPU. The image built for CPUs (TABLESIDE_IMAGE) never
+    uses one."""
     if os.environ.get("TABLESIDE_IMAGE") == "cpu":
         return False
     visible = os.environ.get("NVIDIA_VISIBLE_DEVICES", "")

@@ -1,8 +1,10 @@
-"""The whole path in half a minute: checkpoint -> quantized segment in /dev/shm -> two worker processes -> lookups over HTTP.
+"""The whole path in half a minute: checkpoint -> quantized segment in /dev/shm -> two worker processes ->
+lookups over HTTP.
 
-Makes a small but realistic model, loads it, serves it on a free loopback port, looks ids up with the client (binary) and as
-JSON, compares every answer with the checkpoint, and prints what it cost. Leaves nothing behind. Exit code 0 only if every
-answer matched. With --keep-serving it keeps the server running and prints the curl lines to try.
+Makes a small but realistic model, loads it, serves it on a free loopback port, looks ids up with the client
+(binary) and as JSON, compares every answer with the checkpoint, and prints what it cost. Leaves nothing
+behind. Exit code 0 only if every answer matched. With --keep-serving it keeps the server running and prints
+the curl lines to try.
 """
 
 import argparse
@@ -54,7 +56,10 @@ BATCH = 64
 def make_checkpoint(folder: Path) -> tuple[Path, dict[str, np.ndarray]]:
     """Writes demo.npz and model.toml; returns the description's path and the original values."""
     rng = np.random.default_rng(2026)
-    values = {t: rng.standard_normal((rows, dim), dtype=np.float32) * np.float32(0.1) for t, (rows, dim, _) in TABLES.items()}
+    values = {
+        t: rng.standard_normal((rows, dim), dtype=np.float32) * np.float32(0.1)
+        for t, (rows, dim, _) in TABLES.items()
+    }
     keys: dict[str, Any] = {f"embedding_bags.{t}.weight": v for t, v in values.items()}
     np.savez(folder / "demo.npz", **keys)
     lines = ['name = "demo"', 'checkpoint = "demo.npz"']
@@ -96,17 +101,25 @@ def pooled(rows: np.ndarray, q: Question, pooling: str) -> np.ndarray:
     return sums / np.maximum(q.lengths, 1)[:, None] if pooling == "mean" else sums
 
 
-def mismatches(answer: dict[str, np.ndarray], asked: dict[str, Question], values: dict[str, np.ndarray]) -> list[str]:
-    """Features whose vectors are further from the checkpoint's than the row format allows: each id may err by its bound."""
+def mismatches(
+    answer: dict[str, np.ndarray], asked: dict[str, Question], values: dict[str, np.ndarray]
+) -> list[str]:
+    """Features whose vectors are further from the checkpoint's than the row format allows: each id may err
+    by its bound."""
     wrong = []
     for name, q in asked.items():
         table, pooling = FEATURES[name]
         rows = values[table][q.ids]
         row_format = RowFormat.parse(TABLES[table][2])
-        bounds = np.array([[row_format.error_bound(float(r.min()), float(r.max()))] for r in rows]).reshape(-1, 1)
+        bounds = np.array([[row_format.error_bound(float(r.min()), float(r.max()))] for r in rows]).reshape(
+            -1, 1
+        )
         allowed = pooled(bounds, q, pooling) + 1e-5
         found = np.asarray(answer[name])
-        if found.shape != (len(allowed), rows.shape[1]) or (np.abs(found - pooled(rows, q, pooling)) > allowed).any():
+        if (
+            found.shape != (len(allowed), rows.shape[1])
+            or (np.abs(found - pooled(rows, q, pooling)) > allowed).any()
+        ):
             wrong.append(name)
     return wrong
 
@@ -146,7 +159,14 @@ def print_tables(loaded: Loaded, segment: Segment, values: dict[str, np.ndarray]
         fp32 = 4 * t.rows * t.dim
         error = worst_error(segment, t, values[t.name])
         table.add_row(
-            t.name, f"{t.rows:,}", str(t.dim), t.row_format, mb(t.bytes), mb(fp32), f"{fp32 / t.bytes:.1f}", f"{error:.1e}"
+            t.name,
+            f"{t.rows:,}",
+            str(t.dim),
+            t.row_format,
+            mb(t.bytes),
+            mb(fp32),
+            f"{fp32 / t.bytes:.1f}",
+            f"{error:.1e}",
         )
     console.print(table)
     console.print(
@@ -210,7 +230,10 @@ def run(root: Path, folder: Path, keep_serving: bool) -> int:
         compared, wrong = ask(url, values)
         print_memory(pid, root, loaded.segment_bytes)
         print_throughput(url)
-        console.print(f"{compared:,} vectors over both protocols, {len(wrong)} features wrong {wrong[:3] if wrong else ''}")
+        console.print(
+            f"{compared:,} vectors over both protocols, {len(wrong)} features wrong "
+            f"{wrong[:3] if wrong else ''}"
+        )
         if keep_serving and not wrong:
             console.print(curl_lines(url))
             wait_for_signal()
@@ -218,7 +241,9 @@ def run(root: Path, folder: Path, keep_serving: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keep-serving", action="store_true", help="keep the server running on port 8000")
     options = parser.parse_args()
     root = Path("/dev/shm") / f"tableside-demo-{uuid.uuid4().hex[:8]}"

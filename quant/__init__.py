@@ -8,7 +8,18 @@ their specification. Inside, imports go one way:
 """
 
 from tableside.quant.backends import choose
-from tableside.quant.contract import Backend, Lookup, LookupKind, Place, Plan, Planner, Pooling, Precision, RowSource, Table
+from tableside.quant.contract import (
+    Backend,
+    Lookup,
+    LookupKind,
+    Place,
+    Plan,
+    Planner,
+    Pooling,
+    Precision,
+    RowSource,
+    Table,
+)
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
 from tableside.quant.row_format import RowFormat, Source

@@ -1,10 +1,12 @@
 """The contract that every backend keeps.
 
-Arrays on the CPU are numpy's. ids are int64, lengths int32, weights fp32. Every id and every length is checked before a
-row is read: `BadIds` says which one is wrong. Nothing here knows how a row is packed; that is `row_format`.
+Arrays on the CPU are numpy's. ids are int64, lengths int32, weights fp32. Every id and every length is
+checked before a row is read: `BadIds` says which one is wrong. Nothing here knows how a row is packed; that
+is `row_format`.
 
-An id is a row number, or becomes one as the table's `RowMap` says (`quant.rows.ids`), before anything else looks at it. A missing id
-that has a default row counts as any other: that row is added to a bag, and the bag's length counts it.
+An id is a row number, or becomes one as the table's `RowMap` says (`quant.rows.ids`), before anything else
+looks at it. A missing id that has a default row counts as any other: that row is added to a bag, and the
+bag's length counts it.
 
     pooling NONE   out[i] = row(ids[i])                                    [ids, dim]
     pooling SUM    out[b] = sum over the bag of weight * row(id)           [bags, dim]
@@ -53,7 +55,8 @@ class Pooling(IntEnum):
 
 
 class Precision(IntEnum):
-    """What a lookup's vectors are written as. The values are shared with the kernels; bf16 exists on the GPU alone."""
+    """What a lookup's vectors are written as. The values are shared with the kernels; bf16 exists on the
+    GPU alone."""
 
     FP32 = 0
     FP16 = 1
@@ -66,7 +69,8 @@ class Precision(IntEnum):
 
 
 class RowSource(Protocol):
-    """Packed rows that a lookup reads, wherever they lie: a `Table` in host memory, or a table that a device reads."""
+    """Packed rows that a lookup reads, wherever they lie: a `Table` in host memory, or a table that a
+    device reads."""
 
     @property
     def rows(self) -> int: ...
@@ -88,9 +92,9 @@ class RowSource(Protocol):
 class Table:
     """Packed rows in host memory.
 
-    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row. row_map: how ids
-    become row numbers; None: they are row numbers. QuantError: `packed` has another dtype, shape or stride than `row_format`
-    and `dim` need.
+    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row.
+    row_map: how ids become row numbers; None: they are row numbers. QuantError: `packed` has another dtype,
+    shape or stride than `row_format` and `dim` need.
     """
 
     packed: Bytes
@@ -123,7 +127,8 @@ class Table:
 
     @property
     def row_numbers(self) -> tuple[int, int]:
-        """The id of row 0, and how many ids have a row of their own, where these ascend with the rows; (0, 0): ids are raw."""
+        """The id of row 0, and how many ids have a row of their own, where these ascend with the rows; (0,
+        0): ids are raw."""
         if self.row_map is None:
             return 0, self.rows
         return (self.row_map.first, self.row_map.count) if self.row_map.index is None else (0, 0)
@@ -131,11 +136,12 @@ class Table:
 
 @dataclass(frozen=True)
 class Lookup:
-    """One lookup of a plan, as places in an input and an output buffer. Offsets and sizes are bytes, at any alignment.
+    """One lookup of a plan, as places in an input and an output buffer. Offsets and sizes are bytes, at any
+    alignment.
 
-    lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used. out_row_bytes: from one
-    vector to the next; None: they lie one after another. found_at: where in the output buffer a byte for each id says whether the
-    table has it, 1 or 0; None: nowhere.
+    lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used.
+    out_row_bytes: from one vector to the next; None: they lie one after another. found_at: where in the
+    output buffer a byte for each id says whether the table has it, 1 or 0; None: nowhere.
     """
 
     table: RowSource
@@ -163,7 +169,10 @@ class Lookup:
     @property
     def out_bytes(self) -> int:
         """From its first vector's first byte to its last one's last."""
-        return max(0, self.outputs - 1) * (self.out_row_bytes or self.vector_bytes) + min(1, self.outputs) * self.vector_bytes
+        return (
+            max(0, self.outputs - 1) * (self.out_row_bytes or self.vector_bytes)
+            + min(1, self.outputs) * self.vector_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,8 @@ class LookupKind:
 
 
 class Place(NamedTuple):
-    """Where a lookup's inputs and vectors are, int64 each: the fields are those of `Lookup`, with -1 where there are none.
+    """Where a lookup's inputs and vectors are, int64 each: the fields are those of `Lookup`, with -1 where
+    there are none.
 
     Places of several lookups are int64 [lookups, fields of this], in any memory that has the buffer protocol.
     """
@@ -225,8 +235,8 @@ def lookup_at(kind: LookupKind, place: Place) -> Lookup:
 
 
 class Unfound(NamedTuple):
-    """Ids of one lookup that had no row of their own in its table. missing: they got the default row; backfilled: a row that the
-    table took from an older version."""
+    """Ids of one lookup that had no row of their own in its table. missing: they got the default row;
+    backfilled: a row that the table took from an older version."""
 
     missing: int
     backfilled: int
@@ -247,10 +257,11 @@ class Plan(ABC):
 
     @abstractmethod
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        """Reads ids, lengths and weights from `inputs`, writes every vector to `outputs` (both: the buffer protocol).
+        """Reads ids, lengths and weights from `inputs`, writes every vector to `outputs` (both: the buffer
+        protocol).
 
-        Returns what was not found, for each lookup, or None where every id was. BadIds: something in `inputs` is wrong; no
-        vector was written to `outputs`.
+        Returns what was not found, for each lookup, or None where every id was. BadIds: something in `inputs`
+        is wrong; no vector was written to `outputs`.
         """
 
 
@@ -259,7 +270,8 @@ class Planner(ABC):
 
     @abstractmethod
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        """places: int64 [kinds, fields of Place], a buffer that stays as it is. out_bytes: as for `Backend.plan`."""
+        """places: int64 [kinds, fields of Place], a buffer that stays as it is. out_bytes: as for
+        `Backend.plan`."""
 
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Runs a plan of these places once, as `Plan.run` does."""
@@ -281,7 +293,8 @@ class _OneByOnePlanner(Planner):
 class Backend(ABC):
     """Dequantize and look up. Any thread may call.
 
-    warm_up_bags: numbers of ids of a bag. Lookups of one bag of each cover all the kernels that the backend compiles.
+    warm_up_bags: numbers of ids of a bag. Lookups of one bag of each cover all the kernels that the backend
+    compiles.
     """
 
     name: str
@@ -305,7 +318,8 @@ class Backend(ABC):
         out: Floats | None = None,
         threads: int = 1,
     ) -> Floats:
-        """Looks ids [n] up, pooled by lengths [bags] (pooling NONE: one vector an id). Returns fp32, or fp16 where `half`.
+        """Looks ids [n] up, pooled by lengths [bags] (pooling NONE: one vector an id). Returns fp32, or fp16
+        where `half`.
 
         out: where to write, [bags or n, dim], contiguous; a new array where None.
         """
@@ -314,7 +328,8 @@ class Backend(ABC):
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
         """Lays out several lookups of one request, to be run together.
 
-        out_bytes: of the request's whole output buffer, where that has more than their vectors, as scores behind them.
+        out_bytes: of the request's whole output buffer, where that has more than their vectors, as scores
+        behind them.
         """
 
     def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
@@ -347,19 +362,28 @@ def check_arguments(
         raise QuantError(f"ids are {ids.dtype} {list(ids.shape)}; expected int64 [n]")
     if pooling is Pooling.NONE:
         if lengths is not None or weights is not None:
-            raise QuantError("an unpooled lookup takes neither lengths nor weights; pool by sum or mean, or leave them out")
+            raise QuantError(
+                "an unpooled lookup takes neither lengths nor weights; pool by sum or mean, or leave them out"
+            )
     elif lengths is None or lengths.dtype != np.int32 or lengths.ndim != 1:
         found = "None" if lengths is None else f"{lengths.dtype} {list(lengths.shape)}"
         raise QuantError(f"lengths are {found}; expected int32 [bags] for pooling {pooling.label}")
     if weights is not None and (weights.dtype != np.float32 or weights.shape != ids.shape):
-        raise QuantError(f"weights are {weights.dtype} {list(weights.shape)}; expected float32 {list(ids.shape)}, one an id")
+        raise QuantError(
+            f"weights are {weights.dtype} {list(weights.shape)}; expected float32 {list(ids.shape)}, one an "
+            "id"
+        )
     dtype = np.float16 if half else np.float32
     shape = (ids.size if lengths is None else lengths.size, table.dim)
     for name, array in (("ids", ids), ("lengths", lengths), ("weights", weights)):
         if array is not None and not array.flags.c_contiguous:
-            raise QuantError(f"{name} are a strided view; expected a contiguous array (numpy.ascontiguousarray)")
+            raise QuantError(
+                f"{name} are a strided view; expected a contiguous array (numpy.ascontiguousarray)"
+            )
     if out is None:
         return np.empty(shape, dtype)
     if out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous:
-        raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous {np.dtype(dtype)} {list(shape)}")
+        raise QuantError(
+            f"out is {out.dtype} {list(out.shape)}; expected contiguous {np.dtype(dtype)} {list(shape)}"
+        )
     return out

@@ -24,7 +24,8 @@ class NotRepresentable(QuantError):
     def describe(self, row: int) -> str:
         """The error as a sentence about row number `row`."""
         return (
-            f"row {row} holds a value that {self.row_format} cannot represent (not finite, or outside {self.largest}); "
+            f"row {row} holds a value that {self.row_format} cannot represent (not finite, or outside "
+            f"{self.largest}); "
             "repair the checkpoint, or choose another row format"
         )
 
@@ -42,9 +43,9 @@ class Problem(StrEnum):
 class BadIds(QuantError):
     """Ids or lengths that cannot be looked up; nothing was read.
 
-    job: which lookup of the plan; position: index into its ids (ID, MISSING) or lengths (LENGTH), or the number of bags (SUM);
-    value: the id, the length, or the sum of the lengths; bound: rows of the table (ID), its ids (MISSING), ids of the lookup
-    (SUM), 0 (LENGTH).
+    job: which lookup of the plan; position: index into its ids (ID, MISSING) or lengths (LENGTH), or the
+    number of bags (SUM); value: the id, the length, or the sum of the lengths; bound: rows of the table (ID),
+    its ids (MISSING), ids of the lookup (SUM), 0 (LENGTH).
     """
 
     def __init__(self, problem: Problem, job: int, position: int, value: int, bound: int) -> None:
@@ -60,7 +61,8 @@ class BadIds(QuantError):
             return f"{name}: id {self.value} at position {self.position} is outside the table's rows [0, {self.bound})"
         if self.problem is Problem.MISSING:
             return (
-                f"{name}: id {self.value} at position {self.position} is not among the table's {self.bound:,} ids; "
+                f"{name}: id {self.value} at position {self.position} is not among the table's "
+                f"{self.bound:,} ids; "
                 "send ids that it has, or publish the table with a policy for missing ids"
             )
         if self.problem is Problem.CHANGED:

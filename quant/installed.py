@@ -1,4 +1,5 @@
-"""What is installed beside the base, whether it belongs together, and which extra brings what is not. Imports none of it."""
+"""What is installed beside the base, whether it belongs together, and which extra brings what is not.
+Imports none of it."""
 
 from importlib import metadata
 from importlib.util import find_spec
@@ -23,7 +24,8 @@ def fbgemm_version() -> str | None:
 
 
 def require(what: str, *packages: str, extra: str) -> None:
-    """MissingBackend, in one line that says which extra of tableside to install, where `what` lacks one of its packages."""
+    """MissingBackend, in one line that says which extra of tableside to install, where `what` lacks one of
+    its packages."""
     if absent := [name for name in packages if not _is_there(name)]:
         raise MissingBackend(f"{what} needs {absent[0]}, which is not installed; install tableside[{extra}]")
 
@@ -36,7 +38,8 @@ def _is_there(package: str) -> bool:
 
 
 def check_pair(required: bool = True) -> None:
-    """QuantError where torch and fbgemm do not belong together; MissingBackend where one is `required` and not installed."""
+    """QuantError where torch and fbgemm do not belong together; MissingBackend where one is `required` and
+    not installed."""
     torch, fbgemm = version_of("torch"), fbgemm_version()
     if torch is None or fbgemm is None:
         if not required:
@@ -45,7 +48,9 @@ def check_pair(required: bool = True) -> None:
         raise MissingBackend(f"{missing} is not installed; install tableside[fbgemm]")
     if not pair_fits(fbgemm, torch):
         known = ", ".join(f"{f} with torch {t}" for f, t in PAIRS.items())
-        raise QuantError(f"fbgemm {fbgemm} and torch {torch} do not belong together; install a pair that does: {known}")
+        raise QuantError(
+            f"fbgemm {fbgemm} and torch {torch} do not belong together; install a pair that does: {known}"
+        )
 
 
 def pair_fits(fbgemm: str, torch: str) -> bool:

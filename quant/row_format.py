@@ -1,7 +1,7 @@
 """`RowFormat`: the only place that says how many bytes a row has and where its scale and bias lie.
 
-The layout is that of FBGEMM's inference operator with `row_alignment` 16, so that its CPU and CUDA kernels and our own
-read the same bytes:
+The layout is that of FBGEMM's inference operator with `row_alignment` 16, so that its CPU and CUDA kernels
+and our own read the same bytes:
 
     int2, int4, int8   fp16 scale | fp16 bias | values, packed from the low bits up | zeros to a multiple of 16 bytes
     fp8                values (sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities, largest 240) | zeros
@@ -60,12 +60,14 @@ class RowFormat(IntEnum):
         return (SCALE_BIAS_BYTES if self.has_scale else 0) + dim * self.bits // 8
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes from one row of `dim` values to the next; QuantError where `dim` does not fill whole bytes."""
+        """Bytes from one row of `dim` values to the next; QuantError where `dim` does not fill whole
+        bytes."""
         if dim < 1:
             raise QuantError(f"dim is {dim}; expected at least 1")
         if dim * self.bits % 8:
             raise QuantError(
-                f"dim {dim} does not fill whole bytes in {self.label}; expected a multiple of {8 // self.bits}, or another format"
+                f"dim {dim} does not fill whole bytes in {self.label}; expected a multiple of "
+                f"{8 // self.bits}, or another format"
             )
         return -(-self.used_bytes(dim) // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 

@@ -14,18 +14,19 @@ Rows = NDArray[np.int64]
 
 
 class Successors(NamedTuple):
-    """rows: where the successor has the same ids, int64 [n]; -1: it lacks them. is_same: whether the bytes of those rows are
-    equal, bool [n]."""
+    """rows: where the successor has the same ids, int64 [n]; -1: it lacks them. is_same: whether the bytes
+    of those rows are equal, bool [n]."""
 
     rows: Rows
     is_same: NDArray[np.bool_]
 
 
 def successors(old: Table, new: Table, rows: Rows) -> Successors:
-    """Follows rows of a table, each named once, to the rows of the same ids in another table; no two lead to one.
+    """Follows rows of a table, each named once, to the rows of the same ids in another table; no two lead to
+    one.
 
-    An id's own bytes in a row's padding are not compared. The default row, and a row that no id has, have no successor. Rows of
-    another row format or dim are never the same.
+    An id's own bytes in a row's padding are not compared. The default row, and a row that no id has, have no
+    successor. Rows of another row format or dim are never the same.
     """
     there = np.full(rows.shape, -1, np.int64)
     is_same = np.zeros(rows.shape, np.bool_)

@@ -1,11 +1,13 @@
-"""The errors of this room. One that a request causes becomes {"error": "..."} with a status, and a kind for the metrics."""
+"""The errors of this room. One that a request causes becomes {"error": "..."} with a status, and a kind
+for the metrics."""
 
 from enum import StrEnum
 from typing import Any
 
 
 class ErrorKind(StrEnum):
-    """The values of the label `kind` of `tableside_errors_total`. They are fixed, so that no request can grow the metrics."""
+    """The values of the label `kind` of `tableside_errors_total`. They are fixed, so that no request can
+    grow the metrics."""
 
     BAD_REQUEST = "bad_request"
     BAD_ID = "bad_id"
@@ -40,7 +42,8 @@ class SourceError(ServingError):
 class ApiError(ServingError):
     """A request that is refused. status: of the HTTP response; message: for the client.
 
-    lacking: the table that has no row for an id, where that is why. headers: of the response, beside those that errors have.
+    lacking: the table that has no row for an id, where that is why. headers: of the response, beside those
+    that errors have.
     """
 
     headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -65,7 +68,9 @@ class DeviceLost(ApiError):
     """503: the process that had the GPU lost it, and is being replaced."""
 
     def __init__(self) -> None:
-        super().__init__(503, ErrorKind.INTERNAL, "the engine process lost its GPU and is being replaced; try again")
+        super().__init__(
+            503, ErrorKind.INTERNAL, "the engine process lost its GPU and is being replaced; try again"
+        )
         self.args = ()  # what it is made of anew behind a pickle
 
 

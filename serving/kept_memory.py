@@ -1,5 +1,6 @@
-"""Memory that a process frees stays with it. By default glibc gives pieces of some 100 KB back to the kernel at once and asks for
-them again, a page fault for every 4 KiB of it; kept in the process they cost nothing (docs/log.md)."""
+"""Memory that a process frees stays with it. By default glibc gives pieces of some 100 KB back to the
+kernel at once and asks for them again, a page fault for every 4 KiB of it; kept in the process they cost
+nothing (docs/log.md)."""
 
 import ctypes
 

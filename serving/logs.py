@@ -11,7 +11,8 @@ _KEPT_LINES = 256  # that `Once` remembers
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object: time (UTC), level, pid, logger, message and, where there is one, error with its traceback."""
+    """A record as one JSON object: time (UTC), level, pid, logger, message and, where there is one, error
+    with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, Any] = {
@@ -27,11 +28,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class Once(logging.Filter):
-    """Lets the same warning or error pass once a second. The next one that passes says how often it came meanwhile."""
+    """Lets the same warning or error pass once a second. The next one that passes says how often it came
+    meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._passed: dict[tuple[str, str, str], list[float]] = {}  # line -> [when it passed, how often it came since]
+        self._passed: dict[
+            tuple[str, str, str], list[float]
+        ] = {}  # line -> [when it passed, how often it came since]
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
@@ -55,7 +59,12 @@ def log_config(kind: Format) -> dict[str, Any]:
     lines: dict[str, Any] = {"format": "%(asctime)s %(levelname)s [%(process)d] %(message)s"}
     if kind == "json":
         lines = {"()": "tableside.serving.logs.JsonFormatter"}
-    handler = {"class": "logging.StreamHandler", "formatter": "line", "filters": ["once"], "stream": "ext://sys.stderr"}
+    handler = {
+        "class": "logging.StreamHandler",
+        "formatter": "line",
+        "filters": ["once"],
+        "stream": "ext://sys.stderr",
+    }
     loggers = {
         name: {"handlers": ["stderr"], "level": level, "propagate": False}
         for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))

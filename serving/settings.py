@@ -1,4 +1,5 @@
-"""The server's settings: one frozen object. Defaults, and TABLESIDE_NAME in the environment, are read here and nowhere else.
+"""The server's settings: one frozen object. Defaults, and TABLESIDE_NAME in the environment, are read here
+and nowhere else.
 
 The command line is built from these fields (`add_options`): `drain_s` becomes `--drain-s`.
 """
@@ -21,7 +22,9 @@ from tableside.serving.sizes import Bytes
 PREFIX = "TABLESIDE_"
 TOKEN_LENGTH = 16  # of an admin token, at least
 _OTHERS = {"TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that the images and the client read
-_SERVICE_LINK = re.compile(r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)")
+_SERVICE_LINK = re.compile(
+    r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)"
+)
 _GROUPS = {  # of a command's help, by the first field of each; those before go without a title
     "uds": "addresses",
     "backend": "lookups and versions",
@@ -42,13 +45,17 @@ class RootSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
 
     root: Path = Field(DEFAULT_ROOT, description="folder in shared memory that holds the published models")
-    owner: str | None = Field(None, description="user whose published models are trusted, beside one's own and root's")
+    owner: str | None = Field(
+        None, description="user whose published models are trusted, beside one's own and root's"
+    )
 
 
 class ServerSettings(RootSettings):
     """What `tableside serve` runs with."""
 
-    models: Annotated[tuple[str, ...], NoDecode] = Field((), description="published models to serve, separated by commas")
+    models: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="published models to serve, separated by commas"
+    )
     all: bool = Field(
         False,
         description="serve every model of the root, those that are published later too, until they are removed",
@@ -57,16 +64,19 @@ class ServerSettings(RootSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU"
+        (),
+        description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU",
     )
     placement: Literal["auto", "hbm", "cached", "hybrid", "zero_copy", "host"] = Field(
         "auto",
         description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, some as hbm "
-        "and some as zero_copy, in shared memory read by the GPU, or with the CPU; auto: hbm where the budget holds all tables, "
+        "and some as zero_copy, in shared memory read by the GPU, or with the CPU; auto: hbm where the "
+        "budget holds all tables, "
         "else the smallest ones, the others cached; uvm is an old name of zero_copy",
     )
     hbm_budget: Bytes | None = Field(
-        None, description="GPU memory for tables and cache of one GPU's engine process, as 8GiB; not set: two fifths of it"
+        None,
+        description="GPU memory for tables and cache of one GPU's engine process, as 8GiB; not set: two fifths of it",
     )
 
     uds: Path | None = Field(
@@ -80,7 +90,9 @@ class ServerSettings(RootSettings):
     )
 
     backend: Literal["native", "fbgemm"] = Field("native", description="what looks rows up")
-    threads: int = Field(1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores")
+    threads: int = Field(
+        1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores"
+    )
     verify: Literal["full", "header"] = Field(
         "full",
         description="check every byte of a version when a worker attaches it, or only its header: then damage to rows is served "
@@ -88,10 +100,14 @@ class ServerSettings(RootSettings):
     )
     poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_behind_s: float = Field(
-        0, ge=0, description="seconds that a worker may answer from another state than the live one and be ready; 0: any"
+        0,
+        ge=0,
+        description="seconds that a worker may answer from another state than the live one and be ready; 0: any",
     )
     scrub_hours: float = Field(
-        24, ge=0, description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never"
+        24,
+        ge=0,
+        description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never",
     )
 
     gather_threads: int | None = Field(
@@ -99,7 +115,8 @@ class ServerSettings(RootSettings):
         ge=0,
         le=64,
         description="threads of the CPU that gather the rows which a GPU's cache misses; 0: the GPU reads them itself; not set: "
-        "where the tables behind it span 4 GiB or more, a GPU's share of the cores that workers leave, from 1 to 8",
+        "where the tables behind it span 4 GiB or more, a GPU's share of the cores that workers leave, from "
+        "1 to 8",
     )
     cache_policy: Literal["lfu", "lru"] = Field(
         "lfu",
@@ -107,7 +124,9 @@ class ServerSettings(RootSettings):
     )
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
     gpu_from_ids: int = Field(
-        4096, ge=0, description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart"
+        4096,
+        ge=0,
+        description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart",
     )
 
     scorer_dtype: Literal["fp32", "bf16", "fp16"] = Field(
@@ -116,47 +135,70 @@ class ServerSettings(RootSettings):
         "scores leave as fp32, and a program that mixes it with another type is refused",
     )
     scorer_timeout_s: float = Field(
-        10, gt=0, description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced"
+        10,
+        gt=0,
+        description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced",
     )
     max_scorer_bytes: Bytes = Field(
         2 << 30, ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
     )
 
     max_body_bytes: Bytes = Field(64 << 20, ge=1024, description="largest request body, as 64MiB")
-    max_response_bytes: Bytes = Field(256 << 20, ge=1024, description="largest response that a request may ask for")
+    max_response_bytes: Bytes = Field(
+        256 << 20, ge=1024, description="largest response that a request may ask for"
+    )
     max_json_bytes: Bytes = Field(
-        4 << 20, ge=1024, description="largest JSON body, JSON header of a binary one, and vectors of a JSON response"
+        4 << 20,
+        ge=1024,
+        description="largest JSON body, JSON header of a binary one, and vectors of a JSON response",
     )
     max_in_flight_bytes: Bytes = Field(
         1 << 30, ge=1 << 20, description="bodies and responses that a worker holds; beyond, requests get 503"
     )
-    max_waiting: int = Field(1024, ge=1, description="requests that wait for their turn; beyond, the oldest gets 503")
-    max_wait_s: float = Field(1.0, gt=0, description="seconds that a request waits for its turn before it gets 503")
+    max_waiting: int = Field(
+        1024, ge=1, description="requests that wait for their turn; beyond, the oldest gets 503"
+    )
+    max_wait_s: float = Field(
+        1.0, gt=0, description="seconds that a request waits for its turn before it gets 503"
+    )
 
     max_header_bytes: Bytes = Field(16 << 10, ge=256, description="largest request line and headers together")
     max_connections: int = Field(
-        1024, ge=1, description="connections a worker holds; beyond, the one idle for longest is closed, or the new one gets 503"
+        1024,
+        ge=1,
+        description="connections a worker holds; beyond, the one idle for longest is closed, or the new one gets 503",
     )
     header_timeout_s: float = Field(
         8,
         gt=0,
         description="seconds from the first byte of a request to the end of its headers, and from connecting to that byte",
     )
-    body_timeout_s: float = Field(8, gt=0, description="seconds from the end of the headers to the end of the body")
-    write_timeout_s: float = Field(8, gt=0, description="seconds that a client may refuse to read its response")
-    idle_timeout_s: int = Field(75, ge=1, description="seconds that a connection may stay open between two requests")
+    body_timeout_s: float = Field(
+        8, gt=0, description="seconds from the end of the headers to the end of the body"
+    )
+    write_timeout_s: float = Field(
+        8, gt=0, description="seconds that a client may refuse to read its response"
+    )
+    idle_timeout_s: int = Field(
+        75, ge=1, description="seconds that a connection may stay open between two requests"
+    )
 
     allow_client_shm: bool = Field(
-        False, description="clients on this host may register shared memory of the server's user, for inputs and outputs"
+        False,
+        description="clients on this host may register shared memory of the server's user, for inputs and outputs",
     )
     admin_token: SecretStr | None = Field(
         None,
         min_length=TOKEN_LENGTH,
         description="who brings it may load and unload models while the server runs; a file hides it from other users' ps",
     )
-    admin_token_file: Path | None = Field(None, description="file with the admin token; white space around it does not count")
+    admin_token_file: Path | None = Field(
+        None, description="file with the admin token; white space around it does not count"
+    )
 
-    log_format: Literal["text", "json"] = Field("text", description="the log as lines of text, or as a JSON object a line")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="the log as lines of text, or as a JSON object a line"
+    )
     traces: str = Field(
         "",
         description="OpenTelemetry exporter that gets a span of each request, as otlp_proto_http or console; needs "
@@ -164,14 +206,29 @@ class ServerSettings(RootSettings):
     )
 
     ready_timeout_s: int = Field(
-        600, ge=1, description="seconds that a worker may take to attach and verify before SIGHUP gives its successor up"
+        600,
+        ge=1,
+        description="seconds that a worker may take to attach and verify before SIGHUP gives its successor up",
     )
-    drain_s: float = Field(0.5, ge=0, description="seconds between readiness going false and the last accepted connection")
-    shutdown_timeout_s: int = Field(10, ge=1, description="seconds that running requests get to finish at shutdown")
+    drain_s: float = Field(
+        0.5, ge=0, description="seconds between readiness going false and the last accepted connection"
+    )
+    shutdown_timeout_s: int = Field(
+        10, ge=1, description="seconds that running requests get to finish at shutdown"
+    )
 
-    engines: int = Field(1, ge=1, exclude=True, description="engine processes of this host's GPUs; the supervisor's to set")
-    engine: str = Field("", exclude=True, description="address of this worker's engine process; the supervisor's to set")
-    sharing: int = Field(1, ge=1, exclude=True, description="processes of an evaluation on this one's device; the pool's to set")
+    engines: int = Field(
+        1, ge=1, exclude=True, description="engine processes of this host's GPUs; the supervisor's to set"
+    )
+    engine: str = Field(
+        "", exclude=True, description="address of this worker's engine process; the supervisor's to set"
+    )
+    sharing: int = Field(
+        1,
+        ge=1,
+        exclude=True,
+        description="processes of an evaluation on this one's device; the pool's to set",
+    )
 
     @property
     def scorer_precision(self) -> Precision:
@@ -181,12 +238,18 @@ class ServerSettings(RootSettings):
     @model_validator(mode="after")
     def _gpu_settings(self) -> "ServerSettings":
         if len(set(self.devices)) != len(self.devices):
-            raise ValueError(f"devices {','.join(self.devices)} name one twice; workers are spread over them, so name each once")
+            raise ValueError(
+                f"devices {','.join(self.devices)} name one twice; workers are spread over them, so name "
+                "each once"
+            )
         if not self.devices and (self.placement != "auto" or self.hbm_budget is not None):
-            raise ValueError("placement and hbm_budget are for GPUs; say which ones with --devices, or leave them out")
+            raise ValueError(
+                "placement and hbm_budget are for GPUs; say which ones with --devices, or leave them out"
+            )
         if not self.devices and self.scorer_dtype != "fp32":
             raise ValueError(
-                f"scorer_dtype {self.scorer_dtype} is for GPUs, and the CPU scores in fp32; say which ones with --devices, or "
+                f"scorer_dtype {self.scorer_dtype} is for GPUs, and the CPU scores in fp32; say which ones "
+                "with --devices, or "
                 "leave it out"
             )
         return self
@@ -201,7 +264,8 @@ class ServerSettings(RootSettings):
     def _one_request_fits(self) -> "ServerSettings":
         if self.max_in_flight_bytes < self.max_body_bytes + self.max_response_bytes:
             raise ValueError(
-                f"max_in_flight_bytes is {self.max_in_flight_bytes:,}; the largest request and its response alone may take "
+                f"max_in_flight_bytes is {self.max_in_flight_bytes:,}; the largest request and its response "
+                "alone may take "
                 f"{self.max_body_bytes + self.max_response_bytes:,} (max_body_bytes + max_response_bytes)"
             )
         return self
@@ -226,7 +290,8 @@ class ServerSettings(RootSettings):
 
 
 def admin_token(settings: ServerSettings) -> str | None:
-    """The admin token; None: this server has none. ServingError: its file cannot be read, or others can, or it holds none."""
+    """The admin token; None: this server has none. ServingError: its file cannot be read, or others can,
+    or it holds none."""
     if settings.admin_token is not None:
         return settings.admin_token.get_secret_value()
     if (file := settings.admin_token_file) is None:
@@ -237,27 +302,40 @@ def admin_token(settings: ServerSettings) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ServingError(f"the admin token's file {file} cannot be read: {error}") from error
     if mode & 0o007:
-        raise ServingError(f"the admin token's file {file} has mode {mode:04o}, so every user may use it; chmod o-rwx {file}")
+        raise ServingError(
+            f"the admin token's file {file} has mode {mode:04o}, so every user may use it; chmod o-rwx {file}"
+        )
     if len(token) < TOKEN_LENGTH or not token.isascii() or not token.isprintable():
-        raise ServingError(f"{file} holds no admin token; expected one line of {TOKEN_LENGTH} or more ASCII characters")
+        raise ServingError(
+            f"{file} holds no admin token; expected one line of {TOKEN_LENGTH} or more ASCII characters"
+        )
     return token
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[str]:
-    """For each variable of the environment that begins like a setting and is none: what is wrong with it, and the remedy."""
-    known = {f"{PREFIX}{name.upper()}" for name, field in ServerSettings.model_fields.items() if not field.exclude}
+    """For each variable of the environment that begins like a setting and is none: what is wrong with it,
+    and the remedy."""
+    known = {
+        f"{PREFIX}{name.upper()}" for name, field in ServerSettings.model_fields.items() if not field.exclude
+    }
     for name in sorted(names):
         if not name.upper().startswith(PREFIX) or name.upper() in known | _OTHERS:
             continue
         if _SERVICE_LINK.fullmatch(name):
             remedy = "; Kubernetes sets it for a Service that is called so: set enableServiceLinks: false for the pod"
         else:
-            remedy = did_you_mean(name.upper(), sorted(known), PREFIX) or "; unset it (tableside serve --help names all settings)"
+            remedy = (
+                did_you_mean(name.upper(), sorted(known), PREFIX)
+                or "; unset it (tableside serve --help names all settings)"
+            )
         yield f"the environment has {name}, which is no setting{remedy}"
 
 
-def add_options(parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()) -> None:
-    """Adds an option for each field, in groups. Its default is shown but not set, so that the environment counts without it."""
+def add_options(
+    parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()
+) -> None:
+    """Adds an option for each field, in groups. Its default is shown but not set, so that the environment
+    counts without it."""
     title, groups = "", dict[str, argparse._ActionsContainer]({"": parser})
     for name, field in settings.model_fields.items():
         title = _GROUPS.get(name, title)

@@ -1,7 +1,7 @@
 """Sizes as users write them: 64MiB, 1.5 GiB, 2GB, 512K, 1_000_000.
 
-K, M, G and T alone, or with iB, are powers of 1024, as `docker run --shm-size` and `dd` take them; KB, MB, GB and TB are powers
-of 1000. Case does not matter.
+K, M, G and T alone, or with iB, are powers of 1024, as `docker run --shm-size` and `dd` take them; KB, MB, GB
+and TB are powers of 1000. Case does not matter.
 """
 
 import re
@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-_SIZE = re.compile(r"(?P<number>[0-9][0-9_]*(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?P<rest>i?B?|i)", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(
+    r"(?P<number>[0-9][0-9_]*(?:\.[0-9]+)?)\s*(?P<unit>[KMGT]?)(?P<rest>i?B?|i)", re.IGNORECASE | re.ASCII
+)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 

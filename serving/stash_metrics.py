@@ -1,6 +1,7 @@
 """The counts of stashed weights for Prometheus, in a training process: `REGISTRY.register(StashCollector())`.
 
-A server stashes nothing, so its /metrics has none of these. The process that trains has a Prometheus client of its own.
+A server stashes nothing, so its /metrics has none of these. The process that trains has a Prometheus client
+of its own.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ _COUNTERS = {
 }
 _GAUGES = {
     "bytes_away": ("tableside_stash_away_bytes", "Bytes of weights that are in no memory of the device now."),
-    "host_bytes": ("tableside_stash_host_bytes", "Bytes of copies in host memory, page-locked on a GPU's host."),
+    "host_bytes": (
+        "tableside_stash_host_bytes",
+        "Bytes of copies in host memory, page-locked on a GPU's host.",
+    ),
 }
 
 

@@ -1,7 +1,9 @@
-"""What a process does for the supervisor that started it: it says whether it takes requests, and ends when that one is gone.
+"""What a process does for the supervisor that started it: it says whether it takes requests, and ends when
+that one is gone.
 
-A signal to all processes of a group, as a terminal's Ctrl-C is one, ends no process in the midst of its start. The process that
-workers are forked from keeps such signals off, for as long as it lives. It ends with its supervisor.
+A signal to all processes of a group, as a terminal's Ctrl-C is one, ends no process in the midst of its
+start. The process that workers are forked from keeps such signals off, for as long as it lives. It ends with
+its supervisor.
 """
 
 import os
@@ -18,7 +20,8 @@ _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def signals_kept_off() -> Iterator[None]:
-    """Keeps signals off processes that are started in the block, for good. Those for this one wait until it ends."""
+    """Keeps signals off processes that are started in the block, for good. Those for this one wait until
+    it ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
     try:
         yield
@@ -27,7 +30,8 @@ def signals_kept_off() -> Iterator[None]:
 
 
 def take_signals() -> None:
-    """Has a forked process take signals. SIGINT and SIGHUP are the supervisor's: it ends or replaces its processes."""
+    """Has a forked process take signals. SIGINT and SIGHUP are the supervisor's: it ends or replaces its
+    processes."""
     for sig in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
@@ -51,6 +55,7 @@ def _answer(process: SupervisedProcess, pipe: Connection) -> None:
             pipe.recv()
             pipe.send(process.started)
     except (EOFError, OSError, pickle.UnpicklingError):
-        # The pipe is closed where the supervisor asked for the end, which is then under way, or where it died.
+        # The pipe is closed where the supervisor asked for the end, which is then under way, or where it
+        # died.
         if not process.is_ending:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""The watch over which versions are live: a process that serves takes a new one into service while requests run."""
+"""The watch over which versions are live: a process that serves takes a new one into service while
+requests run."""
 
 import asyncio
 import functools
@@ -19,8 +20,9 @@ logger = logging.getLogger("tableside")
 class Watch:
     """Looks at engines every `poll_s` seconds. Belongs to one event loop.
 
-    engines: gives those that there are now. look: called at each look. taken: called with an engine that answers from another
-    version now. is_lost: asked after a version could not be taken; where it says True the watch ends.
+    engines: gives those that there are now. look: called at each look. taken: called with an engine that
+    answers from another version now. is_lost: asked after a version could not be taken; where it says True
+    the watch ends.
     """
 
     def __init__(
@@ -70,7 +72,9 @@ class Watch:
         self._taken(engine)
         if (change := engine.attached().segment.change) is not None and state.sequence:
             UPDATES.labels(engine.model.name).inc()
-            UPDATE_LAG.labels(engine.model.name).observe(max(0.0, time.time() - (change.made_at or change.applied_at)))
+            UPDATE_LAG.labels(engine.model.name).observe(
+                max(0.0, time.time() - (change.made_at or change.applied_at))
+            )
         if state.version == before:  # changes come all the time
             logger.debug("serving %s version %s from now on", engine.model.name, state)
             return
@@ -85,10 +89,15 @@ class Watch:
         if engine.is_passing(state, error) or not engine.refuse(state):
             return
         is_expected = isinstance(error, (LoaderError, QuantError, ServingError, OSError))
-        logger.error("version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected)
+        logger.error(
+            "version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected
+        )
         ERRORS.labels(engine.model.name, ErrorKind.SWAP.value).inc()
 
 
 def _log_end(watch: asyncio.Task[None]) -> None:
     if not watch.cancelled() and (error := watch.exception()):
-        logger.critical("the watch over versions ended: new ones are not taken until this worker is replaced", exc_info=error)
+        logger.critical(
+            "the watch over versions ended: new ones are not taken until this worker is replaced",
+            exc_info=error,
+        )

@@ -1,12 +1,13 @@
-"""Quantized embedding tables in shared memory: published once, read by every process of the host, served over HTTP.
+"""Quantized embedding tables in shared memory: published once, read by every process of the host, served over
+HTTP.
 
     from tableside import Client
     client = Client("http://localhost:8000")
     client.lookup("ads", {"clicked": [[1, 2, 3], [7]]})       # {"clicked": fp32 [2, dim]}
 
-The three rooms are `tableside.quant` (numbers), `tableside.loader` (bytes with names) and `tableside.serving` (time). What is
-listed in `__all__` is the public interface; each name is imported from its room when it is first used, so that a client
-does not import the server.
+The three rooms are `tableside.quant` (numbers), `tableside.loader` (bytes with names) and `tableside.serving`
+(time). What is listed in `__all__` is the public interface; each name is imported from its room when it is
+first used, so that a client does not import the server.
 
     load, read_model, parse_model, LoadSettings     a model.toml into a published version
     Model, Segment, Table, RowFormat, Pooling       what is published, and how it is read
@@ -70,7 +71,9 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 
-_EXTRAS = {"stash_embedding_weights": "torch"}  # names that need more than the base, and the extra that brings it
+_EXTRAS = {
+    "stash_embedding_weights": "torch"
+}  # names that need more than the base, and the extra that brings it
 
 
 def __getattr__(name: str) -> Any:
@@ -81,7 +84,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (extra := _EXTRAS.get(name)) is None:
             raise
-        raise ImportError(f"tableside.{name} needs {error.name}, which is not installed; install tableside[{extra}]") from error
+        raise ImportError(
+            f"tableside.{name} needs {error.name}, which is not installed; install tableside[{extra}]"
+        ) from error
     value = getattr(module, name)
     globals()[name] = value
     return value

@@ -7,8 +7,8 @@ import sys
 def main() -> int:
     """Runs one command; returns its exit code.
 
-    While modules are imported SIGINT ends the process without a traceback, and what asks a server for something else than its end
-    does not end one that starts.
+    While modules are imported SIGINT ends the process without a traceback, and what asks a server for
+    something else than its end does not end one that starts.
     """
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:

@@ -1,4 +1,5 @@
-"""PyTorch modules over published tables (docs/torch.md). An import registers the operators of compiled and exported programs.
+"""PyTorch modules over published tables (docs/torch.md). An import registers the operators of compiled and
+exported programs.
 
 from tableside.torch import EmbeddingBags
 bags = EmbeddingBags("ads")
@@ -8,7 +9,9 @@ bags({"clicked": (ids, offsets)})["clicked"]        # [bags, dim]
 try:
     import torch as _torch  # noqa: F401  (the extra, named where it is missing)
 except ModuleNotFoundError as error:
-    raise ImportError(f"tableside.torch needs {error.name}, which is not installed; install tableside[torch]") from error
+    raise ImportError(
+        f"tableside.torch needs {error.name}, which is not installed; install tableside[torch]"
+    ) from error
 
 from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
@@ -16,4 +19,12 @@ from tableside.serving.modules.inputs import Bags
 from tableside.serving.modules.published import release
 from tableside.serving.modules.swap import swap_embeddings
 
-__all__ = ["BadFeatureIds", "Bags", "EmbeddingBags", "Embeddings", "ModuleError", "release", "swap_embeddings"]
+__all__ = [
+    "BadFeatureIds",
+    "Bags",
+    "EmbeddingBags",
+    "Embeddings",
+    "ModuleError",
+    "release",
+    "swap_embeddings",
+]

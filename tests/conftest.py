@@ -1,4 +1,5 @@
-"""Fixtures that every room's tests share. Everything a test publishes lies under one folder that goes with it."""
+"""Fixtures that every room's tests share. Everything a test publishes lies under one folder that goes with
+it."""
 
 import logging
 import os
@@ -18,13 +19,17 @@ pytest_plugins = ["drawing"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="interpreter", help="what GPU kernels run on: cuda:0, or Triton's interpreter")
+    parser.addoption(
+        "--device", default="interpreter", help="what GPU kernels run on: cuda:0, or Triton's interpreter"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     tables.DEVICE = config.getoption("--device")
     if tables.DEVICE == "interpreter":
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported; servers that tests start inherit it
+        os.environ["TRITON_INTERPRET"] = (
+            "1"  # read when the kernels are imported; servers that tests start inherit it
+        )
 
 
 @pytest.fixture
@@ -37,7 +42,8 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture
 def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
-    """publish({"table": values}, name=..., formats={...}, features={...}) -> Loaded: loads arrays through a real checkpoint."""
+    """publish({"table": values}, name=..., formats={...}, features={...}) -> Loaded: loads arrays through
+    a real checkpoint."""
 
     def run(
         tables: dict[str, np.ndarray],
@@ -61,7 +67,8 @@ def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a developer's environment reaches a test, nor what a worker of an earlier test did to the log."""
+    """Nothing of a developer's environment reaches a test, nor what a worker of an earlier test did to the
+    log."""
     log = logging.getLogger("tableside")
     monkeypatch.setattr(log, "propagate", True)
     log.setLevel(logging.NOTSET)

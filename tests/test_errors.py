@@ -22,14 +22,21 @@ ROOMS = ("quant", "loader", "serving")
 
 
 def errors() -> Iterator[type[BaseException]]:
-    """Every exception class of the package. They are found by their bases' names, so that only their modules are imported."""
+    """Every exception class of the package. They are found by their bases' names, so that only their
+    modules are imported."""
     bases: dict[tuple[str, str], list[str]] = {}  # (module, class) -> names of its bases
     for file in (f for room in ROOMS for f in (TOP / room).rglob("*.py")):
-        module = "tableside." + str(file.relative_to(TOP).with_suffix("")).replace("/", ".").removesuffix(".__init__")
+        module = "tableside." + str(file.relative_to(TOP).with_suffix("")).replace("/", ".").removesuffix(
+            ".__init__"
+        )
         for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 bases[module, node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
-    named = {name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)}
+    named = {
+        name
+        for name, value in vars(builtins).items()
+        if isinstance(value, type) and issubclass(value, BaseException)
+    }
     found: set[tuple[str, str]] = set()
     while more := {one for one, below in bases.items() if named & set(below)} - found:
         found |= more

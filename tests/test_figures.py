@@ -1,4 +1,5 @@
-"""The generated tables of README.md and docs/ are those of the result files, and those say what was measured, and where."""
+"""The generated tables of README.md and docs/ are those of the result files, and those say what was
+measured, and where."""
 
 import json
 import re
@@ -45,7 +46,9 @@ def test_every_result_file_is_used() -> None:
     specs = [spec for table in figures.tables().values() for spec in (table, *table["rows"])]
     used = {spec["file"] for spec in specs if "file" in spec}
     named = set(re.findall(r"results/(\w+)\.json", "".join(TEXTS.values())))
-    used |= set(re.findall(r'(?:read_result|rows_of)\("(\w+)"', (TOP / "benchmarks" / "plots.py").read_text()))
+    used |= set(
+        re.findall(r'(?:read_result|rows_of)\("(\w+)"', (TOP / "benchmarks" / "plots.py").read_text())
+    )
     assert named <= {path.stem for path in RESULTS}
     assert {path.stem for path in RESULTS} - used - named == set()
 
@@ -53,18 +56,24 @@ def test_every_result_file_is_used() -> None:
 def test_limits_that_operations_md_names_are_the_defaults() -> None:
     """Each row of the table names settings, and their values stand before the answer beyond them."""
     rows = re.findall(
-        r"^\| (.+?) \| (.+?) \| ((?:`\w+`(?:, )?)+) \|$", (TOP / "docs" / "operations.md").read_text(), re.MULTILINE
+        r"^\| (.+?) \| (.+?) \| ((?:`\w+`(?:, )?)+) \|$",
+        (TOP / "docs" / "operations.md").read_text(),
+        re.MULTILINE,
     )
     named = [(name, cell) for _, cell, names in rows for name in re.findall(r"`(\w+)`", names)]
     assert len(named) == 15
     for name, cell in named:
         default = ServerSettings.model_fields[name].default
-        assert re.search(rf"(?<!\d){as_written(default, name)}(?!\d)", cell), f"{name} is {default}; the text says: {cell}"
+        assert re.search(rf"(?<!\d){as_written(default, name)}(?!\d)", cell), (
+            f"{name} is {default}; the text says: {cell}"
+        )
 
 
 def as_written(value: float, name: str) -> str:
     """A default as the table has it: 64 MiB, or a plain number; seconds may share one unit."""
-    unit = next(((f" {u}", n) for u, n in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if not value % (1 << n)), ("", 0))
+    unit = next(
+        ((f" {u}", n) for u, n in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if not value % (1 << n)), ("", 0)
+    )
     return f"{value / (1 << unit[1]):.0f}{unit[0]}" if name.endswith("_bytes") else f"{value:.0f}"
 
 
@@ -75,7 +84,9 @@ def as_written(value: float, name: str) -> str:
 def test_a_plot_is_drawn_from_the_results_that_are_there(name: str) -> None:
     """Its file has the hash of what would be drawn now."""
     found = plots.HASH.search((plots.IMAGES / f"{name}.svg").read_text())
-    assert found and found[1] == plots.hash_of(plots.PLOTS[name]()), "the results are newer than the plot: make plots"
+    assert found and found[1] == plots.hash_of(plots.PLOTS[name]()), (
+        "the results are newer than the plot: make plots"
+    )
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)
@@ -94,7 +105,9 @@ def test_the_plots_are_shown() -> None:
     shown = {path.stem: re.findall(r"images/(\w+)\.svg\)", path.read_text()) for path in figures.pages()}
     assert len(shown["README"]) == 3 and DRAWING in shown["README"]
     assert {name for names in shown.values() for name in names} == {*plots.PLOTS, DRAWING}
-    assert {path.name for path in plots.IMAGES.iterdir()} == {f"{name}.svg" for name in (*plots.PLOTS, DRAWING)}
+    assert {path.name for path in plots.IMAGES.iterdir()} == {
+        f"{name}.svg" for name in (*plots.PLOTS, DRAWING)
+    }
 
 
 DRAWING = "overview"  # of how it works, for which there are no results
@@ -128,8 +141,12 @@ def test_every_result_file_has_a_benchmark_that_writes_it() -> None:
 def test_every_benchmark_that_needs_no_gpu_is_run_by_make_bench() -> None:
     """All files that write a result and are not called gpu_*, and nothing else."""
     folder = TOP / "benchmarks"
-    reporting = {p.name for p in folder.glob("*.py") if re.search(r"^ +report\(", p.read_text(), re.MULTILINE)}
-    assert {name for name in reporting if not name.startswith("gpu_")} == {b.split()[0] for b in run_all.BENCHMARKS}
+    reporting = {
+        p.name for p in folder.glob("*.py") if re.search(r"^ +report\(", p.read_text(), re.MULTILINE)
+    }
+    assert {name for name in reporting if not name.startswith("gpu_")} == {
+        b.split()[0] for b in run_all.BENCHMARKS
+    }
     assert "benchmarks/run_all.py" in (TOP / "Makefile").read_text()
 
 
@@ -158,12 +175,22 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ({"where": {"format": "int8"}}, {"where": {"ids": "zipf"}}, "| a | 91.9 |"),
         ({}, {"where": {"format": "int8"}}, "| a | 91.9–118.2 |"),
         ({}, {"where": {"format": ["int4", "int8"], "ids": "uniform"}}, "| a | 107.6–118.2 |"),
-        ({"columns": [{"ids": "zipf"}, {"ids": "uniform"}]}, {"where": {"format": "int8"}}, "| a | 91.9 | 118.2 |"),
-        ({}, {"where": {"format": "int8"}, "cells": ["{M rows/s:.0f} M rows/s, {us:.0f}"]}, "| a | 2 M rows/s, 92–118 |"),
+        (
+            {"columns": [{"ids": "zipf"}, {"ids": "uniform"}]},
+            {"where": {"format": "int8"}},
+            "| a | 91.9 | 118.2 |",
+        ),
+        (
+            {},
+            {"where": {"format": "int8"}, "cells": ["{M rows/s:.0f} M rows/s, {us:.0f}"]},
+            "| a | 2 M rows/s, 92–118 |",
+        ),
         ({"list": "others"}, {}, "| a | 107.6 |"),
     ],
 )
-def test_a_row_is_printed(planted: dict[str, Any], added: dict[str, Any], row: dict[str, Any], printed: str) -> None:
+def test_a_row_is_printed(
+    planted: dict[str, Any], added: dict[str, Any], row: dict[str, Any], printed: str
+) -> None:
     """Values that are printed alike are printed once."""
     planted |= {**added, "rows": [{"label": "a", **row}]}
     text = figures.with_tables("a\n<!--table:t-->\n| old |\n<!--/table-->\nb")
@@ -215,13 +242,17 @@ def test_a_result_is_written_whole(results: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_result_that_is_not_finite_is_refused(results: Path, value: float) -> None:
-    with pytest.raises(common.ResultError, match=r"r.json: rows\[1\]: us is (nan|inf); expected a finite number"):
+    with pytest.raises(
+        common.ResultError, match=r"r.json: rows\[1\]: us is (nan|inf); expected a finite number"
+    ):
         common.report("r", "title", [{"us": 1.0}, {"us": value}])
     assert not results.exists()
 
 
 @pytest.mark.parametrize(("found", "fault"), [("0123abc-dirty", "commit first"), ("", "set COMMIT")])
-def test_a_result_of_no_commit_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch, found: str, fault: str) -> None:
+def test_a_result_of_no_commit_is_refused(
+    results: Path, monkeypatch: pytest.MonkeyPatch, found: str, fault: str
+) -> None:
     monkeypatch.setattr(common, "machine", lambda: {"commit": found})
     with pytest.raises(common.ResultError, match=fault):
         common.report("r", "title", [{"us": 1.0}])
@@ -254,7 +285,9 @@ def test_a_tree_is_dirty_by_its_code(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert common.commit() == f"{clean}-dirty"
 
 
-def test_where_there_is_no_git_the_environment_names_the_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_there_is_no_git_the_environment_names_the_commit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(common, "TOP", tmp_path)
     monkeypatch.setenv("COMMIT", "0123abc")
     assert common.commit() == "0123abc"

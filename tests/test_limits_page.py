@@ -24,7 +24,11 @@ def test_each_limit_is_held_by_a_test_or_a_day(limit: str) -> None:
     if held["day"]:
         assert date(2026, 1, 1) <= date.fromisoformat(held["day"])
         return
-    tests = {node.name for node in ast.parse((TOP / held["file"]).read_text()).body if isinstance(node, ast.FunctionDef)}
+    tests = {
+        node.name
+        for node in ast.parse((TOP / held["file"]).read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
     assert held["test"] in tests
 
 

@@ -1,4 +1,5 @@
-"""What is installed and how: the base without extras, one name to import, what is declared, how the kernel is compiled."""
+"""What is installed and how: the base without extras, one name to import, what is declared, how the kernel
+is compiled."""
 
 import ast
 import os
@@ -56,7 +57,8 @@ def test_the_module_is_the_command() -> None:
 
 
 def test_a_users_own_modules_of_our_rooms_names_break_nothing(tmp_path: Path) -> None:
-    """A project with its own loader.py, quant.py and serving/ loads, serves, looks up; `make wheel` runs it on the wheel, too.
+    """A project with its own loader.py, quant.py and serving/ loads, serves, looks up; `make wheel` runs it
+    on the wheel, too.
 
     Once with the checkout on the path, and once with the editable installation where these tests run in one.
     """
@@ -76,7 +78,9 @@ def is_editable() -> bool:
 
 def python(*arguments: str, cwd: Path = TOP, **variables: str) -> subprocess.CompletedProcess[str]:
     command, environment = [sys.executable, *arguments], {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment, check=False
+    )
 
 
 # ---- without extras ----
@@ -113,7 +117,9 @@ def write_checkpoint(folder: Path, kind: str) -> Path:
         with open_checkpoint(folder / name) as found:
             key = min(found.matrices)
     path = folder / "model.toml"
-    path.write_text(f'name = "demo"\ncheckpoint = "{name}"\n[tables.user]\nkey = "{key}"\nrow_format = "fp32"\n')
+    path.write_text(
+        f'name = "demo"\ncheckpoint = "{name}"\n[tables.user]\nkey = "{key}"\nrow_format = "fp32"\n'
+    )
     return path
 
 
@@ -138,7 +144,9 @@ def test_a_program_without_torch_names_the_extra(tmp_path: Path, root: Path) -> 
     (tmp_path / "s.pt2").write_bytes(program)
     path = write_checkpoint(tmp_path, "npz")
     path.write_text(path.read_text() + '[features.user]\ntable = "user"\n[scorer]\nprogram = "s.pt2"\n')
-    assert refusal("torch", "load", path, "--root", root).endswith("torch, which is not installed; install tableside[torch]")
+    assert refusal("torch", "load", path, "--root", root).endswith(
+        "torch, which is not installed; install tableside[torch]"
+    )
     publish_scored(root, tmp_path, one_feature())
     line = refusal("torch", "serve", "demo", "--root", root, "--port", "0")
     assert line.endswith("needs torch, which is not installed; install tableside[torch]")
@@ -175,7 +183,9 @@ def test_a_server_without_a_package_names_the_extra(
 def test_an_evaluation_without_pyarrow_names_the_extra(tmp_path: Path, root: Path) -> None:
     publish_towers(root, tmp_path)
     (tmp_path / "data.jsonl").write_text('{"user": 1, "item": 2, "label": 1}\n')
-    line = refusal("pyarrow", "eval", "towers", tmp_path / "data.jsonl", "--out", tmp_path / "out", "--root", root)
+    line = refusal(
+        "pyarrow", "eval", "towers", tmp_path / "data.jsonl", "--out", tmp_path / "out", "--root", root
+    )
     assert line.endswith("install tableside[eval]")
 
 
@@ -198,7 +208,9 @@ def test_without_its_extensions_the_command_ends_with_one_line(root: Path) -> No
     """Which says what to do."""
     line = refusal(NATIVE, "list", "--root", root)
     assert line.startswith("tableside: tableside's C extensions do not import (")
-    assert line.endswith("install its wheel, or build a checkout with a C compiler and Python.h: pip install .")
+    assert line.endswith(
+        "install its wheel, or build a checkout with a C compiler and Python.h: pip install ."
+    )
 
 
 # ---- what is declared ----
@@ -214,7 +226,10 @@ MODULES = {
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry",
 }
 
-BY_NAME = {"uvloop", "hiredis"}  # uvicorn imports the one, as the workers' configuration names it, and redis the other
+BY_NAME = {
+    "uvloop",
+    "hiredis",
+}  # uvicorn imports the one, as the workers' configuration names it, and redis the other
 
 
 def modules(requirements: list[str]) -> set[str]:
@@ -226,7 +241,9 @@ def modules(requirements: list[str]) -> set[str]:
 def imported_packages() -> set[str]:
     """What the rooms import of others."""
     found = set()
-    for file in (f for room in ("tableside", "quant", "loader", "serving") for f in (TOP / room).rglob("*.py")):
+    for file in (
+        f for room in ("tableside", "quant", "loader", "serving") for f in (TOP / room).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
@@ -240,7 +257,9 @@ CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has 
 
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
-    extras = modules([r for name in ("torch", "fbgemm", "gpu", "eval", "otel", "ray", "redis") for r in EXTRAS[name]])
+    extras = modules(
+        [r for name in ("torch", "fbgemm", "gpu", "eval", "otel", "ray", "redis") for r in EXTRAS[name]]
+    )
     assert not base & extras
     assert (imported_packages() - CALLERS) | BY_NAME == base | extras
 
@@ -260,7 +279,9 @@ def test_every_package_is_listed() -> None:
     setuptools = PROJECT["tool"]["setuptools"]
     rooms = {"tableside": "tableside", **setuptools["package-dir"]}
     folders = {
-        ".".join([name, *f.parent.relative_to(TOP / at).parts]) for name, at in rooms.items() for f in (TOP / at).rglob("*.py")
+        ".".join([name, *f.parent.relative_to(TOP / at).parts])
+        for name, at in rooms.items()
+        for f in (TOP / at).rglob("*.py")
     }
     assert {f for f in folders if "__pycache__" not in f} == set(setuptools["packages"])
 
@@ -290,5 +311,7 @@ def test_a_wheel_for_a_glibc_brings_its_compiler(backend: ModuleType) -> None:
     assert backend.ZIG in backend.get_requires_for_build_wheel({"glibc": "2.28"})
     before = dict(os.environ)  # setuptools has added to it
     with backend._compiler("2.28"):
-        assert re.fullmatch(r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.28 -idirafter \S+", os.environ["CC"])
+        assert re.fullmatch(
+            r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.28 -idirafter \S+", os.environ["CC"]
+        )
     assert dict(os.environ) == before

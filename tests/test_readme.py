@@ -49,10 +49,16 @@ def test_the_demo_is_named_before_line_30() -> None:
 def test_make_targets_exist() -> None:
     """Of README and of the page that lists all; and that page lists every target of `make help`."""
     text = TEXT + COMMANDS
-    for command in [c for c in commands() if c[0] == "make"] + [["make", t] for t in re.findall(r"`make ([\w-]+)`", text)]:
+    for command in [c for c in commands() if c[0] == "make"] + [
+        ["make", t] for t in re.findall(r"`make ([\w-]+)`", text)
+    ]:
         subprocess.run([*command, "-n"], cwd=TOP, check=True, capture_output=True)
     named = set(re.findall(r"\bmake ([a-z-]+)\b", text))
-    assert set(re.findall(r"^([a-z-]+):.*##", (TOP / "Makefile").read_text(), re.MULTILINE)) <= named | {"help", "clean", "quick"}
+    assert set(re.findall(r"^([a-z-]+):.*##", (TOP / "Makefile").read_text(), re.MULTILINE)) <= named | {
+        "help",
+        "clean",
+        "quick",
+    }
 
 
 def test_pages_that_are_named_exist() -> None:
@@ -94,9 +100,12 @@ class Towers(torch.nn.Module):
 
 
 def test_a_server_and_an_evaluation(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """init, load, serve and eval work exactly as written, on a checkpoint with the names that TorchRec gives."""
+    """init, load, serve and eval work exactly as written, on a checkpoint with the names that TorchRec
+    gives."""
     monkeypatch.chdir(tmp_path)
-    weights = {f"embedding_bags.{t}.weight": rows_of(100, 64, seed) for seed, t in enumerate(("user", "item"))}
+    weights = {
+        f"embedding_bags.{t}.weight": rows_of(100, 64, seed) for seed, t in enumerate(("user", "item"))
+    }
     save_file(weights, tmp_path / "checkpoint.safetensors")
     typed = [c for c in commands() if c[0] == "tableside"]
     assert [c[1] for c in typed] == ["init", "load", "serve", "eval"]
@@ -118,7 +127,11 @@ def test_a_server_and_an_evaluation(tmp_path: Path, root: Path, monkeypatch: pyt
         file.write(addition)
     Path("scorer.pt2").write_bytes(exported(Towers(), user=64, item=64))
     rng = np.random.default_rng(0)
-    columns = {"user_id": rng.integers(0, 100, 500), "item_id": rng.integers(0, 100, 500), "clicked": rng.integers(0, 2, 500)}
+    columns = {
+        "user_id": rng.integers(0, 100, 500),
+        "item_id": rng.integers(0, 100, 500),
+        "clicked": rng.integers(0, 2, 500),
+    }
     parquet.write_table(pyarrow.table(columns), "clicks.parquet")
     found = run_tableside(*typed[3][1:], root=root)
     assert found.returncode == 0, found.stderr
@@ -126,7 +139,8 @@ def test_a_server_and_an_evaluation(tmp_path: Path, root: Path, monkeypatch: pyt
 
 
 def test_python_and_curl(server: Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Client, module and curl work as written against a server of the demo's features, on another port, and over its tables."""
+    """Client, module and curl work as written against a server of the demo's features, on another port,
+    and over its tables."""
     monkeypatch.setenv("TABLESIDE_ROOT", str(root))
     for code, expected in zip(blocks("python"), ("(2, 64)\n", "torch.Size([2, 64])\n"), strict=True):
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -146,14 +160,20 @@ def server(root: Path, tmp_path: Path) -> Iterator[Server]:
     np.savez(tmp_path / "d.npz", user=rows_of(50, 64), query=rows_of(20, 16))
     tables = {t: {"key": t} for t in ("user", "query")}
     features = {"user": {"table": "user"}, "query_tokens": {"table": "query", "pooling": "none"}}
-    load(parse_model({"name": "demo", "checkpoint": "d.npz", "tables": tables, "features": features}, tmp_path), root)
+    load(
+        parse_model(
+            {"name": "demo", "checkpoint": "d.npz", "tables": tables, "features": features}, tmp_path
+        ),
+        root,
+    )
     server = start_server(root, "--workers", 1)
     yield server
     end(server.process)
 
 
 def test_where_to_find_names_what_exists() -> None:
-    """Every function and class that docs/architecture.md gives as the place of something is in the file that it names."""
+    """Every function and class that docs/architecture.md gives as the place of something is in the file
+    that it names."""
     section = (TOP / "docs/architecture.md").read_text().split("## Where to find")[1].split("\n## ")[0]
     places = re.findall(r"`([\w/.]+\.(?:py|c|h)): ([\w.]+)`", section)
     assert len(places) > 8

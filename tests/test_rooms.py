@@ -1,4 +1,5 @@
-"""The direction of the imports: quant <- loader <- serving, inside the rooms too, and fbgemm in as few files as possible."""
+"""The direction of the imports: quant <- loader <- serving, inside the rooms too, and fbgemm in as few
+files as possible."""
 
 import ast
 from collections.abc import Iterator
@@ -37,14 +38,26 @@ def test_imports_go_one_way(room: str) -> None:
 
 def test_fbgemm_is_imported_in_two_files() -> None:
     """Its operators behind our contract, and its module for those who want one."""
-    found = {str(f.relative_to(TOP)) for room in ALLOWED for f in (TOP / room).rglob("*.py") if "fbgemm_gpu" in imports(f)}
+    found = {
+        str(f.relative_to(TOP))
+        for room in ALLOWED
+        for f in (TOP / room).rglob("*.py")
+        if "fbgemm_gpu" in imports(f)
+    }
     assert found == {"quant/cpu/fbgemm.py", "loader/tbe/tbe.py"}
 
 
 @pytest.mark.parametrize("room", ["quant", "loader"])
 def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
     for file in (TOP / room).rglob("*.py"):
-        assert not imports(file) & {"fastapi", "uvicorn", "httpx", "prometheus_client", "pydantic", "argparse"}, file
+        assert not imports(file) & {
+            "fastapi",
+            "uvicorn",
+            "httpx",
+            "prometheus_client",
+            "pydantic",
+            "argparse",
+        }, file
 
 
 # ---- inside serving ----
@@ -63,12 +76,15 @@ def run_time_imports(file: Path) -> Iterator[str]:
 
 
 def imported_by(node: ast.AST) -> Iterator[str]:
-    """The modules and names that a syntax tree imports, in functions as well, except below `if TYPE_CHECKING`."""
+    """The modules and names that a syntax tree imports, in functions as well, except below `if
+    TYPE_CHECKING`."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    is_for_types = (
+        isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    )
     for child in node.orelse if is_for_types else ast.iter_child_nodes(node):  # type: ignore[attr-defined]
         yield from imported_by(child)
 
@@ -76,7 +92,8 @@ def imported_by(node: ast.AST) -> Iterator[str]:
 def import_graph(room: str) -> dict[str, set[str]]:
     """Module -> the modules of the same room that it imports."""
     files = {
-        str(f.relative_to(TOP).with_suffix("")).replace("/", ".").removesuffix(".__init__"): f for f in (TOP / room).rglob("*.py")
+        str(f.relative_to(TOP).with_suffix("")).replace("/", ".").removesuffix(".__init__"): f
+        for f in (TOP / room).rglob("*.py")
     }
     graph: dict[str, set[str]] = {}
     for module, file in files.items():
@@ -119,7 +136,8 @@ def test_serving_has_no_import_cycles() -> None:
 
 
 def test_imports_inside_serving_go_one_way() -> None:
-    """From requests over versions, engines, executors and the service to HTTP, workers and the command line."""
+    """From requests over versions, engines, executors and the service to HTTP, workers and the command
+    line."""
     for module, used in import_graph("serving").items():
         for other in used:
             assert place_in_serving(other) <= place_in_serving(module), f"{module} imports {other}"
@@ -152,13 +170,17 @@ def place_in_quant(module: str) -> int:
 
 
 def test_quant_has_no_import_cycles() -> None:
-    """Neither at the top of files nor in their functions. `quant` itself names what users import, and is no part of it."""
-    graph = {module: found - {"quant"} for module, found in import_graph("quant").items() if module != "quant"}
+    """Neither at the top of files nor in their functions. `quant` itself names what users import, and is
+    no part of it."""
+    graph = {
+        module: found - {"quant"} for module, found in import_graph("quant").items() if module != "quant"
+    }
     assert find_cycle(graph) == []
 
 
 def test_quant_imports_go_one_way() -> None:
-    """contract <- cpu <- device <- cache <- gpu: a residence knows the cache, the cache knows no residence."""
+    """contract <- cpu <- device <- cache <- gpu: a residence knows the cache, the cache knows no
+    residence."""
     for module, found in import_graph("quant").items():
         for other in found - {"quant"}:
             assert place_in_quant(other) <= place_in_quant(module), f"{module} imports {other}"

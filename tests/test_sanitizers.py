@@ -52,7 +52,9 @@ def call(library: Path, reports: Path, what: str) -> tuple[int, str]:
     """A process that makes one call, and keeps what it writes to itself: its exit code and its report."""
     script = f"import ctypes; ctypes.CDLL({str(library)!r}).{what}"
     variables = the_builder().environment(library, reports, os.environ)
-    code = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, check=False).returncode
+    code = subprocess.run(
+        [sys.executable, "-c", script], env=variables, capture_output=True, check=False
+    ).returncode
     return code, "".join(report.read_text() for report in reports.iterdir())
 
 
@@ -68,7 +70,9 @@ def call(library: Path, reports: Path, what: str) -> tuple[int, str]:
         ("freed(1)", "heap-use-after-free"),
     ],
 )
-def test_a_planted_bug_ends_the_process_and_is_reported(planted: Path, tmp_path: Path, what: str, report: str) -> None:
+def test_a_planted_bug_ends_the_process_and_is_reported(
+    planted: Path, tmp_path: Path, what: str, report: str
+) -> None:
     code, found = call(planted, tmp_path, what)
     assert code != 0
     assert report in found
@@ -76,7 +80,9 @@ def test_a_planted_bug_ends_the_process_and_is_reported(planted: Path, tmp_path:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("what", ["past_the_end(b'abc', 3)", "overflow(5)", "shift(3)", "misaligned(b'abcdefghi', 0)"])
+@pytest.mark.parametrize(
+    "what", ["past_the_end(b'abc', 3)", "overflow(5)", "shift(3)", "misaligned(b'abcdefghi', 0)"]
+)
 def test_what_is_no_bug_is_not_reported(planted: Path, tmp_path: Path, what: str) -> None:
     """A bytes object ends with a zero that is its own."""
     assert call(planted, tmp_path, what) == (0, "")
@@ -89,7 +95,9 @@ def test_without_gcc_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch,
         builder.check_gcc()
 
 
-def test_without_a_sanitizers_library_the_error_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_sanitizers_library_the_error_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """gcc answers with the bare name where it has no such file."""
     (tmp_path / "gcc").write_text("#!/bin/sh\necho libasan.so\n")
     (tmp_path / "gcc").chmod(0o700)

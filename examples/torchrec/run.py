@@ -1,9 +1,11 @@
-"""A TorchRec DLRM, trained, and its EmbeddingBagCollection swapped for published tables: what that does to AUC and memory.
+"""A TorchRec DLRM, trained, and its EmbeddingBagCollection swapped for published tables: what that does to
+AUC and memory.
 
-Trains TorchRec's own DLRM on clicks with a planted structure, in a minute on two cores; publishes its tables as int8; swaps them
-in (`tableside.torch.swap_embeddings`); and compares with TorchRec's quantized collection (`quantize_embeddings`): AUC on held-out
-rows, and the memory that 1, 2 and 4 processes take together, Python and torch included. Exit code 0 only if no quantized model
-loses more than 0.002 of AUC, and a second process with published tables saves at least half of what a copy of them takes.
+Trains TorchRec's own DLRM on clicks with a planted structure, in a minute on two cores; publishes its tables
+as int8; swaps them in (`tableside.torch.swap_embeddings`); and compares with TorchRec's quantized collection
+(`quantize_embeddings`): AUC on held-out rows, and the memory that 1, 2 and 4 processes take together, Python
+and torch included. Exit code 0 only if no quantized model loses more than 0.002 of AUC, and a second process
+with published tables saves at least half of what a copy of them takes.
 """
 
 import shutil
@@ -41,7 +43,8 @@ Kind = Literal["fp32", "published", "torchrec"]
 
 
 class Clicks:
-    """Rows: a user, an item, items that the user clicked before, four numbers; and whether the item was clicked."""
+    """Rows: a user, an item, items that the user clicked before, four numbers; and whether the item was
+    clicked."""
 
     def __init__(self, rows: int, seed: int) -> None:
         hidden, rng = np.random.default_rng(0), np.random.default_rng(seed)
@@ -53,13 +56,17 @@ class Clicks:
         self.history = (ROWS["item"] * rng.random((rows, HISTORY)) ** 4).astype(np.int64)
         self.context = rng.standard_normal((rows, DENSE)).astype(np.float32)
         logit = (tastes[self.user] * (kinds[self.item] + 0.3 * kinds[self.history].mean(1))).sum(1)
-        self.label = (rng.random(rows) < 1 / (1 + np.exp(1.0 - logit - 0.7 * self.context @ weight))).astype(np.float32)
+        self.label = (rng.random(rows) < 1 / (1 + np.exp(1.0 - logit - 0.7 * self.context @ weight))).astype(
+            np.float32
+        )
 
     def batch(self, rows: slice) -> tuple[torch.Tensor, KeyedJaggedTensor]:
         """The numbers [rows, DENSE] and the ids of these rows."""
         ids = {"user": self.user[rows, None], "item": self.item[rows, None], "history": self.history[rows]}
         values = torch.from_numpy(np.concatenate([of.reshape(-1) for of in ids.values()]))
-        lengths = torch.from_numpy(np.concatenate([np.full(len(of), of.shape[1], np.int32) for of in ids.values()]))
+        lengths = torch.from_numpy(
+            np.concatenate([np.full(len(of), of.shape[1], np.int32) for of in ids.values()])
+        )
         features = KeyedJaggedTensor(keys=list(ids), values=values, lengths=lengths)
         return torch.from_numpy(self.context[rows]), features
 
@@ -68,7 +75,11 @@ def new_model(device: str = "cpu") -> DLRM:
     """TorchRec's DLRM. device: of the tables; on "meta" they take no memory."""
     configs = [
         EmbeddingBagConfig(
-            name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=FEATURES[name], pooling=PoolingType.MEAN
+            name=name,
+            embedding_dim=DIM,
+            num_embeddings=rows,
+            feature_names=FEATURES[name],
+            pooling=PoolingType.MEAN,
         )
         for name, rows in ROWS.items()
     ]
@@ -129,7 +140,10 @@ def read(kind: Kind, folder: Path, root: Path) -> torch.nn.Module:
 
 def scores(model: torch.nn.Module, clicks: Clicks) -> np.ndarray:
     with torch.inference_mode():
-        parts = [model(*clicks.batch(slice(at, at + BATCH))).squeeze(1) for at in range(0, len(clicks.label), BATCH)]
+        parts = [
+            model(*clicks.batch(slice(at, at + BATCH))).squeeze(1)
+            for at in range(0, len(clicks.label), BATCH)
+        ]
     found: np.ndarray = torch.sigmoid(torch.cat(parts)).numpy()
     return found
 
@@ -168,7 +182,10 @@ def main() -> None:
         shutil.rmtree(root, ignore_errors=True)
     console.print(table)
     added = {kind: taken[kind][1] - taken[kind][0] for kind in kinds}
-    console.print("a further process adds " + ", ".join(f"{size / 1e6:,.0f} MB ({kind})" for kind, size in added.items()))
+    console.print(
+        "a further process adds "
+        + ", ".join(f"{size / 1e6:,.0f} MB ({kind})" for kind, size in added.items())
+    )
     lost = [kind for kind in kinds if auc[kind] < auc["fp32"] - 0.002]
     if lost or added["torchrec"] - added["published"] < sum(ROWS.values()) * DIM / 2:
         raise SystemExit(f"FAILED: {lost=}, {added=}")

@@ -1,8 +1,9 @@
-"""Zip archives as torch.save and np.savez write them: stored records, each in one piece, each with its CRC-32.
+"""Zip archives as torch.save and np.savez write them: stored records, each in one piece, each with its
+CRC-32.
 
-Format: PKWARE's APPNOTE 6.3.9. The central directory at the end names the records, and each record has a local header before
-its bytes. Both are read and compared. What is compressed, encrypted, split, twice there, or overlaps is refused, and so is an
-archive of too many records: each field decides which bytes become rows.
+Format: PKWARE's APPNOTE 6.3.9. The central directory at the end names the records, and each record has a
+local header before its bytes. Both are read and compared. What is compressed, encrypted, split, twice there,
+or overlaps is refused, and so is an archive of too many records: each field decides which bytes become rows.
 """
 
 import struct
@@ -27,7 +28,8 @@ _ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
 
 @dataclass(frozen=True, slots=True)
 class ArchiveRecord:
-    """Bytes [offset, offset + bytes) of a file. crc: their CRC-32; None: whoever wrote the archive left it out."""
+    """Bytes [offset, offset + bytes) of a file. crc: their CRC-32; None: whoever wrote the archive left it
+    out."""
 
     offset: int
     bytes: int
@@ -35,7 +37,8 @@ class ArchiveRecord:
 
 
 class Archive:
-    """The records of a window that is a zip archive. CheckpointError: it is damaged, or no archive of this kind."""
+    """The records of a window that is a zip archive. CheckpointError: it is damaged, or no archive of this
+    kind."""
 
     def __init__(self, window: FileWindow, advice: str) -> None:
         """advice: how to write a file that can be read, for compressed ones."""
@@ -51,25 +54,30 @@ class Archive:
         record = self.records[name]
         if record.bytes > limit_bytes:
             raise CheckpointError(
-                f"{self.window.path}: record {name!r} has {record.bytes:,} bytes, more than the {limit_bytes:,} that are read; "
+                f"{self.window.path}: record {name!r} has {record.bytes:,} bytes, more than the "
+                f"{limit_bytes:,} that are read; "
                 "save the tensors alone"
             )
         data = self.window.read(record.offset - self.window.begin, record.bytes)
         if record.crc is not None and isal_zlib.crc32(data) != record.crc:
             raise CheckpointError(
-                f"{self.window.path}: the CRC-32 of record {name!r} is wrong, so bytes changed after they were written; "
+                f"{self.window.path}: the CRC-32 of record {name!r} is wrong, so bytes changed after they "
+                "were written; "
                 "take another copy of the file"
             )
         return data
 
     def _broken(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.window.path}: not a whole zip archive, it may be half-written or damaged ({what})")
+        return CheckpointError(
+            f"{self.window.path}: not a whole zip archive, it may be half-written or damaged ({what})"
+        )
 
     def _read_directory(self) -> None:
         count, size, start = self._end()
         if count > LIMIT_RECORDS or size > _LIMIT_DIRECTORY_BYTES:
             raise CheckpointError(
-                f"{self.window.path}: an archive of {count:,} records; at most {LIMIT_RECORDS:,} are read, save the tables alone"
+                f"{self.window.path}: an archive of {count:,} records; at most {LIMIT_RECORDS:,} are read, "
+                "save the tables alone"
             )
         data, at = self.window.read(start, size), 0
         places: list[tuple[int, int]] = []
@@ -84,7 +92,9 @@ class Archive:
         places.sort()
         if any(end > begin for (_, end), (begin, _) in pairwise(places)):
             raise self._broken("two records overlap")
-        if not any(record.crc for record in self.records.values()):  # torch.serialization.set_crc32_options(False) writes zeros
+        if not any(
+            record.crc for record in self.records.values()
+        ):  # torch.serialization.set_crc32_options(False) writes zeros
             self.records = {name: ArchiveRecord(r.offset, r.bytes, None) for name, r in self.records.items()}
 
     def _end(self) -> tuple[int, int, int]:
@@ -101,8 +111,14 @@ class Archive:
         locator = at - _END64_LOCATOR.size
         if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
             _, disk64, end, disks = _END64_LOCATOR.unpack_from(tail, locator)
-            signature, _, _, _, _, _, here, count64, length64, start64 = _END64.unpack(self.window.read(end, _END64.size))
-            narrow, wide, unknown = (count, length, start), (count64, length64, start64), (0xFFFF, _UNKNOWN, _UNKNOWN)
+            signature, _, _, _, _, _, here, count64, length64, start64 = _END64.unpack(
+                self.window.read(end, _END64.size)
+            )
+            narrow, wide, unknown = (
+                (count, length, start),
+                (count64, length64, start64),
+                (0xFFFF, _UNKNOWN, _UNKNOWN),
+            )
             agree = all(a in (b, u) for a, b, u in zip(narrow, wide, unknown, strict=True))
             if signature != b"PK\x06\x06" or disk64 or disks > 1 or not agree:
                 raise self._broken("its two end records disagree")
@@ -132,7 +148,9 @@ class Archive:
             raise self._broken(f"record {name!r} is encrypted or has no usable name")
         start = self._data_start(name, raw, header, (flags, crc, size))
         if start + size > directory:
-            raise self._broken(f"record {name!r} ends at byte {start + size}, the directory begins at {directory}")
+            raise self._broken(
+                f"record {name!r} ends at byte {start + size}, the directory begins at {directory}"
+            )
         return name, header, ArchiveRecord(self.window.begin + start, size, crc), end
 
     def _large(self, name: str, extra: bytes, *values: int) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""`Collector`: the tensors that a format's reader finds, of which matrices of floats and tensors of ids are kept."""
+"""`Collector`: the tensors that a format's reader finds, of which matrices of floats and tensors of ids
+are kept."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ LIMIT_TENSORS = 250_000  # of one checkpoint; each costs some 700 bytes of memor
 
 
 class Collector:
-    """Gathers a checkpoint's tensors: matrices of floats go one way, everything else is skipped with a reason."""
+    """Gathers a checkpoint's tensors: matrices of floats go one way, everything else is skipped with a
+    reason."""
 
     def __init__(self) -> None:
         self.matrices: dict[str, Matrix] = {}
@@ -26,7 +28,8 @@ class Collector:
         return Checkpoint(path, self.matrices, self.skipped, self.ids)
 
     def add(self, key: str, shape: tuple[int, ...], dtype: str, shards: tuple[RowShard, ...] | None) -> None:
-        """dtype: the format's own name. shards: of the tensor as `rows_of` sees it; None: the values do not lie row after row."""
+        """dtype: the format's own name. shards: of the tensor as `rows_of` sees it; None: the values do
+        not lie row after row."""
         named = dtype.removeprefix("torch.").lower()
         source = _SOURCES.get(named)
         if len(self.matrices) + len(self.skipped) >= LIMIT_TENSORS:
@@ -72,7 +75,9 @@ def rows_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
     return (shape[0], shape[1]) if len(shape) == 2 else None
 
 
-def whole(path: Path, offset: int, shape: tuple[int, ...], record: ArchiveRecord | None = None) -> tuple[RowShard, ...] | None:
+def whole(
+    path: Path, offset: int, shape: tuple[int, ...], record: ArchiveRecord | None = None
+) -> tuple[RowShard, ...] | None:
     """One shard that is the whole tensor; None where it has no rows and columns."""
     if (flat := rows_of(shape)) is None:
         return None

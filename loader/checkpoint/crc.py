@@ -1,11 +1,12 @@
 """CRC-32 of archives' records, checked while rows are read, in any order and by any thread.
 
-A piece P of a record adds shift(crc(P), bytes that follow P) to the record's CRC, and the parts join by exclusive or:
+A piece P of a record adds shift(crc(P), bytes that follow P) to the record's CRC, and the parts join by
+exclusive or:
 
     crc(P1 P2 ... Pn) = shift(crc(P1), |P2 ... Pn|) ^ ... ^ shift(crc(Pn), 0),   shift(c, n) = crc32_combine(c, 0, n)
 
-So a sum of 4 bytes a record is all that is kept. Bytes of a record that no table reads (a .npy's header, other views of one
-storage) are read at the end, where they are few; else the record is not verified.
+So a sum of 4 bytes a record is all that is kept. Bytes of a record that no table reads (a .npy's header,
+other views of one storage) are read at the end, where they are few; else the record is not verified.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +25,8 @@ Fill = Callable[[Path, memoryview, int], None]
 
 
 class _Sum:
-    """One record's CRC so far. readers: (table, shard) whose bytes count, each byte once; gaps: what they leave out."""
+    """One record's CRC so far. readers: (table, shard) whose bytes count, each byte once; gaps: what they
+    leave out."""
 
     def __init__(self, path: Path, record: ArchiveRecord) -> None:
         self.path, self.record = path, record
@@ -32,7 +34,8 @@ class _Sum:
         self.crc = 0
 
     def plan(self) -> tuple[set[tuple[str, RowShard]], list[tuple[int, int]]]:
-        """(the readers that count, the gaps between them); shards that overlap one before them do not count."""
+        """(the readers that count, the gaps between them); shards that overlap one before them do not
+        count."""
         at, readers, gaps = self.record.offset, set(), []
         for begin, end, table, _, shard in sorted(self.shards, key=lambda s: s[:3]):
             if begin >= at:
@@ -94,7 +97,8 @@ class Crc32Check:
                 found.crc ^= part
 
     def finish(self, fill: Fill) -> None:
-        """Reads the gaps, then compares; CheckpointError names file, tensors and rows. fill: reads a piece of an open file."""
+        """Reads the gaps, then compares; CheckpointError names file, tensors and rows. fill: reads a piece
+        of an open file."""
         for found, begin, end in self._gaps:
             for offset in range(begin, end, _PIECE_BYTES):
                 piece = memoryview(bytearray(min(_PIECE_BYTES, end - offset)))
@@ -103,7 +107,8 @@ class Crc32Check:
         for found in set(self._readers.values()):
             if found.crc != found.record.crc:
                 raise CheckpointError(
-                    f"{found.path}: {_rows(s[3:] for s in found.shards)}: the CRC-32 is wrong, so bytes changed after they were "
+                    f"{found.path}: {_rows(s[3:] for s in found.shards)}: the CRC-32 is wrong, so bytes "
+                    "changed after they were "
                     "written; take another copy of the checkpoint"
                 )
 

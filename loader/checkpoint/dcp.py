@@ -1,9 +1,10 @@
-"""Torch distributed checkpoints (DCP), as TorchRec writes them: a folder with `.metadata` and `__R_N.distcp` files.
+"""Torch distributed checkpoints (DCP), as TorchRec writes them: a folder with `.metadata` and `__R_N.distcp`
+files.
 
-`.metadata` is a pickle, read with inert stand-ins (`pickles`): no code of the file's, of torch's or of pathlib's runs. Each
-stored item is a torch.save archive inside a .distcp file, read like any other (`torch_files`). Joined on (name, offsets),
-tensors may be sharded by row, by column or both. No two items may share bytes: a changed name or offset would serve another's
-rows.
+`.metadata` is a pickle, read with inert stand-ins (`pickles`): no code of the file's, of torch's or of
+pathlib's runs. Each stored item is a torch.save archive inside a .distcp file, read like any other
+(`torch_files`). Joined on (name, offsets), tensors may be sharded by row, by column or both. No two items may
+share bytes: a changed name or offset would serve another's rows.
 """
 
 import os
@@ -14,7 +15,14 @@ from typing import Any
 
 from tableside.loader.checkpoint import torch_files
 from tableside.loader.checkpoint.collector import Collector
-from tableside.loader.checkpoint.pickles import LIMIT_BYTES, ForbiddenGlobal, Name, PickledObject, PickleError, unpickle
+from tableside.loader.checkpoint.pickles import (
+    LIMIT_BYTES,
+    ForbiddenGlobal,
+    Name,
+    PickledObject,
+    PickleError,
+    unpickle,
+)
 from tableside.loader.checkpoint.rows import Checkpoint, RowShard
 from tableside.loader.checkpoint.torch_files import DTYPE_BYTES, FileTensor
 from tableside.loader.checkpoint.window import FileWindow
@@ -81,7 +89,8 @@ def read(path: Path) -> Checkpoint:
                     found.skip(str(key), "not a tensor")
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
             raise CheckpointError(
-                f"{path / METADATA}: not the metadata of a distributed checkpoint ({type(error).__name__}: {error})"
+                f"{path / METADATA}: not the metadata of a distributed checkpoint ({type(error).__name__}: "
+                f"{error})"
             ) from error
     return found.checkpoint(path)
 
@@ -93,7 +102,8 @@ def _read_metadata(path: Path) -> _Metadata:
     except ForbiddenGlobal as error:
         name = str(error).removeprefix("GLOBAL ")
         raise CheckpointError(
-            f"{path}: refused: .metadata names {name}, which a checkpoint does not need and which could run code"
+            f"{path}: refused: .metadata names {name}, which a checkpoint does not need and which could run "
+            "code"
         ) from None
     except PickleError as error:
         raise CheckpointError(f"{path}: damaged or half-written ({error})") from error
@@ -117,14 +127,22 @@ def _wholes(values: Any) -> tuple[int, ...]:
 
 def _items(metadata: _Metadata, folder: Path) -> dict[_Key, _Place]:
     """(tensor, offsets of the chunk) -> where its bytes are; CheckpointError where two share bytes."""
-    items = {(str(i["fqn"]), _wholes(i["offset"] or ())): place for i, place in metadata["storage_data"].items()}
+    items = {
+        (str(i["fqn"]), _wholes(i["offset"] or ())): place for i, place in metadata["storage_data"].items()
+    }
     if len(items) != len(metadata["storage_data"]):
-        raise CheckpointError(f"{folder / METADATA}: two items are the same chunk of the same tensor; the metadata is damaged")
-    spans = sorted((str(p["relative_path"]), _whole(p["offset"]), _whole(p["length"]), key[0]) for key, p in items.items())
+        raise CheckpointError(
+            f"{folder / METADATA}: two items are the same chunk of the same tensor; the metadata is damaged"
+        )
+    spans = sorted(
+        (str(p["relative_path"]), _whole(p["offset"]), _whole(p["length"]), key[0])
+        for key, p in items.items()
+    )
     for (file, begin, length, name), (other_file, other_begin, _, other_name) in pairwise(spans):
         if file == other_file and other_begin < begin + length:
             raise CheckpointError(
-                f"{folder / METADATA}: {name!r} and {other_name!r} share bytes of {file!r}; the metadata is damaged"
+                f"{folder / METADATA}: {name!r} and {other_name!r} share bytes of {file!r}; the metadata is "
+                "damaged"
             )
     return items
 
@@ -145,21 +163,37 @@ def _add(found: Collector, files: "_Files", key: str, entry: _Tensor, items: dic
             continue
         place = items.get((key, offsets))
         if place is None:
-            raise CheckpointError(f"{files.folder / METADATA}: {key!r} has a chunk at {list(offsets)} that no file holds")
+            raise CheckpointError(
+                f"{files.folder / METADATA}: {key!r} has a chunk at {list(offsets)} that no file holds"
+            )
         shards.append(_shard(files, key, dtype, place, offsets, sizes))
     found.add(key, shape, dtype, tuple(shards))
 
 
-def _shard(files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> RowShard:
+def _shard(
+    files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> RowShard:
     relative = str(place["relative_path"])
     if Path(relative).name != relative or "\0" in relative:
-        raise CheckpointError(f"{files.folder / METADATA}: file {relative!r} of {key!r} lies outside the checkpoint's folder")
+        raise CheckpointError(
+            f"{files.folder / METADATA}: file {relative!r} of {key!r} lies outside the checkpoint's folder"
+        )
     path = files.folder / relative
     if place.state.get("transform_descriptors"):
-        raise CheckpointError(f"{path}: {key!r} is stored transformed (compressed?); save it without extensions")
+        raise CheckpointError(
+            f"{path}: {key!r} is stored transformed (compressed?); save it without extensions"
+        )
     tensor = torch_files.load(files.window(path, _whole(place["offset"]), _whole(place["length"])))
-    if not isinstance(tensor, FileTensor) or tensor.shape != sizes or not tensor.contiguous or tensor.dtype != dtype:
-        raise CheckpointError(f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous {dtype} tensor {list(sizes)}")
+    if (
+        not isinstance(tensor, FileTensor)
+        or tensor.shape != sizes
+        or not tensor.contiguous
+        or tensor.dtype != dtype
+    ):
+        raise CheckpointError(
+            f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous {dtype} tensor "
+            f"{list(sizes)}"
+        )
     (row, column), (rows, columns) = (*offsets, 0)[:2], (*sizes, 1)[:2]
     return RowShard(path, tensor.begin, row, rows, column, columns, tensor.storage.record)
 

@@ -1,7 +1,8 @@
-""".npy and .npz files. A .npz must be stored, not compressed (np.savez), so that its rows can be read anywhere.
+""".npy and .npz files. A .npz must be stored, not compressed (np.savez), so that its rows can be read
+anywhere.
 
-Format (numpy.lib.format): b"\\x93NUMPY", version, length, then a Python literal {'descr', 'fortran_order', 'shape'}. The literal
-is matched against the form that it has, never evaluated.
+Format (numpy.lib.format): b"\\x93NUMPY", version, length, then a Python literal {'descr', 'fortran_order',
+'shape'}. The literal is matched against the form that it has, never evaluated.
 """
 
 import math
@@ -28,7 +29,8 @@ _ITEM_BYTES = re.compile(r"[<>|=][biufcV](\d{1,6})")
 
 
 class NpyHeader(NamedTuple):
-    """dtype: as it is written, "structured" where it has fields; is_fortran: columns come first; start: of the values."""
+    """dtype: as it is written, "structured" where it has fields; is_fortran: columns come first; start: of
+    the values."""
 
     dtype: str
     is_fortran: bool
@@ -60,7 +62,8 @@ def _add(found: Collector, key: str, window: FileWindow, record: ArchiveRecord |
         end = start + math.prod(shape) * int(item[1])
         if end != window.bytes:
             raise CheckpointError(
-                f"{window.path}: {key!r} of {dtype} {list(shape)} ends at byte {end}, what holds it at {window.bytes}; "
+                f"{window.path}: {key!r} of {dtype} {list(shape)} ends at byte {end}, what holds it at "
+                f"{window.bytes}; "
                 "it was truncated, is still being written, or holds more than one array"
             )
     shards = None
@@ -70,9 +73,12 @@ def _add(found: Collector, key: str, window: FileWindow, record: ArchiveRecord |
 
 
 def npy_header(read: Callable[[int, int], bytes], size: int) -> NpyHeader:
-    """The header of an array of `size` bytes. read: (offset, bytes), one part after another. ValueError: it is none."""
+    """The header of an array of `size` bytes. read: (offset, bytes), one part after another. ValueError:
+    it is none."""
     if size < 12 or (begin := read(0, 6)) != _MAGIC:
-        raise ValueError(f"it has {size:,} bytes" if size < 12 else f"it begins with {begin!r}, expected {_MAGIC!r}")
+        raise ValueError(
+            f"it has {size:,} bytes" if size < 12 else f"it begins with {begin!r}, expected {_MAGIC!r}"
+        )
     major, minor = read(6, 2)
     if (major, minor) not in ((1, 0), (2, 0), (3, 0)):
         raise ValueError(f"format version {major}.{minor}; expected 1.0, 2.0 or 3.0")

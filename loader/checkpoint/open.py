@@ -12,13 +12,15 @@ from tableside.loader.files import open_regular
 
 _KINDS = (
     "a .safetensors file or its .index.json, a torch.save file (.pt, .pth, .bin, .ckpt), "
-    "a folder with .metadata (torch distributed checkpoint), .npy / .npz, or, for raw ids, .parquet, a DynamicEmb dump, or a "
+    "a folder with .metadata (torch distributed checkpoint), .npy / .npz, or, for raw ids, .parquet, a "
+    "DynamicEmb dump, or a "
     "sparse model of HugeCTR"
 )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads what tensors a checkpoint has, and where; no values. CheckpointError: it is missing, damaged or of no known kind."""
+    """Reads what tensors a checkpoint has, and where; no values. CheckpointError: it is missing, damaged
+    or of no known kind."""
     if "\0" not in str(path) and not os.path.exists(path):
         raise CheckpointError(f"checkpoint {path} does not exist; expected {_KINDS}")
     try:
@@ -43,7 +45,8 @@ def _open_folder(path: Path) -> Checkpoint:
     if found := keyed_folders.hugectr(path):
         return found
     raise CheckpointError(
-        f"{path}: a folder with neither {dcp.METADATA} nor {safetensors.INDEX} nor model.safetensors, Parquet, a DynamicEmb dump "
+        f"{path}: a folder with neither {dcp.METADATA} nor {safetensors.INDEX} nor model.safetensors, "
+        "Parquet, a DynamicEmb dump "
         "or a sparse model of HugeCTR; a distributed checkpoint without .metadata was not finished"
     )
 

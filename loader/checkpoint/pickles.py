@@ -1,9 +1,11 @@
-"""Pickles of checkpoints, read by a machine that can build values and nothing else: no code of the file's or a library's runs.
+"""Pickles of checkpoints, read by a machine that can build values and nothing else: no code of the file's or
+a library's runs.
 
-It knows the instructions that torch and Python's pickle (protocols 2 to 5) write for dicts, lists, tuples, sets, numbers and
-strings. A global is looked up in a table of the caller's, whose functions are ours and inert; any other is refused by name. Work
-and memory are bounded: one instruction makes one value, and their number is limited. Dicts have plain keys only, because
-Python hashes and prints deeply nested tuples by recursion without a bound.
+It knows the instructions that torch and Python's pickle (protocols 2 to 5) write for dicts, lists, tuples,
+sets, numbers and strings. A global is looked up in a table of the caller's, whose functions are ours and
+inert; any other is refused by name. Work and memory are bounded: one instruction makes one value, and their
+number is limited. Dicts have plain keys only, because Python hashes and prints deeply nested tuples by
+recursion without a bound.
 """
 
 import struct
@@ -53,11 +55,20 @@ def unpickle(data: bytes, names: Mapping[str, Name], persistent: Callable[[Any],
     """
     if len(data) > LIMIT_BYTES:
         raise PickleError(
-            f"{len(data):,} bytes of pickle, more than the {LIMIT_BYTES:,} that are read; save the state_dict alone"
+            f"{len(data):,} bytes of pickle, more than the {LIMIT_BYTES:,} that are read; save the "
+            "state_dict alone"
         )
     try:
         return _Machine(data, names, persistent).run()
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
+    except (
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        struct.error,
+        OverflowError,
+    ) as error:
         raise PickleError(f"not a whole pickle ({type(error).__name__}: {error})") from error
 
 
@@ -73,7 +84,9 @@ def _key(value: Any) -> Any:
 
 
 class _Machine:
-    def __init__(self, data: bytes, names: Mapping[str, Name], persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, data: bytes, names: Mapping[str, Name], persistent: Callable[[Any], Any] | None
+    ) -> None:
         self.data, self.at = data, 0
         self.names, self.persistent = names, persistent
         self.stack: list[Any] = []
@@ -95,7 +108,9 @@ class _Machine:
 
     def take(self, count: int) -> bytes:
         if count < 0 or self.at + count > len(self.data):
-            raise PickleError(f"the pickle ends at byte {len(self.data)}, {count:,} more were expected at {self.at}")
+            raise PickleError(
+                f"the pickle ends at byte {len(self.data)}, {count:,} more were expected at {self.at}"
+            )
         part = self.data[self.at : self.at + count]
         self.at += count
         return part

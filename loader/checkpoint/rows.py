@@ -1,9 +1,10 @@
-"""`Matrix`: a tensor of a checkpoint as places in files. Every format's reader only finds the places; reading is here.
+"""`Matrix`: a tensor of a checkpoint as places in files. Every format's reader only finds the places; reading
+is here.
 
 `Ids` is a tensor of ids in the same way. What pairs the two, and all other tables of raw ids, is in `keyed`.
 
-Rows are read with preadv into a buffer of the caller's, never through a mapping: a file that is truncated or a disk that
-fails while it is read gives an error, not SIGBUS.
+Rows are read with preadv into a buffer of the caller's, never through a mapping: a file that is truncated or
+a disk that fails while it is read gives an error, not SIGBUS.
 """
 
 import os
@@ -23,9 +24,15 @@ from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
 
-DTYPES: dict[Source, np.dtype[Any]] = {Source.FP32: np.dtype("<f4"), Source.FP16: np.dtype("<f2"), Source.BF16: np.dtype("<u2")}
+DTYPES: dict[Source, np.dtype[Any]] = {
+    Source.FP32: np.dtype("<f4"),
+    Source.FP16: np.dtype("<f2"),
+    Source.BF16: np.dtype("<u2"),
+}
 LARGEST_DIM = 1 << 22  # 16 MiB of fp32, which are read at once
-Seen = Callable[["RowShard", int, memoryview], None]  # (shard, offset in its file, the bytes as they lie there), from any thread
+Seen = Callable[
+    ["RowShard", int, memoryview], None
+]  # (shard, offset in its file, the bytes as they lie there), from any thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,8 @@ class RowShard:
 
 
 class ShardedRows:
-    """What a matrix and a tensor of ids have in common: [rows, dim] values of `item_bytes` each, in shards that cover it."""
+    """What a matrix and a tensor of ids have in common: [rows, dim] values of `item_bytes` each, in shards
+    that cover it."""
 
     __slots__ = ()
     key: str
@@ -67,31 +75,38 @@ class ShardedRows:
         return shard.offset, shard.offset + shard.rows * shard.columns * self.item_bytes
 
     def check(self, checkpoint: Path) -> Self:
-        """Raises CheckpointError unless the shards cover every value once and lie inside their files, and a row can be read."""
+        """Raises CheckpointError unless the shards cover every value once and lie inside their files, and
+        a row can be read."""
         if self.dim > LARGEST_DIM:
             raise CheckpointError(
-                f"{checkpoint}: {self.key!r} has {self.rows:,} rows of {self.dim:,} values; expected at most {LARGEST_DIM:,}: "
+                f"{checkpoint}: {self.key!r} has {self.rows:,} rows of {self.dim:,} values; expected at most "
+                f"{LARGEST_DIM:,}: "
                 "a file of it is longer than what was written there, or lacks rows"
             )
         sizes: dict[Path, int] = {}
         covered = 0
         for s in self.shards:
             if s.row < 0 or s.column < 0 or s.row + s.rows > self.rows or s.column + s.columns > self.dim:
-                raise CheckpointError(f"{s.path}: a shard of {self.key!r} lies outside the tensor's [{self.rows}, {self.dim}]")
+                raise CheckpointError(
+                    f"{s.path}: a shard of {self.key!r} lies outside the tensor's [{self.rows}, {self.dim}]"
+                )
             size = sizes[s.path] if s.path in sizes else sizes.setdefault(s.path, file_size(s.path))
             begin, end = self.span(s)
             if begin < 0 or end > size:
                 raise CheckpointError(
-                    f"{s.path}: {self.key!r} ends at byte {end}, the file at {size}; it was truncated or is still being written"
+                    f"{s.path}: {self.key!r} ends at byte {end}, the file at {size}; it was truncated or is "
+                    "still being written"
                 )
             covered += s.rows * s.columns
         if (twice := _overlapping(self.shards)) is not None:
             raise CheckpointError(
-                f"{twice.path}: two shards of {self.key!r} hold the same values; the checkpoint is inconsistent"
+                f"{twice.path}: two shards of {self.key!r} hold the same values; the checkpoint is "
+                "inconsistent"
             )
         if covered != self.rows * self.dim:
             raise CheckpointError(
-                f"{checkpoint}: {self.key!r} has [{self.rows}, {self.dim}] values, its shards hold {covered} of "
+                f"{checkpoint}: {self.key!r} has [{self.rows}, {self.dim}] values, its shards hold {covered} "
+                "of "
                 f"{self.rows * self.dim}; a part of the checkpoint is missing"
             )
         return self
@@ -99,7 +114,8 @@ class ShardedRows:
 
 @dataclass(frozen=True, slots=True)
 class Matrix(ShardedRows):
-    """A tensor [rows, dim] of a checkpoint. source: how its values are stored; its shards cover it exactly (`check`)."""
+    """A tensor [rows, dim] of a checkpoint. source: how its values are stored; its shards cover it exactly
+    (`check`)."""
 
     key: str
     rows: int
@@ -128,7 +144,8 @@ class Ids(ShardedRows):
 
 
 def _overlapping(shards: Iterable[RowShard]) -> RowShard | None:
-    """A shard that holds values of another, or None. Goes down the rows with the columns that are covered there, sorted."""
+    """A shard that holds values of another, or None. Goes down the rows with the columns that are covered
+    there, sorted."""
     begins = [(s.row, 1, i, s) for i, s in enumerate(shards) if s.rows and s.columns]
     ends = [(s.row + s.rows, 0, i, s) for _, _, i, s in begins]
     here: list[tuple[int, int]] = []  # (first column, end column)
@@ -149,23 +166,35 @@ class Checkpoint:
     tensors of ids, by key. tables: its tables of raw ids, which `open_checkpoint` sets."""
 
     def __init__(
-        self, path: Path, matrices: Mapping[str, Matrix], skipped: Mapping[str, str], ids: Mapping[str, Ids] | None = None
+        self,
+        path: Path,
+        matrices: Mapping[str, Matrix],
+        skipped: Mapping[str, str],
+        ids: Mapping[str, Ids] | None = None,
     ) -> None:
         """skipped: tensors that are not matrices of floats, with the reason; those of ids as well."""
-        self.path, self.matrices, self.skipped, self.ids = path, dict(matrices), dict(skipped), dict(ids or {})
+        self.path, self.matrices, self.skipped, self.ids = (
+            path,
+            dict(matrices),
+            dict(skipped),
+            dict(ids or {}),
+        )
         self.tables: KeyedTables | None = None
         self._files: dict[Path, int] = {}
 
     @property
     def keyed_tables(self) -> Mapping[str, str | None]:
-        """The tables of raw ids that the format or the names tell of: key -> the ids' key, None where the format says it."""
+        """The tables of raw ids that the format or the names tell of: key -> the ids' key, None where the
+        format says it."""
         return {} if self.tables is None else self.tables.names
 
     def keyed(self, key: str, id_key: str | None = None) -> KeyedRows:
-        """The ids and vectors of a table of raw ids, its files open. CheckpointError: there is none, or what is wrong with it."""
+        """The ids and vectors of a table of raw ids, its files open. CheckpointError: there is none, or
+        what is wrong with it."""
         if self.tables is None:
             raise CheckpointError(
-                f"{self.path}: it holds no ids for {key!r}; expected a tensor of ids, int64 or int32 [rows], beside the vectors, "
+                f"{self.path}: it holds no ids for {key!r}; expected a tensor of ids, int64 or int32 [rows], "
+                "beside the vectors, "
                 'or leave out ids = "raw" where an id is a row number'
             )
         return self.tables.open(key, id_key)
@@ -180,16 +209,26 @@ class Checkpoint:
             raise CheckpointError(
                 f'{self.path}: the rows of {key!r} are found by ids; add ids = "raw" to its table in model.toml'
             )
-        raise CheckpointError(f"{self.path}: there is no tensor {key!r}; matrices there: {some(self.matrices)}")
+        raise CheckpointError(
+            f"{self.path}: there is no tensor {key!r}; matrices there: {some(self.matrices)}"
+        )
 
     def open_files(self, matrix: ShardedRows) -> None:
         """Opens the files of a matrix, ahead of reading it from several threads."""
         for shard in matrix.shards:
             if shard.path not in self._files:
-                self._files[shard.path] = open_regular(shard.path, "a file of the checkpoint", CheckpointError)
+                self._files[shard.path] = open_regular(
+                    shard.path, "a file of the checkpoint", CheckpointError
+                )
 
     def read(
-        self, matrix: ShardedRows, start: int, stop: int, out: NDArray[Any], scratch: bytearray, seen: Seen | None = None
+        self,
+        matrix: ShardedRows,
+        start: int,
+        stop: int,
+        out: NDArray[Any],
+        scratch: bytearray,
+        seen: Seen | None = None,
     ) -> None:
         """Fills out [stop - start, dim] with rows [start, stop), as they lie. scratch: as many bytes as out,
         for column shards.
@@ -210,7 +249,9 @@ class Checkpoint:
             else:
                 block = memoryview(scratch)[: (last - first) * row_bytes]
                 self.fill(s.path, block, offset)
-                part[:, s.column : s.column + s.columns] = np.frombuffer(block, out.dtype).reshape(-1, s.columns)
+                part[:, s.column : s.column + s.columns] = np.frombuffer(block, out.dtype).reshape(
+                    -1, s.columns
+                )
             if seen is not None:
                 seen(s, offset, block)
 
@@ -223,14 +264,17 @@ class Checkpoint:
                 raise CheckpointError(f"{path}: cannot be read at byte {offset}: {error.strerror}") from error
             if count == 0:
                 raise CheckpointError(
-                    f"{path}: ends at byte {offset}, {len(into)} bytes early; it was truncated while it was read"
+                    f"{path}: ends at byte {offset}, {len(into)} bytes early; it was truncated while it was "
+                    "read"
                 )
             into, offset = into[count:], offset + count
 
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
@@ -247,7 +291,9 @@ def file_size(path: Path) -> int:
         return os.stat(path).st_size
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise CheckpointError(f"{path}: {reason}; a part of the checkpoint is missing or unreadable") from error
+        raise CheckpointError(
+            f"{path}: {reason}; a part of the checkpoint is missing or unreadable"
+        ) from error
 
 
 def some(names: Iterable[str]) -> str:
@@ -257,7 +303,8 @@ def some(names: Iterable[str]) -> str:
 
 
 def narrowed(values: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Values as fp32 or fp16, which they may be already, and the place of the first one that fp32 does not hold; -1: it does."""
+    """Values as fp32 or fp16, which they may be already, and the place of the first one that fp32 does not
+    hold; -1: it does."""
     if values.dtype in (np.float32, np.float16):
         return values.astype(values.dtype.newbyteorder("="), copy=False), -1
     with np.errstate(over="ignore"):

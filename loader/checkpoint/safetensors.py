@@ -1,9 +1,9 @@
 """safetensors files, single or sharded over several by `model.safetensors.index.json`.
 
-Format (github.com/huggingface/safetensors): uint64 N, N bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}},
-then the values; offsets count from the end of the JSON. As in the format's own reader, the values lie without gaps or
-overlaps up to the file's end, no name is there twice, and numbers are whole. The JSON is read entry by entry, so that a hostile
-one costs no more memory than its own size and what is kept.
+Format (github.com/huggingface/safetensors): uint64 N, N bytes of JSON {name: {dtype, shape, data_offsets:
+[begin, end]}}, then the values; offsets count from the end of the JSON. As in the format's own reader, the
+values lie without gaps or overlaps up to the file's end, no name is there twice, and numbers are whole. The
+JSON is read entry by entry, so that a hostile one costs no more memory than its own size and what is kept.
 """
 
 import json
@@ -69,7 +69,9 @@ def _index(path: Path) -> dict[str, str]:
         if not all(type(k) is str and type(v) is str for k, v in names.items()):
             raise TypeError("a name that is no string")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: expected JSON with a weight_map of tensor to file ({error!r})") from error
+        raise CheckpointError(
+            f"{path}: expected JSON with a weight_map of tensor to file ({error!r})"
+        ) from error
     for name in names.values():
         if Path(name).name != name or "\0" in name:
             raise CheckpointError(f"{path}: file {name!r} lies outside the checkpoint's folder")
@@ -77,11 +79,14 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _header(window: FileWindow) -> tuple[dict[str, _Entry], int]:
-    """(name -> what the header says, offset of the values), checked against each other and the file's size."""
+    """(name -> what the header says, offset of the values), checked against each other and the file's
+    size."""
     path, size = window.path, window.bytes
     length = int.from_bytes(window.read(0, 8), "little") if size >= 8 else 0
     if size < 8 or length > min(_HEADER_LIMIT_BYTES, size - 8):
-        raise CheckpointError(f"{path}: {size} bytes cannot hold a header of {length}; it is truncated or not safetensors")
+        raise CheckpointError(
+            f"{path}: {size} bytes cannot hold a header of {length}; it is truncated or not safetensors"
+        )
     entries: dict[str, _Entry] = {}
     try:
         for name, entry in _entries(window.read(8, length).decode()):
@@ -91,13 +96,16 @@ def _header(window: FileWindow) -> tuple[dict[str, _Entry], int]:
             if len(entries) > LIMIT_TENSORS:
                 raise CheckpointError(f"{path}: more than {LIMIT_TENSORS:,} tensors; save the tables alone")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: the header is not safetensors' JSON ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{path}: the header is not safetensors' JSON ({type(error).__name__}: {error})"
+        ) from error
     _check(path, entries, size - 8 - length)
     return entries, 8 + length
 
 
 def _entries(text: str) -> Iterator[tuple[str, _Entry]]:
-    """The header's entries one by one; `__metadata__` is walked over. ValueError: it is not the format's JSON."""
+    """The header's entries one by one; `__metadata__` is walked over. ValueError: it is not the format's
+    JSON."""
     if not text.startswith("{"):
         raise ValueError("it does not begin with '{'")
     for name, at in _members(text, 0):
@@ -106,7 +114,8 @@ def _entries(text: str) -> Iterator[tuple[str, _Entry]]:
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, int]]:
-    """(key, where its value begins) of the object at `at`, whose values are flat objects; ends at the text's end."""
+    """(key, where its value begins) of the object at `at`, whose values are flat objects; ends at the
+    text's end."""
     at = _space(text, at + 1)
     more = text[at : at + 1] != "}"
     while more:
@@ -171,13 +180,16 @@ def _entry(text: str, at: int) -> _Entry:
 
 
 def _check(path: Path, entries: dict[str, _Entry], size: int) -> None:
-    """Raises CheckpointError unless the values have the sizes of their shapes and fill `size` bytes one after another."""
+    """Raises CheckpointError unless the values have the sizes of their shapes and fill `size` bytes one
+    after another."""
     at = 0
     for begin, end, name in sorted((e.begin, e.end, name) for name, e in entries.items()):
         dtype, shape = entries[name].dtype, list(entries[name].shape)
         expected = -(-math.prod(shape) * _ITEM_BITS[dtype] // 8)
         if end - begin != expected:
-            raise CheckpointError(f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its offsets span {end - begin}")
+            raise CheckpointError(
+                f"{path}: {name!r} of {dtype} {shape} needs {expected} bytes, its offsets span {end - begin}"
+            )
         if end > size:
             raise CheckpointError(
                 f"{path}: {name!r} ends at byte {end} of the values, the file has {size}; "
@@ -185,11 +197,14 @@ def _check(path: Path, entries: dict[str, _Entry], size: int) -> None:
             )
         if begin != at:
             raise CheckpointError(
-                f"{path}: {name!r} begins at byte {begin} of the values, the tensor before it ends at {at}; the header is damaged"
+                f"{path}: {name!r} begins at byte {begin} of the values, the tensor before it ends at {at}; "
+                "the header is damaged"
             )
         at = end
     if at != size:
-        raise CheckpointError(f"{path}: {size - at} bytes follow the last tensor; the header is damaged or another file's")
+        raise CheckpointError(
+            f"{path}: {size - at} bytes follow the last tensor; the header is damaged or another file's"
+        )
 
 
 def _collect(found: Collector, path: Path, entries: dict[str, _Entry], start: int) -> None:

@@ -1,8 +1,10 @@
-"""`torch.save` state dicts, read without torch: its archive (`archive`), and its pickle with inert stand-ins (`pickles`).
+"""`torch.save` state dicts, read without torch: its archive (`archive`), and its pickle with inert stand-ins
+(`pickles`).
 
-Nested dicts ({"state_dict": {...}}) are flattened with dots. What torch.load takes on trust is checked here: the byte order,
-each storage's size against its record, each tensor's offset, sizes and strides against its storage. What torch.load
-(weights_only=True) reads of a state dict is read; what names other globals is refused, since unpickling it could run code.
+Nested dicts ({"state_dict": {...}}) are flattened with dots. What torch.load takes on trust is checked here:
+the byte order, each storage's size against its record, each tensor's offset, sizes and strides against its
+storage. What torch.load (weights_only=True) reads of a state dict is read; what names other globals is
+refused, since unpickling it could run code.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +46,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the file, inside its storage. begin: bytes from the start of the file to its first value."""
+    """A tensor of the file, inside its storage. begin: bytes from the start of the file to its first
+    value."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,37 +68,54 @@ def read(path: Path, fd: int) -> Checkpoint:
         if isinstance(tensor, FileTensor):
             found.add(key, tensor.shape, tensor.dtype, shards_of(tensor, path))
         else:
-            found.skip(key, "a sparse, quantized, nested or meta tensor; save it dense, with .to_dense() or .dequantize()")
+            found.skip(
+                key,
+                "a sparse, quantized, nested or meta tensor; save it dense, with .to_dense() or "
+                ".dequantize()",
+            )
     return found.checkpoint(path)
 
 
 def load(window: FileWindow) -> Any:
-    """What torch.save wrote into a window, with `FileTensor` and `Other` for tensors. CheckpointError: damaged, or unsafe."""
+    """What torch.save wrote into a window, with `FileTensor` and `Other` for tensors. CheckpointError:
+    damaged, or unsafe."""
     path = window.path
     if window.bytes < 4 or window.read(0, 4) != _ZIP_MAGIC:
         raise CheckpointError(
-            f"{path}: not a zip archive: damaged, or older than torch 1.6's format; load it with torch, and torch.save it again"
+            f"{path}: not a zip archive: damaged, or older than torch 1.6's format; load it with torch, and "
+            "torch.save it again"
         )
     archive = Archive(window, "write it with torch.save, which does not compress")
     pickles = [name for name in archive.records if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise CheckpointError(f"{path}: {len(pickles)} records called data.pkl; expected the one that torch.save writes")
+        raise CheckpointError(
+            f"{path}: {len(pickles)} records called data.pkl; expected the one that torch.save writes"
+        )
     root = pickles[0].removesuffix("data.pkl")
     if f"{root}constants.pkl" in archive.records:
-        raise CheckpointError(f"{path}: a TorchScript program, not a state dict; torch.save its state_dict() alone")
+        raise CheckpointError(
+            f"{path}: a TorchScript program, not a state dict; torch.save its state_dict() alone"
+        )
     _check_byte_order(archive, root, path)
     try:
-        return unpickle(archive.read(pickles[0], LIMIT_BYTES), _NAMES, lambda pid: _storage(pid, archive, root, path))
+        return unpickle(
+            archive.read(pickles[0], LIMIT_BYTES), _NAMES, lambda pid: _storage(pid, archive, root, path)
+        )
     except ForbiddenGlobal as error:
         raise CheckpointError(
-            f"{path}: refused, it holds more than tensors and could run code ({error}); save its state_dict() alone"
+            f"{path}: refused, it holds more than tensors and could run code ({error}); save its "
+            "state_dict() alone"
         ) from None
     except PickleError as error:
-        raise CheckpointError(f"{path}: cannot be read as a torch.save file, it may be half-written ({error})") from error
+        raise CheckpointError(
+            f"{path}: cannot be read as a torch.save file, it may be half-written ({error})"
+        ) from error
 
 
 def _check_byte_order(archive: Archive, root: str, path: Path) -> None:
-    if f"{root}byteorder" not in archive.records:  # before torch 2.1: little-endian machines wrote nothing else
+    if (
+        f"{root}byteorder" not in archive.records
+    ):  # before torch 2.1: little-endian machines wrote nothing else
         return
     order = archive.read(f"{root}byteorder", 100)
     if order == b"big":
@@ -104,7 +124,9 @@ def _check_byte_order(archive: Archive, root: str, path: Path) -> None:
             "torch.save(torch.load(path, weights_only=True), path)"
         )
     if order != b"little":
-        raise CheckpointError(f"{path}: its byte order is {order!r}; expected b'little'; take another copy of the file")
+        raise CheckpointError(
+            f"{path}: its byte order is {order!r}; expected b'little'; take another copy of the file"
+        )
 
 
 def _storage(pid: Any, archive: Archive, root: str, path: Path) -> Storage:
@@ -130,27 +152,38 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
     return _strided(storage, offset, shape, strides, storage.dtype)
 
 
-def _tensor_v3(storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any) -> FileTensor:
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
+) -> FileTensor:
     return _strided(storage, offset, shape, strides, dtype.value)
 
 
 def _strided(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any) -> FileTensor:
     """A tensor whose every value lies inside its storage; PickleError where one does not."""
     numbers = (offset, *shape, *strides)
-    if type(storage) is not Storage or len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise PickleError(f"a tensor of shape {shape!r:.100}, strides {strides!r:.100}, offset {offset!r:.100}")
+    if (
+        type(storage) is not Storage
+        or len(shape) != len(strides)
+        or not all(type(n) is int and n >= 0 for n in numbers)
+    ):
+        raise PickleError(
+            f"a tensor of shape {shape!r:.100}, strides {strides!r:.100}, offset {offset!r:.100}"
+        )
     item_bytes = DTYPE_BYTES.get(str(dtype), 1)
     last = offset + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if 0 not in shape and (last + 1) * item_bytes > storage.record.bytes:
         raise PickleError(
-            f"a tensor of shape {list(shape)}, strides {list(strides)}, offset {offset} ends outside its storage of "
+            f"a tensor of shape {list(shape)}, strides {list(strides)}, offset {offset} ends outside its "
+            "storage of "
             f"{storage.record.bytes} bytes"
         )
     expected, contiguous = 1, True
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
         contiguous = contiguous and (n == 1 or step == expected)
         expected *= n
-    return FileTensor(str(dtype), tuple(shape), storage.record.offset + offset * item_bytes, contiguous, storage)
+    return FileTensor(
+        str(dtype), tuple(shape), storage.record.offset + offset * item_bytes, contiguous, storage
+    )
 
 
 def _first(value: Any, *rest: Any) -> Any:
@@ -190,7 +223,11 @@ def _names() -> dict[str, Name]:
         "torch.Tensor": _other,
         "torch.device": _dropped,
         "_codecs.encode": _dropped,
-        **{f"{room}.{kind}": _dropped for room in ("builtins", "__builtin__") for kind in ("bytearray", "set", "complex")},
+        **{
+            f"{room}.{kind}": _dropped
+            for room in ("builtins", "__builtin__")
+            for kind in ("bytearray", "set", "complex")
+        },
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor_v3,
@@ -198,8 +235,17 @@ def _names() -> dict[str, Name]:
         "torch._utils._rebuild_parameter_with_state": _first,
         "torch._tensor._rebuild_from_type_v2": _from_type,
     }
-    kinds = ("qtensor", "device_tensor_from_numpy", "sparse_tensor", "meta_tensor_no_storage", "nested_tensor")
-    makes |= {f"torch._utils._rebuild_{kind}": _other for kind in (*kinds, "wrapper_subclass", "device_tensor_from_cpu_tensor")}
+    kinds = (
+        "qtensor",
+        "device_tensor_from_numpy",
+        "sparse_tensor",
+        "meta_tensor_no_storage",
+        "nested_tensor",
+    )
+    makes |= {
+        f"torch._utils._rebuild_{kind}": _other
+        for kind in (*kinds, "wrapper_subclass", "device_tensor_from_cpu_tensor")
+    }
     found = {full: Name(full, make) for full, make in makes.items()}
     schemes = ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric")
     plain = [*DTYPE_BYTES, *schemes, "per_channel_affine_float_qparams"]
@@ -207,7 +253,9 @@ def _names() -> dict[str, Name]:
     types = {f"torch.{d}{name}Storage": dtype for d in ("", "cuda.") for name, dtype in _STORAGES.items()}
     found |= {full: Name(full, None, (dtype, DTYPE_BYTES[dtype])) for full, dtype in types.items()}
     places = ("", "cuda.", "sparse.", "cuda.sparse.")
-    found |= {f"torch.{place}{name}Tensor": Name(f"torch.{name}Tensor") for place in places for name in _STORAGES}
+    found |= {
+        f"torch.{place}{name}Tensor": Name(f"torch.{name}Tensor") for place in places for name in _STORAGES
+    }
     found["torch.storage.UntypedStorage"] = Name("torch.storage.UntypedStorage", None, (None, 1))
     return found
 
@@ -226,7 +274,8 @@ def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, FileTensor | Other]]
         seen += 1
         if seen > _LIMIT_NODES or depth > _LIMIT_DEPTH:
             raise CheckpointError(
-                f"{path}: a dict in it holds itself, or dicts are nested without end; save its state_dict() alone"
+                f"{path}: a dict in it holds itself, or dicts are nested without end; save its state_dict() "
+                "alone"
             )
         if isinstance(value, FileTensor | Other):
             yield prefix or "tensor", value

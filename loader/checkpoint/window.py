@@ -23,15 +23,21 @@ class FileWindow:
     def read(self, offset: int, count: int) -> bytes:
         """Exactly `count` bytes; CheckpointError where the window or the file has fewer."""
         if offset < 0 or count < 0 or offset + count > self.bytes:
-            raise CheckpointError(f"{self.path}: expected {count:,} bytes at {self.begin + offset:,}, the file is too short")
+            raise CheckpointError(
+                f"{self.path}: expected {count:,} bytes at {self.begin + offset:,}, the file is too short"
+            )
         parts = []
         while count:
             try:
                 part = os.pread(self.fd, min(count, 1 << 30), self.begin + offset)
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read at byte {self.begin + offset}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{self.path}: cannot be read at byte {self.begin + offset}: {error.strerror}"
+                ) from error
             if not part:
-                raise CheckpointError(f"{self.path}: ends at byte {self.begin + offset}; it was truncated while it was read")
+                raise CheckpointError(
+                    f"{self.path}: ends at byte {self.begin + offset}; it was truncated while it was read"
+                )
             parts.append(part)
             offset, count = offset + len(part), count - len(part)
         return b"".join(parts)

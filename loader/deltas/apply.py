@@ -1,9 +1,11 @@
 """Applies changes: a batch of them becomes a delta over the live version, visible as a whole or not at all.
 
 1. The changes are read, checked and quantized into private memory, block by block.
-2. They are merged with the newest delta where that is small beside the one below it, else with both, into a new file in shared
-   memory. So there are never more than two deltas over a version, and a row is written again some log n times.
-3. The record flips to the new state by one rename. A full file system, an error or a kill before it leaves the state of before.
+2. They are merged with the newest delta where that is small beside the one below it, else with both, into a
+   new file in shared memory. So there are never more than two deltas over a version, and a row is written
+   again some log n times.
+3. The record flips to the new state by one rename. A full file system, an error or a kill before it leaves
+  the state of before.
 
 One process applies at a time; others wait for it. Readers take no lock and wait for nothing.
 """
@@ -70,7 +72,8 @@ class ApplyResult:
 
 
 def position_of(model: Model, source: str) -> str | None:
-    """How far the live state is in the changes of a source; None: it has none of them. VersionError: no version is live."""
+    """How far the live state is in the changes of a source; None: it has none of them. VersionError: no
+    version is live."""
     change = attach_state(model, None, "header").change
     return None if change is None else change.positions.get(source)
 
@@ -99,7 +102,8 @@ def apply(
 
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
-    """Makes one delta of two that are live: the next state, with the same rows. No state goes. Raises as `apply`."""
+    """Makes one delta of two that are live: the next state, with the same rows. No state goes. Raises as
+    `apply`."""
     with model.opened() as folder, writing(model, folder, settings.wait_s):
         segment = attach_state(model, None, "header")
         if len(segment.deltas) > 1:
@@ -110,9 +114,20 @@ class _Apply:
     """One batch over one state. The caller holds the apply lock."""
 
     def __init__(
-        self, model: Model, folder: Folder, settings: ApplySettings, segment: Segment, merges: Merges | None = None
+        self,
+        model: Model,
+        folder: Folder,
+        settings: ApplySettings,
+        segment: Segment,
+        merges: Merges | None = None,
     ) -> None:
-        self.model, self.folder, self.settings, self.segment, self.merges = model, folder, settings, segment, merges
+        self.model, self.folder, self.settings, self.segment, self.merges = (
+            model,
+            folder,
+            settings,
+            segment,
+            merges,
+        )
         self.before = model.record()
 
     def run(self, batch: ChangeBatch, packed: PackedChanges, started: float) -> ApplyResult:
@@ -124,9 +139,14 @@ class _Apply:
         live = self.segment.deltas
         if not packed.rows and batch.position in (None, batch.after):
             size, entries = sum(d.segment.size for d in live), sum(d.entries for d in live)
-            return ApplyResult(self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started)
+            return ApplyResult(
+                self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started
+            )
         merged, below = None, _Below()
-        if self.merges is not None and (finished := self.merges.finished(self.folder, self.segment)) is not None:
+        if (
+            self.merges is not None
+            and (finished := self.merges.finished(self.folder, self.segment)) is not None
+        ):
             merged, since = finished
             tables = self._planned((), since, packed.tables)
             below = _Below(self.before.latest_sequence + 1, merged.entries, merged.writer.size)
@@ -143,7 +163,9 @@ class _Apply:
         entries = sum(int(t.rows.size) for t in tables.values()) + below.entries
         is_merged = merged is not None or (bool(live) and not below.sequence)
         seconds = time.monotonic() - started
-        return ApplyResult(self.model.name, state, packed.rows, entries, size + below.bytes, is_merged, seconds)
+        return ApplyResult(
+            self.model.name, state, packed.rows, entries, size + below.bytes, is_merged, seconds
+        )
 
     def _change(self, batch: ChangeBatch, rows: int, sequence: int, below: int) -> Change:
         positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
@@ -163,8 +185,10 @@ class _Apply:
         found = None if change is None else change.positions.get(batch.source)
         if found != batch.after:
             raise ChangeError(
-                f"changes of {batch.source!r} follow {batch.after or 'none'}; model {self.model.name!r} has them up to "
-                f"{found or 'none'}: another process applies this source, or the model went back; read on from there"
+                f"changes of {batch.source!r} follow {batch.after or 'none'}; model {self.model.name!r} has "
+                "them up to "
+                f"{found or 'none'}: another process applies this source, or the model went back; read on "
+                "from there"
             )
 
     def _split(self, packed: PackedChanges) -> tuple[Delta | None, Sequence[Delta]]:
@@ -183,9 +207,15 @@ class _Apply:
         """Whether the newest delta is to be merged with the one below it, which nobody compacts or merges
         now."""
         is_large = newer_bytes > max(SMALL_BYTES, self.settings.merge_share * older_bytes)
-        return is_large and not self._is_compacted() and not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
+        return (
+            is_large
+            and not self._is_compacted()
+            and not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
+        )
 
-    def _planned(self, deltas: Sequence[Delta], *newer: Mapping[str, list[DeltaEntries]]) -> dict[str, MergedTable]:
+    def _planned(
+        self, deltas: Sequence[Delta], *newer: Mapping[str, list[DeltaEntries]]
+    ) -> dict[str, MergedTable]:
         """Plans the tables of a delta that holds these deltas, the newest first, and then newer entries."""
         entries = itertools.chain(own_entries(deltas), *(tables.items() for tables in newer))
         return merge(self.segment.base, entries, self.settings.threads)
@@ -205,8 +235,11 @@ class _Apply:
         except VersionError:
             return True
 
-    def _publish(self, tables: Mapping[str, MergedTable], change: Change, merged: UnpublishedDelta | None = None) -> int:
-        """Writes the delta and flips to it; returns its bytes. merged: the delta below it, where that is not published yet."""
+    def _publish(
+        self, tables: Mapping[str, MergedTable], change: Change, merged: UnpublishedDelta | None = None
+    ) -> int:
+        """Writes the delta and flips to it; returns its bytes. merged: the delta below it, where that is
+        not published yet."""
         version = self.before.current
         name, below = delta_name(version, change.sequence), delta_name(version, change.below)
         partial = f"{name}.partial"
@@ -243,7 +276,8 @@ class _Apply:
 
     def _changed(self, live: State, expected: State) -> VersionError:
         return VersionError(
-            f"state {live} of model {self.model.name!r} became live while changes were applied over {expected}; nothing was "
+            f"state {live} of model {self.model.name!r} became live while changes were applied over "
+            f"{expected}; nothing was "
             "applied: apply them again"
         )
 

@@ -1,4 +1,5 @@
-"""Changes in .npz files, stored or compressed (loader.deltas.change_files says the arrays). They are read as streams, block by block."""
+"""Changes in .npz files, stored or compressed (loader.deltas.change_files says the arrays). They are read
+as streams, block by block."""
 
 import math
 import os
@@ -28,7 +29,11 @@ from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
 
 _SUFFIX = ".npy"
-_PARTS = {"ids": ("iu", 1, "integers [n]"), "vectors": ("f", 2, "floats [n, dim]"), "deleted": ("b", 1, "bool [n]")}
+_PARTS = {
+    "ids": ("iu", 1, "integers [n]"),
+    "vectors": ("f", 2, "floats [n, dim]"),
+    "deleted": ("b", 1, "bool [n]"),
+}
 _DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 
 
@@ -51,22 +56,38 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
                     for part in _PARTS
                     if f"{prefix}{part}{_SUFFIX}" in archive.namelist()
                 }
-                yield from _changes(RowRules(f"{path}: {prefix}ids", table=name, dims=rules.dims), name, parts)
+                yield from _changes(
+                    RowRules(f"{path}: {prefix}ids", table=name, dims=rules.dims), name, parts
+                )
 
 
 def _tables(archive: zipfile.ZipFile, path: Path, table: str | None) -> dict[str, str]:
-    """Table -> what its arrays' names begin with. ChangeError: an array is of no table, or lacks what belongs to it."""
+    """Table -> what its arrays' names begin with. ChangeError: an array is of no table, or lacks what
+    belongs to it."""
     found: dict[str, str] = {}
     names = archive.namelist()
     for name in names:
         prefix, dot, part = name.removesuffix(_SUFFIX).rpartition(".")
-        if part not in _PARTS or not name.endswith(_SUFFIX) or (not dot and table is None) or names.count(name) > 1:
+        if (
+            part not in _PARTS
+            or not name.endswith(_SUFFIX)
+            or (not dot and table is None)
+            or names.count(name) > 1
+        ):
             expected = "TABLE.ids, TABLE.vectors and TABLE.deleted, once each"
-            raise ChangeError(f"{path}: it holds {name!r}; expected the arrays {expected}{'' if dot else ', or give --table'}")
+            raise ChangeError(
+                f"{path}: it holds {name!r}; expected the arrays "
+                f"{expected}{'' if dot else ', or give --table'}"
+            )
         if f"{prefix}{dot}ids{_SUFFIX}" not in names:
-            raise ChangeError(f"{path}: {name.removesuffix(_SUFFIX)!r} has no {prefix + dot + 'ids'!r} beside it; add the ids")
+            raise ChangeError(
+                f"{path}: {name.removesuffix(_SUFFIX)!r} has no {prefix + dot + 'ids'!r} beside it; add the "
+                "ids"
+            )
         if dot and table is not None and prefix != table:
-            raise ChangeError(f"{path}: {name.removesuffix(_SUFFIX)!r} is of table {prefix!r}; expected {table!r}")
+            raise ChangeError(
+                f"{path}: {name.removesuffix(_SUFFIX)!r} is of table {prefix!r}; expected {table!r}"
+            )
         found[prefix if dot else str(table)] = prefix + dot
     return found
 
@@ -103,13 +124,16 @@ def _array(stack: ExitStack, archive: zipfile.ZipFile, path: Path, name: str) ->
     if dtype is None or dtype.kind not in kinds or len(shape) != axes or (fortran and axes > 1):
         order = ", columns first" if fortran else ""
         raise ChangeError(
-            f"{path}: {name!r} is {descr if dtype is None else dtype} {list(shape)}{order}; expected {expected}, rows first"
+            f"{path}: {name!r} is {descr if dtype is None else dtype} {list(shape)}{order}; expected "
+            f"{expected}, rows first"
         )
     if math.prod(shape[1:]) > LARGEST_DIM:
         raise ChangeError(f"{path}: {name!r} has {shape[1]:,} values a row; expected at most {LARGEST_DIM:,}")
     size = dtype.itemsize * math.prod(shape)
     if stream.tell() + size != info.file_size:
-        raise ChangeError(f"{path}: {name!r} has {info.file_size:,} bytes; its header says {stream.tell() + size:,}")
+        raise ChangeError(
+            f"{path}: {name!r} has {info.file_size:,} bytes; its header says {stream.tell() + size:,}"
+        )
     return _NpyStream(name, stream, dtype, shape[0], shape[1:])
 
 
@@ -117,11 +141,17 @@ def _changes(rules: RowRules, table: str, parts: dict[str, _NpyStream]) -> Itera
     ids, vectors, deleted = parts["ids"], parts.get("vectors"), parts.get("deleted")
     for part in parts.values():
         if part.rows != ids.rows:
-            raise ChangeError(f"{rules.source}: {ids.rows:,} ids and {part.rows:,} rows of {part.name!r}; expected as many")
+            raise ChangeError(
+                f"{rules.source}: {ids.rows:,} ids and {part.rows:,} rows of {part.name!r}; expected as many"
+            )
     dim = 0 if vectors is None else vectors.one[0]
     if vectors is not None and not dim and ids.rows:
         raise rules.error(0, "a vector without values; expected at least 1")
-    step = max(1, min(MOST_ROWS, BLOCK_BYTES // (dim * vectors.dtype.itemsize))) if vectors and dim else MOST_ROWS
+    step = (
+        max(1, min(MOST_ROWS, BLOCK_BYTES // (dim * vectors.dtype.itemsize)))
+        if vectors and dim
+        else MOST_ROWS
+    )
     for first in range(0, ids.rows, step):
         rows = min(step, ids.rows - first)
         found, bad = int64_ids(ids.read(rows))
@@ -131,7 +161,10 @@ def _changes(rules: RowRules, table: str, parts: dict[str, _NpyStream]) -> Itera
         kept = np.ones(rows, bool) if gone is None else ~gone
         if vectors is None:
             if kept.any():
-                raise rules.error(first + int(kept.argmax()), "there is no vector for it; expected one, or the id as deleted")
+                raise rules.error(
+                    first + int(kept.argmax()),
+                    "there is no vector for it; expected one, or the id as deleted",
+                )
             yield changes(table, found, np.zeros((0, 0), np.float32), gone, 0, rules.where(first))
             continue
         read = vectors.read(rows)
@@ -150,4 +183,6 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         with os.fdopen(fd, "rb") as file, zipfile.ZipFile(file) as archive:
             yield archive
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
-        raise ChangeError(f"{path}: not a whole .npz file, it may be half-written or damaged ({error})") from error
+        raise ChangeError(
+            f"{path}: not a whole .npz file, it may be half-written or damaged ({error})"
+        ) from error

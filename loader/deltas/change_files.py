@@ -2,12 +2,14 @@
 
     .parquet   columns `id` (integers), `vector` (lists of float32, float16 or float64; null: the id is deleted), and `table`
     .npz       arrays TABLE.ids (integers [n]), TABLE.vectors (floats [n, dim]) and, where ids are deleted, TABLE.deleted
-               (bool [n]); the vectors of deleted ids are not read, and TABLE.vectors may be absent where all are deleted
+               (bool [n]); the vectors of deleted ids are not read, and TABLE.vectors may be absent where all
+               are deleted
     .jsonl     a line a row: {"table": "user", "id": 7, "vector": [0.5, 1]}; null as the vector: the id is deleted
 
-The table may be left out where it is known: the column, the key, or in an .npz the prefix "TABLE.". float64 is rounded to
-float32. A file is read block by block, so memory does not grow with it. Values that a row format cannot represent, ids outside a
-table and vectors of another length than the table's are not looked for here: `loader.deltas.apply` refuses them.
+The table may be left out where it is known: the column, the key, or in an .npz the prefix "TABLE.". float64
+is rounded to float32. A file is read block by block, so memory does not grow with it. Values that a row
+format cannot represent, ids outside a table and vectors of another length than the table's are not looked for
+here: `loader.deltas.apply` refuses them.
 """
 
 from collections.abc import Iterator
@@ -37,7 +39,9 @@ def rows_in(path: Path) -> int | None:
 def _reader(path: Path) -> ModuleType:
     """The module that reads a kind of file. ChangeError: no such kind, or pyarrow is not installed."""
     if path.suffix not in SUFFIXES:
-        raise ChangeError(f"{path}: a file of changes ends with {', '.join(SUFFIXES)}; found {path.suffix or 'no suffix'!r}")
+        raise ChangeError(
+            f"{path}: a file of changes ends with {', '.join(SUFFIXES)}; found {path.suffix or 'no suffix'!r}"
+        )
     if path.suffix != ".parquet":
         return change_arrays if path.suffix == ".npz" else change_lines
     try:

@@ -1,4 +1,5 @@
-"""Changes as JSON Lines (loader.deltas.change_files says the keys). Rows are counted from 1 on, as an editor counts lines."""
+"""Changes as JSON Lines (loader.deltas.change_files says the keys). Rows are counted from 1 on, as an
+editor counts lines."""
 
 import os
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ class PythonRows:
         self.deleted: list[bool] = []
 
     def add(self, number: Row, id_: int, vector: list[float] | None) -> None:
-        """number: of the row, in its source. ChangeError: the vector is not of numbers, or as long as others."""
+        """number: of the row, in its source. ChangeError: the vector is not of numbers, or as long as
+        others."""
         if vector is not None:
             self.rules.check_dim(self.table, len(vector), number)
             if not {*map(type, vector)} <= {int, float}:
@@ -47,7 +49,9 @@ class PythonRows:
         if bad >= 0:
             number = self.numbers[int(np.flatnonzero(~deleted)[bad // dim])]
             raise self.rules.error(number, "a value of its vector is too large for float32")
-        return changes(self.table, np.array(self.ids, np.int64), values, deleted, dim, self.rules.where(self.numbers[0]))
+        return changes(
+            self.table, np.array(self.ids, np.int64), values, deleted, dim, self.rules.where(self.numbers[0])
+        )
 
 
 def rows_in(path: Path) -> None:
@@ -84,14 +88,20 @@ def _row(rules: RowRules, number: int, line: bytes) -> tuple[str, int, list[floa
         raise rules.error(number, f"not JSON ({error}); expected an object a line") from error
     if not isinstance(row, dict) or not {"id", "vector"} <= set(row) <= _KEYS:
         found = sorted(row) if isinstance(row, dict) else f"a JSON {type(row).__name__}"
-        raise rules.error(number, f'found {found}; expected an object with "id", "vector" (or null) and "table"')
+        raise rules.error(
+            number, f'found {found}; expected an object with "id", "vector" (or null) and "table"'
+        )
     table = row.get("table", rules.table)
     if not isinstance(table, str):
-        raise rules.error(number, f'its table is {_short(table)}; expected a table\'s name, as "table" or with --table')
+        raise rules.error(
+            number, f'its table is {_short(table)}; expected a table\'s name, as "table" or with --table'
+        )
     if type(row["id"]) is not int or not -(2**63) <= row["id"] < 2**63:
         raise rules.error(number, f"its id is {_short(row['id'])}; expected an integer that int64 holds")
     if row["vector"] is not None and not isinstance(row["vector"], list):
-        raise rules.error(number, f"its vector is {_short(row['vector'])}; expected a list of numbers, or null")
+        raise rules.error(
+            number, f"its vector is {_short(row['vector'])}; expected a list of numbers, or null"
+        )
     return rules.check_table(table, number), row["id"], row["vector"]
 
 

@@ -1,4 +1,5 @@
-"""Changes in Parquet (loader.deltas.change_files says the columns). Vectors are not copied from Arrow to numpy where none is deleted."""
+"""Changes in Parquet (loader.deltas.change_files says the columns). Vectors are not copied from Arrow to
+numpy where none is deleted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,9 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
             yield from _Block(rules, batch, first).changes()
             first += len(batch)
     if first != file.metadata.num_rows:
-        raise ChangeError(f"{path}: {first:,} rows were read; its footer says {file.metadata.num_rows:,}; it is damaged")
+        raise ChangeError(
+            f"{path}: {first:,} rows were read; its footer says {file.metadata.num_rows:,}; it is damaged"
+        )
 
 
 def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
@@ -54,12 +57,16 @@ def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
         if (count := schema.names.count(name)) != 1:
             known = ", ".join(schema.names) or "none"
             remedy = "; or say the table of all rows with --table" if name == "table" else ""
-            raise ChangeError(f"{path}: {count} columns are called {name!r}; expected one{remedy} (columns there: {known})")
+            raise ChangeError(
+                f"{path}: {count} columns are called {name!r}; expected one{remedy} (columns there: {known})"
+            )
     for name in names:
         kind, expected = schema.field(name).type, _is_expected[name]
         if not expected[0](kind):
             remedy = id_remedy(kind) if name == "id" else ""
-            raise ChangeError(f"{path}: the column {name!r} is of type {type_name(kind)}; expected {expected[1]}{remedy}")
+            raise ChangeError(
+                f"{path}: the column {name!r} is of type {type_name(kind)}; expected {expected[1]}{remedy}"
+            )
     return names
 
 
@@ -104,13 +111,17 @@ class _Block:
         """The changes of each table, those of one table in order."""
         for table, rows in self._tables():
             ids, kept = (
-                (self.ids, self.kept) if rows is None else (self.ids[rows], self.kept if self.kept is None else self.kept[rows])
+                (self.ids, self.kept)
+                if rows is None
+                else (self.ids[rows], self.kept if self.kept is None else self.kept[rows])
             )
             vectors, dim = self._vectors(table, rows, kept)
             where = self.rules.where(self.first + (0 if rows is None else int(rows[0])))
             yield changes(table, ids, vectors, None if kept is None else ~kept, dim, where)
 
-    def _vectors(self, table: str, rows: NDArray[np.int64] | None, kept: NDArray[np.bool_] | None) -> tuple[NDArray[Any], int]:
+    def _vectors(
+        self, table: str, rows: NDArray[np.int64] | None, kept: NDArray[np.bool_] | None
+    ) -> tuple[NDArray[Any], int]:
         """(vectors of the rows that stay, values of one); rows: of the block, None: all."""
         here = np.arange(len(self.ids)) if rows is None else rows
         here = here if kept is None else here[kept]
@@ -165,10 +176,14 @@ class _Block:
 
     def _values(self, values: Any) -> NDArray[Any]:
         if values.null_count:
-            raise self._error(self._row_of(first_null(values)), "a value of its vector is null; expected numbers")
+            raise self._error(
+                self._row_of(first_null(values)), "a value of its vector is null; expected numbers"
+            )
         found, bad = narrowed(values.to_numpy(zero_copy_only=True))
         if bad >= 0:
-            raise self._error(self._row_of(bad), f"a value of its vector is {values[bad]}, which float32 does not hold")
+            raise self._error(
+                self._row_of(bad), f"a value of its vector is {values[bad]}, which float32 does not hold"
+            )
         return found
 
     def _row_of(self, value: int) -> int:

@@ -1,5 +1,5 @@
-"""Changes of rows, from which a delta is made, and the rules for the rows that they are read from: errors name the source, the
-row, what was expected and what was found."""
+"""Changes of rows, from which a delta is made, and the rules for the rows that they are read from: errors
+name the source, the row, what was expected and what was found."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -105,7 +105,12 @@ def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChang
 
 
 def changes(
-    table: str, ids: NDArray[np.int64], vectors: NDArray[Any], deleted: NDArray[np.bool_] | None, dim: int, where: str = ""
+    table: str,
+    ids: NDArray[np.int64],
+    vectors: NDArray[Any],
+    deleted: NDArray[np.bool_] | None,
+    dim: int,
+    where: str = "",
 ) -> TableChanges:
     """Changes of a table, where `vectors` [rows that stay, dim] has none for deleted ids."""
     if deleted is None or not deleted.any():

@@ -1,11 +1,11 @@
 """Compaction: a version and the delta over it become the next version, while changes go on.
 
 1. Where two deltas are live they are merged into one, which is a state of its own with the same rows.
-2. A new segment is written: rows that nothing changed are copied as they are packed, changed ones come from the delta. A table of
-   raw ids gets an index of the ids that it has now. Until the end, applies leave the delta that is read in its place, so that
-   what comes meanwhile lies in a newer one.
-3. That newer delta is written again over the new version, and the record flips to both. So no change is lost, and none is seen
-   twice. An id that was deleted from a table of row numbers stays deleted by such a delta.
+2. A new segment is written: rows that nothing changed are copied as they are packed, changed ones come from
+   the delta. A table of raw ids gets an index of the ids that it has now. Until the end, applies leave the
+   delta that is read in its place, so that what comes meanwhile lies in a newer one.
+3. That newer delta is written again over the new version, and the record flips to both. So no change is lost,
+   and none is seen twice. An id that was deleted from a table of row numbers stays deleted by such a delta.
 
 An error or a kill before the flip leaves the live state as it was.
 """
@@ -71,27 +71,38 @@ def delta_share(segment: Segment) -> float:
     return float(sum(d.segment.size for d in segment.deltas) / segment.base.size)
 
 
-def compact(model: Model, settings: ApplySettings = DEFAULTS, progress: Progress | None = None) -> CompactionResult | None:
+def compact(
+    model: Model, settings: ApplySettings = DEFAULTS, progress: Progress | None = None
+) -> CompactionResult | None:
     """Makes the live version and its deltas the next version. None: no delta is live.
 
     VersionError: a load or another compaction is under way, or no version or another one is live.
     SegmentError: the live state is damaged. NoSpace: shared memory does not hold another version.
     """
     started = time.monotonic()
-    # The load lock keeps compactions apart; an apply takes the other one for a moment, to see whether one is under way.
+    # The load lock keeps compactions apart; an apply takes the other one for a moment, to see whether one is
+    # under way.
     with model.loading() as version, model.opened() as folder, folder.lock(COMPACT_LOCK):
         if not attach_state(model, None, "header").deltas:
             return None
         merge_live(model, settings)
         segment = attach_state(model, None, "full")
-        return _Compaction(model, folder, version, segment, settings, progress or (lambda done, total: None)).run(started)
+        return _Compaction(
+            model, folder, version, segment, settings, progress or (lambda done, total: None)
+        ).run(started)
 
 
 class _Compaction:
     """One compaction. The caller holds the load and compaction locks."""
 
     def __init__(
-        self, model: Model, folder: Folder, version: int, segment: Segment, settings: ApplySettings, progress: Progress
+        self,
+        model: Model,
+        folder: Folder,
+        version: int,
+        segment: Segment,
+        settings: ApplySettings,
+        progress: Progress,
     ) -> None:
         self.model, self.folder, self.version, self.settings = model, folder, version, settings
         self.base = segment.base
@@ -105,7 +116,10 @@ class _Compaction:
         try:
             tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
             header = self.base.header
-            shapes = [(t.name, t.key, self.base.tables[t.name].row_format, tables[t.name].rows, t.dim) for t in header.tables]
+            shapes = [
+                (t.name, t.key, self.base.tables[t.name].row_format, tables[t.name].rows, t.dim)
+                for t in header.tables
+            ]
             ids = {name: t.ids for name, t in tables.items()}
             planned = replace(
                 header,
@@ -129,9 +143,13 @@ class _Compaction:
             path.unlink(missing_ok=True)
             raise
         rows = sum(t.id_count for t in planned.tables)
-        return CompactionResult(self.model.name, state, rows, self.delta.entries, writer.size, time.monotonic() - started)
+        return CompactionResult(
+            self.model.name, state, rows, self.delta.entries, writer.size, time.monotonic() - started
+        )
 
-    def _share(self, work: Callable[[tuple[StoredRows, int]], None], items: Iterator[tuple[StoredRows, int]]) -> None:
+    def _share(
+        self, work: Callable[[tuple[StoredRows, int]], None], items: Iterator[tuple[StoredRows, int]]
+    ) -> None:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-compact") as pool:
             for _ in pool.map(work, items):
                 pass
@@ -148,8 +166,10 @@ class _Compaction:
             below = live.deltas[-1].sequence if live.deltas else 0
             if (live.header.version, below) != (self.base.header.version, self.delta.sequence):
                 raise VersionError(
-                    f"state {state_of(self.model.record())} of model {self.model.name!r} is live, which does not follow from "
-                    f"{self.base.header.version}+{self.delta.sequence}, which was compacted; nothing was published: compact again"
+                    f"state {state_of(self.model.record())} of model {self.model.name!r} is live, which does "
+                    "not follow from "
+                    f"{self.base.header.version}+{self.delta.sequence}, which was compacted; nothing was "
+                    "published: compact again"
                 )
             sequence = self._carry_over(live)
             try:
@@ -160,7 +180,8 @@ class _Compaction:
         return State(self.version, sequence)
 
     def _carry_over(self, live: Segment) -> int:
-        """Writes what the new version has not as a delta over it; returns its sequence. 0: there is nothing."""
+        """Writes what the new version has not as a delta over it; returns its sequence. 0: there is
+        nothing."""
         parts: list[tuple[str, list[DeltaEntries]]] = []
         for name, entries in self.entries.items():
             table = self.base.tables[name]
@@ -171,7 +192,10 @@ class _Compaction:
             return 0
         change: Change = live.deltas[0].change
         tables = merge(self.base, [*parts, *own_entries(newer)], self.settings.threads)
-        header, name = replace(self.base.header, version=self.version), delta_name(self.version, change.sequence)
+        header, name = (
+            replace(self.base.header, version=self.version),
+            delta_name(self.version, change.sequence),
+        )
         path = self.folder.path / f"{name}.partial"
         try:
             fd = self.folder.create(path.name)
@@ -206,7 +230,8 @@ class _CompactTable:
         if row_map is not None and row_map.index is not None:
             if len(row_map.index.directory) - 1 != row_map.index.buckets:
                 raise VersionError(
-                    f"model {work.model.name!r} has a part of the buckets of table {stored.name!r}; compact the whole model, "
+                    f"model {work.model.name!r} has a part of the buckets of table {stored.name!r}; compact "
+                    "the whole model, "
                     "and reshard it again"
                 )
             self._old = row_map.index

@@ -1,14 +1,17 @@
 """Merges of deltas beside a follower: both deltas of a state become one while batches are applied over them.
 
-A merge writes every row of both deltas again, and a batch that waited for it would not be visible meanwhile. So a thread writes
-the merged delta to a file that no state names. The first batch after it is written as a delta over the merged one, and the record
-flips to it: so the merged delta is published with that batch, under a sequence of its own.
+A merge writes every row of both deltas again, and a batch that waited for it would not be visible meanwhile.
+So a thread writes the merged delta to a file that no state names. The first batch after it is written as a
+delta over the merged one, and the record flips to it: so the merged delta is published with that batch, under
+a sequence of its own.
 
-What came over both deltas meanwhile, from whomever, lies in the newest one, which holds all that the merged newest one did. Of
-it that batch's delta takes the entries that differ from the merged ones. Where the older delta is another one by then, or an id
-is missing in the newer one, the state does not follow from the one that was merged, and the merge is dropped.
+What came over both deltas meanwhile, from whomever, lies in the newest one, which holds all that the merged
+newest one did. Of it that batch's delta takes the entries that differ from the merged ones. Where the older
+delta is another one by then, or an id is missing in the newer one, the state does not follow from the one
+that was merged, and the merge is dropped.
 
-The file belongs to a process that holds its lock; `loader.versions.states.clear_unpublished` removes one that nobody holds.
+The file belongs to a process that holds its lock; `loader.versions.states.clear_unpublished` removes one that
+nobody holds.
 """
 
 import fcntl
@@ -72,7 +75,8 @@ class Merges:
         self._merged: Segment | None = None  # the state that the merge is of
 
     def begin(self, folder: Folder, state: State, segment: Segment) -> None:
-        """Begins to merge both deltas of the live state, unless another merge of this process was not published yet."""
+        """Begins to merge both deltas of the live state, unless another merge of this process was not
+        published yet."""
         if self.is_running():
             return
         file = f"{state}{UNPUBLISHED}"
@@ -89,7 +93,9 @@ class Merges:
         """Whether such a merge waits for the next batch."""
         return self._running is not None and self._running.done()
 
-    def finished(self, folder: Folder, live: Segment) -> tuple[UnpublishedDelta, dict[str, list[DeltaEntries]]] | None:
+    def finished(
+        self, folder: Folder, live: Segment
+    ) -> tuple[UnpublishedDelta, dict[str, list[DeltaEntries]]] | None:
         """A merge that has ended, for the caller to publish or drop, and the live state's later entries by
         table; None: there is none.
 
@@ -137,14 +143,20 @@ class Merges:
     def __enter__(self) -> "Merges":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries]] | None:
     """The entries of `live`'s newest delta that `merged`'s lacks, by table. None: they do not lie over the
     same delta, or an id is in `merged` alone, so that its row would come back."""
-    bases = [(segment.header.version, segment.deltas[-1].sequence) for segment in (merged, live) if len(segment.deltas) > 1]
+    bases = [
+        (segment.header.version, segment.deltas[-1].sequence)
+        for segment in (merged, live)
+        if len(segment.deltas) > 1
+    ]
     if len(bases) < 2 or bases[0] != bases[1]:
         return None
     old, new = merged.deltas[0], live.deltas[0]
@@ -158,7 +170,9 @@ def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries
             same, shared = _same(entries, layer)
             if shared != old.tables[name].id_count:
                 return None
-            entries = DeltaEntries(entries.ids[~same], entries.packed, entries.rows[~same], entries.deleted[~same])
+            entries = DeltaEntries(
+                entries.ids[~same], entries.packed, entries.rows[~same], entries.deleted[~same]
+            )
         since[name] = [entries]
     return since
 

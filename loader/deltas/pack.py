@@ -47,7 +47,8 @@ def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> 
         except NotRepresentable as error:
             at = int(np.flatnonzero(given)[error.row])
             raise ChangeError(
-                f"table {block.table!r}, id {block.ids[at]}, change {at}: a value that {table.row_format.label} cannot represent "
+                f"table {block.table!r}, id {block.ids[at]}, change {at}: a value that "
+                f"{table.row_format.label} cannot represent "
                 "(not finite, or too large); nothing of the batch was applied"
             ) from error
     if rows is not packed:
@@ -60,7 +61,8 @@ def _table(segment: Segment, block: TableChanges) -> Table:
     where = f"{block.where}: " if block.where else ""
     if (table := segment.base.tables.get(block.table)) is None:
         raise ChangeError(
-            f"{where}model {segment.header.model!r} has no table {block.table!r}; it has: {', '.join(segment.base.tables)}"
+            f"{where}model {segment.header.model!r} has no table {block.table!r}; it has: "
+            f"{', '.join(segment.base.tables)}"
         )
     ids, vectors, deleted = block.ids, block.vectors, block.deleted
     if ids.dtype != np.int64 or ids.ndim != 1:
@@ -68,12 +70,14 @@ def _table(segment: Segment, block: TableChanges) -> Table:
     has_vectors = deleted is None or not deleted.all()
     if has_vectors and (vectors.dtype not in _SOURCES or vectors.shape != (block.rows, table.dim)):
         raise ChangeError(
-            f"{where}table {block.table!r}: vectors are {vectors.dtype} {list(vectors.shape)}; expected float32 or float16 "
+            f"{where}table {block.table!r}: vectors are {vectors.dtype} {list(vectors.shape)}; expected "
+            "float32 or float16 "
             f"[{block.rows}, {table.dim}]"
         )
     if deleted is not None and (deleted.dtype != np.bool_ or deleted.shape != ids.shape):
         raise ChangeError(
-            f"table {block.table!r}: deleted is {deleted.dtype} {list(deleted.shape)}; expected bool [{block.rows}]"
+            f"table {block.table!r}: deleted is {deleted.dtype} {list(deleted.shape)}; expected bool "
+            f"[{block.rows}]"
         )
     return table
 
@@ -87,18 +91,22 @@ def _check_ids(table: Table, block: TableChanges, deleted: np.ndarray) -> None:
             outside = np.flatnonzero(index.bucket_of(block.ids) < 0)
         if outside.size:
             at = int(outside[0])
-            raise ChangeError(f"table {block.table!r}, change {at}: id {block.ids[at]} is in no bucket of this version")
+            raise ChangeError(
+                f"table {block.table!r}, change {at}: id {block.ids[at]} is in no bucket of this version"
+            )
         return
     first, count = (0, table.rows) if row_map is None else (row_map.first, row_map.count)
     if (outside := np.flatnonzero((block.ids < first) | (block.ids >= first + count))).size:
         at = int(outside[0])
         raise ChangeError(
-            f"table {block.table!r}, change {at}: id {block.ids[at]} is outside the table's ids [{first}, {first + count}); "
+            f"table {block.table!r}, change {at}: id {block.ids[at]} is outside the table's ids [{first}, "
+            f"{first + count}); "
             'rows can be added to tables of raw ids (ids = "raw" in model.toml)'
         )
     if (row_map is None or row_map.default_row is None) and deleted.any():
         at = int(np.flatnonzero(deleted)[0])
         raise ChangeError(
-            f"table {block.table!r}, change {at}: id {block.ids[at]} cannot be deleted, since the table refuses ids that it "
+            f"table {block.table!r}, change {at}: id {block.ids[at]} cannot be deleted, since the table "
+            "refuses ids that it "
             "lacks; load it with a policy for missing ids"
         )

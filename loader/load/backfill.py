@@ -1,8 +1,8 @@
 """The rows of an older, frozen version that a load takes over for ids that the checkpoint lacks.
 
-`missing = "backfill:MODEL@VERSION"` names the version. Its rows are copied as they are packed. So the new version needs the older
-one no more once it is published, and nothing that reads rows knows of two tables. Rows that an older version itself took over
-are among them.
+`missing = "backfill:MODEL@VERSION"` names the version. Its rows are copied as they are packed. So the new
+version needs the older one no more once it is published, and nothing that reads rows knows of two tables.
+Rows that an older version itself took over are among them.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ Ids = NDArray[np.int64]
 
 
 class Backfill:
-    """The table of an older version. rows: ids that it has; rows_there: rows that it has them in, which are numbered from 0."""
+    """The table of an older version. rows: ids that it has; rows_there: rows that it has them in, which
+    are numbered from 0."""
 
     def __init__(self, root: Path, spec: TableSpec, dim: int) -> None:
         """Attaches the version that the policy names. ModelError: it lacks the table, or has other rows.
@@ -33,23 +34,32 @@ class Backfill:
         except VersionError as error:
             versions = ", ".join(map(str, Model(root, spec.missing.model).versions())) or "none"
             raise ModelError(
-                f"{what}: that version is not published (versions there: {versions}); name one that is, and load with a --keep "
+                f"{what}: that version is not published (versions there: {versions}); name one that is, and "
+                "load with a --keep "
                 "that leaves it there"
             ) from error
         if spec.name not in self.segment.tables:
-            raise ModelError(f"{what}: that version has no table {spec.name!r}; it has: {', '.join(self.segment.tables)}")
+            raise ModelError(
+                f"{what}: that version has no table {spec.name!r}; it has: {', '.join(self.segment.tables)}"
+            )
         self.table = self.segment.tables[spec.name]
         found = (self.table.row_format, self.table.dim)
         if found != (spec.row_format, dim):
             raise ModelError(
-                f"{what}: its rows are {found[0].label} of dim {found[1]}, these are {spec.row_format.label} of dim {dim}; rows "
+                f"{what}: its rows are {found[0].label} of dim {found[1]}, these are {spec.row_format.label} "
+                f"of dim {dim}; rows "
                 "are taken over as they are, so load both in one row format"
             )
         row_map = self.table.row_map
         if spec.raw is None and row_map is not None and row_map.index is not None:
-            raise ModelError(f'{what}: its ids are raw, and those of this table are row numbers; set ids = "raw"')
+            raise ModelError(
+                f'{what}: its ids are raw, and those of this table are row numbers; set ids = "raw"'
+            )
         if spec.raw is None and row_map is not None and row_map.first:
-            raise ModelError(f"{what}: it is a part of a table, whose first id is {row_map.first}; name a version that is whole")
+            raise ModelError(
+                f"{what}: it is a part of a table, whose first id is {row_map.first}; name a version that is "
+                "whole"
+            )
         self._map = RowMap(self.table.rows) if row_map is None else row_map
         self.rows = self._map.count
         self.rows_there = self.rows if self._map.index is None else self._map.index.slots

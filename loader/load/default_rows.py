@@ -1,7 +1,8 @@
-"""The row behind a table's others that an id without a row reads: zeros, the mean of the table's rows, a vector, or what an
-older version yields.
+"""The row behind a table's others that an id without a row reads: zeros, the mean of the table's rows, a
+vector, or what an older version yields.
 
-The mean is of the checkpoint's values before they are quantized, added up in fp64; rows of an older version are not among them.
+The mean is of the checkpoint's values before they are quantized, added up in fp64; rows of an older version
+are not among them.
 """
 
 from threading import Lock
@@ -28,7 +29,10 @@ class DefaultRow:
         policy = spec.missing.policy
         self.is_used = self._older is not None if policy == "backfill" else policy != "error"
         if policy == "constant" and len(spec.missing.vector) != dim:
-            raise ModelError(f"[tables.{spec.name}]: missing has {len(spec.missing.vector)} numbers; the table's dim is {dim}")
+            raise ModelError(
+                f"[tables.{spec.name}]: missing has {len(spec.missing.vector)} numbers; the table's dim is "
+                f"{dim}"
+            )
         self._sum, self._rows, self._lock = np.zeros(dim, np.float64), 0, Lock()
 
     def add(self, values: NDArray[Any], source: Source) -> None:
@@ -43,12 +47,14 @@ class DefaultRow:
             self._rows += len(values)
 
     def write(self, writer: SegmentWriter, table: StoredTable, backend: CpuBackend) -> None:
-        """Writes the row, where it is used, as the last one of a table, which is zeros. ModelError: as `pack`."""
+        """Writes the row, where it is used, as the last one of a table, which is zeros. ModelError: as
+        `pack`."""
         if self.is_used:
             self.pack(writer.rows(table, table.rows - 1, table.rows)[0], backend)
 
     def pack(self, to: NDArray[np.uint8], backend: CpuBackend) -> None:
-        """Packs the row to zeros, uint8 [row_bytes]. ModelError: the row format cannot represent the vector."""
+        """Packs the row to zeros, uint8 [row_bytes]. ModelError: the row format cannot represent the
+        vector."""
         policy, vector = self._spec.missing.policy, np.zeros(self._dim, np.float32)
         if self._older is not None:
             to[:] = self._older

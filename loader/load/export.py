@@ -6,8 +6,9 @@
 
 A name that is asked for takes the place of these: `NAME.ids` and `NAME.weight`.
 
-Rows are those of a partial tensor, in its order. Where ids are row numbers and no other id has a row, .npz and .safetensors hold
-the weights alone. The file is written under another name in its folder and renamed at the end: what is there is whole.
+Rows are those of a partial tensor, in its order. Where ids are row numbers and no other id has a row, .npz
+and .safetensors hold the weights alone. The file is written under another name in its folder and renamed at
+the end: what is there is whole.
 """
 
 import contextlib
@@ -48,7 +49,11 @@ class ExportResult:
 
 
 def export(
-    tensor: PartialTensor, path: Path, values: str = "fp32", progress: Progress | None = None, name: str | None = None
+    tensor: PartialTensor,
+    path: Path,
+    values: str = "fp32",
+    progress: Progress | None = None,
+    name: str | None = None,
 ) -> ExportResult:
     """Writes a tensor's rows to `path` in the format of its suffix; replaces a file. values: "fp32" or
     "fp16".
@@ -59,14 +64,17 @@ def export(
     ModelError: no such suffix, values or folder, or a name for Parquet. QuantError: a value is too large for
     fp16. After an error `path` is as it was.
     """
-    write = {".parquet": _write_parquet, ".npz": _write_npz, ".safetensors": _write_safetensors}.get(path.suffix)
+    write = {".parquet": _write_parquet, ".npz": _write_npz, ".safetensors": _write_safetensors}.get(
+        path.suffix
+    )
     if write is None:
         raise ModelError(f"{path}: the suffix is {path.suffix!r}; expected one of: {', '.join(SUFFIXES)}")
     if values not in VALUE_FORMATS:
         raise ModelError(f"values are {values!r}; expected one of: {', '.join(VALUE_FORMATS)}")
     if name is not None and path.suffix == ".parquet":
         raise ModelError(
-            f"{path}: a file of Parquet names no tensors; leave the name {name!r} out, or write another kind of file"
+            f"{path}: a file of Parquet names no tensors; leave the name {name!r} out, or write another kind "
+            "of file"
         )
     if not path.parent.is_dir():
         raise ModelError(f"{path}: there is no folder {path.parent}; make it first, or choose another file")
@@ -82,7 +90,9 @@ def export(
 class _Rows:
     """What is written: chunks of ids and of values in the dtype that was asked for."""
 
-    def __init__(self, tensor: PartialTensor, dtype: np.dtype[Any], progress: Progress, names: tuple[str, str]) -> None:
+    def __init__(
+        self, tensor: PartialTensor, dtype: np.dtype[Any], progress: Progress, names: tuple[str, str]
+    ) -> None:
         """names: of the ids and of the values."""
         self.tensor, self.dtype, self._progress, self._names = tensor, dtype, progress, names
         self.chunk_rows = max(1, CHUNK_BYTES // (4 * tensor.dim))
@@ -92,7 +102,12 @@ class _Rows:
         """(name, dtype, shape, chunks) of what .npz and .safetensors hold."""
         tensor, (ids_name, values_name) = self.tensor, self._names
         ids = (ids_name, np.dtype(np.int64), (len(tensor),), tensor.id_chunks(self.chunk_rows))
-        weights = (values_name, self.dtype, (len(tensor), tensor.dim), (values for _, values in self.chunks()))
+        weights = (
+            values_name,
+            self.dtype,
+            (len(tensor), tensor.dim),
+            (values for _, values in self.chunks()),
+        )
         return [ids, weights] if self.has_ids else [weights]
 
     def chunks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
@@ -108,7 +123,10 @@ class _Rows:
         if self.dtype == np.float32:
             return values
         if (large := np.flatnonzero((np.abs(values) > FP16_MAX).any(axis=1))).size:
-            raise QuantError(f"the row of id {ids[large[0]]} has a value beyond ±{FP16_MAX:g}, fp16's largest; export it as fp32")
+            raise QuantError(
+                f"the row of id {ids[large[0]]} has a value beyond ±{FP16_MAX:g}, fp16's largest; export it "
+                "as fp32"
+            )
         return values.astype(np.float16)
 
 
@@ -155,7 +173,11 @@ def _write_safetensors(file: IO[bytes], rows: _Rows) -> None:
     arrays, end = rows.arrays(), 0
     for name, dtype, shape, _ in arrays:
         begin, end = end, end + int(np.prod(shape)) * dtype.itemsize
-        header[name] = {"dtype": _SAFETENSORS_DTYPES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[dtype.name],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     file.write(len(text).to_bytes(8, "little") + text)

@@ -1,9 +1,10 @@
 """The load: checkpoint -> quantized chunks -> segment -> version.
 
-Threads take chunks of a table one after another. Each reads a piece of the checkpoint that stays in its core's cache,
-quantizes it straight into the segment, and hashes the chunk when its last piece is done. So fp32 never exists whole, and the
-private memory of a load is a few pieces a thread, whatever the table's size. Tables of raw ids are read as `loader.load.raw_ids` says.
-Tables that are not to be read again are copied from the live version (`loader.load.reuse`).
+Threads take chunks of a table one after another. Each reads a piece of the checkpoint that stays in its
+core's cache, quantizes it straight into the segment, and hashes the chunk when its last piece is done. So
+fp32 never exists whole, and the private memory of a load is a few pieces a thread, whatever the table's size.
+Tables of raw ids are read as `loader.load.raw_ids` says. Tables that are not to be read again are copied from
+the live version (`loader.load.reuse`).
 """
 
 import os
@@ -38,7 +39,9 @@ from tableside.quant import CpuBackend, RowFormat, choose
 from tableside.quant.errors import NotRepresentable
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
-Progress = Callable[[int, int], None]  # (done, in all), from any thread: first ids that are indexed, then rows that are written
+Progress = Callable[
+    [int, int], None
+]  # (done, in all), from any thread: first ids that are indexed, then rows that are written
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,9 @@ class LoadSettings:
     only: tuple[str, ...] = ()
 
 
-def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None) -> Loaded:
+def load(
+    spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None
+) -> Loaded:
     """Publishes a new version of `spec` under `root`. progress: counts raw ids while they are indexed, then
     all rows from 0 on. LoaderError: model, checkpoint or memory are wrong; nothing was published, and no
     bytes stay."""
@@ -101,13 +106,17 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
                 }
                 steps = {table: checks.step(table) for table in sources.matrices}
                 header = replace(
-                    _header(spec, planned, reused, version, source, steps), scorer=scorer, evaluation=spec.evaluation
+                    _header(spec, planned, reused, version, source, steps),
+                    scorer=scorer,
+                    evaluation=spec.evaluation,
                 )
                 writer = SegmentWriter(path, header, program, model.create_partial(version))
                 try:
                     _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
                     huge = writer.mapping.huge_fraction()
-                    header = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)})
+                    header = writer.seal(
+                        {"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)}
+                    )
                 finally:
                     writer.close()
                 model.publish(version, settings.activate)
@@ -116,12 +125,25 @@ def load(spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), p
                 raise
             seconds = time.monotonic() - started
     return Loaded(
-        spec.name, version, model.path(version), header, seconds, writer.size, sources.bytes, huge, writer.mapping.page_bytes
+        spec.name,
+        version,
+        model.path(version),
+        header,
+        seconds,
+        writer.size,
+        sources.bytes,
+        huge,
+        writer.mapping.page_bytes,
     )
 
 
 def _header(
-    spec: ModelSpec, planned: list[PlannedTable], reused: LiveTables, version: int, source: dict[str, Any], steps: dict[str, int]
+    spec: ModelSpec,
+    planned: list[PlannedTable],
+    reused: LiveTables,
+    version: int,
+    source: dict[str, Any],
+    steps: dict[str, int],
 ) -> Header:
     shapes = {p.spec.name: (p.spec.name, p.spec.key, p.spec.row_format, p.rows, p.dim) for p in planned}
     old = reused.tables.values()
@@ -176,7 +198,9 @@ class _Load:
         for part in parts:
             part.complete()
         waiting = chain(*(part.unfinished() for part in parts), ((i, 0) for i in self.writer.header.indexes))
-        self._share(partial(self._finish_chunk, rows, n) for rows, first in waiting for n in range(first, rows.chunks))
+        self._share(
+            partial(self._finish_chunk, rows, n) for rows, first in waiting for n in range(first, rows.chunks)
+        )
 
     def _plan_threads(self, row_bytes: int, more_bytes: int) -> None:
         self._buffer_bytes, most = max(PIECE_BYTES, row_bytes), self._settings.max_memory_bytes
@@ -218,7 +242,11 @@ class _Load:
 
 
 def _table_load(load: _Load, p: PlannedTable, table: StoredTable) -> "_RawLoad | _MatrixLoad | _Copies":
-    return _RawLoad(load, p, p.source, table) if isinstance(p.source, RawTable) else _MatrixLoad(load, p, p.source, table)
+    return (
+        _RawLoad(load, p, p.source, table)
+        if isinstance(p.source, RawTable)
+        else _MatrixLoad(load, p, p.source, table)
+    )
 
 
 class _RawLoad:
@@ -240,7 +268,9 @@ class _RawLoad:
             if self.load.is_stopping:
                 return
             written = self.raw.write(block)
-            self.p.default_row.add(block.values if written is None else block.values[written], self.source.source)
+            self.p.default_row.add(
+                block.values if written is None else block.values[written], self.source.source
+            )
             self.load.done(len(block.ids))
 
     def complete(self) -> None:
@@ -275,7 +305,9 @@ class _MatrixLoad:
 
     def _quantize(self, start: int, stop: int, buffers: _Buffers) -> None:
         load, matrix, table = self.load, self.matrix, self.table
-        step = load.checks.step(table.name)  # reads are whole steps: some rows at a chunk's ends are read for both neighbours
+        step = load.checks.step(
+            table.name
+        )  # reads are whole steps: some rows at a chunk's ends are read for both neighbours
         read_rows = max(1, len(buffers.piece) // (matrix.dim * matrix.source.bytes) // step) * step
         end = min(-(-stop // step) * step, matrix.rows)
         for first in range(start // step * step, end, read_rows):
@@ -286,7 +318,9 @@ class _MatrixLoad:
             begin, last = max(first, start), min(last, stop)
             rows = values[begin - first : last - first]
             try:
-                load.backend.quantize(rows, matrix.source, self.p.spec.row_format, load.writer.rows(table, begin, last))
+                load.backend.quantize(
+                    rows, matrix.source, self.p.spec.row_format, load.writer.rows(table, begin, last)
+                )
             except NotRepresentable as error:
                 what = f"{load.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}"
                 raise CheckpointError(what) from error
@@ -295,7 +329,9 @@ class _MatrixLoad:
     def complete(self) -> None:
         default_row, older = self.p.default_row, self.p.backfill
         end = self.table.rows - default_row.is_used
-        if older is not None and end > self.rows:  # rows that an older version has beyond those of the checkpoint
+        if (
+            older is not None and end > self.rows
+        ):  # rows that an older version has beyond those of the checkpoint
             self.load.writer.rows(self.table, self.rows, end)[:] = older.table.packed[self.rows : end]
         default_row.write(self.load.writer, self.table, self.load.backend)
 

@@ -1,12 +1,14 @@
-"""Manifests: checksums of a checkpoint's tensors, for formats that carry none, written once and checked by every load.
+"""Manifests: checksums of a checkpoint's tensors, for formats that carry none, written once and checked by
+every load.
 
     {"format": "tableside manifest", "version": 1, "checksum": "<xxh3-64 of the JSON of tensors>",
-     "tensors": {"user.weight": {"dtype": "fp32", "shape": [rows, dim], "chunk_rows": 256, "chunks": "<16 hex digits a chunk>"}}}
+     "tensors": {"user.weight": {"dtype": "fp32", "shape": [rows, dim], "chunk_rows": 256, "chunks": "<16 hex
+     digits a chunk>"}}}
 
-A chunk is about 512 KiB of rows (xxh3-64 of their bytes as they lie in the checkpoint), so that a load checks each while it is in
-the processor's cache. It lies beside a checkpoint's file as FILE.manifest.json, or in the folder of several files as
-tableside.manifest.json. It finds what changed after it was written, not what was wrong before, and it is no signature: who can
-write the one can write the other.
+A chunk is about 512 KiB of rows (xxh3-64 of their bytes as they lie in the checkpoint), so that a load checks
+each while it is in the processor's cache. It lies beside a checkpoint's file as FILE.manifest.json, or in the
+folder of several files as tableside.manifest.json. It finds what changed after it was written, not what was
+wrong before, and it is no signature: who can write the one can write the other.
 """
 
 import os
@@ -42,7 +44,9 @@ def manifest_path(checkpoint: Path) -> Path:
     """Where the manifest of a checkpoint (`Checkpoint.path`) lies."""
     if checkpoint.name.endswith(".index.json"):
         checkpoint = checkpoint.parent
-    return checkpoint / "tableside.manifest.json" if checkpoint.is_dir() else Path(f"{checkpoint}.manifest.json")
+    return (
+        checkpoint / "tableside.manifest.json" if checkpoint.is_dir() else Path(f"{checkpoint}.manifest.json")
+    )
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,10 @@ class Manifest:
         for chunk in np.flatnonzero(np.array(found, np.uint64) != known)[:1]:
             at = first + int(chunk) * step
             raise CheckpointError(
-                f"{checkpoint}: {matrix.key!r}, rows [{at}, {min(at + step, first + len(values))}) are not those of {self.path}; "
-                f"take another copy of the checkpoint, or, where it was saved anew, run: tableside manifest {checkpoint}"
+                f"{checkpoint}: {matrix.key!r}, rows [{at}, {min(at + step, first + len(values))}) are not "
+                f"those of {self.path}; "
+                "take another copy of the checkpoint, or, where it was saved anew, run: tableside manifest "
+                f"{checkpoint}"
             )
 
 
@@ -87,8 +93,14 @@ def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Man
         expected, found = _described(matrix), tensors[key]
         digits = _DIGITS * -(-matrix.rows // chunk_rows(matrix))
         sums = found.get("chunks") if isinstance(found, dict) else None
-        if {**found, "chunks": None} != {**expected, "chunks": None} or not isinstance(sums, str) or len(sums) != digits:
-            raise _bad(path, f"it describes {key!r} as {_short(found)}, the checkpoint has {_short(expected)}")
+        if (
+            {**found, "chunks": None} != {**expected, "chunks": None}
+            or not isinstance(sums, str)
+            or len(sums) != digits
+        ):
+            raise _bad(
+                path, f"it describes {key!r} as {_short(found)}, the checkpoint has {_short(expected)}"
+            )
         try:
             chunks[key] = np.frombuffer(bytes.fromhex(sums), ">u8").astype(np.uint64)
         except ValueError:
@@ -97,7 +109,8 @@ def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Man
 
 
 def _limit(checkpoint: Checkpoint) -> int:
-    """The most bytes that a manifest of this checkpoint can have: 16 digits for 32 KiB, and room for names."""
+    """The most bytes that a manifest of this checkpoint can have: 16 digits for 32 KiB, and room for
+    names."""
     matrices = checkpoint.matrices.values()
     return (1 << 20) + sum(m.bytes // 2048 + 1024 + 12 * len(m.key) for m in matrices)
 
@@ -106,7 +119,10 @@ def _read(path: Path, limit_bytes: int) -> dict[str, Any]:
     try:
         raw = orjson.loads(read_regular(path, limit_bytes, "the manifest", CheckpointError))
         if raw["format"] != FORMAT or raw["version"] != VERSION:
-            raise _bad(path, f"its format is {raw['format']!r:.50} {raw['version']!r:.50}, expected {FORMAT!r} {VERSION}")
+            raise _bad(
+                path,
+                f"its format is {raw['format']!r:.50} {raw['version']!r:.50}, expected {FORMAT!r} {VERSION}",
+            )
         tensors = raw["tensors"]
         if not isinstance(tensors, dict) or raw["checksum"] != _checksum(tensors):
             raise _bad(path, "its own checksum is wrong")
@@ -117,7 +133,8 @@ def _read(path: Path, limit_bytes: int) -> dict[str, Any]:
 
 def _bad(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path}: does not fit the checkpoint or is damaged: {what}; write it again with: tableside manifest CHECKPOINT, "
+        f"{path}: does not fit the checkpoint or is damaged: {what}; write it again with: tableside manifest "
+        "CHECKPOINT, "
         "or remove it to load without"
     )
 
@@ -147,7 +164,9 @@ def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress
         matrices = {key: found.matrix(key) for key in found.matrices}
         tensors = {key: _described(matrix) for key, matrix in sorted(matrices.items())}
         done, total = 0, sum(m.rows for m in matrices.values())
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="tableside-manifest") as pool:
+        with ThreadPoolExecutor(
+            len(os.sched_getaffinity(0)), thread_name_prefix="tableside-manifest"
+        ) as pool:
             for key, matrix in matrices.items():
                 found.open_files(matrix)
                 for start, sums in pool.map(lambda at, m=matrix: (at, _sums(found, m, at)), _starts(matrix)):
@@ -155,7 +174,9 @@ def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress
                     if progress:
                         progress(done + min(matrix.rows, start + _piece_rows(matrix)), total)
                 done += matrix.rows
-    text = orjson.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors), "tensors": tensors})
+    text = orjson.dumps(
+        {"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors), "tensors": tensors}
+    )
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(text + b"\n")

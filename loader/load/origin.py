@@ -1,7 +1,8 @@
-"""Whether the live version of a model is what a load of its model.toml would give again, so that none is needed.
+"""Whether the live version of a model is what a load of its model.toml would give again, so that none is
+needed.
 
-A load notes a digest of what the model.toml said, and the names, sizes and times of the checkpoint's files. A file that was
-written anew without a change of size and time is not noticed, as `make` does not notice it.
+A load notes a digest of what the model.toml said, and the names, sizes and times of the checkpoint's files. A
+file that was written anew without a change of size and time is not noticed, as `make` does not notice it.
 """
 
 import json
@@ -23,7 +24,8 @@ from tableside.loader.versions.versions import Model
 
 
 def spec_digest(spec: ModelSpec) -> str:
-    """A digest of what a model.toml says, and of its scorer's program; not of where the checkpoint and the program lie."""
+    """A digest of what a model.toml says, and of its scorer's program; not of where the checkpoint and the
+    program lie."""
     scorer, program = spec.scorer, b""
     if scorer is not None and scorer.program is not None:
         program = read_regular(scorer.program, LARGEST_BYTES, "[scorer]'s program", ModelError)

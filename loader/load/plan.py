@@ -1,4 +1,5 @@
-"""What a load will write: where the tables lie in the checkpoint, how many rows each takes, and how its ids become rows."""
+"""What a load will write: where the tables lie in the checkpoint, how many rows each takes, and how its
+ids become rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ class Sources:
     """Where the tables of a model lie in a checkpoint: matrices, or, of raw ids, ids and vectors."""
 
     def __init__(self, tables: Sequence[TableSpec], checkpoint: Checkpoint) -> None:
-        """CheckpointError: a table is not there. ModelError: its vectors have another dim than its description says."""
+        """CheckpointError: a table is not there. ModelError: its vectors have another dim than its
+        description says."""
         self.matrices = {t.name: checkpoint.matrix(t.key) for t in tables if t.raw is None}
         for matrix in self.matrices.values():
             checkpoint.open_files(matrix)
@@ -36,7 +38,8 @@ class Sources:
 
 @dataclass(frozen=True, eq=False)
 class PlannedTable:
-    """A table of a load. rows: that it takes in the segment; ids: None: an id is a row number, and others are refused."""
+    """A table of a load. rows: that it takes in the segment; ids: None: an id is a row number, and others
+    are refused."""
 
     spec: TableSpec
     rows: int
@@ -48,12 +51,26 @@ class PlannedTable:
 
 
 def plan(
-    tables: Sequence[TableSpec], sources: Sources, model: Model, scratch: Callable[[], int], threads: int, progress: Progress
+    tables: Sequence[TableSpec],
+    sources: Sources,
+    model: Model,
+    scratch: Callable[[], int],
+    threads: int,
+    progress: Progress,
 ) -> list[PlannedTable]:
-    """Builds the indexes of raw ids, and finds how many rows each table takes. scratch, progress: as for `Indexing`."""
+    """Builds the indexes of raw ids, and finds how many rows each table takes. scratch, progress: as for
+    `Indexing`."""
     planned = []
-    older = {t.name: Backfill(model.root, t, sources.dims[t.name]) for t in tables if t.missing.policy == "backfill"}
-    ids_of = {t.name: sources.rows[t.name] + (older[t.name].rows if t.name in older else 0) for t in tables if t.raw is not None}
+    older = {
+        t.name: Backfill(model.root, t, sources.dims[t.name])
+        for t in tables
+        if t.missing.policy == "backfill"
+    }
+    ids_of = {
+        t.name: sources.rows[t.name] + (older[t.name].rows if t.name in older else 0)
+        for t in tables
+        if t.raw is not None
+    }
     work = Indexing(model.root, scratch, threads, PASSES * sum(ids_of.values()), progress)
     for t in tables:
         dim = sources.dims[t.name]
@@ -73,8 +90,11 @@ def plan(
     return planned
 
 
-def _ids_of_rows(t: TableSpec, own: int, backfill: Backfill | None, default_row: DefaultRow) -> tuple[StoredIds | None, int]:
-    """How ids that are row numbers become rows, and how many rows the table takes; own: rows of the checkpoint."""
+def _ids_of_rows(
+    t: TableSpec, own: int, backfill: Backfill | None, default_row: DefaultRow
+) -> tuple[StoredIds | None, int]:
+    """How ids that are row numbers become rows, and how many rows the table takes; own: rows of the
+    checkpoint."""
     count = max(own, 0 if backfill is None else backfill.rows)
     if count == own and not default_row.is_used and t.missing.policy == "error":
         return None, own

@@ -1,12 +1,16 @@
-"""A table of raw ids while it is loaded: its index is built from the ids alone, then the vectors are read and go to their rows.
+"""A table of raw ids while it is loaded: its index is built from the ids alone, then the vectors are read and
+go to their rows.
 
-1. The ids are read twice: counted by bucket, then put into records (id, row of the source) of their buckets. The records lie
-   in shared memory beside the segment, in a file without a name, which is gone before the segment is made.
-2. Bucket by bucket ids that come twice are found, and pilots (`quant.cpu.index_builder`). Now the table's rows are known.
-3. Ids and vectors are read once more, together. A block is quantized, its ids are put beside its rows, and each row is
-   written to its place.
+1. The ids are read twice: counted by bucket, then put into records (id, row of the source) of their buckets.
+   The records lie in shared memory beside the segment, in a file without a name, which is gone before the
+   segment is made.
+2. Bucket by bucket ids that come twice are found, and pilots (`quant.cpu.index_builder`). Now the table's
+  rows are known.
+3. Ids and vectors are read once more, together. A block is quantized, its ids are put beside its rows, and
+   each row is written to its place.
 
-So neither ids nor vectors are ever whole in private memory; what stays there is the index, a third of a byte an id.
+So neither ids nor vectors are ever whole in private memory; what stays there is the index, a third of a byte
+an id.
 """
 
 import os
@@ -38,7 +42,9 @@ class Indexing:
     without a name in `folder`, returns its descriptor. total: ids of all tables, each as often as it is
     passed; progress: takes (ids done, total)."""
 
-    def __init__(self, folder: Path, scratch: Callable[[], int], threads: int, total: int, progress: Progress) -> None:
+    def __init__(
+        self, folder: Path, scratch: Callable[[], int], threads: int, total: int, progress: Progress
+    ) -> None:
         self.folder, self.scratch, self.threads = folder, scratch, threads
         self._done, self._total, self._progress, self._lock = 0, total, progress, Lock()
 
@@ -63,7 +69,8 @@ class RawTable:
 
     @property
     def rows(self) -> int:
-        """Rows that it takes in a segment: its slots, and the default row, which is there even where it is not used."""
+        """Rows that it takes in a segment: its slots, and the default row, which is there even where it is
+        not used."""
         return self.index.slots + 1
 
     def is_dropped(self, sources: NDArray[np.int64]) -> NDArray[np.bool_] | None:
@@ -73,7 +80,9 @@ class RawTable:
         return bits_at(self.dropped, sources)
 
 
-def plan_raw_table(spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, work: Indexing) -> RawTable:
+def plan_raw_table(
+    spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, work: Indexing
+) -> RawTable:
     """Builds the index of a table. CheckpointError: ids come twice, or cannot be read. ModelError: ids do not
     fit the buckets. NoSpace: the records have no room."""
     try:
@@ -90,14 +99,22 @@ def plan_raw_table(spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Ba
         index = builder.build(records, work.done)
     except DuplicateId as error:
         raise CheckpointError(
-            f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and {source.where(error.second)}; "
+            f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and "
+            f"{source.where(error.second)}; "
             'remove one, or set duplicates = "first" or "last"'
         ) from error
     except QuantError as error:
         raise ModelError(f"[tables.{spec.name}]: {error}") from error
     kept = int(builder.kept.sum())
     backfilled = 0 if backfill is None else backfill.rows - int((dropped >= source.rows).sum())
-    stored = plan_index(spec.row_format, source.dim, index.slots, raw.buckets, raw.bucket_ids or 0, has_backfilled=backfilled > 0)
+    stored = plan_index(
+        spec.row_format,
+        source.dim,
+        index.slots,
+        raw.buckets,
+        raw.bucket_ids or 0,
+        has_backfilled=backfilled > 0,
+    )
     ids_of = StoredIds(kept, str(spec.missing), backfilled=backfilled, index=stored)
     bits = None
     if dropped.size:
@@ -106,7 +123,9 @@ def plan_raw_table(spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Ba
     return RawTable(source, spec.row_format, ids_of, index, bits, backfill)
 
 
-def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def _all_ids(
+    source: KeyedRows, backfill: Backfill | None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """(ids, rows of the source): those of an older version come last, numbered from `source.rows` on."""
     for piece in range(source.pieces):
         for block in source.ids(piece):
@@ -117,7 +136,8 @@ def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[NDA
 
 
 def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> NDArray[np.int64]:
-    """Zeros in shared memory that go with the array, int64 [records, 2]. scratch, folder: as for `Indexing`."""
+    """Zeros in shared memory that go with the array, int64 [records, 2]. scratch, folder: as for
+    `Indexing`."""
     if not size:
         return np.zeros((0, 2), np.int64)
     fd = scratch()
@@ -135,7 +155,9 @@ class RawWriter:
     64]; both zeros.
     """
 
-    def __init__(self, table: RawTable, packed: NDArray[np.uint8], index: NDArray[np.uint8], backend: CpuBackend) -> None:
+    def __init__(
+        self, table: RawTable, packed: NDArray[np.uint8], index: NDArray[np.uint8], backend: CpuBackend
+    ) -> None:
         self.table, self._packed, self._backend = table, packed, backend
         self._id_at = id_at(table.row_format, table.source.dim)
         self._kept, self._bits = write_index(table.ids, table.index, index.reshape(-1), packed)
@@ -152,7 +174,8 @@ class RawWriter:
         except NotRepresentable as error:
             source = self.table.source
             raise CheckpointError(
-                f"{source.key!r}: {source.where(int(block.rows[error.row]))}: {error.describe(int(block.rows[error.row]))}"
+                f"{source.key!r}: {source.where(int(block.rows[error.row]))}: "
+                f"{error.describe(int(block.rows[error.row]))}"
             ) from error
         if dropped is None or not dropped.any():
             self._put(block.ids, packed)
@@ -164,7 +187,9 @@ class RawWriter:
         rows = np.empty(len(ids), np.int64)
         find_rows(self.table.index, ids, rows)
         if self._id_at >= 0:
-            packed[:, self._id_at : self._id_at + ID_BYTES] = np.ascontiguousarray(ids).view(np.uint8).reshape(-1, ID_BYTES)
+            packed[:, self._id_at : self._id_at + ID_BYTES] = (
+                np.ascontiguousarray(ids).view(np.uint8).reshape(-1, ID_BYTES)
+            )
         else:
             self._kept[rows] = ids
         self._items[rows] = packed.view(f"V{packed.shape[1]}")[:, 0]

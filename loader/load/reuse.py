@@ -1,10 +1,11 @@
-"""Tables that a load takes over from the live version: `tableside load --only TABLE` reads and quantizes only the tables that it
-names.
+"""Tables that a load takes over from the live version: `tableside load --only TABLE` reads and quantizes only
+the tables that it names.
 
-Rows and id indexes are copied as bytes, chunk by chunk on all threads, and each chunk is checked against the checksum that the
-live version has for it, so damage is not published again under a checksum that fits. The checkpoint is not asked for these
-tables; it may lack them. Bytes are copied even so: shared memory has no copy on write (a tmpfs and a hugetlbfs refuse FICLONE),
-and two threads copy and check faster than copy_file_range copies (docs/log.md).
+Rows and id indexes are copied as bytes, chunk by chunk on all threads, and each chunk is checked against the
+checksum that the live version has for it, so damage is not published again under a checksum that fits. The
+checkpoint is not asked for these tables; it may lack them. Bytes are copied even so: shared memory has no
+copy on write (a tmpfs and a hugetlbfs refuse FICLONE), and two threads copy and check faster than
+copy_file_range copies (docs/log.md).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +23,9 @@ from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend
 
-Piece = tuple[StoredRows, StoredRows, int]  # a table or index of the live version, the one that is written, a chunk of the former
+Piece = tuple[
+    StoredRows, StoredRows, int
+]  # a table or index of the live version, the one that is written, a chunk of the former
 
 
 class LiveTables:
@@ -34,11 +37,15 @@ class LiveTables:
         differently than the live version. VersionError: none is live. SegmentError: it is damaged."""
         names = [t.name for t in spec.tables]
         if unknown := [name for name in only if name not in names]:
-            raise ModelError(f"--only {unknown[0]}: model {spec.name!r} has no such table; it has: {', '.join(names)}")
+            raise ModelError(
+                f"--only {unknown[0]}: model {spec.name!r} has no such table; it has: {', '.join(names)}"
+            )
         reused = [t for t in spec.tables if only and t.name not in only]
         self.others = tuple(t for t in spec.tables if t not in reused)
         self.segment = _live(model) if reused else None
-        self.tables = {} if self.segment is None else {t.name: _checked(t, self.segment, backend) for t in reused}
+        self.tables = (
+            {} if self.segment is None else {t.name: _checked(t, self.segment, backend) for t in reused}
+        )
 
     @property
     def rows(self) -> int:
@@ -59,7 +66,8 @@ class LiveTables:
         return {name: known[name] for name in self.tables if name in known} if isinstance(known, dict) else {}
 
     def source(self) -> dict[str, Any]:
-        """For a header's `source`: the version that tables were taken over from, and, for each, the one that read it."""
+        """For a header's `source`: the version that tables were taken over from, and, for each, the one
+        that read it."""
         if self.segment is None:
             return {}
         header = self.segment.header
@@ -74,7 +82,12 @@ class LiveTables:
             if (of := self.tables.get(to.name)) is None:
                 continue
             pairs: list[tuple[StoredRows, StoredRows]] = [(of, to)]
-            if of.ids is not None and to.ids is not None and of.ids.index is not None and to.ids.index is not None:
+            if (
+                of.ids is not None
+                and to.ids is not None
+                and of.ids.index is not None
+                and to.ids.index is not None
+            ):
                 pairs.append((of.ids.index, to.ids.index))
             for old, new in pairs:
                 for chunk in range(old.chunks):
@@ -89,7 +102,8 @@ class LiveTables:
         start, stop = of.chunk_range(chunk)
         if not segment.is_whole(of, start, stop):
             raise SegmentError(
-                f"{segment.path}: {segment.describe(of, start, stop)}: the checksum is wrong, so bytes changed after they were "
+                f"{segment.path}: {segment.describe(of, start, stop)}: the checksum is wrong, so bytes "
+                "changed after they were "
                 "written; load the whole model, without --only"
             )
         first = of.offset + start * of.row_bytes
@@ -102,8 +116,13 @@ class LiveTables:
         return stop - start
 
     def unfinished(self, header_tables: Collection[StoredTable]) -> list[StoredTable]:
-        """The tables that are copied and have other chunks than before: their checksums are still to be taken."""
-        return [t for t in header_tables if t.name in self.tables and self.tables[t.name].chunk_rows != t.chunk_rows]
+        """The tables that are copied and have other chunks than before: their checksums are still to be
+        taken."""
+        return [
+            t
+            for t in header_tables
+            if t.name in self.tables and self.tables[t.name].chunk_rows != t.chunk_rows
+        ]
 
 
 def _live(model: Model) -> Segment:
@@ -111,7 +130,8 @@ def _live(model: Model) -> Segment:
     check_bare(model, segment.header.version, "--only")
     if (owner := segment.header.owner) is not None:
         raise ModelError(
-            f"version {segment.header.version} of model {model.name!r} is share {owner.number} of {owner.owners} of a model; "
+            f"version {segment.header.version} of model {model.name!r} is share {owner.number} of "
+            f"{owner.owners} of a model; "
             "--only takes tables over from a whole version: load the whole model, without --only"
         )
     return segment
@@ -123,23 +143,28 @@ def _checked(spec: TableSpec, segment: Segment, backend: CpuBackend) -> StoredTa
     of_live = f"version {header.version} of model {header.model!r}, which is live,"
     stored = next((t for t in header.tables if t.name == spec.name), None)
     if stored is None:
-        raise ModelError(f"[tables.{spec.name}]: {of_live} has no such table; load it too, with --only {spec.name}")
+        raise ModelError(
+            f"[tables.{spec.name}]: {of_live} has no such table; load it too, with --only {spec.name}"
+        )
     for what, live, wanted in _settings(spec, stored):
         if live != wanted:
             raise ModelError(
-                f"[tables.{spec.name}]: {what} is {wanted!r}; {of_live} has {live!r}; load this table too, with --only "
+                f"[tables.{spec.name}]: {what} is {wanted!r}; {of_live} has {live!r}; load this table too, "
+                "with --only "
                 f"{spec.name}, or the whole model, without --only"
             )
     if spec.missing.policy == "constant" and not _has_vector(spec, segment, stored, backend):
         raise ModelError(
-            f"[tables.{spec.name}]: missing is another vector than that of {of_live[:-1]}; load this table too, with --only "
+            f"[tables.{spec.name}]: missing is another vector than that of {of_live[:-1]}; load this table "
+            "too, with --only "
             f"{spec.name}, or the whole model, without --only"
         )
     return stored
 
 
 def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, object, object]]:
-    """(what, as the live version has it, as the specification says). How ids were read from the checkpoint is not stored."""
+    """(what, as the live version has it, as the specification says). How ids were read from the checkpoint
+    is not stored."""
     ids, raw = stored.ids, spec.raw
     index = None if ids is None else ids.index
     yield "key", stored.key, spec.key

@@ -31,21 +31,26 @@ def stored_scorer(spec: ModelSpec, dims: dict[str, int]) -> tuple[StoredScorer |
             continue
         if feature not in pooled:
             raise ProgramError(
-                f"[scorer]: input {name!r} is the feature {feature!r}, which is not pooled; pool it by sum or mean"
+                f"[scorer]: input {name!r} is the feature {feature!r}, which is not pooled; pool it by sum "
+                "or mean"
             )
         if widths[feature] != width:
             raise ProgramError(
-                f"[scorer]: input {name!r} takes [batch, {width}], the vectors of feature {feature!r} are {widths[feature]} wide"
+                f"[scorer]: input {name!r} takes [batch, {width}], the vectors of feature {feature!r} are "
+                f"{widths[feature]} wide"
             )
         inputs.append(ScorerInput(name, feature, width))
     if not any(i.feature for i in inputs):
         raise ProgramError(
-            f"[scorer]: no input of the program is a feature; it takes {_listed(taken)}, the features are {', '.join(widths)}"
+            f"[scorer]: no input of the program is a feature; it takes {_listed(taken)}, the features are "
+            f"{', '.join(widths)}"
         )
     if len({i.feature for i in inputs if i.feature}) != sum(i.feature is not None for i in inputs):
         raise ProgramError("[scorer]: two inputs are the same feature")
     if spec.scorer.program is None and len({i.width for i in inputs}) != 1:
-        raise ProgramError(f"[scorer]: {spec.scorer.kind} of vectors that are {inputs[0].width} and {inputs[1].width} wide")
+        raise ProgramError(
+            f"[scorer]: {spec.scorer.kind} of vectors that are {inputs[0].width} and {inputs[1].width} wide"
+        )
     return StoredScorer(spec.scorer.kind, tuple(inputs)), b"" if program is None else write_program(program)
 
 
@@ -55,7 +60,8 @@ def _read(scorer: ScorerSpec) -> Program:
     data = read_regular(path, LARGEST_BYTES, "[scorer]'s program", ModelError)
     if find_spec("torch") is None:
         raise ModelError(
-            f"[scorer]: {path}: an exported program is checked with torch, which is not installed; install tableside[torch]"
+            f"[scorer]: {path}: an exported program is checked with torch, which is not installed; install "
+            "tableside[torch]"
         )
     from tableside.loader.program.measure import check_shapes
 

@@ -1,4 +1,5 @@
-"""What a load checks its rows against: a manifest beside the checkpoint, or else the CRC-32 of the archives that hold them.
+"""What a load checks its rows against: a manifest beside the checkpoint, or else the CRC-32 of the archives
+that hold them.
 
 Both are compared while the rows are in the processor's cache, at no second pass over them.
 """
@@ -17,7 +18,8 @@ MANIFEST, CRC32 = "manifest", "CRC-32"
 
 
 class Verification:
-    """Reads rows of a checkpoint and checks them; any thread. `by`: table -> MANIFEST, CRC32, or None where nothing tells."""
+    """Reads rows of a checkpoint and checks them; any thread. `by`: table -> MANIFEST, CRC32, or None
+    where nothing tells."""
 
     def __init__(self, checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> None:
         """matrices: table -> its matrix. CheckpointError: there is a manifest, and it does not fit."""
@@ -25,14 +27,17 @@ class Verification:
         self._manifest = find_manifest(checkpoint, {m.key: m for m in matrices.values()})
         self._crc = Crc32Check({} if self._manifest else dict(matrices))
         self.unverified = dict(self._crc.unverified)  # table -> why
-        self.by = {t: None if t in self.unverified else MANIFEST if self._manifest else CRC32 for t in matrices}
+        self.by = {
+            t: None if t in self.unverified else MANIFEST if self._manifest else CRC32 for t in matrices
+        }
 
     def step(self, table: str) -> int:
         """Rows at whose multiples a piece of this table begins and ends."""
         return chunk_rows(self._matrices[table]) if self._manifest else 1
 
     def read(self, table: str, start: int, stop: int, out: NDArray[Any], scratch: bytearray) -> None:
-        """Fills out [stop - start, dim] with a table's rows, as `Checkpoint.read`. CheckpointError: they are damaged."""
+        """Fills out [stop - start, dim] with a table's rows, as `Checkpoint.read`. CheckpointError: they
+        are damaged."""
         matrix = self._matrices[table]
         if self._manifest:
             self._checkpoint.read(matrix, start, stop, out, scratch)
@@ -42,7 +47,8 @@ class Verification:
             self._checkpoint.read(matrix, start, stop, out, scratch, seen)
 
     def finish(self) -> None:
-        """Compares what is known only when all rows were read. CheckpointError: bytes changed since they were written."""
+        """Compares what is known only when all rows were read. CheckpointError: bytes changed since they
+        were written."""
         self._crc.finish(self._checkpoint.fill)
 
     def describe(self) -> dict[str, Any]:
@@ -62,5 +68,7 @@ def summary(source: Mapping[str, Any]) -> str:
         table, why = next(iter(left.items()))
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         which = f"{table!r}{more}, {why}" if by else why
-        parts.append(f"not verified: {which}; write some with: tableside manifest {source.get('path', 'CHECKPOINT')}")
+        parts.append(
+            f"not verified: {which}; write some with: tableside manifest {source.get('path', 'CHECKPOINT')}"
+        )
     return "; ".join(parts)

@@ -1,13 +1,14 @@
 """A first `model.toml`, proposed from what a checkpoint holds: `tableside init`.
 
-A matrix becomes a table where its name says that it is an embedding, or where it has at least four times as many rows as columns.
-Where there is none of those, every matrix becomes one. A weight with a bias beside it is a Linear's, and no table whatever its
-shape. Where the checkpoint tells of tables of raw ids (`Checkpoint.keyed_tables`), those are the tables, and beside them only
-what is called an embedding.
+A matrix becomes a table where its name says that it is an embedding, or where it has at least four times as
+many rows as columns. Where there is none of those, every matrix becomes one. A weight with a bias beside it
+is a Linear's, and no table whatever its shape. Where the checkpoint tells of tables of raw ids
+(`Checkpoint.keyed_tables`), those are the tables, and beside them only what is called an embedding.
 
-Where a file describes the trained module (`tableside init --from-module FILE`), tables, features and poolings are those of the
-module (`module_tables`), with the names that `swap_embeddings` looks for. Each table must be in the checkpoint with the module's
-rows and dim; of a table of raw ids the dim alone is compared, since only trained ids have rows.
+Where a file describes the trained module (`tableside init --from-module FILE`), tables, features and poolings
+are those of the module (`module_tables`), with the names that `swap_embeddings` looks for. Each table must be
+in the checkpoint with the module's rows and dim; of a table of raw ids the dim alone is compared, since only
+trained ids have rows.
 """
 
 import re
@@ -26,14 +27,19 @@ from tableside.quant import QuantError, RowFormat
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names
 _COLLECTION = re.compile(r"(?:^|\.)(embedding_bags|embeddings)\.[^.]+\.weight$")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
-_ID_NAME = re.compile(r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE)  # what tensors of ids are called
+_ID_NAME = re.compile(
+    r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE
+)  # what tensors of ids are called
 _LINEAR = ", with a bias beside it, as a Linear has"
-IDS_ALONE = "ids, and no vectors of as many rows are found by their name; if there are some, name both: key, id_key"
+IDS_ALONE = (
+    "ids, and no vectors of as many rows are found by their name; if there are some, name both: key, id_key"
+)
 _TALL = 4  # rows for each column from which a matrix is taken for an embedding
 
 
 class FirstModel(NamedTuple):
-    """A proposed specification. left_out: lines "key: reason"; sizes: rows, dim and bytes of each table, by name, for people."""
+    """A proposed specification. left_out: lines "key: reason"; sizes: rows, dim and bytes of each table,
+    by name, for people."""
 
     spec: ModelSpec
     left_out: list[str]
@@ -53,7 +59,8 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
         left_out = _left_out(found, keys, lambda k: _LINEAR if _is_linear(found, k) else "")
         if not keys:
             raise ModelError(
-                f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16 without a bias beside it, and no table of raw "
+                f"{checkpoint}: no tensor in it is a matrix of fp32, fp16 or bf16 without a bias beside it, "
+                "and no table of raw "
                 "ids is found by its names" + "".join(f"; {line}" for line in left_out[:3])
             )
         tables: dict[str, TableSpec] = {}
@@ -62,11 +69,17 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
             ids = RawIds(raw[key]) if key in raw else None
             tables[table] = TableSpec(table, key, row_format, raw=ids, dim=_dim_of_sizes(found, key))
         sizes = _sizes_of(found, tables.values())
-    return FirstModel(_specification(checkpoint, name, folder, tables, [FeatureSpec(t, t) for t in tables]), left_out, sizes)
+    return FirstModel(
+        _specification(checkpoint, name, folder, tables, [FeatureSpec(t, t) for t in tables]), left_out, sizes
+    )
 
 
 def _specification(
-    checkpoint: Path, name: str | None, folder: Path, tables: dict[str, TableSpec], features: list[FeatureSpec]
+    checkpoint: Path,
+    name: str | None,
+    folder: Path,
+    tables: dict[str, TableSpec],
+    features: list[FeatureSpec],
 ) -> ModelSpec:
     """A specification as `first_model` gives it, of these tables and features."""
     absolute = checkpoint.resolve()
@@ -97,12 +110,19 @@ def _size(found: Checkpoint, t: TableSpec) -> str:
     except (CheckpointError, QuantError) as error:
         return f"load refuses it: {error}"
     before = source.rows * source.dim * source.source.bytes
-    rows = f"{source.rows:,} rows x {source.dim}" if t.raw is None else f"up to {source.rows:,} ids x {source.dim}"
-    return f"{rows}: {_megabytes(before)} of {source.source.label}, {_megabytes(packed)} as {t.row_format.label}"
+    rows = (
+        f"{source.rows:,} rows x {source.dim}"
+        if t.raw is None
+        else f"up to {source.rows:,} ids x {source.dim}"
+    )
+    return (
+        f"{rows}: {_megabytes(before)} of {source.source.label}, {_megabytes(packed)} as {t.row_format.label}"
+    )
 
 
 def _dim_of_sizes(found: Checkpoint, key: str) -> int | None:
-    """The dim that the sizes of a table's files give, where nothing else says it: the next ones may be cut. Else None."""
+    """The dim that the sizes of a table's files give, where nothing else says it: the next ones may be
+    cut. Else None."""
     if not isinstance(found.tables, FolderTables):
         return None
     try:
@@ -124,14 +144,22 @@ def _is_linear(found: Checkpoint, key: str) -> bool:
 def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:
     """The keys that become tables."""
     matrices = {k: m for k, m in found.matrices.items() if k in raw or not _is_linear(found, k)}
-    keys = [k for k, m in matrices.items() if k in raw or "emb" in k.lower() or (not raw and m.rows >= _TALL * m.dim)]
+    keys = [
+        k
+        for k, m in matrices.items()
+        if k in raw or "emb" in k.lower() or (not raw and m.rows >= _TALL * m.dim)
+    ]
     return (keys or list(matrices)) + [k for k in raw if k not in found.matrices]
 
 
 def _table_name(key: str, taken: dict[str, TableSpec]) -> str:
-    """A name for the table of tensor `key`: what the key calls the embedding, with a number where another table has that name."""
+    """A name for the table of tensor `key`: what the key calls the embedding, with a number where another
+    table has that name."""
     match = _EMBEDDING.search(key)
-    name = _NOT_IN_A_NAME.sub("_", match[1] if match else key.removesuffix(".weight").replace(".", "_")) or "table"
+    name = (
+        _NOT_IN_A_NAME.sub("_", match[1] if match else key.removesuffix(".weight").replace(".", "_"))
+        or "table"
+    )
     return _not_taken(name, taken)
 
 
@@ -143,7 +171,9 @@ def _not_taken(name: str, taken: dict[str, TableSpec]) -> str:
 # ---- from a module ----
 
 
-def module_model(module: Path, checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> FirstModel:
+def module_model(
+    module: Path, checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path
+) -> FirstModel:
     """The specification of the module that the file `module` describes; else as `first_model`. ModelError: a
     table is not in the checkpoint with these rows and dim, or the file says nothing usable."""
     wanted = read_module(module)
@@ -189,19 +219,25 @@ def _key_of(found: Checkpoint, table: ModuleTable) -> str:
             '{"path of a collection": [its configurations]}'
         )
     skipped = next((f"; {k}: {found.skipped[k]}" for k in table.keys if k in found.skipped), "")
-    raise ModelError(f"table {table.name}: looked for {', '.join(table.keys)}; the checkpoint has {some(here)}{skipped}")
+    raise ModelError(
+        f"table {table.name}: looked for {', '.join(table.keys)}; the checkpoint has {some(here)}{skipped}"
+    )
 
 
 def _check(found: Checkpoint, key: str, table: ModuleTable) -> None:
-    """ModelError: the tensor has another shape than the module's table, or belongs to a collection that pools otherwise."""
+    """ModelError: the tensor has another shape than the module's table, or belongs to a collection that
+    pools otherwise."""
     is_raw = key in found.keyed_tables
     matrix = found.matrices.get(key) or found.keyed(key, found.keyed_tables[key])
     if (matrix.rows, matrix.dim) != (matrix.rows if is_raw else table.rows, table.dim):
         raise ModelError(
-            f"table {table.name}: the module has {table.rows:,} rows of dim {table.dim}, and {key} of the checkpoint "
+            f"table {table.name}: the module has {table.rows:,} rows of dim {table.dim}, and {key} of the "
+            "checkpoint "
             f"{matrix.rows:,} rows of dim {matrix.dim}; give the checkpoint of this module"
         )
-    if (match := _COLLECTION.search(key)) and not any(key.endswith(k) and _COLLECTION.search(k) for k in table.keys):
+    if (match := _COLLECTION.search(key)) and not any(
+        key.endswith(k) and _COLLECTION.search(k) for k in table.keys
+    ):
         poolings = ", ".join(sorted({pooling for _, pooling in table.features}))
         raise ModelError(
             f"table {table.name}: {key} of the checkpoint lies in {match[1]}, and its pooling is {poolings}; "

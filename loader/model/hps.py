@@ -1,7 +1,9 @@
-"""A first `model.toml` from the configuration of HugeCTR's Hierarchical Parameter Server (`ps.json`): `tableside init ps.json`.
+"""A first `model.toml` from the configuration of HugeCTR's Hierarchical Parameter Server (`ps.json`):
+`tableside init ps.json`.
 
-What is read of it (github.com/NVIDIA-Merlin/HugeCTR, v4.3.1, HugeCTR/src/hps/inference_utils.cpp, parameter_server_config::init;
-docs/source/hierarchical_parameter_server/hps_database_backend.md), for each entry of `models`:
+What is read of it (github.com/NVIDIA-Merlin/HugeCTR, v4.3.1, HugeCTR/src/hps/inference_utils.cpp,
+parameter_server_config::init; docs/source/hierarchical_parameter_server/hps_database_backend.md), for each
+entry of `models`:
 
     model                          the model's name
     sparse_files                   a folder for each table, with key and emb_vector (checkpoint/keyed_folders.py)
@@ -10,7 +12,8 @@ docs/source/hierarchical_parameter_server/hps_database_backend.md), for each ent
     default_value_for_each_table   every value of the vector of an id that is missing: missing = "zero", or a constant vector
     gpucache, gpucacheper          the share of the rows that a GPU caches: a comment with the budget that serves it
 
-What else it says has no meaning here and is named in a comment. A feature gives vectors unpooled, as a lookup there does.
+What else it says has no meaning here and is named in a comment. A feature gives vectors unpooled, as a lookup
+there does.
 """
 
 import math
@@ -58,7 +61,9 @@ def is_hps(path: Path) -> bool:
     return path.suffix == ".json" and not path.name.endswith(".index.json")
 
 
-def hps_model(path: Path, name: str | None, row_format: RowFormat, folder: Path) -> tuple[ModelSpec, list[str]]:
+def hps_model(
+    path: Path, name: str | None, row_format: RowFormat, folder: Path
+) -> tuple[ModelSpec, list[str]]:
     """The specification of one of a ps.json's models, and lines about what it does not say. name: which of
     several models; else the new name. folder: of the model.toml. ModelError: the file is no ps.json, or has
     no model `name` among several. CheckpointError: a table is damaged."""
@@ -77,12 +82,15 @@ def hps_model(path: Path, name: str | None, row_format: RowFormat, folder: Path)
             rows = checkpoint.keyed(key)
             if rows.dim != dim:
                 raise ModelError(
-                    f"{path}: embedding_vecsize_per_table says {dim} for {table!r}, the files in {root / key} have {rows.dim} "
+                    f"{path}: embedding_vecsize_per_table says {dim} for {table!r}, the files in "
+                    f"{root / key} have {rows.dim} "
                     "values for each key; expected keys of int64, and vectors of fp32"
                 )
             packed_bytes += rows.rows * row_format.row_bytes(dim)
             tables.append(TableSpec(table, key, row_format, _missing(path, default, dim), RawIds(), dim))
-    model = check_name(name or re.sub(r"[^A-Za-z0-9_-]", "_", str(entry.get("model", ""))).lstrip("_-") or "model")
+    model = check_name(
+        name or re.sub(r"[^A-Za-z0-9_-]", "_", str(entry.get("model", ""))).lstrip("_-") or "model"
+    )
     checkpoint_path = root.relative_to(folder) if root.is_relative_to(folder) else root
     spec = ModelSpec(model, checkpoint_path, tuple(tables), tuple(FeatureSpec(t, t, "none") for t in names))
     return spec, list(_notes(raw, entry, packed_bytes))
@@ -90,7 +98,11 @@ def hps_model(path: Path, name: str | None, row_format: RowFormat, folder: Path)
 
 def hps_text(spec: ModelSpec, path: Path, notes: list[str]) -> str:
     """The text of the model.toml, with the notes as comments."""
-    return write_model(spec, []) + f"\n# From {_plain(path.name)}:\n" + "".join(f"#   {note}\n" for note in notes)
+    return (
+        write_model(spec, [])
+        + f"\n# From {_plain(path.name)}:\n"
+        + "".join(f"#   {note}\n" for note in notes)
+    )
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -100,7 +112,9 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path}: not JSON ({error})") from error
     models = raw.get("models") if isinstance(raw, dict) else None
     if not isinstance(models, list) or not models or not all(isinstance(m, dict) for m in models):
-        raise ModelError(f'{path}: expected HPS\'s configuration, with "models": [{{"model": ..., "sparse_files": [...]}}]')
+        raise ModelError(
+            f'{path}: expected HPS\'s configuration, with "models": [{{"model": ..., "sparse_files": [...]}}]'
+        )
     return dict(raw)
 
 
@@ -109,7 +123,10 @@ def _chosen(path: Path, models: list[dict[str, Any]], name: str | None) -> dict[
         return models[0]
     names = [str(m.get("model", "")) for m in models]
     if name not in names:
-        raise ModelError(f"{path}: it describes {len(models)} models; choose one with --name: {', '.join(map(_plain, names))}")
+        raise ModelError(
+            f"{path}: it describes {len(models)} models; choose one with --name: "
+            f"{', '.join(map(_plain, names))}"
+        )
     return models[names.index(name)]
 
 
@@ -118,9 +135,13 @@ def _list(path: Path, entry: Mapping[str, Any], key: str, kind: Any, count: int 
     found = entry.get(key)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(found, list) or not found or not all(type(v) in kinds for v in found):
-        raise ModelError(f"{path}: {key} is {found!r:.100}; expected a list of {kinds[-1].__name__}, one for each table")
+        raise ModelError(
+            f"{path}: {key} is {found!r:.100}; expected a list of {kinds[-1].__name__}, one for each table"
+        )
     if count is not None and len(found) != count:
-        raise ModelError(f"{path}: {key} has {len(found)} entries, sparse_files has {count}; expected as many")
+        raise ModelError(
+            f"{path}: {key} has {len(found)} entries, sparse_files has {count}; expected as many"
+        )
     return found
 
 
@@ -129,18 +150,25 @@ def _table_names(path: Path, entry: Mapping[str, Any], count: int) -> list[str]:
         return [f"sparse_embedding{i}" for i in range(count)]
     names = _list(path, entry, "embedding_table_names", str, count)
     if len(set(names)) < count:
-        raise ModelError(f"{path}: two tables have the same name; expected {count} different embedding_table_names")
+        raise ModelError(
+            f"{path}: two tables have the same name; expected {count} different embedding_table_names"
+        )
     return [check_name(name, "table", FEATURE_NAME) for name in names]
 
 
 def _folder(path: Path, file: str) -> Path:
     """A table's folder; relative ones are sought beside the ps.json, then in the working directory."""
     if "://" in file or "\0" in file:
-        raise ModelError(f"{path}: sparse_files names {file!r}; expected a folder of this machine, so copy it here")
+        raise ModelError(
+            f"{path}: sparse_files names {file!r}; expected a folder of this machine, so copy it here"
+        )
     beside = path.resolve().parent / file
     found = beside if beside.exists() else Path(file).resolve()
     if not os.path.isdir(found):
-        raise ModelError(f"{path}: the folder {file!r} of sparse_files does not exist; expected one with key and emb_vector")
+        raise ModelError(
+            f"{path}: the folder {file!r} of sparse_files does not exist; expected one with key and "
+            "emb_vector"
+        )
     return found.resolve()
 
 
@@ -151,7 +179,8 @@ def _root(path: Path, folders: list[Path]) -> tuple[Path, list[str]]:
     root = Path(os.path.commonpath([f.parent for f in folders]))
     if root == Path(root.anchor):
         raise ModelError(
-            f"{path}: the sparse_files have no folder in common, which a model.toml names; move or link them into one"
+            f"{path}: the sparse_files have no folder in common, which a model.toml names; move or link them "
+            "into one"
         )
     return root, [f.relative_to(root).as_posix() for f in folders]
 
@@ -165,7 +194,12 @@ def _missing(path: Path, default: float, dim: int) -> MissingSpec:
 def _notes(raw: Mapping[str, Any], entry: Mapping[str, Any], packed_bytes: int) -> Iterator[str]:
     """What the ps.json says and a model.toml does not."""
     cached, devices = entry.get("gpucacheper", _DEFAULT_CACHED), entry.get("deployed_device_list", [0])
-    if entry.get("gpucache", True) is True and type(cached) in (int, float) and 0 < cached <= 1 and isinstance(devices, list):
+    if (
+        entry.get("gpucache", True) is True
+        and type(cached) in (int, float)
+        and 0 < cached <= 1
+        and isinstance(devices, list)
+    ):
         budget = -(-int(packed_bytes * cached) // 2**20)
         named = ",".join(str(d) for d in devices if type(d) is int and d >= 0) or "0"
         yield f"gpucacheper {cached}: tableside serve --devices {named} --hbm-budget {budget}MiB, and more for the ids"

@@ -8,7 +8,8 @@
     row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32
     ids = "row"                               # an id is a row number; "raw": any int64, found in the checkpoint
     missing = "error"                         # what an id without a row yields: an error, "zero", "mean" (of all rows),
-                                              # [0.1, ...] (a vector), "backfill:MODEL@VERSION" (that version's row)
+                                              # [0.1, ...] (a vector), "backfill:MODEL@VERSION" (that
+                                              version's row)
     id_key = "user.ids"                       # raw ids: the tensor or column that holds them, where the format does not say
     duplicates = "error"                      # raw ids: an id that comes twice is an error; "first" or "last" of them counts
     buckets = 1024                            # raw ids: parts that a table is moved by (tableside reshard), a power of two
@@ -50,7 +51,9 @@ from tableside.loader.files import read_regular
 from tableside.quant import Pooling, QuantError, RowFormat
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")  # no dot: `<feature>.values` is a tensor's name
+FEATURE_NAME = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}"
+)  # no dot: `<feature>.values` is a tensor's name
 _NOT_IN_FEATURES = re.compile(r"[^A-Za-z0-9_:-]")
 MISSING = ("error", "zero", "mean")  # policies that are one word
 DUPLICATES = ("error", "first", "last")
@@ -93,7 +96,8 @@ class MissingSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table as model.toml describes it. raw: None where an id is a row number; dim: None: the checkpoint alone says it."""
+    """One table as model.toml describes it. raw: None where an id is a row number; dim: None: the
+    checkpoint alone says it."""
 
     name: str
     key: str
@@ -103,7 +107,8 @@ class TableSpec:
     dim: int | None = None
 
     def check_dim(self, found: int, where: str) -> None:
-        """ModelError: vectors of `found` values are not what `dim` says. where: what has them, as in "the checkpoint's X"."""
+        """ModelError: vectors of `found` values are not what `dim` says. where: what has them, as in "the
+        checkpoint's X"."""
         if self.dim not in (None, found):
             raise ModelError(
                 f"[tables.{self.name}]: dim is {self.dim}, and vectors of {where} have {found:,} values; "
@@ -156,13 +161,15 @@ def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAM
     """Returns `name`, or raises ModelError where it cannot be a file's or a tensor's name."""
     if not isinstance(name, str) or not pattern.fullmatch(name):
         raise ModelError(
-            f"{what} name {name!r}: expected letters, digits, '-' and '_' (tables and features: ':' too), not '-' first"
+            f"{what} name {name!r}: expected letters, digits, '-' and '_' (tables and features: ':' too), "
+            "not '-' first"
         )
     return name
 
 
 def as_feature_name(name: str) -> str:
-    """A name as a table or a feature may have it: `_` for what it cannot hold. It may be too long, which `check_name` says."""
+    """A name as a table or a feature may have it: `_` for what it cannot hold. It may be too long, which
+    `check_name` says."""
     found = _NOT_IN_FEATURES.sub("_", name)
     return f"_{found[1:]}" if found[:1] in ("-", ":") else found
 
@@ -236,7 +243,9 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     where = f"[tables.{name}]"
     check_name(name, "table", FEATURE_NAME)
     if "policy" in raw:
-        raise ModelError(f'{where}: policy is called missing now; write missing = "error", or leave it out, which means the same')
+        raise ModelError(
+            f'{where}: policy is called missing now; write missing = "error", or leave it out, which means the same'
+        )
     _only(raw, where, {"key", "row_format", "missing", "ids", "dim", *_OF_RAW_IDS})
     key = raw.get("key")
     if not isinstance(key, str) or not key:
@@ -250,34 +259,49 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
         raise ModelError(f"{where}: dim is {dim!r}; expected how many values a vector has, or leave it out")
     missing = _missing(raw.get("missing", "error"), where)
     if dim is not None and missing.vector and len(missing.vector) != dim:
-        raise ModelError(f"{where}: missing has {len(missing.vector)} numbers, and dim is {dim}; expected one for each of dim")
+        raise ModelError(
+            f"{where}: missing has {len(missing.vector)} numbers, and dim is {dim}; expected one for each of "
+            "dim"
+        )
     return TableSpec(name, key, row_format, missing, _raw_ids(raw, where) if is_raw else None, dim)
 
 
 def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:
     key, buckets, bucket_ids = raw.get("id_key"), raw.get("buckets", DEFAULT_BUCKETS), raw.get("bucket_ids")
     if key is not None and (not isinstance(key, str) or not key):
-        raise ModelError(f"{where}: id_key is {key!r}; expected the name of the tensor or column that holds the ids")
+        raise ModelError(
+            f"{where}: id_key is {key!r}; expected the name of the tensor or column that holds the ids"
+        )
     if type(buckets) is not int or not 1 <= buckets <= LARGEST_BUCKETS or buckets & (buckets - 1):
-        raise ModelError(f"{where}: buckets is {buckets!r}; expected a power of two from 1 to {LARGEST_BUCKETS:,}")
+        raise ModelError(
+            f"{where}: buckets is {buckets!r}; expected a power of two from 1 to {LARGEST_BUCKETS:,}"
+        )
     if bucket_ids is not None and (type(bucket_ids) is not int or not 1 <= bucket_ids < 2**63):
-        raise ModelError(f"{where}: bucket_ids is {bucket_ids!r}; expected how many ids a bucket holds, 1 or more")
+        raise ModelError(
+            f"{where}: bucket_ids is {bucket_ids!r}; expected how many ids a bucket holds, 1 or more"
+        )
     return RawIds(key, _choice(raw, "duplicates", where, DUPLICATES, "error"), buckets, bucket_ids)
 
 
 def _missing(value: Any, where: str) -> MissingSpec:
     if isinstance(value, list):
         if not value or not all(type(x) in (int, float) and abs(x) <= _FP32_MAX for x in value):
-            raise ModelError(f"{where}: missing is a list that is not all finite fp32 numbers; expected one for each of dim")
+            raise ModelError(
+                f"{where}: missing is a list that is not all finite fp32 numbers; expected one for each of "
+                "dim"
+            )
         return MissingSpec("constant", tuple(map(float, value)))
     if value in MISSING:
         return MissingSpec(value)
     if isinstance(value, str) and (found := _BACKFILL.fullmatch(value)):
         return MissingSpec(
-            "backfill", model=check_name(found["model"], f"{where}: missing: model"), version=int(found["version"])
+            "backfill",
+            model=check_name(found["model"], f"{where}: missing: model"),
+            version=int(found["version"]),
         )
     raise ModelError(
-        f"{where}: missing is {value!r}; expected one of: {', '.join(MISSING)}, a list of numbers, backfill:MODEL@VERSION"
+        f"{where}: missing is {value!r}; expected one of: {', '.join(MISSING)}, a list of numbers, "
+        "backfill:MODEL@VERSION"
     )
 
 
@@ -287,7 +311,9 @@ def _feature(name: str, raw: Mapping[str, Any], tables: set[str]) -> FeatureSpec
     _only(raw, where, {"table", "pooling", "output"})
     table = raw.get("table", name)
     if not isinstance(table, str) or table not in tables:
-        raise ModelError(f"{where}: table {table!r} is not described; expected one of: {', '.join(sorted(tables))}")
+        raise ModelError(
+            f"{where}: table {table!r} is not described; expected one of: {', '.join(sorted(tables))}"
+        )
     pooling = _choice(raw, "pooling", where, tuple(p.label for p in Pooling), "sum")
     return FeatureSpec(name, table, pooling, _choice(raw, "output", where, OUTPUTS, "fp32"))
 
@@ -302,12 +328,21 @@ def _scorer(raw: Any, features: set[str], folder: Path) -> ScorerSpec:
         program, inputs = raw["program"], raw.get("inputs", {})
         if not isinstance(program, str) or not program:
             raise ModelError(f"[scorer]: program is {program!r}; expected the path of a .pt2 file")
-        if not isinstance(inputs, dict) or not all(isinstance(f, str) and f in features for f in inputs.values()):
-            raise ModelError(f"[scorer]: inputs are {inputs!r}; expected input = feature, of: {', '.join(sorted(features))}")
+        if not isinstance(inputs, dict) or not all(
+            isinstance(f, str) and f in features for f in inputs.values()
+        ):
+            raise ModelError(
+                f"[scorer]: inputs are {inputs!r}; expected input = feature, of: "
+                f"{', '.join(sorted(features))}"
+            )
         return ScorerSpec("program", folder / program, tuple(inputs.items()))
     _only(raw, "[scorer]", {"kind", "features"})
     kind, pair = _choice(raw, "kind", "[scorer]", ("dot", "cosine"), ""), raw.get("features")
-    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(f, str) and f in features for f in pair):
+    if (
+        not isinstance(pair, list)
+        or len(pair) != 2
+        or not all(isinstance(f, str) and f in features for f in pair)
+    ):
         raise ModelError(f"[scorer]: features are {pair!r}; expected two of: {', '.join(sorted(features))}")
     return ScorerSpec(kind, features=tuple(pair))
 
@@ -325,6 +360,8 @@ def _evaluation(raw: Any) -> EvalSpec:
     for name, value in columns.items():
         listed = [value] if isinstance(value, str) else value
         if not isinstance(listed, list) or not listed or not all(isinstance(c, str) and c for c in listed):
-            raise ModelError(f"[eval.columns]: {name} is {value!r}; expected a column's name, or a list of them")
+            raise ModelError(
+                f"[eval.columns]: {name} is {value!r}; expected a column's name, or a list of them"
+            )
         found.append((name, tuple(listed)))
     return EvalSpec(label, tuple(found))

@@ -1,13 +1,16 @@
-"""What the embeddings of a trained module are, as a file tells it: `tableside init CHECKPOINT --from-module FILE`.
+"""What the embeddings of a trained module are, as a file tells it: `tableside init CHECKPOINT --from-module
+FILE`.
 
     *.pt2                  an exported program (torch.export.save), program/embeddings.py: torch.nn.Embedding and EmbeddingBag.
                            Of a TorchRec collection it tells the tables, and not the features.
     *.json, *.yaml, *.yml  TorchRec's configurations, a list of EmbeddingBagConfig or EmbeddingConfig; or a mapping from the paths
-                           of collections to such lists. Of their fields name, num_embeddings, embedding_dim, feature_names and
-                           pooling are read: what is without a pooling is an EmbeddingConfig, whose vectors are not pooled.
+                           of collections to such lists. Of their fields name, num_embeddings, embedding_dim,
+                           feature_names and pooling are read: what is without a pooling is an
+                           EmbeddingConfig, whose vectors are not pooled.
 
-A feature is called as `swap_embeddings` looks for it: a module by its path, with `_` for dots; a collection's feature by its
-name, by `feature:table` where several tables have it, and by `path_feature:table` where that does not tell them apart.
+A feature is called as `swap_embeddings` looks for it: a module by its path, with `_` for dots; a collection's
+feature by its name, by `feature:table` where several tables have it, and by `path_feature:table` where that
+does not tell them apart.
 """
 
 import re
@@ -24,7 +27,9 @@ from tableside.loader.model.model import FEATURE_NAME, as_feature_name, check_na
 from tableside.loader.program.embeddings import EmbeddingCall, embedding_calls
 
 _LIMIT_BYTES = 16 << 20
-_COLLECTION = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)$")  # a table of TorchRec's, by its module
+_COLLECTION = re.compile(
+    r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)$"
+)  # a table of TorchRec's, by its module
 _POOLINGS = {"SUM": "sum", "MEAN": "mean", "NONE": "none"}
 
 
@@ -40,11 +45,14 @@ class ModuleTable(NamedTuple):
 
 
 def read_module(path: Path) -> list[ModuleTable]:
-    """The tables of a module. ModelError: the file is of no kind that is read, or says what cannot be served."""
+    """The tables of a module. ModelError: the file is of no kind that is read, or says what cannot be
+    served."""
     if path.suffix == ".pt2":
         return _of_calls(embedding_calls(path))
     if path.suffix not in (".json", ".yaml", ".yml"):
-        raise ModelError(f"{path}: expected an exported program (.pt2), or TorchRec's configurations (.json, .yaml)")
+        raise ModelError(
+            f"{path}: expected an exported program (.pt2), or TorchRec's configurations (.json, .yaml)"
+        )
     return list(_of_configs(path, _parsed(path)))
 
 
@@ -83,7 +91,9 @@ def _of_calls(calls: list[EmbeddingCall]) -> list[ModuleTable]:
         collected = _COLLECTION.search(path)
         features = {(c.path, c.pooling): (_module_names(c.path), c.pooling) for c in of_it}
         name = as_feature_name(collected[1] if collected else path)
-        keys = tuple(dict.fromkeys((key, *(f"{c.path}.weight" for c in of_it))))  # a weight of two modules may be saved once
+        keys = tuple(
+            dict.fromkeys((key, *(f"{c.path}.weight" for c in of_it)))
+        )  # a weight of two modules may be saved once
         tables.append(ModuleTable(name, keys, of_it[0].rows, of_it[0].dim, tuple(features.values())))
     return tables
 
@@ -107,7 +117,8 @@ def _parsed(path: Path) -> Any:
         import yaml
     except ImportError as error:
         raise ModelError(
-            f"{path}: YAML is read by PyYAML, which does not import ({error}); install tableside[torch], or write JSON"
+            f"{path}: YAML is read by PyYAML, which does not import ({error}); install tableside[torch], or "
+            "write JSON"
         ) from error
     try:
         return yaml.safe_load(data)
@@ -137,13 +148,15 @@ def _of_configs(path: Path, raw: Any) -> Iterator[ModuleTable]:
     for of, found in collections.items():
         if not isinstance(of, str) or not isinstance(found, list) or not found:
             raise ModelError(
-                f"{path}: expected a list of TorchRec's configurations, or {{path of a collection: such a list}}; found "
+                f"{path}: expected a list of TorchRec's configurations, or "
+                f"{{path of a collection: such a list}}; found "
                 f"{type(found).__name__}"
             )
         configs = [_config(path, config) for config in found]
         times = Counter(feature for c in configs for feature in c.features)
         for c in configs:
-            key = f"{'embeddings' if c.pooling == 'none' else 'embedding_bags'}.{c.name}.weight"  # of the state dict
+            # of the state dict
+            key = f"{'embeddings' if c.pooling == 'none' else 'embedding_bags'}.{c.name}.weight"
             keys = (*((f"{of}.{key}",) if of else ()), key, f"{c.name}.weight", c.name)
             named = tuple((collection_names(of, f, c.name, times[f] > 1), c.pooling) for f in c.features)
             yield ModuleTable(as_feature_name(c.name), keys, c.rows, c.dim, named)
@@ -151,22 +164,32 @@ def _of_configs(path: Path, raw: Any) -> Iterator[ModuleTable]:
 
 def _config(path: Path, raw: Any) -> _Config:
     if not isinstance(raw, dict) or not isinstance(name := raw.get("name"), str) or not name:
-        raise ModelError(f"{path}: expected the fields of an EmbeddingBagConfig, which begin with a name; found {_shown(raw)}")
+        raise ModelError(
+            f"{path}: expected the fields of an EmbeddingBagConfig, which begin with a name; found "
+            f"{_shown(raw)}"
+        )
     for field in ("num_embeddings", "embedding_dim"):
         if type(raw.get(field)) is not int or raw[field] < 1:
-            raise ModelError(f"{path}: {field} of {name!r:.100} is {_shown(raw.get(field))}; expected a number from 1")
+            raise ModelError(
+                f"{path}: {field} of {name!r:.100} is {_shown(raw.get(field))}; expected a number from 1"
+            )
     features = raw.get("feature_names") or [name]  # as TorchRec does
     if not isinstance(features, list) or not all(isinstance(f, str) and f for f in features):
-        raise ModelError(f"{path}: feature_names of {name!r:.100} are {_shown(features)}; expected a list of names")
+        raise ModelError(
+            f"{path}: feature_names of {name!r:.100} are {_shown(features)}; expected a list of names"
+        )
     label = raw.get("pooling", "NONE")
     pooling = _POOLINGS.get(label.removeprefix("PoolingType.").upper()) if isinstance(label, str) else None
     if pooling is None:
         raise ModelError(
-            f"{path}: pooling of {name!r:.100} is {_shown(label)}; expected SUM or MEAN, or no pooling (EmbeddingConfig)"
+            f"{path}: pooling of {name!r:.100} is {_shown(label)}; expected SUM or MEAN, or no pooling "
+            "(EmbeddingConfig)"
         )
     return _Config(name, raw["num_embeddings"], raw["embedding_dim"], features, pooling)
 
 
 def _shown(value: Any) -> str:
     """A value as an error may show it: YAML's aliases make small files of endless values."""
-    return repr(value)[:100] if value is None or isinstance(value, str | int | float) else type(value).__name__
+    return (
+        repr(value)[:100] if value is None or isinstance(value, str | int | float) else type(value).__name__
+    )

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """ "; did you mean 'x'?", or "" where nothing is like the name. prefix: of the names, which does not count."""
+    """ "; did you mean 'x'?", or "" where nothing is like the name. prefix: of the names, which does not
+    count."""
     found = nearest(name.removeprefix(prefix), [k.removeprefix(prefix) for k in known])
     return "" if found is None else f"; did you mean {prefix + found!r}?"
 
@@ -18,7 +19,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _distance(a: str, b: str) -> int:
-    """How many characters inserted, left out, replaced or swapped with the next one make b of a (optimal string alignment)."""
+    """How many characters inserted, left out, replaced or swapped with the next one make b of a (optimal
+    string alignment)."""
     before: list[int] = []
     row: list[int] = [*range(len(b) + 1)]
     for i, x in enumerate(a, 1):

@@ -1,7 +1,8 @@
-"""The text of a model.toml, with comments for whoever edits it next: sizes, what else could stand there, what is optional.
+"""The text of a model.toml, with comments for whoever edits it next: sizes, what else could stand there, what
+is optional.
 
-The choices of a key stand beside its first use. A scorer and evaluation stand below as comments, with features of this model, so
-that a section counts as soon as its `#` are taken away.
+The choices of a key stand beside its first use. A scorer and evaluation stand below as comments, with
+features of this model, so that a section counts as soon as its `#` are taken away.
 """
 
 import json
@@ -18,7 +19,8 @@ _COMMENT_AT = 32  # column of a comment behind a short line
 
 
 def write_model(spec: ModelSpec, left_out: Sequence[str], sizes: Mapping[str, str] | None = None) -> str:
-    """The text of a model.toml. left_out: lines about tensors that are no tables; sizes: what the tables take, by name."""
+    """The text of a model.toml. left_out: lines about tensors that are no tables; sizes: what the tables
+    take, by name."""
     lines = [f'name = "{spec.name}"', f'checkpoint = "{_escape(str(spec.checkpoint))}"']
     if left_out:
         lines += ["", "# Left out. What is a table after all gets a section [tables.NAME] with its key."]
@@ -76,7 +78,9 @@ def _optional(features: Sequence[FeatureSpec]) -> Iterator[str]:
     yield "# [eval]"
     yield _commented('# label = "clicked"', "a column of 0 and 1")
     yield "# [eval.columns]"
-    yield _commented(f'# {_key(one)} = "user_id"', "only where a column is not called like its feature or dense tensor")
+    yield _commented(
+        f'# {_key(one)} = "user_id"', "only where a column is not called like its feature or dense tensor"
+    )
 
 
 def _commented(line: str, comment: str) -> str:

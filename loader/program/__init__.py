@@ -1,4 +1,5 @@
-"""Exported programs (`torch.export.save`, .pt2): what a scorer may be, read as data, and run without trusting it.
+"""Exported programs (`torch.export.save`, .pt2): what a scorer may be, read as data, and run without trusting
+it.
 
     read        a .pt2 file -> `Program`, by the rules of `vet`; without torch, running nothing
     graph       what a program is: calls of operators, weights as raw bytes, inputs

@@ -1,9 +1,9 @@
 """What is checked before a call of an operator whose kernels do not check it themselves.
 
-A check gets the call's arguments by name, defaults included, and raises ValueError. It runs on real tensors and on the shapes
-that `measure` propagates alike, on a few numbers each. Three kinds: sizes that a kernel trusts (a batch norm reads as many
-statistics as there are channels), arithmetic that ends a process (the least integer divided by -1 is SIGFPE), and results
-that are as large as a number in the program says.
+A check gets the call's arguments by name, defaults included, and raises ValueError. It runs on real tensors
+and on the shapes that `measure` propagates alike, on a few numbers each. Three kinds: sizes that a kernel
+trusts (a batch norm reads as many statistics as there are channels), arithmetic that ends a process (the
+least integer divided by -1 is SIGFPE), and results that are as large as a number in the program says.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,19 +38,27 @@ def _batch_norm(a: Arguments, _: int) -> None:
             _expect(name in ("weight", "bias"), "batch norm without running statistics")
             continue
         _expect(values.dim() == 1, f"batch norm's {name} has {values.dim()} dimensions; expected one")
-        _expect(values.size(0) == x.size(1), f"batch norm's {name} has {values.size(0)} values for {x.size(1)} channels")
+        _expect(
+            values.size(0) == x.size(1),
+            f"batch norm's {name} has {values.size(0)} values for {x.size(1)} channels",
+        )
         _expect(values.dtype == x.dtype, f"batch norm's {name} is of another type than what it norms")
 
 
 def _norm(a: Arguments, _: int) -> None:
     for name in ("weight", "bias"):
         if (values := a.get(name)) is not None:
-            _expect(values.dtype == a["input"].dtype, f"a norm's {name} is of another type than what it norms")
+            _expect(
+                values.dtype == a["input"].dtype, f"a norm's {name} is of another type than what it norms"
+            )
 
 
 def _attention(a: Arguments, _: int) -> None:
     q, k, v, mask = a["query"], a["key"], a["value"], a["attn_mask"]
-    _expect(q.dim() == k.dim() == v.dim() and q.dim() in (3, 4), "attention of tensors that have not 3 or 4 dimensions each")
+    _expect(
+        q.dim() == k.dim() == v.dim() and q.dim() in (3, 4),
+        "attention of tensors that have not 3 or 4 dimensions each",
+    )
     _expect(q.dtype == k.dtype == v.dtype and q.is_floating_point(), "attention of tensors of several types")
     _expect(q.shape[:-2] == k.shape[:-2] == v.shape[:-2], "attention of several batches, or numbers of heads")
     _expect(q.size(-1) == k.size(-1) and q.size(-1) > 0, "attention's queries and keys are of several widths")
@@ -71,11 +79,18 @@ def _convolution(a: Arguments, _: int) -> None:
     _expect(x.dim() in (2, 3) and w.dim() == 3, "a convolution of tensors that have not 3 dimensions each")
     _expect(x.dtype == w.dtype and x.is_floating_point(), "a convolution of tensors of several types")
     _expect(groups >= 1 and w.size(0) % groups == 0, "a convolution's groups do not divide its channels")
-    _expect(x.size(-2) == w.size(1) * groups, f"a convolution for {w.size(1) * groups} channels of {x.size(-2)}")
+    _expect(
+        x.size(-2) == w.size(1) * groups, f"a convolution for {w.size(1) * groups} channels of {x.size(-2)}"
+    )
     _expect(min(w.shape) > 0 and x.size(-1) > 0, "a convolution of nothing")
-    _expect(bias is None or (bias.shape == w.shape[:1] and bias.dtype == x.dtype), "a convolution's bias does not fit it")
+    _expect(
+        bias is None or (bias.shape == w.shape[:1] and bias.dtype == x.dtype),
+        "a convolution's bias does not fit it",
+    )
     for name, least in (("stride", 1), ("dilation", 1), ("padding", 0)):
-        _expect(all(least <= n <= _MOST_PIECES for n in a[name]), f"a convolution's {name} is {list(a[name])}")
+        _expect(
+            all(least <= n <= _MOST_PIECES for n in a[name]), f"a convolution's {name} is {list(a[name])}"
+        )
 
 
 def _indices(name: str) -> Check:
@@ -87,7 +102,9 @@ def _indices(name: str) -> Check:
 
 
 def _triangle(a: Arguments, most_bytes: int) -> None:
-    _expect(max(a["row"], a["col"], abs(a["offset"])) <= _MOST_TRIANGLE, f"a triangle of {a['row']} by {a['col']}")
+    _expect(
+        max(a["row"], a["col"], abs(a["offset"])) <= _MOST_TRIANGLE, f"a triangle of {a['row']} by {a['col']}"
+    )
     _fits(2 * max(a["row"], 0) * max(a["col"], 0), most_bytes)
 
 
@@ -100,7 +117,10 @@ def _whole_division(a: Arguments, _: int) -> None:
         return
     if any(t.is_floating_point() if isinstance(t, torch.Tensor) else isinstance(t, float) for t in (x, y)):
         return
-    _expect(not isinstance(y, torch.Tensor) and y > 0, "a division of integers; expected one by a constant above 0")
+    _expect(
+        not isinstance(y, torch.Tensor) and y > 0,
+        "a division of integers; expected one by a constant above 0",
+    )
 
 
 # ---- results as large as a number says ----
@@ -151,7 +171,9 @@ def _eye(a: Arguments, most_bytes: int) -> None:
 
 def _pieces(count: Callable[[Arguments], float]) -> Check:
     def check(a: Arguments, _: int) -> None:
-        _expect((n := count(a)) <= _MOST_PIECES, f"a tensor is split into {n:,.0f}; the limit is {_MOST_PIECES}")
+        _expect(
+            (n := count(a)) <= _MOST_PIECES, f"a tensor is split into {n:,.0f}; the limit is {_MOST_PIECES}"
+        )
 
     return check
 

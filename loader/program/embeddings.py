@@ -1,7 +1,9 @@
-"""The embedding calls of an exported program (.pt2): which weights they read, of which module, pooled how. Read as data.
+"""The embedding calls of an exported program (.pt2): which weights they read, of which module, pooled how.
+Read as data.
 
-Only the graph is read: its JSON names operators, weights and the modules that called them. Weights, pickles and samples of the
-archive are not looked at, and nothing runs. torch.export writes one of these calls for torch's modules and TorchRec's:
+Only the graph is read: its JSON names operators, weights and the modules that called them. Weights, pickles
+and samples of the archive are not looked at, and nothing runs. torch.export writes one of these calls for
+torch's modules and TorchRec's:
 
     aten.embedding                                          torch.nn.Embedding
     aten.embedding_bag, _embedding_bag, ..._forward_only    torch.nn.EmbeddingBag, mode 0: sum, 1: mean, 2: max
@@ -28,11 +30,21 @@ _BAGS = (
 )
 _MODES = ("sum", "mean")
 _CLASSES = ("torch.nn.modules.sparse.EmbeddingBag", "torch.nn.modules.sparse.Embedding")
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, EOFError, OverflowError, zlib.error)
+_MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    OverflowError,
+    zlib.error,
+)
 
 
 class EmbeddingCall(NamedTuple):
-    """One module's calls. path: of the module; key: of its weight [rows, dim] in the state dict; pooling: sum, mean or none."""
+    """One module's calls. path: of the module; key: of its weight [rows, dim] in the state dict; pooling:
+    sum, mean or none."""
 
     path: str
     key: str
@@ -56,12 +68,14 @@ def embedding_calls(path: Path) -> list[EmbeddingCall]:
             raise
         except _MALFORMED as error:
             raise ModelError(
-                f"{path}: no exported program that this release understands ({type(error).__name__}: {str(error)[:200]}); "
+                f"{path}: no exported program that this release understands ({type(error).__name__}: "
+                f"{str(error)[:200]}); "
                 "export it with torch 2.9 or later, or give TorchRec's configurations as JSON"
             ) from error
     if not found:
         raise ModelError(
-            f"{path}: the program calls neither aten.embedding nor aten.embedding_bag; export the module that holds the "
+            f"{path}: the program calls neither aten.embedding nor aten.embedding_bag; export the module "
+            "that holds the "
             "embeddings, before it is quantized, or give TorchRec's configurations as JSON"
         )
     return found
@@ -69,11 +83,18 @@ def embedding_calls(path: Path) -> list[EmbeddingCall]:
 
 def _graph_module(path: Path, file: Any) -> dict[str, Any]:
     with zipfile.ZipFile(file) as archive:
-        entries = [i for i in archive.infolist() if i.filename == _MODEL or i.filename.partition("/")[2] == _MODEL]
+        entries = [
+            i for i in archive.infolist() if i.filename == _MODEL or i.filename.partition("/")[2] == _MODEL
+        ]
         if len(entries) != 1:
-            raise ModelError(f"{path}: it has {len(entries)} entries {_MODEL}; expected one, as torch.export.save writes it")
+            raise ModelError(
+                f"{path}: it has {len(entries)} entries {_MODEL}; expected one, as torch.export.save writes "
+                "it"
+            )
         if entries[0].file_size > LARGEST_GRAPH_BYTES:
-            raise ModelError(f"{path}: {_MODEL} takes more than {LARGEST_GRAPH_BYTES:,} bytes, the most that is read")
+            raise ModelError(
+                f"{path}: {_MODEL} takes more than {LARGEST_GRAPH_BYTES:,} bytes, the most that is read"
+            )
         module: dict[str, Any] = json.loads(archive.read(entries[0]))["graph_module"]
     return module
 
@@ -91,7 +112,10 @@ def _calls(path: Path, module: Mapping[str, Any]) -> Iterator[EmbeddingCall]:
         arguments = {a["name"]: a["arg"] for a in node["inputs"]}
         weight = arguments["weight"]["as_tensor"]["name"]
         if weight not in keys:
-            raise ModelError(f"{path}: an embedding reads {weight!r:.100}, which is computed; expected a parameter or a buffer")
+            raise ModelError(
+                f"{path}: an embedding reads {weight!r:.100}, which is computed; expected a parameter or a "
+                "buffer"
+            )
         key = keys[weight]
         rows, dim = (int(size["as_int"]) for size in graph["tensor_values"][weight]["sizes"])
         pooling = "none" if node["target"] in _EMBEDDING else _pooling(path, key, arguments)
@@ -102,17 +126,22 @@ def _pooling(path: Path, key: str, arguments: Mapping[str, Any]) -> str:
     mode = arguments["mode"]["as_int"] if "mode" in arguments else 0
     padding = arguments.get("padding_idx", {}).get("as_int", -1)
     if mode not in range(len(_MODES)):
-        raise ModelError(f"{path}: the bags of {key} are pooled by mode {mode} (max), which is not served; expected sum or mean")
+        raise ModelError(
+            f"{path}: the bags of {key} are pooled by mode {mode} (max), which is not served; expected sum "
+            "or mean"
+        )
     if padding >= 0:
         raise ModelError(
-            f"{path}: padding_idx {padding} of {key} leaves ids out of bags, which is not served; leave them out of the input, "
+            f"{path}: padding_idx {padding} of {key} leaves ids out of bags, which is not served; leave them "
+            "out of the input, "
             "and export the module without it"
         )
     return _MODES[mode]
 
 
 def _module_of(node: Mapping[str, Any], key: str) -> str:
-    """The path of the torch module that called, as the graph tells it ("key,path,class;..."); else that of its weight."""
+    """The path of the torch module that called, as the graph tells it ("key,path,class;..."); else that of
+    its weight."""
     _, _, innermost = node["metadata"].get("nn_module_stack", "").rpartition(";")
     path, _, name = innermost.partition(",")[2].rpartition(",")
     return path if path and name in _CLASSES else key.removesuffix(".weight")

@@ -1,6 +1,8 @@
-"""A scorer's program as plain values: a list of calls of operators, the weights they read, and the tensors they take.
+"""A scorer's program as plain values: a list of calls of operators, the weights they read, and the tensors
+they take.
 
-Nothing of torch is needed to make, compare or write one. A value is named once, by a weight, an input or the call that makes it.
+Nothing of torch is needed to make, compare or write one. A value is named once, by a weight, an input or the
+call that makes it.
 """
 
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from tableside.loader.errors import ProgramError
 
 HOW_TO_EXPORT = (
     "export a module whose forward takes each feature's vectors and dense tensors by name, fp32 [batch, n]: "
-    "torch.export.save(torch.export.export(module.eval(), (user, dense), dynamic_shapes={'user': {0: Dim('batch')}, "
+    "torch.export.save(torch.export.export(module.eval(), (user, dense), dynamic_shapes={'user': {0: "
+    "Dim('batch')}, "
     "'dense': {0: Dim('batch')}}), 'scorer.pt2')"
 )
 FP32 = 7  # torch._export.serde.schema.ScalarType.FLOAT
@@ -79,7 +82,8 @@ class ProgramNode:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that lies within `content`: sizes, strides and offset count elements. Weights may share one content."""
+    """A tensor that lies within `content`: sizes, strides and offset count elements. Weights may share one
+    content."""
 
     name: str
     dtype: int
@@ -99,7 +103,8 @@ class ProgramInput:
 
 @dataclass(frozen=True)
 class Program:
-    """A vetted program. values: the inputs' names in the graph; rows: the least and the largest batch it was exported for."""
+    """A vetted program. values: the inputs' names in the graph; rows: the least and the largest batch it
+    was exported for."""
 
     inputs: tuple[ProgramInput, ...]
     values: tuple[str, ...]
@@ -112,7 +117,10 @@ class Program:
         """Two batches to try a program with. ProgramError: it takes batches of one size alone."""
         first = max(2, self.rows[0])
         if first + 1 > self.rows[1]:
-            refuse(f"it takes batches of {self.rows[0]} to {self.rows[1]} rows; expected one that takes more than one size")
+            refuse(
+                f"it takes batches of {self.rows[0]} to {self.rows[1]} rows; expected one that takes more "
+                "than one size"
+            )
         return first, first + 1
 
 

@@ -1,12 +1,13 @@
-"""Runs a program that is dense layers alone (`recognize`), without torch, by a kernel of our own (`_layers.c`).
+"""Runs a program that is dense layers alone (`recognize`), without torch, by a kernel of our own
+(`_layers.c`).
 
-What a request has looked up is read where it lies, put side by side and turned into scores by one call. Sizes are proven when
-the layers are packed; a call checks again that what it reads and writes lies in the request's buffers. A row's scores do not
-depend on the rows beside it, to the last bit.
+What a request has looked up is read where it lies, put side by side and turned into scores by one call. Sizes
+are proven when the layers are packed; a call checks again that what it reads and writes lies in the request's
+buffers. A row's scores do not depend on the rows beside it, to the last bit.
 
-Rounding: each value is a sum of `depth` products in fp32, added one by one. It differs from the exact one by at most
-(depth + 1) 2^-24 / (1 - (depth + 1) 2^-24) times the sum of the absolute values of bias and products (Higham, "Accuracy and
-Stability of Numerical Algorithms", 2002, section 3.1), as any order of the sum does.
+Rounding: each value is a sum of `depth` products in fp32, added one by one. It differs from the exact one by
+at most (depth + 1) 2^-24 / (1 - (depth + 1) 2^-24) times the sum of the absolute values of bias and products
+(Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 3.1), as any order of the sum does.
 """
 
 from array import array
@@ -29,7 +30,8 @@ _ELEMENT = 16  # an element that is read or written counts as so many multiplica
 
 
 class _LayerFields(NamedTuple):
-    """A layer as `_layers.run` reads it, int64 each. weights_at: in floats; pieces: how many of the pieces are its own."""
+    """A layer as `_layers.run` reads it, int64 each. weights_at: in floats; pieces: how many of the pieces
+    are its own."""
 
     depth: int
     width: int
@@ -46,7 +48,8 @@ class _PieceFields(NamedTuple):
 
 
 class LayerSource(NamedTuple):
-    """An input of the program in a request: [rows, width] at byte `at` of its output buffer, or of its input buffer.
+    """An input of the program in a request: [rows, width] at byte `at` of its output buffer, or of its input
+    buffer.
 
     row_bytes: from one row to the next. is_half: the values are fp16, else fp32.
     """
@@ -66,14 +69,17 @@ class Work:
 
 
 class PackedLayers:
-    """Layers that are ready to run. Immutable; any thread may call. width: outputs of the last layer, the scores of a row."""
+    """Layers that are ready to run. Immutable; any thread may call. width: outputs of the last layer, the
+    scores of a row."""
 
     def __init__(self, layers: Sequence[Layer], threads: int = 1) -> None:
         """threads: as many share a call's rows, where these are several tiles."""
         packed = [_pack(layer) for layer in layers]
         starts = np.cumsum([0, *(p.size for p in packed)])
         fields = [
-            _LayerFields(layer.depth, layer.width, int(at), ACTIVATIONS.index(layer.activation), len(layer.pieces))
+            _LayerFields(
+                layer.depth, layer.width, int(at), ACTIVATIONS.index(layer.activation), len(layer.pieces)
+            )
             for layer, at in zip(layers, starts, strict=False)
         ]
         pieces = [
@@ -85,20 +91,36 @@ class PackedLayers:
         self._layers, self._pieces = _as_bytes(fields), _as_bytes(pieces)
         self._weights = np.concatenate(packed)
         self._row_bytes = row_bytes(layers)
-        self._row_work = sum(layer.depth * layer.width + _ELEMENT * (layer.depth + layer.width) for layer in layers)
+        self._row_work = sum(
+            layer.depth * layer.width + _ELEMENT * (layer.depth + layer.width) for layer in layers
+        )
 
     def cost(self, rows: int) -> Work:
         """What a call with so many rows takes."""
         tile_rows = min(rows, _TILE_ROWS, max(_LEAST_TILE_ROWS, _TILE_BYTES // self._row_bytes))
-        return Work(self._threads * tile_rows * self._row_bytes + 4 * rows * self.width, rows * self._row_work)
+        return Work(
+            self._threads * tile_rows * self._row_bytes + 4 * rows * self.width, rows * self._row_work
+        )
 
     def run(self, sources: bytes, inputs: Any, outputs: Any, rows: int, scores_at: int) -> int:
-        """Writes fp32 [rows, width] to byte `scores_at` of `outputs`; returns the first row whose score is not finite, or -1.
+        """Writes fp32 [rows, width] to byte `scores_at` of `outputs`; returns the first row whose score is
+        not finite, or -1.
 
-        sources: of each input, by `pack_sources`. inputs, outputs: the request's buffers. ValueError: an input or the scores do
-        not lie in them. MemoryError: there is no room for what lies between the layers.
+        sources: of each input, by `pack_sources`. inputs, outputs: the request's buffers. ValueError: an
+        input or the scores do not lie in them. MemoryError: there is no room for what lies between the
+        layers.
         """
-        return _layers.run(self._layers, self._pieces, sources, self._weights, inputs, outputs, rows, scores_at, self._threads)
+        return _layers.run(
+            self._layers,
+            self._pieces,
+            sources,
+            self._weights,
+            inputs,
+            outputs,
+            rows,
+            scores_at,
+            self._threads,
+        )
 
 
 def pack_sources(sources: Sequence[LayerSource]) -> bytes:
@@ -109,7 +131,8 @@ def pack_sources(sources: Sequence[LayerSource]) -> bytes:
 def runnable_layers(program: Program) -> tuple[Layer, ...] | None:
     """The layers of a program that `PackedLayers` runs; None: it is a program for torch.
 
-    That is one which is more than dense layers, or would take much memory here: a weight may stand in many of its layers.
+    That is one which is more than dense layers, or would take much memory here: a weight may stand in many of
+    its layers.
     """
     found = recognize(program)
     if found is None or row_bytes(found) > LARGEST_ROW_BYTES:
@@ -124,7 +147,8 @@ def kernel_name() -> str:
 
 
 def row_bytes(layers: Sequence[Layer]) -> int:
-    """Of what lies between the layers, for one row: each layer's outputs, and the widest input that is put together."""
+    """Of what lies between the layers, for one row: each layer's outputs, and the widest input that is put
+    together."""
     return 4 * (max(layer.depth for layer in layers) + sum(_padded(layer.width) for layer in layers))
 
 
@@ -133,7 +157,8 @@ def _padded(width: int) -> int:
 
 
 def _pack(layer: Layer) -> Floats:
-    """A layer as the kernel reads it: bias [padded], then panels of [depth, 32] outputs; the last may have 16."""
+    """A layer as the kernel reads it: bias [padded], then panels of [depth, 32] outputs; the last may have
+    16."""
     padded = _padded(layer.width)
     weights = np.zeros((layer.depth, padded), np.float32)
     weights[:, : layer.width] = layer.weights.T
@@ -154,4 +179,6 @@ if (_LayerFields._fields, _PieceFields._fields, LayerSource._fields, _PANEL) != 
     _layers.SOURCE_FIELDS,
     _layers.PANEL,
 ):
-    raise ImportError("the kernel of dense layers was built from other sources than these; reinstall tableside")
+    raise ImportError(
+        "the kernel of dense layers was built from other sources than these; reinstall tableside"
+    )

@@ -1,9 +1,10 @@
-"""What a call of a program takes, without making it: shapes are propagated (`meta` tensors) against the weights' own sizes.
+"""What a call of a program takes, without making it: shapes are propagated (`meta` tensors) against the
+weights' own sizes.
 
-Every operator runs its own shape function, and its checks; so a weight of another size than a call needs is found here. What
-counts is the peak of the bytes that live at once, with what an operator may copy of its inputs meanwhile, and work: a
-multiplication of a matrix product counts 1, any other element that is read or written `_ELEMENT`. Weights count as no bytes.
-Imports torch.
+Every operator runs its own shape function, and its checks; so a weight of another size than a call needs is
+found here. What counts is the peak of the bytes that live at once, with what an operator may copy of its
+inputs meanwhile, and work: a multiplication of a matrix product counts 1, any other element that is read or
+written `_ELEMENT`. Weights count as no bytes. Imports torch.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,14 @@ from tableside.loader.program.run import Runner, weight_tensors
 from tableside.quant.contract import Precision
 
 _ELEMENT = 16  # a transcendental function, or a row that is gathered, takes some 16 multiplications' time
-_PRODUCTS = {"mm": 1, "addmm": 2, "bmm": 1, "baddbmm": 2, "mv": 1, "dot": 1}  # where the inputs' last matrix stands
+_PRODUCTS = {
+    "mm": 1,
+    "addmm": 2,
+    "bmm": 1,
+    "baddbmm": 2,
+    "mv": 1,
+    "dot": 1,
+}  # where the inputs' last matrix stands
 LARGEST_BYTES, LARGEST_WORK = 1 << 30, 1 << 35  # of a program that is tried with two rows
 _META = torch.device("meta")
 _REFUSED = (
@@ -50,13 +58,16 @@ class TooLarge(ValueError):
 class Meter:
     """Measures one program, as it runs in a precision. Threads may share it."""
 
-    def __init__(self, program: Program, most_bytes: int = LARGEST_BYTES, precision: Precision = Precision.FP32) -> None:
+    def __init__(
+        self, program: Program, most_bytes: int = LARGEST_BYTES, precision: Precision = Precision.FP32
+    ) -> None:
         self._widths, self._dtype = [i.width for i in program.inputs], DTYPES[precision]
         weights = rounded(weight_tensors(program.weights, _META), precision)
         self._runner = Runner(program, weights, _META, most_bytes, self._dtype)
 
     def cost(self, rows: int, most_bytes: int, most_work: int = 1 << 62) -> Cost:
-        """What a call with `rows` rows takes. TooLarge: more than this. ValueError, RuntimeError ...: it cannot be made."""
+        """What a call with `rows` rows takes. TooLarge: more than this. ValueError, RuntimeError ...: it
+        cannot be made."""
         return self.propagate(rows, most_bytes, most_work)[1]
 
     def propagate(self, rows: int, most_bytes: int, most_work: int) -> tuple[torch.Tensor, Cost]:
@@ -69,7 +80,8 @@ class Meter:
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes and work of every operator that is called while it is on, those that others are made of included."""
+    """Counts bytes and work of every operator that is called while it is on, those that others are made of
+    included."""
 
     def __init__(self, most_bytes: int, most_work: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +106,9 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.peak > self._most_bytes:
             raise TooLarge(f"a call takes {self.peak:,} bytes or more; the limit is {self._most_bytes:,}")
         if self.work > self._most_work:
-            raise TooLarge(f"a call takes {self.work:,} multiplications or more; the limit is {self._most_work:,}")
+            raise TooLarge(
+                f"a call takes {self.work:,} multiplications or more; the limit is {self._most_work:,}"
+            )
         return found
 
 
@@ -118,7 +132,8 @@ def _work(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> int
 
 
 def check_shapes(program: Program) -> None:
-    """Propagates two batches' shapes. ProgramError: an operator does not take what it is given, or they take too much."""
+    """Propagates two batches' shapes. ProgramError: an operator does not take what it is given, or they
+    take too much."""
     try:
         meter = Meter(program)
         for rows in program.trial_rows():
@@ -126,4 +141,7 @@ def check_shapes(program: Program) -> None:
             if found.dim() not in (1, 2) or found.size(0) != rows or found.numel() == 0:
                 refuse(f"it gives {list(found.shape)} for a batch of {rows}; expected [batch], or [batch, n]")
     except _REFUSED as error:
-        refuse(f"its operators do not fit its weights and sizes: {str(error).strip().partition(chr(10))[0][:300]}")
+        refuse(
+            "its operators do not fit its weights and sizes: "
+            f"{str(error).strip().partition(chr(10))[0][:300]}"
+        )

@@ -1,8 +1,8 @@
 """What a program may call: operators of ATen, overload by overload, and arithmetic on sizes.
 
-An operator is here only where its kernels check sizes and index values themselves, or where `checks` does it before each call.
-Not here: what writes into its arguments, opens files, makes views beyond a tensor's memory, gives memory that was not written,
-draws random numbers, or gives as many values as the data say.
+An operator is here only where its kernels check sizes and index values themselves, or where `checks` does it
+before each call. Not here: what writes into its arguments, opens files, makes views beyond a tensor's memory,
+gives memory that was not written, draws random numbers, or gives as many values as the data say.
 """
 
 import operator
@@ -32,7 +32,9 @@ _LIST = """
     unbind.int unflatten.int unsqueeze var var.dim var.correction view view_as where.self where.Scalar where.ScalarOther
     where.ScalarSelf zeros zeros_like
 """
-OPERATORS = frozenset(f"torch.ops.aten.{name}" if "." in name else f"torch.ops.aten.{name}.default" for name in _LIST.split())
+OPERATORS = frozenset(
+    f"torch.ops.aten.{name}" if "." in name else f"torch.ops.aten.{name}.default" for name in _LIST.split()
+)
 # Read as another one: these write into a tensor that nothing else reads.
 READ_AS = {"torch.ops.aten.detach_.default": "torch.ops.aten.detach.default"}
 # What export notes of types, for itself: left out.
@@ -47,8 +49,14 @@ def _expect(value: Any, _message: str = "") -> None:
 
 # On Python's numbers; by position.
 ARITHMETIC: Mapping[str, Callable[..., Any]] = {
-    **{f"_operator.{name}": getattr(operator, name) for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "neg")},
-    **{f"_operator.{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_")},
+    **{
+        f"_operator.{name}": getattr(operator, name)
+        for name in ("add", "sub", "mul", "floordiv", "truediv", "mod", "neg")
+    },
+    **{
+        f"_operator.{name}": getattr(operator, name)
+        for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "not_")
+    },
     "torch.sym_int": int,
     "torch.sym_float": float,
     "torch.sym_max": max,

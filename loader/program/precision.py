@@ -1,8 +1,10 @@
-"""A program in bf16 or fp16: its weights are rounded once, where it is loaded, its inputs once a call. Imports torch.
+"""A program in bf16 or fp16: its weights are rounded once, where it is loaded, its inputs once a call.
+Imports torch.
 
-Every weight of a floating type takes the precision, whatever it was. What a program casts itself stays as it says, so that a last
-sigmoid may be fp32. A call that takes tensors of two floating types is refused by its name: some of torch's operators would go on
-in fp32 there without a word, and others refuse it. A number (a tensor without dimensions) makes nothing wider.
+Every weight of a floating type takes the precision, whatever it was. What a program casts itself stays as it
+says, so that a last sigmoid may be fp32. A call that takes tensors of two floating types is refused by its
+name: some of torch's operators would go on in fp32 there without a word, and others refuse it. A number (a
+tensor without dimensions) makes nothing wider.
 """
 
 from collections.abc import Mapping
@@ -21,11 +23,17 @@ DTYPES: Mapping[Precision, torch.dtype] = {
     Precision.BF16: torch.bfloat16,
 }
 Tensors = Mapping[str, torch.Tensor]
-_TAKE_NO_VALUES = ("expand_as", "to", "type_as", "view_as")  # of their second tensor: its type or its shape alone
+_TAKE_NO_VALUES = (
+    "expand_as",
+    "to",
+    "type_as",
+    "view_as",
+)  # of their second tensor: its type or its shape alone
 
 
 def rounded(weights: Tensors, precision: Precision) -> dict[str, torch.Tensor]:
-    """Weights to the nearest numbers of a precision; those of integers and truth values as they are, and in fp32 all of them."""
+    """Weights to the nearest numbers of a precision; those of integers and truth values as they are, and
+    in fp32 all of them."""
     if precision is Precision.FP32:
         return dict(weights)
     return {name: w.to(DTYPES[precision]) if w.is_floating_point() else w for name, w in weights.items()}
@@ -35,9 +43,13 @@ def check_range(weights: Tensors, found: Tensors, precision: Precision) -> None:
     """ProgramError: a finite weight was rounded to an infinite one."""
     for name, weight in weights.items():
         if weight.is_floating_point() and (beyond := found[name].isinf() & weight.isfinite()).any():
-            most, others = torch.finfo(DTYPES[precision]).max, "bf16 or fp32" if precision is Precision.FP16 else "fp32"
+            most, others = (
+                torch.finfo(DTYPES[precision]).max,
+                "bf16 or fp32" if precision is Precision.FP16 else "fp32",
+            )
             raise ProgramError(
-                f"its weight {name!r} holds {float(weight[beyond][0]):.4g}; expected at most {most:.4g}, the largest number of "
+                f"its weight {name!r} holds {float(weight[beyond][0]):.4g}; expected at most {most:.4g}, the "
+                "largest number of "
                 f"{precision.name.lower()}; take {others}"
             )
 
@@ -54,14 +66,18 @@ def one_type(node: ProgramNode, makers: Mapping[str, str]) -> Check:
                 if isinstance(ref, TensorRef) and value.is_floating_point() and value.dim():
                     types.setdefault(value.dtype, ref.name)
         if len(types) > 1:
-            mixed = " and ".join(f"{name!r} ({makers[name]}) as {str(t).removeprefix('torch.')}" for t, name in types.items())
+            mixed = " and ".join(
+                f"{name!r} ({makers[name]}) as {str(t).removeprefix('torch.')}" for t, name in types.items()
+            )
             raise ValueError(
-                f"its call {node.target} takes {mixed}; export it without what says a type (x.type_as(y) follows y), or take fp32"
+                f"its call {node.target} takes {mixed}; export it without what says a type (x.type_as(y) "
+                "follows y), or take fp32"
             )
 
     return check
 
 
 def takes_values_of_one(node: ProgramNode) -> bool:
-    """Whether a call reads the values of one of its tensors alone, so that the others may be of another type."""
+    """Whether a call reads the values of one of its tensors alone, so that the others may be of another
+    type."""
     return aten_name(node.target)[0] in _TAKE_NO_VALUES

@@ -1,7 +1,9 @@
-"""From a .pt2 file (`torch.export.save`) to a vetted program: a zip archive of JSON and raw weights, read as data.
+"""From a .pt2 file (`torch.export.save`) to a vetted program: a zip archive of JSON and raw weights, read as
+data.
 
-`torch.export.load` trusts its file: it unpickles sample inputs and pickled constants, evaluates strings, and takes for an
-operator whatever can be reached from the name `torch`. So it is not used, neither here nor where a scorer runs.
+`torch.export.load` trusts its file: it unpickles sample inputs and pickled constants, evaluates strings, and
+takes for an operator whatever can be reached from the name `torch`. So it is not used, neither here nor where
+a scorer runs.
 """
 
 import io
@@ -20,19 +22,36 @@ from tableside.loader.program.graph import BOOL, TYPES, Program, Weight, refuse
 LARGEST_BYTES, LARGEST_GRAPH_BYTES = 1 << 30, 64 << 20
 _MODEL = "models/model.json"
 _PATHS = {"weights": re.compile(r"weight_\d+", re.ASCII), "constants": re.compile(r"tensor_\d+", re.ASCII)}
-_WEIGHT_NAMES = {"parameter": "parameter_name", "buffer": "buffer_name", "tensor_constant": "tensor_constant_name"}
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, EOFError, OverflowError, zlib.error)
+_WEIGHT_NAMES = {
+    "parameter": "parameter_name",
+    "buffer": "buffer_name",
+    "tensor_constant": "tensor_constant_name",
+}
+_MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    OverflowError,
+    zlib.error,
+)
 
 
 def read_program(data: bytes) -> Program:
-    """Reads a .pt2 file, or what `write_program` wrote. ProgramError: it is something else, or breaks a rule of `vet`."""
+    """Reads a .pt2 file, or what `write_program` wrote. ProgramError: it is something else, or breaks a
+    rule of `vet`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return _read(_Entries(archive))
     except zipfile.BadZipFile:
         refuse("it is not a zip archive, so not an exported program (a pickled module, or a file cut short?)")
     except _MALFORMED as error:
-        refuse(f"it is not an exported program that this release understands ({type(error).__name__}: {str(error)[:200]})")
+        refuse(
+            f"it is not an exported program that this release understands ({type(error).__name__}: "
+            f"{str(error)[:200]})"
+        )
 
 
 class _Entries:
@@ -102,7 +121,8 @@ def _read(entries: _Entries) -> Program:
 
 
 def _inputs(signature: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """The graph's names of what a request brings, and of weights with the names that these are stored under."""
+    """The graph's names of what a request brings, and of weights with the names that these are stored
+    under."""
     values: list[str] = []
     stored: dict[str, str] = {}
     for spec in signature["input_specs"]:
@@ -147,6 +167,13 @@ def _check_is_inside(weight: Weight) -> None:
     for n in sizes:
         elements *= n
     last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    is_inside = min([offset, *sizes, *strides], default=0) >= 0 and (elements == 0 or (last + 1) * item <= size)
-    if not is_inside or elements * item > size or len(sizes) > 32 or (elements == 0 and max((offset, *sizes)) > size):
+    is_inside = min([offset, *sizes, *strides], default=0) >= 0 and (
+        elements == 0 or (last + 1) * item <= size
+    )
+    if (
+        not is_inside
+        or elements * item > size
+        or len(sizes) > 32
+        or (elements == 0 and max((offset, *sizes)) > size)
+    ):
         refuse(f"weight {weight.name!r} of sizes {list(sizes)[:8]} does not lie in its {size} bytes")

@@ -1,13 +1,15 @@
-"""Finds out whether a program is dense layers alone: linear maps with an activation, over inputs and layers side by side.
+"""Finds out whether a program is dense layers alone: linear maps with an activation, over inputs and layers
+side by side.
 
-Most dense parts of ranking models are: an MLP over the features' vectors and dense tensors, towers whose outputs are put side by
-side, DLRM's bottom and top MLP without products between features. `loader.program.layers` runs these without torch.
+Most dense parts of ranking models are: an MLP over the features' vectors and dense tensors, towers whose
+outputs are put side by side, DLRM's bottom and top MLP without products between features.
+`loader.program.layers` runs these without torch.
 
     columns = an input | columns side by side (cat) | activation(columns W^T + b) | a dropout, which does nothing
     scores  = the columns of one layer, or the one column of one, as [batch]
 
-`recognize` follows a program's calls by what they are said to do, with sizes and types of its own: a call, an argument or a size
-that is not written here makes it another program.
+`recognize` follows a program's calls by what they are said to do, with sizes and types of its own: a call, an
+argument or a size that is not written here makes it another program.
 """
 
 from collections.abc import Callable, Mapping
@@ -105,7 +107,9 @@ class _Recognizer:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._layers: list[Layer] = []
-        self._values: dict[str, LayerColumns | Floats] = {w.name: _weight(w) for w in program.weights if w.dtype == FP32}
+        self._values: dict[str, LayerColumns | Floats] = {
+            w.name: _weight(w) for w in program.weights if w.dtype == FP32
+        }
         for number, (name, i) in enumerate(zip(program.values, program.inputs, strict=True)):
             self._values[name] = LayerColumns((FromInput(number, i.width),))
 
@@ -159,7 +163,9 @@ class _Recognizer:
 
     def _layer(self, given: Any, weights: Floats, bias: Any) -> LayerColumns:
         x = self.columns(given)
-        _expect(not x.is_flat and weights.ndim == 2 and min(weights.shape) > 0 and weights.shape[1] == x.width)
+        _expect(
+            not x.is_flat and weights.ndim == 2 and min(weights.shape) > 0 and weights.shape[1] == x.width
+        )
         added = np.zeros(len(weights), np.float32) if bias is None else self.weight(bias)
         _expect(added.shape == (len(weights),))
         self._layers.append(Layer(x.pieces, weights, added))
@@ -172,7 +178,8 @@ class _Recognizer:
         return weights.T
 
     def activation(self, node: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
-        """Becomes part of the layer that it follows. What the layer gave before is gone: no call before or behind may read it."""
+        """Becomes part of the layer that it follows. What the layer gave before is gone: no call before or
+        behind may read it."""
         x = self.columns(a["self"])
         _expect(len(x.pieces) == 1 and a.keys() == {"self"})
         (piece,) = x.pieces
@@ -180,7 +187,9 @@ class _Recognizer:
         layer = self._layers[piece.number]
         _expect(layer.activation == "")
         self._layers[piece.number] = replace(layer, activation=aten_name(node.target)[0])
-        self._values = {k: v for k, v in self._values.items() if not (isinstance(v, LayerColumns) and piece in v.pieces)}
+        self._values = {
+            k: v for k, v in self._values.items() if not (isinstance(v, LayerColumns) and piece in v.pieces)
+        }
         return x
 
     def nothing(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
@@ -210,11 +219,18 @@ _FLATTENS: Mapping[str, list[dict[str, Any]]] = {
 }
 _CALLS: Mapping[str, Callable[[_Recognizer, ProgramNode, Mapping[str, Any]], LayerColumns | Floats]] = {
     **dict.fromkeys(("cat.default", "concat.default", "concatenate.default"), _Recognizer.cat),
-    **{"linear.default": _Recognizer.linear, "addmm.default": _Recognizer.addmm, "mm.default": _Recognizer.mm},
+    **{
+        "linear.default": _Recognizer.linear,
+        "addmm.default": _Recognizer.addmm,
+        "mm.default": _Recognizer.mm,
+    },
     **dict.fromkeys(("t.default", "permute.default"), _Recognizer.transposed),
     **dict.fromkeys((f"{name}.default" for name in ACTIVATIONS if name), _Recognizer.activation),
     **dict.fromkeys((f"{name}.default" for name in _NOTHING), _Recognizer.nothing),
-    **dict.fromkeys(("squeeze.dim", "squeeze.dims", "select.int", "view.default", "reshape.default"), _Recognizer.flattened),
+    **dict.fromkeys(
+        ("squeeze.dim", "squeeze.dims", "select.int", "view.default", "reshape.default"),
+        _Recognizer.flattened,
+    ),
     **{"flatten.using_ints": _Recognizer.flattened, "slice.Tensor": _Recognizer.whole},
 }
 

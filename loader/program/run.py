@@ -1,7 +1,9 @@
-"""Runs a program's graph: one call of torch after another, each checked before it is made for the first time. Imports torch.
+"""Runs a program's graph: one call of torch after another, each checked before it is made for the first time.
+Imports torch.
 
-The operators are taken from the list, by name, and nothing of the program is evaluated. No call writes into a tensor that was
-there before, so any number of threads may run one program. Values are let go after their last use.
+The operators are taken from the list, by name, and nothing of the program is evaluated. No call writes into a
+tensor that was there before, so any number of threads may run one program. Values are let go after their last
+use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +51,15 @@ def _tensor(weight: Weight, content: bytearray | None, device: torch.device) -> 
 def over(memory: Any, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     """A weight over memory that holds its content."""
     usable = len(memory) // dtype.itemsize
-    return torch.frombuffer(memory, dtype=dtype, count=usable).as_strided(weight.sizes, weight.strides, weight.offset)
+    return torch.frombuffer(memory, dtype=dtype, count=usable).as_strided(
+        weight.sizes, weight.strides, weight.offset
+    )
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    """A call's arguments: constants, and the slots of the values that stand among them or in lists of theirs."""
+    """A call's arguments: constants, and the slots of the values that stand among them or in lists of
+    theirs."""
 
     constants: tuple[Any, ...]
     slots: tuple[tuple[int, int], ...]  # (place, slot)
@@ -88,7 +93,8 @@ class _BoundCall:
     dead: tuple[int, ...]
 
     def make(self, values: list[Any], is_proven: bool, most_bytes: int) -> None:
-        """Makes the call and keeps its results. is_proven: one with arguments of the same types and sizes passed the checks."""
+        """Makes the call and keeps its results. is_proven: one with arguments of the same types and sizes
+        passed the checks."""
         given = self.arguments.read(values)
         if self.checks and not is_proven:
             for check in self.checks:
@@ -109,10 +115,14 @@ class _BoundCall:
 
     def _check_results(self, results: Sequence[Any]) -> None:
         if len(results) != len(self.outputs):
-            raise ValueError(f"a call gives {len(results)} values where the program names {len(self.outputs)}")
+            raise ValueError(
+                f"a call gives {len(results)} values where the program names {len(self.outputs)}"
+            )
         for (_, is_tensor), result in zip(self.outputs, results, strict=True):
             if isinstance(result, torch.Tensor) is not is_tensor:
-                raise ValueError(f"a call gives no {'tensor' if is_tensor else 'number'} where the program names one")
+                raise ValueError(
+                    f"a call gives no {'tensor' if is_tensor else 'number'} where the program names one"
+                )
 
 
 class Runner:
@@ -138,7 +148,9 @@ class Runner:
         made = [ref.name for n in program.nodes for ref in _results(n)]
         self._slots = {name: slot for slot, name in enumerate([*given, *made])}
         self._weights = list(weights.values())
-        self._calls = [self._bind(n, dead) for n, dead in zip(program.nodes, _last_uses(program), strict=True)]
+        self._calls = [
+            self._bind(n, dead) for n, dead in zip(program.nodes, _last_uses(program), strict=True)
+        ]
         self._proven: set[int] = set()  # numbers of rows
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
@@ -150,7 +162,11 @@ class Runner:
         for given, i in zip(inputs, self._program.inputs, strict=True):
             if given.shape != (rows, i.width):
                 raise ValueError(f"input {i.name!r} is {list(given.shape)}; expected {[rows, i.width]}")
-        values: list[Any] = [*self._weights, *inputs, *([None] * (len(self._slots) - len(self._weights) - len(inputs)))]
+        values: list[Any] = [
+            *self._weights,
+            *inputs,
+            *([None] * (len(self._slots) - len(self._weights) - len(inputs))),
+        ]
         is_proven, most_bytes = rows in self._proven, self._most_bytes
         for call in self._calls:
             try:
@@ -167,7 +183,9 @@ class Runner:
         gone = tuple(self._slots[name] for name in dead)
         if (function := ARITHMETIC.get(node.target)) is not None:
             numbers = self._arguments([value for _, value in node.arguments])
-            return _BoundCall(node.target, _on_numbers(function), (), len(node.arguments), (), numbers, outputs, gone)
+            return _BoundCall(
+                node.target, _on_numbers(function), (), len(node.arguments), (), numbers, outputs, gone
+            )
         name, overload = aten_name(node.target)
         operator = getattr(getattr(torch.ops.aten, name), overload)
         given = dict(node.arguments)
@@ -184,7 +202,9 @@ class Runner:
         checks: tuple[Check, ...] = (CHECKS[name],) if name in CHECKS else ()
         if self._makers is not None and not takes_values_of_one(node):
             checks += (one_type(node, self._makers),)
-        return _BoundCall(node.target, operator, checks, positional, names, self._arguments(values), outputs, gone)
+        return _BoundCall(
+            node.target, operator, checks, positional, names, self._arguments(values), outputs, gone
+        )
 
     def _arguments(self, values: Sequence[Any]) -> _Arguments:
         slots, lists = self._references(values), []
@@ -195,7 +215,9 @@ class Runner:
 
     def _references(self, values: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """The places that name a value, with its slot."""
-        return tuple((n, self._slots[v.name]) for n, v in enumerate(values) if isinstance(v, TensorRef | NumberRef))
+        return tuple(
+            (n, self._slots[v.name]) for n, v in enumerate(values) if isinstance(v, TensorRef | NumberRef)
+        )
 
     def _constant(self, value: Any) -> Any:
         """An argument with everything but references as torch wants it."""
@@ -225,7 +247,9 @@ def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _makers(program: Program) -> dict[str, str]:
     """Of each value, what made it, for a person."""
-    found = dict.fromkeys((w.name for w in program.weights), "a weight") | dict.fromkeys(program.values, "an input")
+    found = dict.fromkeys((w.name for w in program.weights), "a weight") | dict.fromkeys(
+        program.values, "an input"
+    )
     return found | {ref.name: f"of {node.target}" for node in program.nodes for ref in _results(node)}
 
 
@@ -241,7 +265,9 @@ def _last_uses(program: Program) -> list[tuple[str, ...]]:
 
 
 def _references(node: ProgramNode) -> list[TensorRef | NumberRef]:
-    items = [item for _, value in node.arguments for item in (value if isinstance(value, tuple) else (value,))]
+    items = [
+        item for _, value in node.arguments for item in (value if isinstance(value, tuple) else (value,))
+    ]
     return [*(item for item in items if isinstance(item, TensorRef | NumberRef)), *_results(node)]
 
 

@@ -1,7 +1,8 @@
 """The rules of a program's graph, a function each, from JSON that nobody trusts to a graph of known fields.
 
-What these fields do not hold is not looked at and goes no further: metadata, guards, how inputs are nested, declared sizes.
-Malformed JSON raises what Python raises for it (KeyError, TypeError ...); `read` makes a ProgramError of that.
+What these fields do not hold is not looked at and goes no further: metadata, guards, how inputs are nested,
+declared sizes. Malformed JSON raises what Python raises for it (KeyError, TypeError ...); `read` makes a
+ProgramError of that.
 """
 
 import keyword
@@ -93,7 +94,9 @@ def _maybe_tensor(value: Any) -> TensorRef | None:
     return None if kind == "as_none" else _union(kind, held, "as_tensor", _tensor)
 
 
-def _number(of: str, convert: Callable[[Any], int | float | bool]) -> Callable[[Any], NumberRef | int | float | bool]:
+def _number(
+    of: str, convert: Callable[[Any], int | float | bool]
+) -> Callable[[Any], NumberRef | int | float | bool]:
     """A number, or the name of one that is computed."""
 
     def parse(value: Any) -> NumberRef | int | float | bool:
@@ -105,14 +108,20 @@ def _number(of: str, convert: Callable[[Any], int | float | bool]) -> Callable[[
 
 def _union(kind: str, held: Any, expected: str, parse: Callable[[Any], Any]) -> Any:
     if kind != expected:
-        refuse(f"its graph holds a {kind.removeprefix('as_')[:40]} where a {expected.removeprefix('as_')} is expected")
+        refuse(
+            f"its graph holds a {kind.removeprefix('as_')[:40]} where a {expected.removeprefix('as_')} is "
+            "expected"
+        )
     return parse(held)
 
 
 def dtype(value: Any) -> int:
     """A ScalarType that is supported."""
     if type(value) is not int or value not in TYPES:
-        refuse(f"its graph has a tensor of type {str(value)[:20]}; supported: {', '.join(t for t, _ in TYPES.values())}")
+        refuse(
+            f"its graph has a tensor of type {str(value)[:20]}; supported: "
+            f"{', '.join(t for t, _ in TYPES.values())}"
+        )
     return value
 
 
@@ -133,7 +142,11 @@ def _device(value: Any) -> OwnDevice:
     return OwnDevice()
 
 
-_sym_int, _sym_float, _sym_bool = _number("as_int", _int), _number("as_float", _float), _number("as_bool", _bool)
+_sym_int, _sym_float, _sym_bool = (
+    _number("as_int", _int),
+    _number("as_float", _float),
+    _number("as_bool", _bool),
+)
 _ITEMS: dict[str, Callable[[Any], Item]] = {
     "as_none": lambda _: None,
     "as_tensor": _tensor,
@@ -195,7 +208,10 @@ def check_target(target: Any) -> str:
     """An operator of the list, or arithmetic on sizes."""
     found = READ_AS.get(target, target) if isinstance(target, str) else None
     if found is None or not (found in OPERATORS or found in ARITHMETIC):
-        refuse(f"its graph calls {str(target)[:80]!r}; expected ATen operators alone, of those that a dense part is made of")
+        refuse(
+            f"its graph calls {str(target)[:80]!r}; expected ATen operators alone, of those that a dense "
+            "part is made of"
+        )
     return found
 
 
@@ -203,7 +219,10 @@ def check_is_for_inference(node: ProgramNode) -> None:
     """Dropout and batch norms do in training what no request wants."""
     training = dict(node.arguments).get("train" if ".dropout." in node.target else "training")
     if training not in (None, False):
-        refuse("it drops values at random, or norms by its batch, as in training; call module.eval() before the export")
+        refuse(
+            "it drops values at random, or norms by its batch, as in training; call module.eval() before the "
+            "export"
+        )
 
 
 def check_arguments(node: ProgramNode) -> None:
@@ -216,10 +235,13 @@ def check_arguments(node: ProgramNode) -> None:
 
 
 def check_is_of_numbers(node: ProgramNode) -> None:
-    """Python's operators would take texts, lists and tensors, too: a text times 2^31, a remainder that no check saw."""
+    """Python's operators would take texts, lists and tensors, too: a text times 2^31, a remainder that no
+    check saw."""
     if node.target not in ARITHMETIC:
         return
-    given = [value for _, value in node.arguments if not (node.target == ASSERTION and isinstance(value, str))]
+    given = [
+        value for _, value in node.arguments if not (node.target == ASSERTION and isinstance(value, str))
+    ]
     if not all(isinstance(value, bool | int | float | NumberRef) for value in given):
         refuse(f"its graph calls {node.target} with something else than numbers")
 
@@ -272,13 +294,21 @@ def check_order(given: tuple[str, ...], found: tuple[ProgramNode, ...], result: 
 def program_input(name: str, declared: Mapping[str, Any]) -> ProgramInput:
     """An input by its public name: fp32 [batch, n]."""
     sizes = declared["sizes"]
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or len(name) > LARGEST_NAME:
+    if (
+        not isinstance(name, str)
+        or not name.isidentifier()
+        or keyword.iskeyword(name)
+        or len(name) > LARGEST_NAME
+    ):
         refuse("its inputs have no names of their own")
     if len(sizes) != 2 or "as_int" not in sizes[1]:
         refuse(f"input {name!r} has {len(sizes)} dimensions; expected [batch, n]")
     if "as_expr" not in sizes[0]:
         batch = str(sizes[0].get("as_int"))[:20]
-        refuse(f"input {name!r} was exported for a batch of {batch} alone; name its dimension 0 in dynamic_shapes")
+        refuse(
+            f"input {name!r} was exported for a batch of {batch} alone; name its dimension 0 in "
+            "dynamic_shapes"
+        )
     if declared["dtype"] != FP32:
         refuse(f"input {name!r} is not fp32")
     if not 1 <= (width := _int(sizes[1]["as_int"])) <= LARGEST_WIDTH:
@@ -291,7 +321,10 @@ def rows(name: str, declared: Mapping[str, Any], constraints: Mapping[str, Any])
     text = declared["sizes"][0]["as_expr"]["expr_str"]
     found = _SYMBOL.fullmatch(text) if isinstance(text, str) else None
     if not found:
-        refuse(f"input {name!r} has the batch {str(text)[:60]!r}, which is more than arithmetic; expected a Dim of its own")
+        refuse(
+            f"input {name!r} has the batch {str(text)[:60]!r}, which is more than arithmetic; expected a Dim "
+            "of its own"
+        )
     bounds = constraints.get(found["made"] or found["plain"], {})
     least, most = (bounds.get(k) for k in ("min_val", "max_val"))
     if not all(b is None or type(b) is int for b in (least, most)):

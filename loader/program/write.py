@@ -1,4 +1,5 @@
-"""A vetted program as bytes: an archive laid out as .pt2 files are, of the fields that are known and nothing else."""
+"""A vetted program as bytes: an archive laid out as .pt2 files are, of the fields that are known and
+nothing else."""
 
 import io
 import json

@@ -2,10 +2,11 @@
 
     ROOT/MODEL/3+17.delta           delta 17 over version 3
 
-A delta is a file like a version's (loader.segment.segment), with a table of raw ids for each table that it changes: of each id that it
-has a row in the table's own format, or a bit that says that the id is deleted, and a filter (quant.rows.overlay). It lies over the
-version itself, or over one other delta, and then holds all that came after that one. So a reader takes a version with two
-deltas at most, the newer and smaller one first, and a delta that is published needs no earlier one of its size.
+A delta is a file like a version's (loader.segment.segment), with a table of raw ids for each table that it
+changes: of each id that it has a row in the table's own format, or a bit that says that the id is deleted,
+and a filter (quant.rows.overlay). It lies over the version itself, or over one other delta, and then holds
+all that came after that one. So a reader takes a version with two deltas at most, the newer and smaller one
+first, and a delta that is published needs no earlier one of its size.
 """
 
 import os
@@ -37,7 +38,11 @@ def delta_name(version: int, sequence: int) -> str:
 def parse_delta_name(name: str) -> tuple[int, int] | None:
     """(version, sequence) of the name of a delta's file; None: it is none."""
     version, plus, sequence = name.removesuffix(SUFFIX).partition("+")
-    if not name.endswith(SUFFIX) or not plus or not all(n.isdecimal() and n.isascii() for n in (version, sequence)):
+    if (
+        not name.endswith(SUFFIX)
+        or not plus
+        or not all(n.isdecimal() and n.isascii() for n in (version, sequence))
+    ):
         return None
     return int(version), int(sequence)
 
@@ -52,11 +57,15 @@ class Delta:
         self.segment = Segment(path, verify, os.dup(fd))
         header = self.segment.header
         if header.delta is None:
-            raise SegmentError(f"{path} is a version, not a delta; somebody put it there under another name: remove it")
+            raise SegmentError(
+                f"{path} is a version, not a delta; somebody put it there under another name: remove it"
+            )
         self.change: Change = header.delta
         self.tables = {t.name: t for t in header.tables}
         if (named := parse_delta_name(path.name)) != (found := (header.version, self.change.sequence)):
-            raise SegmentError(f"{path} holds delta {found[1]} over version {found[0]}; its name says {named}: remove it")
+            raise SegmentError(
+                f"{path} holds delta {found[1]} over version {found[0]}; its name says {named}: remove it"
+            )
 
     @property
     def sequence(self) -> int:
@@ -68,11 +77,13 @@ class Delta:
         return sum(t.id_count for t in self.segment.header.tables)
 
     def layer(self, name: str, base: Table) -> OverlayLayer:
-        """What the delta has of the table `name`, whose own rows are those of `base`. SegmentError: their rows are not alike."""
+        """What the delta has of the table `name`, whose own rows are those of `base`. SegmentError: their
+        rows are not alike."""
         stored, table = self.tables[name], self.segment.tables[name]
         if (table.row_format, table.dim) != (base.row_format, base.dim):
             raise SegmentError(
-                f"{self.path}: table {name!r} has rows of {stored.row_format} of dim {stored.dim}; those of the version are "
+                f"{self.path}: table {name!r} has rows of {stored.row_format} of dim {stored.dim}; those of "
+                "the version are "
                 f"{base.row_format.label} of dim {base.dim}"
             )
         window = MappedWindow(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
@@ -85,7 +96,12 @@ class Delta:
         return self._layer(self.tables[name], self.segment.tables[name], self.segment.tables[name].packed, 0)
 
     def _layer(
-        self, stored: StoredTable, table: Table, packed: NDArray[np.uint8], first_row: int, base: Table | None = None
+        self,
+        stored: StoredTable,
+        table: Table,
+        packed: NDArray[np.uint8],
+        first_row: int,
+        base: Table | None = None,
     ) -> OverlayLayer:
         assert stored.ids is not None and stored.ids.index is not None and table.row_map is not None
         index = table.row_map.index
@@ -97,7 +113,8 @@ class Delta:
             first, count = base.row_numbers
             if count != at.marked:
                 raise SegmentError(
-                    f"{self.path}: table {stored.name!r} has marks of {at.marked} rows; those of the version are {count}"
+                    f"{self.path}: table {stored.name!r} has marks of {at.marked} rows; those of the version "
+                    f"are {count}"
                 )
             marks = marks_part(at, data, stored.ids.has_bits, first)
         return OverlayLayer(index, packed, words, index.backfilled, first_row, marks)
@@ -138,7 +155,10 @@ def _attach_again(path: Path, deltas: list[Path], content: int) -> Segment:
     """A state out of a pickle. SegmentError: a part of it is gone, or has other rows."""
 
     def attach() -> Segment:
-        return overlaid(Segment(path, "header"), [Delta(d, os.open(d, os.O_RDONLY | os.O_CLOEXEC), "header") for d in deltas])
+        return overlaid(
+            Segment(path, "header"),
+            [Delta(d, os.open(d, os.O_RDONLY | os.O_CLOEXEC), "header") for d in deltas],
+        )
 
     return unpickled(path, content, attach)
 
@@ -149,7 +169,9 @@ def overlaid(base: Segment, deltas: Sequence[Delta]) -> Segment:
     tables = dict(base.tables)
     for delta in deltas:
         if unknown := sorted(set(delta.tables) - set(tables)):
-            raise SegmentError(f"{delta.path} has a table {unknown[0]!r}, which the version {base.header.version} has not")
+            raise SegmentError(
+                f"{delta.path} has a table {unknown[0]!r}, which the version {base.header.version} has not"
+            )
     for name, table in base.tables.items():
         if layers := [d.layer(name, table) for d in deltas if name in d.tables]:
             row_map = RowMap(table.rows) if table.row_map is None else table.row_map

@@ -1,4 +1,5 @@
-"""Writes a delta's file: entries of several sources, of which the last one of each id counts, become one table each."""
+"""Writes a delta's file: entries of several sources, of which the last one of each id counts, become one
+table each."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,11 @@ class MergedTable:
     rows: NDArray[np.int64]
 
 
-def merge(base: Segment, parts: Iterable[tuple[str, list[DeltaEntries]]], threads: int) -> dict[str, MergedTable]:
-    """Plans the tables of a delta over `base` from entries by table, the newest last: an id's last entry counts."""
+def merge(
+    base: Segment, parts: Iterable[tuple[str, list[DeltaEntries]]], threads: int
+) -> dict[str, MergedTable]:
+    """Plans the tables of a delta over `base` from entries by table, the newest last: an id's last entry
+    counts."""
     joined: dict[str, list[DeltaEntries]] = {}
     for name, entries in parts:
         joined.setdefault(name, []).extend(entries)
@@ -100,7 +104,9 @@ def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> Me
         filter_words=filter_words(rows.size),
         marked=numbers if are_marks_worth_it(numbers, rows.size, base.row_bytes) else 0,
     )
-    return MergedTable(base, tuple(parts), index, StoredIds(rows.size, index=stored, deleted=deleted), kept, rows)
+    return MergedTable(
+        base, tuple(parts), index, StoredIds(rows.size, index=stored, deleted=deleted), kept, rows
+    )
 
 
 def write_delta(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> int:
@@ -113,14 +119,20 @@ def write_delta(path: Path, fd: int, base: Header, change: Change, tables: Mappi
     return writer.size
 
 
-def write_unsealed(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> SegmentWriter:
+def write_unsealed(
+    path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]
+) -> SegmentWriter:
     """Writes a delta over the version `base`, without the header, which the caller seals. fd: an open, empty
     file at `path`; the writer closes it. NoSpace: only an empty file stays at `path`."""
     keys = {t.name: t.key for t in base.tables}
-    shapes = [(name, keys[name], t.base.row_format, t.index.slots + 1, t.base.dim) for name, t in tables.items()]
+    shapes = [
+        (name, keys[name], t.base.row_format, t.index.slots + 1, t.base.dim) for name, t in tables.items()
+    ]
     planned = plan_tables(shapes, ids={name: t.ids for name, t in tables.items()})
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    writer = SegmentWriter(path, Header(base.model, base.version, created, planned, (), delta=change), b"", fd)
+    writer = SegmentWriter(
+        path, Header(base.model, base.version, created, planned, (), delta=change), b"", fd
+    )
     try:
         for stored in writer.header.tables:
             _write(writer, stored.name, tables[stored.name])

@@ -1,6 +1,7 @@
 """The header of a segment: which tables, features and scorer a version has, and where they lie in the file.
 
-It is JSON, with a checksum; `check_header` holds what it says against what can be, since a right checksum proves no good will.
+It is JSON, with a checksum; `check_header` holds what it says against what can be, since a right checksum
+proves no good will.
 """
 
 import json
@@ -24,7 +25,8 @@ SPARE_BYTES = 256  # room for what is known only at the end: `load`
 
 @dataclass(frozen=True)
 class ScorerInput:
-    """A tensor that a scorer takes: the pooled vectors of `feature`, or, where that is None, a dense one. fp32 [batch, width]."""
+    """A tensor that a scorer takes: the pooled vectors of `feature`, or, where that is None, a dense one.
+    fp32 [batch, width]."""
 
     name: str
     feature: str | None
@@ -45,7 +47,8 @@ class StoredScorer:
 
 @dataclass(frozen=True)
 class Owner:
-    """Which share of a model's buckets a segment holds: that of owner `number` of `owners`, cut from a version of `model`."""
+    """Which share of a model's buckets a segment holds: that of owner `number` of `owners`, cut from a
+    version of `model`."""
 
     model: str
     version: int
@@ -55,7 +58,8 @@ class Owner:
 
 @dataclass(frozen=True)
 class Change:
-    """What a delta says beside its tables, which are small tables of raw ids with a filter (`quant.rows.overlay`).
+    """What a delta says beside its tables, which are small tables of raw ids with a filter
+    (`quant.rows.overlay`).
 
     sequence: its number, unique in the model; the header's `version` is the one below. below: the sequence of
     the delta between the two; 0: none. changed: rows of the last batch. positions: stream -> its place behind
@@ -117,7 +121,9 @@ class Header:
                 raw[name] = Change(**raw[name])
         raw["features"] = tuple(FeatureSpec(**f) for f in raw["features"])
         if (scorer := raw.get("scorer")) is not None:
-            raw["scorer"] = StoredScorer(**{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])})
+            raw["scorer"] = StoredScorer(
+                **{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])}
+            )
         if (evaluation := raw.get("evaluation")) is not None:
             columns = tuple((name, tuple(columns)) for name, columns in evaluation["columns"])
             raw["evaluation"] = EvalSpec(evaluation["label"], columns)
@@ -177,13 +183,26 @@ def plan_tables(
         row_bytes = row_format.row_bytes(dim)
         chunk_rows, step = max(1, CHUNK_BYTES // row_bytes), (steps or {}).get(name, 1)
         chunk_rows -= chunk_rows % step if chunk_rows >= step else 0
-        table = StoredTable(rows, row_bytes, offset, chunk_rows, chunk, name, key, row_format.label, dim, (ids or {}).get(name))
+        table = StoredTable(
+            rows,
+            row_bytes,
+            offset,
+            chunk_rows,
+            chunk,
+            name,
+            key,
+            row_format.label,
+            dim,
+            (ids or {}).get(name),
+        )
         stored.append(table)
         offset += align(table.bytes)
         chunk += table.chunks
     for i, table in enumerate(stored):
         if table.ids is not None and (index := table.ids.index) is not None:
-            stored[i] = replace(table, ids=replace(table.ids, index=replace(index, offset=offset, first_chunk=chunk)))
+            stored[i] = replace(
+                table, ids=replace(table.ids, index=replace(index, offset=offset, first_chunk=chunk))
+            )
             offset += align(index.bytes)
             chunk += index.chunks
     return tuple(stored)
@@ -208,12 +227,15 @@ def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
         first_table = align(PRELUDE.size + reserved + 8 * header.chunks)
         tables = tuple(_moved(t, first_table) for t in header.tables)
         end = max([first_table, *(align(s.offset + s.bytes) for s in replace(header, tables=tables).stored)])
-        scorer = header.scorer and replace(header.scorer, offset=end, bytes=len(program), checksum=checksum(program))
+        scorer = header.scorer and replace(
+            header.scorer, offset=end, bytes=len(program), checksum=checksum(program)
+        )
         placed = replace(header, tables=tables, scorer=scorer)
         needed = _rounded(len(placed.to_json()) + SPARE_BYTES // 2)
         if needed > LARGEST_HEADER_BYTES:
             raise SegmentError(
-                f"model {header.model!r} has {len(tables):,} tables, whose header takes {needed:,} bytes; the format holds "
+                f"model {header.model!r} has {len(tables):,} tables, whose header takes {needed:,} bytes; "
+                "the format holds "
                 f"{LARGEST_HEADER_BYTES:,}: publish it as several models"
             )
         if needed <= reserved:
@@ -236,7 +258,8 @@ def checksum(data: Any) -> int:
 
 
 def check_header(header: Header, header_end: int, size: int) -> None:
-    """SegmentError: what a header says cannot be, whatever its checksum says. header_end, size: bytes of the file."""
+    """SegmentError: what a header says cannot be, whatever its checksum says. header_end, size: bytes of
+    the file."""
     chunks = 0
     for t in header.tables:
         _check_table(t, chunks)
@@ -244,11 +267,15 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         _check_place(f"table {t.name!r}", t.offset, t.bytes, size)
     for index in header.indexes:
         if index.first_chunk != chunks:
-            raise SegmentError(f"an id index has checksum {index.first_chunk} for its first; expected {chunks}")
+            raise SegmentError(
+                f"an id index has checksum {index.first_chunk} for its first; expected {chunks}"
+            )
         chunks += index.chunks
         _check_place("an id index", index.offset, index.bytes, size)
     names = [t.name for t in header.tables]
-    if len(set(names)) != len(names) or not (names or header.delta is not None):  # a delta may say a position alone
+    if len(set(names)) != len(names) or not (
+        names or header.delta is not None
+    ):  # a delta may say a position alone
         raise SegmentError("the header names a table twice, or none")
     ends = sorted((s.offset, s.offset + s.bytes) for s in header.stored)
     starts = [header_end, *(end for _, end in ends)]
@@ -261,7 +288,8 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         raise SegmentError("the header names a feature twice, or none")
     if not isinstance(header.model, str) or type(header.version) is not int:
         raise SegmentError(
-            f"the header's model is {header.model!r}, its version {header.version!r}; expected a name and a number"
+            f"the header's model is {header.model!r}, its version {header.version!r}; expected a name and a "
+            "number"
         )
     if not isinstance(header.load, dict) or not isinstance(header.source, dict):
         raise SegmentError("the header's source or load is no object")
@@ -272,7 +300,9 @@ def check_header(header: Header, header_end: int, size: int) -> None:
     for change in (header.delta, header.merged):
         if change is not None:
             _check_change(change)
-    if header.delta is not None and not all(i.filter_words and not i.bucket_ids and i.owned == i.buckets for i in header.indexes):
+    if header.delta is not None and not all(
+        i.filter_words and not i.bucket_ids and i.owned == i.buckets for i in header.indexes
+    ):
         raise SegmentError("a table of the delta has no filter, or not all of its buckets")
     if header.delta is not None and len(header.indexes) != len(header.tables):
         raise SegmentError("a table of the delta has no id index")
@@ -280,16 +310,24 @@ def check_header(header: Header, header_end: int, size: int) -> None:
 
 def _check_table(t: StoredTable, first_chunk: int) -> None:
     numbers = (t.dim, t.rows, t.row_bytes, t.offset, t.chunk_rows, t.first_chunk)
-    if not all(type(n) is int and n >= 0 for n in numbers) or not (isinstance(t.name, str) and isinstance(t.key, str)):
+    if not all(type(n) is int and n >= 0 for n in numbers) or not (
+        isinstance(t.name, str) and isinstance(t.key, str)
+    ):
         raise SegmentError(f"table {str(t.name)[:60]!r} has a name or a number of the wrong type")
     try:
         row_bytes = RowFormat.parse(t.row_format).row_bytes(t.dim)
     except (QuantError, TypeError) as error:
         raise SegmentError(f"table {t.name!r}: {error}") from None
     if t.row_bytes != row_bytes:
-        raise SegmentError(f"table {t.name!r} has rows of {t.row_bytes} bytes; {t.row_format} of dim {t.dim} takes {row_bytes}")
+        raise SegmentError(
+            f"table {t.name!r} has rows of {t.row_bytes} bytes; {t.row_format} of dim {t.dim} takes "
+            f"{row_bytes}"
+        )
     if not t.rows or not t.chunk_rows or t.first_chunk != first_chunk:
-        raise SegmentError(f"table {t.name!r} has {t.rows} rows in chunks of {t.chunk_rows}, the first number {t.first_chunk}")
+        raise SegmentError(
+            f"table {t.name!r} has {t.rows} rows in chunks of {t.chunk_rows}, the first number "
+            f"{t.first_chunk}"
+        )
     check_ids(t)
 
 
@@ -303,27 +341,41 @@ def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
         raise SegmentError("a feature has a name, table, pooling or output of the wrong type")
     if f.table not in tables or f.pooling not in {p.label for p in Pooling} or f.output not in OUTPUTS:
         raise SegmentError(
-            f"feature {f.name[:60]!r} reads table {f.table[:60]!r}, pooled by {f.pooling[:60]!r} as {f.output[:60]!r}"
+            f"feature {f.name[:60]!r} reads table {f.table[:60]!r}, pooled by {f.pooling[:60]!r} as "
+            f"{f.output[:60]!r}"
         )
 
 
 def _check_change(c: Change) -> None:
     numbers, times = (c.sequence, c.below, c.changed), (c.made_at, c.applied_at)
-    is_wrong = not all(type(n) is int and n >= 0 for n in numbers) or not all(type(t) in (int, float) for t in times)
+    is_wrong = not all(type(n) is int and n >= 0 for n in numbers) or not all(
+        type(t) in (int, float) for t in times
+    )
     if is_wrong or c.below >= max(1, c.sequence) or not isinstance(c.positions, dict):
-        raise SegmentError(f"the delta has sequence {str(c.sequence)[:30]} over {str(c.below)[:30]}, or a time that is no number")
+        raise SegmentError(
+            f"the delta has sequence {str(c.sequence)[:30]} over {str(c.below)[:30]}, or a time that is no "
+            "number"
+        )
     if not all(isinstance(name, str) and isinstance(at, str) for name, at in c.positions.items()):
         raise SegmentError("the delta has a position that is no text")
 
 
 def _check_owner(o: Owner) -> None:
     numbers = (o.version, o.number, o.owners)
-    if not isinstance(o.model, str) or not all(type(n) is int for n in numbers) or not 0 <= o.number < o.owners:
+    if (
+        not isinstance(o.model, str)
+        or not all(type(n) is int for n in numbers)
+        or not 0 <= o.number < o.owners
+    ):
         raise SegmentError(f"the segment is that of owner {str(o.number)[:30]} of {str(o.owners)[:30]}")
 
 
 def _check_scorer(s: StoredScorer, features: tuple[FeatureSpec, ...], size: int) -> None:
-    if not all(type(n) is int for n in (s.offset, s.bytes, s.checksum)) or s.kind not in ("dot", "cosine", "program"):
+    if not all(type(n) is int for n in (s.offset, s.bytes, s.checksum)) or s.kind not in (
+        "dot",
+        "cosine",
+        "program",
+    ):
         raise SegmentError(f"the scorer is of kind {str(s.kind)[:60]!r}, or its place is no number")
     _check_place("the scorer", s.offset, s.bytes, size)
     pooled = {f.name for f in features if f.pooling != "none"}
@@ -334,6 +386,8 @@ def _check_scorer(s: StoredScorer, features: tuple[FeatureSpec, ...], size: int)
             or not isinstance(i.name, str)
             or (i.feature is not None and i.feature not in pooled)
         ):
-            raise SegmentError(f"the scorer takes {str(i.name)[:60]!r}, which is no pooled feature and no dense tensor")
+            raise SegmentError(
+                f"the scorer takes {str(i.name)[:60]!r}, which is no pooled feature and no dense tensor"
+            )
     if s.kind != "program" and len(s.inputs) != 2:
         raise SegmentError(f"a scorer of kind {s.kind!r} takes two features, not {len(s.inputs)}")

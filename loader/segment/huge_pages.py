@@ -1,7 +1,8 @@
 """Files of a hugetlbfs, whose memory consists of huge pages alone (2 MiB or 1 GiB, as it was mounted).
 
-Such a file is read and mapped like any other, with these differences. Its size is a multiple of the page. write(2) is refused, so
-it is written through a mapping. What is free are the pages that the administrator set aside:
+Such a file is read and mapped like any other, with these differences. Its size is a multiple of the page.
+write(2) is refused, so it is written through a mapping. What is free are the pages that the administrator set
+aside:
 
     echo 64 > /sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages
     mount -t hugetlbfs -o pagesize=1G none /mnt/huge
@@ -24,9 +25,12 @@ _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 def huge_page_bytes(where: int | Path) -> int:
-    """The page size of the hugetlbfs of a file (a descriptor) or a folder; 0: it is on another file system."""
+    """The page size of the hugetlbfs of a file (a descriptor) or a folder; 0: it is on another file
+    system."""
     found = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
-    failed = _libc.fstatfs(where, found) if isinstance(where, int) else _libc.statfs(os.fsencode(where), found)
+    failed = (
+        _libc.fstatfs(where, found) if isinstance(where, int) else _libc.statfs(os.fsencode(where), found)
+    )
     if failed:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(where))

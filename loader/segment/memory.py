@@ -1,9 +1,10 @@
 """Files in shared memory, mapped so that the kernel can use 2 MiB pages for them.
 
-`reserve` takes all the bytes of a new file at once, so that no later write can die of SIGBUS. It touches one page of every
-2 MiB and then asks for MADV_COLLAPSE (kernel 6.1): that allocates the huge page almost empty, which takes a twentieth of the
-time of collapsing a full one (docs/log.md). A kernel or a file system that refuses leaves small pages, no error. A file of a
-hugetlbfs has the pages of that file system from the start (loader.segment.huge_pages).
+`reserve` takes all the bytes of a new file at once, so that no later write can die of SIGBUS. It touches one
+page of every 2 MiB and then asks for MADV_COLLAPSE (kernel 6.1): that allocates the huge page almost empty,
+which takes a twentieth of the time of collapsing a full one (docs/log.md). A kernel or a file system that
+refuses leaves small pages, no error. A file of a hugetlbfs has the pages of that file system from the start
+(loader.segment.huge_pages).
 """
 
 import contextlib
@@ -51,7 +52,8 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, 
 
 
 class _Mapped:
-    """Memory that is unmapped when the last array over it is gone. _span: (address, bytes) of all that was reserved."""
+    """Memory that is unmapped when the last array over it is gone. _span: (address, bytes) of all that was
+    reserved."""
 
     _span: tuple[int, int]
 
@@ -99,7 +101,8 @@ class Mapping(_Mapped):
         self._show(address, size, writable)
 
     def collapse(self) -> bool:
-        """Asks for 2 MiB pages, on all cores; False where the kernel refuses (some part may still have got them)."""
+        """Asks for 2 MiB pages, on all cores; False where the kernel refuses (some part may still have got
+        them)."""
         pages = self.size // HUGE_PAGE_BYTES
         threads = max(1, min(len(os.sched_getaffinity(0)), pages // _PAGES_A_THREAD))
         bounds = [pages * t // threads * HUGE_PAGE_BYTES for t in range(threads + 1)]
@@ -132,7 +135,10 @@ class Mapping(_Mapped):
         return self
 
     def __reduce__(self) -> Any:
-        raise TypeError("a mapping of shared memory is not pickled; pickle the Segment, which is attached again, or its path")
+        raise TypeError(
+            "a mapping of shared memory is not pickled; pickle the Segment, which is attached again, or its "
+            "path"
+        )
 
 
 class MappedWindow(_Mapped):
@@ -155,7 +161,9 @@ class MappedWindow(_Mapped):
         places = range(-(-(start + guard) // page) * page, start + span, page)
         at = next((p for p in places[:tried] if (p + offset - first - origin) % step == 0), None)
         if at is None:
-            raise ValueError(f"no page lies a multiple of {step} bytes away from {origin:#x}, at {offset} of a file")
+            raise ValueError(
+                f"no page lies a multiple of {step} bytes away from {origin:#x}, at {offset} of a file"
+            )
         _mmap(at, length, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, first)
         self._show(at + offset - first, size, False)
 
@@ -198,7 +206,8 @@ def available_bytes(where: Path) -> int:
 def _no_space(size: int, free: int, where: Path) -> NoSpace:
     if page := huge_page_bytes(where):
         return NoSpace(
-            f"{where} has {free:,} bytes of free huge pages, the segment needs {size:,}; remove old versions (tableside gc), or "
+            f"{where} has {free:,} bytes of free huge pages, the segment needs {size:,}; remove old versions "
+            "(tableside gc), or "
             f"set more pages aside: /sys/kernel/mm/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
         )
     return NoSpace(

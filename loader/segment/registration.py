@@ -1,7 +1,9 @@
-"""A segment registered with CUDA (`cudaHostRegister`): page-locked where it lies, so that every GPU of this process reads it in
-place and copies it at the speed of the bus. Nothing is copied, and other processes that register the same pages share them.
+"""A segment registered with CUDA (`cudaHostRegister`): page-locked where it lies, so that every GPU of this
+process reads it in place and copies it at the speed of the bus. Nothing is copied, and other processes that
+register the same pages share them.
 
-A registration belongs to one process. It is undone when the last view of it is gone, and before the segment is unmapped.
+A registration belongs to one process. It is undone when the last view of it is gone, and before the segment
+is unmapped.
 """
 
 import fcntl
@@ -39,7 +41,9 @@ class Registration:
     meanwhile: they register one by one.
     """
 
-    def __init__(self, segment: Segment, device: Any, cudart: Any = None, read_only: bool | None = None) -> None:
+    def __init__(
+        self, segment: Segment, device: Any, cudart: Any = None, read_only: bool | None = None
+    ) -> None:
         self.segment, self.device = segment, device
         self.address, self.size = segment.mapping.address, segment.size
         if cudart is None:
@@ -56,9 +60,12 @@ class Registration:
         self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping)
 
     def view(self, offset: int, size: int) -> torch.Tensor:
-        """Bytes [offset, offset + size) of the segment as uint8 [size] on the device; never to be written to."""
+        """Bytes [offset, offset + size) of the segment as uint8 [size] on the device; never to be written
+        to."""
         if not 0 <= offset <= offset + size <= self.size:
-            raise RegistrationError(f"bytes [{offset}, {offset + size}) do not lie in the segment's {self.size}")
+            raise RegistrationError(
+                f"bytes [{offset}, {offset + size}) do not lie in the segment's {self.size}"
+            )
         return tensor_over(self.address + offset, size, torch.device(self.device), self)
 
     def close(self) -> None:
@@ -73,7 +80,8 @@ def _unregister(cudart: Any, mapping: Mapping) -> None:
 
 
 def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
-    """On a thread: unlocking the pages of 100 GB takes seconds, and the last reference may go in the middle of a request."""
+    """On a thread: unlocking the pages of 100 GB takes seconds, and the last reference may go in the
+    middle of a request."""
     thread = threading.Thread(target=_unregister, args=(cudart, mapping), name="tableside-unregister")
     try:
         thread.start()
@@ -85,7 +93,8 @@ def _runtime(device: Any) -> Any:
     """torch's binding of the CUDA runtime, with a context on the device; RegistrationError: there is none."""
     if not torch.cuda.is_available():
         raise RegistrationError(
-            f"{device} was asked for, and torch {torch.__version__} finds no CUDA device here; check the driver (nvidia-smi), "
+            f"{device} was asked for, and torch {torch.__version__} finds no CUDA device here; check the "
+            "driver (nvidia-smi), "
             "that torch was built for CUDA, and docker run --gpus"
         )
     torch.cuda.set_device(device)
@@ -105,7 +114,11 @@ def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]
         deadline = time.monotonic() + wait_s
         while not _has_turn(fd):
             if time.monotonic() >= deadline:
-                logger.warning("%s is locked for more than %g s; it is registered beside that process", segment.path, wait_s)
+                logger.warning(
+                    "%s is locked for more than %g s; it is registered beside that process",
+                    segment.path,
+                    wait_s,
+                )
                 break
             time.sleep(0.005)
         yield
@@ -131,7 +144,8 @@ def _explain(code: int, segment: Segment, is_read_only: bool) -> str:
         soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,} bytes"
         return (
-            f"{what}: they could not be page-locked, the limit is {limit}; raise it (ulimit -l unlimited, docker run --ulimit "
+            f"{what}: they could not be page-locked, the limit is {limit}; raise it (ulimit -l unlimited, "
+            "docker run --ulimit "
             "memlock=-1), free host memory, or serve with --placement hbm or host"
         )
     if code in (_INVALID_VALUE, _NOT_SUPPORTED) and not is_read_only:

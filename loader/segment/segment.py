@@ -14,8 +14,8 @@
     ...             the id index of each table of raw ids (loader.segment.stored, quant.rows.ids) at its `offset`, a multiple of 4096
     ...             the scorer's program, where there is one, at its `offset`, a multiple of 4096
 
-A table's chunk is `chunk_rows` rows, the last one fewer. What the format does not do: compress, or survive a change of
-machine byte order.
+A table's chunk is `chunk_rows` rows, the last one fewer. What the format does not do: compress, or survive a
+change of machine byte order.
 """
 
 import os
@@ -52,14 +52,16 @@ Verify = Literal["full", "header"]
 class SegmentWriter:
     """A new segment at `path`, all bytes reserved, invisible as a version until `seal` and a rename.
 
-    Caller: writes every chunk of `header.stored` once with `rows` and `finish_chunk` (any thread), then `seal`.
-    program: the archive of `header.scorer`. fd: an open, empty file at `path`, closed by this object; None: one is made there.
-    NoSpace: nothing stays at `path` but an empty file.
+    Caller: writes every chunk of `header.stored` once with `rows` and `finish_chunk` (any thread), then
+    `seal`. program: the archive of `header.scorer`. fd: an open, empty file at `path`, closed by this object;
+    None: one is made there. NoSpace: nothing stays at `path` but an empty file.
     """
 
     def __init__(self, path: Path, header: Header, program: bytes = b"", fd: int | None = None) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) if fd is None else fd
+        self._fd = (
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) if fd is None else fd
+        )
         try:
             self.header, self._header_bytes, end = lay_out(header, program)
             self.size = align(end + len(program), huge_page_bytes(self._fd) or TABLE_ALIGNMENT_BYTES)
@@ -71,20 +73,26 @@ class SegmentWriter:
             raise
 
     def rows(self, table: StoredRows, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows [start, stop) of a table or an index of `header`, to be written: uint8 [rows, row_bytes]."""
+        """The bytes of rows [start, stop) of a table or an index of `header`, to be written: uint8 [rows,
+        row_bytes]."""
         first = table.offset + start * table.row_bytes
-        return self.mapping.bytes[first : first + (stop - start) * table.row_bytes].reshape(-1, table.row_bytes)
+        return self.mapping.bytes[first : first + (stop - start) * table.row_bytes].reshape(
+            -1, table.row_bytes
+        )
 
     def finish_chunk(self, table: StoredRows, chunk: int) -> None:
         """Takes the checksum of a chunk whose rows are all written."""
         self._checksums[table.first_chunk + chunk] = checksum(self.rows(table, *table.chunk_range(chunk)))
 
     def seal(self, load: dict[str, float]) -> Header:
-        """Writes header and checksums, then the magic; the file becomes read-only. Returns the final header."""
+        """Writes header and checksums, then the magic; the file becomes read-only. Returns the final
+        header."""
         self.header = replace(self.header, load=load)
         text = self.header.to_json()
         if len(text) > self._header_bytes:
-            raise SegmentError(f"{self.path}: the header grew to {len(text)} bytes; {self._header_bytes} were reserved")
+            raise SegmentError(
+                f"{self.path}: the header grew to {len(text)} bytes; {self._header_bytes} were reserved"
+            )
         text = text.ljust(self._header_bytes)
         sums = self._checksums.tobytes()
         data = self.mapping.bytes
@@ -106,9 +114,10 @@ class SegmentWriter:
 class Segment:
     """An attached version: mapped, never copied, valid as long as this object or a table of it lives.
 
-    fd: an open file of the segment, closed here; None: `path` is opened. SegmentError: the file is not a whole segment of this
-    format (docs/format.md lists the ways). copy.copy and copy.deepcopy give this object itself, as it never changes. A pickle
-    holds the path; unpickled, the version is attached again, or SegmentError where another file is there now.
+    fd: an open file of the segment, closed here; None: `path` is opened. SegmentError: the file is not a
+    whole segment of this format (docs/format.md lists the ways). copy.copy and copy.deepcopy give this object
+    itself, as it never changes. A pickle holds the path; unpickled, the version is attached again, or
+    SegmentError where another file is there now.
     """
 
     def __init__(self, path: Path, verify: Verify = "full", fd: int | None = None) -> None:
@@ -167,22 +176,29 @@ class Segment:
             header = Header.from_json(text)
             sums = data[PRELUDE.size + header_bytes :][: 8 * header.chunks]
         except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError) as error:
-            raise SegmentError(f"{self.path}: the header is corrupt ({error}); publish the version again") from error
+            raise SegmentError(
+                f"{self.path}: the header is corrupt ({error}); publish the version again"
+            ) from error
         if checksum(text + sums.tobytes()) != expected:
             raise SegmentError(f"{self.path}: the checksum of the header is wrong; publish the version again")
         try:
             check_header(header, PRELUDE.size + header_bytes + sums.size, self.size)
             if header.format_version > PRELUDE.unpack(prelude)[1]:
-                raise SegmentError(f"the header has what format version {header.format_version} has, the file says 1")
+                raise SegmentError(
+                    f"the header has what format version {header.format_version} has, the file says 1"
+                )
         except SegmentError as error:
             raise SegmentError(f"{self.path}: {error}; publish the version again") from None
         return header, sums.view("<u8")
 
     def content(self) -> int:
-        """What rows and scorer are, whatever the version's number and the time it was made: xxh3-64 over their checksums."""
+        """What rows and scorer are, whatever the version's number and the time it was made: xxh3-64 over
+        their checksums."""
         h = self.header
         tables = [(t.name, t.row_format, t.dim, t.rows, *((t.ids,) if t.ids else ())) for t in h.tables]
-        what = repr((h.model, tables, h.features, h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum)))
+        what = repr(
+            (h.model, tables, h.features, h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum))
+        )
         return checksum(what.encode() + self._checksums.tobytes())
 
     def program(self) -> bytes:
@@ -191,7 +207,10 @@ class Segment:
         assert scorer is not None
         data = self.mapping.bytes[scorer.offset : scorer.offset + scorer.bytes].tobytes()
         if checksum(data) != scorer.checksum:
-            raise SegmentError(f"{self.path}: the checksum of the scorer is wrong; activate another version, or publish it again")
+            raise SegmentError(
+                f"{self.path}: the checksum of the scorer is wrong; activate another version, or publish it "
+                "again"
+            )
         return data
 
     def _table(self, t: StoredTable) -> Table:
@@ -221,18 +240,21 @@ class Segment:
         return f"the id index of table {owner!r}"
 
     def verify(self, threads: int = 1) -> None:
-        """Reads every row, with so many threads; SegmentError names the first chunk whose bytes changed since it was written."""
+        """Reads every row, with so many threads; SegmentError names the first chunk whose bytes changed
+        since it was written."""
         if self.header.scorer:
             self.program()
         self._check(list(self.chunks()), threads)
 
     def verify_indexes(self) -> None:
-        """As `verify`, of what is followed when rows are looked up, and not of rows: damaged rows give wrong vectors, a damaged
-        id index may lead anywhere."""
+        """As `verify`, of what is followed when rows are looked up, and not of rows: damaged rows give
+        wrong vectors, a damaged id index may lead anywhere."""
         self._check([chunk for chunk in self.chunks() if not isinstance(chunk[0], StoredTable)])
 
     def _check(self, chunks: Sequence[tuple[StoredRows, int, int]], threads: int = 1) -> None:
-        parts = [chunks[len(chunks) * n // threads : len(chunks) * (n + 1) // threads] for n in range(threads)]
+        parts = [
+            chunks[len(chunks) * n // threads : len(chunks) * (n + 1) // threads] for n in range(threads)
+        ]
         if threads == 1:
             found = [self._first_corrupt(chunks)]
         else:
@@ -244,7 +266,9 @@ class Segment:
                 "were written; activate another version, or publish this one again"
             )
 
-    def _first_corrupt(self, chunks: Sequence[tuple[StoredRows, int, int]]) -> tuple[StoredRows, int, int] | None:
+    def _first_corrupt(
+        self, chunks: Sequence[tuple[StoredRows, int, int]]
+    ) -> tuple[StoredRows, int, int] | None:
         return next((chunk for chunk in chunks if not self.is_whole(*chunk)), None)
 
 
@@ -254,32 +278,46 @@ def _attach_again(path: Path, content: int) -> Segment:
 
 
 def unpickled(path: Path, content: int, attach: Callable[[], Segment]) -> Segment:
-    """What `attach` makes of a pickle's path. SegmentError: it is gone, or has other rows than `content` said."""
+    """What `attach` makes of a pickle's path. SegmentError: it is gone, or has other rows than `content`
+    said."""
     try:
         segment = attach()
     except FileNotFoundError as error:
         raise SegmentError(
-            f"{error.filename or path}: the pickled segment is no longer published; publish it again, or pickle a later one"
+            f"{error.filename or path}: the pickled segment is no longer published; publish it again, or "
+            "pickle a later one"
         ) from error
     if segment.content() != content:
-        raise SegmentError(f"{path}: another version was published there since the segment was pickled; pickle it again")
+        raise SegmentError(
+            f"{path}: another version was published there since the segment was pickled; pickle it again"
+        )
     return segment
 
 
 def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
     """Bytes of the header, after checking what can be checked without mapping."""
     if len(prelude) < PRELUDE.size:
-        raise SegmentError(f"{path}: {len(prelude)} bytes are too few for a segment; it was truncated or never written")
+        raise SegmentError(
+            f"{path}: {len(prelude)} bytes are too few for a segment; it was truncated or never written"
+        )
     magic, version, header_bytes, recorded, _ = PRELUDE.unpack(prelude)
     if magic != MAGIC:
-        raise SegmentError(f"{path}: expected the magic {MAGIC!r}, found {magic!r}; this is not a finished segment")
+        raise SegmentError(
+            f"{path}: expected the magic {MAGIC!r}, found {magic!r}; this is not a finished segment"
+        )
     if not 1 <= version <= FORMAT_VERSION:
         raise SegmentError(
-            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish it again with this "
+            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish "
+            "it again with this "
             "release"
         )
     if recorded != size:
-        raise SegmentError(f"{path}: the file has {size} bytes, its header says {recorded}; it was truncated, publish it again")
+        raise SegmentError(
+            f"{path}: the file has {size} bytes, its header says {recorded}; it was truncated, publish it "
+            "again"
+        )
     if PRELUDE.size + header_bytes > size:
-        raise SegmentError(f"{path}: a header of {header_bytes} bytes does not fit in {size}; publish it again")
+        raise SegmentError(
+            f"{path}: a header of {header_bytes} bytes does not fit in {size}; publish it again"
+        )
     return int(header_bytes)

@@ -1,4 +1,5 @@
-"""Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the arrays of these."""
+"""Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the
+arrays of these."""
 
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,7 +21,8 @@ _POLICIES = ("error", "zero", "mean", "constant")
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of bytes in the segment. offset: bytes from the start of the file; first_chunk: index of its first checksum."""
+    """Rows of bytes in the segment. offset: bytes from the start of the file; first_chunk: index of its
+    first checksum."""
 
     rows: int
     row_bytes: int
@@ -47,7 +49,8 @@ class StoredIndex(StoredRows):
     checksummed like rows.
 
     Its parts, each at a multiple of 64: directory, pilots, the ids of the rows unless these lie in the rows'
-    padding, a bit for each row if any was backfilled, and of a delta its filter and marks (`quant.rows.overlay`).
+    padding, a bit for each row if any was backfilled, and of a delta its filter and marks
+    (`quant.rows.overlay`).
 
     buckets: of the whole table; this segment has `owned` from `first_bucket` on. bucket_ids: ids of a bucket,
     or 0: by hash. slots: rows without the default row. id_at: where an id lies in its row, or -1, as in a
@@ -160,7 +163,8 @@ def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, ...]:
 def write_index(
     stored: StoredIds, index: IdIndex, data: NDArray[np.uint8], packed: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Writes directory and pilots of a new index to its bytes; returns the slots' ids and the bits, to be written."""
+    """Writes directory and pilots of a new index to its bytes; returns the slots' ids and the bits, to be
+    written."""
     assert stored.index is not None
     directory, pilots, ids, bits = index_parts(stored.index, data, stored.has_bits)
     directory[:] = index.directory.reshape(-1).view(np.uint8)
@@ -175,8 +179,11 @@ def _kept_ids(index: StoredIndex, ids: NDArray[np.uint8], packed: NDArray[np.uin
     return np.ndarray((index.slots,), "<i8", packed.reshape(-1), index.id_at, (packed.shape[1],))
 
 
-def id_index(index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uint8], has_backfilled: bool) -> IdIndex:
-    """An index over its bytes and the table's rows, uint8 [rows, row_bytes]. Its directory is taken as it is."""
+def id_index(
+    index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uint8], has_backfilled: bool
+) -> IdIndex:
+    """An index over its bytes and the table's rows, uint8 [rows, row_bytes]. Its directory is taken as it
+    is."""
     directory, pilots, ids, bits = index_parts(index, data, has_backfilled)
     return IdIndex(
         directory.view("<i8").reshape(-1, len(DirectoryField._fields)),
@@ -208,39 +215,76 @@ def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.u
     first = index.directory[:, 0]
     steps = np.diff(first)
     seeds = index.directory[:, 1]
-    is_outside = first[0] != 0 or first[-1] != stored.slots or (steps < 0).any() or (steps >= LARGEST_SLOTS).any()
+    is_outside = (
+        first[0] != 0 or first[-1] != stored.slots or (steps < 0).any() or (steps >= LARGEST_SLOTS).any()
+    )
     if is_outside or (seeds < 0).any() or (seeds >= LARGEST_SEED).any():
-        raise SegmentError(f"the id index of table {table.name!r} points outside the table, or has a seed of more than 32 bits")
+        raise SegmentError(
+            f"the id index of table {table.name!r} points outside the table, or has a seed of more than 32 "
+            "bits"
+        )
     return RowMap(ids.count, ids.default_row, index)
 
 
 def check_ids(t: StoredTable) -> None:
-    """SegmentError: what a header says of a table's ids cannot be. The place of the index in the file is not looked at."""
+    """SegmentError: what a header says of a table's ids cannot be. The place of the index in the file is
+    not looked at."""
     ids, what = t.ids, f"table {t.name!r}"
     if ids is None:
         return
     numbers = (ids.count, ids.first, ids.backfilled, ids.deleted)
-    is_outside = not all(type(n) is int for n in numbers) or not 0 <= max(ids.backfilled, ids.deleted) <= ids.count
+    is_outside = (
+        not all(type(n) is int for n in numbers) or not 0 <= max(ids.backfilled, ids.deleted) <= ids.count
+    )
     if is_outside or min(ids.backfilled, ids.deleted) != 0 or not isinstance(ids.missing, str):
-        raise SegmentError(f"{what} has ids with a number of the wrong type, or more of them backfilled than there are")
+        raise SegmentError(
+            f"{what} has ids with a number of the wrong type, or more of them backfilled than there are"
+        )
     if ids.default_row is not None and (type(ids.default_row) is not int or ids.default_row != t.rows - 1):
-        raise SegmentError(f"{what} has default row {str(ids.default_row)[:30]}; expected the last one, {t.rows - 1}")
+        raise SegmentError(
+            f"{what} has default row {str(ids.default_row)[:30]}; expected the last one, {t.rows - 1}"
+        )
     if ids.index is None:
-        if not -(2**63) <= ids.first <= 2**63 - ids.count or ids.count != t.rows - (ids.default_row is not None):
+        if not -(2**63) <= ids.first <= 2**63 - ids.count or ids.count != t.rows - (
+            ids.default_row is not None
+        ):
             raise SegmentError(f"{what} has {ids.count} ids from {ids.first} on in {t.rows} rows")
         return
     index = ids.index
-    named = (index.rows, index.row_bytes, index.offset, index.chunk_rows, index.first_chunk, index.buckets, index.bucket_ids)
+    named = (
+        index.rows,
+        index.row_bytes,
+        index.offset,
+        index.chunk_rows,
+        index.first_chunk,
+        index.buckets,
+        index.bucket_ids,
+    )
     more = (index.first_bucket, index.owned, index.slots, index.filter_words, index.marked)
     if not all(type(n) is int and n >= 0 for n in (*named, *more)) or type(index.id_at) is not int:
         raise SegmentError(f"the id index of {what} has a number of the wrong type")
-    if not 1 <= index.buckets <= LARGEST_BUCKETS or index.buckets & (index.buckets - 1) or index.bucket_ids >= 2**63:
+    if (
+        not 1 <= index.buckets <= LARGEST_BUCKETS
+        or index.buckets & (index.buckets - 1)
+        or index.bucket_ids >= 2**63
+    ):
         raise SegmentError(f"the id index of {what} has {index.buckets} buckets; expected a power of two")
     if index.first_bucket + index.owned > index.buckets or index.owned < 1:
-        raise SegmentError(f"the id index of {what} holds buckets [{index.first_bucket}, +{index.owned}) of {index.buckets}")
+        raise SegmentError(
+            f"the id index of {what} holds buckets [{index.first_bucket}, +{index.owned}) of {index.buckets}"
+        )
     if index.marked and not index.slots:
-        raise SegmentError(f"the id index of {what} has marks of {index.marked} row numbers, and no slot that they could lead to")
+        raise SegmentError(
+            f"the id index of {what} has marks of {index.marked} row numbers, and no slot that they could "
+            "lead to"
+        )
     expected = plan_index(RowFormat.parse(t.row_format), t.dim, index.slots, index.buckets, index.bucket_ids, index.first_bucket,
                           index.owned, ids.has_bits, index.filter_words, index.marked)  # fmt: skip
-    if index.slots != t.rows - 1 or ids.count > index.slots or replace(index, offset=0, first_chunk=0) != expected:
-        raise SegmentError(f"the id index of {what} does not fit {ids.count} ids in {index.slots} slots of {t.rows} rows")
+    if (
+        index.slots != t.rows - 1
+        or ids.count > index.slots
+        or replace(index, offset=0, first_chunk=0) != expected
+    ):
+        raise SegmentError(
+            f"the id index of {what} does not fit {ids.count} ids in {index.slots} slots of {t.rows} rows"
+        )

@@ -1,10 +1,13 @@
-"""Resharding: a version of a model becomes one model for each of several owners, or owners' models become others, or one whole.
+"""Resharding: a version of a model becomes one model for each of several owners, or owners' models become
+others, or one whole.
 
-Owner k of n of the model `ads` is the model `ads-owner-k-of-n`: a whole segment, which is served, activated and removed as any
-other. It finds the ids of its share (loader.shards.shares); every other id is missing for it, and becomes what the model says of
-missing ids. Of n owners exactly one finds an id that the model has. Features and scorer are those of the model.
+Owner k of n of the model `ads` is the model `ads-owner-k-of-n`: a whole segment, which is served, activated
+and removed as any other. It finds the ids of its share (loader.shards.shares); every other id is missing for
+it, and becomes what the model says of missing ids. Of n owners exactly one finds an id that the model has.
+Features and scorer are those of the model.
 
-All segments are written before the first one is published. While that happens, shared memory holds the tables twice.
+All segments are written before the first one is published. While that happens, shared memory holds the tables
+twice.
 """
 
 import re
@@ -61,7 +64,9 @@ def owner_names(model: str, owners: int) -> list[str]:
     return [model] if owners == 1 else [f"{model}-owner-{number}-of-{owners}" for number in range(owners)]
 
 
-def reshard(root: Path, name: str, owners: int, settings: ReshardSettings = ReshardSettings()) -> ReshardResult:
+def reshard(
+    root: Path, name: str, owners: int, settings: ReshardSettings = ReshardSettings()
+) -> ReshardResult:
     """Publishes a version of model `name` as `owners` models; for one owner, as a new version of the model
     itself.
 
@@ -71,7 +76,8 @@ def reshard(root: Path, name: str, owners: int, settings: ReshardSettings = Resh
     """
     if owners < 1 or settings.from_owners < 1 or owners == settings.from_owners:
         raise ModelError(
-            f"model {name!r} from {settings.from_owners} to {owners} owners; expected two numbers that differ, of 1 or more"
+            f"model {name!r} from {settings.from_owners} to {owners} owners; expected two numbers that "
+            "differ, of 1 or more"
         )
     segments = _attached(root, name, settings)
     shares = {t.name: shares_of(parts_of(segments, t.name), owners) for t in segments[0].header.tables}
@@ -104,7 +110,8 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
         check_bare(model, segment.header.version, "reshard")
         if (owner := segment.header.owner) is not None:
             raise VersionError(
-                f"{segment.path} is owner {owner.number} of {owner.owners} of model {owner.model!r}; name that model: "
+                f"{segment.path} is owner {owner.number} of {owner.owners} of model {owner.model!r}; name "
+                "that model: "
                 f"tableside reshard {owner.model} --from {owner.owners}"
             )
         return [segment]
@@ -117,8 +124,10 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
         version = 0 if first is None else first.version
         if segment.header.owner != Owner(name, version, number, settings.from_owners):
             raise VersionError(
-                f"{segment.path} holds {_described(segment.header)}; expected owner {number} of {settings.from_owners} of "
-                f"version {version} of {name!r}, as {segments[0].path} does; say which with --version, or reshard it again"
+                f"{segment.path} holds {_described(segment.header)}; expected owner {number} of "
+                f"{settings.from_owners} of "
+                f"version {version} of {name!r}, as {segments[0].path} does; say which with --version, or "
+                "reshard it again"
             )
     return segments
 
@@ -134,7 +143,8 @@ def _check_owners(root: Path, name: str, settings: ReshardSettings) -> None:
     there = ["the whole model (--from 1)"] if name in published else []
     there += [f"{here} of {owners} owners (--from {owners})" for owners, here in sorted(counts.items())]
     raise VersionError(
-        f"{lacking[0]!r} is not published in {root}; of model {name!r} there is: {', '.join(there) or 'nothing'}; say with "
+        f"{lacking[0]!r} is not published in {root}; of model {name!r} there is: "
+        f"{', '.join(there) or 'nothing'}; say with "
         "--from how many owners hold it now"
     )
 
@@ -147,7 +157,9 @@ def _number(model: Model, version: int | None) -> int | None:
         owner = model.attach(number, "header").header.owner
         if owner is not None and owner.version == version:
             return number
-    raise VersionError(f"model {model.name!r} in {model.root} has nothing of version {version}; reshard that version first")
+    raise VersionError(
+        f"model {model.name!r} in {model.root} has nothing of version {version}; reshard that version first"
+    )
 
 
 def _described(header: Header) -> str:
@@ -157,7 +169,9 @@ def _described(header: Header) -> str:
     return f"owner {owner.number} of {owner.owners} of version {owner.version} of {owner.model!r}"
 
 
-def _write(source: Segment, shares: dict[str, Share], model: Model, version: int, owner: Owner | None) -> Holding:
+def _write(
+    source: Segment, shares: dict[str, Share], model: Model, version: int, owner: Owner | None
+) -> Holding:
     """Writes and seals what one owner has. Caller holds the model's load lock."""
     started = time.monotonic()
     header = _plan(source.header, shares, model.name, version, owner)
@@ -166,7 +180,9 @@ def _write(source: Segment, shares: dict[str, Share], model: Model, version: int
     try:
         for table in writer.header.tables:
             copy_share(writer, table, shares[table.name])
-        sealed = writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(writer.header.table_bytes)})
+        sealed = writer.seal(
+            {"seconds": time.monotonic() - started, "source_bytes": float(writer.header.table_bytes)}
+        )
     finally:
         writer.close()
     return _holding(sealed, writer.size)

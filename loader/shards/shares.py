@@ -1,9 +1,10 @@
 """What each owner has of a table, and how it is copied out of the segments that have parts of it.
 
-Of n owners, owner k has buckets [B k // n, B (k + 1) // n) of a table of B buckets, and rows [R k // n, R (k + 1) // n) of a
-table of R dense ids; each has the default row. Rows, pilots, kept ids and backfilled bits are copied as bytes: no row is read as
-numbers, and no index is built. Only the first rows in the directory change, by where the share begins, and so where pilots and
-bits lie. What is between the pilots of two buckets stays zero.
+Of n owners, owner k has buckets [B k // n, B (k + 1) // n) of a table of B buckets, and rows [R k // n, R (k
++ 1) // n) of a table of R dense ids; each has the default row. Rows, pilots, kept ids and backfilled bits are
+copied as bytes: no row is read as numbers, and no index is built. Only the first rows in the directory
+change, by where the share begins, and so where pilots and bits lie. What is between the pilots of two buckets
+stays zero.
 """
 
 from collections.abc import Sequence
@@ -46,12 +47,15 @@ class TablePart:
     @property
     def has_default(self) -> bool:
         """Whether its last row is of no id: where ids are raw there always is one."""
-        return self.stored.ids is not None and (self.index is not None or self.stored.ids.default_row is not None)
+        return self.stored.ids is not None and (
+            self.index is not None or self.stored.ids.default_row is not None
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class RowRun:
-    """Rows [start, stop) of a part, and of raw ids buckets [first_bucket, end_bucket), both counted from the part's first."""
+    """Rows [start, stop) of a part, and of raw ids buckets [first_bucket, end_bucket), both counted from
+    the part's first."""
 
     part: TablePart
     start: int
@@ -77,13 +81,15 @@ class Share:
 
 
 def parts_of(segments: Sequence[Segment], name: str) -> list[TablePart]:
-    """A table in the segments that hold it together, in order. SegmentError: these are not parts of one table."""
+    """A table in the segments that hold it together, in order. SegmentError: these are not parts of one
+    table."""
     parts = []
     for segment in segments:
         stored = next((t for t in segment.header.tables if t.name == name), None)
         if stored is None:
             raise SegmentError(
-                f"{segment.path} has no table {name!r}; expected every owner to have each; reshard the model again"
+                f"{segment.path} has no table {name!r}; expected every owner to have each; reshard the model "
+                "again"
             )
         row_map = segment.tables[name].row_map
         parts.append(TablePart(stored, segment.tables[name].packed, row_map.index if row_map else None))
@@ -92,7 +98,9 @@ def parts_of(segments: Sequence[Segment], name: str) -> list[TablePart]:
     index = parts[0].index
     is_cut = is_cut or (index is not None and (parts[0].first, parts[-1].end) != (0, index.buckets))
     if len(kinds) > 1 or is_cut:
-        raise SegmentError(f"table {name!r} is not of one piece in {len(parts)} segments; reshard the model again")
+        raise SegmentError(
+            f"table {name!r} is not of one piece in {len(parts)} segments; reshard the model again"
+        )
     return parts
 
 
@@ -106,11 +114,19 @@ def _kind(part: TablePart) -> tuple[object, ...]:
 
 
 def shares_of(parts: Sequence[TablePart], owners: int) -> list[Share]:
-    """What each of so many owners has. ModelError: there would be owners without a row. SegmentError: ids are lost on the way."""
+    """What each of so many owners has. ModelError: there would be owners without a row. SegmentError: ids
+    are lost on the way."""
     shares = [_cut(parts, number, owners) for number in range(owners)]
-    name, before, after = parts[0].stored.name, sum(p.stored.id_count for p in parts), sum(s.id_count for s in shares)
+    name, before, after = (
+        parts[0].stored.name,
+        sum(p.stored.id_count for p in parts),
+        sum(s.id_count for s in shares),
+    )
     if before != after:
-        raise SegmentError(f"table {name!r} has {before} ids by its header, {after} by its directory; publish the version again")
+        raise SegmentError(
+            f"table {name!r} has {before} ids by its header, {after} by its directory; publish the version "
+            "again"
+        )
     return shares
 
 
@@ -119,11 +135,13 @@ def _cut(parts: Sequence[TablePart], number: int, owners: int) -> Share:
     stored = parts[0].stored
     if index is not None and owners > size:
         raise ModelError(
-            f"table {stored.name!r} has {size} buckets; expected at most as many owners, or more buckets in model.toml"
+            f"table {stored.name!r} has {size} buckets; expected at most as many owners, or more buckets in "
+            "model.toml"
         )
     if not parts[0].has_default and owners > size:
         raise ModelError(
-            f"table {stored.name!r} has {size} rows, and some of {owners} owners would have none; expected at most {size} "
+            f"table {stored.name!r} has {size} rows, and some of {owners} owners would have none; expected "
+            f"at most {size} "
             "owners, or a policy for missing ids in model.toml"
         )
     start, stop = first + size * number // owners, first + size * (number + 1) // owners
@@ -152,7 +170,9 @@ def _dense_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: in
     if is_plain and count == size and not backfilled:
         return Share(rows, None, runs, None)
     missing = "error" if ids is None else ids.missing
-    return Share(rows, StoredIds(count, missing, None if default is None else count, start, here), runs, default)
+    return Share(
+        rows, StoredIds(count, missing, None if default is None else count, start, here), runs, default
+    )
 
 
 def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int, stop: int) -> Share:
@@ -162,7 +182,9 @@ def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int,
     count = sum(int(ids_in(np.diff(_entries(run)[:, 0])).sum()) for run in runs)
     backfilled = sum(_count_bits(run) for run in runs)
     row_format = RowFormat.parse(stored.row_format)
-    planned = plan_index(row_format, stored.dim, slots, index.buckets, index.bucket_ids, start, stop - start, backfilled > 0)
+    planned = plan_index(
+        row_format, stored.dim, slots, index.buckets, index.bucket_ids, start, stop - start, backfilled > 0
+    )
     default_row = None if stored.ids.default_row is None else slots
     ids = StoredIds(count, stored.ids.missing, default_row, 0, backfilled, planned)
     return Share(slots + 1, ids, runs, parts[0].packed[-1:])
@@ -213,7 +235,8 @@ def _copy_index(parts: list[NDArray[np.uint8]], has_kept_ids: bool, share: Share
 
 
 def _copy_pilots(run: RowRun, out: NDArray[np.uint8], row: int, bucket: int) -> None:
-    """The pilots of a run to those of a share, in which its rows begin at `row` and its buckets at `bucket`."""
+    """The pilots of a run to those of a share, in which its rows begin at `row` and its buckets at
+    `bucket`."""
     assert run.part.index is not None
     pilots, firsts = run.part.index.pilots, _entries(run)[:, 0].tolist()
     for n, (first, end) in enumerate(pairwise(firsts)):

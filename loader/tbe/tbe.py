@@ -1,10 +1,12 @@
 """FBGEMM inference modules over a segment: initialised without weights, then handed a view of the rows.
 
-The idea is FBGEMM's pull request 5640 (`weight_init_device`), which is not in a release: weights are allocated on another
-device than the metadata, or not at all, so that fp32 (or a second copy of the quantized rows) never exists on the compute
-device. Here the released module is built with everything but its weights, and `bind` points it at the segment.
+The idea is FBGEMM's pull request 5640 (`weight_init_device`), which is not in a release: weights are
+allocated on another device than the metadata, or not at all, so that fp32 (or a second copy of the quantized
+rows) never exists on the compute device. Here the released module is built with everything but its weights,
+and `bind` points it at the segment.
 
-A bound module is copied without its rows: copies share the segment. Its pickle holds the segment's path, and attaches it again.
+A bound module is copied without its rows: copies share the segment. Its pickle holds the segment's path, and
+attaches it again.
 """
 
 import ctypes
@@ -46,12 +48,13 @@ def init_tbe(
     half: bool = False,
     feature_tables: Sequence[int] | None = None,
 ) -> Any:
-    """An IntNBitTableBatchedEmbeddingBagsCodegen with its metadata on `device` and its weights on `weight_init_device`.
+    """An IntNBitTableBatchedEmbeddingBagsCodegen with its metadata on `device` and its weights on
+    `weight_init_device`.
 
-    meta: no weight is allocated. cpu: zeros, to be filled by the caller through `split_embedding_weights`. None: FBGEMM's own
-    allocation on `device`. Until `bind` or `place`, a forward pass with weights elsewhere than `device` is a LoaderError.
-    feature_tables: the table of each feature, by its index; None: each table has one. LoaderError: another weight_init_device.
-    MissingBackend: torch or FBGEMM is not installed.
+    meta: no weight is allocated. cpu: zeros, to be filled by the caller through `split_embedding_weights`.
+    None: FBGEMM's own allocation on `device`. Until `bind` or `place`, a forward pass with weights elsewhere
+    than `device` is a LoaderError. feature_tables: the table of each feature, by its index; None: each table
+    has one. LoaderError: another weight_init_device. MissingBackend: torch or FBGEMM is not installed.
     """
     check_pair()
     import torch
@@ -75,7 +78,8 @@ def init_tbe(
         device=device,
         output_dtype=SPARSE_TYPES[RowFormat.FP16 if half else RowFormat.FP32],
         row_alignment=ROW_ALIGNMENT_BYTES,
-        bounds_check_mode=BoundsCheckMode.NONE,  # ids are validated before; the other modes answer bad ids with row 0
+        # ids are validated before; the other modes answer bad ids with row 0
+        bounds_check_mode=BoundsCheckMode.NONE,
         fp8_exponent_bits=FP8_EXPONENT_BITS,
         fp8_exponent_bias=FP8_EXPONENT_BIAS,
     )
@@ -98,11 +102,13 @@ def fbgemm_module(
     device: str = "cpu",
     half: bool = False,
 ) -> Any:
-    """`init_tbe` and `bind` in one call: features of a segment, or its tables where no feature has the name, in this order.
+    """`init_tbe` and `bind` in one call: features of a segment, or its tables where no feature has the name,
+    in this order.
 
-    The module takes ids [n] and offsets [features × bags + 1] as FBGEMM's does, and gives [bags, total dim]. ids are row numbers
-    and are not checked. pooling: None: that of the features, which must agree; sum for tables. On a GPU the segment is
-    registered, and the module keeps the registration. LoaderError: a name, pooling or table that does not fit.
+    The module takes ids [n] and offsets [features × bags + 1] as FBGEMM's does, and gives [bags, total dim].
+    ids are row numbers and are not checked. pooling: None: that of the features, which must agree; sum for
+    tables. On a GPU the segment is registered, and the module keeps the registration. LoaderError: a name,
+    pooling or table that does not fit.
     """
     known = {f.name: f for f in segment.header.features}
     stored = {t.name: t for t in segment.header.tables}
@@ -110,21 +116,26 @@ def fbgemm_module(
     for name in names:
         if name not in stored:
             raise LoaderError(
-                f"{segment.path} has no feature or table {name!r}; it has: {', '.join(dict.fromkeys([*known, *stored]))}"
+                f"{segment.path} has no feature or table {name!r}; it has: "
+                f"{', '.join(dict.fromkeys([*known, *stored]))}"
             )
         if stored[name].ids is not None:
             raise LoaderError(
-                f"table {name!r} of {segment.path} has raw ids; FBGEMM's modules take row numbers alone, serve it instead"
+                f"table {name!r} of {segment.path} has raw ids; FBGEMM's modules take row numbers alone, "
+                "serve it instead"
             )
     if pooling is None:
         poolings = sorted({known[name].pooling for name in features if name in known}) or ["sum"]
         if len(poolings) > 1:
             raise LoaderError(
-                f"the features pool by {' and '.join(poolings)}, a module by one; make one of each, or name a pooling"
+                f"the features pool by {' and '.join(poolings)}, a module by one; make one of each, or name "
+                "a pooling"
             )
         pooling = Pooling[poolings[0].upper()]
     tables = list(dict.fromkeys(names))
-    specs = [TbeTable(n, stored[n].rows, stored[n].dim, RowFormat.parse(stored[n].row_format)) for n in tables]
+    specs = [
+        TbeTable(n, stored[n].rows, stored[n].dim, RowFormat.parse(stored[n].row_format)) for n in tables
+    ]
     at = [tables.index(name) for name in names]
     module = init_tbe(specs, pooling=pooling, device=device, half=half, feature_tables=at)
     bind(module, segment, tables, None if device == "cpu" else _on_device(segment, device))
@@ -140,8 +151,8 @@ def _on_device(segment: Segment, device: str) -> "torch.Tensor":
 def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.Tensor | None" = None) -> None:
     """Points a module's tables, in order, at the rows of a segment. Nothing is copied.
 
-    weights: a uint8 view of the whole segment on the module's device; None: this process's mapping (CPU). The module keeps
-    the segment alive. LoaderError: a table's shape or format is not the module's.
+    weights: a uint8 view of the whole segment on the module's device; None: this process's mapping (CPU). The
+    module keeps the segment alive. LoaderError: a table's shape or format is not the module's.
     """
     from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
@@ -153,7 +164,10 @@ def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.T
             raise LoaderError(f"{segment.path} has no table {name!r}; it has: {', '.join(stored)}")
         found = (t.rows, t.dim, SPARSE_TYPES[RowFormat.parse(t.row_format)])
         if found != (rows, dim, sparse_type):
-            raise LoaderError(f"table {name!r} is {found} in {segment.path}; the module was built for {(rows, dim, sparse_type)}")
+            raise LoaderError(
+                f"table {name!r} is {found} in {segment.path}; the module was built for "
+                f"{(rows, dim, sparse_type)}"
+            )
         offsets.append(t.offset)
     module.weights_physical_offsets = offsets
     module.initialize_logical_weights_placements_and_offsets()
@@ -165,11 +179,13 @@ def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.T
 
 @cache
 def _shared_rows() -> Any:
-    """The class of weights that lie in a segment: a tensor that is never copied, and pickled as its segment."""
+    """The class of weights that lie in a segment: a tensor that is never copied, and pickled as its
+    segment."""
     import torch
 
     class SharedRows(torch.Tensor):
-        """uint8 [bytes] over a whole segment. segment: None where they are a device's view, which is not pickled."""
+        """uint8 [bytes] over a whole segment. segment: None where they are a device's view, which is not
+        pickled."""
 
         segment: Segment | None
         # Operators see, and return, plain tensors.
@@ -183,7 +199,9 @@ def _shared_rows() -> Any:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             if self.segment is None:
-                raise LoaderError("weights on a device are not pickled; pickle the segment, and bind a module to it again")
+                raise LoaderError(
+                    "weights on a device are not pickled; pickle the segment, and bind a module to it again"
+                )
             return _host_rows, (self.segment,)
 
     return SharedRows
@@ -214,8 +232,9 @@ def check_device(weight_init_device: str | None) -> None:
 def place(module: Any, weights: "torch.Tensor | None" = None) -> None:
     """Gives a module its weights on the compute device: these, or a copy of those that it began with.
 
-    weights: as many elements, of the same type, as `weights_of` has; they are not copied. A parameter is replaced by a new one:
-    make optimizers afterwards. LoaderError: they do not fit, lie elsewhere, or there is nothing to copy (meta).
+    weights: as many elements, of the same type, as `weights_of` has; they are not copied. A parameter is
+    replaced by a new one: make optimizers afterwards. LoaderError: they do not fit, lie elsewhere, or there
+    is nothing to copy (meta).
     """
     import torch
 
@@ -223,30 +242,42 @@ def place(module: Any, weights: "torch.Tensor | None" = None) -> None:
     device = compute_device(module)
     if weights is None:
         if initial.device.type == "meta":
-            raise LoaderError(f"{type(module).__name__}.{name} is on meta and has no values to move; give `place` the weights")
+            raise LoaderError(
+                f"{type(module).__name__}.{name} is on meta and has no values to move; give `place` the "
+                "weights"
+            )
         weights = initial.detach().to(device)
     if (weights.numel(), weights.dtype, weights.device.type) != (initial.numel(), initial.dtype, device.type):
         raise LoaderError(
-            f"{type(module).__name__}.{name} has {initial.numel():,} elements of {initial.dtype} and belongs on {device}; found "
+            f"{type(module).__name__}.{name} has {initial.numel():,} elements of {initial.dtype} and belongs "
+            f"on {device}; found "
             f"{weights.numel():,} of {weights.dtype} on {weights.device}"
         )
     weights = weights.detach().view(initial.shape)
     is_parameter = isinstance(initial, torch.nn.Parameter)
-    setattr(module, name, torch.nn.Parameter(weights, requires_grad=initial.requires_grad) if is_parameter else weights)
+    setattr(
+        module,
+        name,
+        torch.nn.Parameter(weights, requires_grad=initial.requires_grad) if is_parameter else weights,
+    )
     unguard(module)
 
 
 def training_names() -> Any:
-    """FBGEMM's names for training modules, imported where FBGEMM is imported. MissingBackend: it is not installed."""
+    """FBGEMM's names for training modules, imported where FBGEMM is imported. MissingBackend: it is not
+    installed."""
     check_pair()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # its CPU build has no lookups of SSDs, and warns of each
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # its CPU build has no lookups of SSDs, and warns of each
         from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
     return training
 
 
 def guard(module: Any, weight_init_device: str) -> None:
-    """Says that the weights of a module lie on another device, and refuses its forward passes until they are placed."""
+    """Says that the weights of a module lie on another device, and refuses its forward passes until they
+    are placed."""
     name, weights = weights_of(module)
     logger.info(
         "%s: %s bytes of weights (%s) begin on %s, its metadata on %s; place them before a forward pass",
@@ -276,7 +307,8 @@ def _refuse_elsewhere(module: Any, _: Any) -> None:
     name, weights = weights_of(module)
     if weights.device.type != compute_device(module).type:
         raise LoaderError(
-            f"{type(module).__name__}.{name} lies on {weights.device}, and the module computes on {compute_device(module)}; "
+            f"{type(module).__name__}.{name} lies on {weights.device}, and the module computes on "
+            f"{compute_device(module)}; "
             "bind it to a segment, or place its weights, before a forward pass"
         )
 

@@ -1,9 +1,10 @@
 """FBGEMM's training modules with weights that begin on another device than their metadata, or nowhere.
 
-After FBGEMM's pull request 5640 (`weight_init_device`), which is not in a release. fp32 weights then never lie on the compute
-device before they are wanted there: they are loaded, quantized or mapped first, and then placed (`tbe.place`). What is not of
-the weights is built on the compute device as ever: offsets, placements, and an optimizer's states. Views by table
-(`split_embedding_weights`) and state dicts see the device that the weights are on.
+After FBGEMM's pull request 5640 (`weight_init_device`), which is not in a release. fp32 weights then never
+lie on the compute device before they are wanted there: they are loaded, quantized or mapped first, and then
+placed (`tbe.place`). What is not of the weights is built on the compute device as ever: offsets, placements,
+and an optimizer's states. Views by table (`split_embedding_weights`) and state dicts see the device that the
+weights are on.
 """
 
 from collections.abc import Sequence
@@ -42,9 +43,10 @@ def init_split_tbe(
 ) -> Any:
     """A SplitTableBatchedEmbeddingBagsCodegen, whose backward is its optimizer's step.
 
-    device: cpu, or the current CUDA device. optimizer: a name of FBGEMM's OptimType. half: fp16 weights. options: FBGEMM's own
-    (learning_rate, eps, ...). weight_init_device: meta, cpu, or None: as FBGEMM does. Optimizer states are on `device`.
-    LoaderError: a weight_init_device or an optimizer that is not supported here.
+    device: cpu, or the current CUDA device. optimizer: a name of FBGEMM's OptimType. half: fp16 weights.
+    options: FBGEMM's own (learning_rate, eps, ...). weight_init_device: meta, cpu, or None: as FBGEMM does.
+    Optimizer states are on `device`. LoaderError: a weight_init_device or an optimizer that is not supported
+    here.
     """
     check_device(weight_init_device)
     fbgemm = training_names()
@@ -52,7 +54,9 @@ def init_split_tbe(
     if on_cpu and optimizer not in OPTIMIZERS:
         raise LoaderError(f"optimizer {optimizer!r} on the CPU; FBGEMM has {', '.join(OPTIMIZERS)} there")
     if not hasattr(fbgemm.OptimType, optimizer) or optimizer == "NONE":
-        raise LoaderError(f"optimizer {optimizer!r} is none of FBGEMM's; without an optimizer, use init_dense_tbe")
+        raise LoaderError(
+            f"optimizer {optimizer!r} is none of FBGEMM's; without an optimizer, use init_dense_tbe"
+        )
     place = fbgemm.EmbeddingLocation.HOST if on_cpu else fbgemm.EmbeddingLocation.DEVICE
     compute = fbgemm.ComputeDevice.CPU if on_cpu else fbgemm.ComputeDevice.CUDA
     plain = fbgemm.SplitTableBatchedEmbeddingBagsCodegen
@@ -77,7 +81,8 @@ def init_dense_tbe(
     weight_init_device: str | None = "meta",
     half: bool = False,
 ) -> Any:
-    """A DenseTableBatchedEmbeddingBagsCodegen: gradients for any optimizer of torch's. Arguments as those of `init_split_tbe`."""
+    """A DenseTableBatchedEmbeddingBagsCodegen: gradients for any optimizer of torch's. Arguments as those
+    of `init_split_tbe`."""
     check_device(weight_init_device)
     fbgemm = training_names()
     with nullcontext() if weight_init_device is None else _RandomWeightsOn(weight_init_device):

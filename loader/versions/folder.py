@@ -1,15 +1,17 @@
-"""A folder that only its owner can change, opened once, its files reached through it and never through a link.
+"""A folder that only its owner can change, opened once, its files reached through it and never through a
+link.
 
-`/dev/shm` is writable for every user of the machine, and a folder there may have been made by anyone who knew its name. So what
-is published is only written to, and only read from, folders and files
+`/dev/shm` is writable for every user of the machine, and a folder there may have been made by anyone who knew
+its name. So what is published is only written to, and only read from, folders and files
 
 * that belong to this user, to root, or to the user that `owner` names,
-* that nobody else can write to (no group, no others; a root that is sticky, as /dev/shm is, will do: what others make there is
-  theirs, and refused),
+* that nobody else can write to (no group, no others; a root that is sticky, as /dev/shm is, will do: what
+  others make there is theirs, and refused),
 * that are no symbolic links.
 
-Everything is opened relative to the folder's descriptor (openat(2)) with O_NOFOLLOW: who changes the path meanwhile changes
-nothing here. Files are readable by their owner alone, or, where the folder is open to a group (mode 0750), by that group.
+Everything is opened relative to the folder's descriptor (openat(2)) with O_NOFOLLOW: who changes the path
+meanwhile changes nothing here. Files are readable by their owner alone, or, where the folder is open to a
+group (mode 0750), by that group.
 """
 
 import contextlib
@@ -34,8 +36,16 @@ class Folder:
     """An open folder of trusted owners. A context manager; closes its descriptor. AccessError: it is a link,
     belongs to another user, or others can write to it. FileNotFoundError: it is not there."""
 
-    def __init__(self, path: Path, owner: str | None = None, parent: "Folder | None" = None, *, only_a_way: bool = False) -> None:
-        """parent: the open folder that it is in. only_a_way: it is only gone through, which needs no leave to list it."""
+    def __init__(
+        self,
+        path: Path,
+        owner: str | None = None,
+        parent: "Folder | None" = None,
+        *,
+        only_a_way: bool = False,
+    ) -> None:
+        """parent: the open folder that it is in. only_a_way: it is only gone through, which needs no leave
+        to list it."""
         self.path, self.owner, self.fd = path, owner, -1
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_PATH if only_a_way else os.O_RDONLY)
         try:
@@ -43,7 +53,8 @@ class Folder:
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise AccessError(
-                    f"{path} is a symbolic link or a file; expected a folder of this user; name the folder itself with --root, "
+                    f"{path} is a symbolic link or a file; expected a folder of this user; name the folder "
+                    "itself with --root, "
                     "or remove what is there"
                 ) from error
             raise
@@ -55,7 +66,8 @@ class Folder:
 
     @property
     def is_open_to_group(self) -> bool:
-        """Whether files of this folder may be read by its group: it was asked for (mode 0750), not left over from a umask."""
+        """Whether files of this folder may be read by its group: it was asked for (mode 0750), not left
+        over from a umask."""
         return stat.S_IMODE(os.fstat(self.fd).st_mode) == 0o750
 
     def names(self) -> list[str]:
@@ -71,7 +83,8 @@ class Folder:
         return True
 
     def open(self, name: str) -> int:
-        """A descriptor of the file `name`, for reading. AccessError: it is no plain file of a trusted owner."""
+        """A descriptor of the file `name`, for reading. AccessError: it is no plain file of a trusted
+        owner."""
         return self._open(name, os.O_RDONLY)
 
     def read(self, name: str, limit_bytes: int = 1 << 16) -> bytes:
@@ -83,7 +96,8 @@ class Folder:
             os.close(fd)
 
     def create(self, name: str) -> int:
-        """A new, empty file, open for reading and writing. FileExistsError: there is something of that name."""
+        """A new, empty file, open for reading and writing. FileExistsError: there is something of that
+        name."""
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600, dir_fd=self.fd)
         if self.is_open_to_group:
             os.fchown(fd, -1, os.fstat(self.fd).st_gid)
@@ -91,7 +105,8 @@ class Folder:
         return fd
 
     def open_for_writing(self, name: str) -> int:
-        """A descriptor of the file `name`, which is there, for reading and writing. AccessError as for `open`."""
+        """A descriptor of the file `name`, which is there, for reading and writing. AccessError as for
+        `open`."""
         return self._open(name, os.O_RDWR)
 
     def rename(self, old: str, new: str) -> None:
@@ -127,7 +142,9 @@ class Folder:
     def __enter__(self) -> "Folder":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _open(self, name: str, flags: int) -> int:
@@ -165,7 +182,8 @@ class Folder:
 
 
 def make_folder(path: Path, owner: str | None = None, group: str | None = None) -> None:
-    """Makes `path` for this user where it is not there, and opens it to `group` where one is named. AccessError as `Folder`."""
+    """Makes `path` for this user where it is not there, and opens it to `group` where one is named.
+    AccessError as `Folder`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -178,7 +196,8 @@ def make_folder(path: Path, owner: str | None = None, group: str | None = None) 
 
 
 def open_to_group(folder: Folder, group: str, mode: int = 0o750) -> None:
-    """Lets a group read the folder and the files that are made in it from now on. AccessError: there is no such group."""
+    """Lets a group read the folder and the files that are made in it from now on. AccessError: there is no
+    such group."""
     try:
         gid = grp.getgrnam(group).gr_gid
         os.fchown(folder.fd, -1, gid)
@@ -198,13 +217,15 @@ def check_owner(found: os.stat_result, path: Path, owner: str | None, may_be_sti
         raise AccessError(f"{path} is neither a file nor a folder; remove it")
     if found.st_uid not in _trusted(owner):
         raise AccessError(
-            f"{path} belongs to user {_user(found.st_uid)}, not to {_user(os.geteuid())}: that user could put anything there; "
+            f"{path} belongs to user {_user(found.st_uid)}, not to {_user(os.geteuid())}: that user could "
+            "put anything there; "
             f"remove it, choose another --root, or, where you trust it, say --owner {_user(found.st_uid)}"
         )
     is_sticky = may_be_sticky and found.st_mode & stat.S_ISVTX
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
         raise AccessError(
-            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: users other than {_user(found.st_uid)} can change it; "
+            f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: users other than {_user(found.st_uid)} can "
+            "change it; "
             f"chmod go-w {path}, or choose another --root"
         )
 
@@ -215,7 +236,9 @@ def _trusted(owner: str | None) -> set[int]:
         try:
             trusted.add(int(owner) if owner.isdecimal() else pwd.getpwnam(owner).pw_uid)
         except KeyError:
-            raise AccessError(f"there is no user {owner!r} on this machine (--owner); name one, or its number") from None
+            raise AccessError(
+                f"there is no user {owner!r} on this machine (--owner); name one, or its number"
+            ) from None
     return trusted
 
 
@@ -232,6 +255,10 @@ def _holder(fd: int) -> str:
     with open("/proc/locks") as locks:
         for line in locks:
             fields = line.split()
-            if len(fields) >= 6 and fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(found.st_ino):
+            if (
+                len(fields) >= 6
+                and fields[1] == "FLOCK"
+                and fields[5].rpartition(":")[2] == str(found.st_ino)
+            ):
                 return f"process {fields[4]}"
     return "another process"

@@ -1,11 +1,14 @@
-"""A table of a published version as a tensor of which parts are read: fp32 [ids, dim], never whole unless it is asked for.
+"""A table of a published version as a tensor of which parts are read: fp32 [ids, dim], never whole unless it
+is asked for.
 
-Its rows are those that ids have, in the order in which they are stored: row numbers in a table of dense ids, in a table of raw
-ids the rows by bucket (`quant.rows.ids`), without empty slots. The default row is no part of it. Sizes are those of the linear fp32
-tensor that the rows dequantize to, whatever they take as they are stored.
+Its rows are those that ids have, in the order in which they are stored: row numbers in a table of dense ids,
+in a table of raw ids the rows by bucket (`quant.rows.ids`), without empty slots. The default row is no part
+of it. Sizes are those of the linear fp32 tensor that the rows dequantize to, whatever they take as they are
+stored.
 
-Empty slots are found where they are passed: slot s is empty where the id that it keeps belongs to another slot. How many ids a
-bucket has follows from the directory, so that to begin anywhere reads no more than one bucket, and a large one only once.
+Empty slots are found where they are passed: slot s is empty where the id that it keeps belongs to another
+slot. How many ids a bucket has follows from the directory, so that to begin anywhere reads no more than one
+bucket, and a large one only once.
 """
 
 from collections.abc import Iterator
@@ -34,7 +37,8 @@ def ids_in(slots: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class TableRows:
-    """The rows of a table that ids have, counted from 0, and their row numbers. Reads rows and index where they lie."""
+    """The rows of a table that ids have, counted from 0, and their row numbers. Reads rows and index where
+    they lie."""
 
     def __init__(self, stored: StoredTable, table: Table) -> None:
         self.stored, self.table, self.count = stored, table, stored.id_count
@@ -42,7 +46,8 @@ class TableRows:
         self._blocks: dict[int, NDArray[np.int64]] = {}
 
     def numbers(self, start: int, stop: int) -> Iterator[Ids]:
-        """Row numbers of rows [start, stop), in arrays of at most PIECE_ROWS. SegmentError: the index lacks some of them."""
+        """Row numbers of rows [start, stop), in arrays of at most PIECE_ROWS. SegmentError: the index
+        lacks some of them."""
         if self._index is None:
             for first in range(start, stop, PIECE_ROWS):
                 yield np.arange(first, min(first + PIECE_ROWS, stop), dtype=np.int64)
@@ -84,7 +89,9 @@ class TableRows:
     def _before(self) -> NDArray[np.int64]:
         """The rows before each bucket, and behind the last one."""
         assert self._index is not None
-        before = np.concatenate([[0], np.cumsum(ids_in(np.diff(self._index.directory[:, 0])))]).astype(np.int64)
+        before = np.concatenate([[0], np.cumsum(ids_in(np.diff(self._index.directory[:, 0])))]).astype(
+            np.int64
+        )
         if before[-1] != self.count:
             raise self._damaged(f"{before[-1]} ids by its directory, {self.count} by its header")
         return before
@@ -102,7 +109,9 @@ class TableRows:
         return self._blocks[bucket]
 
     def _damaged(self, found: str) -> SegmentError:
-        return SegmentError(f"the id index of table {self.stored.name!r} has {found}; publish the version again")
+        return SegmentError(
+            f"the id index of table {self.stored.name!r} has {found}; publish the version again"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +143,8 @@ class PartialTensor:
         return (len(self),) if self.is_linear else (len(self), self._columns)
 
     def element_size(self) -> int:
-        """Bytes of an element, as the linear tensor has it: 4, or 1 of a view of bytes. What rows take is `packed().nbytes`."""
+        """Bytes of an element, as the linear tensor has it: 4, or 1 of a view of bytes. What rows take is
+        `packed().nbytes`."""
         return _FP32_BYTES if self.dtype == _FP32 else 1
 
     def numel(self) -> int:
@@ -147,9 +157,13 @@ class PartialTensor:
         return self.numel() * self.element_size()
 
     def narrow(self, dim: int, start: int, length: int) -> "PartialTensor":
-        """`length` rows (of a linear view: elements) from `start` on, which counts from the end where it is negative."""
+        """`length` rows (of a linear view: elements) from `start` on, which counts from the end where it
+        is negative."""
         if dim not in (0, -len(self.shape)):
-            raise QuantError(f"narrow along dim {dim}: rows are read whole; expected dim 0; narrow what numpy() returns instead")
+            raise QuantError(
+                f"narrow along dim {dim}: rows are read whole; expected dim 0; narrow what numpy() returns "
+                "instead"
+            )
         first = start + len(self) if start < 0 else start
         if not 0 <= first <= len(self) or not 0 <= length <= len(self) - first:
             raise QuantError(f"narrow to {length} from {start} on is outside of [0, {len(self)})")
@@ -168,10 +182,13 @@ class PartialTensor:
         columns = self._columns
         if shape == (self.numel(),):
             return replace(self, start=self.start * columns, stop=self.stop * columns, is_linear=True)
-        is_rows = self.is_linear and len(shape) == 2 and shape[1] == columns and shape[0] * columns == len(self)
+        is_rows = (
+            self.is_linear and len(shape) == 2 and shape[1] == columns and shape[0] * columns == len(self)
+        )
         if not is_rows or self.start % columns:
             raise QuantError(
-                f"view {list(to)} of a partial tensor {list(self.shape)}; expected [-1], whole rows [-1, {columns}], or uint8"
+                f"view {list(to)} of a partial tensor {list(self.shape)}; expected [-1], whole rows [-1, "
+                f"{columns}], or uint8"
             )
         return replace(self, start=self.start // columns, stop=self.stop // columns, is_linear=False)
 
@@ -185,7 +202,11 @@ class PartialTensor:
             self._dequantize(numbers, values[at : at + numbers.size])
             at += numbers.size
         whole = values.view(self.dtype)
-        return whole.reshape(-1)[self.start - first * unit : self.stop - first * unit] if self.is_linear else whole
+        return (
+            whole.reshape(-1)[self.start - first * unit : self.stop - first * unit]
+            if self.is_linear
+            else whole
+        )
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
@@ -206,7 +227,8 @@ class PartialTensor:
         return out
 
     def chunks(self, rows: int = PIECE_ROWS) -> Iterator[tuple[Ids, NDArray[np.float32]]]:
-        """Ids int64 [n] and values fp32 [n, dim] of `rows` rows each time, at last fewer. Holds one chunk at a time."""
+        """Ids int64 [n] and values fp32 [n, dim] of `rows` rows each time, at last fewer. Holds one chunk
+        at a time."""
         for numbers in self._numbers(rows):
             yield self.rows.ids(numbers), self._dequantize(numbers)
 
@@ -243,7 +265,9 @@ class PartialTensor:
 
     def _check_rows(self, what: str) -> None:
         if self.is_linear or self.dtype != _FP32:
-            raise QuantError(f"{what} of a view {list(self.shape)} of {self.dtype}; expected rows: take it before the view")
+            raise QuantError(
+                f"{what} of a view {list(self.shape)} of {self.dtype}; expected rows: take it before the view"
+            )
 
     def _numbers(self, rows: int) -> Iterator[Ids]:
         """Row numbers, so many at a time."""

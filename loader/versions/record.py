@@ -1,12 +1,14 @@
-"""The record of a model: which of its versions is live. Replaced as a whole by a rename, so that a reader sees one or the other.
+"""The record of a model: which of its versions is live. Replaced as a whole by a rename, so that a reader
+sees one or the other.
 
     current        {"current": 3, "latest": 4, "lived": [2, 3], "sequence": 17, "latest_sequence": 17}
     current.new    room for the next one: a page that was taken while there was some, so that the flip works on a full file
                    system; after a kill between a rename and the flip, the record that was about to be
 
-latest: the highest number that was ever given. lived: the published versions that were live once, the current one among them;
-absent in records of older releases, which take every published version for one. sequence: of the delta that is live over the
-current version (loader.segment.delta), and the highest that was ever given; absent where there was none.
+latest: the highest number that was ever given. lived: the published versions that were live once, the current
+one among them; absent in records of older releases, which take every published version for one. sequence: of
+the delta that is live over the current version (loader.segment.delta), and the highest that was ever given;
+absent where there was none.
 """
 
 import contextlib
@@ -42,7 +44,8 @@ def read_record(folder: Folder, model: str) -> VersionRecord:
         return VersionRecord()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise VersionError(
-            f"{folder.path / CURRENT} is unreadable ({error!r}); write it anew with: tableside activate {model} VERSION"
+            f"{folder.path / CURRENT} is unreadable ({error!r}); write it anew with: tableside activate "
+            f"{model} VERSION"
         ) from error
 
 
@@ -55,7 +58,8 @@ def intended(folder: Folder) -> VersionRecord | None:
 
 
 def write_next(folder: Folder, record: VersionRecord) -> None:
-    """Writes the next record beside the current one. Caller holds the record lock. OSError: there is no room for it."""
+    """Writes the next record beside the current one. Caller holds the record lock. OSError: there is no
+    room for it."""
     fd = _room(folder)
     try:
         raw = {k: v for k, v in asdict(record).items() if v is not None and (v or "sequence" not in k)}
@@ -71,7 +75,8 @@ def flip(folder: Folder) -> None:
 
 
 def reserve_room(folder: Folder) -> None:
-    """Takes room for the next record where there is some. Without it the next record is still written if there is room then."""
+    """Takes room for the next record where there is some. Without it the next record is still written if
+    there is room then."""
     with contextlib.suppress(OSError):
         os.close(_room(folder))
 

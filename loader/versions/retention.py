@@ -1,7 +1,8 @@
 """How long states stay: those that can be gone back to, and the deltas that they need.
 
-Beside the live state the newest states stay, by number or by age, over all versions that are published. Of each version its
-newest state stays, so that the version can be made live again with all its changes. A state costs the bytes of its newest delta.
+Beside the live state the newest states stay, by number or by age, over all versions that are published. Of
+each version its newest state stays, so that the version can be made live again with all its changes. A state
+costs the bytes of its newest delta.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from tableside.loader.versions.versions import Model
 
 
 class Retention(NamedTuple):
-    """Which states stay beside the live one: the `states` newest, and all that were live in the last `age_s` seconds."""
+    """Which states stay beside the live one: the `states` newest, and all that were live in the last
+    `age_s` seconds."""
 
     states: int = 8
     age_s: float = 0.0
@@ -31,13 +33,22 @@ DEFAULT, ALL = Retention(), Retention(1 << 62)
 
 
 def forget_states(model: Model, folder: Folder, record: VersionRecord, keep: Retention) -> list[Path]:
-    """Removes the deltas that no kept state needs. Who has them mapped keeps them. Caller holds the record lock."""
+    """Removes the deltas that no kept state needs. Who has them mapped keeps them. Caller holds the record
+    lock."""
     named = (parse_delta_name(name) for name in folder.names())
-    there = sorted((State(*found) for found in named if found is not None), key=lambda state: (state.sequence, state.version))
+    there = sorted(
+        (State(*found) for found in named if found is not None),
+        key=lambda state: (state.sequence, state.version),
+    )
     newest = {state.version: state for state in there}
     live = state_of(record)
     others = [state for state in there if state != live]
-    wanted = {live, *newest.values(), *others[max(0, len(others) - keep.states) :], *_recent(folder, there, keep.age_s)}
+    wanted = {
+        live,
+        *newest.values(),
+        *others[max(0, len(others) - keep.states) :],
+        *_recent(folder, there, keep.age_s),
+    }
     removed = []
     for state in sorted(set(there) - _needed(model, folder, wanted & set(there))):
         folder.unlink(delta_name(*state))
@@ -60,7 +71,8 @@ def collect_states(model: Model, keep: Retention) -> list[Path]:
 
 
 def _recent(folder: Folder, there: list[State], age_s: float) -> list[State]:
-    """The states that were live in the last `age_s` seconds. The oldest of them was published before that time."""
+    """The states that were live in the last `age_s` seconds. The oldest of them was published before that
+    time."""
     if not age_s:
         return []
     since = time.time() - age_s
@@ -72,7 +84,9 @@ def _needed(model: Model, folder: Folder, states: Iterable[State]) -> set[State]
     """These states, and those whose deltas they lie over."""
     needed = set(states)
     for state in list(needed):
-        with contextlib.suppress(SegmentError, FileNotFoundError):  # a damaged one is kept for who looks into it
+        with contextlib.suppress(
+            SegmentError, FileNotFoundError
+        ):  # a damaged one is kept for who looks into it
             if below := _below(model, state, _file(folder, state).st_mtime_ns):
                 needed.add(State(state.version, below))
     return needed
@@ -80,7 +94,8 @@ def _needed(model: Model, folder: Folder, states: Iterable[State]) -> set[State]
 
 @lru_cache(1 << 14)
 def _below(model: Model, state: State, written_ns: int) -> int:
-    """The sequence of the delta that a state's delta lies over, which is read once; 0: it lies over the version."""
+    """The sequence of the delta that a state's delta lies over, which is read once; 0: it lies over the
+    version."""
     return open_delta(model, state, "header").change.below
 
 

@@ -1,7 +1,9 @@
-"""States of a model: a version, and the delta that is live over it. Who reads takes one state for each request.
+"""States of a model: a version, and the delta that is live over it. Who reads takes one state for each
+request.
 
-A state is named VERSION or VERSION+SEQUENCE. A sequence is the number of a delta (loader.segment.delta); it is never given twice, so that
-a state means one set of rows. The record says which state is live, and flips as a whole.
+A state is named VERSION or VERSION+SEQUENCE. A sequence is the number of a delta (loader.segment.delta); it
+is never given twice, so that a state means one set of rows. The record says which state is live, and flips as
+a whole.
 """
 
 import contextlib
@@ -20,7 +22,9 @@ from tableside.loader.versions.record import VersionRecord, reserve_room
 from tableside.loader.versions.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
-UNPUBLISHED = ".merged"  # ends the name of a file that is being merged; the process that writes it holds its lock
+UNPUBLISHED = (
+    ".merged"  # ends the name of a file that is being merged; the process that writes it holds its lock
+)
 APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
 
 
@@ -45,7 +49,8 @@ class State(NamedTuple):
 
 
 def parse_state(text: str) -> tuple[int, int | None]:
-    """The version and the sequence (None: not named) of VERSION or VERSION+SEQUENCE. VersionError: it is neither."""
+    """The version and the sequence (None: not named) of VERSION or VERSION+SEQUENCE. VersionError: it is
+    neither."""
     if not (found := _NAMED.fullmatch(text)):
         raise VersionError(f"found {text!r}; expected VERSION or VERSION+SEQUENCE, as 3 or 3+17")
     return int(found["version"]), None if found["sequence"] is None else int(found["sequence"])
@@ -78,7 +83,8 @@ def check_bare(model: Model, version: int, what: str) -> None:
     """VersionError: changes lie over a version, which `what` does not read."""
     if (state := resolve(model, version)).sequence:
         raise VersionError(
-            f"changes up to {state} lie over version {version} of model {model.name!r}, and {what} reads versions alone; make a "
+            f"changes up to {state} lie over version {version} of model {model.name!r}, and {what} reads "
+            "versions alone; make a "
             f"version of them first, with: tableside compact {model.name}"
         )
 
@@ -89,13 +95,17 @@ def kept_states(model: Model, version: int) -> list[State]:
         return [State(version), *(State(version, sequence) for sequence in deltas_of(folder, version))]
 
 
-def attach_state(model: Model, state: State | None = None, verify: Verify = "full", reuse: Segment | None = None) -> Segment:
+def attach_state(
+    model: Model, state: State | None = None, verify: Verify = "full", reuse: Segment | None = None
+) -> Segment:
     """Maps a state (None: the live one). reuse: an attached segment, whose base and deltas are shared where
     the state has them.
 
     SegmentError: it is damaged. VersionError: it is not published, or not kept any more.
     """
-    for _ in range(3):  # the live state may be replaced and its files removed between reading its name and opening them
+    for _ in range(
+        3
+    ):  # the live state may be replaced and its files removed between reading its name and opening them
         wanted = state or State(model.current(), model.record().sequence)
         try:
             return _attach(model, wanted, verify, reuse)
@@ -103,7 +113,9 @@ def attach_state(model: Model, state: State | None = None, verify: Verify = "ful
             if state is not None or state_of(model.record()) == wanted:
                 break
     known = ", ".join(map(str, kept_states(model, wanted.version)))
-    raise VersionError(f"model {model.name!r} keeps no state {wanted}; of version {wanted.version} it has: {known}")
+    raise VersionError(
+        f"model {model.name!r} keeps no state {wanted}; of version {wanted.version} it has: {known}"
+    )
 
 
 def _attach(model: Model, state: State, verify: Verify, reuse: Segment | None) -> Segment:
@@ -118,7 +130,10 @@ def _attach(model: Model, state: State, verify: Verify, reuse: Segment | None) -
     if below:
         deltas.append(there.get(below) or open_delta(model, State(state.version, below), verify))
         if deltas[1].change.below:
-            raise SegmentError(f"{deltas[1].path} lies over another delta; expected one over the version; remove {newest.path}")
+            raise SegmentError(
+                f"{deltas[1].path} lies over another delta; expected one over the version; remove "
+                f"{newest.path}"
+            )
     return overlaid(base, deltas)
 
 
@@ -137,7 +152,9 @@ def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
     """Holds the locks under which one process at a time writes deltas, and clears what killed ones left.
     Turns are fair. VersionError: others held them for `wait_s` seconds."""
     with contextlib.ExitStack() as held:
-        with folder.lock(_TURN_LOCK, wait_s):  # free while somebody writes: the one that holds it then is the next
+        with folder.lock(
+            _TURN_LOCK, wait_s
+        ):  # free while somebody writes: the one that holds it then is the next
             held.enter_context(folder.lock(APPLY_LOCK, wait_s))
         with folder.lock("record.lock"):
             clear_unpublished(folder, model.record())
@@ -148,7 +165,11 @@ def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
 def clear_unpublished(folder: Folder, record: VersionRecord) -> list[Path]:
     """Removes unfinished deltas and merges of killed processes, and deltas that were never live. Caller holds
     both locks."""
-    names = [n for n in folder.names() if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))]
+    names = [
+        n
+        for n in folder.names()
+        if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))
+    ]
     for name in folder.names():
         version, sequence = parse_delta_name(name) or (0, 0)
         if sequence > record.latest_sequence or (sequence and not folder.exists(f"{version}.segment")):

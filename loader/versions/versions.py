@@ -8,9 +8,10 @@
     ROOT/MODEL/load.lock            held (flock) by the one load of this model
     ROOT/MODEL/record.lock          held for the moment of changing `current` or removing a version
 
-The kernel drops a lock when its holder dies. Readers take no lock: they map a segment and keep it; one that is unlinked
-meanwhile lives as long as it is mapped. A version's number is never given twice, so a name means one set of bytes. Folders and
-files belong to one user, and no other user can change them or hold a lock (loader.versions.folder).
+The kernel drops a lock when its holder dies. Readers take no lock: they map a segment and keep it; one that
+is unlinked meanwhile lives as long as it is mapped. A version's number is never given twice, so a name means
+one set of bytes. Folders and files belong to one user, and no other user can change them or hold a lock
+(loader.versions.folder).
 """
 
 import contextlib
@@ -102,8 +103,11 @@ class Model:
         return current if current not in self.damaged_versions() else next(iter(self.last_good()), current)
 
     def attach(self, version: int | None = None, verify: Verify = "full") -> Segment:
-        """Maps a version (None: the live one). SegmentError: it is damaged. VersionError: it is not published."""
-        for _ in range(3):  # the live version may be replaced and removed between reading its number and opening it
+        """Maps a version (None: the live one). SegmentError: it is damaged. VersionError: it is not
+        published."""
+        for _ in range(
+            3
+        ):  # the live version may be replaced and removed between reading its number and opening it
             number = self.current() if version is None else version
             try:
                 return self._attach(number, verify)
@@ -113,7 +117,8 @@ class Model:
         raise self._missing(f"version {number} is not published")
 
     def tensor(self, table: str, version: int | None = None, verify: Verify = "full") -> PartialTensor:
-        """A table of a version as a tensor of which parts are read. Raises as `attach`; VersionError: no such table."""
+        """A table of a version as a tensor of which parts are read. Raises as `attach`; VersionError: no
+        such table."""
         return partial_tensor(self.attach(version, verify), table)
 
     def _attach(self, version: int, verify: Verify) -> Segment:
@@ -126,7 +131,8 @@ class Model:
         found = segment.header
         if (found.model, found.version) != (self.name, version):
             raise SegmentError(
-                f"{path} holds version {found.version} of model {found.model!r}; expected version {version} of {self.name!r}; "
+                f"{path} holds version {found.version} of model {found.model!r}; expected version {version} "
+                f"of {self.name!r}; "
                 "somebody put it there under another name: remove it, and load the model again"
             )
         return segment
@@ -134,7 +140,9 @@ class Model:
     def _missing(self, what: str) -> VersionError:
         versions, hint = self.versions(), ""
         if not versions:
-            with contextlib.suppress(PermissionError):  # another user's root, in which only the models that one may read are open
+            with contextlib.suppress(
+                PermissionError
+            ):  # another user's root, in which only the models that one may read are open
                 hint = did_you_mean(self.name, [m.name for m in models(self.root, self.owner)])
         known = ", ".join(map(str, versions)) or "none"
         remedy = hint or "; publish one with: tableside load model.toml"
@@ -152,8 +160,13 @@ class Model:
         if group is not None:
             with Folder(self.root, self.owner) as root, self.opened() as folder:
                 open_to_group(folder, group)
-                open_to_group(root, group, 0o711)  # the way to the model; what other models there are stays private
-        with self.opened() as folder, folder.lock("load.lock", 0, f"another load of model {self.name!r} is under way"):
+                open_to_group(
+                    root, group, 0o711
+                )  # the way to the model; what other models there are stays private
+        with (
+            self.opened() as folder,
+            folder.lock("load.lock", 0, f"another load of model {self.name!r} is under way"),
+        ):
             self._clear_leftovers(folder)
             with folder.lock("record.lock"):
                 reserve_room(folder)
@@ -188,7 +201,9 @@ class Model:
             if activate:
                 lived = [v for v in lived if v != version] + [version]
                 after = replace(after, current=version, lived=tuple(lived), sequence=sequence)
-            for stale in set(deltas_of(folder, version)) - {sequence}:  # of a killed compaction to another version of this number
+            for stale in set(deltas_of(folder, version)) - {
+                sequence
+            }:  # of a killed compaction to another version of this number
                 folder.unlink(delta_name(version, stale))
             write_next(folder, after)
             folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
@@ -207,7 +222,9 @@ class Model:
                 raise self._missing(f"version {version} is not published")
             if sequence and sequence not in (kept := deltas_of(folder, version)):
                 known = ", ".join(f"{version}+{s}" for s in kept) or "none"
-                raise VersionError(f"model {self.name!r} keeps no delta {version}+{sequence}; it has: {known}")
+                raise VersionError(
+                    f"model {self.name!r} keeps no delta {version}+{sequence}; it has: {known}"
+                )
             self._record_version(folder, version, sequence)
 
     def remove(self, version: int) -> None:
@@ -217,12 +234,14 @@ class Model:
         with self.opened() as folder, folder.lock("record.lock"):
             if self.record().current == version:
                 raise VersionError(
-                    f"version {version} of {self.name!r} is live; activate another one first, or remove the whole model"
+                    f"version {version} of {self.name!r} is live; activate another one first, or remove the "
+                    "whole model"
                 )
             self._unlink(folder, [version])
 
     def remove_all(self) -> int:
-        """Removes every version; returns how many there were. The record stays, so that no number is given again."""
+        """Removes every version; returns how many there were. The record stays, so that no number is given
+        again."""
         if not self.versions():
             raise self._missing("it is not published")
         busy = f"a load of model {self.name!r} is under way"
@@ -243,14 +262,19 @@ class Model:
         newest of those that were. The live version stays, and those that wait to be activated. VersionError:
         keep is negative."""
         if keep < 0:
-            raise VersionError(f"keep is {keep}; expected how many versions stay beside the live one, 0 or more")
+            raise VersionError(
+                f"keep is {keep}; expected how many versions stay beside the live one, 0 or more"
+            )
         removed: list[Path] = []
         try:
             folder = self.opened()
         except FileNotFoundError:
             return []
         with folder:
-            with contextlib.suppress(VersionError), folder.lock("load.lock", 0):  # else a load is under way: it is its own
+            with (
+                contextlib.suppress(VersionError),
+                folder.lock("load.lock", 0),
+            ):  # else a load is under way: it is its own
                 removed += self._clear_leftovers(folder)
             with folder.lock("record.lock"):
                 record = self.record()
@@ -274,7 +298,8 @@ class Model:
     # ---- parts ----
 
     def opened(self) -> Folder:
-        """The model's folder. FileNotFoundError: it was never published. AccessError: another user could change it."""
+        """The model's folder. FileNotFoundError: it was never published. AccessError: another user could
+        change it."""
         with Folder(self.root, self.owner, only_a_way=True) as root:
             return Folder(self.folder, self.owner, root)
 
@@ -306,7 +331,8 @@ class Model:
             return VersionRecord()
 
     def _record_version(self, folder: Folder, version: int, sequence: int | None = None) -> None:
-        """Flips to `version`, with the delta `sequence` (0: none; None: its newest). Caller holds the record lock."""
+        """Flips to `version`, with the delta `sequence` (0: none; None: its newest). Caller holds the
+        record lock."""
         before = self._readable_record()
         lived = [v for v in self._lived(before) if v != version] + ([version] if version else [])
         sequence = newest_delta(folder, version, before.latest_sequence) if sequence is None else sequence
@@ -315,7 +341,8 @@ class Model:
         flip(folder)
 
     def _unlink(self, folder: Folder, versions: list[int]) -> list[Path]:
-        """Unlinks versions whose numbers are on record, or will be as soon as there is room. Caller holds the record lock."""
+        """Unlinks versions whose numbers are on record, or will be as soon as there is room. Caller holds
+        the record lock."""
         before, latest = self._readable_record(), max(versions, default=0)
         is_on_record = latest <= before.latest
         if not is_on_record:
@@ -333,17 +360,26 @@ class Model:
         return [self.path(v) for v in versions]
 
     def _clear_leftovers(self, folder: Folder) -> list[Path]:
-        """Removes unfinished segments, and a version whose load died before it was live. Caller holds the load lock."""
+        """Removes unfinished segments, and a version whose load died before it was live. Caller holds the
+        load lock."""
         cleared = self._clear_partials(folder)
         with folder.lock("record.lock"):
             meant, before = intended(folder), self._readable_record()
-            if meant is not None and before.latest < meant.latest == meant.current and folder.exists(f"{meant.latest}{_SEGMENT}"):
+            if (
+                meant is not None
+                and before.latest < meant.latest == meant.current
+                and folder.exists(f"{meant.latest}{_SEGMENT}")
+            ):
                 cleared += self._unlink(folder, [meant.latest])
         return cleared
 
     def _clear_partials(self, folder: Folder) -> list[Path]:
         """Removes unfinished segments. Caller holds the load lock."""
-        leftovers = [name for name in folder.names() if name.endswith(".partial") and not name.endswith(f"{SUFFIX}.partial")]
+        leftovers = [
+            name
+            for name in folder.names()
+            if name.endswith(".partial") and not name.endswith(f"{SUFFIX}.partial")
+        ]
         for name in leftovers:
             folder.unlink(name)
         return [self.folder / name for name in leftovers]

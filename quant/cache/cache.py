@@ -52,7 +52,8 @@ class Cache:
     """A cache of `budget_bytes` on a device, whose work runs on `stream` and two streams of its own. It may
     be called from any thread.
 
-    smallest_row_bytes: of the rows to come; the index is laid out for it. QuantError: the budget holds no page.
+    smallest_row_bytes: of the rows to come; the index is laid out for it. QuantError: the budget holds no
+    page.
     """
 
     def __init__(
@@ -75,10 +76,17 @@ class Cache:
             self._memory = CacheMemory(device, division, self.settings)
             self._pages = Pages(self._memory.pages, smallest_row_bytes, self._memory.count_dropped)
             buffers = division.staging_buffers
-            self._batches = BatchesInFlight(device, self._memory.first_staging, division.staging_bytes, buffers)
+            self._batches = BatchesInFlight(
+                device, self._memory.first_staging, division.staging_bytes, buffers
+            )
             self._tables = Tables(device)
             self._pipeline = Pipeline(
-                self._memory, self._pages, self._streams, self.settings, division.staging_bytes, smallest_row_bytes
+                self._memory,
+                self._pages,
+                self._streams,
+                self.settings,
+                division.staging_bytes,
+                smallest_row_bytes,
             )
         self._index = Index(self._memory, self._pages, self._tables, self._batches, self._pipeline)
         self._snapshots = Snapshots(device)
@@ -129,7 +137,8 @@ class Cache:
             return self._index.register(address, rows, row_bytes, name)
 
     def forget(self, number: int) -> None:
-        """Lets go of a table; no lookup of it may be planned or under way, except those of batches in flight."""
+        """Lets go of a table; no lookup of it may be planned or under way, except those of batches in
+        flight."""
         with self._working():
             self._index.forget(number)
 
@@ -148,7 +157,8 @@ class Cache:
         always does).
 
         jobs: `placed` on the device. inputs: uint8, on the device, 8-aligned; or the address that the jobs'
-        offsets count from. All of it is written on the cache's stream, or before. QuantError: too many tickets are out.
+        offsets count from. All of it is written on the cache's stream, or before. QuantError: too many
+        tickets are out.
         """
         inputs_at = inputs if isinstance(inputs, int) else inputs.data_ptr()
         with self._working():
@@ -173,14 +183,17 @@ class Cache:
             ticket = Ticket(batch, self._release, self._abandoned.append)
             if self._tickets % _SNAPSHOT_EVERY == 0:
                 classes = len(self._pages.classes)
-                self._snapshots.begin(self._memory.state, self._tables.counters, self._tables.names(), classes, self.slots)
+                self._snapshots.begin(
+                    self._memory.state, self._tables.counters, self._tables.names(), classes, self.slots
+                )
             return ticket
 
     def _check_size(self, ids: int) -> None:
         """QuantError: a batch of so many ids may miss more bytes than are counted."""
         if min(ids * self._pages.widest, self._tables.host_bytes) > _MOST_MISSED:
             raise QuantError(
-                f"a batch of {ids:,} ids of rows of up to {self._pages.widest} bytes may miss more than {_MOST_MISSED:,} bytes "
+                f"a batch of {ids:,} ids of rows of up to {self._pages.widest} bytes may miss more than "
+                f"{_MOST_MISSED:,} bytes "
                 "at once; split it"
             )
 
@@ -244,23 +257,30 @@ class Cache:
         """Admits rows of a table, whatever their scores, for lookups to come; nothing is waited for."""
         for first in range(0, ids.size, _WARM_IDS):
             part = ids[first : first + _WARM_IDS]
-            written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, part.size, 0)]), self.device.block(PROBE_BLOCK))
+            written, jobs = write_jobs(
+                cached_rows([CachedLookup(number, 0, part.size, 0)]), self.device.block(PROBE_BLOCK)
+            )
             sent = bytearray(part.tobytes() + written)
             with self._working():
                 memory = torch.empty(len(sent), dtype=torch.uint8, device=self.device.torch_device)
                 memory.copy_(torch.frombuffer(sent, dtype=torch.uint8))
                 self.prefetch(jobs.placed(memory.data_ptr() + part.nbytes), memory, admit_all=True).release()
 
-    def hand_over(self, number: int, successor: int, rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
-        """Makes cached rows of a table those of its successor, which has the same bytes for them: nothing is fetched, and they
-        stay as hot as they were. Rows that are not in the cache are passed over. Waits for the device.
+    def hand_over(
+        self, number: int, successor: int, rows: NDArray[np.int64], successors: NDArray[np.int64]
+    ) -> None:
+        """Makes cached rows of a table those of its successor, which has the same bytes for them: nothing is
+        fetched, and they stay as hot as they were. Rows that are not in the cache are passed over. Waits for
+        the device.
 
-        rows, successors: int64 [n] each, rows of one table and of the other, none twice. QuantError: the tables' rows are of two
-        sizes.
+        rows, successors: int64 [n] each, rows of one table and of the other, none twice. QuantError: the
+        tables' rows are of two sizes.
         """
         with self._working():
             sizes = [self._tables[n].row_bytes for n in (number, successor)]
             if sizes[0] != sizes[1]:
-                raise QuantError(f"rows of {sizes[0]} bytes cannot become rows of {sizes[1]} bytes; fetch them with `warm`")
+                raise QuantError(
+                    f"rows of {sizes[0]} bytes cannot become rows of {sizes[1]} bytes; fetch them with `warm`"
+                )
             if rows.size:
                 self._index.hand_over(number, successor, np.stack([rows, successors], 1)[rows.argsort()])

@@ -35,7 +35,9 @@ class Index:
     The caller holds the cache's lock, and the main stream is the current one.
     """
 
-    def __init__(self, memory: CacheMemory, pages: Pages, tables: Tables, batches: BatchesInFlight, pipeline: Pipeline) -> None:
+    def __init__(
+        self, memory: CacheMemory, pages: Pages, tables: Tables, batches: BatchesInFlight, pipeline: Pipeline
+    ) -> None:
         self._memory, self._pages, self._tables = memory, pages, tables
         self._batches, self._pipeline = batches, pipeline
 
@@ -65,13 +67,16 @@ class Index:
         self.describe()
 
     def hand_over(self, number: int, successor: int, rows: NDArray[np.int64]) -> None:
-        """Makes cached rows of a table those of another one, of the same class; slots and uses stay. rows: int64 [n, 2], of
-        either table, the first ones ascending. Rows that the successor has in the cache already are left alone. Waits for the
-        device.
+        """Makes cached rows of a table those of another one, of the same class; slots and uses stay. rows:
+        int64 [n, 2], of either table, the first ones ascending. Rows that the successor has in the cache
+        already are left alone. Waits for the device.
         """
         row_class = self._tables[number].row_class
         parts = self._pages.parts(row_class)
-        held = [keys[keys >> ID_BITS == successor] for keys in (self._pages.nodes(row_class, p).keys for p in parts)]
+        held = [
+            keys[keys >> ID_BITS == successor]
+            for keys in (self._pages.nodes(row_class, p).keys for p in parts)
+        ]
         first = torch.tensor([number << ID_BITS, successor << ID_BITS], device=self._memory.arena.device)
         for block in torch.split(torch.from_numpy(rows), _HANDED_OVER) if parts else ():
             before, after = (block.to(first.device) + first).T.contiguous()
@@ -133,7 +138,9 @@ class Index:
         tables, groups = self._tables.records()
         page_table, lists = self._pages.device_arrays()
         classes = np.zeros((CLASSES, len(ClassField)), np.int64)
-        for record, c, pages_at in zip(classes, self._pages.classes, self._memory.send_page_lists(lists), strict=False):
+        for record, c, pages_at in zip(
+            classes, self._pages.classes, self._memory.send_page_lists(lists), strict=False
+        ):
             record[ClassField.ROW_BYTES], record[ClassField.SLOTS] = c.row_bytes, c.slots
             record[ClassField.PAGE_LIST], record[ClassField.PAGES] = pages_at, len(c.pages)
         self._memory.send(tables, groups, classes.reshape(-1), page_table)
@@ -155,8 +162,11 @@ class Index:
         return self._pages.parts(self._tables[number].row_class)
 
     def latest_use(self, rate: int) -> int:
-        """What a node keeps of a use by the last ticket. rate: by how much that grows a ticket. Waits for the device."""
-        return int(np.int64(int(self._memory.state[BatchState.NOW]) * rate).astype(np.int32))  # it wraps, as uses do
+        """What a node keeps of a use by the last ticket. rate: by how much that grows a ticket. Waits for
+        the device."""
+        return int(
+            np.int64(int(self._memory.state[BatchState.NOW]) * rate).astype(np.int32)
+        )  # it wraps, as uses do
 
     def hot_part(self, number: int, part: list[int], latest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the keys of a table in some pages, and by how much the use of each is above `latest`."""

@@ -44,8 +44,11 @@ def cached_ids(lookups: NDArray[np.int64]) -> int:
     return int(lookups[:, _IDS].sum())
 
 
-def shifted(lookups: NDArray[np.int64], inputs: NDArray[np.int64], locations: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same lookups where the inputs and locations of each one's request, [lookups], begin so many bytes further on."""
+def shifted(
+    lookups: NDArray[np.int64], inputs: NDArray[np.int64], locations: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The same lookups where the inputs and locations of each one's request, [lookups], begin so many
+    bytes further on."""
     moved = lookups.copy()
     moved[:, _IDS_AT] += inputs
     moved[:, _LOCATIONS_AT] += locations
@@ -62,12 +65,14 @@ class ProbeJobs:
     blocks: int
 
     def placed(self, address: int) -> "ProbeJobs":
-        """The same jobs with absolute addresses, written to `address` on the device, which must be 8-aligned."""
+        """The same jobs with absolute addresses, written to `address` on the device, which must be
+        8-aligned."""
         return replace(self, jobs_at=address + self.jobs_at, blocks_at=address + self.blocks_at)
 
 
 def write_jobs(lookups: NDArray[np.int64], block: int) -> tuple[bytes, ProbeJobs]:
-    """The lookups, int64 [lookups, fields of CachedLookup], as bytes for the device, and where in them jobs and blocks lie.
+    """The lookups, int64 [lookups, fields of CachedLookup], as bytes for the device, and where in them jobs
+    and blocks lie.
 
     block: ids of a block.
     """
@@ -76,4 +81,6 @@ def write_jobs(lookups: NDArray[np.int64], block: int) -> tuple[bytes, ProbeJobs
     jobs[:, _OF_PROBE] = lookups
     jobs[:, ProbeField.FIRST_BLOCK] = np.cumsum(counts) - counts
     job_of_block = np.repeat(np.arange(len(lookups), dtype=np.int32), counts)
-    return jobs.tobytes() + job_of_block.tobytes(), ProbeJobs(0, jobs.nbytes, cached_ids(lookups), int(counts.sum()))
+    return jobs.tobytes() + job_of_block.tobytes(), ProbeJobs(
+        0, jobs.nbytes, cached_ids(lookups), int(counts.sum())
+    )

@@ -55,14 +55,17 @@ def divide(budget_bytes: int, settings: CacheSettings, smallest_row_bytes: int) 
     page_bytes = settings.page_bytes or page_bytes_of(budget_bytes)
     buffers = settings.staging_buffers
     staging_bytes = (
-        min(settings.staging_bytes, int(budget_bytes * settings.staging_fraction / buffers)) // UNIT_BYTES * UNIT_BYTES
+        min(settings.staging_bytes, int(budget_bytes * settings.staging_fraction / buffers))
+        // UNIT_BYTES
+        * UNIT_BYTES
     )
     slots = slots_of_page(page_bytes, smallest_row_bytes)
     index_bytes = slots * (_INDEX_BYTES_LFU if settings.policy.is_lfu else _INDEX_BYTES)
     pages = (budget_bytes - staging_bytes * buffers) // (page_bytes + index_bytes)
     if pages < 1 or slots < 1:
         raise QuantError(
-            f"a cache of {budget_bytes:,} bytes holds no page of {page_bytes:,} bytes beside {buffers} staging buffers of "
+            f"a cache of {budget_bytes:,} bytes holds no page of {page_bytes:,} bytes beside {buffers} "
+            "staging buffers of "
             f"{staging_bytes:,}; raise budget_bytes"
         )
     return Division(pages, page_bytes, buffers, staging_bytes)
@@ -115,7 +118,9 @@ class CacheMemory:
         if self.heads.numel() >= max(1, slots):
             return False
         self.heads = self._filled(-1, max(1, slots))
-        self.ghosts = self._filled(-PRIORITY_LIMIT, max(2, slots + slots % 2) if self._settings.policy.is_lfu else 2)
+        self.ghosts = self._filled(
+            -PRIORITY_LIMIT, max(2, slots + slots % 2) if self._settings.policy.is_lfu else 2
+        )
         return True
 
     def fit_arrays(self, ids: int) -> None:
@@ -132,9 +137,15 @@ class CacheMemory:
         part = self._arrays[first : first + _WORDS[which] * self.ids]
         return part.view(torch.int64) if which is BatchArray.MISSES else part
 
-    def send(self, tables: NDArray[Any], groups: NDArray[Any], classes: NDArray[Any], page_table: NDArray[Any]) -> None:
+    def send(
+        self, tables: NDArray[Any], groups: NDArray[Any], classes: NDArray[Any], page_table: NDArray[Any]
+    ) -> None:
         """Writes the records of tables and classes, all flat, to the device."""
-        self._tables, self._groups, self._classes = (self._sent(tables), self._sent(groups), self._sent(classes))
+        self._tables, self._groups, self._classes = (
+            self._sent(tables),
+            self._sent(groups),
+            self._sent(classes),
+        )
         self.page_table.copy_(torch.from_numpy(page_table))
 
     def send_page_lists(self, lists: list[NDArray[Any]]) -> list[int]:

@@ -44,13 +44,16 @@ class Pages:
     moving: pages on their way to a class. QuantError: there are more slots than int32 counts.
     """
 
-    def __init__(self, memory: torch.Tensor, smallest_row_bytes: int, dropped: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(
+        self, memory: torch.Tensor, smallest_row_bytes: int, dropped: Callable[[int, torch.Tensor], None]
+    ) -> None:
         self._memory, self._dropped = memory, dropped
         self.count, self.page_bytes = memory.shape
         self.node_bits = max(1, slots_of_page(self.page_bytes, smallest_row_bytes).bit_length())
         if (self.count << self.node_bits) >= 2**31:
             raise QuantError(
-                f"a cache of {self.count * self.page_bytes:,} bytes has more slots than int32 counts; lower budget_bytes"
+                f"a cache of {self.count * self.page_bytes:,} bytes has more slots than int32 counts; lower "
+                "budget_bytes"
             )
         self.classes: list[RowClass] = []
         self.of_page = np.full((self.count, 2), -1, np.int32)  # class (-1: none), first row
@@ -80,12 +83,14 @@ class Pages:
         slots = slots_of_page(self.page_bytes, row_bytes)
         if self.count * self.page_bytes // row_bytes >= 2**31:
             raise QuantError(
-                f"a cache of {self.count * self.page_bytes:,} bytes holds more rows of {row_bytes} bytes than int32 counts; "
+                f"a cache of {self.count * self.page_bytes:,} bytes holds more rows of {row_bytes} bytes "
+                "than int32 counts; "
                 "lower budget_bytes"
             )
         if not 0 < slots < 1 << self.node_bits or len(self.classes) == CLASSES:
             raise QuantError(
-                f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.page_bytes:,} bytes, "
+                f"rows of {row_bytes} bytes do not fit this cache: {slots} to a page of {self.page_bytes:,} "
+                "bytes, "
                 f"expected 1 to {(1 << self.node_bits) - 1}, and at most {CLASSES} sizes of rows"
             )
         self.classes.append(RowClass(row_bytes, slots, []))
@@ -100,7 +105,8 @@ class Pages:
         wanted = self._wanted(rows)
         if min((w for w, n in zip(wanted, rows, strict=True) if n), default=1) < 1:
             raise QuantError(
-                f"a cache of {self.count} pages of {self.page_bytes:,} bytes cannot hold {len(self.classes)} sizes of "
+                f"a cache of {self.count} pages of {self.page_bytes:,} bytes cannot hold {len(self.classes)} "
+                "sizes of "
                 "rows; raise budget_bytes"
             )
         coming = [sum(1 for _, c in self.moving if c == n) for n in range(len(self.classes))]
@@ -181,10 +187,13 @@ class Pages:
         c = self.classes[number]
         index = self._index(pages)
         nodes = self._memory[index, : NODE_BYTES * c.slots]
-        return Nodes(nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, NODE_USE // 4 :: NODE_BYTES // 4])
+        return Nodes(
+            nodes.view(torch.int64)[:, ::2], nodes.view(torch.int32)[:, NODE_USE // 4 :: NODE_BYTES // 4]
+        )
 
     def set_keys(self, number: int, pages: Sequence[int], keys: torch.Tensor | int) -> None:
-        """Writes the keys of all slots of a class's pages: int64 [pages, slots], or one for all. Chains are not touched."""
+        """Writes the keys of all slots of a class's pages: int64 [pages, slots], or one for all. Chains
+        are not touched."""
         self._memory.view(torch.int64)[self._index(pages), : 2 * self.classes[number].slots : 2] = keys
 
     def parts(self, number: int) -> list[list[int]]:
@@ -198,7 +207,8 @@ class Pages:
 
 
 def page_bytes_of(budget_bytes: int) -> int:
-    """Bytes of a page: the largest power of 2 up to 1/64 of the budget, but at least 8 KiB and at most 256 KiB."""
+    """Bytes of a page: the largest power of 2 up to 1/64 of the budget, but at least 8 KiB and at most 256
+    KiB."""
     return max(_SMALLEST, min(_LARGEST, 1 << max(0, (budget_bytes // 64).bit_length() - 1)))
 
 

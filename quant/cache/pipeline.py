@@ -18,7 +18,8 @@
                             end
     next batch's begin ◄─── filled
 
-Time goes down. Work on one stream runs in order; an arrow makes another stream wait for all that is above its begin.
+Time goes down. Work on one stream runs in order; an arrow makes another stream wait for all that is above its
+begin.
 
 Misses are fetched into the batch's staging buffer on the side stream, while the main stream decides which of
 them are admitted and which rows they replace. Only probing and fetching delay the batch. An admitted
@@ -55,15 +56,23 @@ from tableside.quant.device.launch import Kernel
 _FEW = 528  # programs of kernels that have little to do where few rows are missing; starting many takes long
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers
 _MOST_GATHERED_BYTES = 64 << 20
-_COPY_UNIT = 1 << 16  # copies are multiples of it, and of 1/16 of a power of 2, so that there are few different ones
-_EVICTING, _EVICTING_ANY = (2112, 528)  # programs of the two `evict`s; more take long to start, and the second seldom has work
+_COPY_UNIT = (
+    1 << 16
+)  # copies are multiples of it, and of 1/16 of a power of 2, so that there are few different ones
+_EVICTING, _EVICTING_ANY = (
+    2112,
+    528,
+)  # programs of the two `evict`s; more take long to start, and the second seldom has work
 _MISSES = 256  # that a program takes at once: `list_rows`, `rank_admitted`, `end`
 _INSERTED = 512  # `insert`
 _UNLINKED = 1024  # `unlink`
 _SLOTS = 512  # `evict`
 _SAMPLE = 1024  # slots and misses that `choose_threshold` looks at
 _CHUNKS = 2048  # of 16 bytes, `copy_gathered`
-_TILE_WORDS, _MOST_WORDS = (8192, 64)  # words of 4 bytes that a program copies at once, of all its rows and of one
+_TILE_WORDS, _MOST_WORDS = (
+    8192,
+    64,
+)  # words of 4 bytes that a program copies at once, of all its rows and of one
 _ROW_WARPS = 8
 
 
@@ -105,7 +114,8 @@ class Kernels:
 class LaunchShape:
     """What the launches of a batch depend on, while tables and pages stay as they are.
 
-    place: of the batch's record; blocks: for which there are programs; copied: bytes of gathered rows that the host copies.
+    place: of the batch's record; blocks: for which there are programs; copied: bytes of gathered rows that
+    the host copies.
     """
 
     place: int
@@ -163,12 +173,15 @@ class Pipeline:
         self._replays.forget()
 
     def launch(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch, admit_all: bool) -> None:
-        """Launches a batch's kernels, on the main stream and the side stream, as the module's diagram says."""
+        """Launches a batch's kernels, on the main stream and the side stream, as the module's diagram
+        says."""
         root, ticket, streams, run = self._memory.root, batch.record.data_ptr(), self._streams, self.kernels
         self._begin(jobs, inputs_at, batch)
         if jobs.blocks:
             # A power of 2 of blocks, so that batches share graphs.
-            shape = LaunchShape(batch.place, 1 << (jobs.blocks - 1).bit_length(), admit_all, self._copied(batch))
+            shape = LaunchShape(
+                batch.place, 1 << (jobs.blocks - 1).bit_length(), admit_all, self._copied(batch)
+            )
             self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
         streams.side.wait_stream(streams.main)
         batch.ready.record(streams.side)
@@ -193,7 +206,8 @@ class Pipeline:
         )
 
     def _copied(self, batch: InFlightBatch) -> int:
-        """Bytes of gathered rows that the host copies to a batch's staging buffer: as many as in a recent batch and some more."""
+        """Bytes of gathered rows that the host copies to a batch's staging buffer: as many as in a recent
+        batch and some more."""
         if self._gather is None:
             return 0
         likely = self._gather.last_bytes * 17 // 16
@@ -211,7 +225,9 @@ class Pipeline:
         run.probe(min(self._most, shape.blocks), main, root, ticket)
         run.enumerate_misses(self._memory.groups, main, root, ticket)
         streams.side.wait_stream(streams.main)
-        self._fetch(streams, batch, shape.copied, min(self._settings.row_programs, self._programs(ids, run.rows)))
+        self._fetch(
+            streams, batch, shape.copied, min(self._settings.row_programs, self._programs(ids, run.rows))
+        )
         self._admit(main, ids, shape.admit_all)
         run.fetch_rest(self._programs(ids, run.rows), main, root, ticket)
         run.resolve(min(self._most, shape.blocks), main, root, ticket)
@@ -241,7 +257,9 @@ class Pipeline:
             run.copy_gathered(programs, side, root, ticket, copied)
         run.fetch_misses(programs, side, root, ticket)
 
-    def _copy(self, streams: Streams, gathered: torch.Tensor, batch: InFlightBatch, first: int, end: int) -> None:
+    def _copy(
+        self, streams: Streams, gathered: torch.Tensor, batch: InFlightBatch, first: int, end: int
+    ) -> None:
         """Copies a chunk of what the CPU gathered to the staging buffer, while the next one is gathered."""
         streams.copies.wait_stream(streams.side)
         arena = self._memory.arena
@@ -250,6 +268,7 @@ class Pipeline:
             arena[target + first : target + end].copy_(gathered[first:end], non_blocking=True)
 
     def release(self, batch: InFlightBatch, stream: Any) -> None:
-        """Lets the batch's slots be evicted once what is on the current stream, which is this one, so far is done."""
+        """Lets the batch's slots be evicted once what is on the current stream, which is this one, so far
+        is done."""
         self._streams.device.wait(batch.ready, stream)  # which wrote what is undone here
         self.kernels.release(1, stream.cuda_stream, self._memory.root, batch.record.data_ptr())

@@ -1,7 +1,8 @@
 """Launches that are the same for many batches, as CUDA graphs: one call takes the place of some twenty.
 
-The first batch of a shape is launched kernel by kernel. At the second one the same launches are captured, on streams of
-their own, and from then on replayed. A shape names everything that the launches depend on but the batch's record.
+The first batch of a shape is launched kernel by kernel. At the second one the same launches are captured, on
+streams of their own, and from then on replayed. A shape names everything that the launches depend on but the
+batch's record.
 
 While a graph is captured, no thread may synchronize the whole device; the capture would fail.
 """
@@ -18,15 +19,20 @@ _KEPT = 64  # graphs; some hundred KB each
 class Replays:
     """The graphs of one cache, those used last. captures: else every batch is launched kernel by kernel.
 
-    graphs: by their shapes, that used last at the end. The caller holds the cache's lock, and the main stream is the current one.
+    graphs: by their shapes, that used last at the end. The caller holds the cache's lock, and the main stream
+    is the current one.
     """
 
     def __init__(self, streams: Streams, captures: bool) -> None:
         self._device = streams.device
         self.graphs: OrderedDict[Hashable, Any] = OrderedDict()
         self._seen: set[Hashable] = set()
-        self._retired: deque[tuple[Any, Any]] = deque()  # graph, and an event after which no replay of it is under way
-        self._streams = Streams(streams.device, streams.device.stream(streams.main.priority)) if captures else None
+        self._retired: deque[tuple[Any, Any]] = (
+            deque()
+        )  # graph, and an event after which no replay of it is under way
+        self._streams = (
+            Streams(streams.device, streams.device.stream(streams.main.priority)) if captures else None
+        )
 
     def __call__(self, shape: Hashable, streams: Streams, launch: Callable[[Streams], None]) -> None:
         """Does what `launch` does with the cache's streams. It ends on the main stream, behind all others."""
@@ -51,7 +57,8 @@ class Replays:
         return self.graphs[shape]
 
     def forget(self) -> None:
-        """Lets go of all graphs, since the launches change. None is captured before its shape comes twice again."""
+        """Lets go of all graphs, since the launches change. None is captured before its shape comes twice
+        again."""
         self._seen.clear()
         while self.graphs:
             self._retire(self.graphs.popitem()[1])

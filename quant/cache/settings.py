@@ -35,8 +35,8 @@ class CacheSettings:
     gather_threads: threads of the CPU that gather misses, from `gather_from` a batch on, where tables span so
     much that the GPU's own reads are slow. 0: the GPU reads them all.
 
-    replays: batches of a size are launched as one CUDA graph from the third on, so that the host is free sooner. While one is
-    captured, no other thread of the process may synchronize the whole device.
+    replays: batches of a size are launched as one CUDA graph from the third on, so that the host is free
+    sooner. While one is captured, no other thread of the process may synchronize the whole device.
     """
 
     policy: Policy = Policy.LFU

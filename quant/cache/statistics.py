@@ -30,9 +30,9 @@ class TableStatistics:
 class Statistics:
     """Of a cache. tables: by their numbers.
 
-    tickets: batches begun. slots, occupied: rows now. inserted, evicted: rows since the cache was made. padded: rows that
-    lookups read from a staging buffer and that were not admitted. locked_out: rows that were to be admitted when batches in
-    flight used every slot.
+    tickets: batches begun. slots, occupied: rows now. inserted, evicted: rows since the cache was made.
+    padded: rows that lookups read from a staging buffer and that were not admitted. locked_out: rows that
+    were to be admitted when batches in flight used every slot.
     """
 
     tickets: int
@@ -51,7 +51,11 @@ class Statistics:
 
 
 def statistics_of(
-    state: torch.Tensor, counters: torch.Tensor, names: Mapping[int, tuple[str, int]], classes: int, slots: int
+    state: torch.Tensor,
+    counters: torch.Tensor,
+    names: Mapping[int, tuple[str, int]],
+    classes: int,
+    slots: int,
 ) -> Statistics:
     """state, counters: on the host, int64. names: number of each table -> its name, and bytes of its rows."""
     s, c = state.tolist(), counters.view(-1, len(TableCounter)).tolist()
@@ -102,7 +106,12 @@ class Snapshots:
         self.last: Statistics | None = None
 
     def begin(
-        self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]], classes: int, slots: int
+        self,
+        state: torch.Tensor,
+        counters: torch.Tensor,
+        names: dict[int, tuple[str, int]],
+        classes: int,
+        slots: int,
     ) -> None:
         """Begins a copy on the current stream, unless one is on its way."""
         if self._coming is not None and not self._coming.copied.query():

@@ -73,12 +73,17 @@ class Tables:
         """Takes a table under the smallest number that is free, with empty maps and counters."""
         number = next(n for n in range(len(self._tables) + 1) if n not in self._tables)
         flags = flag_count(rows)
-        maps = [torch.zeros(n, dtype=torch.int32, device=self._device.torch_device) for n in ((flags * GROUP_WORDS, 2), (flags,))]
+        maps = [
+            torch.zeros(n, dtype=torch.int32, device=self._device.torch_device)
+            for n in ((flags * GROUP_WORDS, 2), (flags,))
+        ]
         self._tables[number] = CachedTable(name, address, rows, row_bytes, row_class, *maps)
         first, end = number * len(TableCounter), (number + 1) * len(TableCounter)
         if end > self.counters.numel():
             grown = torch.zeros(
-                max(_LEAST_COUNTED, 2 * (number + 1)) * len(TableCounter), dtype=torch.int64, device=self._device.torch_device
+                max(_LEAST_COUNTED, 2 * (number + 1)) * len(TableCounter),
+                dtype=torch.int64,
+                device=self._device.torch_device,
             )
             grown[: self.counters.numel()] = self.counters
             self.counters = grown
@@ -130,7 +135,8 @@ def check_table(rows: int, row_bytes: int) -> None:
     """QuantError: no cache can take such a table."""
     if not 0 < rows <= 1 << ID_BITS or row_bytes % 16 or row_bytes <= 0:
         raise QuantError(
-            f"a table of {rows:,} rows of {row_bytes} bytes cannot be cached; expected 1 to {1 << ID_BITS:,} rows of a "
+            f"a table of {rows:,} rows of {row_bytes} bytes cannot be cached; expected 1 to {1 << ID_BITS:,} "
+            "rows of a "
             "multiple of 16 bytes"
         )
 

@@ -18,10 +18,9 @@ _LEAST_IDS = 64
 class InFlightBatch:
     """What a batch takes of the device while it is in flight, used by one after another.
 
-    place: its number among all; record: int64 [TICKET_SIZE] on the device; staging: the address of its staging buffer of
-    `staging_bytes`;
-    locations: int32 [ids or more]; ready: an event, after which the batch's rows can be read; released: an
-    event, after which nobody reads them.
+    place: its number among all; record: int64 [TICKET_SIZE] on the device; staging: the address of its
+    staging buffer of `staging_bytes`; locations: int32 [ids or more]; ready: an event, after which the
+    batch's rows can be read; released: an event, after which nobody reads them.
     """
 
     def __init__(self, device: Device, place: int, staging: int, staging_bytes: int) -> None:
@@ -30,7 +29,9 @@ class InFlightBatch:
             TicketField.STAGING_UNITS: staging_bytes // UNIT_BYTES,
             TicketField.PLACE: place,
         }
-        self.record = torch.tensor([fields[f] for f in TicketField], dtype=torch.int64, device=device.torch_device)
+        self.record = torch.tensor(
+            [fields[f] for f in TicketField], dtype=torch.int64, device=device.torch_device
+        )
         self.device, self.place = device, place
         self.staging, self.staging_bytes = staging, staging_bytes
         self.locations = torch.empty(0, dtype=torch.int32, device=device.torch_device)
@@ -49,11 +50,15 @@ class Ticket:
     `slots_address`; -1: the table itself; else 16 * (-2 - location) bytes from `staging`, the address of the
     batch's staging buffer.
 
-    release, abandon: called with the batch when the ticket is released (and with the stream), or is dropped without that.
+    release, abandon: called with the batch when the ticket is released (and with the stream), or is dropped
+    without that.
     """
 
     def __init__(
-        self, batch: InFlightBatch, release: Callable[[InFlightBatch, Any], None], abandon: Callable[[InFlightBatch], None]
+        self,
+        batch: InFlightBatch,
+        release: Callable[[InFlightBatch, Any], None],
+        abandon: Callable[[InFlightBatch], None],
     ) -> None:
         self._batch: InFlightBatch | None = batch
         self._release, self._abandon = release, abandon
@@ -62,7 +67,8 @@ class Ticket:
         self.staging = batch.staging
 
     def wait(self, stream: Any = None) -> None:
-        """What comes next on the current stream, which may be given, finds the rows there. The caller waits for nothing."""
+        """What comes next on the current stream, which may be given, finds the rows there. The caller
+        waits for nothing."""
         self._device.wait(self._ready, stream)
 
     def release(self, stream: Any = None) -> None:
@@ -86,7 +92,9 @@ class BatchesInFlight:
 
     def __init__(self, device: Device, first_staging: int, staging_bytes: int, count: int) -> None:
         self._device = device
-        self.all = [InFlightBatch(device, n, first_staging + n * staging_bytes, staging_bytes) for n in range(count)]
+        self.all = [
+            InFlightBatch(device, n, first_staging + n * staging_bytes, staging_bytes) for n in range(count)
+        ]
         self.free = deque(self.all)
         self.count = 0  # that are in flight
 
@@ -100,7 +108,9 @@ class BatchesInFlight:
         """Takes a batch, free or new, with room for so many ids. QuantError: too many are out."""
         if not self.free:
             if len(self.all) >= MOST_IN_FLIGHT:
-                raise QuantError(f"{len(self.all)} tickets are out; release them, in any order, after their lookups")
+                raise QuantError(
+                    f"{len(self.all)} tickets are out; release them, in any order, after their lookups"
+                )
             self.all.append(InFlightBatch(self._device, len(self.all), arena, 0))
             self.free.append(self.all[-1])
         batch = self.take()

@@ -31,9 +31,13 @@ def lookup(
     threads: int,
     row_map: int,
 ) -> tuple[int, int, int, int] | None: ...
-def run(kinds: bytes, places: Any, inputs: Any, outputs: Any, threads: int) -> tuple[int, int, int, int] | bytes | None: ...
+def run(
+    kinds: bytes, places: Any, inputs: Any, outputs: Any, threads: int
+) -> tuple[int, int, int, int] | bytes | None: ...
 def gather(jobs: bytes, inputs: Any, outputs: Any, threads: int) -> tuple[int, int, int, int] | None: ...
-def quantize(row_format: int, source: int, values: Any, rows: int, dim: int, out: Any, row_bytes: int) -> int: ...
+def quantize(
+    row_format: int, source: int, values: Any, rows: int, dim: int, out: Any, row_bytes: int
+) -> int: ...
 def gather_rows() -> int: ...
 def totals(kinds: bytes, places: Any) -> tuple[int, int, int]: ...
 def lay_out(
@@ -55,12 +59,28 @@ def lay_out(
     | None
 ): ...
 def measure(
-    kinds: bytes, places: Any, out_bytes: int, pooled_block: int, unpooled_block: int, probe_block: int, resolve_block: int
+    kinds: bytes,
+    places: Any,
+    out_bytes: int,
+    pooled_block: int,
+    unpooled_block: int,
+    probe_block: int,
+    resolve_block: int,
 ) -> bytes | None: ...
 def place_batch(
     requests: list[Any], extras: list[int] | None, stays: list[bool] | None
 ) -> tuple[
-    bytes, int, int, int, int, int, int, int, list[Any], tuple[int, int, int] | None, tuple[int, int, int, int] | None
+    bytes,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    int,
+    list[Any],
+    tuple[int, int, int] | None,
+    tuple[int, int, int, int] | None,
 ]: ...
 def write_batch(
     requests: list[Any],
@@ -73,7 +93,9 @@ def write_batch(
 ) -> list[tuple[int, int, int]]: ...
 def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None: ...
 def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None: ...
-def lengths_of(memory: Any, at: int, item_bytes: int, items: int, ids: int, form: int) -> tuple[object, int] | None:
+def lengths_of(
+    memory: Any, at: int, item_bytes: int, items: int, ids: int, form: int
+) -> tuple[object, int] | None:
     """Lengths [bags], int32, and their address, which is valid as long as they live.
 
     memory, at: a buffer and the byte where `items` integers of `item_bytes` (4 or 8) begin. form, of
@@ -94,7 +116,14 @@ def parts_of(memory: Any, lengths_at: int, features: int, bags: int, ids: int) -
     """
 
 def feature_places(
-    parts: Any, order: list[int] | None, columns: Any, ids_at: int, lengths_at: int, bags: int, weights_at: int, out_at: int
+    parts: Any,
+    order: list[int] | None,
+    columns: Any,
+    ids_at: int,
+    lengths_at: int,
+    bags: int,
+    weights_at: int,
+    out_at: int,
 ) -> bytes:
     """Places of lookups, int64 [lookups, fields of `Place`], over features of `bags` bags each.
 
@@ -119,7 +148,9 @@ def tensor_places(
     or there are weights, or no exchange. The caller converts what it can, and refuses the rest.
     """
 
-def tensor_parts(exchange: Any, ids: Any, lengths: Any, features: int, base: int) -> tuple[object, int, int, int, bytes] | None:
+def tensor_parts(
+    exchange: Any, ids: Any, lengths: Any, features: int, base: int
+) -> tuple[object, int, int, int, bytes] | None:
     """What holds int32 lengths, where ids and lengths lie, counted from `base`, the bags of a feature, and
     what `parts_of` says.
 
@@ -129,8 +160,12 @@ def tensor_parts(exchange: Any, ids: Any, lengths: Any, features: int, base: int
 
 def count_buckets(row_map: Any, ids: Any, counts: Any) -> int | None: ...
 def put_in_buckets(row_map: Any, ids: Any, sources: Any, ends: Any, records: Any) -> None: ...
-def distinct(records: Any, starts: Any, first: int, last: int, keep: int, own: int, kept: Any) -> tuple[int, int, int] | None: ...
-def build(records: Any, starts: Any, kept: Any, first: int, last: int, directory: Any, pilots: Any) -> int | None: ...
+def distinct(
+    records: Any, starts: Any, first: int, last: int, keep: int, own: int, kept: Any
+) -> tuple[int, int, int] | None: ...
+def build(
+    records: Any, starts: Any, kept: Any, first: int, last: int, directory: Any, pilots: Any
+) -> int | None: ...
 def find_rows(row_map: Any, ids: Any, rows: Any) -> None: ...
 def fill_filter(ids: Any, words: Any) -> None: ...
 def fill_marks(numbers: Any, slots: Any, bits: Any, before: Any, order: Any) -> None: ...

@@ -52,7 +52,9 @@ class CpuBackend(Backend):
 def host_table(table: RowSource) -> Table:
     """The table, where it lies in host memory. QuantError: it is on a device."""
     if not isinstance(table, Table):
-        raise QuantError("a table on a device was given to a backend of the CPU; use the GPU backend of that device")
+        raise QuantError(
+            "a table on a device was given to a backend of the CPU; use the GPU backend of that device"
+        )
     return table
 
 
@@ -87,7 +89,9 @@ class CpuPlan(Plan):
         checked = [_check(job, *of_it, inputs, outputs) for job, of_it in enumerate(kinds)]
         for place, (_, found, _) in zip(self._places, checked, strict=True):
             if place.found_at >= 0:
-                np.frombuffer(outputs, np.bool_, place.ids, place.found_at)[:] = True if found is None else found
+                np.frombuffer(outputs, np.bool_, place.ids, place.found_at)[:] = (
+                    True if found is None else found
+                )
         self._planner.look_up([one for one, _, _ in checked])
         unfound = [lacks for _, _, lacks in checked]
         return unfound if any(map(any, unfound)) else None
@@ -147,7 +151,9 @@ def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> Non
         raise BadIds(Problem.ID, job, at, int(ids[at]), rows)
 
 
-def rows_of(table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0) -> tuple[Ids, NDArray[np.bool_] | None, Unfound]:
+def rows_of(
+    table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0
+) -> tuple[Ids, NDArray[np.bool_] | None, Unfound]:
     """The row of each id, which ids have one (None: all), and how many do not. As `check_ids`, BadIds where
     an id is refused."""
     row_map = table.row_map
@@ -161,7 +167,9 @@ def rows_of(table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0) -
     if (lacks := np.flatnonzero(~found)).size:
         if row_map.default_row is None:
             at = int(lacks[0])
-            raise BadIds(Problem.ID if row_map.is_plain else Problem.MISSING, job, at, int(ids[at]), row_map.count)
+            raise BadIds(
+                Problem.ID if row_map.is_plain else Problem.MISSING, job, at, int(ids[at]), row_map.count
+            )
         rows[lacks] = row_map.default_row
     return rows, found, Unfound(int(lacks.size), backfilled)
 
@@ -186,7 +194,10 @@ def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, 
     """Checks dtypes and shapes of a quantization."""
     dtype = {Source.FP32: np.float32, Source.FP16: np.float16, Source.BF16: np.uint16}[source]
     if values.dtype != dtype or values.ndim != 2 or not values.flags.c_contiguous:
-        raise QuantError(f"values are {values.dtype} {list(values.shape)}; expected contiguous {np.dtype(dtype)} [rows, dim]")
+        raise QuantError(
+            f"values are {values.dtype} {list(values.shape)}; expected contiguous {np.dtype(dtype)} [rows, "
+            "dim]"
+        )
     expected = (values.shape[0], row_format.row_bytes(values.shape[1]))
     if out.dtype != np.uint8 or out.shape != expected or not out.flags.c_contiguous:
         raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 {list(expected)}")

@@ -58,12 +58,16 @@ try:
     from fbgemm_gpu.split_embedding_configs import SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 except ImportError as error:
-    raise MissingBackend(f"fbgemm does not import ({error}); install tableside[fbgemm], or choose another backend") from error
+    raise MissingBackend(
+        f"fbgemm does not import ({error}); install tableside[fbgemm], or choose another backend"
+    ) from error
 
 SPARSE_TYPES = {f: SparseType[f.name] for f in RowFormat}
 _POOLING = {Pooling.NONE: PoolingMode.NONE, Pooling.SUM: PoolingMode.SUM, Pooling.MEAN: PoolingMode.MEAN}
 _LARGEST = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: float(np.finfo(np.float32).max)}
-_BOUND = 64  # operators that a planner keeps: kinds of one request that have as many bags, in all their groupings
+_BOUND = (
+    64  # operators that a planner keeps: kinds of one request that have as many bags, in all their groupings
+)
 _NO_WEIGHTS = torch.empty(0, dtype=torch.uint8)
 
 
@@ -76,7 +80,8 @@ def _pack(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
     if row_format.has_scale:
         if x.shape[1] * row_format.bits % 16:
             raise QuantError(
-                f"dim {x.shape[1]} in {row_format.label} is not a multiple of {16 // row_format.bits}, which FBGEMM needs"
+                f"dim {x.shape[1]} in {row_format.label} is not a multiple of {16 // row_format.bits}, which "
+                "FBGEMM needs"
             )
         q = ops.FloatToFusedNBitRowwiseQuantizedSBHalf(x, row_format.bits)
         return torch.cat([q[:, -4:], q[:, :-4]], dim=1)
@@ -138,7 +143,11 @@ class _Planner(CpuPlanner):
     def look_up(self, lookups: Sequence[CheckedLookup]) -> None:
         together: dict[Any, list[int]] = {}
         for job, one in enumerate(lookups):
-            alike = (one.pooling, one.lengths.size, one.weights is None, one.out.dtype) if one.lengths is not None else job
+            alike = (
+                (one.pooling, one.lengths.size, one.weights is None, one.out.dtype)
+                if one.lengths is not None
+                else job
+            )
             together.setdefault(alike, []).append(job)
         for jobs in together.values():
             of_call = [lookups[job] for job in jobs]
@@ -146,7 +155,9 @@ class _Planner(CpuPlanner):
 
     def _operator(self, jobs: Sequence[int], lookups: Sequence[CheckedLookup]) -> Any:
         if any(m is not None and m.overlay is not None for m in (self.tables[job].row_map for job in jobs)):
-            return operator([one.table for one in lookups], lookups[0].out.dtype == np.float16)  # of rows copied for this call
+            return operator(
+                [one.table for one in lookups], lookups[0].out.dtype == np.float16
+            )  # of rows copied for this call
         return self._bound(*jobs)
 
 
@@ -178,7 +189,9 @@ def _keep_signs(one: CheckedLookup) -> None:
         return
     at = (np.cumsum(lengths) - lengths)[vectors]
     rows = Native().lookup(one.table, one.ids[at], pooling=Pooling.NONE)
-    one.out[vectors] = np.copysign(one.out[vectors], rows if one.weights is None else rows * one.weights[at, None])
+    one.out[vectors] = np.copysign(
+        one.out[vectors], rows if one.weights is None else rows * one.weights[at, None]
+    )
 
 
 def _joined(arrays: Sequence[Any]) -> torch.Tensor:
@@ -194,8 +207,9 @@ def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
     ids out of range read out of bounds. The caller keeps `tables` alive.
     """
     tables = (tables,) if isinstance(tables, Table) else tables
-    # One view from the first table's memory to the last's: what lies between them, or nowhere, is never read. A segment is
-    # mapped read-only and its array says so; torch warns of that, though the operator never writes.
+    # One view from the first table's memory to the last's: what lies between them, or nowhere, is never read.
+    # A segment is mapped read-only and its array says so; torch warns of that, though the operator never
+    # writes.
     start, end = min(t.address for t in tables), max(t.address + t.packed.size for t in tables)
     packed = torch.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), dtype=torch.uint8)
     widest = {f: max((t.dim for t in tables if t.row_format is f), default=0) for f in RowFormat}
@@ -218,8 +232,12 @@ def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
     fp8 = (widest[RowFormat.FP8], FP8_EXPONENT_BITS, FP8_EXPONENT_BIAS)
     lookup = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default
 
-    def call(ids: torch.Tensor, offsets: torch.Tensor, mode: Any, weights: torch.Tensor | None) -> torch.Tensor:
-        result = lookup(*fixed, ids, offsets, mode.value, weights, output_dtype, None, None, ROW_ALIGNMENT_BYTES, *fp8)
+    def call(
+        ids: torch.Tensor, offsets: torch.Tensor, mode: Any, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        result = lookup(
+            *fixed, ids, offsets, mode.value, weights, output_dtype, None, None, ROW_ALIGNMENT_BYTES, *fp8
+        )
         return torch.as_tensor(result)
 
     return call

@@ -1,5 +1,5 @@
-"""Builds id indexes (`quant.rows.ids`) with the native kernel: ids into buckets, duplicates found, pilots for each
-bucket.
+"""Builds id indexes (`quant.rows.ids`) with the native kernel: ids into buckets, duplicates found, pilots for
+each bucket.
 
 The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the
 buckets, and once to be put into them, as records in memory that the caller brings. Nothing here reads files.
@@ -69,7 +69,8 @@ class IndexBuilder:
         outside = _native.count_buckets(self._map, ids, self._counts)
         if outside is not None:
             raise QuantError(
-                f"id {ids[outside]} has no bucket: {self.buckets} buckets of {self.bucket_ids} ids hold ids from 0 to "
+                f"id {ids[outside]} has no bucket: {self.buckets} buckets of {self.bucket_ids} ids hold ids "
+                "from 0 to "
                 f"{self.buckets * self.bucket_ids - 1}; set bucket_ids higher, or leave it out"
             )
 
@@ -78,7 +79,9 @@ class IndexBuilder:
         self._starts[1:] = np.cumsum(self._counts)
         self._ends[:] = self._starts[:-1]
         if (largest := int(self._counts.max())) > LARGEST_BUCKET:
-            raise QuantError(f"a bucket has {largest:,} ids, the most is {LARGEST_BUCKET:,}; set more buckets")
+            raise QuantError(
+                f"a bucket has {largest:,} ids, the most is {LARGEST_BUCKET:,}; set more buckets"
+            )
         return self.ids
 
     def put(self, ids: NDArray[np.int64], sources: NDArray[np.int64], records: NDArray[np.int64]) -> None:
@@ -86,9 +89,13 @@ class IndexBuilder:
 
         sources: the numbers of its rows in the source, which ascend from block to block.
         """
-        _native.put_in_buckets(self._map, np.ascontiguousarray(ids), np.ascontiguousarray(sources), self._ends, records)
+        _native.put_in_buckets(
+            self._map, np.ascontiguousarray(ids), np.ascontiguousarray(sources), self._ends, records
+        )
 
-    def distinct(self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1) -> NDArray[np.int64]:
+    def distinct(
+        self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1
+    ) -> NDArray[np.int64]:
         """Keeps each id once: `duplicates` is error, first or last. Returns the source rows that are not
         kept.
 
@@ -123,7 +130,8 @@ class IndexBuilder:
             failed = _native.build(records, self._starts, self.kept, first, last, directory, pilots)
             if failed is not None:
                 raise QuantError(
-                    f"no pilots were found for bucket {failed} of {self.kept[failed]} ids; set another number of buckets"
+                    f"no pilots were found for bucket {failed} of {self.kept[failed]} ids; set another "
+                    "number of buckets"
                 )
             if progress is not None:
                 progress(int(self.kept[first:last].sum()))
@@ -147,7 +155,9 @@ class IndexBuilder:
 def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Writes the row that each id has if it is there to rows [n]; -1: its bucket is empty. What a row keeps
     is not looked at."""
-    _native.find_rows(np.array(native_row_map(RowMap(0, None, index)), np.int64), np.ascontiguousarray(ids), rows)
+    _native.find_rows(
+        np.array(native_row_map(RowMap(0, None, index)), np.int64), np.ascontiguousarray(ids), rows
+    )
 
 
 def fill_filter(ids: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
@@ -158,4 +168,6 @@ def fill_filter(ids: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
 def fill_marks(ids: NDArray[np.int64], slots: NDArray[np.int64], marks: Marks) -> None:
     """Writes marks, which are zeros, of ids [n] that have these slots [n]. ValueError: an id has no mark, or
     comes twice."""
-    _native.fill_marks(ids - np.int64(marks.first), np.ascontiguousarray(slots), marks.bits, marks.before, marks.slots)
+    _native.fill_marks(
+        ids - np.int64(marks.first), np.ascontiguousarray(slots), marks.bits, marks.before, marks.slots
+    )

@@ -1,7 +1,8 @@
 """Our own CPU kernel (`_native*.c`): gather, dequantize and pool in one pass, and the quantizer.
 
-Pooled sums are computed in FBGEMM's order, so unweighted results are equal to its bit for bit where the processor has
-AVX-512 or AVX2; elsewhere, and with weights at odd widths, they differ by rounding (docs/format.md states the bound).
+Pooled sums are computed in FBGEMM's order, so unweighted results are equal to its bit for bit where the
+processor has AVX-512 or AVX2; elsewhere, and with weights at odd widths, they differ by rounding
+(docs/format.md states the bound).
 """
 
 from collections.abc import Sequence
@@ -61,7 +62,13 @@ class _GatherJob(NamedTuple):
     out_at: int
 
 
-_FIELDS = (_native.KIND_FIELDS, _native.PLACE_FIELDS, _native.GATHER_FIELDS, _native.ROW_MAP_FIELDS, _native.LAYER_FIELDS)
+_FIELDS = (
+    _native.KIND_FIELDS,
+    _native.PLACE_FIELDS,
+    _native.GATHER_FIELDS,
+    _native.ROW_MAP_FIELDS,
+    _native.LAYER_FIELDS,
+)
 if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields, NativeLayer._fields) != _FIELDS:
     raise ImportError("the native kernel was built from other sources than these; reinstall tableside")
 
@@ -74,7 +81,9 @@ def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: 
     known = table.rows if table.row_map is None else table.row_map.count
     if problem is Problem.MISSING and table.row_map is not None and table.row_map.is_plain:
         problem = Problem.ID
-    bound = {Problem.ID: table.rows, Problem.MISSING: known, Problem.LENGTH: 0, Problem.SUM: counts[job]}[problem]
+    bound = {Problem.ID: table.rows, Problem.MISSING: known, Problem.LENGTH: 0, Problem.SUM: counts[job]}[
+        problem
+    ]
     raise BadIds(problem, job, position, value, bound)
 
 
@@ -95,7 +104,9 @@ class _NativePlanner(Planner):
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table], threads: int) -> None:
         self.tables, self.threads = tuple(tables), threads
-        self.kinds = np.array([_kind(k, t) for k, t in zip(kinds, tables, strict=True)], dtype=np.int64).tobytes()
+        self.kinds = np.array(
+            [_kind(k, t) for k, t in zip(kinds, tables, strict=True)], dtype=np.int64
+        ).tobytes()
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         return _NativePlan(self, places)
@@ -103,7 +114,9 @@ class _NativePlanner(Planner):
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         found = _native.run(self.kinds, places, inputs, outputs, self.threads)
         if isinstance(found, tuple):
-            counts = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))[:, Place._fields.index("ids")]
+            counts = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))[
+                :, Place._fields.index("ids")
+            ]
             _raise(found, self.tables, counts.tolist())
         if found is None or isinstance(found, tuple):
             return None
@@ -194,7 +207,8 @@ class Native(CpuBackend):
 
 
 def gather(lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-    """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's pooling."""
+    """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's
+    pooling."""
     tables = host_tables(lookups)
     jobs = [
         _GatherJob(table.address, table.rows, table.row_bytes, lookup.ids_at, lookup.ids, lookup.out_at)

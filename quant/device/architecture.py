@@ -1,4 +1,5 @@
-"""The architectures of this machine's GPUs, which another process asks CUDA's driver for: it needs neither torch nor a context.
+"""The architectures of this machine's GPUs, which another process asks CUDA's driver for: it needs neither
+torch nor a context.
 
 That process runs this file alone, so it imports nothing of ours.
 """
@@ -12,9 +13,13 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 def architectures(devices: Sequence[int] = (0,)) -> list[int]:
-    """The architecture of each device, as 90 of sm_90; an empty list where the driver does not have all of them."""
+    """The architecture of each device, as 90 of sm_90; an empty list where the driver does not have all of
+    them."""
     asked = subprocess.run(
-        [sys.executable, "-I", __file__, *map(str, devices)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+        [sys.executable, "-I", __file__, *map(str, devices)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=False,
     )
     return [] if asked.returncode else [int(found) for found in asked.stdout.split()]
 

@@ -1,4 +1,5 @@
-"""CUDA, as far as torch does not offer it: the driver and the runtime through ctypes, and tensors over addresses.
+"""CUDA, as far as torch does not offer it: the driver and the runtime through ctypes, and tensors over
+addresses.
 
 Nothing is loaded before it is asked for, so that a machine without a GPU imports this module.
 """
@@ -23,24 +24,30 @@ def driver() -> ctypes.CDLL:
 
 
 def runtimes() -> list[ctypes.CDLL]:
-    """CUDA's runtime as this process has loaded it. There can be none or several, depending on how torch was built."""
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line}
+    """CUDA's runtime as this process has loaded it. There can be none or several, depending on how torch
+    was built."""
+    loaded = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line
+    }
     return [ctypes.CDLL(path) for path in sorted(loaded)]
 
 
 def host_function_launcher() -> Any:
-    """cudaLaunchHostFunc of the runtime that torch uses. QuantError: it is not among the libraries of this process."""
+    """cudaLaunchHostFunc of the runtime that torch uses. QuantError: it is not among the libraries of this
+    process."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     found = runtimes()
     if not found:
         raise QuantError(
-            "torch's CUDA runtime is not among this process's libraries; set gather_threads to 0, and the GPU reads rows itself"
+            "torch's CUDA runtime is not among this process's libraries; set gather_threads to 0, and the "
+            "GPU reads rows itself"
         )
     return found[0].cudaLaunchHostFunc
 
 
 def clear_error(cudart: Any) -> None:
-    """Clears the last error of this thread, which CUDA would otherwise report to the next caller that asks, such as torch."""
+    """Clears the last error of this thread, which CUDA would otherwise report to the next caller that
+    asks, such as torch."""
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
         return
@@ -51,20 +58,30 @@ def clear_error(cudart: Any) -> None:
 def registers_read_only(device: torch.device) -> bool:
     """Whether a device can register host memory that is mapped read-only."""
     value = ctypes.c_int(0)
-    return driver().cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, device.index or 0) == 0 and value.value == 1
+    return (
+        driver().cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, device.index or 0) == 0
+        and value.value == 1
+    )
 
 
 class _CudaArray:
-    """An address range that torch takes for an array of a device. The tensor keeps this object, and so keeps `owner`."""
+    """An address range that torch takes for an array of a device. The tensor keeps this object, and so
+    keeps `owner`."""
 
     def __init__(self, address: int, size: int, owner: Any) -> None:
         self._owner = owner
         # The second value says that it may be written to: torch knows no read-only arrays.
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def tensor_over(address: int, size: int, device: torch.device, owner: Any) -> torch.Tensor:
-    """Bytes at an address that `device` reads, as uint8 [size]. owner: what must live as long as the tensor does."""
+    """Bytes at an address that `device` reads, as uint8 [size]. owner: what must live as long as the
+    tensor does."""
     return torch.as_tensor(_CudaArray(address, size, owner), device=device)
 
 
@@ -93,7 +110,8 @@ class _Access(ctypes.Structure):
 class VirtualMemory(DeviceMemory):
     """A range of a GPU's addresses, to which memory is mapped and from which it is unmapped again.
 
-    CUDA's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap). QuantError: the GPU has no room.
+    CUDA's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap). QuantError: the GPU has no
+    room.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -109,7 +127,12 @@ class VirtualMemory(DeviceMemory):
             self._mapped_size = ctypes.c_size_t(-(-max(1, size) // unit.value) * unit.value)
             self._at = ctypes.c_uint64()
             self._call(
-                "cuMemAddressReserve", ctypes.byref(self._at), self._mapped_size, ctypes.c_size_t(0), ctypes.c_uint64(0), 0
+                "cuMemAddressReserve",
+                ctypes.byref(self._at),
+                self._mapped_size,
+                ctypes.c_size_t(0),
+                ctypes.c_uint64(0),
+                0,
             )
         self._mapped: list[ctypes.c_uint64] = []
         array = _CudaArray(self._at.value, size, None)  # which the tensor keeps
@@ -120,7 +143,12 @@ class VirtualMemory(DeviceMemory):
     def _map(self) -> None:
         handle = ctypes.c_uint64()
         with torch.cuda.device(self._device):
-            arguments = (ctypes.byref(handle), self._mapped_size, ctypes.byref(self._properties), ctypes.c_uint64(0))
+            arguments = (
+                ctypes.byref(handle),
+                self._mapped_size,
+                ctypes.byref(self._properties),
+                ctypes.c_uint64(0),
+            )
             code = self._driver.cuMemCreate(*arguments)
             if code == _OUT_OF_MEMORY:
                 torch.cuda.empty_cache()
@@ -128,13 +156,22 @@ class VirtualMemory(DeviceMemory):
             if code:
                 free, _ = torch.cuda.mem_get_info(self._device)
                 raise QuantError(
-                    f"{self._device} has no room for {self._mapped_size.value:,} bytes of tables ({free:,} are free, error "
+                    f"{self._device} has no room for {self._mapped_size.value:,} bytes of tables ({free:,} "
+                    "are free, error "
                     f"{code}); free some, or take smaller batches"
                 )
             try:
-                self._call("cuMemMap", self._at, self._mapped_size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+                self._call(
+                    "cuMemMap", self._at, self._mapped_size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
+                )
                 try:
-                    self._call("cuMemSetAccess", self._at, self._mapped_size, ctypes.byref(self._access), ctypes.c_size_t(1))
+                    self._call(
+                        "cuMemSetAccess",
+                        self._at,
+                        self._mapped_size,
+                        ctypes.byref(self._access),
+                        ctypes.c_size_t(1),
+                    )
                 except BaseException:
                     self._driver.cuMemUnmap(self._at, self._mapped_size)
                     raise
@@ -153,7 +190,13 @@ class VirtualMemory(DeviceMemory):
             raise QuantError(f"{name} failed on {self._device} (error {code})")
 
 
-def _free(library: Any, at: ctypes.c_uint64, size: ctypes.c_size_t, mapped: list[ctypes.c_uint64], device: torch.device) -> None:
+def _free(
+    library: Any,
+    at: ctypes.c_uint64,
+    size: ctypes.c_size_t,
+    mapped: list[ctypes.c_uint64],
+    device: torch.device,
+) -> None:
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         if mapped:

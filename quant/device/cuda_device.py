@@ -1,4 +1,5 @@
-"""A GPU. A copy is one call of CUDA's driver: torch makes several, at each of which other threads may take Python's lock."""
+"""A GPU. A copy is one call of CUDA's driver: torch makes several, at each of which other threads may take
+Python's lock."""
 
 import ctypes
 import functools
@@ -99,7 +100,8 @@ class CudaDevice(Device):
         def launch(stream: int | None, function: int, address: int) -> None:
             if code := enqueue(ctypes.c_void_p(stream), ctypes.c_void_p(function), ctypes.c_void_p(address)):
                 raise QuantError(
-                    f"cudaLaunchHostFunc failed (error {code}); set gather_threads to 0, and the GPU reads rows itself"
+                    f"cudaLaunchHostFunc failed (error {code}); set gather_threads to 0, and the GPU reads "
+                    "rows itself"
                 )
 
         return launch
@@ -114,12 +116,14 @@ class CudaDevice(Device):
             if code := int(cudart.cudaHostRegister(address, size, _PORTABLE)):
                 clear_error(cudart)
                 raise QuantError(
-                    f"CUDA does not lock {size:,} bytes of this process's memory (error {code}); free memory, let more be "
+                    f"CUDA does not lock {size:,} bytes of this process's memory (error {code}); free "
+                    "memory, let more be "
                     "locked (ulimit -l), or ask for less"
                 )
 
     def page_unlock(self, address: int, owner: Any) -> None:
-        """On a thread: it takes milliseconds, and the last view of the memory may go in the midst of a request."""
+        """On a thread: it takes milliseconds, and the last view of the memory may go in the midst of a
+        request."""
         threading.Thread(target=self._unlock, args=(address, owner), name="tableside-unlock").start()
 
     def _unlock(self, address: int, owner: Any) -> None:
@@ -133,15 +137,20 @@ class CudaDevice(Device):
         library, address = driver(), ctypes.c_uint64()
         with torch.cuda.device(self.torch_device):
             torch.cuda.current_stream(self.torch_device).query()  # makes the context this thread's
-            if code := library.cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), _WITH_PEERS):
+            if code := library.cuIpcOpenMemHandle_v2(
+                ctypes.byref(address), _Handle.from_buffer_copy(handle), _WITH_PEERS
+            ):
                 raise QuantError(
-                    f"CUDA does not open the memory that its handle names (error {code}); expected the handle of memory that a "
+                    f"CUDA does not open the memory that its handle names (error {code}); expected the "
+                    "handle of memory that a "
                     f"living process of this user allocated with cudaMalloc, on a GPU that {self} reaches"
                 )
             weakref.finalize(owner, _close, library, address.value, self.torch_device)
             base, size = ctypes.c_uint64(), ctypes.c_size_t()
             if code := library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address):
-                raise QuantError(f"CUDA does not say how large the memory is that its handle names (error {code})")
+                raise QuantError(
+                    f"CUDA does not say how large the memory is that its handle names (error {code})"
+                )
         return address.value, base.value + size.value - address.value
 
     def copy(self, stream: int | None, target: int, source: int, size: int) -> None:
@@ -149,7 +158,9 @@ class CudaDevice(Device):
             raise QuantError(f"cuMemcpyAsync failed (error {code})")
 
     def copy_to_host(self, target: int, source: int, size: int) -> None:
-        if code := driver().cuMemcpyDtoH_v2(ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(size)):
+        if code := driver().cuMemcpyDtoH_v2(
+            ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(size)
+        ):
             raise QuantError(f"cuMemcpyDtoH failed (error {code})")
 
 

@@ -1,6 +1,8 @@
-"""The device that runs the kernels: a GPU (`CudaDevice`), or Triton's interpreter on the CPU (`InterpretedDevice`), for tests.
+"""The device that runs the kernels: a GPU (`CudaDevice`), or Triton's interpreter on the CPU
+(`InterpretedDevice`), for tests.
 
-Streams and events are torch's. The interpreter does everything at once, and its streams and events do nothing.
+Streams and events are torch's. The interpreter does everything at once, and its streams and events do
+nothing.
 """
 
 from abc import ABC, abstractmethod
@@ -16,9 +18,9 @@ from tableside.quant.device.memory import DeviceMemory
 class Device(ABC):
     """A device. torch_device: as torch names it.
 
-    architecture: as 90 of sm_90; 0: it has none. compiles: it compiles kernels; else a program takes milliseconds,
-    whatever its width. reads_all_memory: its kernels read host memory that is not registered, too. A handle is what
-    a launch takes for a stream.
+    architecture: as 90 of sm_90; 0: it has none. compiles: it compiles kernels; else a program takes
+    milliseconds, whatever its width. reads_all_memory: its kernels read host memory that is not registered,
+    too. A handle is what a launch takes for a stream.
     """
 
     torch_device: torch.device
@@ -40,7 +42,8 @@ class Device(ABC):
         """Bytes of its memory."""
 
     def is_lost(self) -> bool:
-        """Whether this process cannot use the device any more, as after most errors of a kernel. Waits for all work."""
+        """Whether this process cannot use the device any more, as after most errors of a kernel. Waits for
+        all work."""
         try:
             self.synchronize()
         except RuntimeError:
@@ -87,13 +90,16 @@ class Device(ABC):
 
     @abstractmethod
     def event(self, *, blocking: bool = False, timed: bool = False) -> Any:
-        """An event. blocking: whoever waits for it sleeps. timed: `elapsed_time` tells the milliseconds between two."""
+        """An event. blocking: whoever waits for it sleeps. timed: `elapsed_time` tells the milliseconds
+        between two."""
 
     @abstractmethod
     def wait(self, event: Any, stream: Any = None) -> None:
-        """What comes next on a stream comes after `event`; None: on the current one, which takes torch longer to find.
+        """What comes next on a stream comes after `event`; None: on the current one, which takes torch longer
+        to find.
 
-        Not where a graph is captured: it may not wait for what came before it, and whoever replays it orders it.
+        Not where a graph is captured: it may not wait for what came before it, and whoever replays it orders
+        it.
         """
 
     @staticmethod
@@ -103,11 +109,13 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, stream: Any, launch: Callable[[], None]) -> Any:
-        """What `launch` launches on a stream, as a graph; None: the device has none, and nothing was launched."""
+        """What `launch` launches on a stream, as a graph; None: the device has none, and nothing was
+        launched."""
 
     @abstractmethod
     def host_launcher(self) -> Callable[[int | None, int, int], None]:
-        """What takes (stream, function, address), and has CUDA call a C function with it once the stream has come to this point.
+        """What takes (stream, function, address), and has CUDA call a C function with it once the stream has
+        come to this point.
 
         QuantError: torch's CUDA runtime is not found.
         """
@@ -120,14 +128,16 @@ class Device(ABC):
 
     @abstractmethod
     def page_lock(self, address: int, size: int) -> None:
-        """Registers memory of this process, which stays mapped until it ends or `page_unlock`: copies need no staging.
+        """Registers memory of this process, which stays mapped until it ends or `page_unlock`: copies need no
+        staging.
 
         QuantError: CUDA refuses, as where more may not be locked.
         """
 
     @abstractmethod
     def page_unlock(self, address: int, owner: Any) -> None:
-        """Undoes `page_lock`, beside the caller. owner: keeps the memory mapped. Nothing is copied from it or to it any more."""
+        """Undoes `page_lock`, beside the caller. owner: keeps the memory mapped. Nothing is copied from it
+        or to it any more."""
 
     @abstractmethod
     def memory(self, size: int) -> DeviceMemory:
@@ -135,7 +145,8 @@ class Device(ABC):
 
     @abstractmethod
     def open_shared(self, owner: Any, handle: bytes) -> tuple[int, int]:
-        """Opens another process's memory as long as `owner` lives. Returns its address and size. QuantError: it does not open."""
+        """Opens another process's memory as long as `owner` lives. Returns its address and size.
+        QuantError: it does not open."""
 
     @abstractmethod
     def copy(self, stream: int | None, target: int, source: int, size: int) -> None:

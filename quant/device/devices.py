@@ -8,10 +8,12 @@ from tableside.quant.errors import MissingBackend
 
 
 def open_device(name: str, is_compiled: bool) -> Device:
-    """The device "cuda:N", or INTERPRETER. is_compiled: the kernels as they were imported. MissingBackend: it is not here."""
+    """The device "cuda:N", or INTERPRETER. is_compiled: the kernels as they were imported. MissingBackend:
+    it is not here."""
     if (name == INTERPRETER) is is_compiled:
         raise MissingBackend(
-            f"device {name!r} was asked for, and TRITON_INTERPRET was {'not ' if is_compiled else ''}set when "
+            f"device {name!r} was asked for, and TRITON_INTERPRET was {'not ' if is_compiled else ''}set "
+            "when "
             f"the kernels were imported; {'set it to 1' if is_compiled else 'unset it'}"
         )
     return CudaDevice(name) if is_compiled else InterpretedDevice()

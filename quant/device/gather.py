@@ -1,7 +1,9 @@
-"""Rows that kernels ask the CPU for, in the order of a stream: the caller waits for nothing, the stream waits for the CPU.
+"""Rows that kernels ask the CPU for, in the order of a stream: the caller waits for nothing, the stream waits
+for the CPU.
 
-A kernel writes a list of rows to page-locked memory. CUDA then calls `gather_rows` of the C extension on a thread of its own,
-without Python's interpreter lock. The function copies the rows to a page-locked buffer, which later work on the stream reads.
+A kernel writes a list of rows to page-locked memory. CUDA then calls `gather_rows` of the C extension on a
+thread of its own, without Python's interpreter lock. The function copies the rows to a page-locked buffer,
+which later work on the stream reads.
 """
 
 import numpy as np
@@ -17,11 +19,12 @@ _HEAD = 2  # int64 values before the addresses in a list
 
 
 class HostGather:
-    """A list of at most `rows` rows and a page-locked buffer of `size` bytes for them, filled by `threads` threads of the CPU.
+    """A list of at most `rows` rows and a page-locked buffer of `size` bytes for them, filled by `threads`
+    threads of the CPU.
 
-    list: int64 [2 + rows + rows / 2], written by the kernel `list_rows` of the cache. It holds the number of rows, the bytes
-    that they fill, then each row's address in 48 bits with its length in units of 16 bytes above, then each row's place in
-    the buffer as int32, in units of 16 bytes.
+    list: int64 [2 + rows + rows / 2], written by the kernel `list_rows` of the cache. It holds the number of
+    rows, the bytes that they fill, then each row's address in 48 bits with its length in units of 16 bytes
+    above, then each row's place in the buffer as int32, in units of 16 bytes.
     """
 
     def __init__(self, rows: int, size: int, threads: int, device: Device) -> None:
@@ -39,10 +42,11 @@ class HostGather:
         return int(self._head[1])
 
     def requests(self, size: int) -> list[tuple[int, int, NDArray[np.int64]]]:
-        """The buffer in chunks where about `size` bytes are expected: first byte, end, and the argument for `__call__`.
+        """The buffer in chunks where about `size` bytes are expected: first byte, end, and the argument for
+        `__call__`.
 
-        The last chunk reaches the buffer's end. Arguments are kept, because a stream may read them much later; sizes should
-        therefore be multiples of a large number.
+        The last chunk reaches the buffer's end. Arguments are kept, because a stream may read them much
+        later; sizes should therefore be multiples of a large number.
         """
         if size not in self._requests:
             count = max(1, min(_CHUNKS, size // _CHUNK_BYTES))

@@ -1,10 +1,11 @@
-"""Triton's interpreter, in which tests run the GPU's kernels: everything is done at once, in the host's memory.
+"""Triton's interpreter, in which tests run the GPU's kernels: everything is done at once, in the host's
+memory.
 
-Its launches take half of the time that they take by themselves. A launch replaces the functions of Triton's language by
-interpreted ones, and takes them back at its end. Triton 3.9 also looks for functions to replace at each call of one kernel
-function by another, among all names of the language, and finds none. Here a launch looks through each module of the language
-once. Launches of several threads run one after another, since each would take back the functions of the others. Interpreters of
-another form are left as they are.
+Its launches take half of the time that they take by themselves. A launch replaces the functions of Triton's
+language by interpreted ones, and takes them back at its end. Triton 3.9 also looks for functions to replace
+at each call of one kernel function by another, among all names of the language, and finds none. Here a launch
+looks through each module of the language once. Launches of several threads run one after another, since each
+would take back the functions of the others. Interpreters of another form are left as they are.
 """
 
 import ctypes
@@ -30,7 +31,8 @@ _BLOCK = 1024  # elements of a program, whose width costs nothing
 
 
 class InterpretedDevice(Device):
-    """Copies and launches are done when they return. A handle of other processes' memory is the name of a file in /dev/shm."""
+    """Copies and launches are done when they return. A handle of other processes' memory is the name of a
+    file in /dev/shm."""
 
     torch_device = torch.device("cpu")
     description = "Triton's interpreter"
@@ -155,14 +157,16 @@ class _AnonymousMemory(DeviceMemory):
 
 
 class _ReplaceOnce:
-    """What Triton calls to replace the functions that a kernel function sees; it calls `replace` for the first of a launch."""
+    """What Triton calls to replace the functions that a kernel function sees; it calls `replace` for the
+    first of a launch."""
 
     def __init__(self, replace: Any) -> None:
         self._replace, self._lock = replace, threading.RLock()
         self._replaced: frozenset[str] = frozenset()
 
     def __call__(self, fn: Any) -> Any:
-        """The replacements that the caller takes back. Those of another function of the launch are that one's to take back."""
+        """The replacements that the caller takes back. Those of another function of the launch are that
+        one's to take back."""
         seen = _languages(fn)
         if seen <= self._replaced:
             return interpreter._LangPatchScope()
@@ -187,7 +191,8 @@ def _languages(fn: Any) -> frozenset[str]:
 
 
 def _replace_once_a_launch() -> None:
-    """Has the interpreter of this process look for functions to replace once a launch. A further call changes nothing."""
+    """Has the interpreter of this process look for functions to replace once a launch. A further call
+    changes nothing."""
     replace = getattr(interpreter, "_patch_lang", None)
     if isinstance(replace, _ReplaceOnce) or not hasattr(interpreter, "_LangPatchScope"):
         return

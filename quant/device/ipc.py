@@ -7,7 +7,8 @@ HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 
 
 class SharedDeviceMemory:
-    """Memory of another process, open as long as this object lives. address: on the device. size: bytes from there on.
+    """Memory of another process, open as long as this object lives. address: on the device. size: bytes from
+    there on.
 
     handle: its HANDLE_BYTES bytes. QuantError: CUDA does not open it, or there are fewer than `least` bytes.
     """
@@ -16,4 +17,6 @@ class SharedDeviceMemory:
         assert len(handle) == HANDLE_BYTES, "whoever took it in has counted"
         self.address, self.size = device.open_shared(self, handle)
         if self.size < least:
-            raise QuantError(f"the memory that its handle names has {self.size:,} bytes; expected {least:,} or more")
+            raise QuantError(
+                f"the memory that its handle names has {self.size:,} bytes; expected {least:,} or more"
+            )

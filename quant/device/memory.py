@@ -1,6 +1,7 @@
 """Memory of a device at an address that stays while the memory itself is given back and taken again.
 
-Memory that was given back can be used by torch's allocator or by another process. Memory that is taken again holds anything.
+Memory that was given back can be used by torch's allocator or by another process. Memory that is taken again
+holds anything.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +12,8 @@ GRANULARITY = 2 << 20  # bytes; a GPU gives out memory of this kind in multiples
 
 
 class DeviceMemory(ABC):
-    """`size` bytes, taken. tensor: uint8 [size] over them, which must not be used while they are given back."""
+    """`size` bytes, taken. tensor: uint8 [size] over them, which must not be used while they are given
+    back."""
 
     size: int
     tensor: torch.Tensor

@@ -1,12 +1,15 @@
-"""Kernels compiled where there is no GPU, or before one is used: a first launch finds them in Triton's cache on disk.
+"""Kernels compiled where there is no GPU, or before one is used: a first launch finds them in Triton's cache
+on disk.
 
-A kernel is compiled for an architecture, its constants and the types of its arguments; no device takes part. `compile_all` does
-what first launches do, up to there, with a driver that knows the architecture alone. So the cache's keys are those that launches
-look for. Where CUDA's driver is installed, the C code with which Triton launches is compiled too.
+A kernel is compiled for an architecture, its constants and the types of its arguments; no device takes part.
+`compile_all` does what first launches do, up to there, with a driver that knows the architecture alone. So
+the cache's keys are those that launches look for. Where CUDA's driver is installed, the C code with which
+Triton launches is compiled too.
 
-All of this happens in a process of its own, which imports torch and Triton once and is forked for each of `jobs` compilers. It
-reads what is wanted from its standard input, writes a line of JSON for each kernel, and ends when that input does, so that
-nothing outlives whoever asked. This module imports neither torch nor Triton before it runs there.
+All of this happens in a process of its own, which imports torch and Triton once and is forked for each of
+`jobs` compilers. It reads what is wanted from its standard input, writes a line of JSON for each kernel, and
+ends when that input does, so that nothing outlives whoever asked. This module imports neither torch nor
+Triton before it runs there.
 """
 
 import ctypes
@@ -33,7 +36,9 @@ if TYPE_CHECKING:
 
 _WARP = 32  # threads
 _RUN = "from tableside.quant.gpu.ahead import compile_what_is_read; compile_what_is_read()"
-_ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}  # so that the process may be forked
+_ONE_THREAD = {
+    f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
+}  # so that the process may be forked
 _SHOWN = 2000  # characters of what the process wrote before it failed
 _LAUNCH_CODE = "Triton's launches"
 
@@ -67,7 +72,11 @@ def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
     from tableside.quant.gpu.kernels.launch_config import LaunchConfigs
 
     configs = LaunchConfigs()
-    kinds = [(True, "long", configs.long), (True, "short", configs.short), (True, "few", configs.few)] if wanted.pooled else []
+    kinds = (
+        [(True, "long", configs.long), (True, "short", configs.short), (True, "few", configs.few)]
+        if wanted.pooled
+        else []
+    )
     kinds += [(False, "unpooled", configs.unpooled)] if wanted.unpooled else []
     found = {}
     for pooled, label, config in kinds:
@@ -75,7 +84,12 @@ def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
             for is_indirect in wanted.is_indirect:
                 what = f"{label}{', weighted' * is_weighted}{', cached or split' * is_indirect}"
                 found[f"lookup{' of tensors' * of_tensors}, {what}"] = kernels.lookup(
-                    wanted.key, config, pooled=pooled, is_weighted=is_weighted, is_indirect=is_indirect, of_tensors=of_tensors
+                    wanted.key,
+                    config,
+                    pooled=pooled,
+                    is_weighted=is_weighted,
+                    is_indirect=is_indirect,
+                    of_tensors=of_tensors,
                 )
     return found
 
@@ -89,7 +103,9 @@ def _spreads(wanted: WantedKernels) -> "dict[str, Kernel]":
     kinds += [("cache", False, PROBE_BLOCK)] if wanted.cached_row_bytes else []
     widths = range(kernels.spread_lanes(wanted.tensor_features).bit_length())
     return {
-        f"spread, {what}, {1 << n}": kernels.spread(resolves, 1 << n, block) for what, resolves, block in kinds for n in widths
+        f"spread, {what}, {1 << n}": kernels.spread(resolves, 1 << n, block)
+        for what, resolves, block in kinds
+        for n in widths
     }
 
 
@@ -114,7 +130,8 @@ def _of_cache(wanted: WantedKernels) -> "dict[str, Kernel]":
 def compile_all(
     wanted: WantedKernels, arch: int, jobs: int, progress: Callable[[int, int], None] | None = None
 ) -> list[CompiledKernel]:
-    """Compiles them, `jobs` at a time. arch: of the GPU, as 90 for sm_90. progress: told how many are done, of how many.
+    """Compiles them, `jobs` at a time. arch: of the GPU, as 90 for sm_90. progress: told how many are done,
+    of how many.
 
     QuantError: the compiler does not know the architecture, refuses a kernel, or Triton does not import.
     """
@@ -143,7 +160,10 @@ def compile_all(
             log.seek(0)
             error = f"the compiling process ended with {process.returncode}: {log.read().decode(errors='replace')[-_SHOWN:]}"
     if error:
-        raise QuantError(f"sm_{arch}: {error}; where this Triton does not know sm_{arch}, name one that it knows, such as sm_90")
+        raise QuantError(
+            f"sm_{arch}: {error}; where this Triton does not know sm_{arch}, name one that it knows, such as "
+            "sm_90"
+        )
     return done
 
 
@@ -189,7 +209,9 @@ def compile_what_is_read() -> None:
             names.insert(0, _LAUNCH_CODE)
         context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(max(1, min(jobs, len(names))), context, _become_compiler, (arch,)) as pool:
-            running = [pool.submit(_compile, wanted, name) for name in names]  # the first one forks all compilers
+            running = [
+                pool.submit(_compile, wanted, name) for name in names
+            ]  # the first one forks all compilers
             threading.Thread(target=_end_with_input, daemon=True).start()
             for future in as_completed(running):
                 print(json.dumps({**future.result()._asdict(), "of": len(names)}), flush=True)

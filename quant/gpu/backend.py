@@ -1,12 +1,14 @@
 """Lookups on a GPU: one launch of `quant.gpu.kernels.lookup` serves all tables of all waiting requests.
 
-One copy takes inputs and jobs to the device. One launch looks up; bags with lengths of their own take one more, unpooled
-features one more. One copy brings the vectors back. What reads them on the device (`quant.gpu.batch.follower`) takes one launch more.
+One copy takes inputs and jobs to the device. One launch looks up; bags with lengths of their own take one
+more, unpooled features one more. One copy brings the vectors back. What reads them on the device
+(`quant.gpu.batch.follower`) takes one launch more.
 
-Rows that stay in host memory are read by the GPU itself where a request has few ids, and always where a table is split.
-Random reads over a large span are slow that way, because of address translation and not of bytes (docs/log.md). From
-`gather_from` ids on, the CPU therefore gathers the rows into page-locked memory, and each chunk is copied over while the next
-one is gathered. A third way is to read rows through a cache (`open_cache`).
+Rows that stay in host memory are read by the GPU itself where a request has few ids, and always where a table
+is split. Random reads over a large span are slow that way, because of address translation and not of bytes
+(docs/log.md). From `gather_from` ids on, the CPU therefore gathers the rows into page-locked memory, and each
+chunk is copied over while the next one is gathered. A third way is to read rows through a cache
+(`open_cache`).
 """
 
 from collections.abc import Sequence
@@ -57,14 +59,18 @@ from tableside.quant.gpu.residence.tables import DeviceTable, by_row_number, on_
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # For devices on which a program takes milliseconds, whatever its width.
-_WIDE = LaunchConfigs(LaunchConfig(4, 1024, 4), LaunchConfig(2, 1024, 4), LaunchConfig(1, 1024, 4), LaunchConfig(2, 256, 4, 4))
+_WIDE = LaunchConfigs(
+    LaunchConfig(4, 1024, 4), LaunchConfig(2, 1024, 4), LaunchConfig(1, 1024, 4), LaunchConfig(2, 256, 4, 4)
+)
 
 
 class GpuBackend(Backend):
-    """The lookup kernel on one device: "cuda:0", or "interpreter" for Triton's interpreter on the CPU (slow, for tests).
+    """The lookup kernel on one device: "cuda:0", or "interpreter" for Triton's interpreter on the CPU (slow,
+    for tests).
 
-    cpu: looks up tables that are not on the device, and gathers, with `threads` threads. priority: of its stream; lower
-    numbers go first, 0 is the last. One batch is looked up at a time. MissingBackend: there is no such device.
+    cpu: looks up tables that are not on the device, and gathers, with `threads` threads. priority: of its
+    stream; lower numbers go first, 0 is the last. One batch is looked up at a time. MissingBackend: there is
+    no such device.
     """
 
     name = "fused"
@@ -81,7 +87,9 @@ class GpuBackend(Backend):
         priority: int = -1,
     ) -> None:
         self.cpu, self.threads, self.gather_from = cpu, threads, gather_from
-        self.device = open_device(device, is_compiled=isinstance(lookup_kernel.lookup, triton.runtime.JITFunction))
+        self.device = open_device(
+            device, is_compiled=isinstance(lookup_kernel.lookup, triton.runtime.JITFunction)
+        )
         self.is_lost = self.device.is_lost
         if not self.device.compiles:
             self.warm_up_bags = self.warm_up_bags[:1]
@@ -101,16 +109,22 @@ class GpuBackend(Backend):
 
     # ---- tables ----
 
-    # A table's row map is copied to HBM with it (`quant.gpu.residence.row_map`), but for what of its index is `in_host`: the ids that are
-    # kept for rows are then read in the memory that `rows` is a view of.
+    # A table's row map is copied to HBM with it (`quant.gpu.residence.row_map`), but for what of its index is
+    # `in_host`: the ids that are kept for rows are then read in the memory that `rows` is a view of.
 
     def to_hbm(
-        self, table: Table, registered: torch.Tensor | None = None, key: KernelKey | None = None, *, stashable: bool = False
+        self,
+        table: Table,
+        registered: torch.Tensor | None = None,
+        key: KernelKey | None = None,
+        *,
+        stashable: bool = False,
     ) -> DeviceTable:
         """Copies a table to HBM, and waits for it.
 
-        registered: its rows, uint8 [bytes], in registered memory, from which they copy faster. key: of all tables that are used
-        together with this one. stashable: `stash` gives its memory back. QuantError: it does not fit.
+        registered: its rows, uint8 [bytes], in registered memory, from which they copy faster. key: of all
+        tables that are used together with this one. stashable: `stash` gives its memory back. QuantError: it
+        does not fit.
         """
         if not stashable:
             return self._placed(table, InHbm.copy_of(table, self.device, registered), key)
@@ -119,9 +133,15 @@ class GpuBackend(Backend):
         return self._placed(table, residence, key)
 
     def map_host(
-        self, table: Table, rows: torch.Tensor | None, key: KernelKey | None = None, *, in_host: InHost = InHost.NOTHING
+        self,
+        table: Table,
+        rows: torch.Tensor | None,
+        key: KernelKey | None = None,
+        *,
+        in_host: InHost = InHost.NOTHING,
     ) -> DeviceTable:
-        """A table that the device reads in host memory. rows: uint8 [bytes] on the device, over registered memory.
+        """A table that the device reads in host memory. rows: uint8 [bytes] on the device, over registered
+        memory.
 
         None: the table's own memory, which the interpreter reads.
         """
@@ -138,7 +158,8 @@ class GpuBackend(Backend):
     ) -> DeviceTable:
         """A table that the device reads through its cache. rows: as for `map_host`; name: for statistics.
 
-        It leaves the cache with the last reference. QuantError: there is no cache, or it cannot hold rows of this size.
+        It leaves the cache with the last reference. QuantError: there is no cache, or it cannot hold rows of
+        this size.
         """
         if self.cache is None:
             raise QuantError("this device has no cache; open_cache makes one")
@@ -153,7 +174,8 @@ class GpuBackend(Backend):
         *,
         in_host: InHost = InHost.NOTHING,
     ) -> DeviceTable:
-        """A table with the first `share` rows of each SPLIT_BLOCK in HBM; the others are read as by `map_host`.
+        """A table with the first `share` rows of each SPLIT_BLOCK in HBM; the others are read as by
+        `map_host`.
 
         QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room.
         """
@@ -163,15 +185,19 @@ class GpuBackend(Backend):
         """A table that the CPU looks up, beside the device."""
         return on_device(table)
 
-    def _placed(self, table: Table, residence: Residence, key: KernelKey | None, in_host: InHost = InHost.NOTHING) -> DeviceTable:
+    def _placed(
+        self, table: Table, residence: Residence, key: KernelKey | None, in_host: InHost = InHost.NOTHING
+    ) -> DeviceTable:
         device_map = None if table.row_map is None else DeviceRowMap(table, residence, self.device, in_host)
         return self.overlay(DeviceTable(table, residence, key or KernelKey.of(table), device_map), table)
 
     def overlay(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> DeviceTable:
-        """A table that was placed without an overlay in another state: `table` has the same rows, and an overlay or none.
+        """A table that was placed without an overlay in another state: `table` has the same rows, and an
+        overlay or none.
 
-        The rows stay where they are. Layers of the overlay that the device lacks are copied to HBM, on a stream that holds no
-        lookup up; this waits for them. in_host: of new layers. QuantError: there is no room.
+        The rows stay where they are. Layers of the overlay that the device lacks are copied to HBM, on a
+        stream that holds no lookup up; this waits for them. in_host: of new layers. QuantError: there is no
+        room.
         """
         assert not placed.is_overlaid, "states are made of the table without one"
         if not placed.residence.is_on_device:
@@ -187,38 +213,52 @@ class GpuBackend(Backend):
 
     def overlay_bytes(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> int:
         """HBM that `overlay` would take."""
-        return self._layers.new_bytes(table, placed.residence, in_host) if placed.residence.is_on_device else 0
+        return (
+            self._layers.new_bytes(table, placed.residence, in_host) if placed.residence.is_on_device else 0
+        )
 
     def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
         if rows is None and not self.device.reads_all_memory:
-            raise QuantError("a GPU reads registered memory alone; pass the view that a registration of the memory gives")
+            raise QuantError(
+                "a GPU reads registered memory alone; pass the view that a registration of the memory gives"
+            )
         return rows
 
-    def open_cache(self, budget_bytes: int, smallest_row_bytes: int = 32, settings: CacheSettings | None = None) -> Cache:
-        """Makes the device's cache, for the tables given to `to_cache`. QuantError: there is one, or too few bytes."""
+    def open_cache(
+        self, budget_bytes: int, smallest_row_bytes: int = 32, settings: CacheSettings | None = None
+    ) -> Cache:
+        """Makes the device's cache, for the tables given to `to_cache`. QuantError: there is one, or too
+        few bytes."""
         if self.cache is not None:
             raise QuantError("this device has a cache already; its tables share one")
         try:
             self.launcher.cache = Cache(
-                self.device, budget_bytes, settings, smallest_row_bytes=smallest_row_bytes, stream=self.launcher.stream
+                self.device,
+                budget_bytes,
+                settings,
+                smallest_row_bytes=smallest_row_bytes,
+                stream=self.launcher.stream,
             )
         except torch.OutOfMemoryError as error:
             raise QuantError(
-                f"a cache of {budget_bytes:,} bytes does not fit on {self.device}; take a smaller budget ({error})"
+                f"a cache of {budget_bytes:,} bytes does not fit on {self.device}; take a smaller budget "
+                f"({error})"
             ) from error
         return self.launcher.cache
 
     # ---- stashing ----
 
     def stash(self) -> int:
-        """Gives back the memory of all stashable tables, after lookups that are under way; returns how many bytes.
+        """Gives back the memory of all stashable tables, after lookups that are under way; returns how many
+        bytes.
 
         Nothing is copied: the host keeps the rows. The next lookup brings them back, or `restore` before it.
         """
         return self.launcher.stash()
 
     def restore(self) -> None:
-        """Begins to bring stashed tables back, on a stream of its own. The next lookup waits for it, the caller does not.
+        """Begins to bring stashed tables back, on a stream of its own. The next lookup waits for it, the
+        caller does not.
 
         QuantError: there is no room for all; make some, and call again, or look up.
         """
@@ -227,9 +267,17 @@ class GpuBackend(Backend):
     # ---- lookups ----
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> GpuPlan:
-        """As the contract says. threads: of the CPU, at least the backend's own. QuantError: as for `lay_out`."""
+        """As the contract says. threads: of the CPU, at least the backend's own. QuantError: as for
+        `lay_out`."""
         threads = max(threads, self.threads)
-        layout = lay_out(lookups, self.cpu, threads, configs=self.configs, gather_from=self.gather_from, out_bytes=out_bytes)
+        layout = lay_out(
+            lookups,
+            self.cpu,
+            threads,
+            configs=self.configs,
+            gather_from=self.gather_from,
+            out_bytes=out_bytes,
+        )
         return GpuPlan(self.batches, layout)
 
     def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:

@@ -1,7 +1,8 @@
-"""What the kernels of tensor lookups tell the host of ids and offsets that are wrong, without anybody waiting for the device.
+"""What the kernels of tensor lookups tell the host of ids and offsets that are wrong, without anybody waiting
+for the device.
 
-The record lies in page-locked memory that the kernels write to (`quant.gpu.kernels.tensor_bags.report`); where nothing is wrong it costs
-the host one read of its own memory. A captured call tells in its replays too.
+The record lies in page-locked memory that the kernels write to (`quant.gpu.kernels.tensor_bags.report`);
+where nothing is wrong it costs the host one read of its own memory. A captured call tells in its replays too.
 """
 
 import threading
@@ -17,8 +18,8 @@ from tableside.quant.gpu.kernels.job import ReportField
 
 
 class WrongInput(NamedTuple):
-    """What was wrong. name: of the feature. cause: ids or lengths; None: an offset, whose number and value `offset` has: one that
-    is negative, or the first, which is not 0."""
+    """What was wrong. name: of the feature. cause: ids or lengths; None: an offset, whose number and value
+    `offset` has: one that is negative, or the first, which is not 0."""
 
     name: str
     cause: BadIds | None
@@ -36,7 +37,9 @@ class _FeatureName(NamedTuple):
 def _named(feature: str, table: RowSource) -> _FeatureName:
     if table.row_map is None:
         return _FeatureName(feature, Problem.ID, table.rows)
-    return _FeatureName(feature, Problem.ID if table.row_map.is_plain else Problem.MISSING, table.row_map.count)
+    return _FeatureName(
+        feature, Problem.ID if table.row_map.is_plain else Problem.MISSING, table.row_map.count
+    )
 
 
 class Reports:
@@ -57,10 +60,14 @@ class Reports:
         self.wait()  # the claim is written
 
     def add(self, names: Sequence[str], tables: Sequence[RowSource]) -> int:
-        """Takes the features of a lookup; returns the number of the first one in its jobs (TensorField.NAME)."""
+        """Takes the features of a lookup; returns the number of the first one in its jobs
+        (TensorField.NAME)."""
         with self._lock:
             named = [_named(name, table) for name, table in zip(names, tables, strict=True)]
-            first = next((at for at in range(len(self._names)) if self._names[at : at + len(named)] == named), len(self._names))
+            first = next(
+                (at for at in range(len(self._names)) if self._names[at : at + len(named)] == named),
+                len(self._names),
+            )
             if first == len(self._names):
                 self._names += named
             return first
@@ -76,7 +83,8 @@ class Reports:
             self._launcher.device.synchronize()
 
     def take(self) -> WrongInput | None:
-        """What was wrong first; what was wrong since is forgotten. None: nothing. Waits for the device where something was."""
+        """What was wrong first; what was wrong since is forgotten. None: nothing. Waits for the device
+        where something was."""
         if not self.is_there:
             return None
         with self._lock:
@@ -87,7 +95,9 @@ class Reports:
             self.wait()
         return self._wrong(*record) if record[ReportField.IS_THERE] else None
 
-    def _wrong(self, is_there: int, name: int, bag: int, position: int, value: int, end: int, ids: int) -> WrongInput:
+    def _wrong(
+        self, is_there: int, name: int, bag: int, position: int, value: int, end: int, ids: int
+    ) -> WrongInput:
         feature, problem, bound = self._names[name]
         if bag < 0:
             return WrongInput(feature, BadIds(problem, 0, position, value, bound))

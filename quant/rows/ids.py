@@ -1,11 +1,13 @@
-"""From ids to row numbers: the one stage before anything reads rows. This file is the specification; kernels do the same.
+"""From ids to row numbers: the one stage before anything reads rows. This file is the specification; kernels
+do the same.
 
-A table without a `RowMap` has ids that are row numbers, and refuses all others. With one, ids become row numbers as it says,
-and an id that the table lacks becomes `default_row`, a row behind the others, or is refused. Nothing after this stage knows
-of ids.
+A table without a `RowMap` has ids that are row numbers, and refuses all others. With one, ids become row
+numbers as it says, and an id that the table lacks becomes `default_row`, a row behind the others, or is
+refused. Nothing after this stage knows of ids.
 
-Raw ids, any int64, are found by an `IdIndex`: a perfect hash that is immutable. In 64-bit arithmetic without signs, with `>>`
-and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLOT` below):
+Raw ids, any int64, are found by an `IdIndex`: a perfect hash that is immutable. In 64-bit arithmetic without
+signs, with `>>` and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLOT`
+below):
 
     h = mix(id)                                    mix: x ^= x >> 32; x *= MIX; x ^= x >> 32; x *= MIX; x ^= x >> 32
     bucket = h & (buckets - 1)                     interleaved, or, chunked: id // bucket_ids, which must lie in [0, buckets)
@@ -14,13 +16,13 @@ and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILO
     pilot = pilots[first_pilot + ((g >> 32) * (slots * 5 // 16 + 1) >> 32)]   first_pilot = first_row * 5 // 16 + bucket here
     row = first_row + (((g ^ (pilot + 1) * PILOT) * SLOT >> 32) * slots >> 32)
 
-A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are chosen so that no two
-of its ids meet in a row. Whether the id is there is told by the id that is kept for each row: in the row's padding where that
-has 8 bytes, else in an array. A slot without an id keeps an int64 whose row would be another one, so no value of an id is
-special.
+A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are
+chosen so that no two of its ids meet in a row. Whether the id is there is told by the id that is kept for
+each row: in the row's padding where that has 8 bytes, else in an array. A slot without an id keeps an int64
+whose row would be another one, so no value of an id is special.
 
-Buckets lie one after another, rows and pilots alike. So the rows of a range of buckets are a range of bytes, and the pilots of
-a bucket are; both move as they are.
+Buckets lie one after another, rows and pilots alike. So the rows of a range of buckets are a range of bytes,
+and the pilots of a bucket are; both move as they are.
 """
 
 from dataclasses import dataclass
@@ -47,7 +49,8 @@ U64 = NDArray[np.uint64]
 
 
 class DirectoryField(NamedTuple):
-    """An entry of a directory, int64 each: of one bucket. The entry behind the last one has the row behind the last one."""
+    """An entry of a directory, int64 each: of one bucket. The entry behind the last one has the row behind
+    the last one."""
 
     first_row: int
     seed: int
@@ -64,7 +67,8 @@ def pilots_for(slots: int, buckets: int) -> int:
 
 
 def id_at(row_format: RowFormat, dim: int) -> int:
-    """The byte of a row where its id lies, at a multiple of 8; -1: its padding has no room, and ids lie in an array."""
+    """The byte of a row where its id lies, at a multiple of 8; -1: its padding has no room, and ids lie in
+    an array."""
     row_bytes = row_format.row_bytes(dim)
     return row_bytes - ID_BYTES if row_bytes - row_format.used_bytes(dim) >= ID_BYTES else -1
 
@@ -90,12 +94,13 @@ def set_bits(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class IdIndex:
-    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on: one less than its directory has
-    entries.
+    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on: one less than its
+    directory has entries.
 
-    directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8 [pilots_for(slots, buckets here)]; ids: int64
-    [slots], the id of each row, at any stride; backfilled: bit `row` says that the row came from an older version, uint8
-    [(slots + 7) // 8], or None: none did. bucket_ids: ids of a bucket, or 0: buckets are made by the hash.
+    directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8 [pilots_for(slots, buckets
+    here)]; ids: int64 [slots], the id of each row, at any stride; backfilled: bit `row` says that the row
+    came from an older version, uint8 [(slots + 7) // 8], or None: none did. bucket_ids: ids of a bucket, or
+    0: buckets are made by the hash.
     """
 
     directory: NDArray[np.int64]
@@ -112,7 +117,8 @@ class IdIndex:
 
     @cached_property
     def entries(self) -> NDArray[np.uint32]:
-        """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See `NativeRowMap`."""
+        """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See
+        `NativeRowMap`."""
         entries = np.empty((len(self.directory) - 1, 4), np.uint32)
         entries[:, :2] = np.ascontiguousarray(self.directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
         entries[:, 2] = np.diff(self.directory[:, 0])
@@ -153,7 +159,8 @@ class IdIndex:
         return np.where((rows >= 0) & (kept == ids), rows, -1)
 
     def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
-        """The id of each row, and which rows have one: what a slot without an id keeps has its place elsewhere."""
+        """The id of each row, and which rows have one: what a slot without an id keeps has its place
+        elsewhere."""
         if not self.slots:
             return rows, np.zeros(rows.shape, np.bool_)
         ids = np.ascontiguousarray(self.ids[np.clip(rows, 0, self.slots - 1)])
@@ -164,10 +171,10 @@ class IdIndex:
 class RowMap:
     """How ids become row numbers of one table.
 
-    count: ids that have a row of their own. default_row: the row of every other id; None: those are refused. index: of raw ids.
-    first: the id of row 0 of a table without an index, whose ids are [first, first + count). own: rows of such a table that did
-    not come from an older version, which are the first ones; None: all. overlay: rows that override these or are beside them;
-    all else is said of the table without it.
+    count: ids that have a row of their own. default_row: the row of every other id; None: those are refused.
+    index: of raw ids. first: the id of row 0 of a table without an index, whose ids are [first, first +
+    count). own: rows of such a table that did not come from an older version, which are the first ones; None:
+    all. overlay: rows that override these or are beside them; all else is said of the table without it.
     """
 
     count: int
@@ -178,7 +185,8 @@ class RowMap:
     overlay: "Overlay | None" = None
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
-        """The row of each id; -1: there is none. An overlay's rows have numbers outside the table, which may be negative."""
+        """The row of each id; -1: there is none. An overlay's rows have numbers outside the table, which
+        may be negative."""
         if self.index is not None:
             rows = self.index.find(ids)
         else:
@@ -195,12 +203,13 @@ class RowMap:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the table's ids are its row numbers and all others are refused, so that the map is there for its overlay."""
+        """Whether the table's ids are its row numbers and all others are refused, so that the map is there
+        for its overlay."""
         return self.index is None and self.default_row is None and not self.first
 
     def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
-        """The id of each row, and which rows have one; what is given for the others is no id of theirs. The inverse of `find`
-        without an overlay."""
+        """The id of each row, and which rows have one; what is given for the others is no id of theirs.
+        The inverse of `find` without an overlay."""
         if self.index is not None:
             return self.index.ids_of(rows)
         return rows + np.int64(self.first), (rows >= 0) & (rows < self.count)
@@ -224,7 +233,9 @@ class RowMap:
     @cached_property
     def _native(self) -> NDArray[np.int64]:
         found = native_row_map(self)
-        return np.array(found if self.index is None else found._replace(entries=_address(self.index.entries)), np.int64)
+        return np.array(
+            found if self.index is None else found._replace(entries=_address(self.index.entries)), np.int64
+        )
 
     @property
     def native_address(self) -> int:
@@ -233,7 +244,8 @@ class RowMap:
 
 
 class NativeRowMap(NamedTuple):
-    """A RowMap as kernels read it, int64 each. Addresses are 0 where there is nothing; default_row: -1 where ids are refused."""
+    """A RowMap as kernels read it, int64 each. Addresses are 0 where there is nothing; default_row: -1
+    where ids are refused."""
 
     id_count: int
     default_row: int
@@ -257,8 +269,12 @@ NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
 
 
 def native_row_map(of: RowMap) -> NativeRowMap:
-    """The map with the addresses of its arrays in this process; without entries, which resolvers alone need."""
-    default, own = (-1 if of.default_row is None else of.default_row), (of.count if of.own is None else of.own)
+    """The map with the addresses of its arrays in this process; without entries, which resolvers alone
+    need."""
+    default, own = (
+        (-1 if of.default_row is None else of.default_row),
+        (of.count if of.own is None else of.own),
+    )
     found = NO_ROW_MAP._replace(id_count=of.count, default_row=default, first=of.first, own=own)
     if of.overlay is not None:
         found = found._replace(layers=of.overlay.native_address, layer_count=len(of.overlay.layers))

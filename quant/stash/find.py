@@ -1,12 +1,14 @@
-"""Where embedding weights lie in a model: torch's modules, FBGEMM's, and those in TorchRec's sharded collections.
+"""Where embedding weights lie in a model: torch's modules, FBGEMM's, and those in TorchRec's sharded
+collections.
 
     nn.Embedding, nn.EmbeddingBag   weight
     FBGEMM, fused with an optimizer weights_dev; where rows are in weights_uvm, lxu_cache_weights, their cache in HBM;
                                     where the module computes on the CPU, weights_host
     FBGEMM, dense                   weights
 
-weights_uvm, and weights_host beside a GPU, lie in the host's memory already and are left there. TorchRec's sharded collections
-keep their lookups in a plain list, `_lookups`, which torch does not search for modules; here it is searched.
+weights_uvm, and weights_host beside a GPU, lie in the host's memory already and are left there. TorchRec's
+sharded collections keep their lookups in a plain list, `_lookups`, which torch does not search for modules;
+here it is searched.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +25,9 @@ def modules_of(given: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
         if id(module) not in seen:
             seen.add(id(module))
             yield module
-            waiting += [m for m in (*lookups_of(module), *reversed(module._modules.values())) if m is not None]
+            waiting += [
+                m for m in (*lookups_of(module), *reversed(module._modules.values())) if m is not None
+            ]
 
 
 def lookups_of(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -36,7 +40,8 @@ def lookups_of(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def lookups_in(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What looks embeddings up in a model, by a name for people: TorchRec's lookups, and embedding modules outside them."""
+    """What looks embeddings up in a model, by a name for people: TorchRec's lookups, and embedding modules
+    outside them."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[int] = set()
     for collection, module in enumerate(m for m in modules_of([model]) if lookups_of(m)):
@@ -44,7 +49,9 @@ def lookups_in(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             inside |= {id(m) for m in modules_of([lookup])}
             found[f"{type(module).__name__} {collection}, lookup {n}"] = lookup
     for module in modules_of([model]):
-        is_one = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or hasattr(module, "weights_physical_offsets")
+        is_one = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or hasattr(
+            module, "weights_physical_offsets"
+        )
         if is_one and id(module) not in inside:
             found[f"{type(module).__name__} {len(found)}"] = module
     return found
@@ -52,7 +59,11 @@ def lookups_in(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 def tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers of this module alone, and its `weights_dev`."""
-    for tensor in (*module._parameters.values(), *module._buffers.values(), getattr(module, "weights_dev", None)):
+    for tensor in (
+        *module._parameters.values(),
+        *module._buffers.values(),
+        getattr(module, "weights_dev", None),
+    ):
         if isinstance(tensor, torch.Tensor):
             yield tensor
 

@@ -1,7 +1,8 @@
 """What reads embedding weights without calling their module, while they are stashed.
 
-`copy.deepcopy` and pickling read storage that has no memory, and end the process. They raise a StashError until the weights are
-back. Methods that read weights (`Module.to`, FBGEMM's `flush` and `prefetch`, its views by table) bring them back first.
+`copy.deepcopy` and pickling read storage that has no memory, and end the process. They raise a StashError
+until the weights are back. Methods that read weights (`Module.to`, FBGEMM's `flush` and `prefetch`, its views
+by table) bring them back first.
 """
 
 import copy
@@ -34,9 +35,11 @@ _GUARDS = "_stash_guards"
 
 
 class Guard:
-    """Stands before some weights on each of their modules and tensors, until `remove`. An object may have several.
+    """Stands before some weights on each of their modules and tensors, until `remove`. An object may have
+    several.
 
-    what: the weights in words. is_away: copies are refused. Later, a copy first removes stashing's hooks and guards.
+    what: the weights in words. is_away: copies are refused. Later, a copy first removes stashing's hooks and
+    guards.
     """
 
     def __init__(self, what: str, storage: int, users: list[torch.nn.Module], restore: "Restore") -> None:
@@ -78,7 +81,8 @@ def _copied_without(guards: list[Guard], guarded: Any, name: str) -> Callable[..
         for guard in guards:
             if guard.is_away:
                 raise StashError(
-                    f"{guard.what} are stashed, and cannot be copied or pickled; call what stash_embedding_weights returned first"
+                    f"{guard.what} are stashed, and cannot be copied or pickled; call what "
+                    "stash_embedding_weights returned first"
                 )
         for guard in list(guards):
             guard.restore.remove_hooks()

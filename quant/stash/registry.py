@@ -1,4 +1,5 @@
-"""What a process knows of stashed embedding weights: their copies in host memory, and who has them out of the GPU's memory."""
+"""What a process knows of stashed embedding weights: their copies in host memory, and who has them out of
+the GPU's memory."""
 
 import weakref
 from dataclasses import replace
@@ -32,8 +33,11 @@ class Weights:
         return f"weights of {type(self.users[0]).__name__}, {self.bytes:,} bytes,"
 
     def seen(self) -> torch.Tensor:
-        """The storage as uint8 [bytes]. It is a tensor of its own, so that no version counter of autograd moves."""
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage, 0, (self.bytes,), (1,))
+        """The storage as uint8 [bytes]. It is a tensor of its own, so that no version counter of autograd
+        moves."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+            self.storage, 0, (self.bytes,), (1,)
+        )
 
 
 class StashRegistry:
@@ -70,7 +74,8 @@ class StashRegistry:
             self._watch = register_optimizer_step_pre_hook(self._before_step)
 
     def lend_host_copies(self, weights: list[Weights]) -> None:
-        """Gives all of them their host copies. StashError: the host has no memory for one; then no new copy is kept."""
+        """Gives all of them their host copies. StashError: the host has no memory for one; then no new
+        copy is kept."""
         new = [w for w in weights if w.tensor not in self._host_copies]
         try:
             for w in weights:
@@ -82,7 +87,8 @@ class StashRegistry:
             raise
 
     def host_copy(self, weights: Weights) -> torch.Tensor:
-        """Page-locked memory for weights, uint8 [bytes], the same each time. StashError: the host has none."""
+        """Page-locked memory for weights, uint8 [bytes], the same each time. StashError: the host has
+        none."""
         host: torch.Tensor | None = self._host_copies.get(weights.tensor)  # type: ignore[no-untyped-call]
         if host is None or host.numel() != weights.bytes:
             is_cuda = weights.device.type == "cuda"
@@ -99,7 +105,8 @@ class StashRegistry:
         return host
 
     def close(self) -> None:
-        """Brings all weights back, lets go of the host copies, and ends the watch. Stashing again begins anew.
+        """Brings all weights back, lets go of the host copies, and ends the watch. Stashing again begins
+        anew.
 
         StashError: there is no room for some weights. They stay out, and the registry stays open.
         """

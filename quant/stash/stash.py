@@ -1,16 +1,17 @@
-"""Embedding weights out of a GPU's memory while a model's dense part needs the room, and back before they are used.
+"""Embedding weights out of a GPU's memory while a model's dense part needs the room, and back before they are
+used.
 
     restore = stash_embedding_weights(model.embeddings, stream)   # after their lookup: copies to page-locked memory, on `stream`
     pooled.register_hook(restore)                                 # back before their backward
 
-This is for weights that change, as in a training step. Tables that a worker serves do not need this: their host copy lies in the
-segment, and `GpuBackend.stash` only gives memory back. After "Embedding Memory Stashing" (its section 7: when to free, when
-to come back).
+This is for weights that change, as in a training step. Tables that a worker serves do not need this: their
+host copy lies in the segment, and `GpuBackend.stash` only gives memory back. After "Embedding Memory
+Stashing" (its section 7: when to free, when to come back).
 
-The CPU waits for nothing. Weights that are freed at once are freed while the copy may still read them; the caching allocator
-is told so, and hands the memory out when the copy is done. The host may not know that yet when it runs far ahead of its GPU,
-and then takes other memory instead. Weights that are freed at a later point (`free_at`) are free in the order of the stream,
-which waits there for the rest of the copy.
+The CPU waits for nothing. Weights that are freed at once are freed while the copy may still read them; the
+caching allocator is told so, and hands the memory out when the copy is done. The host may not know that yet
+when it runs far ahead of its GPU, and then takes other memory instead. Weights that are freed at a later
+point (`free_at`) are free in the order of the stream, which waits there for the rest of the copy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,9 @@ from tableside.quant.stash.transfers import Transfer
 
 __all__ = ["Restore", "StashError", "points", "registry", "stash_embedding_weights"]
 
-registry = StashRegistry()  # of this process; `registry.close()` brings everything back and ends its watch over optimizers
+registry = (
+    StashRegistry()
+)  # of this process; `registry.close()` brings everything back and ends its watch over optimizers
 
 
 def stash_embedding_weights(
@@ -38,47 +41,66 @@ def stash_embedding_weights(
     most_bytes: int | None = None,
     frees: bool = True,
 ) -> "Restore":
-    """Copies the embedding weights in `modules` to page-locked memory, after the work on the current stream, and frees their own.
+    """Copies the embedding weights in `modules` to page-locked memory, after the work on the current stream,
+    and frees their own.
 
-    modules: one or several, in which nn.EmbeddingBag, nn.Embedding and modules with `weights_dev` (FBGEMM's) are found.
-    stream: it copies; None: a stream of its own. most_bytes: only the largest weights that together take no more than this.
-    frees: False: the memory is freed by the result's `free` or at its `free_at`. Returns an object that brings the weights
-    back: call it, or register it as a hook.
+    modules: one or several, in which nn.EmbeddingBag, nn.Embedding and modules with `weights_dev` (FBGEMM's)
+    are found. stream: it copies; None: a stream of its own. most_bytes: only the largest weights that
+    together take no more than this. frees: False: the memory is freed by the result's `free` or at its
+    `free_at`. Returns an object that brings the weights back: call it, or register it as a hook.
 
-    The weights come back by themselves when one of `modules` that uses them is called, when its state_dict is taken or
-    loaded, and when an optimizer that has them makes a step. Nothing else may touch them before: another module that shares
-    them, copy.deepcopy, or pickling a whole module would find no memory there. StashError: there are no such weights, some
-    are stashed already, cannot be freed, or the host has no memory for them; then all are as before.
+    The weights come back by themselves when one of `modules` that uses them is called, when its state_dict is
+    taken or loaded, and when an optimizer that has them makes a step. Nothing else may touch them before:
+    another module that shares them, copy.deepcopy, or pickling a whole module would find no memory there.
+    StashError: there are no such weights, some are stashed already, cannot be freed, or the host has no
+    memory for them; then all are as before.
     """
     given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     names = ", ".join(type(m).__name__ for m in given) or "no module"
     found = embedding_weights(given)
     if not found:
-        raise StashError(f"{names}: no embedding weights; expected nn.EmbeddingBag, nn.Embedding or a module with weights_dev")
+        raise StashError(
+            f"{names}: no embedding weights; expected nn.EmbeddingBag, nn.Embedding or a module with "
+            "weights_dev"
+        )
     for w in found:
         if (before := registry.holder(w.storage)) is not None and before.is_out:
-            raise StashError(f"weights of {type(w.users[0]).__name__} are stashed already; restore them first")
+            raise StashError(
+                f"weights of {type(w.users[0]).__name__} are stashed already; restore them first"
+            )
     chosen = _largest(found, most_bytes)
     if not chosen:
         smallest = min(w.bytes for w in found)
-        raise StashError(f"{names}: no weights of {most_bytes:,} bytes or less; the smallest are {smallest:,}; raise most_bytes")
+        raise StashError(
+            f"{names}: no weights of {most_bytes:,} bytes or less; the smallest are {smallest:,}; raise "
+            "most_bytes"
+        )
     for w in chosen:
         if w.bytes != w.tensor.numel() * w.tensor.element_size():
-            raise StashError(f"{w.description} are a part of a larger storage, which others use; give them memory of their own")
+            raise StashError(
+                f"{w.description} are a part of a larger storage, which others use; give them memory of "
+                "their own"
+            )
         if not w.storage.resizable():
-            raise StashError(f"{w.description} lie in memory that torch did not allocate (numpy's, shared); it cannot be freed")
+            raise StashError(
+                f"{w.description} lie in memory that torch did not allocate (numpy's, shared); it cannot be "
+                "freed"
+            )
     return Restore(chosen, stream, frees)
 
 
 def embedding_weights(modules: Sequence[torch.nn.Module]) -> list[Weights]:
-    """All embedding weights that take memory, each with the modules that use it. Weights that share memory are one."""
+    """All embedding weights that take memory, each with the modules that use it. Weights that share memory
+    are one."""
     found: dict[int, Weights] = {}
     searched = list(modules_of(modules))
     for module in searched:
         is_embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         tensor = module.weight if is_embedding else getattr(module, "weights_dev", None)
         for w in (tensor, *more_weights(module)):
-            if isinstance(w, torch.Tensor) and (w.untyped_storage().nbytes() or registry.holder(w.untyped_storage())):
+            if isinstance(w, torch.Tensor) and (
+                w.untyped_storage().nbytes() or registry.holder(w.untyped_storage())
+            ):
                 found.setdefault(w.untyped_storage()._cdata, Weights(w))
     for module in searched:
         for storage in {t.untyped_storage()._cdata for t in tensors_of(module)} & found.keys():
@@ -97,7 +119,8 @@ def _largest(found: list[Weights], most_bytes: int | None) -> list[Weights]:
 
 
 class Restore:
-    """Stashed weights on their way out, away, or on their way back. Calling it, also as a hook, is `start` and then `wait`.
+    """Stashed weights on their way out, away, or on their way back. Calling it, also as a hook, is `start`
+    and then `wait`.
 
     bytes: of its weights. is_out: they are not on their way back yet.
     """
@@ -108,7 +131,9 @@ class Restore:
         devices = {w.device for w in weights if w.device.type == "cuda"}
         if len(devices) > 1 or (stream is not None and devices and {stream.device} != devices):
             named = ", ".join(sorted(str(d) for d in devices))
-            raise StashError(f"the weights lie on {named}; stash those of each GPU on their own, with a stream of that GPU")
+            raise StashError(
+                f"the weights lie on {named}; stash those of each GPU on their own, with a stream of that GPU"
+            )
         self._device = next(iter(devices), None)
         self._stream = stream if devices else None
         if self._stream is None and self._device is not None:
@@ -130,7 +155,9 @@ class Restore:
                 self._free_now()
         except RuntimeError as error:
             self()
-            raise StashError(f"{self.bytes:,} bytes of weights could not be stashed, and are in their place: {error}") from error
+            raise StashError(
+                f"{self.bytes:,} bytes of weights could not be stashed, and are in their place: {error}"
+            ) from error
 
     # ---- out ----
 
@@ -160,7 +187,8 @@ class Restore:
             w.is_freed = True
 
     def free(self, *_: Any, fraction: float = 1.0) -> None:
-        """Frees this fraction of the weights' bytes for later work on the current stream, which waits for the copy out."""
+        """Frees this fraction of the weights' bytes for later work on the current stream, which waits for
+        the copy out."""
         left = fraction * self.bytes - sum(w.bytes for w in self._weights if w.is_freed)
         for w in self._weights:
             if self.is_out and not w.is_freed and left > 0:
@@ -175,14 +203,18 @@ class Restore:
     def free_at(self, *modules: torch.nn.Module) -> None:
         """Frees when `modules` are called, before they run; each of n modules frees 1/n of the bytes."""
         for n, module in enumerate(modules):
-            self._hooks.append(module.register_forward_pre_hook(partial(self.free, fraction=(n + 1) / len(modules))))
+            self._hooks.append(
+                module.register_forward_pre_hook(partial(self.free, fraction=(n + 1) / len(modules)))
+            )
 
     # ---- back ----
 
     def start(self, *_: Any) -> None:
-        """Begins to bring the weights back, after the work on the current stream, which does not wait for them.
+        """Begins to bring the weights back, after the work on the current stream, which does not wait for
+        them.
 
-        StashError: there is no room. All weights that were away still are, and the host has them: make room, and call again.
+        StashError: there is no room. All weights that were away still are, and the host has them: make room,
+        and call again.
         """
         if not self.is_out:
             return
@@ -198,7 +230,8 @@ class Restore:
                 for back in grown:
                     back.storage.resize_(0)
                 raise StashError(
-                    f"{sum(w.bytes for w in away):,} bytes of embedding weights have no room on {w.device}; the host's copy is "
+                    f"{sum(w.bytes for w in away):,} bytes of embedding weights have no room on {w.device}; "
+                    "the host's copy is "
                     f"whole: make room, and restore again ({str(error).splitlines()[0]})"
                 ) from error
         self._after_current_stream()
@@ -210,8 +243,8 @@ class Restore:
         self.is_out = False
 
     def wait(self, *_: Any) -> None:
-        """Later work on the current stream finds the weights in their place. The CPU does not wait. Every stream that uses the
-        weights must call this."""
+        """Later work on the current stream finds the weights in their place. The CPU does not wait. Every
+        stream that uses the weights must call this."""
         self.start()
         for transfer in self.transfers:  # who changes them next must not change what is being copied out
             transfer.wait()
@@ -222,7 +255,8 @@ class Restore:
                 holder.wait()
 
     def __call__(self, *_: Any) -> None:
-        """Brings the weights back: `start`, then `wait`. The arguments of hooks are ignored. A second call does nothing."""
+        """Brings the weights back: `start`, then `wait`. The arguments of hooks are ignored. A second call
+        does nothing."""
         self.wait()
 
     @property
@@ -241,17 +275,19 @@ class Restore:
             transfer.finish(timeout_s)
 
     def start_at(self, tensor: torch.Tensor) -> None:
-        """Starts when the gradient of `tensor` is known. Choose an activation whose backward runs at least one copy duration
-        before the embedding's backward (`points`)."""
+        """Starts when the gradient of `tensor` is known. Choose an activation whose backward runs at least
+        one copy duration before the embedding's backward (`points`)."""
         tensor.register_hook(self.start)  # type: ignore[no-untyped-call]
 
     def wait_at(self, *outputs: torch.Tensor) -> None:
-        """Waits when the gradient of a lookup's output is known, which is just before the weights' backward."""
+        """Waits when the gradient of a lookup's output is known, which is just before the weights'
+        backward."""
         for tensor in outputs:
             tensor.register_hook(self.wait)  # type: ignore[no-untyped-call]
 
     def remove_hooks(self) -> None:
-        """Removes the hooks of modules and its guards. Not to be called from within a hook: torch is then iterating over them."""
+        """Removes the hooks of modules and its guards. Not to be called from within a hook: torch is then
+        iterating over them."""
         for hook in self._hooks:
             hook.remove()
         for guard in self._guards:
@@ -261,7 +297,11 @@ class Restore:
 
     @contextmanager
     def _copying(self, direction: str, nbytes: int) -> Iterator[Transfer]:
-        with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._stream):  # a stream of None: nothing
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.cuda.stream(self._stream),
+        ):  # a stream of None: nothing
             transfer = Transfer(direction, nbytes, self._stream, registry.totals)
             yield transfer
             transfer.enqueued()
@@ -272,11 +312,12 @@ class Restore:
 
 
 def points(forward_ms: Sequence[float], backward_ms: Sequence[float], copy_ms: float) -> tuple[int, int]:
-    """The layers of a dense part at which to free and to start, for a copy that takes `copy_ms`: (free at, start at).
+    """The layers of a dense part at which to free and to start, for a copy that takes `copy_ms`: (free at,
+    start at).
 
-    forward_ms, backward_ms: measured, of each layer. Free at the earliest layer that begins when the copy out is done. Start
-    at the earliest layer whose backward, together with that of the layers before it, lasts as long as the copy back. If the
-    dense part is too short, both are the last layer.
+    forward_ms, backward_ms: measured, of each layer. Free at the earliest layer that begins when the copy out
+    is done. Start at the earliest layer whose backward, together with that of the layers before it, lasts as
+    long as the copy back. If the dense part is too short, both are the last layer.
     """
     last = len(forward_ms) - 1
     free_at = next((n for n, done in enumerate(accumulate(forward_ms, initial=0.0)) if done >= copy_ms), last)

@@ -2,13 +2,14 @@
 
     stashing = TrainingStash(model, layers=model.over.layers)    # then train as before; `stashing.remove()` ends it
 
-After each lookup its weights are copied out; before its backward they are back. Lookups are embedding modules and, in TorchRec's
-sharded collections, what `compute_and_output_dist` calls before it distributes the output: with DistributedModelParallel, and
-in a pipeline, weights leave right after the lookup, and the hook that restores them is on the lookup's output, whose gradient
-comes out of the output distribution's backward.
+After each lookup its weights are copied out; before its backward they are back. Lookups are embedding modules
+and, in TorchRec's sharded collections, what `compute_and_output_dist` calls before it distributes the output:
+with DistributedModelParallel, and in a pipeline, weights leave right after the lookup, and the hook that
+restores them is on the lookup's output, whose gradient comes out of the output distribution's backward.
 
-While the first steps are watched, weights are freed at once and restored where they are needed. Then `points` says at which
-layer of the dense part they are freed, at which layer's gradient they begin to come back, and what needed them first.
+While the first steps are watched, weights are freed at once and restored where they are needed. Then `points`
+says at which layer of the dense part they are freed, at which layer's gradient they begin to come back, and
+what needed them first.
 """
 
 import sys
@@ -27,10 +28,11 @@ MARGIN = 1.1  # a restore begins this much earlier than one copy's duration, at 
 
 
 class StashPoints(NamedTuple):
-    """Indices of `layers`: where weights are freed (before it runs) and where they begin to come back (its output's gradient).
+    """Indices of `layers`: where weights are freed (before it runs) and where they begin to come back (its
+    output's gradient).
 
-    None: freed at once; restored where they are needed. out_ms, back_ms: of all copies of a step together, the longest of the
-    watched. needed_by: what first needed weights in the last of them.
+    None: freed at once; restored where they are needed. out_ms, back_ms: of all copies of a step together,
+    the longest of the watched. needed_by: what first needed weights in the last of them.
     """
 
     free_at: int | None
@@ -42,7 +44,8 @@ class StashPoints(NamedTuple):
 
 @dataclass
 class _WatchedStep:
-    """When each layer of a step began (forward) and had its gradient (backward), when weights left and were needed first."""
+    """When each layer of a step began (forward) and had its gradient (backward), when weights left and
+    were needed first."""
 
     restores: list[Restore] = field(default_factory=list)
     left: Any = None
@@ -55,11 +58,11 @@ class _WatchedStep:
 class TrainingStash:
     """Stashes the weights of all lookups of `model` in each step. `remove` brings them back and ends it.
 
-    layers: of the dense part, in the order in which they run; without any, weights are freed at once and come back where they
-    are needed. stream: it copies, such as the memcpy stream of a pipeline; None: one of each lookup. timeout_s: a copy that is
-    not done so long after it was enqueued is a StashError at the next lookup. Passes without gradients stash nothing.
-    A rank that has no shard of any table stashes nothing. StashError: the model has no embeddings, or TorchRec's own stashing
-    is on.
+    layers: of the dense part, in the order in which they run; without any, weights are freed at once and come
+    back where they are needed. stream: it copies, such as the memcpy stream of a pipeline; None: one of each
+    lookup. timeout_s: a copy that is not done so long after it was enqueued is a StashError at the next
+    lookup. Passes without gradients stash nothing. A rank that has no shard of any table stashes nothing.
+    StashError: the model has no embeddings, or TorchRec's own stashing is on.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class TrainingStash:
     ) -> None:
         if _torchrec_stashes():
             raise StashError(
-                "TorchRec stashes these weights already (MemoryStashingManager); use its pipelines or this, not both"
+                "TorchRec stashes these weights already (MemoryStashingManager); use its pipelines or this, "
+                "not both"
             )
         self.points: StashPoints | None = None
         self._layers, self._stream, self._timeout_s = list(layers), stream, timeout_s
@@ -85,7 +89,8 @@ class TrainingStash:
         lookups = lookups_in(model)
         if not lookups:
             raise StashError(
-                f"{type(model).__name__} has no embeddings; expected embedding modules or TorchRec's sharded collections"
+                f"{type(model).__name__} has no embeddings; expected embedding modules or TorchRec's sharded "
+                "collections"
             )
         self.lookups = {name: lookup for name, lookup in lookups.items() if embedding_weights([lookup])}
         self._hooks: list[Any] = [
@@ -94,7 +99,9 @@ class TrainingStash:
         ]
         for n, layer in enumerate(self._layers):
             self._hooks.append(layer.register_forward_pre_hook(lambda _m, _i, n=n: self._enters(n)))
-            self._hooks.append(layer.register_forward_hook(lambda _m, _i, output, n=n: self._leaves(n, output)))
+            self._hooks.append(
+                layer.register_forward_hook(lambda _m, _i, output, n=n: self._leaves(n, output))
+            )
 
     def remove(self) -> None:
         """Brings all weights back, and removes the hooks. Not to be called from within a hook."""
@@ -160,7 +167,8 @@ class TrainingStash:
     # ---- times ----
 
     def _mark(self) -> Any:
-        """This moment: an event of the current stream, or the host's clock in ms; nothing when no step is watched any more."""
+        """This moment: an event of the current stream, or the host's clock in ms; nothing when no step is
+        watched any more."""
         if self.points is not None:
             return 0.0
         if self._device.type != "cuda":
@@ -172,15 +180,19 @@ class TrainingStash:
     def _next_step(self) -> None:
         if self.points is None and len(self._watched) < self._watch_steps:
             self._watched.append(self._step)
-        if self.points is None and len(self._watched) >= self._watch_steps and all(_is_over(step) for step in self._watched):
+        if (
+            self.points is None
+            and len(self._watched) >= self._watch_steps
+            and all(_is_over(step) for step in self._watched)
+        ):
             self.points = _points_of([_times_of(step) for step in self._watched])
             self._watched.clear()
         self._step, self._before, self._now = _WatchedStep(), self._step, ""
 
 
 class StepTimes(NamedTuple):
-    """One step in ms. forward: layer -> when it began, from when the weights left. backward: layer -> how long before the weights
-    were needed its gradient was known. out, back: of all copies together."""
+    """One step in ms. forward: layer -> when it began, from when the weights left. backward: layer -> how
+    long before the weights were needed its gradient was known. out, back: of all copies together."""
 
     forward: dict[int, float]
     backward: dict[int, float]
@@ -190,13 +202,18 @@ class StepTimes(NamedTuple):
 
 
 def _points_of(steps: Sequence[StepTimes]) -> StashPoints:
-    """The earliest layer that begins when the copies out are done, and the latest whose gradient leaves time for those back.
+    """The earliest layer that begins when the copies out are done, and the latest whose gradient leaves time
+    for those back.
 
     By the worst of the steps. Where no layer is late or early enough, it is the one that comes closest.
     """
     out, back = max(s.out for s in steps), max(s.back for s in steps)
-    begins = {n: min(s.forward[n] for s in steps) for n in steps[0].forward if all(n in s.forward for s in steps)}
-    leads = {n: min(s.backward[n] for s in steps) for n in steps[0].backward if all(n in s.backward for s in steps)}
+    begins = {
+        n: min(s.forward[n] for s in steps) for n in steps[0].forward if all(n in s.forward for s in steps)
+    }
+    leads = {
+        n: min(s.backward[n] for s in steps) for n in steps[0].backward if all(n in s.backward for s in steps)
+    }
     in_time = [n for n in leads if leads[n] >= MARGIN * back]
     return StashPoints(
         next(
@@ -228,7 +245,9 @@ def _ms(begin: Any, end: Any) -> float:
 def _is_over(step: _WatchedStep) -> bool:
     """All its events have happened. The host does not wait."""
     marks = (step.left, step.needed, *step.forward.values(), *step.backward.values())
-    return all(isinstance(m, float) or m.query() for m in marks) and all(t.is_done() for r in step.restores for t in r.transfers)
+    return all(isinstance(m, float) or m.query() for m in marks) and all(
+        t.is_done() for r in step.restores for t in r.transfers
+    )
 
 
 def _torchrec_stashes() -> bool:

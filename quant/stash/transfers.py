@@ -1,4 +1,5 @@
-"""Copies of weights on their way out of a GPU's memory or back, how long streams waited for them, and what was done so far."""
+"""Copies of weights on their way out of a GPU's memory or back, how long streams waited for them, and what
+was done so far."""
 
 import time
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ _POLL_S = 0.0005
 class StashCounts:
     """What stashing did in this process. Bytes are those of weights; a share stashed twice counts twice.
 
-    bytes_away, host_bytes: now; in no memory of the device, and of copies in (page-locked) host memory. The others: so far.
+    bytes_away, host_bytes: now; in no memory of the device, and of copies in (page-locked) host memory. The
+    others: so far.
     """
 
     stashes: int = 0
@@ -25,7 +27,9 @@ class StashCounts:
     bytes_away: int = 0
     host_bytes: int = 0
     wait_s: float = 0.0  # streams (on a CPU: callers) stood still so long for weights to come back
-    _waits: list[tuple[Any, Any]] = field(default_factory=list, repr=False)  # events before and after waits of streams
+    _waits: list[tuple[Any, Any]] = field(
+        default_factory=list, repr=False
+    )  # events before and after waits of streams
 
     def waited(self, before: Any, after: Any) -> None:
         """Notes a wait between two events of a stream, which is counted once they have happened."""
@@ -40,12 +44,15 @@ class StashCounts:
 
 
 class Transfer:
-    """A copy of `bytes`, "out" or "back", on a stream. Made just before the copy is enqueued; `enqueued` is called just after.
+    """A copy of `bytes`, "out" or "back", on a stream. Made just before the copy is enqueued; `enqueued` is
+    called just after.
 
     stream: None: the host copies, and the copy is done when it is enqueued.
     """
 
-    def __init__(self, direction: str, nbytes: int, stream: "torch.cuda.Stream | None", counts: StashCounts) -> None:
+    def __init__(
+        self, direction: str, nbytes: int, stream: "torch.cuda.Stream | None", counts: StashCounts
+    ) -> None:
         self.direction, self.bytes, self._counts = direction, nbytes, counts
         self.began_s = time.monotonic()
         self._copied_ms = 0.0
@@ -92,11 +99,14 @@ class Transfer:
         self._counts.waited(before, after)
 
     def check(self, timeout_s: float) -> None:
-        """StashError: it was enqueued longer ago than `timeout_s`, and is not done. The host does not wait."""
+        """StashError: it was enqueued longer ago than `timeout_s`, and is not done. The host does not
+        wait."""
         if not self.is_done() and (age_s := time.monotonic() - self.began_s) > timeout_s:
             raise StashError(
-                f"{self.bytes:,} bytes of embedding weights were to be copied {self.direction} {age_s:.1f} s ago and still are "
-                f"not; expected at most {timeout_s} s. The copy's stream, or one that it waits for, does not come to an end: "
+                f"{self.bytes:,} bytes of embedding weights were to be copied {self.direction} {age_s:.1f} s "
+                "ago and still are "
+                f"not; expected at most {timeout_s} s. The copy's stream, or one that it waits for, does not "
+                "come to an end: "
                 "find what holds it, or raise timeout_s"
             )
 

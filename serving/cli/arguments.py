@@ -1,4 +1,5 @@
-"""Values of the command line, each with the range that it must lie in. An error says what was found and what was expected.
+"""Values of the command line, each with the range that it must lie in. An error says what was found and what
+was expected.
 
 argparse puts the option's name before the error and the command's usage above it, and ends with exit code 2.
 """
@@ -17,7 +18,8 @@ from tableside.serving.sizes import parse_bytes
 
 
 def count(least: int, remedy: str = "") -> Callable[[str], int]:
-    """An argument that is a whole number of at least `least`. remedy: what a user may want instead, for the error."""
+    """An argument that is a whole number of at least `least`. remedy: what a user may want instead, for
+    the error."""
 
     def parse(text: str) -> int:
         try:
@@ -78,22 +80,29 @@ def url(text: str) -> str:
     try:
         Address.parse(text)
     except ValueError:
-        raise _unexpected(text, "an address such as http://127.0.0.1:8000, https://HOST or unix:PATH") from None
+        raise _unexpected(
+            text, "an address such as http://127.0.0.1:8000, https://HOST or unix:PATH"
+        ) from None
     return text.rstrip("/")
 
 
 def header(text: str) -> dict[str, str]:
-    """A header for every request, as Name: value; @FILE: those of a file, one a line, as a secret is best given."""
+    """A header for every request, as Name: value; @FILE: those of a file, one a line, as a secret is best
+    given."""
     if text.startswith("@"):
         try:
             lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise argparse.ArgumentTypeError(f"{text[1:]} cannot be read: {error}; expected a file of headers") from None
+            raise argparse.ArgumentTypeError(
+                f"{text[1:]} cannot be read: {error}; expected a file of headers"
+            ) from None
     else:
         lines = [text]
     split = [line.partition(":") for line in lines if line.strip()]
     if not all(colon for _, colon, _ in split):
-        raise _unexpected(text if not text.startswith("@") else f"a line of {text[1:]} without a colon", "Name: value")
+        raise _unexpected(
+            text if not text.startswith("@") else f"a line of {text[1:]} without a colon", "Name: value"
+        )
     return {name.strip(): value.strip() for name, _, value in split}
 
 

@@ -24,7 +24,9 @@ from tableside.serving.settings import RootSettings, add_options, unknown_variab
 
 def parser() -> Parser:
     """All commands and their options."""
-    top = Parser(prog="tableside", description="Quantized embedding tables, held once in shared memory, served.")
+    top = Parser(
+        prog="tableside", description="Quantized embedding tables, held once in shared memory, served."
+    )
     top.add_argument("--version", action="version", version=f"tableside {VERSION}")
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -38,8 +40,16 @@ def parser() -> Parser:
     for module in (publishing, updates, shards, servers, evaluation):
         module.add_commands(command)
     servers.add_bench_and_top(command)
-    p = command("completion", print_completion, "print a script with which a shell completes commands, options and models")
-    p.add_argument("shell", choices=SHELLS, help="source <(tableside completion bash); fish: a file in its folder of completions")
+    p = command(
+        "completion",
+        print_completion,
+        "print a script with which a shell completes commands, options and models",
+    )
+    p.add_argument(
+        "shell",
+        choices=SHELLS,
+        help="source <(tableside completion bash); fish: a file in its folder of completions",
+    )
     p.set_defaults(parser=parser)
     return top
 

@@ -1,10 +1,12 @@
-"""The command `completion`: a script with which a shell completes commands, options, choices, published models and files.
+"""The command `completion`: a script with which a shell completes commands, options, choices, published
+models and files.
 
     source <(tableside completion bash)                                             in ~/.bashrc
     source <(tableside completion zsh)                                              in ~/.zshrc, after compinit
     tableside completion fish > ~/.config/fish/completions/tableside.fish
 
-The script is made of the parser. A shell that completes runs nothing of tableside: models are the folders of the root.
+The script is made of the parser. A shell that completes runs nothing of tableside: models are the folders of
+the root.
 """
 
 import argparse
@@ -41,7 +43,9 @@ def _bash(commands: dict[str, Parser]) -> list[str]:
         options.append(f"    {name}) words={quote(' '.join(parser.option_names()))} ;;")
         if _takes_models(parser):
             models.append(name)
-        choices += [f"    {name}:{option}) words={quote(' '.join(words))} ;;" for option, words in _choices(parser)]
+        choices += [
+            f"    {name}:{option}) words={quote(' '.join(words))} ;;" for option, words in _choices(parser)
+        ]
     return [
         *_MODELS,
         "_tableside() {",
@@ -73,11 +77,16 @@ def _bash(commands: dict[str, Parser]) -> list[str]:
 def _fish(commands: dict[str, Parser]) -> list[str]:
     lines = ["complete -c tableside -e"]
     for name, parser in commands.items():
-        lines.append(f"complete -c tableside -n __fish_use_subcommand -f -a {name} -d {_fish_quoted(parser.description or '')}")
+        lines.append(
+            f"complete -c tableside -n __fish_use_subcommand -f -a {name} -d "
+            f"{_fish_quoted(parser.description or '')}"
+        )
         here = f"complete -c tableside -n '__fish_seen_subcommand_from {name}'"
         for action in parser.options():
             long = next((o for o in action.option_strings if o.startswith("--")), "")
-            choices = f" -x -a {_fish_quoted(' '.join(map(str, action.choices)))}" if action.choices else " -r"
+            choices = (
+                f" -x -a {_fish_quoted(' '.join(map(str, action.choices)))}" if action.choices else " -r"
+            )
             lines.append(f"{here} -l {long.removeprefix('--')}{'' if action.nargs == 0 else choices}")
         for before, words in _choices(parser):
             if before == name:

@@ -1,7 +1,8 @@
 """The load generator's connections: sockets with at most one request each, read by one thread.
 
-All sockets are read into one buffer, and the end of an answer is found by its Content-Length. Answers' heads are remembered by
-their bytes, as most are equal. So an answer costs a core some 12 us, most of them in the kernel. TLS costs more.
+All sockets are read into one buffer, and the end of an answer is found by its Content-Length. Answers' heads
+are remembered by their bytes, as most are equal. So an answer costs a core some 12 us, most of them in the
+kernel. TLS costs more.
 """
 
 import re
@@ -29,16 +30,30 @@ _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", 
 class LoadConnection:
     """One socket, with at most one request under way.
 
-    sent_at: from when the latency of the request under way counts; 0 where there is none. unsent: what is left of it to send.
-    begun: the answer's head as far as it came; empty where it came at once. missing: bytes of the answer that are still to come
-    once its head is here. kept: parts of its body; None where nobody looks at it.
+    sent_at: from when the latency of the request under way counts; 0 where there is none. unsent: what is
+    left of it to send. begun: the answer's head as far as it came; empty where it came at once. missing:
+    bytes of the answer that are still to come once its head is here. kept: parts of its body; None where
+    nobody looks at it.
     """
 
-    __slots__ = ("begun", "fd", "is_checked", "kept", "missing", "recv_into", "send", "sent_at", "sock", "status", "unsent")
+    __slots__ = (
+        "begun",
+        "fd",
+        "is_checked",
+        "kept",
+        "missing",
+        "recv_into",
+        "send",
+        "sent_at",
+        "sock",
+        "status",
+        "unsent",
+    )
 
     def __init__(self, sock: socket.socket, is_checked: bool) -> None:
         self.sock, self.fd = sock, sock.fileno()
-        # Of TLS a call takes one record at most, which the buffer holds, so that nothing is left where epoll does not see it.
+        # Of TLS a call takes one record at most, which the buffer holds, so that nothing is left where epoll
+        # does not see it.
         is_tls = isinstance(sock, ssl.SSLSocket)
         self.recv_into: Callable[[Any], int] = _blocking(sock.recv_into) if is_tls else sock.recv_into
         self.send: Callable[[Any], int] = _blocking(sock.send) if is_tls else sock.send
@@ -61,10 +76,11 @@ def _blocking(call: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 class Fleet:
-    """All connections of a run, and what was measured. live: those that did not break. idle: those that may send.
+    """All connections of a run, and what was measured. live: those that did not break. idle: those that may
+    send.
 
-    waiting: how many have a request under way. latencies: seconds, one for each answer. failed: answers that were not 200,
-    connections that broke, and what else did (`fail`). failure: of the first of them.
+    waiting: how many have a request under way. latencies: seconds, one for each answer. failed: answers that
+    were not 200, connections that broke, and what else did (`fail`). failure: of the first of them.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], check: Check | None) -> None:
@@ -100,7 +116,8 @@ class Fleet:
             self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
 
     def poll(self, timeout_s: float) -> list[LoadConnection]:
-        """Reads and writes what can be, after waiting up to `timeout_s`; returns the connections whose answers are complete."""
+        """Reads and writes what can be, after waiting up to `timeout_s`; returns the connections whose
+        answers are complete."""
         complete = []
         for fd, event in self._epoll.poll(timeout_s):
             connection = self.live[fd]
@@ -134,10 +151,14 @@ class Fleet:
             self._epoll.modify(connection.fd, select.EPOLLIN)
 
     def _take(self, connection: LoadConnection, count: int) -> bool:
-        """Takes `count` bytes of the buffer as the connection's next ones. Returns whether its answer is complete."""
+        """Takes `count` bytes of the buffer as the connection's next ones. Returns whether its answer is
+        complete."""
         if not count or not connection.sent_at:
             self._lose(
-                connection, "the server sent what no request had asked for" if count else "the server closed the connection"
+                connection,
+                "the server sent what no request had asked for"
+                if count
+                else "the server closed the connection",
             )
             return False
         data: bytes | bytearray = self._buffer
@@ -174,7 +195,8 @@ class Fleet:
         length = _CONTENT_LENGTH.search(head)
         if not head.startswith(b"HTTP/1.") or not head[9:12].isdigit() or length is None:
             raise ServingError(
-                f"the server answered {head[:100]!r}; expected HTTP/1.1 with a Content-Length, as of `tableside serve`"
+                f"the server answered {head[:100]!r}; expected HTTP/1.1 with a Content-Length, as of "
+                "`tableside serve`"
             )
         if len(self._heads) >= _HEADS:
             self._heads.clear()
@@ -209,7 +231,8 @@ class Fleet:
 
 @contextmanager
 def connected(where: str | Address, concurrency: int, check: Check | None) -> Iterator[Fleet]:
-    """Connections to the server at a URL or an address, closed at the end. ServingError: there is no server."""
+    """Connections to the server at a URL or an address, closed at the end. ServingError: there is no
+    server."""
     address = where if isinstance(where, Address) else Address.parse(where)
     with ExitStack() as stack:
         sockets = []
@@ -218,7 +241,8 @@ def connected(where: str | Address, concurrency: int, check: Check | None) -> It
                 sock = address.connect(PATIENCE_S)
             except OSError as error:
                 raise ServingError(
-                    f"cannot connect to {address.base_url}: {error.strerror or error}; is `tableside serve` running there?"
+                    f"cannot connect to {address.base_url}: {error.strerror or error}; is `tableside serve` "
+                    "running there?"
                 ) from error
             sockets.append(stack.enter_context(sock))
             sock.setblocking(False)

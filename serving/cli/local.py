@@ -28,7 +28,8 @@ class LocalServer:
 def local_server(
     models: Sequence[str], *options: str, root: Path = DEFAULT_ROOT, workers: int = 1, port: int = 0
 ) -> Iterator[LocalServer]:
-    """Serves published models on a loopback port (0: a free one) until the block ends; options: more of `tableside serve`.
+    """Serves published models on a loopback port (0: a free one) until the block ends; options: more of
+    `tableside serve`.
 
     ServingError: the server did not start, with its log.
     """

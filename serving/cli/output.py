@@ -1,6 +1,8 @@
-"""What the commands print with: tables, lines and JSON on stdout, progress on stderr where that is a terminal.
+"""What the commands print with: tables, lines and JSON on stdout, progress on stderr where that is a
+terminal.
 
-A table is as wide as a terminal. Elsewhere, in a pipe or a file, it is as wide as what it says, and nothing is cut.
+A table is as wide as a terminal. Elsewhere, in a pipe or a file, it is as wide as what it says, and nothing
+is cut.
 """
 
 import contextlib
@@ -44,7 +46,8 @@ class _Rate(ProgressColumn):
 
 @contextlib.contextmanager
 def progress_bar(label: str) -> Iterator[LoadProgress | None]:
-    """A bar with rows/s and the time left on stderr; None where that is no terminal. What it gives takes (rows done, rows)."""
+    """A bar with rows/s and the time left on stderr; None where that is no terminal. What it gives takes
+    (rows done, rows)."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -38,7 +38,10 @@ class Parser(argparse.ArgumentParser):
         """Ends with an error about arguments that mean nothing here."""
         first = unknown[0].partition("=")[0]
         hint = did_you_mean(first, self.option_names()) if first.startswith("-") else ""
-        self.error(f"found {' '.join(unknown)}, which means nothing here{hint or f'; {self.prog} --help says what does'}")
+        self.error(
+            f"found {' '.join(unknown)}, which means nothing "
+            f"here{hint or f'; {self.prog} --help says what does'}"
+        )
 
     def _subparsers_of(self) -> list[Any]:
         return [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
@@ -47,4 +50,6 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             choices = [str(c) for c in action.choices]
             hint = did_you_mean(str(value), choices)
-            raise argparse.ArgumentError(action, f"found {value!r}; expected one of: {', '.join(choices)}{hint}")
+            raise argparse.ArgumentError(
+                action, f"found {value!r}; expected one of: {', '.join(choices)}{hint}"
+            )

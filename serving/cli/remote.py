@@ -29,7 +29,9 @@ def add_headers(p: argparse.ArgumentParser) -> None:
         metavar="HEADER",
         help="'Name: value' for every request; @FILE: those of a file, one a line; may come again",
     )
-    p.add_argument("--ca", metavar="FILE", help="PEM file of the authorities that https trusts (default: the system's)")
+    p.add_argument(
+        "--ca", metavar="FILE", help="PEM file of the authorities that https trusts (default: the system's)"
+    )
 
 
 def address(options: argparse.Namespace) -> Address:

@@ -5,8 +5,9 @@
     with Client("http://127.0.0.1:8000") as client:
         vectors = client.lookup("demo", {"clicked": [[1, 2, 3], [7]], "user": Jagged(ids, lengths)})
 
-A call is a generator in `calls`: it yields requests, takes responses and returns what the caller gets. `Client` runs it over
-blocking sockets, `AsyncClient` over asyncio. `named` and `compact` are the two ways in which features go over the wire.
+A call is a generator in `calls`: it yields requests, takes responses and returns what the caller gets.
+`Client` runs it over blocking sockets, `AsyncClient` over asyncio. `named` and `compact` are the two ways in
+which features go over the wire.
 """
 
 from tableside.serving.client.clients import AsyncClient, Client

@@ -1,4 +1,5 @@
-"""Where a server is, and what every request to it says: the base URL, headers of the caller's, the authorities that are trusted.
+"""Where a server is, and what every request to it says: the base URL, headers of the caller's, the
+authorities that are trusted.
 
 http://HOST:PORT/PREFIX     TCP; https: TLS, its certificate checked
 http://USER:SECRET@HOST     with an Authorization header
@@ -32,14 +33,15 @@ _OURS = {
 
 
 def default_url() -> str:
-    """The server that is asked where none is named: TABLESIDE_URL of the environment, else port 8000 of this machine."""
+    """The server that is asked where none is named: TABLESIDE_URL of the environment, else port 8000 of
+    this machine."""
     return os.environ.get(URL_VARIABLE) or _DEFAULT_URL
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is. authority: host and port as the URL has them. path: of a Unix socket; else None. tls: what checks the
-    server's certificate; None: no TLS.
+    """Where a server is. authority: host and port as the URL has them. path: of a Unix socket; else None.
+    tls: what checks the server's certificate; None: no TLS.
 
     lines: what every request's head says behind its first line. headers: those of the caller's among them.
     """
@@ -55,8 +57,11 @@ class Address:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, base_url: str | None, headers: Mapping[str, str] | None = None, ca: str | Path | None = None) -> "Address":
-        """base_url: None: `default_url`. headers: sent with every request. ca: a PEM file of the authorities to trust, for https.
+    def parse(
+        cls, base_url: str | None, headers: Mapping[str, str] | None = None, ca: str | Path | None = None
+    ) -> "Address":
+        """base_url: None: `default_url`. headers: sent with every request. ca: a PEM file of the authorities
+        to trust, for https.
 
         ValueError: this is no such URL, a header cannot be sent, or the file holds no certificates.
         """
@@ -70,11 +75,16 @@ class Address:
             raise ValueError(f"ca is given and base_url is {base_url!r}; authorities are for https")
         if url.username is not None:
             if any(name.lower() == "authorization" for name in sent):
-                raise ValueError("base_url has a user, and headers have Authorization; expected one of the two")
+                raise ValueError(
+                    "base_url has a user, and headers have Authorization; expected one of the two"
+                )
             secret = b64encode(f"{unquote(url.username)}:{unquote(url.password or '')}".encode()).decode()
             sent["Authorization"] = f"Basic {secret}"
         authority = "localhost" if path else url.netloc.rpartition("@")[2]
-        lines = "".join(f"{n}: {v}\r\n" for n, v in {"Host": authority, "User-Agent": f"tableside/{VERSION}", **sent}.items())
+        lines = "".join(
+            f"{n}: {v}\r\n"
+            for n, v in {"Host": authority, "User-Agent": f"tableside/{VERSION}", **sent}.items()
+        )
         prefix = "" if path else quote(url.path.rstrip("/"), safe="/%")
         tls = _tls(ca) if url.scheme == "https" else None
         port = 0 if path else url.port or (443 if tls else 80)
@@ -87,7 +97,8 @@ class Address:
 
     @property
     def http_url(self) -> str:
-        """The base URL as a request's first lines need it: without a user; of a Unix socket, http://localhost."""
+        """The base URL as a request's first lines need it: without a user; of a Unix socket,
+        http://localhost."""
         return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.prefix}"
 
     def head(self, request: HttpRequest) -> bytes:
@@ -96,7 +107,12 @@ class Address:
         if not request.parts:
             return first + self.lines + b"\r\n"
         numbers = request.json_bytes or 0, sum(map(len, request.parts))
-        return first + self.lines + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % numbers + _BINARY
+        return (
+            first
+            + self.lines
+            + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % numbers
+            + _BINARY
+        )
 
     def connect(self, timeout_s: float) -> socket.socket:
         """A connection, its TLS handshake done. OSError: there is none."""
@@ -121,7 +137,8 @@ class Address:
 def _checked(name: str, value: str) -> str:
     if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
         raise ValueError(
-            f"header {name!r} cannot be sent; expected a name of letters, digits and -, and a value of ASCII in one line"
+            f"header {name!r} cannot be sent; expected a name of letters, digits and -, and a value of ASCII "
+            "in one line"
         )
     if name.lower() in _OURS:
         raise ValueError(f"header {name!r} is the client's own to write; leave it out")
@@ -132,4 +149,6 @@ def _tls(ca: str | Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=None if ca is None else str(ca))
     except OSError as error:
-        raise ValueError(f"ca {ca} holds no certificates that can be read ({error}); expected a PEM file") from error
+        raise ValueError(
+            f"ca {ca} holds no certificates that can be read ({error}); expected a PEM file"
+        ) from error

@@ -1,7 +1,8 @@
-"""The calls of both clients. Each is a generator: it yields requests, is sent responses, and returns what its caller gets.
+"""The calls of both clients. Each is a generator: it yields requests, is sent responses, and returns what its
+caller gets.
 
-What is learned of a server is kept here: templates of requests, and the schemas of models. All of it is bounded, and any thread
-may call: an entry that is lost or made twice costs time and nothing else.
+What is learned of a server is kept here: templates of requests, and the schemas of models. All of it is
+bounded, and any thread may call: an entry that is lost or made twice costs time and nothing else.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -25,7 +26,8 @@ from tableside.serving.client.named import NamedForm, vectors
 
 T = TypeVar("T")
 
-COMPACT_FEATURES = 32  # from as many on the compact form costs client and server less than the named one (benchmarks/client.py)
+# from as many on the compact form costs client and server less than the named one (benchmarks/client.py)
+COMPACT_FEATURES = 32
 _KEPT = 64
 
 
@@ -42,17 +44,21 @@ class _Recent(dict[Hashable, T]):
 
 
 class AnsweredBy(NamedTuple):
-    """Which state of a model answered: its version, and the sequence of the last change that it holds; 0: it holds none."""
+    """Which state of a model answered: its version, and the sequence of the last change that it holds; 0:
+    it holds none."""
 
     version: int
     sequence: int
 
 
-_last_head: ContextVar[bytes] = ContextVar("tableside_last_head")  # the JSON of the last answer in this thread or task
+_last_head: ContextVar[bytes] = ContextVar(
+    "tableside_last_head"
+)  # the JSON of the last answer in this thread or task
 
 
 def answered_by() -> AnsweredBy:
-    """The state that answered the last lookup or score of this thread, or of this asyncio task, whichever client asked.
+    """The state that answered the last lookup or score of this thread, or of this asyncio task, whichever
+    client asked.
 
     ClientError: nothing was answered yet.
     """
@@ -74,7 +80,9 @@ class Calls:
         self._base_url, self._retries = base_url, max(0, retries)
         self._named: _Recent[NamedForm] = _Recent()
         self._compact: _Recent[CompactForm | str] = _Recent()
-        self._schemas: _Recent[Schema | Literal[False]] = _Recent()  # False: the server does not know the compact form
+        self._schemas: _Recent[Schema | Literal[False]] = (
+            _Recent()
+        )  # False: the server does not know the compact form
 
     def lookup(
         self,
@@ -137,7 +145,9 @@ class Calls:
             obstacle = compact_form.obstacle(given)
             if not obstacle:
                 keyed = compact_form.keyed(given)
-                found = yield from self._ask_compact(path, keyed, dense, outputs, compact or False, wants_found)
+                found = yield from self._ask_compact(
+                    path, keyed, dense, outputs, compact or False, wants_found
+                )
                 if not isinstance(found, str):
                     compact_request, answer = found
                     by_name = compact_request.vectors(answer, given.is_torch)
@@ -148,7 +158,13 @@ class Calls:
                 obstacle = found
             if compact:
                 raise FeatureError(f"these features cannot be sent in the compact form: {obstacle}")
-        what = (given.names, given.kinds, tuple(dense), None if outputs is None else tuple(outputs), wants_found)
+        what = (
+            given.names,
+            given.kinds,
+            tuple(dense),
+            None if outputs is None else tuple(outputs),
+            wants_found,
+        )
         form = self._named.get_or_make(what, NamedForm, *what)
         response = yield from self._post(path, *form.encode(given, dense))
         by_name = vectors(form.outputs.read(check_status(response)), given.is_torch)
@@ -158,10 +174,18 @@ class Calls:
         return LookedUp(by_name, masks)
 
     def _lookup_keyed(
-        self, path: str, features: KeyedJagged, outputs: Sequence[str] | None, compact: bool | None, wants_found: bool
+        self,
+        path: str,
+        features: KeyedJagged,
+        outputs: Sequence[str] | None,
+        compact: bool | None,
+        wants_found: bool,
     ) -> Call[KeyedVectors | LookedUp[KeyedVectors]]:
         if not isinstance(features, KeyedJagged):
-            raise FeatureError(f"features are a {type(features).__name__}; expected a dict of features or a KeyedJaggedTensor")
+            raise FeatureError(
+                f"features are a {type(features).__name__}; expected a dict of features or a "
+                "KeyedJaggedTensor"
+            )
         given, lengths = from_torchrec(features)
         wanted = given.names if outputs is None else outputs
         found: tuple[CompactForm, CompactAnswer] | str
@@ -172,12 +196,16 @@ class Calls:
         else:
             found = yield from self._ask_compact(path, given, {}, wanted, True, wants_found)
         if isinstance(found, str):
-            raise FeatureError(f"this KeyedJaggedTensor cannot be looked up: {found}; a dict of Jagged features may be")
+            raise FeatureError(
+                f"this KeyedJaggedTensor cannot be looked up: {found}; a dict of Jagged features may be"
+            )
         answer = found[1]
         keyed = to_torchrec(answer, features, lengths, wanted)
         if answer.found is None:
             return keyed
-        return LookedUp(keyed, cut(answer.found, given.names, [(int(n),) for n in lengths.sum(1)], wanted, as_torch=True))
+        return LookedUp(
+            keyed, cut(answer.found, given.names, [(int(n),) for n in lengths.sum(1)], wanted, as_torch=True)
+        )
 
     def _ask_compact(
         self,
@@ -190,7 +218,8 @@ class Calls:
     ) -> Call[tuple[CompactForm, CompactAnswer] | str]:
         """Asks in the compact form. Where that cannot be done, a string says why.
 
-        is_only_way: the features are not sent by name instead. So what speaks against it is looked at in new metadata first.
+        is_only_way: the features are not sent by name instead. So what speaks against it is looked at in new
+        metadata first.
         """
         asked = None if outputs is None else tuple(outputs)
         for attempt in (1, 2):
@@ -237,13 +266,16 @@ class Calls:
             except OSError as error:
                 if attempt == self._retries or isinstance(error, TimeoutError):
                     raise ClientError(
-                        0, f"{self._base_url} cannot be reached ({error!r}); is `tableside serve` running there?"
+                        0,
+                        f"{self._base_url} cannot be reached ({error!r}); is `tableside serve` running "
+                        "there?",
                     ) from error
         raise AssertionError("unreachable")
 
 
 def _pays(given: Columns, outputs: Sequence[str] | None) -> bool:
-    """Whether the compact form is worth its first look at the metadata, and answers with nothing that is not wanted."""
+    """Whether the compact form is worth its first look at the metadata, and answers with nothing that is
+    not wanted."""
     if len(given.names) < COMPACT_FEATURES or not given.is_uniform or given.kinds[0] not in "jJ":
         return False
     return outputs is None or set(outputs) >= set(given.names) or list(outputs) == [SCORE]

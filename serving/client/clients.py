@@ -1,6 +1,7 @@
 """The two clients: the same calls over blocking sockets and over asyncio.
 
-A lookup changes nothing. So it is tried again, up to `retries` times, where a connection broke because a worker was replaced.
+A lookup changes nothing. So it is tried again, up to `retries` times, where a connection broke because a
+worker was replaced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,15 @@ T = TypeVar("T")
 
 
 class Client:
-    """A client of one server. Any thread may call: each call has a connection for itself, which later calls use again.
+    """A client of one server. Any thread may call: each call has a connection for itself, which later calls
+    use again.
 
-    base_url: http, https, or unix:PATH for a Unix socket; None: TABLESIDE_URL of the environment, else port 8000 of this machine.
-    timeout_s: of making a connection, and of each wait for the server. retries: how often a request is sent again where its
-    connection broke; not where it timed out. headers: sent with every request, such as Authorization. ca: a PEM file of the
-    authorities that https trusts; None: the system's. Proxies that the environment names are not used. Close it, or use it as a
-    context manager. ValueError: base_url, headers or ca cannot be used.
+    base_url: http, https, or unix:PATH for a Unix socket; None: TABLESIDE_URL of the environment, else port
+    8000 of this machine. timeout_s: of making a connection, and of each wait for the server. retries: how
+    often a request is sent again where its connection broke; not where it timed out. headers: sent with every
+    request, such as Authorization. ca: a PEM file of the authorities that https trusts; None: the system's.
+    Proxies that the environment names are not used. Close it, or use it as a context manager. ValueError:
+    base_url, headers or ca cannot be used.
     """
 
     def __init__(
@@ -102,15 +105,15 @@ class Client:
     ) -> Any:
         """feature -> vectors: fp32 or fp16 [bags, dim], [ids, dim] where the feature is not pooled.
 
-        features: name -> an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values, lengths, weights). The
-        vectors are torch tensors where any ids are; all of a response share its memory. Or TorchRec's KeyedJaggedTensor: then
-        the answer is KeyedVectors, of a KeyedTensor and JaggedTensors.
-        outputs: the features whose vectors are wanted; None: all.
-        compact: whether all features go in two tensors, which takes less time the more features there are. None: where they are
+        features: name -> an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values,
+        lengths, weights). The vectors are torch tensors where any ids are; all of a response share its
+        memory. Or TorchRec's KeyedJaggedTensor: then the answer is KeyedVectors, of a KeyedTensor and
+        JaggedTensors. outputs: the features whose vectors are wanted; None: all. compact: whether all
+        features go in two tensors, which takes less time the more features there are. None: where they are
         many, and all jagged with the same number of bags. The first time the model's metadata is read for it.
         found: whether to say which ids the tables have as well: then the answer is LookedUp(vectors, found).
-        FeatureError: ids are no integers, have another shape, or cannot go in the compact form that was asked for. ClientError:
-        the server refused, with its message.
+        FeatureError: ids are no integers, have another shape, or cannot go in the compact form that was asked
+        for. ClientError: the server refused, with its message.
         """
         return self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
@@ -125,14 +128,15 @@ class Client:
     ) -> Any:
         """The scores of a model that has a scorer: fp32 [batch], or [batch, n].
 
-        features: as for `lookup`, with one bag for each row. dense: name -> [batch, n]. The scores are a torch tensor where any
-        input is.
+        features: as for `lookup`, with one bag for each row. dense: name -> [batch, n]. The scores are a
+        torch tensor where any input is.
         """
         return self._run(self._calls.score(model, features, dense, version, compact))
 
     @staticmethod
     def answered_by() -> AnsweredBy:
-        """The state, version and sequence, that answered the last lookup or score of this thread. ClientError: none was yet."""
+        """The state, version and sequence, that answered the last lookup or score of this thread.
+        ClientError: none was yet."""
         return answered_by()
 
     def models(self) -> list[dict[str, Any]]:
@@ -171,12 +175,15 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 class AsyncClient:
-    """`Client` for the tasks of one event loop: the same calls, awaited. At most 100 of them are under way at a time."""
+    """`Client` for the tasks of one event loop: the same calls, awaited. At most 100 of them are under way
+    at a time."""
 
     def __init__(
         self,
@@ -305,5 +312,7 @@ class AsyncClient:
     async def __aenter__(self) -> "AsyncClient":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()

@@ -2,11 +2,13 @@
 
     request    kjt.values INT64 or INT32 [ids], kjt.lengths INT32 [features, bags], kjt.weights FP32 [ids] where there are weights
     response   kjt [bags, sum of dims]: the pooled features' vectors side by side
-               kjt.sequences [elements], kjt.offsets INT64 [unpooled features + 1]: the unpooled features' vectors, flat
-               kjt.found BOOL [ids], where it is asked for: whether the features' tables have them
+               kjt.sequences [elements], kjt.offsets INT64 [unpooled features + 1]: the unpooled features'
+               vectors, flat kjt.found BOOL [ids], where it is asked for: whether the features' tables have
+               them
 
-Which part of `kjt` belongs to a feature follows from the dims, which are the model's. The client learns them from its metadata
-and names them in each request by their digest, so that a version with other dims refuses it.
+Which part of `kjt` belongs to a feature follows from the dims, which are the model's. The client learns them
+from its metadata and names them in each request by their digest, so that a version with other dims refuses
+it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,15 @@ import orjson
 
 from tableside.serving.client.errors import ClientError
 from tableside.serving.client.features import Array, Columns, joined
-from tableside.serving.client.messages import FOUND, Bytes, HttpResponse, Outputs, padded, quoted, request_tail
+from tableside.serving.client.messages import (
+    FOUND,
+    Bytes,
+    HttpResponse,
+    Outputs,
+    padded,
+    quoted,
+    request_tail,
+)
 
 POOLED, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"
 SCHEMA = "kjt.schema"
@@ -27,7 +37,8 @@ SCHEMA = "kjt.schema"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """dim: elements of a vector. is_pooled: it has one vector a bag, else one an id. datatype: FP32 or FP16."""
+    """dim: elements of a vector. is_pooled: it has one vector a bag, else one an id. datatype: FP32 or
+    FP16."""
 
     name: str
     dim: int
@@ -48,7 +59,10 @@ class Schema:
         parameters = metadata.get("parameters", {})
         if "kjt.features" not in parameters or SCHEMA not in parameters:
             return None
-        found = (Feature(f["name"], f["dim"], f["pooling"] != "none", f["datatype"]) for f in parameters["kjt.features"])
+        found = (
+            Feature(f["name"], f["dim"], f["pooling"] != "none", f["datatype"])
+            for f in parameters["kjt.features"]
+        )
         return cls({f.name: f for f in found}, parameters[SCHEMA])
 
     def obstacle(self, names: Sequence[str], has_weights: bool) -> str:
@@ -71,7 +85,8 @@ class Schema:
 class Keyed(NamedTuple):
     """Features in KeyedJaggedTensor's order: feature by feature, bag by bag.
 
-    values: `ids` numbers of `datatype` INT64 or INT32. lengths: int32 [features, bags]. weights: fp32, one an id.
+    values: `ids` numbers of `datatype` INT64 or INT32. lengths: int32 [features, bags]. weights: fp32, one an
+    id.
     """
 
     names: tuple[str, ...]
@@ -138,14 +153,17 @@ def make_form(
     """The compact form of such requests; why there is none, where there is none."""
     if schema is None:
         return "the server does not know it"
-    return schema.obstacle(names, has_weights) or CompactForm(schema, names, has_weights, dense, outputs, found)
+    return schema.obstacle(names, has_weights) or CompactForm(
+        schema, names, has_weights, dense, outputs, found
+    )
 
 
 class CompactForm:
-    """The compact form of requests for the same features, outputs and dense tensors, in the same order, of one schema.
+    """The compact form of requests for the same features, outputs and dense tensors, in the same order, of
+    one schema.
 
-    outputs: None: all, with the scores where the features are all that these need. found: whether masks are asked for; then
-    outputs are named, and None is all features.
+    outputs: None: all, with the scores where the features are all that these need. found: whether masks are
+    asked for; then outputs are named, and None is all features.
     """
 
     def __init__(
@@ -187,7 +205,14 @@ class CompactForm:
     def encode(self, given: Keyed, dense: Mapping[str, Array]) -> tuple[int, tuple[Bytes, ...]]:
         """The length of the JSON, and the body's parts: the JSON, then the tensors."""
         shape = b"%d,%d" % (len(given.names), given.bags)
-        numbers = [given.datatype.encode(), b"%d" % given.ids, len(given.values), b"INT32", shape, len(given.lengths)]
+        numbers = [
+            given.datatype.encode(),
+            b"%d" % given.ids,
+            len(given.values),
+            b"INT32",
+            shape,
+            len(given.lengths),
+        ]
         parts = [given.values, given.lengths]
         if given.weights is not None:
             numbers += [b"FP32", b"%d" % given.ids, len(given.weights)]
@@ -201,15 +226,29 @@ class CompactForm:
 
     def read(self, response: HttpResponse) -> "CompactAnswer":
         """The response's tensors. ClientError: they do not fit what was asked for."""
-        arrays = {name: block[i] for names, block in self._outputs.read(response) for i, name in enumerate(names)}
-        pooled, sequences, offsets = arrays.pop(POOLED, None), arrays.pop(SEQUENCES, None), arrays.pop(OFFSETS, None)
+        arrays = {
+            name: block[i] for names, block in self._outputs.read(response) for i, name in enumerate(names)
+        }
+        pooled, sequences, offsets = (
+            arrays.pop(POOLED, None),
+            arrays.pop(SEQUENCES, None),
+            arrays.pop(OFFSETS, None),
+        )
         found = arrays.pop(POOLED + FOUND, None)
         if pooled is not None and pooled.shape[-1] != self._width:
-            raise ClientError(200, f"output {POOLED} has shape {list(pooled.shape)}; expected [bags, {self._width}]")
-        if (sequences is None) != (offsets is None) or (offsets is not None and len(offsets) != len(self.unpooled) + 1):
-            raise ClientError(200, f"outputs {SEQUENCES} and {OFFSETS} do not fit {len(self.unpooled)} unpooled features")
+            raise ClientError(
+                200, f"output {POOLED} has shape {list(pooled.shape)}; expected [bags, {self._width}]"
+            )
+        if (sequences is None) != (offsets is None) or (
+            offsets is not None and len(offsets) != len(self.unpooled) + 1
+        ):
+            raise ClientError(
+                200, f"outputs {SEQUENCES} and {OFFSETS} do not fit {len(self.unpooled)} unpooled features"
+            )
         if (found is None) is self._found:
-            raise ClientError(200, f"the response has {'no' if self._found else 'an unasked'} output {POOLED + FOUND}")
+            raise ClientError(
+                200, f"the response has {'no' if self._found else 'an unasked'} output {POOLED + FOUND}"
+            )
         return CompactAnswer(self, pooled, sequences, offsets, arrays, found)
 
     def vectors(self, answer: "CompactAnswer", as_torch: bool) -> dict[str, Any]:
@@ -249,8 +288,9 @@ def _as(array: Array, as_torch: bool) -> Any:
 class CompactAnswer(NamedTuple):
     """The response to a compact request of a form.
 
-    pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements. others: the outputs
-    that are no feature's, which is `score`. found: bool [ids], of all features, where it was asked for.
+    pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements.
+    others: the outputs that are no feature's, which is `score`. found: bool [ids], of all features, where it
+    was asked for.
     """
 
     form: CompactForm
@@ -277,4 +317,6 @@ class CompactAnswer(NamedTuple):
         if self.sequences is None or self.offsets is None:
             return {}
         ends, whole = self.offsets.tolist(), _as(self.sequences, as_torch)
-        return {f.name: whole[ends[i] : ends[i + 1]].reshape(-1, f.dim) for i, f in enumerate(self.form.unpooled)}
+        return {
+            f.name: whole[ends[i] : ends[i + 1]].reshape(-1, f.dim) for i, f in enumerate(self.form.unpooled)
+        }

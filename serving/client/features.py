@@ -1,7 +1,7 @@
 """The features of a request: from what a caller gives to arrays that can be sent.
 
-A request has hundreds of features. So they are checked side by side, a part of all features at a time, and only what is not
-ready to be sent is looked at alone.
+A request has hundreds of features. So they are checked side by side, a part of all features at a time, and
+only what is not ready to be sent is looked at alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,9 +42,10 @@ class _Rectangle(Jagged):
 class Columns(NamedTuple):
     """The features of a request, part by part, in the features' order.
 
-    kinds: one character for each feature: "r" for values [bags, ids a bag], "v" for values alone, "j" for values with lengths;
-    upper case where there are weights too. values: one array for each feature, all int64 or all int32. lengths: int32 [bags], of
-    each feature that has some. weights: fp32 [ids], of each feature that has some. is_torch: some ids came as a torch tensor.
+    kinds: one character for each feature: "r" for values [bags, ids a bag], "v" for values alone, "j" for
+    values with lengths; upper case where there are weights too. values: one array for each feature, all int64
+    or all int32. lengths: int32 [bags], of each feature that has some. weights: fp32 [ids], of each feature
+    that has some. is_torch: some ids came as a torch tensor.
     """
 
     names: tuple[str, ...]
@@ -75,7 +76,9 @@ def columns(features: Mapping[str, Ids]) -> Columns:
         kinds, weights = "j" * len(given), []
     else:
         kinds = _kinds(given)
-        weights = _floats([f"{n}.weights" for n, w in zip(names, weights, strict=True) if w is not None], weights)
+        weights = _floats(
+            [f"{n}.weights" for n, w in zip(names, weights, strict=True) if w is not None], weights
+        )
         lengths = _lengths(names, lengths)
     if not (_are(values, _INT64) or _are(values, _INT32)):
         is_torch = is_torch or any_torch(values)
@@ -92,19 +95,27 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
     if isinstance(value, Jagged):
         return value
     if isinstance(value, list | tuple):
-        if not set(map(type, value)) <= {list, tuple} and not all(isinstance(b, list | tuple | np.ndarray) for b in value):
-            raise FeatureError(f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths)")
+        if not set(map(type, value)) <= {list, tuple} and not all(
+            isinstance(b, list | tuple | np.ndarray) for b in value
+        ):
+            raise FeatureError(
+                f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths)"
+            )
         ids = array([*chain.from_iterable(value)], _INT64, f"{name}.values")
         return Jagged(ids, np.fromiter(map(len, value), _INT32, len(value)))
     ids = integers(value, name)
     if ids.ndim != 2:
-        raise FeatureError(f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)")
+        raise FeatureError(
+            f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)"
+        )
     return _Rectangle(ids)
 
 
 def _ids(names: Sequence[str], kinds: str, values: list[Any]) -> list[Array]:
     """Integer arrays of one type: int32 where all are, else int64."""
-    checked = [integers(v, n if k == "r" else f"{n}.values") for n, k, v in zip(names, kinds, values, strict=True)]
+    checked = [
+        integers(v, n if k == "r" else f"{n}.values") for n, k, v in zip(names, kinds, values, strict=True)
+    ]
     for name, kind, found in zip(names, kinds, checked, strict=True):
         if kind != "r" and found.ndim != 1:
             raise FeatureError(f"{name}.values: shape {list(found.shape)}; expected [ids]")
@@ -130,7 +141,11 @@ def _floats(names: list[str], weights: list[Any]) -> list[Array]:
 
 def _are(arrays: list[Any], dtype: np.dtype[Any]) -> bool:
     """Whether all are numpy arrays of this type with one dimension."""
-    return set(map(type, arrays)) == _ARRAY and set(map(_DTYPE, arrays)) == {dtype} and set(map(_NDIM, arrays)) == {1}
+    return (
+        set(map(type, arrays)) == _ARRAY
+        and set(map(_DTYPE, arrays)) == {dtype}
+        and set(map(_NDIM, arrays)) == {1}
+    )
 
 
 def _flat(found: Array, name: str, what: str) -> Array:
@@ -151,13 +166,15 @@ def any_torch(values: Sequence[Any]) -> bool:
 
 
 def integers(value: Any, name: str) -> Array:
-    """An array int64, or int32 where the value is one of that type. FeatureError: no integers, or they do not fit."""
+    """An array int64, or int32 where the value is one of that type. FeatureError: no integers, or they do
+    not fit."""
     found = array(value, None, name)
     return found if found.dtype == _INT32 else array(found, _INT64, name)
 
 
 def array(value: Any, dtype: np.dtype[Any] | None, name: str) -> Array:
-    """A contiguous array of `dtype` (None: as it comes). FeatureError: the values are of another kind, or do not fit."""
+    """A contiguous array of `dtype` (None: as it comes). FeatureError: the values are of another kind, or
+    do not fit."""
     try:
         found = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
     except (ValueError, TypeError) as error:

@@ -1,7 +1,9 @@
-"""HTTP/1.1 for both transports: a reader of responses, and a watch over idle connections. The parser is httptools (llhttp).
+"""HTTP/1.1 for both transports: a reader of responses, and a watch over idle connections. The parser is
+httptools (llhttp).
 
-The parser reads a response's head. A body whose length is known then goes from the socket straight into the memory in which its
-vectors are handed out. Any other body (chunked, or up to the connection's end) passes through the parser.
+The parser reads a response's head. A body whose length is known then goes from the socket straight into the
+memory in which its vectors are handed out. Any other body (chunked, or up to the connection's end) passes
+through the parser.
 """
 
 import select
@@ -20,8 +22,8 @@ _ALIGNMENT = 16
 class ResponseReader:
     """Reads the responses of one connection, one after another.
 
-    The transport writes what it receives to `buffer()`, tells how much by `take`, and says by `end` that the server closed.
-    ConnectionError: what comes is no response, or not the whole of one.
+    The transport writes what it receives to `buffer()`, tells how much by `take`, and says by `end` that the
+    server closed. ConnectionError: what comes is no response, or not the whole of one.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,9 @@ class ResponseReader:
             rest = self._filled - end
             if self._parser.get_status_code() >= 200:
                 return self._begin_body(end, rest)
-            self._scratch[:rest] = self._scratch[end : self._filled]  # 100 Continue and its like; the response is to come
+            self._scratch[:rest] = self._scratch[
+                end : self._filled
+            ]  # 100 Continue and its like; the response is to come
             self.begin()
             self._filled = rest
         if self._filled == _HEAD_LIMIT:
@@ -80,7 +84,9 @@ class ResponseReader:
 
     def _begin_body(self, end: int, rest: int) -> HttpResponse | None:
         if self._encoding not in (b"", b"identity"):
-            raise ConnectionAbortedError(f"the response's content-encoding is {self._encoding!r}, which was not asked for")
+            raise ConnectionAbortedError(
+                f"the response's content-encoding is {self._encoding!r}, which was not asked for"
+            )
         if self._is_complete:  # it has no body
             self._keeps_alive &= not rest
             return self._response(memoryview(b""))
@@ -135,7 +141,8 @@ class ResponseReader:
 
 
 class IdleWatch:
-    """Says whether a connection that nobody uses can be read: then the server has closed it, or broken the protocol."""
+    """Says whether a connection that nobody uses can be read: then the server has closed it, or broken the
+    protocol."""
 
     def __init__(self, descriptor: int) -> None:
         self._poll = select.poll()

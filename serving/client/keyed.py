@@ -29,8 +29,8 @@ class KeyedJagged(Protocol):
 class KeyedVectors(NamedTuple):
     """The answer to a KeyedJaggedTensor, on the CPU.
 
-    pooled: TorchRec's KeyedTensor [bags, sum of dims] of the pooled features. sequences: name -> TorchRec's JaggedTensor of an
-    unpooled feature, whose values are [ids, dim].
+    pooled: TorchRec's KeyedTensor [bags, sum of dims] of the pooled features. sequences: name -> TorchRec's
+    JaggedTensor of an unpooled feature, whose values are [ids, dim].
     """
 
     pooled: Any
@@ -62,8 +62,11 @@ def from_torchrec(given: KeyedJagged) -> tuple[Keyed, Array]:
     return keyed, lengths.reshape(len(names), bags)
 
 
-def to_torchrec(answer: CompactAnswer, given: KeyedJagged, lengths: Array, wanted: Sequence[str]) -> KeyedVectors:
-    """The answer to the compact request that was made of `given`, whose lengths are `lengths`: the features that are wanted."""
+def to_torchrec(
+    answer: CompactAnswer, given: KeyedJagged, lengths: Array, wanted: Sequence[str]
+) -> KeyedVectors:
+    """The answer to the compact request that was made of `given`, whose lengths are `lengths`: the
+    features that are wanted."""
     import torch
 
     classes = _module_of(given)
@@ -84,9 +87,12 @@ def to_torchrec(answer: CompactAnswer, given: KeyedJagged, lengths: Array, wante
 
 
 def _module_of(given: KeyedJagged) -> ModuleType:
-    """TorchRec's module of jagged tensors, which is the one that the given class, or a class below it, comes from."""
+    """TorchRec's module of jagged tensors, which is the one that the given class, or a class below it,
+    comes from."""
     modules = [sys.modules[c.__module__] for c in type(given).__mro__]
     found = next((m for m in modules if hasattr(m, "KeyedTensor") and hasattr(m, "JaggedTensor")), None)
     if found is None:
-        raise FeatureError(f"features are a {type(given).__name__}; expected a dict, or TorchRec's KeyedJaggedTensor")
+        raise FeatureError(
+            f"features are a {type(given).__name__}; expected a dict, or TorchRec's KeyedJaggedTensor"
+        )
     return found

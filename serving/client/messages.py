@@ -18,8 +18,8 @@ Bytes = bytes | memoryview
 
 
 class HttpRequest(NamedTuple):
-    """path: below the server's base URL. parts: the body, buffers of single bytes. json_bytes: how many of them are JSON, where
-    binary tensors follow it.
+    """path: below the server's base URL. parts: the body, buffers of single bytes. json_bytes: how many of
+    them are JSON, where binary tensors follow it.
     """
 
     method: str
@@ -29,7 +29,8 @@ class HttpRequest(NamedTuple):
 
 
 class HttpResponse(NamedTuple):
-    """content: the body. json_bytes: how many of its bytes are JSON; the tensors' begin at a multiple of 16 in memory.
+    """content: the body. json_bytes: how many of its bytes are JSON; the tensors' begin at a multiple of 16
+    in memory.
 
     is_last: the connection cannot be used again.
     """
@@ -47,7 +48,8 @@ class HttpResponse(NamedTuple):
         return orjson.loads(self.content)
 
 
-# A call yields requests, is sent their responses, or is thrown an OSError where there is none, and returns what its caller gets.
+# A call yields requests, is sent their responses, or is thrown an OSError where there is none, and returns
+# what its caller gets.
 Call = Generator[HttpRequest, HttpResponse, T]
 
 
@@ -97,7 +99,11 @@ def read_outputs(head: bytes) -> tuple[TensorRun, ...]:
     at = len(head)
     try:
         for output in orjson.loads(head)["outputs"]:
-            dtype, shape, size = DTYPES[output["datatype"]], tuple(output["shape"]), output["parameters"]["binary_data_size"]
+            dtype, shape, size = (
+                DTYPES[output["datatype"]],
+                tuple(output["shape"]),
+                output["parameters"]["binary_data_size"],
+            )
             last = runs[-1] if runs else None
             if last is not None and last.dtype == dtype and last.shape == shape:
                 last.names.append(output["name"])
@@ -105,7 +111,9 @@ def read_outputs(head: bytes) -> tuple[TensorRun, ...]:
                 runs.append(TensorRun([output["name"]], dtype, shape, at))
             at += size
     except (ValueError, KeyError, TypeError) as error:
-        raise ClientError(200, f"the response describes no binary tensors ({error!r}); does Tableside answer here?") from error
+        raise ClientError(
+            200, f"the response describes no binary tensors ({error!r}); does Tableside answer here?"
+        ) from error
     return tuple(runs)
 
 
@@ -116,7 +124,8 @@ class Outputs:
         self._known: tuple[bytes, tuple[TensorRun, ...]] = (b"", ())
 
     def read(self, response: HttpResponse) -> list[tuple[list[str], Array]]:
-        """The outputs, in runs of one type and shape: their names, and an array [outputs, *shape] over the response's bytes."""
+        """The outputs, in runs of one type and shape: their names, and an array [outputs, *shape] over the
+        response's bytes."""
         head = bytes(response.content[: response.json_bytes])
         known, runs = self._known
         if known != head:
@@ -132,7 +141,11 @@ def quoted(name: str) -> bytes:
 
 def request_tail(outputs: Sequence[str] | None, parameters: bytes = b"") -> bytes:
     """How an infer request's JSON ends, after its inputs. parameters: more of them, each after a comma."""
-    asked = b"" if outputs is None else b',"outputs":[' + b",".join(b'{"name":%b}' % quoted(o) for o in outputs) + b"]"
+    asked = (
+        b""
+        if outputs is None
+        else b',"outputs":[' + b",".join(b'{"name":%b}' % quoted(o) for o in outputs) + b"]"
+    )
     return b'],"parameters":{"binary_data_output":true' + parameters + b"}" + asked + b"}"
 
 

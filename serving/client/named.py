@@ -1,11 +1,12 @@
-"""Features by name: each feature's ids, lengths and weights are tensors of their own, in a request and its response.
+"""Features by name: each feature's ids, lengths and weights are tensors of their own, in a request and its
+response.
 
     <feature> INT64 [bags, ids a bag]   or   <feature>.values INT64 [ids] and <feature>.lengths INT32 [bags]
     <feature>.weights FP32 [ids]
 
-A request's JSON has a hundred bytes for each tensor, of which only a shape and a size change from one request to the next. So
-the rest is kept as a template. The order of tensors is free: all ids come first, then all lengths, then all weights, so that
-each part is joined in one go and begins where its type wants to.
+A request's JSON has a hundred bytes for each tensor, of which only a shape and a size change from one request
+to the next. So the rest is kept as a template. The order of tensors is free: all ids come first, then all
+lengths, then all weights, so that each part is joined in one go and begins where its type wants to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,12 +45,17 @@ _EIGHT, _FOUR = _Pieces(8), _Pieces(4)
 class NamedForm:
     """The named form of requests for the same features, outputs and dense tensors, in the same order.
 
-    outputs: reads their responses. found: whether the masks of the wanted features are asked for as well; then outputs are
-    named, and None is all features.
+    outputs: reads their responses. found: whether the masks of the wanted features are asked for as well;
+    then outputs are named, and None is all features.
     """
 
     def __init__(
-        self, names: Sequence[str], kinds: str, dense: Sequence[str], outputs: Sequence[str] | None, found: bool = False
+        self,
+        names: Sequence[str],
+        kinds: str,
+        dense: Sequence[str],
+        outputs: Sequence[str] | None,
+        found: bool = False,
     ) -> None:
         if found:
             wanted = names if outputs is None else outputs

@@ -14,7 +14,8 @@ _CONNECTIONS = 100  # more calls than this at one time wait for each other
 
 
 class _StreamConnection(asyncio.BufferedProtocol):
-    """One connection, used by one task at a time. OSError: it broke; TimeoutError: the server did not answer in time."""
+    """One connection, used by one task at a time. OSError: it broke; TimeoutError: the server did not
+    answer in time."""
 
     def __init__(self, timeout_s: float) -> None:
         self.loop = asyncio.get_running_loop()
@@ -115,8 +116,8 @@ class StreamPool:
         self._room = asyncio.Semaphore(_CONNECTIONS)
 
     def _leave_inherited(self) -> None:
-        """A forked child leaves its parent's connections alone. Closing them would take them out of the parent's event loop as
-        well, since both processes have one epoll."""
+        """A forked child leaves its parent's connections alone. Closing them would take them out of the
+        parent's event loop as well, since both processes have one epoll."""
         if self._process != os.getpid():
             self._inherited.append(self._idle)
             self._begin()
@@ -154,7 +155,9 @@ class StreamPool:
             if address.path is not None:
                 _, connection = await loop.create_unix_connection(make, address.path)
             else:
-                _, connection = await loop.create_connection(make, address.host, address.port, ssl=address.tls)
+                _, connection = await loop.create_connection(
+                    make, address.host, address.port, ssl=address.tls
+                )
         return connection
 
     def close(self) -> None:

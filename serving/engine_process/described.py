@@ -1,8 +1,10 @@
-"""A request that a door laid out, as bytes, and back: the engine process lays it out anew, over its own tables.
+"""A request that a door laid out, as bytes, and back: the engine process lays it out anew, over its own
+tables.
 
-A description is int64 values: model, state, layout, together, features, their numbers, output bytes, places [features, fields of
-Place]; where the request is scored, its sources and where its scores go. All that a request has besides, its inputs hold. States
-of one layout take each other's requests (`ServedVersion.layout`).
+A description is int64 values: model, state, layout, together, features, their numbers, output bytes, places
+[features, fields of Place]; where the request is scored, its sources and where its scores go. All that a
+request has besides, its inputs hold. States of one layout take each other's requests
+(`ServedVersion.layout`).
 """
 
 import hashlib
@@ -37,7 +39,8 @@ class DescribedPlan(Plan):
 
 
 class DescribingPlanner(Planner):
-    """Describes requests that read the same features. model: its key. numbers: of the features, in the version's order."""
+    """Describes requests that read the same features. model: its key. numbers: of the features, in the
+    version's order."""
 
     def __init__(self, model: int, state: int, layout: int, numbers: Sequence[int], together: bool) -> None:
         head = _HEAD.pack(model, state, layout, together, len(numbers))
@@ -69,7 +72,8 @@ def model_key(name: str) -> int:
 
 
 class RequestTarget(NamedTuple):
-    """What a description was laid out for. model: its key; state: its number; layout: as `ServedVersion.layout`."""
+    """What a description was laid out for. model: its key; state: its number; layout: as
+    `ServedVersion.layout`."""
 
     model: int
     state: int
@@ -92,7 +96,8 @@ class DescribedRequests:
         self._features: dict[bytes, Planners] = {}
 
     def request(self, description: bytes) -> Request:
-        """The request that a door described, laid out over this process's tables. QuantError: it is too large to launch."""
+        """The request that a door described, laid out over this process's tables. QuantError: it is too
+        large to launch."""
         if (known := self._kept.get(description)) is None:
             known = self._lay_out(description)
             if len(self._kept) >= _KEPT:

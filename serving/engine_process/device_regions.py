@@ -1,4 +1,5 @@
-"""Regions of a GPU's memory that clients registered, as its engine process uses them: opened when they are named first.
+"""Regions of a GPU's memory that clients registered, as its engine process uses them: opened when they are
+named first.
 
 A region is closed when it is not registered any more and no request uses it.
 """
@@ -22,7 +23,8 @@ if TYPE_CHECKING:  # they import torch
 
 
 def parts_of(inputs: PartlyOnDevice) -> bytes:
-    """Where tensors of a request lie on the device, as JSON: [name, offset, size, at] of inputs, then of outputs."""
+    """Where tensors of a request lie on the device, as JSON: [name, offset, size, at] of inputs, then of
+    outputs."""
     return orjson.dumps([_listed(inputs.reads), _listed(inputs.writes)])
 
 
@@ -31,7 +33,8 @@ def _listed(slices: tuple[Slice, ...]) -> list[Any]:
 
 
 class DeviceRegions:
-    """The regions that an engine process has open. Any thread may call. registry: None: clients may register none."""
+    """The regions that an engine process has open. Any thread may call. registry: None: clients may
+    register none."""
 
     def __init__(self, registry: RegionRegistry | None, gpu: "GpuBackend") -> None:
         self._registry, self._gpu = registry, gpu
@@ -58,8 +61,8 @@ class DeviceRegions:
             return opened
 
     def elsewhere(self, request: Request, inputs: Any, parts: bytes) -> "Elsewhere":
-        """A request's inputs with where `parts_of` says that tensors lie. ApiError: a region is gone, or the request cannot have
-        tensors there."""
+        """A request's inputs with where `parts_of` says that tensors lie. ApiError: a region is gone, or
+        the request cannot have tensors there."""
         from tableside.quant.gpu.batch.elsewhere import Elsewhere, check_elsewhere
 
         reads, writes = orjson.loads(parts)
@@ -67,14 +70,18 @@ class DeviceRegions:
             check_elsewhere(request.plan.layout)  # type: ignore[attr-defined]  # the engine's plans are the GPU's
         except QuantError as error:
             raise bad_request(f"CUDA shared memory: {error}") from error
-        return Elsewhere(inputs, tuple(self._part(*one) for one in reads), tuple(self._part(*one) for one in writes))
+        return Elsewhere(
+            inputs, tuple(self._part(*one) for one in reads), tuple(self._part(*one) for one in writes)
+        )
 
     def _part(self, name: str, offset: int, size: int, at: int) -> "DeviceRange":
         from tableside.quant.gpu.batch.elsewhere import DeviceRange
 
         memory = self.find(name)
         if min(offset, size, at) < 0 or offset + size > memory.size:
-            raise bad_request(f"CUDA shared memory region {short(name)} has fewer bytes than before; send the request again")
+            raise bad_request(
+                f"CUDA shared memory region {short(name)} has fewer bytes than before; send the request again"
+            )
         return DeviceRange(at, size, memory.address + offset, memory)
 
     def look(self) -> None:

@@ -28,7 +28,15 @@ from tableside.serving.model.request import Answer, Request
 logger = logging.getLogger("tableside")
 
 Asked = tuple[Request, Any, Future]  # as `Batcher.submit_all` takes them
-_NONSENSE = (ServingError, ValueError, KeyError, IndexError, TypeError, OSError, struct.error)  # what a message may raise
+_NONSENSE = (
+    ServingError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    OSError,
+    struct.error,
+)  # what a message may raise
 MOST_DOORS = 1024  # of an engine: workers, their successors, and whoever else of this user connects
 HELLO_S = 10.0  # until a door has said what it is
 _WAIT_S = 2.0  # for doors to give memory of answers back; a door that reads so slowly is refused
@@ -40,7 +48,9 @@ class AnswerMemory:
     def __init__(self, size: int) -> None:
         self.memory = SharedMemory.create("tableside-answers", size)
         self._blocks = Blocks(size)
-        self._changed = threading.Condition(threading.RLock())  # an array may be let go while its thread holds it
+        self._changed = threading.Condition(
+            threading.RLock()
+        )  # an array may be let go while its thread holds it
 
     def take(self, size: int) -> Buffer:
         """Room for `size` bytes, as long as an array over it lives. Waits for a while where there is none.
@@ -54,7 +64,8 @@ class AnswerMemory:
                     raise ApiError(
                         503,
                         ErrorKind.OVERLOADED,
-                        f"answers that clients read take {self._blocks.held:,} bytes and this one {size:,}; the engine has "
+                        f"answers that clients read take {self._blocks.held:,} bytes and this one {size:,}; "
+                        "the engine has "
                         f"{self.memory.size:,}; try again later",
                     )
         return np.asarray(Lent(self.memory, at, size, partial(self._give_back, at)))
@@ -89,7 +100,8 @@ class Host(Protocol):
 
 
 class DoorConnection:
-    """A door as its engine sees it. uses: models that it serves. moved: model → the version that it asks for from now on."""
+    """A door as its engine sees it. uses: models that it serves. moved: model → the version that it asks
+    for from now on."""
 
     def __init__(self, doors: "Doors", sock: socket.socket) -> None:
         self._doors = doors
@@ -132,15 +144,23 @@ class DoorConnection:
 
     def _control(self, told: dict[str, Any], descriptors: list[int]) -> None:
         if "hello" in told:
-            if len(descriptors) != 1 or self._memory is not None or not all(isinstance(m, str) for m in told["hello"]):
-                raise ValueError(f"a hello with {len(descriptors)} descriptors, or a second one, or of what are no models")
+            if (
+                len(descriptors) != 1
+                or self._memory is not None
+                or not all(isinstance(m, str) for m in told["hello"])
+            ):
+                raise ValueError(
+                    f"a hello with {len(descriptors)} descriptors, or a second one, or of what are no models"
+                )
             self._memory = SharedMemory(descriptors.pop())
             self._silent.cancel()
             self.uses |= set(told["hello"])
             self._doors.later(self._greet(self._memory, told["hello"]))
             return
         if self._memory is None or descriptors:
-            raise ValueError(f"a message before hello, or with {len(descriptors)} descriptors; expected a hello first")
+            raise ValueError(
+                f"a message before hello, or with {len(descriptors)} descriptors; expected a hello first"
+            )
         if "left" in told:
             self.uses.discard(told["left"])
             self._doors.host.moved()
@@ -155,7 +175,8 @@ class DoorConnection:
             self._doors.later(self._attach(model, state))
 
     async def _greet(self, memory: SharedMemory, models: Sequence[str]) -> None:
-        """Answers the first message, once every model of the door is attached. A door whose models cannot be is left."""
+        """Answers the first message, once every model of the door is attached. A door whose models cannot
+        be is left."""
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, self._doors.host.read_inputs_in, memory.bytes)
@@ -198,17 +219,28 @@ class DoorConnection:
             parts = bytes(held[at:end]) if ask.parts else b""
             wanted = described.wanted_by(description)
             if (wanted, ask.names_version) != known:  # as the request before it, mostly
-                known, layouts = (wanted, ask.names_version), self._doors.host.layouts(wanted, bool(ask.names_version))
+                known, layouts = (
+                    (wanted, ask.names_version),
+                    self._doors.host.layouts(wanted, bool(ask.names_version)),
+                )
             reply = Reply(self, ask.number)
             if layouts is None:
-                self._doors.later(self._ask_later(reply, wanted, bool(ask.names_version), description, inputs, parts))
+                self._doors.later(
+                    self._ask_later(reply, wanted, bool(ask.names_version), description, inputs, parts)
+                )
             else:
                 self._add(asked, reply, wanted, layouts, description, inputs, parts)
         if asked:
             self._doors.host.batcher.submit_all(asked)
 
     async def _ask_later(
-        self, reply: "Reply", wanted: RequestTarget, names_version: bool, description: bytes, inputs: memoryview, parts: bytes
+        self,
+        reply: "Reply",
+        wanted: RequestTarget,
+        names_version: bool,
+        description: bytes,
+        inputs: memoryview,
+        parts: bytes,
     ) -> None:
         try:
             layouts = await self._doors.host.attach_again(wanted, names_version)
@@ -242,8 +274,8 @@ class DoorConnection:
             asked.append((request, inputs, reply))
 
     def answer(self, results: Sequence[tuple["Reply", Answer | BaseException]]) -> None:
-        """Sends where answers lie, or why there are none, to each request that was asked; on any thread. An answer stays where it
-        is until the door gives it back."""
+        """Sends where answers lie, or why there are none, to each request that was asked; on any thread.
+        An answer stays where it is until the door gives it back."""
         records, first = [], self._doors.answers.memory.address
         for reply, result in results:
             if isinstance(result, Answer):
@@ -271,8 +303,8 @@ def tell(told: Told) -> None:
 
 
 class Reply:
-    """What the batcher takes for a future: it passes on to the door what it is given. state: the number of the one that answers,
-    where it is not the one that the request was laid out for; 0: it is."""
+    """What the batcher takes for a future: it passes on to the door what it is given. state: the number of
+    the one that answers, where it is not the one that the request was laid out for; 0: it is."""
 
     __slots__ = ("door", "is_done", "number", "state")
 

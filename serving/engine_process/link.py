@@ -1,7 +1,8 @@
-"""A door's end of the connection to its engine: it sends requests, waits for answers, and connects anew where that one ended.
+"""A door's end of the connection to its engine: it sends requests, waits for answers, and connects anew where
+that one ended.
 
-Requests lie in the door's own memory until they are answered. So those that an engine left behind are asked again of its
-successors, twice at most. A request that waits longer than TIMEOUT_S is answered 503.
+Requests lie in the door's own memory until they are answered. So those that an engine left behind are asked
+again of its successors, twice at most. A request that waits longer than TIMEOUT_S is answered 503.
 """
 
 import asyncio
@@ -75,14 +76,16 @@ class _QueuedRequest:
 class EngineLink(Executor):
     """The way of one door to its engine. Belongs to one event loop, but for `attach`.
 
-    live: model → what the engine says of the version that it serves.
-    described: (model, version) → the same of any version that it attached. cache: what it says of its cache, or None.
+    live: model → what the engine says of the version that it serves. described: (model, version) → the same
+    of any version that it attached. cache: what it says of its cache, or None.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._models: dict[str, None] = {}  # in the order in which the engine is to place them
-        self._memory = SharedMemory.create("tableside-requests", max(REQUESTS_BYTES, 2 * settings.max_body_bytes))
+        self._memory = SharedMemory.create(
+            "tableside-requests", max(REQUESTS_BYTES, 2 * settings.max_body_bytes)
+        )
         self._held = self._memory.view
         self._blocks = Blocks(self._memory.size)
         self._answers: SharedMemory | None = None
@@ -174,8 +177,8 @@ class EngineLink(Executor):
         holes: Sequence[Slice] = (),
         names_version: bool = False,
     ) -> None:
-        """Writes a request to this door's memory, where there is room for it, and sends it. parts, holes: what of the inputs lies
-        in regions of the engine's GPU. names_version: as of `Request`."""
+        """Writes a request to this door's memory, where there is room for it, and sends it. parts, holes:
+        what of the inputs lies in regions of the engine's GPU. names_version: as of `Request`."""
         self._numbers += 1
         ask = Ask(self._numbers, at, len(inputs), len(description), len(parts), names_version)
         given = memoryview(inputs).cast("B")
@@ -237,7 +240,10 @@ class EngineLink(Executor):
     def _connect(self) -> None:
         try:
             sock = messages.connect(self._settings.engine)
-        except (OSError, ServingError) as error:  # the supervisor, which holds the address, is gone: this worker ends as well
+        except (
+            OSError,
+            ServingError,
+        ) as error:  # the supervisor, which holds the address, is gone: this worker ends as well
             logger.error("the engine process cannot be reached: %s", error)
             return
         self._connection = Connection(sock, self._read, self._ended)
@@ -269,7 +275,9 @@ class EngineLink(Executor):
             messages.close_all(descriptors)
             self._refused = _error(told["refused"])
             if self.live:  # an engine before it served them; this worker's successor says what there is now
-                logger.error("the engine process does not serve this worker's models: %s", self._refused.message)
+                logger.error(
+                    "the engine process does not serve this worker's models: %s", self._refused.message
+                )
                 os.kill(os.getpid(), signal.SIGTERM)
             self._is_ready.set()
         elif "hello" in told:
@@ -297,7 +305,8 @@ class EngineLink(Executor):
         self._describe(live["model"], live["state"], live)
 
     def _describe(self, model: str, state: int, told: dict[str, Any]) -> None:
-        """Keeps what the engine said of a state, of `_DESCRIBED` that came last: changes make a new one every second."""
+        """Keeps what the engine said of a state, of `_DESCRIBED` that came last: changes make a new one
+        every second."""
         self.described.pop((model, state), None)
         self.described[model, state] = told
         while len(self.described) > _DESCRIBED:
@@ -306,7 +315,8 @@ class EngineLink(Executor):
     # ---- versions ----
 
     def moved(self, model: str, state: int) -> None:
-        """Tells the engine that this door asks for a state, by its number, from now on. Any thread may call."""
+        """Tells the engine that this door asks for a state, by its number, from now on. Any thread may
+        call."""
         assert self._loop is not None, "the link is open"
         self._moved[model] = state
         self._loop.call_soon_threadsafe(self._tell_moved, model, state)
@@ -324,7 +334,8 @@ class EngineLink(Executor):
             self._connection.control({"left": model})
 
     def attach(self, model: str, state: int) -> dict[str, Any]:
-        """Has the engine attach a state, by its number, or (0) serve the model; what it says of it. ApiError: it cannot.
+        """Has the engine attach a state, by its number, or (0) serve the model; what it says of it. ApiError:
+        it cannot.
 
         Not to be called on the event loop, as it waits.
         """
@@ -379,10 +390,13 @@ class EngineLink(Executor):
                     self._refuse(asked, error)
             for waiting in self._waiting:
                 if now - waiting.since > self._settings.max_wait_s and not waiting.room.done():
-                    waiting.room.set_exception(overloaded("the request waited too long for room (max_wait_s)"))
+                    waiting.room.set_exception(
+                        overloaded("the request waited too long for room (max_wait_s)")
+                    )
 
     def _refuse(self, asked: _PendingRequest, error: ApiError) -> None:
-        """Answers a request without its engine. An engine that lives may still read its inputs, which stay until it answers."""
+        """Answers a request without its engine. An engine that lives may still read its inputs, which stay
+        until it answers."""
         asked.tell(error)
         if not self.is_ready:
             del self._asked[asked.ask.number]

@@ -39,14 +39,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tableside")
 
 NAME = "tableside-gpu"  # of the process, as ps and top show it; the device follows
-SWITCH_S = 1e-4  # for which the event loop, or the GPU's thread, keeps the other one waiting; 5 ms are Python's own
+SWITCH_S = (
+    1e-4  # for which the event loop, or the GPU's thread, keeps the other one waiting; 5 ms are Python's own
+)
 ANSWERS_BYTES = 512 << 20  # of page-locked memory for answers, at least
 STATUS_S = 1.0  # between two looks at the cache's counters
 
 
 class EngineHost:
-    """What an engine process runs. settings: with the one device. listening: where doors connect. registry: of the shared memory
-    that clients register; None: they may not.
+    """What an engine process runs. settings: with the one device. listening: where doors connect. registry:
+    of the shared memory that clients register; None: they may not.
 
     started: doors are accepted. is_ending: it was asked to end.
     """
@@ -54,7 +56,9 @@ class EngineHost:
     batcher: Batcher
     regions: DeviceRegions
 
-    def __init__(self, settings: ServerSettings, listening: socket.socket, registry: RegionRegistry | None = None) -> None:
+    def __init__(
+        self, settings: ServerSettings, listening: socket.socket, registry: RegionRegistry | None = None
+    ) -> None:
         self._settings, self._listening, self._registry = settings, listening, registry
         self.started = self.is_ending = False
         self._placer = Placer(settings, choose(settings.backend))
@@ -66,7 +70,8 @@ class EngineHost:
         self._attaching = asyncio.Lock()
 
     async def run(self) -> None:
-        """Serves the models that doors want, until it is asked to end. QuantError: the device cannot be used."""
+        """Serves the models that doors want, until it is asked to end. QuantError: the device cannot be
+        used."""
         ending = asyncio.Event()
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, self._end, ending)
@@ -79,7 +84,13 @@ class EngineHost:
         answers = AnswerMemory(max(ANSWERS_BYTES, 2 * s.max_response_bytes))
         gpu.batches.write_answers_to(answers.memory.bytes, answers.take)
         self._doors = Doors(self, self._listening, answers)
-        watch = Watch(self._engines.values, s.poll_s, is_lost=self.batcher.end_if_lost, look=self._look, taken=self._taken)
+        watch = Watch(
+            self._engines.values,
+            s.poll_s,
+            is_lost=self.batcher.end_if_lost,
+            look=self._look,
+            taken=self._taken,
+        )
         watch.start()
         reporting = loop.create_task(self._report())
         self._doors.start()
@@ -98,7 +109,8 @@ class EngineHost:
     # ---- versions ----
 
     def read_inputs_in(self, memory: Buffer) -> None:
-        """Lets the device copy large requests from a door's memory, where CUDA can lock it; else they are copied twice."""
+        """Lets the device copy large requests from a door's memory, where CUDA can lock it; else they are
+        copied twice."""
         assert self._placer.gpu is not None, "an engine process has a device"
         try:
             self._placer.gpu.batches.read_inputs_in(memory)
@@ -106,7 +118,8 @@ class EngineHost:
             logger.warning("requests of a worker are copied twice: %s", error)
 
     async def serve(self, models: Sequence[str]) -> dict[str, Any]:
-        """Serves these models as well; what the door that wants them is told first. ApiError: one of them cannot be served."""
+        """Serves these models as well; what the door that wants them is told first. ApiError: one of them
+        cannot be served."""
         found = [await self._engine(name) for name in models]
         return {"hello": [self._live(engine) for engine in found], "cache": self._cache()}
 
@@ -120,7 +133,9 @@ class EngineHost:
                 await asyncio.get_running_loop().run_in_executor(None, engine.begin)
             except (LoaderError, QuantError, ServingError, OSError) as error:
                 logger.error("model %s cannot be served: %s", name, error)
-                raise not_found(f"model {name!r} cannot be served; the server's log has the reason") from error
+                raise not_found(
+                    f"model {name!r} cannot be served; the server's log has the reason"
+                ) from error
             self._engines[key], self._served[key], self._was_usable[key] = engine, engine.served(), True
             return engine
 
@@ -128,7 +143,8 @@ class EngineHost:
         return {**_told(engine.attached()), "unusable": engine.unusable_because}
 
     def _look(self) -> None:
-        """Tells doors of versions that may not answer any more, or may again, and closes regions that are gone."""
+        """Tells doors of versions that may not answer any more, or may again, and closes regions that are
+        gone."""
         self.regions.look()
         for key, engine in self._engines.items():
             if engine.is_usable is not self._was_usable[key]:
@@ -155,12 +171,14 @@ class EngineHost:
         for key, state in list(self._replaced):
             engine = self._engines[key]
             live = engine.attached().state.number
-            if all(door.moved.get(engine.model.name) == live for door in doors if engine.model.name in door.uses):
+            if all(
+                door.moved.get(engine.model.name) == live for door in doors if engine.model.name in door.uses
+            ):
                 del self._replaced[key, state]
 
     def layouts(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests | None:
-        """Of the state that a request was laid out for, where it is attached; else of the present one, where that takes its
-        requests; if they name a version, of that one. None: neither."""
+        """Of the state that a request was laid out for, where it is attached; else of the present one,
+        where that takes its requests; if they name a version, of that one. None: neither."""
         if (engine := self._engines.get(wanted.model)) is None:
             return None
         state = State.numbered(wanted.state)
@@ -174,8 +192,8 @@ class EngineHost:
         return known
 
     async def attach(self, model: str, state: int) -> dict[str, Any]:
-        """Attaches a state that a request named by its number, or (0) the live one; what doors are told. ApiError: it cannot be
-        served."""
+        """Attaches a state that a request named by its number, or (0) the live one; what doors are told.
+        ApiError: it cannot be served."""
         engine = await self._engine(model)
         if not state:
             return self._live(engine)
@@ -187,9 +205,11 @@ class EngineHost:
         return _told(served)
 
     async def attach_again(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests:
-        """Of a state that a door asks for, that is not attached any more, and in whose place the present one cannot answer.
+        """Of a state that a door asks for, that is not attached any more, and in whose place the present one
+        cannot answer.
 
-        ApiError: it cannot be attached; 503 where the request names no version: asked again, it is laid out for the present one.
+        ApiError: it cannot be attached; 503 where the request names no version: asked again, it is laid out
+        for the present one.
         """
         if (engine := self._engines.get(wanted.model)) is None:
             raise not_found("the model of this request is not served any more")
@@ -227,7 +247,9 @@ def _told(served: ServedVersion) -> dict[str, Any]:
         "placements": {name: p.value for name, p in served.placed.placements.items()},
         "hbm_bytes": served.placed.hbm_bytes,
         "verified_at": served.verified_at,
-        "scorer": None if scorer is None else {"width": scorer.width, "runs_on": scorer.runs_on, "dtype": scorer.dtype},
+        "scorer": None
+        if scorer is None
+        else {"width": scorer.width, "runs_on": scorer.runs_on, "dtype": scorer.dtype},
         "unusable": "",
     }
 

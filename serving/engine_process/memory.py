@@ -1,6 +1,8 @@
-"""Memory that a door and its engine share: a file without a name, mapped by both, in which one of them hands out blocks.
+"""Memory that a door and its engine share: a file without a name, mapped by both, in which one of them hands
+out blocks.
 
-The file cannot shrink (it is sealed), so neither process can crash the other by truncating it. It goes with its last holder.
+The file cannot shrink (it is sealed), so neither process can crash the other by truncating it. It goes with
+its last holder.
 """
 
 import bisect
@@ -19,16 +21,20 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory:
-    """A mapped file without a name. fd: to be sent to the other process. bytes: uint8 [size]; address: of the first one.
+    """A mapped file without a name. fd: to be sent to the other process. bytes: uint8 [size]; address: of the
+    first one.
 
     view: of the same bytes; its parts cost less.
     """
 
     def __init__(self, fd: int) -> None:
-        """fd: as `create` made it; this object closes it. ServingError: it could be truncated while it is mapped."""
+        """fd: as `create` made it; this object closes it. ServingError: it could be truncated while it is
+        mapped."""
         self.fd = fd
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise ServingError("shared memory of another process is not sealed; expected a file that cannot change its size")
+            raise ServingError(
+                "shared memory of another process is not sealed; expected a file that cannot change its size"
+            )
         self.size = os.fstat(fd).st_size
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, self.size), np.uint8)
         self.view = self.bytes.data
@@ -47,7 +53,8 @@ class SharedMemory:
 
 
 class Blocks:
-    """Hands out parts of [0, size): first fit, parts next to each other are joined when they are free. Belongs to one thread."""
+    """Hands out parts of [0, size): first fit, parts next to each other are joined when they are free.
+    Belongs to one thread."""
 
     def __init__(self, size: int) -> None:
         self.size, self.held = size, 0
@@ -95,7 +102,12 @@ class Lent:
 
     def __init__(self, memory: SharedMemory, at: int, size: int, give_back: Any) -> None:
         self._memory, self._give_back = memory, give_back
-        self.__array_interface__ = {"data": (memory.address + at, False), "shape": (size,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": (memory.address + at, False),
+            "shape": (size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
     def __del__(self) -> None:
         self._give_back()

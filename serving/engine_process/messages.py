@@ -3,8 +3,8 @@
 A message is one byte that says its kind, then
 
     ASKS      door → engine    for each request: its number, where its inputs begin in the door's memory, their bytes, the bytes
-                               of its description, which lies behind them at a multiple of 8, and the bytes that say
-                               which tensors lie on the device, behind that at a multiple of 8
+                               of its description, which lies behind them at a multiple of 8, and the bytes
+                               that say which tensors lie on the device, behind that at a multiple of 8
     RELEASED  door → engine    numbers of requests whose answers the door needs no more
     ANSWERS   engine → door    for each request: its number, where its answer begins in the engine's memory, its bytes, the bytes
                                of a JSON text and that text: nothing, {"unfound": …} or {"error": …}
@@ -48,8 +48,9 @@ class MessageKind(IntEnum):
 
 
 class Ask(NamedTuple):
-    """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its description; parts: bytes that say
-    which of its tensors lie on the device. names_version: only the version that it was laid out for may answer it."""
+    """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its
+    description; parts: bytes that say which of its tensors lie on the device. names_version: only the
+    version that it was laid out for may answer it."""
 
     number: int
     at: int
@@ -72,7 +73,8 @@ ASK, NUMBER, ANSWER = struct.Struct("<QQQQQQ"), struct.Struct("<Q"), struct.Stru
 
 
 def places_of(ask: Ask) -> tuple[int, int, int]:
-    """Where a request's description and its parts on the device begin, and where its part of the memory ends."""
+    """Where a request's description and its parts on the device begin, and where its part of the memory
+    ends."""
     begin = (ask.at + ask.size + 7) // 8 * 8
     parts = (begin + ask.described + 7) // 8 * 8
     return begin, parts, parts + ask.parts
@@ -101,7 +103,8 @@ def read_answers(message: bytes) -> list[AnswerMessage]:
 
 
 def listen() -> socket.socket:
-    """A socket for an engine process, whose address the kernel chooses. It is kept when its engine ends, for the next one."""
+    """A socket for an engine process, whose address the kernel chooses. It is kept when its engine ends,
+    for the next one."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind("")  # an abstract address: nothing is left in a file system
     listening.listen(_BACKLOG)
@@ -115,7 +118,8 @@ def address_of(listening: socket.socket) -> str:
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to the engine at an address; it may not have been accepted yet. OSError: nobody listens there."""
+    """A connection to the engine at an address; it may not have been accepted yet. OSError: nobody listens
+    there."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(bytes.fromhex(address))
@@ -140,19 +144,26 @@ def accept(listening: socket.socket) -> socket.socket:
 
 
 def _check_peer(connection: socket.socket) -> None:
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, uid, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     if uid != os.geteuid():
-        raise ServingError(f"the other end of an engine's socket belongs to user {uid}; expected {os.geteuid()}, this server's")
+        raise ServingError(
+            f"the other end of an engine's socket belongs to user {uid}; expected {os.geteuid()}, this "
+            "server's"
+        )
 
 
 class Connection:
     """One end of a connection on an event loop; any thread may call `send_now`.
 
-    on_message: gets each message and the descriptors that came with it. on_end: is called once, when the other end is gone or
-    sends what is no message.
+    on_message: gets each message and the descriptors that came with it. on_end: is called once, when the
+    other end is gone or sends what is no message.
     """
 
-    def __init__(self, sock: socket.socket, on_message: Callable[[bytes, list[int]], None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, sock: socket.socket, on_message: Callable[[bytes, list[int]], None], on_end: Callable[[], None]
+    ) -> None:
         self._sock, self._on_message, self._on_end = sock, on_message, on_end
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
@@ -211,7 +222,8 @@ class Connection:
             self._send_all(kind, records)
 
     def send_now(self, kind: MessageKind, records: Sequence[bytes]) -> None:
-        """Sends records at once, whatever waits to be sent; what the other end has no room for is left to the event loop."""
+        """Sends records at once, whatever waits to be sent; what the other end has no room for is left to
+        the event loop."""
         for message in _joined(kind, records):
             with self._closing:
                 if not self._is_open:
@@ -297,7 +309,9 @@ def _joined(kind: MessageKind, records: Sequence[bytes]) -> Iterator[bytes]:
 def _receive(sock: socket.socket, room: memoryview) -> tuple[bytes, list[int]]:
     """A message and its descriptors; b"" at the end of the connection. room: that it is received in."""
     descriptors = array.array("i")
-    size, ancillary, _, _ = sock.recvmsg_into([room], socket.CMSG_SPACE(4 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
+    size, ancillary, _, _ = sock.recvmsg_into(
+        [room], socket.CMSG_SPACE(4 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])

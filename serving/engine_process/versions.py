@@ -1,4 +1,5 @@
-"""The versions that a door answers from: what its engine process serves, laid out over the segments that the door has mapped.
+"""The versions that a door answers from: what its engine process serves, laid out over the segments that the
+door has mapped.
 
 A door has no tables on a device. It reads rows only for requests that are too small for one (`gpu_from_ids`).
 """
@@ -51,7 +52,11 @@ class _EngineScorer(Scorer):
 
     def __init__(self, stored: StoredScorer, told: dict[str, Any]) -> None:
         self.kind, self.inputs = stored.kind, stored.inputs
-        self.width, self.runs_on, self.precision = told["width"], told["runs_on"], Precision[told["dtype"].upper()]
+        self.width, self.runs_on, self.precision = (
+            told["width"],
+            told["runs_on"],
+            Precision[told["dtype"].upper()],
+        )
 
     def run(self, arrays: list[Floats]) -> Floats:
         raise AssertionError("the engine process scores")
@@ -63,7 +68,11 @@ class EngineVersion(ServedVersion):
     def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
         numbers = {name: n for n, name in enumerate(self.features)}
         return DescribingPlanner(
-            model_key(self.header.model), self.state.number, self.layout, [numbers[f] for f in features], together
+            model_key(self.header.model),
+            self.state.number,
+            self.layout,
+            [numbers[f] for f in features],
+            together,
         )
 
 
@@ -86,11 +95,16 @@ class DoorEngine(Engine):
         return State.numbered(live["state"])
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
-        """Maps a state that the engine has attached; None: the one that it serves. ApiError, LoaderError: it is not there."""
+        """Maps a state that the engine has attached; None: the one that it serves. ApiError, LoaderError:
+        it is not there."""
         number = (self._first() if state is None else state).number
-        told = self._link.described.get((self.model.name, number)) or self._link.attach(self.model.name, number)
+        told = self._link.described.get((self.model.name, number)) or self._link.attach(
+            self.model.name, number
+        )
         before = None if self._served is None else self._served.segment
-        segment = attach_state(self.model, State.numbered(number), "header", before)  # the engine process reads every row
+        segment = attach_state(
+            self.model, State.numbered(number), "header", before
+        )  # the engine process reads every row
         stored = segment.header.scorer
         placements = {name: Placement(p) for name, p in told["placements"].items()}
         return EngineVersion(

@@ -1,8 +1,11 @@
-"""Offline evaluation: data sets scored by a pool of processes over the published segment, and what the scores are worth."""
+"""Offline evaluation: data sets scored by a pool of processes over the published segment, and what the
+scores are worth."""
 
 from tableside.serving.errors import ServingError
 
 try:
     import pyarrow  # noqa: F401  (said here once, for all modules of this folder)
 except ImportError as error:
-    raise ServingError(f"an evaluation needs pyarrow, which does not import ({error}); install tableside[eval]") from error
+    raise ServingError(
+        f"an evaluation needs pyarrow, which does not import ({error}); install tableside[eval]"
+    ) from error

@@ -1,4 +1,5 @@
-"""What an evaluation on a GPU does before it is asked for: shards are decoded, and batches begin on the device."""
+"""What an evaluation on a GPU does before it is asked for: shards are decoded, and batches begin on the
+device."""
 
 import queue
 import threading
@@ -17,16 +18,21 @@ if TYPE_CHECKING:
 
 
 class ShardsAhead:
-    """Shards in order, each with its batches. They are taken from `shards`, by a thread, as soon as there are any.
+    """Shards in order, each with its batches. They are taken from `shards`, by a thread, as soon as there are
+    any.
 
     threads: decode them; the caller shuts them down. One thread calls.
     """
 
     def __init__(self, shards: Iterable[Shard], threads: ThreadPoolExecutor, reader: BatchReader) -> None:
-        self._taken: queue.SimpleQueue[tuple[Shard, Future[list[Batch]]] | Exception | None] = queue.SimpleQueue()
+        self._taken: queue.SimpleQueue[tuple[Shard, Future[list[Batch]]] | Exception | None] = (
+            queue.SimpleQueue()
+        )
         self._next: tuple[Shard, Future[list[Batch]]] | None = None
         self._is_over = False
-        threading.Thread(target=self._take, args=(shards, threads, reader), name="tableside-shards", daemon=True).start()
+        threading.Thread(
+            target=self._take, args=(shards, threads, reader), name="tableside-shards", daemon=True
+        ).start()
 
     def _take(self, shards: Iterable[Shard], threads: ThreadPoolExecutor, reader: BatchReader) -> None:
         try:
@@ -39,7 +45,8 @@ class ShardsAhead:
     def get(self, wait: bool) -> tuple[Shard, list[Batch]] | None:
         """The next shard. None: there are no more, or, without `wait`, none that is decoded.
 
-        DataError: its data cannot be read, or does not fit the models. EOFError, OSError: whoever gives shards is gone.
+        DataError: its data cannot be read, or does not fit the models. EOFError, OSError: whoever gives
+        shards is gone.
         """
         if self._next is None and not self._is_over:
             try:
@@ -56,9 +63,11 @@ class ShardsAhead:
 
 
 class BatchesUnderWay:
-    """Groups of batches that have begun on a device, at most `DeviceScoring.ahead`, and the tables that they belong to.
+    """Groups of batches that have begun on a device, at most `DeviceScoring.ahead`, and the tables that they
+    belong to.
 
-    name_fault: is given a shard with rows at fault, before their error is raised; it raises one that says more of them.
+    name_fault: is given a shard with rows at fault, before their error is raised; it raises one that says
+    more of them.
     """
 
     def __init__(self, device: "DeviceScoring", name_fault: Callable[[Shard], object]) -> None:
@@ -68,7 +77,9 @@ class BatchesUnderWay:
     def __len__(self) -> int:
         return len(self._begun)
 
-    def begin(self, shard: Shard, batches: Iterable[Batch], table: ShardTable) -> Iterator[tuple[Shard, pa.Table]]:
+    def begin(
+        self, shard: Shard, batches: Iterable[Batch], table: ShardTable
+    ) -> Iterator[tuple[Shard, pa.Table]]:
         """Begins a shard's batches; gives the tables that were finished meanwhile."""
         groups = list(self._device.groups(batches))
         for n, group in enumerate(groups):

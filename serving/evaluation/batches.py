@@ -1,6 +1,7 @@
 """Batches of a shard's rows as requests of every candidate, and the table of a shard's scores.
 
-A batch is laid out before anything of it is looked up. So it can be made on another thread than the one that looks up and scores.
+A batch is laid out before anything of it is looked up. So it can be made on another thread than the one that
+looks up and scores.
 """
 
 import json
@@ -15,19 +16,31 @@ from numpy.typing import NDArray
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import BadIds, Problem
 from tableside.serving.errors import ApiError
-from tableside.serving.evaluation.data import DataError, Rows, Shard, floats_of, ids_of, labels_of, read, texts_of
+from tableside.serving.evaluation.data import (
+    DataError,
+    Rows,
+    Shard,
+    floats_of,
+    ids_of,
+    labels_of,
+    read,
+    texts_of,
+)
 from tableside.serving.model.places import DenseInput
 from tableside.serving.model.request import FeatureInput, Request
 from tableside.serving.model.version import ServedVersion
 
-WithoutRow = dict[str, dict[str, int]]  # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
-WITHOUT_ROW = b"ids_without_row_total"  # what a shard's table says of them in its metadata: JSON, a WithoutRow a candidate
+WithoutRow = dict[
+    str, dict[str, int]
+]  # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
+# what a shard's table says of them in its metadata: JSON, a WithoutRow a candidate
+WITHOUT_ROW = b"ids_without_row_total"
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that are scored together. labels: fp32 [size]. slices: a text for each row, or None. requests: of each candidate, with
-    their inputs. features: where these have ids and lengths, of each candidate."""
+    """Rows that are scored together. labels: fp32 [size]. slices: a text for each row, or None. requests:
+    of each candidate, with their inputs. features: where these have ids and lengths, of each candidate."""
 
     file: str
     start: int
@@ -41,19 +54,28 @@ class Batch:
         """What an evaluation says of a candidate's request that was refused; it names the row of a bad id."""
         cause = refused.__cause__
         if not isinstance(cause, BadIds) or cause.problem not in (Problem.ID, Problem.MISSING):
-            return DataError(f"{self.file}, row {self.start} and on, a batch of {self.size}: {refused.message}")
+            return DataError(
+                f"{self.file}, row {self.start} and on, a batch of {self.size}: {refused.message}"
+            )
         request, inputs = self.requests[candidate]
         i = next(i for i in self.features[candidate] if i.feature == request.features[cause.job])
         row = cause.position
         if i.lengths_at is not None:
-            row = int(np.searchsorted(np.cumsum(np.frombuffer(inputs, np.int32, self.size, i.lengths_at)), row, side="right"))
-        return DataError(f"{self.file}, row {self.start + row}, of a batch from row {self.start} on: {refused.message}")
+            row = int(
+                np.searchsorted(
+                    np.cumsum(np.frombuffer(inputs, np.int32, self.size, i.lengths_at)), row, side="right"
+                )
+            )
+        return DataError(
+            f"{self.file}, row {self.start + row}, of a batch from row {self.start} on: {refused.message}"
+        )
 
     def check(self, scores: NDArray[np.float32], model: str) -> None:
         """DataError: scores are no probabilities."""
         if not np.isfinite(scores).all() or scores.min(initial=0) < 0 or scores.max(initial=0) > 1:
             raise DataError(
-                f"{self.file}, row {self.start} and on: scores of {model} lie in [{scores.min()}, {scores.max()}]; expected "
+                f"{self.file}, row {self.start} and on: scores of {model} lie in [{scores.min()}, "
+                f"{scores.max()}]; expected "
                 "probabilities: end the scorer with a sigmoid"
             )
 
@@ -70,8 +92,8 @@ class BatchScores:
 class BatchReader:
     """Reads shards as batches of `batch_rows` rows. Any thread may call.
 
-    columns: feature or dense tensor -> columns of the data. wanted: all columns that are read. whole: a shard is decoded at once,
-    by the thread that reads it; else batch by batch, by Arrow's threads too.
+    columns: feature or dense tensor -> columns of the data. wanted: all columns that are read. whole: a shard
+    is decoded at once, by the thread that reads it; else batch by batch, by Arrow's threads too.
     """
 
     def __init__(
@@ -129,7 +151,8 @@ class BatchReader:
 
 
 class ShardTable:
-    """The table of a shard, batch by batch: row, label, score_0 (and score_1, slice); in its metadata ids without a row."""
+    """The table of a shard, batch by batch: row, label, score_0 (and score_1, slice); in its metadata ids
+    without a row."""
 
     def __init__(self, shard: Shard, candidates: int, has_slices: bool) -> None:
         self._shard, self._candidates, self._has_slices = shard, candidates, has_slices
@@ -139,7 +162,9 @@ class ShardTable:
     def add(self, scored: BatchScores) -> None:
         """The shard's next rows."""
         self._batches.append(scored)
-        for (request, _), unfound, counts in zip(scored.batch.requests, scored.unfound, self._without_row, strict=True):
+        for (request, _), unfound, counts in zip(
+            scored.batch.requests, scored.unfound, self._without_row, strict=True
+        ):
             _count(request, unfound, counts)
 
     def finished(self) -> pa.Table:
@@ -149,7 +174,10 @@ class ShardTable:
             "row": np.concatenate([np.arange(b.start, b.start + b.size) for b in batches]),
             "label": np.concatenate([b.labels for b in batches]),
         }
-        columns |= {f"score_{n}": np.concatenate([s.scores[n] for s in self._batches]) for n in range(self._candidates)}
+        columns |= {
+            f"score_{n}": np.concatenate([s.scores[n] for s in self._batches])
+            for n in range(self._candidates)
+        }
         if self._has_slices:
             columns["slice"] = pa.chunked_array([b.slices for b in batches], pa.string())
         if len(columns["row"]) != self._shard.rows:

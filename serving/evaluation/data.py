@@ -1,7 +1,8 @@
 """Data sets: Parquet and JSON Lines, cut into shards, read batch by batch into ids, dense tensors and labels.
 
-A shard is a run of rows of one file: whole row groups of a Parquet file, or whole lines of a JSON Lines file. A feature's column
-holds one id a row, or a list of them (null: an empty bag); a dense tensor is one column of lists, or several of numbers.
+A shard is a run of rows of one file: whole row groups of a Parquet file, or whole lines of a JSON Lines file.
+A feature's column holds one id a row, or a list of them (null: an empty bag); a dense tensor is one column of
+lists, or several of numbers.
 """
 
 import os
@@ -58,7 +59,8 @@ class Rows:
 
 
 def data_files(path: Path, beside: Path | None = None) -> list[Path]:
-    """The files of a data set: `path` itself, or all files of known kinds in the folder, but for those in `beside`.
+    """The files of a data set: `path` itself, or all files of known kinds in the folder, but for those in
+    `beside`.
 
     Names that begin with "." or "_" are left out, as is usual: they are not data.
     """
@@ -76,7 +78,9 @@ def data_files(path: Path, beside: Path | None = None) -> list[Path]:
         raise DataError(f"{path} holds no files that end in {', '.join(_SUFFIXES)}")
     for file in files:
         if file.suffix not in _SUFFIXES:
-            raise DataError(f"{file}: expected a file that ends in {', '.join(_SUFFIXES)}, or a folder of them")
+            raise DataError(
+                f"{file}: expected a file that ends in {', '.join(_SUFFIXES)}, or a folder of them"
+            )
         if not file.is_file():
             raise DataError(f"{file} does not exist")
     return files
@@ -124,7 +128,8 @@ def _lines(file: Path, rows: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def read(shard: Shard, columns: Sequence[str], batch_rows: int, whole: bool = False) -> Iterator[Rows]:
-    """The rows of a shard, batch by batch, with `columns`. DataError: a column is missing, or a line is no JSON object.
+    """The rows of a shard, batch by batch, with `columns`. DataError: a column is missing, or a line is no
+    JSON object.
 
     whole: Parquet is decoded at once, by this thread alone.
     """
@@ -146,7 +151,8 @@ def _opened(file: str) -> pq.ParquetFile:
 
 @lru_cache(8)
 def _footer(file: str, size: int, changed_ns: int) -> pq.FileMetaData:
-    """A file's footer, once for all of its shards: it tells of every row group, and takes 9 µs for each of them (docs/log.md)."""
+    """A file's footer, once for all of its shards: it tells of every row group, and takes 9 µs for each of
+    them (docs/log.md)."""
     return pq.read_metadata(file)
 
 
@@ -162,10 +168,16 @@ def _parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[
 def _whole_parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
     with _opened(shard.file) as file:
         _check_columns(shard.file, columns, file.schema_arrow.names)
-        table = file.read_row_groups(range(shard.first, shard.last), list(columns), use_threads=False).combine_chunks()
+        table = file.read_row_groups(
+            range(shard.first, shard.last), list(columns), use_threads=False
+        ).combine_chunks()
     arrays = {name: [_plain(chunk) for chunk in table.column(name).chunks] for name in columns}
     for at in range(0, table.num_rows, batch_rows):
-        yield Rows(shard.file, shard.start + at, {name: chunks[0].slice(at, batch_rows) for name, chunks in arrays.items()})
+        yield Rows(
+            shard.file,
+            shard.start + at,
+            {name: chunks[0].slice(at, batch_rows) for name, chunks in arrays.items()},
+        )
 
 
 def _json(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
@@ -178,7 +190,9 @@ def _json(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Row
                 try:
                     line = orjson.loads(file.readline())
                 except orjson.JSONDecodeError as error:
-                    raise DataError(f"{shard.file}, row {start + row}: not a line of JSON ({error})") from error
+                    raise DataError(
+                        f"{shard.file}, row {start + row}: not a line of JSON ({error})"
+                    ) from error
                 if not isinstance(line, dict):
                     raise DataError(f"{shard.file}, row {start + row}: expected an object")
                 _check_columns(f"{shard.file}, row {start + row}", columns, line)
@@ -196,11 +210,18 @@ def _check_columns(where: str, wanted: Sequence[str], found: Any) -> None:
     if isinstance(found, list) and (twice := [name for name in wanted if found.count(name) > 1]):
         raise DataError(f"{where} has two columns {twice[0]!r}")
     if missing := [name for name in wanted if name not in found]:
-        raise DataError(f"{where} has no column {missing[0]!r}; it has: {', '.join(found)} (map columns in [eval] of model.toml)")
+        raise DataError(
+            f"{where} has no column {missing[0]!r}; it has: {', '.join(found)} (map columns in [eval] of "
+            "model.toml)"
+        )
 
 
 def _is_list(column: Any) -> bool:
-    return bool(pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type))
+    return bool(
+        pa.types.is_list(column.type)
+        or pa.types.is_large_list(column.type)
+        or pa.types.is_fixed_size_list(column.type)
+    )
 
 
 def _list_lengths(column: Any) -> Any:
@@ -224,7 +245,9 @@ def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] 
         values = values.cast(pa.int64()) if pa.types.is_null(values.type) else values
     else:
         values = column.drop_null() if column.null_count else column
-        lengths = column.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) if column.null_count else None
+        lengths = (
+            column.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) if column.null_count else None
+        )
     if not pa.types.is_integer(values.type) or values.null_count:
         expected = f"expected ids (int64), or lists of them without null{id_remedy(column.type)}"
         raise DataError(f"{rows.where(0)}: column {name!r} holds {type_name(column.type)}; {expected}")
@@ -237,10 +260,16 @@ def floats_of(rows: Rows, names: Sequence[str], width: int) -> NDArray[np.float3
     if len(names) == 1 and _is_list(column := rows.columns[names[0]]):
         lengths = _list_lengths(column).to_numpy(zero_copy_only=False)
         if (odd := np.flatnonzero(~(lengths == width))).size:
-            raise DataError(f"{rows.where(int(odd[0]))}: column {names[0]!r} has {lengths[odd[0]]} numbers; expected {width}")
+            raise DataError(
+                f"{rows.where(int(odd[0]))}: column {names[0]!r} has {lengths[odd[0]]} numbers; expected "
+                f"{width}"
+            )
         return _numbers(rows, names[0], column.flatten()).reshape(-1, width)
     if len(names) != width:
-        raise DataError(f"columns {', '.join(names)} are {len(names)}; the scorer's dense tensor has {width} numbers a row")
+        raise DataError(
+            f"columns {', '.join(names)} are {len(names)}; the scorer's dense tensor has {width} numbers a "
+            "row"
+        )
     numbers = np.empty((rows.size, width), np.float32)
     for n, name in enumerate(names):
         numbers[:, n] = _numbers(rows, name, rows.columns[name])
@@ -248,9 +277,16 @@ def floats_of(rows: Rows, names: Sequence[str], width: int) -> NDArray[np.float3
 
 
 def _numbers(rows: Rows, name: str, values: Any) -> NDArray[np.float32]:
-    is_number = pa.types.is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_boolean(values.type)
+    is_number = (
+        pa.types.is_integer(values.type)
+        or pa.types.is_floating(values.type)
+        or pa.types.is_boolean(values.type)
+    )
     if not is_number or values.null_count:
-        raise DataError(f"{rows.where(0)}: column {name!r} holds {values.type} with {values.null_count} null; expected numbers")
+        raise DataError(
+            f"{rows.where(0)}: column {name!r} holds {values.type} with {values.null_count} null; expected "
+            "numbers"
+        )
     with np.errstate(over="ignore"):  # a number beyond fp32 is infinite, and its score an error
         return np.ascontiguousarray(values.to_numpy(zero_copy_only=False), np.float32)
 

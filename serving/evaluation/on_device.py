@@ -1,8 +1,10 @@
-"""Batches of an evaluation on a GPU: looked up and scored there, several together, by what a server's batches run by.
+"""Batches of an evaluation on a GPU: looked up and scored there, several together, by what a server's batches
+run by.
 
-Where tables are stashed, vectors of several batches are computed first, as many as a quarter of the tables' memory holds. Then
-the tables leave, the dense part scores these batches, and the tables begin to come back while later batches are read and laid
-out: the next lookup waits for them on the device, and nobody on the host.
+Where tables are stashed, vectors of several batches are computed first, as many as a quarter of the tables'
+memory holds. Then the tables leave, the dense part scores these batches, and the tables begin to come back
+while later batches are read and laid out: the next lookup waits for them on the device, and nobody on the
+host.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,13 +27,17 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend  # both import torch
     from tableside.quant.gpu.batch.batch import DeviceBatch
 
-GROUP_ROWS, GROUP_BYTES = 32_768, 256 << 20  # of batches that go to the device together: rows, and their vectors
+GROUP_ROWS, GROUP_BYTES = (
+    32_768,
+    256 << 20,
+)  # of batches that go to the device together: rows, and their vectors
 _SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away,
 _LEAST_BYTES = 64 << 20  # and so much at least: what smaller tables give back is no gain to wait for so often
 
 
 class BegunGroup(NamedTuple):
-    """Batches that began together. requests: of all of them; on_device: those that are scored there, by number."""
+    """Batches that began together. requests: of all of them; on_device: those that are scored there, by
+    number."""
 
     batches: Sequence[Batch]
     requests: Sequence[tuple[Request, Any]]
@@ -43,32 +49,46 @@ class BegunGroup(NamedTuple):
 class DeviceScoring:
     """Looks up and scores batches of candidates that are served on one GPU.
 
-    stashes: their tables leave while they are scored. ahead: groups of batches that begin before the one that is looked up.
-    spent: of the thread that calls.
+    stashes: their tables leave while they are scored. ahead: groups of batches that begin before the one that
+    is looked up. spent: of the thread that calls.
     """
 
-    def __init__(self, gpu: "GpuBackend", served: Sequence[ServedVersion], stashes: bool, ahead: int = 0) -> None:
+    def __init__(
+        self, gpu: "GpuBackend", served: Sequence[ServedVersion], stashes: bool, ahead: int = 0
+    ) -> None:
         self._gpu, self._served, self._stashes, self.ahead = gpu, served, stashes, ahead
         self._stage, self.spent = ScoreStage(gpu.is_lost), Spent()
-        self._bytes = max(_LEAST_BYTES, sum(s.placed.hbm_bytes for s in served) // _SHARE) if stashes else GROUP_BYTES
+        self._bytes = (
+            max(_LEAST_BYTES, sum(s.placed.hbm_bytes for s in served) // _SHARE) if stashes else GROUP_BYTES
+        )
 
     def batch_rows(self, asked: int) -> int:
         """Rows of a batch where `asked` were asked for.
 
-        Where each row's score is its own, a batch has as many rows as go to the device together: the host lays out and stages
-        one request in the time of many. No batch is larger than a response may be, or than a scorer takes. With rows in
-        `zero_copy` it is as it was asked for, since what the CPU gathers is bounded for each request.
+        Where each row's score is its own, a batch has as many rows as go to the device together: the host
+        lays out and stages one request in the time of many. No batch is larger than a response may be, or
+        than a scorer takes. With rows in `zero_copy` it is as it was asked for, since what the CPU gathers is
+        bounded for each request.
         """
         most = GROUP_ROWS
         for served in self._served:
             scorer = served.scorer
             assert scorer is not None
-            if scorer.calls is None or not scorer.is_row_wise or Placement.ZERO_COPY in served.placed.placements.values():
+            if (
+                scorer.calls is None
+                or not scorer.is_row_wise
+                or Placement.ZERO_COPY in served.placed.placements.values()
+            ):
                 return asked
             # A score, and as much for what parts of a response are aligned to.
             row_bytes = 4 * (2 + sum(i.width for i in scorer.inputs if i.feature is not None))
             response = served.max_response_bytes or self._bytes
-            most = min(most, scorer.calls.rows[1], response // row_bytes, self._bytes // (len(self._served) * row_bytes))
+            most = min(
+                most,
+                scorer.calls.rows[1],
+                response // row_bytes,
+                self._bytes // (len(self._served) * row_bytes),
+            )
         return max(asked, most)
 
     def groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
@@ -96,7 +116,9 @@ class DeviceScoring:
         scored = {n: one for n, one in enumerate(requests) if is_scored_on_device(one[0])}
         scores = DeviceScores(scored, self._stage, None)
         follower: Follower = _WhileAway(self._gpu, scores) if self._stashes else scores
-        begun = self._gpu.batches.begin([(request.plan, inputs) for request, inputs in requests], follower=follower)
+        begun = self._gpu.batches.begin(
+            [(request.plan, inputs) for request, inputs in requests], follower=follower
+        )
         return BegunGroup(group, requests, frozenset(scored), scores, begun)
 
     def finish(self, group: BegunGroup) -> list[BatchScores]:

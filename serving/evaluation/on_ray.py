@@ -1,7 +1,8 @@
-"""The pool on Ray: actors of a cluster the user names, or of one that is started here and ends with the evaluation.
+"""The pool on Ray: actors of a cluster the user names, or of one that is started here and ends with the
+evaluation.
 
-Every machine reads the data at the same path, and attaches the model or publishes it once (`attach_or_publish`); scores come
-back to this process, which writes them.
+Every machine reads the data at the same path, and attaches the model or publishes it once
+(`attach_or_publish`); scores come back to this process, which writes them.
 """
 
 import logging
@@ -26,7 +27,9 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 try:
     import ray
 except ImportError as error:
-    raise ServingError(f"ray does not import ({error}); install tableside[ray], or use --engine local") from error
+    raise ServingError(
+        f"ray does not import ({error}); install tableside[ray], or use --engine local"
+    ) from error
 
 logger = logging.getLogger("tableside")
 
@@ -34,7 +37,8 @@ _TRIES = 3
 
 
 class _Actor:
-    """An Evaluator, made with the first shard: what goes wrong then is an answer and not the end of the actor."""
+    """An Evaluator, made with the first shard: what goes wrong then is an answer and not the end of the
+    actor."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -61,7 +65,13 @@ def _cluster(address: str | None, workers: int) -> Iterator[None]:
         return
     folder = tempfile.mkdtemp(prefix="tableside-ray-")
     try:
-        ray.init(num_cpus=workers, include_dashboard=False, _temp_dir=folder, object_store_memory=128 << 20, **quiet)
+        ray.init(
+            num_cpus=workers,
+            include_dashboard=False,
+            _temp_dir=folder,
+            object_store_memory=128 << 20,
+            **quiet,
+        )
         yield
     finally:
         ray.shutdown()
@@ -76,7 +86,8 @@ class RayPool:
         self._tries: dict[int, int] = {}
 
     def run(self, shards: Sequence[Shard]) -> None:
-        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every actor that takes it."""
+        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every actor
+        that takes it."""
         if not shards:
             return
         with _cluster(self._address, self._workers):

@@ -1,11 +1,12 @@
-"""Parts of an evaluation: the scores of one shard each, in a file that is whole and as it was written, or made again.
+"""Parts of an evaluation: the scores of one shard each, in a file that is whole and as it was written, or
+made again.
 
 OUT/parts/00000.parquet       row, label, score_0 (and score_1 of --against, slice); metadata: ids without a row
 OUT/parts/00000.parquet.xxh3  "XXH3_", hex xxh3-64 of that file's bytes, its name: what `xxhsum --check` reads
 OUT/parts/00000.partial-PID   what a process is writing
 
-The checksum is of the bytes in memory, and is written first; then the part, under another name, and then it is renamed. Nobody
-makes a part that is there, so a kill leaves a checksum without a part at worst.
+The checksum is of the bytes in memory, and is written first; then the part, under another name, and then it
+is renamed. Nobody makes a part that is there, so a kill leaves a checksum without a part at worst.
 """
 
 import io
@@ -44,12 +45,14 @@ def write_part(job: Job, shard: Shard, table: pa.Table) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ServingError(
-            f"{path} cannot be written ({error.strerror}); free some space, and give the same command again: it goes on from here"
+            f"{path} cannot be written ({error.strerror}); free some space, and give the same command again: "
+            "it goes on from here"
         ) from error
 
 
 def find_part(job: Job, shard: Shard) -> pa.Table | None:
-    """A shard's scores; None where there are none. A damaged part is logged by its name and removed, so that it is made again."""
+    """A shard's scores; None where there are none. A damaged part is logged by its name and removed, so
+    that it is made again."""
     path = job.part(shard)
     try:
         return _read(job, shard)
@@ -70,13 +73,22 @@ def _read(job: Job, shard: Shard) -> pa.Table:
     except (FileNotFoundError, UnicodeDecodeError):
         expected = ""
     if (found := _checksum_line(path, content)) != expected:
-        raise DamagedPart(f"its checksum is {found.split()[0]}, expected {' '.join(expected.split()[:1]) or 'one beside it'}")
+        raise DamagedPart(
+            f"its checksum is {found.split()[0]}, expected "
+            f"{' '.join(expected.split()[:1]) or 'one beside it'}"
+        )
     try:
-        # In this thread: one of Arrow's may let go of `content` when Python is at its end already, which ends the process (-6).
+        # In this thread: one of Arrow's may let go of `content` when Python is at its end already, which ends
+        # the process (-6).
         part = pq.read_table(pa.BufferReader(content), use_threads=False, pre_buffer=False)
     except pa.ArrowException as error:
         raise DamagedPart(str(error)) from error
-    wanted = ["row", "label", *(f"score_{n}" for n in range(len(job.candidates))), *(["slice"] if job.slice_by else [])]
+    wanted = [
+        "row",
+        "label",
+        *(f"score_{n}" for n in range(len(job.candidates))),
+        *(["slice"] if job.slice_by else []),
+    ]
     if part.column_names != wanted:
         raise DamagedPart(f"its columns are {', '.join(part.column_names)}; expected {', '.join(wanted)}")
     if not np.array_equal(part.column("row").to_numpy(), np.arange(shard.start, shard.start + shard.rows)):
@@ -91,7 +103,8 @@ def without_row(part: pa.Table, candidates: int) -> list[WithoutRow]:
 
 
 def remove_partials(parts: Path, pid: int | None = None) -> None:
-    """Removes what a process that ended was writing; without one, what any was. Caller knows that it has ended."""
+    """Removes what a process that ended was writing; without one, what any was. Caller knows that it has
+    ended."""
     for partial in parts.glob(f"*.partial-{'*' if pid is None else pid}"):
         partial.unlink(missing_ok=True)
 

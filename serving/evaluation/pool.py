@@ -1,9 +1,11 @@
-"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its shards done again.
+"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its
+shards done again.
 
-A process on a GPU has several shards at a time: it decodes those to come, and writes what is scored on a thread of its own.
+A process on a GPU has several shards at a time: it decodes those to come, and writes what is scored on a
+thread of its own.
 
-They are forked from a process that has imported what they need (multiprocessing's forkserver). Where that one dies they die with
-it, and it is started again. Where the pool's own process dies, they end at once.
+They are forked from a process that has imported what they need (multiprocessing's forkserver). Where that one
+dies they die with it, and it is started again. Where the pool's own process dies, they end at once.
 """
 
 import contextlib
@@ -40,7 +42,9 @@ _TRIES = 3  # of a shard, before its data is held to be what kills processes; of
 _PAUSE_S = 0.5  # before a start is tried again: a process that was killed is there for a moment yet
 _START = -1  # in the place of a shard's number
 _PR_SET_PDEATHSIG = 1
-_SWITCH_S = 1e-4  # after which the thread that scores gets Python's lock from those that decode; 5 ms by default
+_SWITCH_S = (
+    1e-4  # after which the thread that scores gets Python's lock from those that decode; 5 ms by default
+)
 
 
 class _WorkerReport(NamedTuple):
@@ -55,7 +59,8 @@ class _WorkerReport(NamedTuple):
 
 
 def _work(job: Job, connection: Connection) -> None:
-    """A process of the pool: shards come in, what is `_WorkerReport` goes out, until the pool closes its end or is gone."""
+    """A process of the pool: shards come in, what is `_WorkerReport` goes out, until the pool closes its
+    end or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
     _end_with_the_pool()
     try:
@@ -75,7 +80,8 @@ def _work(job: Job, connection: Connection) -> None:
 
 
 class _Writer:
-    """Writes the tables of shards, one after another, and tells the pool; on a GPU, where time is `spent`, by its own thread."""
+    """Writes the tables of shards, one after another, and tells the pool; on a GPU, where time is `spent`,
+    by its own thread."""
 
     def __init__(self, job: Job, connection: Connection, spent: Spent | None) -> None:
         self._job, self._connection, self._spent = job, connection, spent
@@ -93,7 +99,9 @@ class _Writer:
 
     def _write(self, shard: Shard, table: Any) -> None:
         write_part(self._job, shard, table)
-        self._connection.send(_WorkerReport(shard.rows, spent=None if self._spent is None else dict(self._spent.seconds)))
+        self._connection.send(
+            _WorkerReport(shard.rows, spent=None if self._spent is None else dict(self._spent.seconds))
+        )
 
     def _wait(self) -> None:
         if self._last is not None:
@@ -110,7 +118,8 @@ class _Writer:
 
 
 def _end_with_the_pool() -> None:
-    """Ends this process, in the middle of a shard too, when the pool's process or the one that it was forked from is gone."""
+    """Ends this process, in the middle of a shard too, when the pool's process or the one that it was
+    forked from is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     pool = multiprocessing.parent_process()
     assert pool is not None
@@ -124,7 +133,8 @@ def _end_with_the_pool() -> None:
 
 @contextlib.contextmanager
 def _sigint_held() -> Iterator[None]:
-    """Holds Ctrl-C back, for this process until the end of the block, for those that it starts for ever: it is the pool's."""
+    """Holds Ctrl-C back, for this process until the end of the block, for those that it starts for ever:
+    it is the pool's."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -137,7 +147,9 @@ class _Process:
     process: Any
     connection: Connection
     device: str
-    shards: deque[Shard] = field(default_factory=deque)  # that it has not answered, in the order in which it got them
+    shards: deque[Shard] = field(
+        default_factory=deque
+    )  # that it has not answered, in the order in which it got them
     is_ready: bool = field(default=False)
     spent: dict[str, float] = field(default_factory=dict)  # as it last told
 
@@ -158,7 +170,8 @@ class EvaluationPool:
         self._at_once = shards_at_once(job.settings.model_copy(update={"workers": workers}))
 
     def run(self, shards: Sequence[Shard]) -> None:
-        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every process that takes it."""
+        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every
+        process that takes it."""
         waiting = deque(shards)
         running: list[_Process] = []
         try:
@@ -187,7 +200,12 @@ class EvaluationPool:
 
     def _start(self, device: str) -> _Process:
         sharing = -(-self._workers // max(1, len(self._job.settings.devices)))
-        changed = {"devices": (device,) if device else (), "sharing": sharing, "workers": self._workers, "engines": self._workers}
+        changed = {
+            "devices": (device,) if device else (),
+            "sharing": sharing,
+            "workers": self._workers,
+            "engines": self._workers,
+        }
         job = replace(self._job, settings=self._job.settings.model_copy(update=changed))
         failed: Exception | None = None
         for _ in range(_TRIES):
@@ -206,8 +224,10 @@ class EvaluationPool:
             finally:
                 theirs.close()
         raise ServingError(
-            f"a process of the pool did not start, {_TRIES} times over (the last time: {failed}); is there enough memory, and is "
-            f"the folder of temporary files, TMPDIR ({tempfile.gettempdir()}), writable and its name shorter than 75 bytes?"
+            f"a process of the pool did not start, {_TRIES} times over (the last time: {failed}); is there "
+            "enough memory, and is "
+            f"the folder of temporary files, TMPDIR ({tempfile.gettempdir()}), writable and its name shorter "
+            "than 75 bytes?"
         ) from failed
 
     def _send(self, p: _Process, shard: Shard | None) -> None:
@@ -246,5 +266,6 @@ class EvaluationPool:
         logger.warning("process %s ended with %s %s; it is replaced", p.process.pid, p.process.exitcode, what)
         if self._tries[number] >= _TRIES:
             raise ServingError(
-                f"{_TRIES} processes ended {what} (the last with exit code {p.process.exitcode}); is there enough memory?"
+                f"{_TRIES} processes ended {what} (the last with exit code {p.process.exitcode}); is there "
+                "enough memory?"
             )

@@ -2,7 +2,8 @@
 
 log loss     -mean(y log p + (1 - y) log(1 - p)), p cut to [2^-24, 1 - 2^-24]
 NE           normalized entropy: the log loss over that of always predicting the mean of the labels (He et al., 2014,
-             "Practical Lessons from Predicting Clicks on Ads at Facebook"); lower is better, 1 is worth nothing
+             "Practical Lessons from Predicting Clicks on Ads at Facebook"); lower is better, 1 is worth
+             nothing
 AUC          the chance that a random positive is scored above a random negative, ties counting half
 calibration  the sum of the scores over the sum of the labels
 """

@@ -1,4 +1,5 @@
-"""JSON files of an evaluation that hold their own checksum: a bit that flips in one is found. Each is replaced as a whole.
+"""JSON files of an evaluation that hold their own checksum: a bit that flips in one is found. Each is
+replaced as a whole.
 
 {"xxh3": "hex xxh3-64 of the rest, as json.dumps(rest, sort_keys=True) writes it", ...the rest}
 """

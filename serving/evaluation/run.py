@@ -1,4 +1,5 @@
-"""An evaluation from the command to the report: shards planned, scored by a pool, checked to be whole, compared, gated.
+"""An evaluation from the command to the report: shards planned, scored by a pool, checked to be whole,
+compared, gated.
 
 OUT/plan.json            what is evaluated on what; an evaluation that was stopped goes on where its plan is the same
 OUT/parts/00000.parquet  the scores of one shard, with a checksum beside them (serving/evaluation/parts.py)
@@ -40,10 +41,11 @@ _TRIES = 3  # to read parts back as they were written
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What `tableside eval` was asked for. shard_rows: about how many rows a shard has; batch_rows: scored at once.
+    """What `tableside eval` was asked for. shard_rows: about how many rows a shard has; batch_rows: scored at
+    once.
 
-    engine: local, processes of this machine, or ray, actors of the cluster at ray_address (None: one of its own, here). stash:
-    tables leave the GPU's memory while the dense part runs.
+    engine: local, processes of this machine, or ray, actors of the cluster at ray_address (None: one of its
+    own, here). stash: tables leave the GPU's memory while the dense part runs.
     """
 
     data: Path
@@ -61,9 +63,9 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of an evaluation. overall, slices, ids_without_row_total: for each candidate, in order; rows_per_s: of the rows
-    scored in this run; stage_seconds: where the time of its processes on GPUs went, added up (`evaluation.spent`);
-    zeros on the CPU."""
+    """The figures of an evaluation. overall, slices, ids_without_row_total: for each candidate, in order;
+    rows_per_s: of the rows scored in this run; stage_seconds: where the time of its processes on GPUs
+    went, added up (`evaluation.spent`); zeros on the CPU."""
 
     candidates: tuple[str, ...]
     rows: int
@@ -87,16 +89,25 @@ class Report:
 
 
 def evaluate(
-    candidates: Sequence[Candidate], settings: EvalSettings, server: ServerSettings, progress: Progress | None = None
+    candidates: Sequence[Candidate],
+    settings: EvalSettings,
+    server: ServerSettings,
+    progress: Progress | None = None,
 ) -> Report:
-    """Scores a data set with the first candidate, and with a second one to compare it with; writes the report.
+    """Scores a data set with the first candidate, and with a second one to compare it with; writes the
+    report.
 
-    LoaderError, QuantError, ServingError: a version, the data or OUT is not as it should be; what was scored stays in OUT.
+    LoaderError, QuantError, ServingError: a version, the data or OUT is not as it should be; what was scored
+    stays in OUT.
     """
     if settings.stash and (not server.devices or server.placement != "hbm"):
-        raise ServingError("--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement hbm")
+        raise ServingError(
+            "--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement "
+            "hbm"
+        )
     segments = [
-        attach_state(Model(server.root, c.model, server.owner), State(c.version, c.sequence), "header") for c in candidates
+        attach_state(Model(server.root, c.model, server.owner), State(c.version, c.sequence), "header")
+        for c in candidates
     ]
     candidates = [replace(c, content=s.content()) for c, s in zip(candidates, segments, strict=True)]
     headers = [s.header for s in segments]
@@ -141,12 +152,16 @@ def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progres
             return _report(job, settings, columns, counts, resumed, seconds, stages)
         advance(-sum(s.rows for s in left))
     raise ServingError(
-        f"{job.part(left[0])} was not read as it had been written, {_TRIES} times over; check the disk, or choose another --out"
+        f"{job.part(left[0])} was not read as it had been written, {_TRIES} times over; check the disk, or "
+        "choose another --out"
     )
 
 
-def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: Callable[[int], None]) -> dict[str, float]:
-    """Scores shards; removes what processes that ended did not write to its end. Returns where time went on GPUs, where known."""
+def _score(
+    job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: Callable[[int], None]
+) -> dict[str, float]:
+    """Scores shards; removes what processes that ended did not write to its end. Returns where time went
+    on GPUs, where known."""
     try:
         if settings.engine == "ray":
             from tableside.serving.evaluation.on_ray import RayPool
@@ -160,8 +175,11 @@ def _score(job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: C
         remove_partials(job.parts)
 
 
-def _columns(job: Job, shards: Sequence[Shard]) -> tuple[dict[str, NDArray[Any]], list[WithoutRow], list[Shard]]:
-    """The columns of all parts, in order; ids without a row; and the shards whose part was damaged or removed since."""
+def _columns(
+    job: Job, shards: Sequence[Shard]
+) -> tuple[dict[str, NDArray[Any]], list[WithoutRow], list[Shard]]:
+    """The columns of all parts, in order; ids without a row; and the shards whose part was damaged or
+    removed since."""
     found: dict[str, list[NDArray[Any]]] = {}
     counts: list[WithoutRow] = [{} for _ in job.candidates]
     left = []
@@ -176,7 +194,9 @@ def _columns(job: Job, shards: Sequence[Shard]) -> tuple[dict[str, NDArray[Any]]
                 to.update({reason: to.get(reason, 0) + ids for reason, ids in reasons.items()})
         for name in part.column_names:
             values = part.column(name)
-            found.setdefault(name, []).append(values.to_numpy() if name != "slice" else np.array(values.to_pylist(), object))
+            found.setdefault(name, []).append(
+                values.to_numpy() if name != "slice" else np.array(values.to_pylist(), object)
+            )
     return {name: np.concatenate(parts) for name, parts in found.items()}, counts, left
 
 
@@ -200,15 +220,22 @@ def _own(out: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise ServingError(f"{out} is being written by another evaluation; wait for it, or choose another --out") from None
+        raise ServingError(
+            f"{out} is being written by another evaluation; wait for it, or choose another --out"
+        ) from None
     finally:
         os.close(fd)
 
 
-def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: EvalSettings, server: ServerSettings) -> Job:
+def _job(
+    candidates: Sequence[Candidate], headers: Sequence[Header], settings: EvalSettings, server: ServerSettings
+) -> Job:
     for header in headers:
         if header.scorer is None:
-            raise ServingError(f"{header.model} version {header.version} has no scorer; publish it with [scorer] in model.toml")
+            raise ServingError(
+                f"{header.model} version {header.version} has no scorer; publish it with [scorer] in "
+                "model.toml"
+            )
     spec = headers[0].evaluation
     label = settings.label or (spec.label if spec else None)
     if not label:
@@ -221,11 +248,14 @@ def _job(candidates: Sequence[Candidate], headers: Sequence[Header], settings: E
             found = named.get(name, (name,))
             if columns.setdefault(name, found) != found:
                 raise ServingError(
-                    f"{name} is read from {', '.join(columns[name])} for {headers[0].model} and from {', '.join(found)} for "
+                    f"{name} is read from {', '.join(columns[name])} for {headers[0].model} and from "
+                    f"{', '.join(found)} for "
                     f"{header.model}; let [eval.columns] of both say the same"
                 )
             if i.feature is not None and len(found) != 1:
-                raise ServingError(f"feature {name} is read from one column; [eval.columns] names {', '.join(found)}")
+                raise ServingError(
+                    f"feature {name} is read from one column; [eval.columns] names {', '.join(found)}"
+                )
     parts = settings.out / "parts"
     return Job(
         server.root,
@@ -245,7 +275,9 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
     files = sorted({s.file for s in shards})
     stats = {f: [Path(f).stat().st_size, Path(f).stat().st_mtime_ns] for f in files}
     plan = {
-        "candidates": [[h.model, c.sequence, h.version, h.created] for c, h in zip(job.candidates, headers, strict=True)],
+        "candidates": [
+            [h.model, c.sequence, h.version, h.created] for c, h in zip(job.candidates, headers, strict=True)
+        ],
         "label": job.label,
         "columns": {k: list(v) for k, v in job.columns.items()},
         "slice": job.slice_by,
@@ -264,7 +296,8 @@ def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shard
         found.setdefault("scorer_dtype", "fp32")  # of releases that had no other
         if different := ", ".join(k for k in plan if found.get(k) != plan[k]):
             raise ServingError(
-                f"{settings.out} holds another evaluation (different: {different}); remove it, or choose another --out"
+                f"{settings.out} holds another evaluation (different: {different}); remove it, or choose "
+                "another --out"
             )
     job.parts.mkdir(parents=True, exist_ok=True)
     remove_partials(job.parts)
@@ -291,7 +324,9 @@ def _report(
     if len(overall) == 2 and overall[0].ne is not None and overall[1].ne is not None:
         increase = overall[0].ne - overall[1].ne
     if settings.max_ne_increase is not None:
-        passed = increase is not None and increase <= settings.max_ne_increase  # what is not defined does not pass
+        passed = (
+            increase is not None and increase <= settings.max_ne_increase
+        )  # what is not defined does not pass
     names = tuple(map(str, job.candidates))
     judged = (increase, passed, settings.max_ne_increase)
     report = Report(names, len(labels), resumed, seconds, overall, slices, tuple(counts), *judged, stages)

@@ -1,4 +1,5 @@
-"""Which version a model.toml was loaded as for an evaluation, so that one that was stopped goes on when it is started again."""
+"""Which version a model.toml was loaded as for an evaluation, so that one that was stopped goes on when it
+is started again."""
 
 import logging
 from pathlib import Path
@@ -14,7 +15,8 @@ FILE = "loaded.json"  # in OUT: path of a model.toml -> version, and what it was
 
 
 def remembered(out: Path, path: Path, spec: ModelSpec, root: Path) -> int | None:
-    """The version, where it is still published, and neither the model.toml nor a file that it names has changed since."""
+    """The version, where it is still published, and neither the model.toml nor a file that it names has
+    changed since."""
     found = _read(out).get(str(path.resolve()))
     if not isinstance(found, dict) or found.get("from") != _stats(path, spec):
         return None
@@ -25,7 +27,9 @@ def remembered(out: Path, path: Path, spec: ModelSpec, root: Path) -> int | None
 def remember(out: Path, path: Path, spec: ModelSpec, version: int) -> None:
     """Notes what a model.toml was loaded as."""
     out.mkdir(parents=True, exist_ok=True)
-    write_record(out / FILE, {**_read(out), str(path.resolve()): {"version": version, "from": _stats(path, spec)}})
+    write_record(
+        out / FILE, {**_read(out), str(path.resolve()): {"version": version, "from": _stats(path, spec)}}
+    )
 
 
 def _read(out: Path) -> dict[str, Any]:

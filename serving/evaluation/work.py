@@ -1,6 +1,7 @@
 """What one process of an evaluation does: attach the versions once, then score shard after shard.
 
-On a GPU, shards to come are decoded and laid out on threads of their own meanwhile, as many as there are cores for.
+On a GPU, shards to come are decoded and laid out on threads of their own meanwhile, as many as there are
+cores for.
 """
 
 import contextlib
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
 
 AHEAD = 2  # groups of batches whose rows a cache brings before they are looked up
 _MOST_READERS = 12  # threads; more decode no faster than one GPU scores
-_AHEAD = 6  # shards that are ready, scored or written, beside those that threads decode: they are scored in order
+_AHEAD = (
+    6  # shards that are ready, scored or written, beside those that threads decode: they are scored in order
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A state that is evaluated. content: of its segment and deltas, the same on every machine; source: its model.toml, where
-    known. sequence: of the delta over the version; 0: none."""
+    """A state that is evaluated. content: of its segment and deltas, the same on every machine; source:
+    its model.toml, where known. sequence: of the delta over the version; 0: none."""
 
     model: str
     version: int
@@ -56,8 +59,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the data. stash: tables leave
-    the GPU's memory while the dense part runs. needs_torch: a scorer runs by torch, which takes seconds to import."""
+    """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the
+    data. stash: tables leave the GPU's memory while the dense part runs. needs_torch: a scorer runs by
+    torch, which takes seconds to import."""
 
     root: Path
     candidates: tuple[Candidate, ...]
@@ -82,10 +86,11 @@ class Job:
 
 
 def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, State]:
-    """The candidate on this machine: the state of its name, or, where its bytes are not those, a version that has them.
+    """The candidate on this machine: the state of its name, or, where its bytes are not those, a version that
+    has them.
 
-    One that is not there is published from its model.toml, once, whoever asks first; it is not activated. LoaderError,
-    ServingError: it is not here, and cannot be made.
+    One that is not there is published from its model.toml, once, whoever asks first; it is not activated.
+    LoaderError, ServingError: it is not here, and cannot be made.
     """
     model = Model(job.root, candidate.model, job.settings.owner)
     if (state := _published(model, candidate)) is not None:
@@ -99,12 +104,15 @@ def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, State]:
         loaded = load(read_model(candidate.source), job.root, LoadSettings(activate=False))
         if model.attach(loaded.version, "header").content() != candidate.content:
             model.remove(loaded.version)
-            raise ServingError(f"{candidate.source} gives other bytes here than {candidate} has; is the checkpoint the same?")
+            raise ServingError(
+                f"{candidate.source} gives other bytes here than {candidate} has; is the checkpoint the same?"
+            )
         return model, State(loaded.version)
 
 
 def _published(model: Model, candidate: Candidate) -> State | None:
-    """The state that has the candidate's bytes: the one of its name, or the newest version without a delta."""
+    """The state that has the candidate's bytes: the one of its name, or the newest version without a
+    delta."""
     published = model.versions()
     states = [State(version) for version in reversed(published)]
     for state in (State(candidate.version, candidate.sequence), *states):
@@ -117,7 +125,8 @@ def _published(model: Model, candidate: Candidate) -> State | None:
 
 
 class Evaluator:
-    """The versions of a job, attached by this process. LoaderError, QuantError, ServingError: one of them cannot be.
+    """The versions of a job, attached by this process. LoaderError, QuantError, ServingError: one of them
+    cannot be.
 
     readers: threads that decode shards to come; 0: shards are decoded where they are scored.
     """
@@ -125,7 +134,9 @@ class Evaluator:
     def __init__(self, job: Job) -> None:
         self.job = job
         settings = job.settings
-        pa.set_cpu_count(max(1, len(os.sched_getaffinity(0)) // settings.workers))  # or Parquet takes the others' cores
+        pa.set_cpu_count(
+            max(1, len(os.sched_getaffinity(0)) // settings.workers)
+        )  # or Parquet takes the others' cores
         placer = Placer(settings, choose(settings.backend), stashable=job.stash, ahead=AHEAD)
         placer.open()
         self.served: list[ServedVersion] = []
@@ -137,7 +148,9 @@ class Evaluator:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")
         self.readers = readers(settings) if placer.gpu is not None else 0
         self._device = None if placer.gpu is None else _device_scoring(placer.gpu, self.served, job.stash)
-        self._reader = self._reads(job.batch_rows if self._device is None else self._device.batch_rows(job.batch_rows))
+        self._reader = self._reads(
+            job.batch_rows if self._device is None else self._device.batch_rows(job.batch_rows)
+        )
 
     def _reads(self, batch_rows: int) -> BatchReader:
         job = self.job
@@ -153,7 +166,8 @@ class Evaluator:
 
     @property
     def spent(self) -> Spent | None:
-        """Where the time of the thread that scores went; None: on the CPU, where nothing waits for anything."""
+        """Where the time of the thread that scores went; None: on the CPU, where nothing waits for
+        anything."""
         return None if self._device is None else self._device.spent
 
     def tables(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, pa.Table]]:
@@ -163,9 +177,13 @@ class Evaluator:
                 yield shard, self.score(shard)
             return
         with ThreadPoolExecutor(self.readers, "tableside-read") as threads:
-            coming, begun = ShardsAhead(shards, threads, self._reader), BatchesUnderWay(self._device, self._name_fault)
+            coming, begun = (
+                ShardsAhead(shards, threads, self._reader),
+                BatchesUnderWay(self._device, self._name_fault),
+            )
             while True:
-                # Nothing waits for a shard that is not there while batches wait to be finished: it may come after their tables.
+                # Nothing waits for a shard that is not there while batches wait to be finished: it may come
+                # after their tables.
                 with self._device.spent.on(READING):
                     item = coming.get(wait=not begun)
                 if item is None:
@@ -189,7 +207,9 @@ class Evaluator:
                 table.add(self._scored(batch))
             return table.finished()
         except pa.ArrowException as error:
-            raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
+            raise DataError(
+                f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}"
+            ) from error
 
     def _on_device(self, device: "DeviceScoring", shard: Shard, reader: BatchReader) -> pa.Table:
         begun = BatchesUnderWay(device, self._name_fault if reader is self._reader else lambda _: None)
@@ -197,7 +217,8 @@ class Evaluator:
         return found[1]
 
     def _name_fault(self, shard: Shard) -> None:
-        """Scores a shard with rows at fault again, by batches as large as was asked for. DataError: names the one at fault."""
+        """Scores a shard with rows at fault again, by batches as large as was asked for. DataError: names
+        the one at fault."""
         assert self._device is not None
         self._on_device(self._device, shard, self._reads(self.job.batch_rows))
 
@@ -227,7 +248,8 @@ def _device_scoring(gpu: "GpuBackend", served: list[ServedVersion], stashes: boo
 
 
 def readers(settings: ServerSettings) -> int:
-    """Threads that decode for one GPU: the host's cores are shared by the processes of the pool, and one of them is the GPU's."""
+    """Threads that decode for one GPU: the host's cores are shared by the processes of the pool, and one
+    of them is the GPU's."""
     return max(1, min(_MOST_READERS, len(os.sched_getaffinity(0)) // settings.workers - 1))
 
 

@@ -1,21 +1,23 @@
 """What a worker takes on: how many requests it works on at once, and how many bytes they may hold.
 
-A worker that is asked for more than it can do should answer as many requests as it can, each soon, and refuse the rest at little
-cost.
+A worker that is asked for more than it can do should answer as many requests as it can, each soon, and refuse
+the rest at little cost.
 
-*Slots.* A worker works on at most `slots` requests at once, from the first byte of a body to the response handed over. A request
-beyond that waits after its headers. Its body stays unread in the kernel, where it costs nothing. Waiting requests get slots in
-order while the oldest has waited for less than `NEWEST_FIRST_AFTER_S`. From then on the newest comes first: the clients of those
-that have waited longest are the likeliest to have given up. A request that has waited `max_wait_s` is refused with a 503 and
-Retry-After, and so is the oldest one where more than `max_waiting` wait. A client that waits for its refusal sends nothing new
-meanwhile, so a late refusal is cheaper than one at once. A request whose body comes too slowly gives its slot back (`PROMPT_S`),
-so that slow clients make no other request wait.
+*Slots.* A worker works on at most `slots` requests at once, from the first byte of a body to the response
+handed over. A request beyond that waits after its headers. Its body stays unread in the kernel, where it
+costs nothing. Waiting requests get slots in order while the oldest has waited for less than
+`NEWEST_FIRST_AFTER_S`. From then on the newest comes first: the clients of those that have waited longest are
+the likeliest to have given up. A request that has waited `max_wait_s` is refused with a 503 and Retry-After,
+and so is the oldest one where more than `max_waiting` wait. A client that waits for its refusal sends nothing
+new meanwhile, so a late refusal is cheaper than one at once. A request whose body comes too slowly gives its
+slot back (`PROMPT_S`), so that slow clients make no other request wait.
 
-*Slices.* The event loop works on requests for `SLICE_S` at a time and reads its sockets in between. So a health check or a new
-connection waits for one slice, not for all requests that hold a slot.
+*Slices.* The event loop works on requests for `SLICE_S` at a time and reads its sockets in between. So a
+health check or a new connection waits for one slice, not for all requests that hold a slot.
 
-*Bytes.* A request holds its body from the first byte received, and its response until the last byte is sent (`Hold`). A request
-is refused where all requests of the worker together would hold more than `max_in_flight_bytes` with it.
+*Bytes.* A request holds its body from the first byte received, and its response until the last byte is sent
+(`Hold`). A request is refused where all requests of the worker together would hold more than
+`max_in_flight_bytes` with it.
 """
 
 import asyncio
@@ -41,14 +43,19 @@ def overloaded(why: str) -> ApiError:
 
 
 class Turn:
-    """A request's turn: it waits, then holds a slot, until it is over. since: when it began to wait or, later, got its slot.
+    """A request's turn: it waits, then holds a slot, until it is over. since: when it began to wait or,
+    later, got its slot.
 
-    `start` is called when it has a slot, `refuse`, with a 503, where it gets none. is_whole: says whether the request's body is
-    here; one whose body is late loses its slot to others.
+    `start` is called when it has a slot, `refuse`, with a 503, where it gets none. is_whole: says whether the
+    request's body is here; one whose body is late loses its slot to others.
     """
 
     def __init__(
-        self, slots: "Slots", start: Callable[[], None], refuse: Callable[[ApiError], None], is_whole: Callable[[], bool]
+        self,
+        slots: "Slots",
+        start: Callable[[], None],
+        refuse: Callable[[ApiError], None],
+        is_whole: Callable[[], bool],
     ) -> None:
         self.start, self.refuse, self.is_whole, self.since = start, refuse, is_whole, time.perf_counter()
         self._slots = slots
@@ -96,7 +103,8 @@ class Slots:
         return len(self._waiting)
 
     def enter(self, turn: Turn) -> None:
-        """Begins a turn now, where there is a slot, or later. The request may be over, and its turn too, when this returns."""
+        """Begins a turn now, where there is a slot, or later. The request may be over, and its turn too,
+        when this returns."""
         if self.is_full:
             self._take_from_slow()
         if not self.is_full:
@@ -127,7 +135,11 @@ class Slots:
         while self._waiting and not self.is_full:
             now = time.perf_counter()
             is_late = now - self._waiting[0].since > NEWEST_FIRST_AFTER_S
-            if is_late and now - self._waiting[-1].since > NEWEST_FIRST_AFTER_S and 2 * len(self._held) > self.slots:
+            if (
+                is_late
+                and now - self._waiting[-1].since > NEWEST_FIRST_AFTER_S
+                and 2 * len(self._held) > self.slots
+            ):
                 return  # a newer one is about to come, and finds a free slot
             turn = self._waiting.pop() if is_late else self._waiting.popleft()
             self._held[turn] = None
@@ -135,13 +147,15 @@ class Slots:
             turn.start()
 
     def _take_from_slow(self) -> None:
-        """Takes the slots of requests whose bodies should be here by now. Those requests go on without a slot."""
+        """Takes the slots of requests whose bodies should be here by now. Those requests go on without a
+        slot."""
         now = time.perf_counter()
         for turn in [t for t in self._held if not t.is_whole() and now - t.since > PROMPT_S]:
             del self._held[turn]
 
     def _refuse_late(self) -> None:
-        """Refuses requests that waited for too long, gives slots of slow ones to others, and looks again later."""
+        """Refuses requests that waited for too long, gives slots of slow ones to others, and looks again
+        later."""
         self._timer = None
         self._take_from_slow()
         self._begin_next()
@@ -150,11 +164,14 @@ class Slots:
             if left > 0:
                 self._timer = asyncio.get_running_loop().call_later(min(left, PROMPT_S), self._refuse_late)
                 return
-            self._waiting.popleft().refuse(overloaded(f"the request waited {self._max_wait_s:g} s for its turn (max_wait_s)"))
+            self._waiting.popleft().refuse(
+                overloaded(f"the request waited {self._max_wait_s:g} s for its turn (max_wait_s)")
+            )
 
 
 class Slices:
-    """Shares the event loop's time between requests and sockets, slice by slice. Belongs to one event loop."""
+    """Shares the event loop's time between requests and sockets, slice by slice. Belongs to one event
+    loop."""
 
     def __init__(self) -> None:
         self._began: float | None = None  # the slice that runs
@@ -172,7 +189,8 @@ class Slices:
             self._taken += 1
 
     def run(self, work: Callable[[], None]) -> None:
-        """Calls `work`, which raises nothing, now or in a later slice. Work that another work asks for waits for that one."""
+        """Calls `work`, which raises nothing, now or in a later slice. Work that another work asks for
+        waits for that one."""
         if self._is_working or self._waiting or not self._is_on():
             self._waiting.append(work)
         else:
@@ -224,7 +242,8 @@ class Bytes:
 
 
 class Hold:
-    """The bytes of one request: they grow with its body and by its response, and are released when the response is sent."""
+    """The bytes of one request: they grow with its body and by its response, and are released when the
+    response is sent."""
 
     def __init__(self, total: Bytes) -> None:
         self._total, self._bytes, self._is_released = total, 0, False
@@ -238,7 +257,8 @@ class Hold:
             return
         if self._total.held + count > self._total.limit:
             raise overloaded(
-                f"requests hold {self._total.held:,} bytes of this worker, this one needs {count:,} more; the limit is "
+                f"requests hold {self._total.held:,} bytes of this worker, this one needs {count:,} more; "
+                "the limit is "
                 f"{self._total.limit:,} (max_in_flight_bytes)"
             )
         self._total.held += count

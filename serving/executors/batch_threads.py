@@ -1,6 +1,8 @@
-"""The two threads that batches go through, in order: one starts a batch on the device, the other waits for its results.
+"""The two threads that batches go through, in order: one starts a batch on the device, the other waits for
+its results.
 
-So a batch is staged and sent while the device works on the one before it, and answers of the one before that go out.
+So a batch is staged and sent while the device works on the one before it, and answers of the one before that
+go out.
 """
 
 import queue
@@ -10,11 +12,11 @@ from typing import Any
 
 
 class BatchThreads:
-    """Calls `start` with each batch that `take` gives, then `wait` with what it returned, then `done` with what that returned, or
-    an Exception.
+    """Calls `start` with each batch that `take` gives, then `wait` with what it returned, then `done` with
+    what that returned, or an Exception.
 
-    take, start: on the first thread; wait and done: on the second. take: waits for a batch; None: there will be no more. A batch
-    that could not be started is not waited for; it is done in its turn.
+    take, start: on the first thread; wait and done: on the second. take: waits for a batch; None: there will
+    be no more. A batch that could not be started is not waited for; it is done in its turn.
     """
 
     def __init__(

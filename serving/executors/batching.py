@@ -1,8 +1,9 @@
 """Dynamic batching: requests that arrive while the GPU works go to it together, lookups and scores.
 
-Two batches are under way at most: one is staged and sent while the GPU works on the other. Two threads do it all
-(`serving.executors.batch_threads`): one takes what waits and starts it, the other waits for results and passes them on. The event loop only
-adds to what waits. No request waits for others: a batch is what came while the two before it were under way.
+Two batches are under way at most: one is staged and sent while the GPU works on the other. Two threads do it
+all (`serving.executors.batch_threads`): one takes what waits and starts it, the other waits for results and
+passes them on. The event loop only adds to what waits. No request waits for others: a batch is what came
+while the two before it were under way.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ logger = logging.getLogger("tableside")
 _UNDER_WAY = 2  # batches at most
 _FINISH_S = 0.005  # between two looks whether a batch is done, at the end
 _TIMED_EVERY = 16  # batches; the events that time one cost some 10 µs
-_BATCH_BYTES = 64 << 20  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
+_BATCH_BYTES = (
+    64 << 20
+)  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
 
 
 class Future(Protocol):
@@ -87,8 +90,9 @@ class Batcher(Executor):
         max_wait_s: float = 1.0,
         tell: Callable[[Told], None] | None = None,
     ) -> None:
-        """max_waiting, max_wait_s: as for `serving.executors.admission.Slots`, whose rules are followed here. tell: gets the results of a
-        batch on a thread, where the requests' futures allow that; None: futures are told on the event loop."""
+        """max_waiting, max_wait_s: as for `serving.executors.admission.Slots`, whose rules are followed
+        here. tell: gets the results of a batch on a thread, where the requests' futures allow that; None:
+        futures are told on the event loop."""
         self._backend, self._max_batch = backend, max_batch
         self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
         self._tell = tell or self._tell_on_loop
@@ -97,13 +101,19 @@ class Batcher(Executor):
         self._waiting: deque[_WaitingRequest] = deque()
         self._under_way: list[_Batch] = []  # in order
         self._is_ending = self._is_closed = False
-        self._is_idle = True  # the first thread; before all else it waits, as those that come in the same round go together
+        # the first thread; before all else it waits, as those that come in the same round go together
+        self._is_idle = True
         self._lost: ApiError | None = None
 
-        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # what the first thread waits for where it is idle
+        self._woken: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # what the first thread waits for where it is idle
         self._threads = BatchThreads(self._next, self._begin, self._finish, self._end, "tableside-gpu")
         self._is_looking = False  # of the event loop
-        self._scores, self._device_scores = ScoreStage(backend.is_lost), ScoreStage(backend.is_lost)  # of a thread each
+        self._scores, self._device_scores = (
+            ScoreStage(backend.is_lost),
+            ScoreStage(backend.is_lost),
+        )  # of a thread each
         self._batches = 0  # of the first thread
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
@@ -114,7 +124,8 @@ class Batcher(Executor):
         return await future
 
     def submit(self, request: Request, inputs: Any, future: Future) -> None:
-        """Runs a request whose inputs were checked, in some batch; `future` gets its answer, or an ApiError."""
+        """Runs a request whose inputs were checked, in some batch; `future` gets its answer, or an
+        ApiError."""
         self.submit_all([(request, inputs, future)])
 
     def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
@@ -163,13 +174,17 @@ class Batcher(Executor):
             await asyncio.sleep(_FINISH_S)
 
     def count_cache(self, wait: bool = False) -> None:
-        """Brings the counters of the device's cache up to date, as of some batches ago. wait: as of now, where no batch runs."""
+        """Brings the counters of the device's cache up to date, as of some batches ago. wait: as of now,
+        where no batch runs."""
         if self._backend.cache is not None:
             self._cache_metrics.update(self._backend.cache.statistics(wait=wait and not self._under_way))
 
     def end_if_lost(self) -> bool:
         if self._lost is None and self._backend.is_lost():
-            logger.critical("%s is lost to this process, which ends; the supervisor replaces it", self._backend.description)
+            logger.critical(
+                "%s is lost to this process, which ends; the supervisor replaces it",
+                self._backend.description,
+            )
             with self._lock:
                 self._lost = DeviceLost()
                 waiting = list(self._waiting)
@@ -193,7 +208,8 @@ class Batcher(Executor):
     # ---- on the first thread ----
 
     def _next(self) -> _Batch | None:
-        """The next batch, once there is one and fewer than `_UNDER_WAY` are under way; None: the batcher was closed."""
+        """The next batch, once there is one and fewer than `_UNDER_WAY` are under way; None: the batcher
+        was closed."""
         while True:
             with self._lock:
                 if self._is_closed:
@@ -244,10 +260,14 @@ class Batcher(Executor):
 
     def _begin(self, batch: _Batch) -> Any:
         """Sends all requests of a batch to the device, and has it score those that it can."""
-        if scored := {n: (w.request, w.inputs) for n, w in enumerate(batch.taken) if is_scored_on_device(w.request)}:
+        if scored := {
+            n: (w.request, w.inputs) for n, w in enumerate(batch.taken) if is_scored_on_device(w.request)
+        }:
             batch.scores = DeviceScores(scored, self._device_scores, self._tell_late)
         began = time.perf_counter()
-        started = self._backend.batches.start([(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores)
+        started = self._backend.batches.start(
+            [(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores
+        )
         self._metrics.waited([began - w.since for w in batch.taken])
         return started
 
@@ -311,7 +331,9 @@ class Batcher(Executor):
         """A batch gave no results. Where the device is lost, no other one begins."""
         taken = batch.taken
         if not isinstance(error, ApiError):
-            logger.error("a batch of %d requests failed on %s", len(taken), self._backend.description, exc_info=error)
+            logger.error(
+                "a batch of %d requests failed on %s", len(taken), self._backend.description, exc_info=error
+            )
         for w in taken:
             _fail(w, error)
         if isinstance(error, RuntimeError):

@@ -1,8 +1,10 @@
-"""A bound on the time of a scorer's call. What runs in torch cannot be interrupted, so the worker that it runs in is replaced.
+"""A bound on the time of a scorer's call. What runs in torch cannot be interrupted, so the worker that it
+runs in is replaced.
 
-`Deadline` watches a call from a thread beside it. Where a call takes longer than its scorer's `timeout_s`, that is logged and
-whoever waits for the call is told. The worker gets SIGTERM, answers its other requests for `ending_s` seconds and ends, even
-where the call never does. Where the call blocks the event loop nobody can be told or answered: the worker ends at once.
+`Deadline` watches a call from a thread beside it. Where a call takes longer than its scorer's `timeout_s`,
+that is logged and whoever waits for the call is told. The worker gets SIGTERM, answers its other requests for
+`ending_s` seconds and ends, even where the call never does. Where the call blocks the event loop nobody can
+be told or answered: the worker ends at once.
 """
 
 import logging
@@ -42,7 +44,8 @@ class _Call:
 
 
 class Deadline:
-    """Watches one call at a time, so each thread that calls scorers has its own. A late call is seen within a second."""
+    """Watches one call at a time, so each thread that calls scorers has its own. A late call is seen
+    within a second."""
 
     def __init__(self) -> None:
         self._call: _Call | None = None  # replaced whole, so no lock
@@ -52,15 +55,17 @@ class Deadline:
     def watch(self, scorer: Scorer, tell: Tell | None) -> Iterator[None]:
         """Goes around a call of `scorer`.
 
-        tell: called once with the scorer, from another thread, where the call is late. None: nobody could be told, as the call
-        blocks the event loop.
+        tell: called once with the scorer, from another thread, where the call is late. None: nobody could be
+        told, as the call blocks the event loop.
         """
         timeout_s = scorer.limits.timeout_s
         if timeout_s is None:
             yield
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(min(1.0, timeout_s / 8),), name="deadline", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(min(1.0, timeout_s / 8),), name="deadline", daemon=True
+            )
             self._thread.start()
         self._call = _Call(scorer, time.monotonic() + timeout_s, tell)
         try:

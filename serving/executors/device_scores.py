@@ -1,8 +1,9 @@
 """Scores of a batch on a GPU, computed where its lookups wrote the vectors: only scores come back.
 
-A `quant.gpu.batch.follower.Follower`. The rows of all requests of a scorer go to its room (`serving.model.device_calls`), one request after
-another. Then a `ScoreStage` calls the scorers, as on the CPU: one call for all requests of a scorer that sees each row alone,
-and one for each of them where that fails.
+A `quant.gpu.batch.follower.Follower`. The rows of all requests of a scorer go to its room
+(`serving.model.device_calls`), one request after another. Then a `ScoreStage` calls the scorers, as on the
+CPU: one call for all requests of a scorer that sees each row alone, and one for each of them where that
+fails.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,8 @@ def is_scored_on_device(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class _Member:
-    """A request of a batch. room: its scorer's for the batch; start: of its rows there; of: rows of all its requests."""
+    """A request of a batch. room: its scorer's for the batch; start: of its rows there; of: rows of all
+    its requests."""
 
     number: int
     scoring: Scoring
@@ -48,7 +50,9 @@ class DeviceScores:
     requests: those that are scored, by their numbers in the batch, with their inputs (`is_scored_on_device`).
     """
 
-    def __init__(self, requests: Mapping[int, tuple[Request, Any]], stage: ScoreStage, tell: Tell | None) -> None:
+    def __init__(
+        self, requests: Mapping[int, tuple[Request, Any]], stage: ScoreStage, tell: Tell | None
+    ) -> None:
         self._requests, self._stage, self._tell = requests, stage, tell
         self._members: dict[int, _Member] | None = None
         self._refused: dict[int, Exception | None] = {}
@@ -107,7 +111,11 @@ class DeviceScores:
         except REFUSED as error:
             raise does_not_take(rows, error) from error
         if scores.shape != (expected := (rows, *first.scoring.output.shape[1:])):
-            raise ApiError(500, ErrorKind.SCORER, f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}")
+            raise ApiError(
+                500,
+                ErrorKind.SCORER,
+                f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}",
+            )
         start = 0
         for m in members:
             part = scores[start : start + m.scoring.rows]

@@ -1,7 +1,8 @@
 """How a worker runs requests that were laid out: look up, then score. Each worker has one executor.
 
-`CpuExecutor` runs each request alone: on the event loop where the work is small, else on a thread beside it. A worker on a GPU
-has a `serving.executors.batching.Batcher`, which runs requests together. Both score by a `serving.executors.scoring.ScoreStage`.
+`CpuExecutor` runs each request alone: on the event loop where the work is small, else on a thread beside it.
+A worker on a GPU has a `serving.executors.batching.Batcher`, which runs requests together. Both score by a
+`serving.executors.scoring.ScoreStage`.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ from tableside.serving.model.scores import Scoring, ToScore
 
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
 INLINE_IDS = 200_000  # of a request up to which they are looked up on the event loop
-INLINE_OUT_BYTES = 8 << 20  # of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
+INLINE_OUT_BYTES = (
+    8 << 20
+)  # of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
 
 _Refusals = list[Exception | None]
 
@@ -29,19 +32,23 @@ class Executor(ABC):
     """Runs a worker's requests. Belongs to one event loop."""
 
     def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
-        """Checks a request's inputs; the coroutine gives its output buffer: vectors, then any scores and found masks.
+        """Checks a request's inputs; the coroutine gives its output buffer: vectors, then any scores and
+        found masks.
 
-        ApiError: an id or a length is wrong, the scorer refuses the request or takes too long, or the worker is being replaced.
+        ApiError: an id or a length is wrong, the scorer refuses the request or takes too long, or the worker
+        is being replaced.
         """
         request.check(inputs)
         return self._run(request, inputs)
 
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        """As `run`, where the request is so small that nothing else needs to wait for it; None: it is not, call `run`."""
+        """As `run`, where the request is so small that nothing else needs to wait for it; None: it is not,
+        call `run`."""
         return None
 
     def run_soon(self, request: Request, inputs: Any, done: Callable[[Answer | Exception], None]) -> bool:
-        """As `run`, without a coroutine: `done` is called later with the answer, or with why there is none. False: call `run`.
+        """As `run`, without a coroutine: `done` is called later with the answer, or with why there is none.
+        False: call `run`.
 
         inputs: are the caller's again when this returns. ApiError: as of `run`, where it is known at once.
         """
@@ -53,7 +60,8 @@ class Executor(ABC):
 
     @abstractmethod
     def end_if_lost(self) -> bool:
-        """Ends the process, to be replaced, where its device is of no more use to it; returns whether it is ending."""
+        """Ends the process, to be replaced, where its device is of no more use to it; returns whether it
+        is ending."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,7 +69,8 @@ class Executor(ABC):
 
 
 class CpuExecutor(Executor):
-    """Runs each request alone. Large lookups run on the thread `beside`, large calls of scorers on a thread of their own."""
+    """Runs each request alone. Large lookups run on the thread `beside`, large calls of scorers on a
+    thread of their own."""
 
     def __init__(self, beside: ThreadPoolExecutor) -> None:
         """beside: one thread, which its owner shuts down."""
@@ -96,7 +105,9 @@ class CpuExecutor(Executor):
         return False
 
     def close(self) -> None:
-        self._score_thread.shutdown(wait=False)  # a call that hangs is not waited for: the deadline ends the process
+        self._score_thread.shutdown(
+            wait=False
+        )  # a call that hangs is not waited for: the deadline ends the process
 
     async def _score(self, one: ToScore) -> None:
         since = time.perf_counter()  # a wait for the scores' thread counts as well
@@ -119,7 +130,8 @@ class CpuExecutor(Executor):
             raise refused
 
     async def _score_beside(self, one: ToScore, since: float) -> _Refusals:
-        """Scores on the thread for that. Where the scorer takes too long the request is refused while the thread still runs."""
+        """Scores on the thread for that. Where the scorer takes too long the request is refused while the
+        thread still runs."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Refusals] = loop.create_future()
 

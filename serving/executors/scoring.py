@@ -1,6 +1,7 @@
 """Scoring: what follows a request's lookup, on the CPU and on a GPU alike.
 
-A GPU looks a batch of requests up together, and so they are scored together; on the CPU a batch is one request.
+A GPU looks a batch of requests up together, and so they are scored together; on the CPU a batch is one
+request.
 """
 
 import time
@@ -25,8 +26,8 @@ Score = Callable[[Sequence[Any]], None]  # one call of a scorer, for requests of
 class ScoreStage:
     """Scores batches of requests that were looked up, each call of a scorer within that scorer's time limit.
 
-    One thread calls: whoever scores on several threads has a stage for each. is_device_lost: whether the device that scorers run
-    on is of no more use to this process; None: they run on the CPU.
+    One thread calls: whoever scores on several threads has a stage for each. is_device_lost: whether the
+    device that scorers run on is of no more use to this process; None: they run on the CPU.
     """
 
     def __init__(self, is_device_lost: Callable[[], bool] | None = None) -> None:
@@ -42,11 +43,12 @@ class ScoreStage:
     ) -> list[Exception | None]:
         """Scores a batch; returns, for each request, why it is refused, or None.
 
-        The requests of a scorer that sees each row alone are scored by one call. Where that call fails, each of them is scored by
-        a call of its own, so that only the requests at fault are refused.
+        The requests of a scorer that sees each row alone are scored by one call. Where that call fails, each
+        of them is scored by a call of its own, so that only the requests at fault are refused.
 
-        tell: as for `Deadline.watch`. since: when the first call is said to have begun, of time.perf_counter; None: when it does.
-        score: one call for requests of one scorer. RuntimeError: the device was lost to a scorer.
+        tell: as for `Deadline.watch`. since: when the first call is said to have begun, of time.perf_counter;
+        None: when it does. score: one call for requests of one scorer. RuntimeError: the device was lost to a
+        scorer.
         """
         refused: list[Exception | None] = [None] * len(batch)
         for members in _calls(batch):
@@ -66,7 +68,9 @@ class ScoreStage:
         try:
             with self._deadline.watch(scorer, tell):
                 score([batch[n] for n in members])
-        except Exception as error:  # whatever a scorer raises is about these requests alone, unless the device is lost
+        except (
+            Exception
+        ) as error:  # whatever a scorer raises is about these requests alone, unless the device is lost
             if self._is_device_lost is not None and self._is_device_lost():
                 raise RuntimeError(f"the device was lost to the scorer of {scorer.name}") from error
             if len(members) == 1:

@@ -1,4 +1,5 @@
-"""Compactions beside a follower: where the deltas over the live version have grown, they become the next version."""
+"""Compactions beside a follower: where the deltas over the live version have grown, they become the next
+version."""
 
 import logging
 import subprocess
@@ -13,8 +14,9 @@ _log = logging.getLogger("tableside")
 
 
 class Compactions:
-    """Starts `tableside compact` for a model, in a process of its own, where its deltas have more than a share of the version's
-    bytes. at: that share; 0: never. One runs at a time; changes are applied meanwhile."""
+    """Starts `tableside compact` for a model, in a process of its own, where its deltas have more than a
+    share of the version's bytes. at: that share; 0: never. One runs at a time; changes are applied
+    meanwhile."""
 
     def __init__(self, model: Model, at: float) -> None:
         self._model, self._at = model, at
@@ -26,8 +28,21 @@ class Compactions:
             return
         if delta_share(attach_state(self._model, None, "header")) <= self._at:
             return
-        _log.info("%s: changes take more than %g of version %d; compacting", self._model.name, self._at, applied.state.version)
-        command = [sys.executable, "-m", "tableside", "compact", self._model.name, "--root", str(self._model.root)]
+        _log.info(
+            "%s: changes take more than %g of version %d; compacting",
+            self._model.name,
+            self._at,
+            applied.state.version,
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "tableside",
+            "compact",
+            self._model.name,
+            "--root",
+            str(self._model.root),
+        ]
         command += [] if self._model.owner is None else ["--owner", self._model.owner]
         self._running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

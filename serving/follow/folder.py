@@ -1,8 +1,9 @@
-"""A folder into which files of changes are renamed: NUMBER.parquet, NUMBER.npz or NUMBER.jsonl, numbers ascending by one.
+"""A folder into which files of changes are renamed: NUMBER.parquet, NUMBER.npz or NUMBER.jsonl, numbers
+ascending by one.
 
-A file is written under another name, or elsewhere on the same file system, and renamed when it is whole. Other names are not
-looked at. The position is the number of the last file that was applied; what was applied may be removed. When a file was made is
-its time of modification, which a rename keeps.
+A file is written under another name, or elsewhere on the same file system, and renamed when it is whole.
+Other names are not looked at. The position is the number of the last file that was applied; what was applied
+may be removed. When a file was made is its time of modification, which a rename keeps.
 """
 
 import itertools
@@ -20,12 +21,18 @@ _CLOCK_NS = 1_000_000_000  # a change of a folder may have the same time as one 
 
 
 class FolderSource:
-    """The files of a folder. table: of all rows, where files need not name it. start: "start", "end", or a number."""
+    """The files of a folder. table: of all rows, where files need not name it. start: "start", "end", or a
+    number."""
 
-    def __init__(self, folder: Path, name: str, table: str | None, start: str, is_stopping: IsStopping) -> None:
+    def __init__(
+        self, folder: Path, name: str, table: str | None, start: str, is_stopping: IsStopping
+    ) -> None:
         """SourceError: there is no such folder, or `start` is no number."""
         if not folder.is_dir():
-            raise SourceError(f"{folder}: there is no such folder; make it, or name a Redis stream as redis://HOST?stream=KEY")
+            raise SourceError(
+                f"{folder}: there is no such folder; make it, or name a Redis stream as "
+                "redis://HOST?stream=KEY"
+            )
         self.name, self._folder, self._table, self._is_stopping = name, folder, table, is_stopping
         self._files: dict[int, Path] = {}
         self._seen_ns = -1
@@ -33,14 +40,18 @@ class FolderSource:
         if start == "end":
             self._begin = max(self._scan(), default=None)
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
+    def read(
+        self, after: str | None, rows: int, wait_s: float, most: int | None = None
+    ) -> ChangeBatch | None:
         """As `Source.read`. SourceError: a number is left out, or there twice."""
         position = self._begin if after is None else self._number(after)
         end, found, counted = time.monotonic() + wait_s, list[Path](), 0
         while True:
             while counted < rows and len(found) != most and (path := self._next(position)):
                 try:
-                    counted += rows_in(path) or rows  # a file that does not say how many it has is a batch of its own
+                    counted += (
+                        rows_in(path) or rows
+                    )  # a file that does not say how many it has is a batch of its own
                 except ChangeError as error:
                     if not found:
                         return ChangeBatch(refusing(error), self.name, path.stem, after, path.stat().st_mtime)
@@ -68,19 +79,22 @@ class FolderSource:
         return read_changes(path, self._table)
 
     def _next(self, position: int | None) -> Path | None:
-        """The file behind a position; None: it is not there yet. position None: the first file that is there."""
+        """The file behind a position; None: it is not there yet. position None: the first file that is
+        there."""
         files = self._changed()
         if position is not None and position + 1 in files:
             return files[position + 1]
         later = [n for n in files if position is None or n > position]
         if not later:
             return None
-        # A file that came while the folder was read may be missing from what was read; one with a smaller number came before it.
+        # A file that came while the folder was read may be missing from what was read; one with a smaller
+        # number came before it.
         files = self._scan()
         first = min(n for n in files if position is None or n > position) if files else min(later)
         if position is not None and first != position + 1:
             raise SourceError(
-                f"{self._folder}: the file after number {position} is number {first}; expected {position + 1}; put that one "
+                f"{self._folder}: the file after number {position} is number {first}; expected "
+                f"{position + 1}; put that one "
                 f"there, or leave out what is missing with --reset --from {first - 1}"
             )
         return files.get(first)
@@ -98,7 +112,10 @@ class FolderSource:
         for path in self._folder.iterdir():
             if path.suffix in SUFFIXES and path.stem.isdecimal() and path.stem.isascii():
                 if other := files.get(int(path.stem)):
-                    raise SourceError(f"{self._folder}: {path.name} and {other.name} have one number; expected one file of each")
+                    raise SourceError(
+                        f"{self._folder}: {path.name} and {other.name} have one number; expected one file of "
+                        "each"
+                    )
                 files[int(path.stem)] = path
         self._files = files
         return files

@@ -19,7 +19,8 @@ from tableside.serving.follow.window import Skip, Window
 
 @dataclass(frozen=True)
 class Step:
-    """A batch that was applied. position: where the source was read to; read_s, apply_s: how long it was waited for and written.
+    """A batch that was applied. position: where the source was read to; read_s, apply_s: how long it was
+    waited for and written.
 
     lag_s: from when its oldest change was made to when it became visible; None: the source does not say.
     """
@@ -45,14 +46,15 @@ def follow(
 ) -> None:
     """Applies batch after batch until `is_stopping`; the one under way is finished.
 
-    A batch ends with about `rows` changes, or so early that its first one is visible `every_s` seconds after it could be read,
-    by how long the last batch took from its end on; but not before half of that time. Where shared memory is full, room is waited
-    for.
+    A batch ends with about `rows` changes, or so early that its first one is visible `every_s` seconds after
+    it could be read, by how long the last batch took from its end on; but not before half of that time. Where
+    shared memory is full, room is waited for.
 
-    Each batch begins at the position that the model's state keeps, and the state keeps where it ends: so each change is applied
-    once, whatever ends this process. reset: the first batch begins where the source was told to, not at what is kept. skip: takes
-    a change that the model refuses, which is left out then. SourceError: a change is refused, and all before it are applied;
-    changes are gone or out of order; or somebody else applies this source. LoaderError: nothing of a batch is visible.
+    Each batch begins at the position that the model's state keeps, and the state keeps where it ends: so each
+    change is applied once, whatever ends this process. reset: the first batch begins where the source was
+    told to, not at what is kept. skip: takes a change that the model refuses, which is left out then.
+    SourceError: a change is refused, and all before it are applied; changes are gone or out of order; or
+    somebody else applies this source. LoaderError: nothing of a batch is visible.
     """
     last: str | None = None
     is_again = False  # another version became live while the batch was read or applied
@@ -64,7 +66,8 @@ def follow(
             if last is not None and kept != last:
                 raise SourceError(
                     f"{source.name}: this follower applied it up to {last}, and the model's state says "
-                    f"{kept or 'nothing of it'}; another follower applies it too, or another version was activated: end one of "
+                    f"{kept or 'nothing of it'}; another follower applies it too, or another version was "
+                    "activated: end one of "
                     "them, and start this one again"
                 )
             began = time.monotonic()
@@ -78,9 +81,13 @@ def follow(
             assert window.position is not None
             try:
                 batch = window.batch(source, kept)
-                applied = when_there_is_room(partial(apply, model, batch, settings, window.packed, merges), is_stopping)
+                applied = when_there_is_room(
+                    partial(apply, model, batch, settings, window.packed, merges), is_stopping
+                )
             except ChangeError as error:
-                raise SourceError(f"{source.name}: up to {window.position}, it was refused: {error}") from error
+                raise SourceError(
+                    f"{source.name}: up to {window.position}, it was refused: {error}"
+                ) from error
             except VersionError:
                 if is_again:
                     raise

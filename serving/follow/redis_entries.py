@@ -1,4 +1,5 @@
-"""Entries of a Redis stream as changes. An entry has the fields of one of these forms; numbers are little-endian:
+"""Entries of a Redis stream as changes. An entry has the fields of one of these forms; numbers are
+little-endian:
 
     table, ids, vectors, dtype   rows: ids int64 [n], vectors [n, dim] of dtype fp32 (which may be left out) or fp16
     table, ids, deleted          deletions: ids int64 [n], deleted is 1
@@ -38,7 +39,8 @@ class Entries:
         self._tables: dict[str, _TableRun] = {}
 
     def add(self, entry: str, fields: Sequence[bytes]) -> int:
-        """Adds an entry: its fields and values in turns; returns its rows. ChangeError: they are none of the forms."""
+        """Adds an entry: its fields and values in turns; returns its rows. ChangeError: they are none of
+        the forms."""
         found = dict(zip(fields[::2], fields[1::2], strict=True))
         table = self._table(entry, found.pop(b"table", None))
         if set(found) not in _FORMS:
@@ -57,7 +59,9 @@ class Entries:
     def _table(self, entry: str, name: bytes | None) -> str:
         if name is None:
             if self._rules.table is None:
-                raise self._rules.error(entry, f"it names no table; {_EXPECTED}; or say the table of all rows with --table")
+                raise self._rules.error(
+                    entry, f"it names no table; {_EXPECTED}; or say the table of all rows with --table"
+                )
             return self._rules.table
         return self._rules.check_table(name.decode("utf-8", "replace"), entry)
 
@@ -78,7 +82,9 @@ class _TableRun:
             id_ = 1 << 63
         if not -(2**63) <= id_ < 2**63:
             found = text[:40].decode("utf-8", "replace")
-            raise self._rules.error(entry, f"its id is {found!r}; expected an integer that int64 holds, as decimal text")
+            raise self._rules.error(
+                entry, f"its id is {found!r}; expected an integer that int64 holds, as decimal text"
+            )
         self._waiting.append((entry, id_, fields[b"vector"]))
         return 1
 
@@ -91,10 +97,14 @@ class _TableRun:
         if b"deleted" in fields:
             if fields[b"deleted"] != b"1":
                 found = fields[b"deleted"][:40].decode("utf-8", "replace")
-                raise self._rules.error(entry, f"its field deleted is {found!r}; expected 1, or vectors instead")
+                raise self._rules.error(
+                    entry, f"its field deleted is {found!r}; expected 1, or vectors instead"
+                )
             none = np.zeros((0, self._rules.dim(self._table)), np.float32)
             deleted = np.ones(len(ids), bool)
-            self._parts.append(changes(self._table, ids, none, deleted, none.shape[1], self._rules.where(entry)))
+            self._parts.append(
+                changes(self._table, ids, none, deleted, none.shape[1], self._rules.where(entry))
+            )
         elif len(ids):
             vectors = self._vectors(entry, fields, len(ids))
             self._parts.append(TableChanges(self._table, ids, vectors, where=self._rules.where(entry)))
@@ -103,11 +113,14 @@ class _TableRun:
     def _vectors(self, entry: str, fields: dict[bytes, bytes], rows: int) -> NDArray[Any]:
         name, data = fields.get(b"dtype", b"fp32"), fields[b"vectors"]
         if (dtype := _DTYPES.get(name)) is None:
-            raise self._rules.error(entry, f"its dtype is {name[:40].decode('utf-8', 'replace')!r}; expected fp32 or fp16")
+            raise self._rules.error(
+                entry, f"its dtype is {name[:40].decode('utf-8', 'replace')!r}; expected fp32 or fp16"
+            )
         if len(data) % (rows * dtype.itemsize):
             told = f"a multiple of {rows * dtype.itemsize}"
             raise self._rules.error(
-                entry, f"its vectors are {len(data)} bytes for {rows} ids; expected {told}, as {name.decode()}"
+                entry,
+                f"its vectors are {len(data)} bytes for {rows} ids; expected {told}, as {name.decode()}",
             )
         dim = len(data) // dtype.itemsize // rows
         self._rules.check_dim(self._table, dim, entry)
@@ -151,7 +164,8 @@ class _TableRun:
                 ) from error
             if vector is not None and not isinstance(vector, list):
                 raise self._rules.error(
-                    entry, f"its vector is a JSON {type(vector).__name__}; expected a list of numbers, or null"
+                    entry,
+                    f"its vector is a JSON {type(vector).__name__}; expected a list of numbers, or null",
                 )
             found.add(entry, id_, vector)
         return found.changes()

@@ -1,9 +1,10 @@
 """A Redis stream of changes: redis://HOST:PORT/DB?stream=KEY, rediss:// with TLS, unix://PATH?stream=KEY.
 
-The position is the id of the last entry that was applied, and an entry's id says when it was made. An entry that is gone before
-it was read must not go unnoticed, so behind each answer it is asked whether the entry at the position is still in the stream. A
-stream is trimmed from its front, so as long as that entry is there, none behind it was trimmed; and the stream keeps the largest
-id that XDEL took out. Where Redis is away it is asked again, less and less often.
+The position is the id of the last entry that was applied, and an entry's id says when it was made. An entry
+that is gone before it was read must not go unnoticed, so behind each answer it is asked whether the entry at
+the position is still in the stream. A stream is trimmed from its front, so as long as that entry is there,
+none behind it was trimmed; and the stream keeps the largest id that XDEL took out. Where Redis is away it is
+asked again, less and less often.
 """
 
 import logging
@@ -31,15 +32,19 @@ _log = logging.getLogger("tableside.follow")
 Id = tuple[int, int]
 T = TypeVar("T")
 Entry = tuple[str, list[bytes]]  # its id, and fields and values in turns
-Found = tuple[list[Entry], bool, tuple[str, str] | None]  # entries; is the position there; the last id, and the last deleted one
+Found = tuple[
+    list[Entry], bool, tuple[str, str] | None
+]  # entries; is the position there; the last id, and the last deleted one
 _LARGEST = 1 << 64  # above the numbers of an entry's id
 
 
 class RedisStream:
-    """A stream. table: of all rows, where entries need not name it. start: "start", "end", or an entry's id."""
+    """A stream. table: of all rows, where entries need not name it. start: "start", "end", or an entry's
+    id."""
 
     def __init__(self, url: str, name: str, table: str | None, start: str, is_stopping: IsStopping) -> None:
-        """SourceError: the URL names no stream, or `start` is no entry's id. MissingBackend: the client is not installed."""
+        """SourceError: the URL names no stream, or `start` is no entry's id. MissingBackend: the client is
+        not installed."""
         self._url, self._key = split_url(url)
         self.name, self._start, self._is_stopping = name, start, is_stopping
         self._begin = start if start not in ("start", "end") else "0-0" if start == "start" else None
@@ -51,9 +56,14 @@ class RedisStream:
         self._most_rows = 0.0  # of one entry
         self._latest: Entry = ("", [])
         self._away_since: float | None = None
-        self._again_s, self._again_at = _AGAIN_S, 0.0  # while it is away: the next pause, and when it is asked again
+        self._again_s, self._again_at = (
+            _AGAIN_S,
+            0.0,
+        )  # while it is away: the next pause, and when it is asked again
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
+    def read(
+        self, after: str | None, rows: int, wait_s: float, most: int | None = None
+    ) -> ChangeBatch | None:
         """As `Source.read`. SourceError: entries behind `after` are gone, or the stream is another one."""
         end = time.monotonic() + wait_s
         entries, position, first = Entries(RowRules(self._where, "entry", self._table)), after, ""
@@ -116,14 +126,18 @@ class RedisStream:
                 self._begin = self._last()
             found, is_there, info = self._entries(position or str(self._begin), count, wait_s)
         except redis.AuthenticationError as error:
-            raise SourceError(f"{self._where}: {error}; name the user as redis://USER:PASSWORD@HOST?stream=KEY") from error
+            raise SourceError(
+                f"{self._where}: {error}; name the user as redis://USER:PASSWORD@HOST?stream=KEY"
+            ) from error
         except (redis.ConnectionError, redis.TimeoutError) as error:
             self._away(error)
             return None
         except redis.RedisError as error:
             raise SourceError(f"{self._where}: {error}; expected a stream that this user may read") from error
         except MemoryError as error:
-            raise SourceError(f"{self._where}: an answer says that it takes more than there is; expected entries") from error
+            raise SourceError(
+                f"{self._where}: an answer says that it takes more than there is; expected entries"
+            ) from error
         self._back()
         self._check_order(position or str(self._begin), found)
         if position is not None:
@@ -131,7 +145,8 @@ class RedisStream:
         return found
 
     def _entries(self, position: str, count: int, wait_s: float) -> Found:
-        """The entries; and after them whether the one at the position is still there, and what the stream says of itself."""
+        """The entries; and after them whether the one at the position is still there, and what the stream
+        says of itself."""
         block_ms = max(1, int(1000 * min(wait_s, _BLOCK_S)))
         with self._client.pipeline(transaction=False) as line:
             line.execute_command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", self._key, position)
@@ -164,7 +179,8 @@ class RedisStream:
             return parse(answer)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise SourceError(
-                f"{self._where}: an answer is not that of a stream ({error}); expected Redis 5 or later behind the URL"
+                f"{self._where}: an answer is not that of a stream ({error}); expected Redis 5 or later "
+                "behind the URL"
             ) from error
 
     def _check_order(self, position: str, entries: list[Entry]) -> None:
@@ -172,32 +188,44 @@ class RedisStream:
         for id_, _ in entries:
             if self._id(id_) <= self._id(position):
                 raise SourceError(
-                    f"{self._where}: entry {id_} came behind {position}; expected ids that ascend, as Redis gives them"
+                    f"{self._where}: entry {id_} came behind {position}; expected ids that ascend, as Redis "
+                    "gives them"
                 )
             position = id_
 
-    def _check(self, position: str, entries: list[tuple[str, list[bytes]]], is_there: bool, ids: tuple[str, str] | None) -> None:
+    def _check(
+        self,
+        position: str,
+        entries: list[tuple[str, list[bytes]]],
+        is_there: bool,
+        ids: tuple[str, str] | None,
+    ) -> None:
         """SourceError: entries behind the position are gone."""
         remedy = "load a new version, or go on without them with --reset --from start, end or an entry's id"
         if ids is None:
             raise SourceError(
-                f"{self._where}: it is gone; what was applied ends at {position}; Redis lost it, or it was removed: {remedy}"
+                f"{self._where}: it is gone; what was applied ends at {position}; Redis lost it, or it was "
+                f"removed: {remedy}"
             )
         at, (last, deleted) = self._id(position), ids
         if self._id(last) < at:
             raise SourceError(
-                f"{self._where}: its last entry is {last}, and what was applied ends at {position}; Redis lost what came after "
+                f"{self._where}: its last entry is {last}, and what was applied ends at {position}; Redis "
+                "lost what came after "
                 f"{last}, or began anew: {remedy}"
             )
         if self._id(deleted) > at:
             raise SourceError(
-                f"{self._where}: entry {deleted} was deleted before it was read; {position} was applied last: {remedy}"
+                f"{self._where}: entry {deleted} was deleted before it was read; {position} was applied "
+                f"last: {remedy}"
             )
         if not is_there and self._id(last) > at:
             first = entries[0][0] if entries else last
             raise SourceError(
-                f"{self._where}: entry {position}, which was applied last, is gone, so entries between it and {first} may be: "
-                f"the stream was trimmed before it was read, or is another one; let it keep more, and {remedy}"
+                f"{self._where}: entry {position}, which was applied last, is gone, so entries between it "
+                f"and {first} may be: "
+                "the stream was trimmed before it was read, or is another one; let it keep more, and "
+                f"{remedy}"
             )
 
     def _away(self, error: Exception) -> None:
@@ -210,7 +238,9 @@ class RedisStream:
 
     def _back(self) -> None:
         if self._away_since is not None:
-            _log.warning("%s is reached again, after %.1f s", self._where, time.monotonic() - self._away_since)
+            _log.warning(
+                "%s is reached again, after %.1f s", self._where, time.monotonic() - self._away_since
+            )
             self._away_since, self._again_s = None, _AGAIN_S
 
     def _id(self, text: str) -> Id:
@@ -218,7 +248,9 @@ class RedisStream:
         first, dash, second = text.partition("-")
         for number in (first, second) if dash else (first,):
             if not (number.isascii() and number.isdecimal() and len(number) <= 20 and int(number) < _LARGEST):
-                raise SourceError(f"{self._where}: a position is an entry's id, as 1732300000000-0; found {text[:60]!r}")
+                raise SourceError(
+                    f"{self._where}: a position is an entry's id, as 1732300000000-0; found {text[:60]!r}"
+                )
         return int(first), int(second or 0)
 
 
@@ -230,7 +262,9 @@ def split_url(url: str) -> tuple[str, str]:
     if len(keys) != 1:
         scheme, _, rest = server.partition("://")
         shown = f"{scheme}://{rest.rpartition('@')[2]}"  # a password is not shown
-        raise SourceError(f"{shown} names {len(keys)} streams; expected one, as redis://HOST:6379/0?stream=KEY")
+        raise SourceError(
+            f"{shown} names {len(keys)} streams; expected one, as redis://HOST:6379/0?stream=KEY"
+        )
     return f"{server}?{urlencode(query, doseq=True)}".rstrip("?"), keys[0]
 
 
@@ -247,7 +281,9 @@ def _connect(url: str) -> Any:
             single_connection_client=False,
         )
     except (ValueError, TypeError) as error:
-        raise SourceError(f"the URL of the Redis stream is wrong: {error}; expected redis://HOST:6379/0?stream=KEY") from error
+        raise SourceError(
+            f"the URL of the Redis stream is wrong: {error}; expected redis://HOST:6379/0?stream=KEY"
+        ) from error
     raw: Callable[..., Any] = lambda answer, **_: answer  # noqa: E731
     for command in ("XREAD", "XRANGE", "XINFO"):
         client.set_response_callback(command, raw)
@@ -264,6 +300,7 @@ def _entries_of(answer: Any) -> list[Entry]:
 
 
 def _ids_of(answer: Any) -> tuple[str, str]:
-    """The last id, and the last one deleted, of an answer to XINFO STREAM. LookupError, TypeError, ValueError: it is none."""
+    """The last id, and the last one deleted, of an answer to XINFO STREAM. LookupError, TypeError,
+    ValueError: it is none."""
     says = dict(zip(answer[::2], answer[1::2], strict=True))
     return says[b"last-generated-id"].decode(), says.get(b"max-deleted-entry-id", b"0-0").decode()

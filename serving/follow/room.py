@@ -1,4 +1,5 @@
-"""Waiting for room in shared memory, as a source waits for its server: said once, tried again less and less often."""
+"""Waiting for room in shared memory, as a source waits for its server: said once, tried again less and
+less often."""
 
 import errno
 import logging
@@ -15,7 +16,8 @@ T = TypeVar("T")
 
 
 def when_there_is_room(write: Callable[[], T], is_stopping: IsStopping) -> T | None:
-    """What `write` returns, as soon as shared memory is not too full for it; None: the follower shall stop before."""
+    """What `write` returns, as soon as shared memory is not too full for it; None: the follower shall stop
+    before."""
     since: float | None = None
     again_s = _AGAIN_S
     while True:

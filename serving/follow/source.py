@@ -1,4 +1,5 @@
-"""What a stream of changes must offer to be followed. A new kind is a file with such a class, and two lines in `sources`."""
+"""What a stream of changes must offer to be followed. A new kind is a file with such a class, and two
+lines in `sources`."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -12,18 +13,21 @@ PAUSE_S = 0.05  # the longest pause after which a source looks whether it shall 
 
 
 class ChangeSource(Protocol):
-    """A stream of changes with positions. name: what the state calls it; two streams of one model have two names."""
+    """A stream of changes with positions. name: what the state calls it; two streams of one model have two
+    names."""
 
     name: str
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
-        """The changes behind the position `after`, as they are after `wait_s` seconds or as soon as they are some `rows`, or of
-        as many positions as `most`.
+    def read(
+        self, after: str | None, rows: int, wait_s: float, most: int | None = None
+    ) -> ChangeBatch | None:
+        """The changes behind the position `after`, as they are after `wait_s` seconds or as soon as they are
+        some `rows`, or of as many positions as `most`.
 
-        after: where the last batch ended; None: none was applied, so begin where the source was told to. None comes back where
-        there are none; sooner where the follower shall stop. What the stream's server lacks for a while is waited for.
-        SourceError: changes behind `after` are gone, or came in another order. ChangeError, while the batch's changes are read:
-        some are not what they must be (`refusing`).
+        after: where the last batch ended; None: none was applied, so begin where the source was told to. None
+        comes back where there are none; sooner where the follower shall stop. What the stream's server lacks
+        for a while is waited for. SourceError: changes behind `after` are gone, or came in another order.
+        ChangeError, while the batch's changes are read: some are not what they must be (`refusing`).
         """
         ...
 

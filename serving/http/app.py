@@ -1,4 +1,5 @@
-"""The worker's ASGI application: FastAPI with the routes of /v1, /v2 and the page. Every error is {"error": ...}."""
+"""The worker's ASGI application: FastAPI with the routes of /v1, /v2 and the page. Every error is
+{"error": ...}."""
 
 import asyncio
 import time
@@ -63,7 +64,9 @@ class Application:
         path = scope["path"]
         if path.startswith("/v2/"):
             path = path.rstrip("/")
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # whoever sends the answer leaves its body out
+        method = (
+            "GET" if scope["method"] == "HEAD" else scope["method"]
+        )  # whoever sends the answer leaves its body out
         await self._app({**scope, "path": path, "method": method}, receive, send)
 
     def tell(self) -> None:
@@ -130,13 +133,17 @@ def _make_fastapi(service: Service) -> FastAPI:
             allowed = (error.headers or {}).get("Allow", "GET").split(", ")
             return await refused(http, wrong_method(http.method, path, *allowed))
         if error.status_code == 404 and is_v2(http):
-            return await refused(http, not_found(f"{short(path)} is not a path of this server; GET /v2 describes it"))
+            return await refused(
+                http, not_found(f"{short(path)} is not a path of this server; GET /v2 describes it")
+            )
         known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs, and a page for people at /"
         what = f"{http.method} {short(path)}: {error.detail}; this server has: {known}"
         kind = ErrorKind.NOT_FOUND if error.status_code == 404 else ErrorKind.BAD_REQUEST
         return await refused(http, ApiError(error.status_code, kind, what))
 
-    @app.exception_handler(Exception)  # Starlette answers with it and raises the error again, so that it is logged
+    @app.exception_handler(
+        Exception
+    )  # Starlette answers with it and raises the error again, so that it is logged
     async def internal(http: Request, error: Exception) -> Response:
         return await refused(http, ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR))
 

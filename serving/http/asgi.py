@@ -29,9 +29,9 @@ class Disconnected(Exception):
 async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> bytes:
     """The whole body, decompressed where its headers say that it is compressed.
 
-    hold: of the request. The connection has counted the bytes that came in; the bytes that they unpack to are counted here, as
-    they come. ApiError: 400 where they are not what the headers say, 413 where there are more than `limit` bytes, 503 where there
-    are more than may be held now.
+    hold: of the request. The connection has counted the bytes that came in; the bytes that they unpack to are
+    counted here, as they come. ApiError: 400 where they are not what the headers say, 413 where there are
+    more than `limit` bytes, 503 where there are more than may be held now.
     """
     message = await receive()
     parts, size = [], 0
@@ -55,7 +55,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> b
 
 @contextmanager
 def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
-    """The `Hold` of a request: its connection's, which is released when the response is sent, or one for the block."""
+    """The `Hold` of a request: its connection's, which is released when the response is sent, or one for
+    the block."""
     if (hold := scope.get(HOLD)) is not None:
         yield hold
         return
@@ -90,7 +91,9 @@ async def _inflate(body: bytes, encoding: bytes, limit: int, hold: Hold) -> byte
     if not inflater.eof:
         raise bad_request(f"the {encoding.decode()} body ends early")
     if behind := len(inflater.unused_data) + len(left):
-        raise bad_request(f"{behind:,} bytes follow the end of the {encoding.decode()} body; send nothing behind it")
+        raise bad_request(
+            f"{behind:,} bytes follow the end of the {encoding.decode()} body; send nothing behind it"
+        )
     return bytes(plain)
 
 
@@ -111,12 +114,14 @@ def too_large(limit: int, name: str = "max_body_bytes") -> ApiError:
 
 
 def check_json_size(size: int, limit: int) -> None:
-    """ApiError 413: a JSON text of `size` bytes is too large. Binary tensors take a tenth of the time to parse."""
+    """ApiError 413: a JSON text of `size` bytes is too large. Binary tensors take a tenth of the time to
+    parse."""
     if size > limit:
         raise ApiError(
             413,
             ErrorKind.TOO_LARGE,
-            f"the JSON has {size:,} bytes; the limit is {limit:,} (max_json_bytes): send ids as binary tensors, POST /v2/models/"
+            f"the JSON has {size:,} bytes; the limit is {limit:,} (max_json_bytes): send ids as binary "
+            "tensors, POST /v2/models/"
             "MODEL/infer",
         )
 
@@ -125,7 +130,8 @@ def check_json_answer(size: int, limit: int) -> None:
     """ApiError 400: vectors of `size` bytes are too many for a JSON response."""
     if size > limit:
         raise bad_request(
-            f"the request asks for {size:,} bytes of vectors as JSON; the limit is {limit:,} (max_json_bytes): ask for binary "
+            f"the request asks for {size:,} bytes of vectors as JSON; the limit is {limit:,} "
+            "(max_json_bytes): ask for binary "
             "tensors, POST /v2/models/MODEL/infer with binary_data_output",
             ErrorKind.TOO_LARGE,
         )
@@ -178,4 +184,6 @@ class AsgiResponse(HttpResponse):
 
 def json_response(value: Any, status: int = 200) -> HttpResponse:
     """A value as JSON."""
-    return HttpResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+    return HttpResponse(
+        orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json"
+    )

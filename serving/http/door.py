@@ -1,9 +1,10 @@
 """Infer requests without ASGI: what a connection asks when one is whole, and what it sends as it is.
 
-ASGI gives each request a scope, a task and messages, which cost more than a small lookup. So `serving.http.connection.connection` hands the
-body of an infer request to the `Door`. Where a template knows the header and the executor can look up at once, the answer is
-there when the call returns. Else a task goes the longer way. Requests that are compressed, wait for 100-continue, or are not
-quite plain in another way go through ASGI, to the same code.
+ASGI gives each request a scope, a task and messages, which cost more than a small lookup. So
+`serving.http.connection.connection` hands the body of an infer request to the `Door`. Where a template knows
+the header and the executor can look up at once, the answer is there when the call returns. Else a task goes
+the longer way. Requests that are compressed, wait for 100-continue, or are not quite plain in another way go
+through ASGI, to the same code.
 """
 
 import asyncio
@@ -35,14 +36,16 @@ SendWhole = Callable[[bytes, Sequence[Any]], None]
 
 
 class InferTarget(NamedTuple):
-    """An infer request but for its body. named: model, or model, "versions" and version, as the path names them."""
+    """An infer request but for its body. named: model, or model, "versions" and version, as the path names
+    them."""
 
     named: list[str]
     header_length: bytes | None
 
 
 class DoorCycle:
-    """What uvicorn's protocol must know of a request that does not go through ASGI, in place of its own object."""
+    """What uvicorn's protocol must know of a request that does not go through ASGI, in place of its own
+    object."""
 
     __slots__ = ("body", "disconnected", "keep_alive", "more_body", "response_complete", "response_started")
     waiting_for_100_continue = False
@@ -96,7 +99,9 @@ class Door:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _send_what(self, asked: InferTarget, send: SendWhole, encode: Callable[[Found], Response], found: Found) -> None:
+    def _send_what(
+        self, asked: InferTarget, send: SendWhole, encode: Callable[[Found], Response], found: Found
+    ) -> None:
         """Sends the response that `encode` makes, or the error that it raises."""
         try:
             response = encode(found)
@@ -104,7 +109,9 @@ class Door:
             response = self._refusal(asked, error)
         send(response_head(response), response.parts)
 
-    async def _answer_later(self, asked: InferTarget, coming: Coroutine[Any, Any, Response], send: SendWhole) -> None:
+    async def _answer_later(
+        self, asked: InferTarget, coming: Coroutine[Any, Any, Response], send: SendWhole
+    ) -> None:
         try:
             response = await coming
         except Exception as error:  # noqa: BLE001  # as above

@@ -1,4 +1,5 @@
-"""What a server and its models are, as JSON: for GET /v1/models, and for the metadata, configuration and statistics of V2."""
+"""What a server and its models are, as JSON: for GET /v1/models, and for the metadata, configuration and
+statistics of V2."""
 
 from typing import Any
 
@@ -56,7 +57,10 @@ def describe_model(service: Service, name: str) -> dict[str, Any]:
             for t in header.tables
         ],
         "scorer": None if served.scorer is None else served.scorer.describe(),
-        "features": [{"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output} for f in header.features],
+        "features": [
+            {"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output}
+            for f in header.features
+        ],
     }
 
 
@@ -79,7 +83,8 @@ def model_metadata(service: Service, served: ServedVersion) -> dict[str, Any]:
 
 
 def model_statistics(served: ServedVersion) -> list[dict[str, Any]]:
-    """In the statistics extension's shape: counts and nanoseconds over all workers and all versions since the start."""
+    """In the statistics extension's shape: counts and nanoseconds over all workers and all versions since
+    the start."""
     found = statistics(served.header.model)
     count = found["lookup"][0]
     ns = {stage: {"count": n, "ns": round(seconds * 1e9)} for stage, (n, seconds) in found.items()}
@@ -126,9 +131,13 @@ def model_configuration(served: ServedVersion) -> dict[str, Any]:
         "BOOL": "TYPE_BOOL",
     }
     inputs = [
-        {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True} for i in _input_names(served)
+        {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True}
+        for i in _input_names(served)
     ]
-    outputs = [{"name": o["name"], "data_type": kinds[o["datatype"]], "dims": o["shape"]} for o in _output_names(served)]
+    outputs = [
+        {"name": o["name"], "data_type": kinds[o["datatype"]], "dims": o["shape"]}
+        for o in _output_names(served)
+    ]
     return {
         "name": served.header.model,
         "platform": "tableside",
@@ -144,7 +153,9 @@ def model_configuration(served: ServedVersion) -> dict[str, Any]:
 def _input_names(served: ServedVersion) -> list[dict[str, Any]]:
     """The inputs that a model takes, for its metadata, with both ways of sending each feature."""
     dense = {} if served.scorer is None else served.scorer.dense
-    described: list[dict[str, Any]] = [{"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()]
+    described: list[dict[str, Any]] = [
+        {"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()
+    ]
     for name, bound in served.features.items():
         described.append({"name": name, "datatype": "INT64", "shape": [-1, -1]})
         described.append({"name": f"{name}.values", "datatype": "INT64", "shape": [-1]})
@@ -157,7 +168,8 @@ def _input_names(served: ServedVersion) -> list[dict[str, Any]]:
 def _output_names(served: ServedVersion) -> list[dict[str, Any]]:
     """The outputs that a model gives, for its metadata. Found masks are given where they are named alone."""
     described = [
-        {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]} for n, f in served.features.items()
+        {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]}
+        for n, f in served.features.items()
     ]
     described += [{"name": mask_name(n), "datatype": "BOOL", "shape": [-1]} for n in served.features]
     if served.scorer is not None:
@@ -168,8 +180,9 @@ def _output_names(served: ServedVersion) -> list[dict[str, Any]]:
 def _describe_ids(table: StoredTable) -> dict[str, Any]:
     """Which ids a table has, and what becomes of others, as JSON.
 
-    ids: "row", where they are [first_id, first_id + id_count), or "raw", any int64. id_count: ids with a row of their own.
-    missing: the policy for others, as model.toml has it. backfilled: ids whose row came from an older version.
+    ids: "row", where they are [first_id, first_id + id_count), or "raw", any int64. id_count: ids with a row
+    of their own. missing: the policy for others, as model.toml has it. backfilled: ids whose row came from an
+    older version.
     """
     ids = table.ids or StoredIds(table.rows)
     is_raw = ids.index is not None

@@ -1,4 +1,5 @@
-"""What /openapi.json says of an operation that takes a raw body: its schemas, and its refusals, as arguments of FastAPI's routes.
+"""What /openapi.json says of an operation that takes a raw body: its schemas, and its refusals, as arguments
+of FastAPI's routes.
 
 Every refusal is {"error": message}, with the statuses that its path can have. 405 is any other method's.
 """
@@ -101,7 +102,9 @@ _OUTPUT = an_object("data", "parameters", **_TENSOR, data=_DATA, parameters=PARA
 INFER_RESPONSE = an_object("id", id=STRING, model_name=STRING, model_version=STRING, outputs=a_list(_OUTPUT))
 SERVER_METADATA = an_object(name=STRING, version=STRING, extensions=a_list(STRING))
 _SIDES = {"inputs": _TENSORS, "outputs": _TENSORS}
-MODEL_METADATA = an_object(name=STRING, versions=a_list(STRING), platform=STRING, **_SIDES, parameters=PARAMETERS)
+MODEL_METADATA = an_object(
+    name=STRING, versions=a_list(STRING), platform=STRING, **_SIDES, parameters=PARAMETERS
+)
 LIVE, READY = an_object(live=BOOL), an_object("name", name=STRING, ready=BOOL)
 STATISTICS = an_object(model_stats=a_list(an_object(name=STRING, version=STRING)))
 REPOSITORY_INDEX = a_list(an_object("reason", name=STRING, version=STRING, state=STRING, reason=STRING))

@@ -1,10 +1,12 @@
-"""Whose requests a server takes, as a web page may send some to any server that its browser reaches, one on loopback too.
+"""Whose requests a server takes, as a web page may send some to any server that its browser reaches, one on
+loopback too.
 
-A page of another site may write: its browser sends the request, and only keeps the answer from it. So a request that is no GET
-is refused where the browser says that it comes from another site (`Sec-Fetch-Site`, else `Origin`). Programs send neither.
+A page of another site may write: its browser sends the request, and only keeps the answer from it. So a
+request that is no GET is refused where the browser says that it comes from another site (`Sec-Fetch-Site`,
+else `Origin`). Programs send neither.
 
-A page may have its own name point at this server (DNS rebinding), and is of the same site then. So `Host` must be a name of this
-server. An IP address is always taken, as no page's name is one.
+A page may have its own name point at this server (DNS rebinding), and is of the same site then. So `Host`
+must be a name of this server. An IP address is always taken, as no page's name is one.
 
 A registration of shared memory is not taken as text or as a form of a page, which need no preflight.
 """
@@ -33,18 +35,28 @@ class Origins:
 
     @classmethod
     def of(cls, settings: ServerSettings) -> "Origins":
-        """By `allowed_hosts`; without it a server on loopback has its own name and localhost, any other server all names."""
+        """By `allowed_hosts`; without it a server on loopback has its own name and localhost, any other
+        server all names."""
         names = {name.lower() for name in settings.allowed_hosts}
-        if not names and settings.uds is None and (settings.host == "localhost" or _is_loopback(settings.host)):
+        if (
+            not names
+            and settings.uds is None
+            and (settings.host == "localhost" or _is_loopback(settings.host))
+        ):
             names = {"localhost"}
         return cls(None if not names or ANY in names else names)
 
     def refusal(self, method: bytes, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-        """Why a request is refused; None: it is taken. headers: its READS, and any others, with names in lower case."""
+        """Why a request is refused; None: it is taken. headers: its READS, and any others, with names in
+        lower case."""
         hosts = [value.decode("latin-1").lower() for name, value in headers if name == HOST]
-        if self._names is not None and (bad := next((h for h in hosts if not self._is_own(h)), None)) is not None:
+        if (
+            self._names is not None
+            and (bad := next((h for h in hosts if not self._is_own(h)), None)) is not None
+        ):
             return (
-                f"Host {short(bad)} is no name of this server; it has: {', '.join(sorted(self._names))}, or an IP address. Name "
+                f"Host {short(bad)} is no name of this server; it has: {', '.join(sorted(self._names))}, or "
+                "an IP address. Name "
                 "others with --allowed-hosts"
             )
         if method in (b"GET", b"HEAD"):
@@ -55,7 +67,11 @@ class Origins:
             is_own = all(site in (b"same-origin", b"none") for site in sites)
         else:
             is_own = all(origin.partition("://")[2] in hosts for origin in origins)
-        return None if is_own else "a page of another site sent this request, and pages of other sites may not write here"
+        return (
+            None
+            if is_own
+            else "a page of another site sent this request, and pages of other sites may not write here"
+        )
 
     def _is_own(self, host: str) -> bool:
         found = _HOST.fullmatch(host)
@@ -63,7 +79,8 @@ class Origins:
 
 
 def check_type(content_type: bytes | None) -> None:
-    """ApiError 415: a body has a type in which a page may send it anywhere, without asking the server first."""
+    """ApiError 415: a body has a type in which a page may send it anywhere, without asking the server
+    first."""
     if content_type is not None and (kind := content_type.partition(b";")[0].strip().lower()) in _OF_PAGES:
         raise ApiError(
             415,

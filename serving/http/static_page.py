@@ -1,6 +1,7 @@
 """The page for people at `/`: a few files of ours that a browser shows, by what /v1/models and /metrics say.
 
-It asks by GET alone, and may load nothing from another host: its Content-Security-Policy says so to the browser.
+It asks by GET alone, and may load nothing from another host: its Content-Security-Policy says so to the
+browser.
 """
 
 from pathlib import Path
@@ -21,7 +22,12 @@ def add_to(app: FastAPI) -> None:
     """Serves the page at `/` and its files below `/page/`."""
     for file in sorted(FOLDER.iterdir()):
         if file.suffix in _TYPES:
-            _add(app, "/" if file.name == "index.html" else f"/page/{file.name}", file.read_bytes(), _TYPES[file.suffix])
+            _add(
+                app,
+                "/" if file.name == "index.html" else f"/page/{file.name}",
+                file.read_bytes(),
+                _TYPES[file.suffix],
+            )
 
 
 def _add(app: FastAPI, path: str, content: bytes, media_type: str) -> None:

@@ -1,8 +1,9 @@
 """OpenTelemetry traces: one span of each request, from its first byte to the last byte of its response.
 
-A span is a child of the one that the request's `traceparent` names (W3C Trace Context). Its attributes are those of
-OpenTelemetry's HTTP conventions, and ours: protocol, outcome, request_id. It is made when the request is over, so that the path
-of a lookup has none of it. Spans are sent by a thread of the SDK. Everything here is of the extra `tableside[otel]`.
+A span is a child of the one that the request's `traceparent` names (W3C Trace Context). Its attributes are
+those of OpenTelemetry's HTTP conventions, and ours: protocol, outcome, request_id. It is made when the
+request is over, so that the path of a lookup has none of it. Spans are sent by a thread of the SDK.
+Everything here is of the extra `tableside[otel]`.
 """
 
 import time
@@ -22,11 +23,13 @@ _INFER = "/v2/models/{model}/infer"
 
 
 def exporter_named(name: str) -> EntryPoint:
-    """What makes an exporter, by the name that its package registered. ServingError: there is none of that name."""
+    """What makes an exporter, by the name that its package registered. ServingError: there is none of that
+    name."""
     known = {entry.name: entry for entry in entry_points(group=_GROUP)}
     if name not in known:
         raise ServingError(
-            f"traces: no OpenTelemetry exporter is called {name!r}; this environment has: {', '.join(sorted(known)) or 'none'}; "
+            f"traces: no OpenTelemetry exporter is called {name!r}; this environment has: "
+            f"{', '.join(sorted(known)) or 'none'}; "
             "install its package, or tableside[otel] for otlp_proto_http"
         )
     return known[name]
@@ -66,7 +69,9 @@ class SpanWriter:
             attributes["tableside.request_id"] = trace.request_id.decode()
         span = self._tracer.start_span(
             f"{method} {route}" if route else method,
-            self._context.extract({} if trace.parent is None else {"traceparent": trace.parent.decode("latin-1")}),
+            self._context.extract(
+                {} if trace.parent is None else {"traceparent": trace.parent.decode("latin-1")}
+            ),
             SpanKind.SERVER,
             attributes,
             start_time=ended - round(seconds * 1e9),

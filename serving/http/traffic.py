@@ -1,7 +1,8 @@
-"""What comes through a worker's connections: how many there are, what is in flight, and how long each request took.
+"""What comes through a worker's connections: how many there are, what is in flight, and how long each request
+took.
 
-A request's time goes from its first byte received to the last byte of its response handed to the kernel. So waiting for a turn, a
-slow body and a client that reads slowly are all in it, as they are in what a user sees.
+A request's time goes from its first byte received to the last byte of its response handed to the kernel. So
+waiting for a turn, a slow body and a client that reads slowly are all in it, as they are in what a user sees.
 """
 
 import time
@@ -21,7 +22,8 @@ _LOOKUPS = (b"/v1/lookup", b"/v1/score")
 
 
 class Trace(NamedTuple):
-    """Who asked, by a request's headers. request_id: is echoed; None: none came, or one that is too long or no plain text.
+    """Who asked, by a request's headers. request_id: is echoed; None: none came, or one that is too long or
+    no plain text.
 
     parent: W3C's traceparent.
     """
@@ -36,7 +38,12 @@ def trace_of(method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) 
     """headers: those of TRACED, and any others."""
     request_id = parent = None
     for name, value in headers:
-        if name == REQUEST_ID and 0 < len(value) <= _LONGEST_ID and value.isascii() and value.decode().isprintable():
+        if (
+            name == REQUEST_ID
+            and 0 < len(value) <= _LONGEST_ID
+            and value.isascii()
+            and value.decode().isprintable()
+        ):
             request_id = value
         elif name == PARENT:
             parent = value
@@ -54,7 +61,8 @@ def protocol_of(method: bytes, url: bytes) -> str:
 
 
 def outcome_of(status: int) -> str:
-    """The label of a response: ok; refused (4xx, the client's to mend); unavailable (503, to be tried again); failed (5xx)."""
+    """The label of a response: ok; refused (4xx, the client's to mend); unavailable (503, to be tried
+    again); failed (5xx)."""
     if status < 400:
         return "ok"
     if status < 500:
@@ -63,7 +71,8 @@ def outcome_of(status: int) -> str:
 
 
 class Traffic:
-    """Counts over the connections of a worker. Belongs to one event loop. connections: that are open; in_flight: requests.
+    """Counts over the connections of a worker. Belongs to one event loop. connections: that are open;
+    in_flight: requests.
 
     spans: what writes a trace of each request; None: nothing does.
     """
@@ -77,7 +86,8 @@ class Traffic:
         self.in_flight += 1
 
     def ended(self, protocol: str, status: int, since: float, trace: Trace) -> None:
-        """The last byte of a response is handed over. status: 0: its client left before. since: of time.perf_counter."""
+        """The last byte of a response is handed over. status: 0: its client left before. since: of
+        time.perf_counter."""
         self.in_flight -= 1
         outcome = outcome_of(status) if status else "aborted"
         seconds = time.perf_counter() - since

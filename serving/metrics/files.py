@@ -50,11 +50,12 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def metrics_folder(root: Path) -> Iterator[None]:
-    """A folder among the models for the workers' counts: in memory, and out of reach of what cleans temporary folders.
+    """A folder among the models for the workers' counts: in memory, and out of reach of what cleans temporary
+    folders.
 
-    It lies beside `root` where the models are another user's, and in /dev/shm where `root` is on a hugetlbfs, whose smallest file
-    is a huge page. Folders of servers that were killed are removed: nobody holds their locks. Where no folder can be made the
-    server runs without counts.
+    It lies beside `root` where the models are another user's, and in /dev/shm where `root` is on a hugetlbfs,
+    whose smallest file is a huge page. Folders of servers that were killed are removed: nobody holds their
+    locks. Where no folder can be made the server runs without counts.
     """
     if not os.access(root, os.W_OK):
         root = root.parent
@@ -68,7 +69,8 @@ def metrics_folder(root: Path) -> Iterator[None]:
         folder, lock = _new_folder(root)
     except OSError as error:
         logger.error(
-            "no folder for metrics in %s (%s): served without counters and histograms; free shared memory (tableside gc), then "
+            "no folder for metrics in %s (%s): served without counters and histograms; free shared memory "
+            "(tableside gc), then "
             "start the server again",
             root,
             error.strerror,
@@ -233,7 +235,9 @@ def sums(folder: Path) -> Sums:
         for name, labels, values in counts:
             of_name = found.setdefault(name, {})
             before = of_name.get(labels)
-            of_name[labels] = values if before is None else [a + b for a, b in zip(before, values, strict=True)]
+            of_name[labels] = (
+                values if before is None else [a + b for a, b in zip(before, values, strict=True)]
+            )
     return found
 
 

@@ -1,7 +1,7 @@
 """What each worker of a server does now: numbers at the beginning of its metrics file.
 
-They are written twice a second, and when this worker is asked itself. Any worker sums them up when it is asked, over the
-workers that run. What a process has of the machine is read from /proc.
+They are written twice a second, and when this worker is asked itself. Any worker sums them up when it is
+asked, over the workers that run. What a process has of the machine is read from /proc.
 """
 
 import os
@@ -28,7 +28,8 @@ class Now:
 
 @dataclass(frozen=True)
 class WorkerNow:
-    """A worker that runs. memory_bytes: by kind: private, file (its code), shared (the tables that it has touched)."""
+    """A worker that runs. memory_bytes: by kind: private, file (its code), shared (the tables that it has
+    touched)."""
 
     now: Now
     memory_bytes: dict[str, int]

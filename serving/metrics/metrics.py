@@ -1,7 +1,7 @@
 """Prometheus metrics, summed over all workers, right after any of them was killed.
 
-Workers count in memory-mapped files, where what a killed worker counted stays (`serving.metrics.counters`). What is true now, as
-versions and sizes, is collected by the worker that is asked.
+Workers count in memory-mapped files, where what a killed worker counted stays (`serving.metrics.counters`).
+What is true now, as versions and sizes, is collected by the worker that is asked.
 """
 
 import os
@@ -32,7 +32,9 @@ GPU_STAGES = ("queue", "staging", "copy_in", "kernels", "copy_out")
 UNKNOWN = "unknown"
 
 REQUESTS = Counter("tableside_requests_total", "Lookup requests answered.", ["model", "protocol", "outcome"])
-ERRORS = Counter("tableside_errors_total", "Requests refused and swaps that failed, by kind.", ["model", "kind"])
+ERRORS = Counter(
+    "tableside_errors_total", "Requests refused and swaps that failed, by kind.", ["model", "kind"]
+)
 STAGE_SECONDS = Histogram(
     "tableside_stage_seconds",
     "Seconds a request spent in a stage.",
@@ -41,11 +43,14 @@ STAGE_SECONDS = Histogram(
 )
 REQUEST_SECONDS = Histogram(
     "tableside_request_seconds",
-    "Seconds from the first byte of a request to the last byte of its response: ok, refused, unavailable, failed, aborted.",
+    "Seconds from the first byte of a request to the last byte of its response: ok, refused, unavailable, "
+    "failed, aborted.",
     ["protocol", "outcome"],
     bounds=_SECONDS,
 )
-CPU_SECONDS = Counter("tableside_cpu_seconds_total", "Seconds that workers computed, those that ended included.", ["process"])
+CPU_SECONDS = Counter(
+    "tableside_cpu_seconds_total", "Seconds that workers computed, those that ended included.", ["process"]
+)
 SCORE_SECONDS = Histogram(
     "tableside_score_seconds",
     "Seconds that the scorer took for a request, or for those of a GPU's batch together.",
@@ -55,7 +60,8 @@ SCORE_SECONDS = Histogram(
 IDS = Counter("tableside_ids_total", "Ids looked up.", ["model"])
 WITHOUT_ROW = Counter(
     "tableside_ids_without_row_total",
-    "Ids without a row of their own: missing (default row), backfilled (row of an older version), refused (400: the first id).",
+    "Ids without a row of their own: missing (default row), backfilled (row of an older version), refused "
+    "(400: the first id).",
     ["model", "table", "reason"],
 )
 VECTORS = Counter("tableside_vectors_total", "Vectors returned.", ["model"])
@@ -64,7 +70,8 @@ REQUEST_BYTES = Counter("tableside_request_bytes_total", "Bytes of request bodie
 RESPONSE_BYTES = Counter("tableside_response_bytes_total", "Bytes of vectors returned.", ["model"])
 GPU_SECONDS = Histogram(
     "tableside_gpu_seconds",
-    "Seconds of a batch on the GPU by stage: queue (every request), staging, copy_in, kernels, copy_out (one batch of 16).",
+    "Seconds of a batch on the GPU by stage: queue (every request), staging, copy_in, kernels, copy_out (one "
+    "batch of 16).",
     ["device", "stage"],
     bounds=(1e-6, 3e-6, *_SECONDS),
 )
@@ -77,22 +84,43 @@ GPU_BATCH = Histogram(
 CACHE_TABLES = {
     "ids": Counter("tableside_cache_ids_total", "Ids looked up through a GPU's cache.", ["table"]),
     "hits": Counter("tableside_cache_hits_total", "Of them, those whose row was in a slot.", ["table"]),
-    "fetched": Counter("tableside_cache_fetched_rows_total", "Rows that were missing, each once a batch.", ["table"]),
-    "in_place": Counter("tableside_cache_in_place_ids_total", "Ids whose row found no room and was read in place.", ["table"]),
-    "bus_bytes": Counter("tableside_cache_bus_bytes_total", "Bytes of rows that came over the bus.", ["table"]),
+    "fetched": Counter(
+        "tableside_cache_fetched_rows_total", "Rows that were missing, each once a batch.", ["table"]
+    ),
+    "in_place": Counter(
+        "tableside_cache_in_place_ids_total", "Ids whose row found no room and was read in place.", ["table"]
+    ),
+    "bus_bytes": Counter(
+        "tableside_cache_bus_bytes_total", "Bytes of rows that came over the bus.", ["table"]
+    ),
 }
 CACHE_EVENTS = {
-    "inserted": Counter("tableside_cache_inserted_rows_total", "Rows that were admitted to slots.", ["device"]),
-    "evicted": Counter("tableside_cache_evicted_rows_total", "Rows that went from slots for others.", ["device"]),
-    "padded": Counter("tableside_cache_padded_rows_total", "Rows read from a staging buffer and not admitted.", ["device"]),
-    "locked_out": Counter("tableside_cache_locked_out_rows_total", "Rows that found every slot in use by a batch.", ["device"]),
+    "inserted": Counter(
+        "tableside_cache_inserted_rows_total", "Rows that were admitted to slots.", ["device"]
+    ),
+    "evicted": Counter(
+        "tableside_cache_evicted_rows_total", "Rows that went from slots for others.", ["device"]
+    ),
+    "padded": Counter(
+        "tableside_cache_padded_rows_total", "Rows read from a staging buffer and not admitted.", ["device"]
+    ),
+    "locked_out": Counter(
+        "tableside_cache_locked_out_rows_total", "Rows that found every slot in use by a batch.", ["device"]
+    ),
 }
-SCRUBS = Counter("tableside_scrubs_total", "Readings of all rows of a served version, by outcome.", ["model", "outcome"])
+SCRUBS = Counter(
+    "tableside_scrubs_total", "Readings of all rows of a served version, by outcome.", ["model", "outcome"]
+)
 SWAPS = Counter("tableside_swaps_total", "Versions taken into service by a worker.", ["model"])
-UPDATES = Counter("tableside_updates_total", "States of changed rows of a version taken into service by a worker.", ["model"])
+UPDATES = Counter(
+    "tableside_updates_total",
+    "States of changed rows of a version taken into service by a worker.",
+    ["model"],
+)
 UPDATE_LAG = Histogram(
     "tableside_update_lag_seconds",
-    "From when the oldest of some changes was made, or applied where that is not known, until a worker answered from them.",
+    "From when the oldest of some changes was made, or applied where that is not known, until a worker "
+    "answered from them.",
     ["model"],
     bounds=(0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 300, 3600),
 )
@@ -113,11 +141,15 @@ class ModelMetrics:
     def __init__(self, model: str, protocol: str) -> None:
         self._model = model
         self._ok = REQUESTS.labels(model, protocol, "ok")
-        self._parse, self._lookup, self._encode = (STAGE_SECONDS.labels(model, protocol, stage) for stage in STAGES)
+        self._parse, self._lookup, self._encode = (
+            STAGE_SECONDS.labels(model, protocol, stage) for stage in STAGES
+        )
         counters = (IDS, VECTORS, ROW_BYTES, REQUEST_BYTES, RESPONSE_BYTES)
         self._ids, self._vectors, self._row_bytes, self._in, self._out = (c.labels(model) for c in counters)
 
-    def answered(self, request: Request, body_bytes: int, times: Stages, unfound: Sequence[Unfound] | None = None) -> None:
+    def answered(
+        self, request: Request, body_bytes: int, times: Stages, unfound: Sequence[Unfound] | None = None
+    ) -> None:
         """Counts a request that was answered. unfound: as `Plan.run` returns it."""
         self._ok.add(1)
         self._parse.add(times.parsed - times.started)
@@ -132,7 +164,8 @@ class ModelMetrics:
             self._count_unfound(request.tables, unfound)
 
     def _count_unfound(self, tables: Sequence[str], unfound: Sequence[Unfound]) -> None:
-        """The tables are those of versions that are served, so the labels are bounded. They are made when they first count."""
+        """The tables are those of versions that are served, so the labels are bounded. They are made when
+        they first count."""
         for table, counts in zip(tables, unfound, strict=True):
             if not any(counts):
                 continue
@@ -153,7 +186,8 @@ class MetricsOfModels(dict[str, ModelMetrics]):
 
 
 class GpuMetrics:
-    """The histograms of one device. Their labels are resolved once. One thread calls `waited`, and one `answered`."""
+    """The histograms of one device. Their labels are resolved once. One thread calls `waited`, and one
+    `answered`."""
 
     def __init__(self, device: str) -> None:
         self._requests = GPU_BATCH.labels(device)
@@ -186,13 +220,17 @@ class CacheMetrics:
             return  # older than what was counted: it was under way meanwhile
         before, self._seen = self._seen, now
         for name, counter in CACHE_EVENTS.items():
-            counter.labels(self._device).inc(max(0, getattr(now, name) - (getattr(before, name) if before else 0)))
+            counter.labels(self._device).inc(
+                max(0, getattr(now, name) - (getattr(before, name) if before else 0))
+            )
         for number, table in now.tables.items():
             old = before.tables.get(number) if before else None
             if old is not None and (old.name != table.name or old.ids > table.ids):
                 old = None  # another table has its number now
             for name, counter in CACHE_TABLES.items():
-                counter.labels(table.name).inc(max(0, getattr(table, name) - (getattr(old, name) if old else 0)))
+                counter.labels(table.name).inc(
+                    max(0, getattr(table, name) - (getattr(old, name) if old else 0))
+                )
 
 
 def refused(model: str, protocol: str, kind: ErrorKind, lacking: str | None = None) -> None:
@@ -256,7 +294,9 @@ class _Now:
         for cache in {engine.cache for engine in self._engines} - {None}:
             assert cache is not None
             for name, value in zip(cache._fields[1:], cache[1:], strict=True):
-                family = GaugeMetricFamily(f"tableside_cache_{name}", "Of the cache of this worker's GPU.", labels=["device"])
+                family = GaugeMetricFamily(
+                    f"tableside_cache_{name}", "Of the cache of this worker's GPU.", labels=["device"]
+                )
                 family.add_metric([cache.device], float(value))
                 yield family
 
@@ -275,7 +315,9 @@ class _Now:
         gauge = GaugeMetricFamily("tableside_backfilled_rows", text, labels=["model", "table"])
         for engine in self._engines:
             for table in engine.attached().header.tables:
-                if table.ids is not None and (table.ids.backfilled or table.ids.missing.startswith("backfill")):
+                if table.ids is not None and (
+                    table.ids.backfilled or table.ids.missing.startswith("backfill")
+                ):
                     gauge.add_metric([engine.model.name, table.name], float(table.ids.backfilled))
         return gauge
 
@@ -292,11 +334,23 @@ def _of_workers() -> Iterator[Metric]:
             "Requests whose responses are not complete, in all workers.",
             sum(n.in_flight_requests for n in nows),
         ),
-        ("waiting_requests", "Of them, those that wait for their turn.", sum(n.waiting_requests for n in nows)),
+        (
+            "waiting_requests",
+            "Of them, those that wait for their turn.",
+            sum(n.waiting_requests for n in nows),
+        ),
         ("open_connections", "Connections of all workers.", sum(n.open_connections for n in nows)),
         ("max_connections", "Connections that all workers may have.", sum(n.max_connections for n in nows)),
-        ("held_bytes", "Bytes of bodies and responses that all workers hold.", sum(n.held_bytes for n in nows)),
-        ("open_files", "Open files of the worker that has most.", max((w.open_files for w in seen), default=0)),
+        (
+            "held_bytes",
+            "Bytes of bodies and responses that all workers hold.",
+            sum(n.held_bytes for n in nows),
+        ),
+        (
+            "open_files",
+            "Open files of the worker that has most.",
+            max((w.open_files for w in seen), default=0),
+        ),
     ):
         yield GaugeMetricFamily(f"tableside_{name}", text, value=float(value))
     text = "Resident bytes of all workers: private, file (code), shared (tables that each has touched)."
@@ -309,7 +363,9 @@ def _of_workers() -> Iterator[Metric]:
 def _folder() -> Path:
     folder = os.environ.get(metrics_files.VARIABLE)
     if not folder:
-        raise ServingError(f"{metrics_files.VARIABLE} is not set; workers are started by `tableside serve`, which sets it")
+        raise ServingError(
+            f"{metrics_files.VARIABLE} is not set; workers are started by `tableside serve`, which sets it"
+        )
     return Path(folder)
 
 
@@ -322,7 +378,8 @@ def exposition(engines: Iterable[Engine]) -> bytes:
 
 
 def statistics(model: str) -> dict[str, tuple[int, float]]:
-    """Stage -> (count, seconds) of a model's answered requests, and "refused" -> (count, 0), over all workers and protocols."""
+    """Stage -> (count, seconds) of a model's answered requests, and "refused" -> (count, 0), over all
+    workers and protocols."""
     found = dict.fromkeys((*STAGES, "refused"), (0, 0.0))
     sums = metrics_files.sums(_folder())
     for (of, _, stage), (seconds, *buckets) in sums.get(STAGE_SECONDS.name, {}).items():

@@ -1,12 +1,13 @@
-"""Kernels compiled before they are needed, once for a machine: one process compiles, the others wait until it is done.
+"""Kernels compiled before they are needed, once for a machine: one process compiles, the others wait until it
+is done.
 
-What is compiled lies in Triton's cache on disk. Its folder `tableside` has a lock (`flock`, which the kernel drops with a killed
-process), and an empty file for each set of kernels that is complete. Its name is a digest of all that the set depends on: the
-kernels and their sources, the architecture, Triton, and whether the code that launches them could be compiled too. So a set that
-is there costs a look at one file.
+What is compiled lies in Triton's cache on disk. Its folder `tableside` has a lock (`flock`, which the kernel
+drops with a killed process), and an empty file for each set of kernels that is complete. Its name is a digest
+of all that the set depends on: the kernels and their sources, the architecture, Triton, and whether the code
+that launches them could be compiled too. So a set that is there costs a look at one file.
 
-This saves time and keeps nothing right: what is not compiled ahead is compiled when it is launched first. Imports neither torch
-nor Triton.
+This saves time and keeps nothing right: what is not compiled ahead is compiled when it is launched first.
+Imports neither torch nor Triton.
 """
 
 import fcntl
@@ -47,12 +48,17 @@ def triton_cache() -> Path:
 
 
 def kernels_wanted(
-    segment: Segment, placement: str, *, is_lfu: bool = True, gathers: tuple[bool, ...] = (False, True), tensors: bool = False
+    segment: Segment,
+    placement: str,
+    *,
+    is_lfu: bool = True,
+    gathers: tuple[bool, ...] = (False, True),
+    tensors: bool = False,
 ) -> WantedKernels:
     """What a version's tables launch where they are placed so; auto: wherever they may come to lie.
 
-    is_lfu: the cache's policy. gathers: whether the CPU gathers what the cache misses; both: the host's cores say. tensors: what
-    PyTorch modules launch, too.
+    is_lfu: the cache's policy. gathers: whether the CPU gathers what the cache misses; both: the host's cores
+    say. tensors: what PyTorch modules launch, too.
     """
     features = segment.header.features
     poolings = {Pooling.parse(f.pooling) for f in features}
@@ -83,7 +89,8 @@ def kernels_of_server(settings: ServerSettings, segment: Segment) -> WantedKerne
 
 
 def are_compiled(settings: ServerSettings) -> bool:
-    """Whether engine processes of these settings launch kernels that are compiled: not where all is interpreted, or the CPU's."""
+    """Whether engine processes of these settings launch kernels that are compiled: not where all is
+    interpreted, or the CPU's."""
     return bool(settings.devices) and INTERPRETER not in settings.devices and settings.placement != "host"
 
 
@@ -92,8 +99,8 @@ def compile_once(
 ) -> list[CompiledKernel] | None:
     """Compiles a set of kernels, `jobs` at a time (None: one a core), unless it is there; None: it was.
 
-    Where another process compiles, this one waits for it. QuantError: a kernel cannot be compiled, or the architecture is
-    unknown. OSError: nothing may be written to Triton's cache.
+    Where another process compiles, this one waits for it. QuantError: a kernel cannot be compiled, or the
+    architecture is unknown. OSError: nothing may be written to Triton's cache.
     """
     done = triton_cache() / "tableside" / _digest(wanted, arch)
     if done.exists():
@@ -108,7 +115,8 @@ def compile_once(
 
 
 def compile_ahead(wanted: WantedKernels, arch: int) -> None:
-    """As `compile_once`, told in the log. What cannot be compiled ahead is left to the first launch, which says why."""
+    """As `compile_once`, told in the log. What cannot be compiled ahead is left to the first launch, which
+    says why."""
     started = time.monotonic()
     told = 0
 
@@ -121,14 +129,23 @@ def compile_ahead(wanted: WantedKernels, arch: int) -> None:
     try:
         compiled = compile_once(wanted, arch, progress=tell)
     except (QuantError, OSError) as error:
-        logger.warning("kernels are compiled when they are first launched, as they cannot be before: %s", error)
+        logger.warning(
+            "kernels are compiled when they are first launched, as they cannot be before: %s", error
+        )
         return
     if compiled is not None:
-        logger.info("kernels for sm_%d: %d in %.1f s, in %s", arch, len(compiled), time.monotonic() - started, triton_cache())
+        logger.info(
+            "kernels for sm_%d: %d in %.1f s, in %s",
+            arch,
+            len(compiled),
+            time.monotonic() - started,
+            triton_cache(),
+        )
 
 
 def begin_to_compile(settings: ServerSettings, segments: Sequence[Segment]) -> threading.Thread | None:
-    """Compiles what engine processes of these settings will launch, on a thread, while they start; None: there is nothing.
+    """Compiles what engine processes of these settings will launch, on a thread, while they start; None:
+    there is nothing.
 
     Engine processes wait for it where they are sooner. It ends with this process.
     """
@@ -148,7 +165,13 @@ def begin_to_compile(settings: ServerSettings, segments: Sequence[Segment]) -> t
 
 def _digest(wanted: WantedKernels, arch: int) -> str:
     room = Path(quant.__file__).parent
-    parts = [repr(wanted), str(arch), str(version_of("triton")), sys.implementation.cache_tag, str(has_driver())]
+    parts = [
+        repr(wanted),
+        str(arch),
+        str(version_of("triton")),
+        sys.implementation.cache_tag,
+        str(has_driver()),
+    ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for folder in ("gpu", "cache", "device"):
         for file in sorted((room / folder).rglob("*.py")):
@@ -158,7 +181,8 @@ def _digest(wanted: WantedKernels, arch: int) -> str:
 
 @contextmanager
 def _alone(lock: Path, arch: int) -> Iterator[None]:
-    """No other process compiles meanwhile. Who waits for longer than `_WAIT_S` seconds goes on beside it, and says so."""
+    """No other process compiles meanwhile. Who waits for longer than `_WAIT_S` seconds goes on beside it,
+    and says so."""
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         deadline, waits = time.monotonic() + _WAIT_S, False
@@ -167,7 +191,9 @@ def _alone(lock: Path, arch: int) -> Iterator[None]:
                 logger.info("another process compiles kernels; this one waits for them (sm_%d)", arch)
                 waits = True
             if time.monotonic() > deadline:
-                logger.warning("%s is locked for more than %g s; kernels are compiled beside that process", lock, _WAIT_S)
+                logger.warning(
+                    "%s is locked for more than %g s; kernels are compiled beside that process", lock, _WAIT_S
+                )
                 break
             time.sleep(_LOOK_S)
         yield

@@ -1,9 +1,11 @@
-"""Calls of a scorer on a device: its inputs as matrices that stay there, and each call as a CUDA graph where rows are few.
+"""Calls of a scorer on a device: its inputs as matrices that stay there, and each call as a CUDA graph where
+rows are few.
 
-A graph reads and writes the same memory each time. So there is a *room*, matrices of fixed places, for each power of two of rows,
-and a call has as many rows as its room: those behind the batch's are zeros, or rows of earlier batches. That is right for scorers
-that see each row alone. Other scorers, and calls of many rows, which take longer than their launches, are called as they are. So
-is a scorer that cannot be captured; the log says so once. Imports torch.
+A graph reads and writes the same memory each time. So there is a *room*, matrices of fixed places, for each
+power of two of rows, and a call has as many rows as its room: those behind the batch's are zeros, or rows of
+earlier batches. That is right for scorers that see each row alone. Other scorers, and calls of many rows,
+which take longer than their launches, are called as they are. So is a scorer that cannot be captured; the log
+says so once. Imports torch.
 """
 
 import logging
@@ -25,12 +27,15 @@ logger = logging.getLogger("tableside")
 GRAPH_ROWS = 4096  # of the largest graph
 WARM_ROWS = 1024  # up to which graphs are made before the first request
 
-Run = Callable[[Sequence[torch.Tensor]], torch.Tensor]  # [rows, width] of each input -> fp32 [rows], or [rows, n]
+Run = Callable[
+    [Sequence[torch.Tensor]], torch.Tensor
+]  # [rows, width] of each input -> fp32 [rows], or [rows, n]
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where the rows of a batch go. inputs: [rows or more, width] of each input; addresses: of their first rows, int64."""
+    """Where the rows of a batch go. inputs: [rows or more, width] of each input; addresses: of their first
+    rows, int64."""
 
     inputs: tuple[torch.Tensor, ...]
     addresses: NDArray[np.int64]
@@ -47,10 +52,11 @@ class _Graph:
 
 
 class DeviceCalls:
-    """A scorer's calls on one device. One thread at a time, on the stream that is current: always the same one.
+    """A scorer's calls on one device. One thread at a time, on the stream that is current: always the same
+    one.
 
-    run: the scorer. precision: of its inputs. row_bytes: of each of them, int64. rows: the fewest and the most that it takes.
-    is_row_wise: a row's score does not depend on the others.
+    run: the scorer. precision: of its inputs. row_bytes: of each of them, int64. rows: the fewest and the
+    most that it takes. is_row_wise: a row's score does not depend on the others.
     """
 
     def __init__(
@@ -80,12 +86,15 @@ class DeviceCalls:
                 if rounded > GRAPH_ROWS:
                     del self._rooms[larger]
             dtype = DTYPES[self.precision]
-            inputs = tuple(torch.zeros((rounded, width), dtype=dtype, device=self.device) for width in self._widths)
+            inputs = tuple(
+                torch.zeros((rounded, width), dtype=dtype, device=self.device) for width in self._widths
+            )
             found = self._rooms[rounded] = Room(inputs, np.array([i.data_ptr() for i in inputs], np.int64))
         return found
 
     def score(self, room: Room, start: int, rows: int, is_all: bool) -> NDArray[np.float32]:
-        """Scores of rows [start, start + rows) of a room, once they are computed. is_all: the room holds no others that count.
+        """Scores of rows [start, start + rows) of a room, once they are computed. is_all: the room holds no
+        others that count.
 
         RuntimeError, ValueError, ...: the scorer does not take these rows, or the device is lost.
         """
@@ -111,7 +120,8 @@ class DeviceCalls:
             rows *= 2
 
     def _graph(self, room: Room) -> _Graph | None:
-        """The graph of a room's rows, captured when it is first asked for; None: the scorer is called as it is."""
+        """The graph of a room's rows, captured when it is first asked for; None: the scorer is called as
+        it is."""
         if not self._captures or room.rows > GRAPH_ROWS or not self.rows[0] <= room.rows <= self.rows[1]:
             return None
         if (found := self._graphs.get(room.rows)) is None:
@@ -121,7 +131,11 @@ class DeviceCalls:
             except (RuntimeError, NotImplementedError) as error:
                 self._captures = False
                 self._graphs.clear()
-                logger.warning("the scorer of %s is not captured as a CUDA graph, and runs without: %s", self._name, error)
+                logger.warning(
+                    "the scorer of %s is not captured as a CUDA graph, and runs without: %s",
+                    self._name,
+                    error,
+                )
         return found
 
     def _captured(self, room: Room) -> _Graph:
@@ -136,7 +150,8 @@ class DeviceCalls:
                 graph.capture_end()
             raise
         graph.capture_end()
-        # Graphs that share a pool may overwrite each other's intermediate values, but not the scores, which are held here.
+        # Graphs that share a pool may overwrite each other's intermediate values, but not the scores, which
+        # are held here.
         self._pool = graph.pool()
         return _Graph(graph, scores)
 

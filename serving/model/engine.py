@@ -1,7 +1,7 @@
 """The engine of one model: which of its versions is live, and which others are attached.
 
-A request takes `engine.served()` once and answers from it, so it never mixes versions. The engine swaps the live version whole. A
-replaced version stays mapped until its last request is done, and then goes.
+A request takes `engine.served()` once and answers from it, so it never mixes versions. The engine swaps the
+live version whole. A replaced version stays mapped until its last request is done, and then goes.
 """
 
 import logging
@@ -26,8 +26,13 @@ from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
 
-_VERIFIERS = 4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
-_BEGIN_S, _AGAIN_S = 30.0, 0.05  # for which states may go while the first one is attached; between two of them
+_VERIFIERS = (
+    4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
+)
+_BEGIN_S, _AGAIN_S = (
+    30.0,
+    0.05,
+)  # for which states may go while the first one is attached; between two of them
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 
 
@@ -83,12 +88,15 @@ class Engine:
     def of(cls, settings: ServerSettings, name: str, placer: Placer) -> "Engine":
         """The engine of a model that this server looks up itself."""
         limits = ScorerLimits(
-            settings.max_scorer_bytes, settings.scorer_timeout_s, settings.drain_s + settings.shutdown_timeout_s
+            settings.max_scorer_bytes,
+            settings.scorer_timeout_s,
+            settings.drain_s + settings.shutdown_timeout_s,
         )
         return cls(Model(settings.root, name, settings.owner), settings, placer, scorer_limits=limits)
 
     def begin(self) -> None:
-        """Attaches the state to serve first, and answers from it. Where that goes meanwhile, as newer ones come, it is the next.
+        """Attaches the state to serve first, and answers from it. Where that goes meanwhile, as newer ones
+        come, it is the next.
 
         Errors: as of `attach`, VersionError where none is live.
         """
@@ -124,7 +132,8 @@ class Engine:
         return CacheState(str(cache.device), held.slots, held.occupied, cache.bytes)
 
     def served(self) -> ServedVersion:
-        """The version that answers. ApiError: none is attached yet, or its rows were found damaged and there is no other."""
+        """The version that answers. ApiError: none is attached yet, or its rows were found damaged and
+        there is no other."""
         if self._unusable is not None:
             raise self._unusable
         return self.attached()
@@ -137,7 +146,8 @@ class Engine:
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests are answered; False where the served rows were found damaged and there is no other version."""
+        """Whether requests are answered; False where the served rows were found damaged and there is no
+        other version."""
         return self._unusable is None
 
     @property
@@ -146,10 +156,11 @@ class Engine:
         return "" if self._unusable is None else self._unusable.message
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
-        """Maps, verifies, places and warms up a state (None: the live one). It does not change which one is served.
+        """Maps, verifies, places and warms up a state (None: the live one). It does not change which one is
+        served.
 
-        as_successor: the state may take the room of the one that is served, which goes when its last request is done, and its
-        rows in a cache, where they did not change. It is to be swapped in at once.
+        as_successor: the state may take the room of the one that is served, which goes when its last request
+        is done, and its rows in a cache, where they did not change. It is to be swapped in at once.
         LoaderError, QuantError, ServingError, OSError: the state cannot be served here.
         """
         before = self._served
@@ -161,12 +172,16 @@ class Engine:
                 unverified = like = self.model.attach(version or None, "header")
         segment = attach_state(self.model, state, self._settings.verify, like)
         if before is not None and segment.base is before.segment.base:
-            return before.with_deltas(segment, self._placer.place(segment, before.placed if as_successor else None))
+            return before.with_deltas(
+                segment, self._placer.place(segment, before.placed if as_successor else None)
+            )
         replaced = before.placed if before is not None and as_successor else None
         if unverified is None or segment.base is not unverified:
             return self._attach(segment, replaced)
         unverified.verify_indexes()
-        with ThreadPoolExecutor(1, "tableside-verify") as beside:  # rows, while they are copied and kernels are loaded
+        with ThreadPoolExecutor(
+            1, "tableside-verify"
+        ) as beside:  # rows, while they are copied and kernels are loaded
             verifying = beside.submit(unverified.verify, 1 if as_successor else _VERIFIERS)
             served = self._attach(segment, replaced, verifying.result)
         return served
@@ -174,7 +189,8 @@ class Engine:
     def _attach(
         self, segment: Segment, replaced: Placements | None, verified: Callable[[], None] = lambda: None
     ) -> ServedVersion:
-        """The rest of `attach`. replaced: what its successor takes the room of. verified: waits until every row was read."""
+        """The rest of `attach`. replaced: what its successor takes the room of. verified: waits until
+        every row was read."""
         clock = _Clock()
         try:
             placed = self._placer.place(segment, replaced)
@@ -203,7 +219,9 @@ class Engine:
             )
             served.warm_up()
             if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
-                self._placer.gpu.launcher.warm_up_follower(partial(served.scorer.calls.warm_up, served.scorer.admit))
+                self._placer.gpu.launcher.warm_up_follower(
+                    partial(served.scorer.calls.warm_up, served.scorer.admit)
+                )
             clock.mark("warm-up")
             verified()
             clock.mark("rest of verifying")
@@ -212,7 +230,9 @@ class Engine:
             raise
         except Exception as error:  # whatever a GPU, its compiler or a scorer may raise
             logger.exception("version %d of %s cannot be served", segment.header.version, self.model.name)
-            raise ServingError(f"{self.model.name} version {segment.header.version} cannot be served: {error!r}") from error
+            raise ServingError(
+                f"{self.model.name} version {segment.header.version} cannot be served: {error!r}"
+            ) from error
         if self._placer.gpu is not None:
             logger.info("%s version %s was attached in %s", self.model.name, served.state, clock)
         return served
@@ -228,8 +248,8 @@ class Engine:
     def changed(self) -> State | None:
         """The state that should be served instead of the present one, or None.
 
-        That is the live one, unless it is served already or was refused before. Where rows of the served version were found
-        damaged it is the last good version.
+        That is the live one, unless it is served already or was refused before. Where rows of the served
+        version were found damaged it is the last good version.
         """
         try:
             current, damaged = state_of(self.model.record()), self.model.damaged_versions()
@@ -243,7 +263,9 @@ class Engine:
         self._note(current)
         served = self._served.state if self._served is not None else State(0)
         is_damaged = served.version in damaged
-        wanted = [current] if current.version and current.version not in damaged else good if is_damaged else []
+        wanted = (
+            [current] if current.version and current.version not in damaged else good if is_damaged else []
+        )
         wanted = [state for state in wanted if state not in self._refused]
         if is_damaged and not wanted and self._unusable is None:
             self._give_up(served.version)
@@ -256,7 +278,8 @@ class Engine:
 
     @property
     def behind_s(self) -> float:
-        """For how many seconds the live state has been another one than the one that answers; 0: it is that one."""
+        """For how many seconds the live state has been another one than the one that answers; 0: it is
+        that one."""
         return time.monotonic() - self._behind_since if self._behind_since else 0.0
 
     def refuse(self, state: State) -> bool:
@@ -266,16 +289,21 @@ class Engine:
         return is_new
 
     def is_passing(self, state: State, error: Exception) -> bool:
-        """Whether what kept `state` from being attached passes: a newer state is live and this one's files went, or an engine
-        process is being replaced. LoaderError, OSError: nobody can see which state is live."""
+        """Whether what kept `state` from being attached passes: a newer state is live and this one's files
+        went, or an engine process is being replaced. LoaderError, OSError: nobody can see which state is
+        live."""
         if isinstance(error, VersionError):
             return state_of(self.model.record()) != state
         return isinstance(error, ApiError) and error.status == 503
 
     def _give_up(self, version: int) -> None:
-        logger.critical("rows of %s version %d are damaged, and no other version can be served", self.model.name, version)
+        logger.critical(
+            "rows of %s version %d are damaged, and no other version can be served", self.model.name, version
+        )
         self._unusable = ApiError(
-            503, ErrorKind.DAMAGED, f"rows of {self.model.name} were found damaged, and there is no other version; load it again"
+            503,
+            ErrorKind.DAMAGED,
+            f"rows of {self.model.name} were found damaged, and there is no other version; load it again",
         )
 
     def _warn(self, line: str) -> None:
@@ -309,23 +337,34 @@ class Engine:
     def attach_explicit(self, version: int, state: State | None = None) -> ServedVersion:
         """Attaches a version that a request named, in a state of it; None: its newest. One call at a time.
 
-        ApiError 404: the version is not published, or cannot be served. The log has the reason; a client learns no paths.
+        ApiError 404: the version is not published, or cannot be served. The log has the reason; a client
+        learns no paths.
         """
         while True:
             published = self.model.versions()
             if version not in published:
                 known = ", ".join(map(str, published)) or "none"
-                raise not_found(f"version {version} of model {self.model.name!r} is not published; versions there: {known}")
+                raise not_found(
+                    f"version {version} of model {self.model.name!r} is not published; versions there: "
+                    f"{known}"
+                )
             wanted = state or resolve(self.model, version)
             try:
                 served = self.attach(wanted)
                 break
             except (LoaderError, QuantError, ServingError, OSError) as error:
                 is_gone = isinstance(error, (VersionError, ApiError))
-                if is_gone and (newest := resolve(self.model, version)) != wanted:  # changes came, and this state went
+                if (
+                    is_gone and (newest := resolve(self.model, version)) != wanted
+                ):  # changes came, and this state went
                     state = newest
                     continue
-                logger.error("version %d of %s, which a request named, is not taken: %s", version, self.model.name, error)
+                logger.error(
+                    "version %d of %s, which a request named, is not taken: %s",
+                    version,
+                    self.model.name,
+                    error,
+                )
                 what = f"version {version} of model {self.model.name!r} cannot be served; the server's log has the reason"
                 raise not_found(what) from error
         self._explicit[version] = served

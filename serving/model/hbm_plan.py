@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tableside")
 
-_SMALL_PART = 4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
+_SMALL_PART = (
+    4  # a quarter of a budget that does not hold all tables is for small ones, which are copied whole
+)
 _SMALLEST_CACHE = 1 << 20  # bytes
 _DELTAS = 16  # a sixteenth of a budget that a cache or split tables take is left for deltas
 
 
 class Placement(StrEnum):
-    """hbm: copied once to the GPU. cached: read through the GPU's cache; misses come from the segment. zero_copy: read by
-    the GPU in the segment. hybrid: some rows as hbm, the others as zero_copy. host: looked up by the CPU."""
+    """hbm: copied once to the GPU. cached: read through the GPU's cache; misses come from the segment.
+    zero_copy: read by the GPU in the segment. hybrid: some rows as hbm, the others as zero_copy. host:
+    looked up by the CPU."""
 
     HBM = "hbm"
     CACHED = "cached"
@@ -38,9 +41,10 @@ def plan_placements(
 ) -> dict[str, Placement]:
     """Table name -> placement.
 
-    auto: all tables in hbm where the budget holds them. Else the smallest ones in a quarter of the budget, and the others
-    cached. If that leaves too little for a cache, as many in hbm as the budget holds, and the others zero_copy.
-    cache_is_open: there is a cache already, beside this budget; tables that the budget does not hold are read through it.
+    auto: all tables in hbm where the budget holds them. Else the smallest ones in a quarter of the budget,
+    and the others cached. If that leaves too little for a cache, as many in hbm as the budget holds, and the
+    others zero_copy. cache_is_open: there is a cache already, beside this budget; tables that the budget does
+    not hold are read through it.
 
     ServingError: hbm was asked for and the budget does not hold every table.
     """
@@ -49,11 +53,18 @@ def plan_placements(
     holds_all = total <= budget_bytes
     if wanted == Placement.HYBRID:
         rest = without_deltas(budget_bytes) - sum(index_bytes(t, False) for t in tables)
-        whole = Placement.HBM if holds_all else Placement.HYBRID if largest_share(tables, rest) else Placement.ZERO_COPY
+        whole = (
+            Placement.HBM
+            if holds_all
+            else Placement.HYBRID
+            if largest_share(tables, rest)
+            else Placement.ZERO_COPY
+        )
         return {t.name: whole for t in tables}
     if wanted == Placement.HBM and not holds_all:
         raise ServingError(
-            f"placement hbm needs {total:,} bytes, the budget of this worker is {budget_bytes:,}; raise --hbm-budget, "
+            f"placement hbm needs {total:,} bytes, the budget of this worker is {budget_bytes:,}; raise "
+            "--hbm-budget, "
             "or choose --placement auto"
         )
     if wanted != "auto":
@@ -99,8 +110,9 @@ def map_bytes(tables: Iterable[StoredTable | Table]) -> int:
 def index_bytes(table: StoredTable, rows_in_hbm: bool, copies_ids: bool = True) -> int:
     """HBM that the index of a table takes, 0 where it has none.
 
-    Directory, pilots and bits are always copied. The id that is kept for each row is read in the row, where all rows are in HBM
-    (`rows_in_hbm`) and have room for it; else it is copied, unless `copies_ids` is false and host memory is read.
+    Directory, pilots and bits are always copied. The id that is kept for each row is read in the row, where
+    all rows are in HBM (`rows_in_hbm`) and have room for it; else it is copied, unless `copies_ids` is false
+    and host memory is read.
     """
     if table.ids is None or (index := table.ids.index) is None:
         return 0
@@ -112,8 +124,8 @@ def index_bytes(table: StoredTable, rows_in_hbm: bool, copies_ids: bool = True) 
 
 
 def with_copied_ids(tables: Iterable[StoredTable], budget_bytes: int) -> frozenset[str]:
-    """The names of the tables, whose rows are not all in HBM, that have their ids copied there: the smallest first, as far as the
-    budget goes."""
+    """The names of the tables, whose rows are not all in HBM, that have their ids copied there: the
+    smallest first, as far as the budget goes."""
     names, left = [], budget_bytes
     for table in sorted(tables, key=lambda t: t.rows):
         left -= index_bytes(table, False) - index_bytes(table, False, copies_ids=False)
@@ -123,31 +135,44 @@ def with_copied_ids(tables: Iterable[StoredTable], budget_bytes: int) -> frozens
 
 
 def plan_indexes(
-    tables: Sequence[StoredTable], placements: Mapping[str, Placement], left: int, cache_is_open: bool, is_successor: bool
+    tables: Sequence[StoredTable],
+    placements: Mapping[str, Placement],
+    left: int,
+    cache_is_open: bool,
+    is_successor: bool,
 ) -> tuple[dict[str, "InHost"], int]:
     """What of each table's index lies in host memory, and what all indexes take of HBM.
 
-    Where a cache or split tables take the rest of the budget, ids take half of it at most; other ids are read in the segment.
-    A successor is served whatever the budget leaves: where that does not hold what else finds rows, the largest indexes lie
-    in host memory. ServingError: the budget does not hold what must be copied.
+    Where a cache or split tables take the rest of the budget, ids take half of it at most; other ids are read
+    in the segment. A successor is served whatever the budget leaves: where that does not hold what else finds
+    rows, the largest indexes lie in host memory. ServingError: the budget does not hold what must be copied.
     """
     from tableside.quant.gpu.residence.residence import InHost
 
     whole = [t for t in tables if placements[t.name] is Placement.HBM]
     others = [t for t in tables if placements[t.name] not in (Placement.HBM, Placement.HOST)]
-    least = sum(index_bytes(t, True) for t in whole) + sum(index_bytes(t, False, copies_ids=False) for t in others)
+    least = sum(index_bytes(t, True) for t in whole) + sum(
+        index_bytes(t, False, copies_ids=False) for t in others
+    )
     rest = left - least - sum(t.bytes for t in whole)
     in_host: dict[str, InHost] = {}
     for t in sorted(others, key=lambda t: t.rows, reverse=True) if is_successor else ():
         if rest < 0 and (size := index_bytes(t, False, copies_ids=False)):
             in_host[t.name], least, rest = InHost.ALL, least - size, rest + size
-            logger.warning("the id index of table %s is read in host memory: it takes %d bytes (--hbm-budget)", t.name, size)
+            logger.warning(
+                "the id index of table %s is read in host memory: it takes %d bytes (--hbm-budget)",
+                t.name,
+                size,
+            )
     if least and rest < 0:
         raise ServingError(
-            f"the id indexes of this version's tables take {least:,} bytes of HBM at least; the budget of this worker leaves "
+            f"the id indexes of this version's tables take {least:,} bytes of HBM at least; the budget of "
+            "this worker leaves "
             f"{max(0, rest + least):,}; raise --hbm-budget, or choose --placement host"
         )
-    shares_it = Placement.HYBRID in placements.values() or (Placement.CACHED in placements.values() and not cache_is_open)
+    shares_it = Placement.HYBRID in placements.values() or (
+        Placement.CACHED in placements.values() and not cache_is_open
+    )
     others = [t for t in others if t.name not in in_host]
     copied = with_copied_ids(others, rest // 2 if shares_it else rest)
     in_host |= {t.name: InHost.NOTHING if t.name in copied else InHost.SOME for t in others}

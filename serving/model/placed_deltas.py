@@ -1,4 +1,5 @@
-"""The deltas of a state, where a worker's GPU reads them: in HBM, or in host memory where the budget does not hold them."""
+"""The deltas of a state, where a worker's GPU reads them: in HBM, or in host memory where the budget does
+not hold them."""
 
 import logging
 from collections.abc import Mapping
@@ -17,31 +18,46 @@ _WHAT = {InHost.SOME: "rows of", InHost.ALL: "rows and indexes of"}
 
 def going_bytes(replaced: Mapping[str, DeviceTable], segment: Segment) -> int:
     """HBM that the deltas of replaced tables take and the state `segment` does not."""
-    kept = {id(v.index) for t in segment.tables.values() if t.row_map and t.row_map.overlay for v in t.row_map.overlay.layers}
+    kept = {
+        id(v.index)
+        for t in segment.tables.values()
+        if t.row_map and t.row_map.overlay
+        for v in t.row_map.overlay.layers
+    }
     layers = {layer for table in replaced.values() for layer in table.layers}
     return sum(layer.bytes for layer in layers if id(layer.index) not in kept)
 
 
-def with_deltas(gpu: GpuBackend, segment: Segment, tables: Mapping[str, DeviceTable], left_bytes: int) -> dict[str, DeviceTable]:
+def with_deltas(
+    gpu: GpuBackend, segment: Segment, tables: Mapping[str, DeviceTable], left_bytes: int
+) -> dict[str, DeviceTable]:
     """The tables of a version, as they were placed without deltas, in the state `segment`.
 
     left_bytes: of HBM that new deltas may take. ServingError: neither the GPU nor the host has room.
     """
     changed = {name: tables[name] for delta in segment.deltas for name in delta.tables}
     sizes = {
-        grade: sum(gpu.overlay_bytes(table, segment.tables[name], in_host=grade) for name, table in changed.items())
+        grade: sum(
+            gpu.overlay_bytes(table, segment.tables[name], in_host=grade) for name, table in changed.items()
+        )
         for grade in InHost
     }
     in_host = next(grade for grade in InHost if sizes[grade] <= left_bytes or grade is InHost.ALL)
     if in_host:
         logger.warning(
-            "%s %s are read in host memory: in HBM they take %d bytes, and the budget leaves %d (--hbm-budget)",
+            "%s %s are read in host memory: in HBM they take %d bytes, and the budget leaves %d "
+            "(--hbm-budget)",
             _WHAT[in_host],
             segment.deltas[0].path,
             sizes[InHost.NOTHING] - sizes[in_host],
             left_bytes,
         )
     try:
-        return {**tables, **{n: gpu.overlay(table, segment.tables[n], in_host=in_host) for n, table in changed.items()}}
+        return {
+            **tables,
+            **{n: gpu.overlay(table, segment.tables[n], in_host=in_host) for n, table in changed.items()},
+        }
     except QuantError as error:
-        raise ServingError(f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)") from error
+        raise ServingError(
+            f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)"
+        ) from error

@@ -1,4 +1,5 @@
-"""Where a worker's tables lie: in the memory of its GPU, in the segment where the GPU reads them, or with the CPU."""
+"""Where a worker's tables lie: in the memory of its GPU, in the segment where the GPU reads them, or with
+the CPU."""
 
 import logging
 import os
@@ -46,8 +47,9 @@ _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is
 class Placements:
     """A version's tables where a worker looks them up. Their HBM is given back with this object.
 
-    placements, tables: by the tables' names. on_gpu: the tables as a GPU reads them; empty where the worker has none.
-    hbm_bytes: HBM that they take beside the cache. base: those of the version without deltas, whose memory they share.
+    placements, tables: by the tables' names. on_gpu: the tables as a GPU reads them; empty where the worker
+    has none. hbm_bytes: HBM that they take beside the cache. base: those of the version without deltas, whose
+    memory they share.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class Placements:
         return self if self._base is None else self._base
 
     def take_over(self) -> None:
-        """Keeps what the cache holds of the replaced version, where its rows are the same in this one. To be called when this
-        version is about to take the other one's requests: that one fetches these rows again."""
+        """Keeps what the cache holds of the replaced version, where its rows are the same in this one. To
+        be called when this version is about to take the other one's requests: that one fetches these rows
+        again."""
         base = self.base
         handovers, base.handovers = base.handovers, []  # they hold the replaced version
         for handover in handovers:
@@ -79,13 +82,16 @@ class Placements:
 
 
 class Placer:
-    """Places the tables of versions for one worker. gpu None: the worker has no GPU, and every table stays with the CPU.
+    """Places the tables of versions for one worker. gpu None: the worker has no GPU, and every table stays
+    with the CPU.
 
-    stashable: the memory of tables in hbm can be given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache
-    brings before they are looked up (`GpuBackend.begin`).
+    stashable: the memory of tables in hbm can be given back for a while (`GpuBackend.stash`). ahead: batches
+    whose rows a cache brings before they are looked up (`GpuBackend.begin`).
     """
 
-    def __init__(self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False, ahead: int = 0) -> None:
+    def __init__(
+        self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False, ahead: int = 0
+    ) -> None:
         self.gpu: GpuBackend | None = None
         self._stashable, self._ahead = stashable, ahead
         self._settings, self.cpu = settings, cpu
@@ -120,12 +126,15 @@ class Placer:
         return None if self.gpu is None else self.gpu.cache
 
     def place(self, segment: Segment, replaced: Placements | None = None) -> Placements:
-        """A segment's tables where this worker looks them up, within what other models and versions leave of the budget.
+        """A segment's tables where this worker looks them up, within what other models and versions leave of
+        the budget.
 
-        replaced: of the version that goes when this one is taken. What the cache holds of its tables is to be kept for the tables
-        of the same names (`Placements.take_over`); hot rows that changed are fetched anew.
+        replaced: of the version that goes when this one is taken. What the cache holds of its tables is to be
+        kept for the tables of the same names (`Placements.take_over`); hot rows that changed are fetched
+        anew.
 
-        A state of a version that is placed here, in the same segment, shares all that the version takes but new deltas.
+        A state of a version that is placed here, in the same segment, shares all that the version takes but
+        new deltas.
 
         RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
         """
@@ -139,7 +148,9 @@ class Placer:
                 self._warm(base, replaced.base)
         return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
 
-    def _place_deltas(self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None) -> Placements:
+    def _place_deltas(
+        self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None
+    ) -> Placements:
         from tableside.serving.model.placed_deltas import going_bytes, with_deltas
 
         with self._lock:
@@ -159,32 +170,45 @@ class Placer:
         gpu.device.trim()
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
-            placements = plan_placements(segment.header.tables, self._settings.placement, left, self.cache is not None)
-            in_host, indexes = plan_indexes(segment.header.tables, placements, left, self.cache is not None, replaced is not None)
+            placements = plan_placements(
+                segment.header.tables, self._settings.placement, left, self.cache is not None
+            )
+            in_host, indexes = plan_indexes(
+                segment.header.tables, placements, left, self.cache is not None, replaced is not None
+            )
             split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
             share = largest_share(split, without_deltas(left) - indexes)
             hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share) + indexes
             try:
                 if self.cache is None:  # it is opened with room for these tables' maps
-                    self._open_cache(gpu, segment, placements, without_deltas(left) - hbm_bytes - indexes // _GROWTH)
+                    self._open_cache(
+                        gpu, segment, placements, without_deltas(left) - hbm_bytes - indexes // _GROWTH
+                    )
                 else:
-                    hbm_bytes += map_bytes(t for t in segment.header.tables if placements[t.name] is Placement.CACHED)
+                    hbm_bytes += map_bytes(
+                        t for t in segment.header.tables if placements[t.name] is Placement.CACHED
+                    )
                 tables = self._tables(gpu, segment, placements, share, in_host)
                 placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes)
             except QuantError as error:
-                raise ServingError(f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)") from error
+                raise ServingError(
+                    f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)"
+                ) from error
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
         return placed
 
     def compile(self, segment: Segment) -> None:
-        """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some process did or does."""
+        """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some
+        process did or does."""
         if self.gpu is not None:
             if are_compiled(self._settings):
                 compile_ahead(kernels_of_server(self._settings, segment), self.gpu.device.architecture)
             self.gpu.launcher.warm_up_overlays()  # for the first delta, which comes while requests run
 
-    def _hbm_bytes(self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int) -> int:
+    def _hbm_bytes(
+        self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int
+    ) -> int:
         """HBM that a version's tables take, but for what they take of the cache."""
         whole = [t for t in tables if placements[t.name] is Placement.HBM]
         split = [t for t in tables if placements[t.name] is Placement.HYBRID]
@@ -196,31 +220,42 @@ class Placer:
         return hbm_bytes
 
     def _warm(self, placed: Placements, replaced: Placements) -> None:
-        """Plans to keep the rows that the cache holds of a version and that did not change. Those of the hotter half that did are
-        brought to the cache now."""
+        """Plans to keep the rows that the cache holds of a version and that did not change. Those of the
+        hotter half that did are brought to the cache now."""
         from tableside.quant.unchanged import successors
 
         for name, table in placed.on_gpu.items():
             if (before := replaced.on_gpu.get(name)) is None or not (hot := before.residence.hot()).size:
                 continue
             rows, is_same = successors(before.host, table.host, hot)
-            placed.handovers.append(partial(table.residence.take_over, before.residence, hot[is_same], rows[is_same]))
+            placed.handovers.append(
+                partial(table.residence.take_over, before.residence, hot[is_same], rows[is_same])
+            )
             half = (hot.size + 1) // 2
             fetched = rows[:half][(rows[:half] >= 0) & ~is_same[:half]]
             table.residence.warm(fetched)
-            logger.info("table %s: %d rows of the cache are kept, %d are fetched anew", name, is_same.sum(), fetched.size)
+            logger.info(
+                "table %s: %d rows of the cache are kept, %d are fetched anew",
+                name,
+                is_same.sum(),
+                fetched.size,
+            )
         if self.cache is not None:
             self.cache.statistics(wait=True)  # a version that is dropped now must not be read any more
 
-    def _open_cache(self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int) -> None:
-        """Makes the cache when a first table needs it, of all that is left. All models and versions of the worker share it."""
+    def _open_cache(
+        self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int
+    ) -> None:
+        """Makes the cache when a first table needs it, of all that is left. All models and versions of the
+        worker share it."""
         tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
         if not tables:
             return
         settings = self._cache_settings(sum(t.packed.size for t in tables))
         if (maps := 2 * map_bytes(tables)) >= budget_bytes:  # of a version and its successor
             raise ServingError(
-                f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} bytes; the budget "
+                f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} "
+                "bytes; the budget "
                 f"leaves {max(0, budget_bytes):,}; raise --hbm-budget, or choose --placement zero_copy"
             )
         cache = gpu.open_cache(budget_bytes - maps, min(t.row_bytes for t in tables), settings)
@@ -239,7 +274,8 @@ class Placer:
         )
 
     def _gatherers(self, cached_bytes: int) -> int:
-        """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU reads it."""
+        """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU
+        reads it."""
         if self._settings.gather_threads is not None:
             return self._settings.gather_threads
         if cached_bytes < _WIDE_BYTES:
@@ -261,7 +297,9 @@ class Placer:
         from tableside.quant.gpu.kernels.wanted import KernelKey
 
         view = self._registered(gpu, segment, placements)
-        key = KernelKey.of(*(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST))
+        key = KernelKey.of(
+            *(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST)
+        )
         tables: dict[str, DeviceTable] = {}
         for stored in segment.header.tables:
             table, rows = segment.tables[stored.name], view(stored)
@@ -282,9 +320,11 @@ class Placer:
     def _registered(
         self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement]
     ) -> "Callable[[StoredTable], torch.Tensor | None]":
-        """Registers the segment with CUDA where the GPU reads it; the result gives a table's rows as the GPU sees them.
+        """Registers the segment with CUDA where the GPU reads it; the result gives a table's rows as the GPU
+        sees them.
 
-        Tables that are copied once are not worth the registration, unless they are copied again after each stash.
+        Tables that are copied once are not worth the registration, unless they are copied again after each
+        stash.
         """
         unregistered = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
         if gpu.device.reads_all_memory or not set(placements.values()) - unregistered:
@@ -292,5 +332,10 @@ class Placer:
         from tableside.loader.segment.registration import Registration
 
         registration = Registration(segment, gpu.device.torch_device)
-        logger.info("%s: %.1f GB registered with CUDA in %.1f s", segment.path, segment.size / 1e9, registration.seconds)
+        logger.info(
+            "%s: %.1f GB registered with CUDA in %.1f s",
+            segment.path,
+            segment.size / 1e9,
+            registration.seconds,
+        )
         return lambda stored: registration.view(stored.offset, stored.bytes)

@@ -1,4 +1,5 @@
-"""Where a request's dense tensors lie in its input buffer, and its vectors, scores and found masks in its output buffer."""
+"""Where a request's dense tensors lie in its input buffer, and its vectors, scores and found masks in its
+output buffer."""
 
 from collections.abc import Container, Sequence
 from math import prod
@@ -13,7 +14,11 @@ Buffer = NDArray[np.uint8]
 _DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8"), "BOOL": np.dtype(np.bool_)
 }  # fmt: skip
-KJT, SEQUENCES, OFFSETS = "kjt", "kjt.sequences", "kjt.offsets"  # outputs of requests whose features come together
+KJT, SEQUENCES, OFFSETS = (
+    "kjt",
+    "kjt.sequences",
+    "kjt.offsets",
+)  # outputs of requests whose features come together
 _FOUND = ".found"
 
 
@@ -27,11 +32,13 @@ class DenseInput(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One feature's vectors in a request's output buffer, [bags or ids, dim] at byte `at`; or its scores, [bags] or [bags, n].
+    """One feature's vectors in a request's output buffer, [bags or ids, dim] at byte `at`; or its scores,
+    [bags] or [bags, n].
 
-    bytes: of its values. half: they are fp16, else fp32. row_bytes: from one vector to the next; None: they lie one after
-    another. is_offsets: they are int64, offsets of a kjt's sequences. is_mask: they are found masks, [ids]: a byte for each id of
-    the feature that `masked_feature` says, 1 where its table has the id, else 0.
+    bytes: of its values. half: they are fp16, else fp32. row_bytes: from one vector to the next; None: they
+    lie one after another. is_offsets: they are int64, offsets of a kjt's sequences. is_mask: they are found
+    masks, [ids]: a byte for each id of the feature that `masked_feature` says, 1 where its table has the id,
+    else 0.
     """
 
     feature: str
@@ -67,7 +74,8 @@ class Output(NamedTuple):
 
 
 def scores_at(at: int, rows: int, width: int | None) -> Output:
-    """The scores of so many rows at byte `at` of an output buffer. width: scores of a row, where there are several."""
+    """The scores of so many rows at byte `at` of an output buffer. width: scores of a row, where there are
+    several."""
     shape = (rows,) if width is None else (rows, width)
     return Output(SCORE, at, 4 * prod(shape), shape, half=False)
 
@@ -75,8 +83,8 @@ def scores_at(at: int, rows: int, width: int | None) -> Output:
 def kjt_outputs(outputs: Sequence[Output], are_pooled: Sequence[bool], out_bytes: int) -> list[Output]:
     """What a response shows of a kjt's vectors, which take `out_bytes`.
 
-    The vectors of pooled features are one tensor, [bags, sum of dims]. Those of the others are one after another, [values], with
-    the offsets where each feature's begin and the last one's end.
+    The vectors of pooled features are one tensor, [bags, sum of dims]. Those of the others are one after
+    another, [values], with the offsets where each feature's begin and the last one's end.
     """
     pooled = [o for o, is_pooled in zip(outputs, are_pooled, strict=True) if is_pooled]
     unpooled = [o for o, is_pooled in zip(outputs, are_pooled, strict=True) if not is_pooled]
@@ -86,7 +94,9 @@ def kjt_outputs(outputs: Sequence[Output], are_pooled: Sequence[bool], out_bytes
         shown.append(Output(KJT, 0, sum(o.bytes for o in pooled), shape, pooled[0].half))
     if unpooled:
         size = sum(o.bytes for o in unpooled)
-        shown.append(Output(SEQUENCES, unpooled[0].at, size, (sum(prod(o.shape) for o in unpooled),), unpooled[0].half))
+        shown.append(
+            Output(SEQUENCES, unpooled[0].at, size, (sum(prod(o.shape) for o in unpooled),), unpooled[0].half)
+        )
         count = len(unpooled) + 1
         shown.append(Output(OFFSETS, out_bytes, 8 * count, (count,), False, is_offsets=True))
     return shown
@@ -98,15 +108,19 @@ def mask_name(feature: str) -> str:
 
 
 def masked_feature(output: str) -> str | None:
-    """The feature, or kjt, whose mask an output of that name is; None: it is no mask's name, as no feature's has a dot."""
+    """The feature, or kjt, whose mask an output of that name is; None: it is no mask's name, as no
+    feature's has a dot."""
     return output.removesuffix(_FOUND) if output.endswith(_FOUND) else None
 
 
-def masks_at(at: int, ids: Sequence[tuple[str, int]], asked: Container[str], together: bool) -> tuple[list[Output], list[int]]:
-    """Found masks from byte `at` of an output buffer on: the outputs that show them, and where that of each feature is, or -1.
+def masks_at(
+    at: int, ids: Sequence[tuple[str, int]], asked: Container[str], together: bool
+) -> tuple[list[Output], list[int]]:
+    """Found masks from byte `at` of an output buffer on: the outputs that show them, and where that of each
+    feature is, or -1.
 
-    ids: features and how many ids each has. asked: features whose masks are wanted; or KJT, where the features came `together`,
-    for one mask of all ids.
+    ids: features and how many ids each has. asked: features whose masks are wanted; or KJT, where the
+    features came `together`, for one mask of all ids.
     """
     shown, places, end = [], [], at
     for feature, count in ids:

@@ -21,7 +21,8 @@ try:
     from tableside.serving.model.device_calls import DeviceCalls
 except ImportError as error:
     raise ServingError(
-        f"a scorer that is an exported program needs torch, which does not import ({error}); install tableside[torch]"
+        f"a scorer that is an exported program needs torch, which does not import ({error}); install "
+        "tableside[torch]"
     ) from error
 
 _UNLIMITED_BYTES = 1 << 62
@@ -31,8 +32,9 @@ _MEASURED_ROWS = 1 << 10  # batches up to which are measured before the first re
 
 
 class ProgramScorer(Scorer):
-    """A program on one device, in one precision: weights are rounded to it here, inputs where they are copied, and scores leave
-    as fp32. `threads` of torch where the device is the CPU (several workers' threads would fight for its cores).
+    """A program on one device, in one precision: weights are rounded to it here, inputs where they are
+    copied, and scores leave as fp32. `threads` of torch where the device is the CPU (several workers' threads
+    would fight for its cores).
     """
 
     kind = "program"
@@ -62,7 +64,10 @@ class ProgramScorer(Scorer):
         except (ProgramError, *_REFUSED) as error:
             raise ServingError(f"the scorer does not run on torch {torch.__version__}: {error}") from error
         if small.shape[0] != first or large.shape[0] != second or small.ndim > 2:
-            raise ServingError(f"the scorer gives {list(small.shape)} for a batch of {first}; expected [batch], or [batch, n]")
+            raise ServingError(
+                f"the scorer gives {list(small.shape)} for a batch of {first}; expected [batch], or [batch, "
+                "n]"
+            )
         self.width = small.shape[1] if small.ndim == 2 else None
         self.is_row_wise = self._scores_rows_alone(first)
         if precision is not Precision.FP32:
@@ -81,7 +86,9 @@ class ProgramScorer(Scorer):
     def _take(self, weights: Mapping[str, torch.Tensor], precision: Precision) -> None:
         """Runs in a precision from now on. ServingError: the program does not."""
         self.precision = precision
-        if self._device.type == "cuda":  # else sums that are added up in parts lose what a rounded product does not
+        if (
+            self._device.type == "cuda"
+        ):  # else sums that are added up in parts lose what a rounded product does not
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         try:
@@ -92,7 +99,8 @@ class ProgramScorer(Scorer):
                 self._trial(rows)
         except (ProgramError, *_REFUSED) as error:
             raise ServingError(
-                f"the scorer does not run in {self.dtype} on torch {torch.__version__}: {error} (--scorer-dtype)"
+                f"the scorer does not run in {self.dtype} on torch {torch.__version__}: {error} "
+                "(--scorer-dtype)"
             ) from error
 
     def _scores_rows_alone(self, half: int) -> bool:
@@ -128,22 +136,30 @@ class ProgramScorer(Scorer):
         return self._cost(rows).work
 
     def _cost(self, rows: int) -> Cost:
-        """What a call takes: measured for the next power of two, and remembered. ApiError: too much, or there is no such call."""
+        """What a call takes: measured for the next power of two, and remembered. ApiError: too much, or
+        there is no such call."""
         rounded = min(1 << max(0, rows - 1).bit_length(), self._program.rows[1])
         found = self._costs.get(rounded) or self._measured(rounded, rows)
         if isinstance(found, str):
-            raise ApiError(413, ErrorKind.TOO_LARGE, f"{rows:,} rows are too many for the scorer: {found} (max_scorer_bytes)")
+            raise ApiError(
+                413,
+                ErrorKind.TOO_LARGE,
+                f"{rows:,} rows are too many for the scorer: {found} (max_scorer_bytes)",
+            )
         return found
 
     def _measured(self, rounded: int, rows: int) -> Cost | str:
-        """The cost of `rounded` rows or, where the program takes no such batch, of `rows`; a text where it is too much."""
+        """The cost of `rounded` rows or, where the program takes no such batch, of `rows`; a text where it
+        is too much."""
         for n in (rounded, rows):
             try:
                 found: Cost | str = self._meter.cost(n, self._most_bytes)
             except TooLarge as error:
                 found = str(error)
             except _REFUSED as error:
-                refusal = bad_request(f"the scorer does not take {rows:,} rows: {str(error).strip().partition(chr(10))[0]}")
+                refusal = bad_request(
+                    f"the scorer does not take {rows:,} rows: {str(error).strip().partition(chr(10))[0]}"
+                )
                 continue
             if n == rounded:
                 self._costs[n] = found
@@ -152,7 +168,8 @@ class ProgramScorer(Scorer):
 
 
 def two_towers(scorer: Scorer, device: str) -> DeviceCalls:
-    """The calls of a dot product or a cosine with rows that are on a device, in fp32: there is no matrix product to gain by."""
+    """The calls of a dot product or a cosine with rows that are on a device, in fp32: there is no matrix
+    product to gain by."""
 
     def dot(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return (inputs[0] * inputs[1]).sum(1)

@@ -1,7 +1,9 @@
-"""A request as bytes: where its ids lie in an input buffer, and where its vectors and scores go in an output buffer.
+"""A request as bytes: where its ids lie in an input buffer, and where its vectors and scores go in an output
+buffer.
 
-A `Request` is laid out once, by a version (`serving.model.version`), and runs on the input buffer of every request that has its layout.
-A batch is several requests that run together on a GPU (`serving.executors.batching`).
+A `Request` is laid out once, by a version (`serving.model.version`), and runs on the input buffer of every
+request that has its layout. A batch is several requests that run together on a GPU
+(`serving.executors.batching`).
 """
 
 from collections.abc import Sequence
@@ -22,9 +24,9 @@ from tableside.serving.model.scores import Scoring
 class FeatureInput(NamedTuple):
     """A feature's ids as byte offsets in a request's input buffer, at any alignment.
 
-    The ids are int64 [ids] at `ids_at`, the weights fp32 [ids] at `weights_at`, the lengths int32 [bags] at `lengths_at`.
-    Without lengths there are `bags` bags of `bag_length` ids each. bags is None for ids without bags, which an unpooled feature
-    alone takes.
+    The ids are int64 [ids] at `ids_at`, the weights fp32 [ids] at `weights_at`, the lengths int32 [bags] at
+    `lengths_at`. Without lengths there are `bags` bags of `bag_length` ids each. bags is None for ids without
+    bags, which an unpooled feature alone takes.
     """
 
     feature: str
@@ -37,8 +39,8 @@ class FeatureInput(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a request's lookups gave. buffer: its output buffer, uint8 [out_bytes]. unfound: as `Plan.run` returns it. state: that
-    answered, where it is not the one that the request was laid out for."""
+    """What a request's lookups gave. buffer: its output buffer, uint8 [out_bytes]. unfound: as `Plan.run`
+    returns it. state: that answered, where it is not the one that the request was laid out for."""
 
     buffer: Buffer
     unfound: Sequence[Unfound] | None = None
@@ -53,7 +55,8 @@ Sizes = tuple[int, int, int, int]
 
 
 class Request:
-    """The lookups of a request, and its scoring where it asks for scores, laid out once. Immutable; any thread may call.
+    """The lookups of a request, and its scoring where it asks for scores, laid out once. Immutable; any
+    thread may call.
 
     It holds the tables that it reads and not the version that laid it out. So a memory of requests that is
     keyed by their version does not keep the version alive.
@@ -89,11 +92,12 @@ class Request:
         scoring: Scoring | None = None,
         sequence: int = 0,
     ) -> None:
-        """outputs: vectors, scores and masks by name; () where whoever laid the request out knows their places otherwise.
-        unpooled_bags: inputs of unpooled features that came with lengths, where these are not checked yet. sequence: of the last
-        change that the version holds.
+        """outputs: vectors, scores and masks by name; () where whoever laid the request out knows their
+        places otherwise. unpooled_bags: inputs of unpooled features that came with lengths, where these are
+        not checked yet. sequence: of the last change that the version holds.
 
-        names_version, which is set before it runs: whether its client named the version, so that no other may answer.
+        names_version, which is set before it runs: whether its client named the version, so that no other may
+        answer.
         """
         self.model, self.version, self.scoring, self.outputs = model, version, scoring, outputs
         self.features, self.tables, self.plan, self.is_small = lookups
@@ -107,7 +111,8 @@ class Request:
         return self.plan.staged_bytes
 
     def check(self, inputs: Any) -> None:
-        """ApiError: the lengths of an unpooled feature are negative or do not add up. No kernel reads those lengths."""
+        """ApiError: the lengths of an unpooled feature are negative or do not add up. No kernel reads
+        those lengths."""
         for i in self.unpooled_bags:
             _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
 
@@ -129,7 +134,9 @@ class Request:
     def refusal(self, error: BadIds) -> ApiError:
         """The error that the client gets; it names the feature, and `error` is its cause."""
         lacking = self.tables[error.job] if error.problem is Problem.MISSING and self.tables else None
-        refused = ApiError(400, ErrorKind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking)
+        refused = ApiError(
+            400, ErrorKind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking
+        )
         refused.__cause__ = error
         return refused
 

@@ -1,4 +1,5 @@
-"""What a scorer is: it turns the pooled vectors of a request's features, and dense tensors beside them, into one score a row.
+"""What a scorer is: it turns the pooled vectors of a request's features, and dense tensors beside them, into
+one score a row.
 
 The scorers that there are lie in `serving.model.scorers`.
 """
@@ -27,14 +28,17 @@ REFUSED = (
     AssertionError,
     ArithmeticError,
 )  # by which a scorer says that it does not take rows
-InPlace = Callable[[Any, Any], int]  # (inputs, outputs) -> the first row with a score that is not finite, or -1
+InPlace = Callable[
+    [Any, Any], int
+]  # (inputs, outputs) -> the first row with a score that is not finite, or -1
 
 
 @dataclass(frozen=True)
 class ScorerLimits:
     """What one call of a scorer may take; None: as much as it wants.
 
-    ending_s: how long a worker goes on answering its other requests after a call took longer than timeout_s, before it ends.
+    ending_s: how long a worker goes on answering its other requests after a call took longer than timeout_s,
+    before it ends.
     """
 
     bytes: int | None = None
@@ -48,10 +52,11 @@ NO_LIMITS = ScorerLimits()
 class Scorer(ABC):
     """Any thread may call.
 
-    inputs: what `run` takes, in order. width: scores of a row where there are several, else None. is_row_wise: a row's score does
-    not depend on the rows beside it. model, version: whose scorer it is. runs_on: what computes the scores, for a person. calls:
-    how it is called with rows that are on a device already; None: it is not. precision: of its weights, its inputs and what it
-    computes; scores are fp32 in any.
+    inputs: what `run` takes, in order. width: scores of a row where there are several, else None.
+    is_row_wise: a row's score does not depend on the rows beside it. model, version: whose scorer it is.
+    runs_on: what computes the scores, for a person. calls: how it is called with rows that are on a device
+    already; None: it is not. precision: of its weights, its inputs and what it computes; scores are fp32 in
+    any.
     """
 
     kind: str
@@ -70,14 +75,16 @@ class Scorer(ABC):
         """Takes fp32 [rows, width] for each input; returns fp32 [rows], or [rows, self.width]."""
 
     def in_place(self, sources: Sequence[LayerSource], rows: int, scores_at: int) -> InPlace | None:
-        """What reads a request's buffers where its inputs lie, and writes fp32 scores at byte `scores_at` of the second.
+        """What reads a request's buffers where its inputs lie, and writes fp32 scores at byte `scores_at` of
+        the second.
 
         None: this scorer takes arrays, by `run`. sources: of each of `inputs`, with `rows` rows each.
         """
         return None
 
     def admit(self, rows: int) -> int:
-        """The work of a call with `rows` rows, in multiplications. ApiError: the call would take more memory than it may."""
+        """The work of a call with `rows` rows, in multiplications. ApiError: the call would take more
+        memory than it may."""
         return 4 * rows * sum(i.width for i in self.inputs)
 
     @property
@@ -109,4 +116,10 @@ class Scorer(ABC):
         """Kind, what it runs on, its precision, inputs and shape of the scores, for metadata."""
         inputs = [{"name": i.name, "feature": i.feature, "shape": [-1, i.width]} for i in self.inputs]
         shape = [-1] if self.width is None else [-1, self.width]
-        return {"kind": self.kind, "runs_on": self.runs_on, "dtype": self.dtype, "inputs": inputs, "shape": shape}
+        return {
+            "kind": self.kind,
+            "runs_on": self.runs_on,
+            "dtype": self.dtype,
+            "inputs": inputs,
+            "shape": shape,
+        }

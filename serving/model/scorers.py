@@ -1,8 +1,8 @@
 """The scorers that there are: `dot` or `cosine` of two features, and exported programs.
 
-A program that is dense layers alone runs on the CPU by a kernel of our own, here. Any other program, and any on a GPU, runs by
-torch, in `serving.model.program`, as two towers do on a GPU. `open_scorer` opens what a version was published with. It imports torch
-only where it has to.
+A program that is dense layers alone runs on the CPU by a kernel of our own, here. Any other program, and any
+on a GPU, runs by torch, in `serving.model.program`, as two towers do on a GPU. `open_scorer` opens what a
+version was published with. It imports torch only where it has to.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,13 @@ import numpy as np
 
 from tableside.loader.errors import ProgramError
 from tableside.loader.program import Program, ProgramInput, read_program
-from tableside.loader.program.layers import LayerSource, PackedLayers, kernel_name, pack_sources, runnable_layers
+from tableside.loader.program.layers import (
+    LayerSource,
+    PackedLayers,
+    kernel_name,
+    pack_sources,
+    runnable_layers,
+)
 from tableside.loader.program.recognize import Layer
 from tableside.loader.segment.header import ScorerInput, StoredScorer
 from tableside.loader.segment.segment import Segment
@@ -26,7 +32,8 @@ TORCH_MODULES = (
 
 
 class Similarity(Scorer):
-    """How alike two vectors are: their dot product, or their cosine. The cosine is 0 where one of the vectors is all zeros."""
+    """How alike two vectors are: their dot product, or their cosine. The cosine is 0 where one of the
+    vectors is all zeros."""
 
     def __init__(self, stored: StoredScorer) -> None:
         self.kind, self.inputs = stored.kind, stored.inputs
@@ -41,7 +48,8 @@ class Similarity(Scorer):
 
 
 class LayersScorer(Scorer):
-    """A program that is dense layers alone, on the CPU and without torch. A row's scores do not depend on the rows beside it."""
+    """A program that is dense layers alone, on the CPU and without torch. A row's scores do not depend on
+    the rows beside it."""
 
     kind = "program"
 
@@ -53,10 +61,12 @@ class LayersScorer(Scorer):
         threads: int = 1,
         limits: ScorerLimits = NO_LIMITS,
     ) -> None:
-        """found: the program's layers. ServingError: the program takes something else than was published beside it."""
+        """found: the program's layers. ServingError: the program takes something else than was published
+        beside it."""
         if [i.width for i in stored.inputs] != [i.width for i in program.inputs]:
             raise ServingError(
-                f"the scorer's inputs are {_widths(stored.inputs)} wide where its program takes {_widths(program.inputs)}; "
+                f"the scorer's inputs are {_widths(stored.inputs)} wide where its program takes "
+                f"{_widths(program.inputs)}; "
                 "publish the model again"
             )
         self.inputs, self.limits = stored.inputs, limits
@@ -83,7 +93,8 @@ class LayersScorer(Scorer):
         least, most = self._rows
         if not least <= rows <= most:
             raise bad_request(
-                f"the scorer does not take {rows:,} rows: the program was exported for {least:,} to {most:,} rows; found {rows:,}"
+                f"the scorer does not take {rows:,} rows: the program was exported for {least:,} to {most:,} "
+                f"rows; found {rows:,}"
             )
         cost = self._layers.cost(rows)
         if self.limits.bytes is not None and cost.bytes > self.limits.bytes:
@@ -104,11 +115,12 @@ def open_scorer(
     on_device: bool = False,
     precision: Precision = Precision.FP32,
 ) -> Scorer | None:
-    """A version's scorer, ready to run; None where it has none. device, threads, precision: what a program runs on, and in.
+    """A version's scorer, ready to run; None where it has none. device, threads, precision: what a program
+    runs on, and in.
 
-    on_device: it is called with rows that are on that device, too (`Scorer.calls`). Two towers are scored in fp32 always.
-    LoaderError: the scorer's bytes are not those that were published. ServingError: it does not run, or not in this precision,
-    or gives no scores.
+    on_device: it is called with rows that are on that device, too (`Scorer.calls`). Two towers are scored in
+    fp32 always. LoaderError: the scorer's bytes are not those that were published. ServingError: it does not
+    run, or not in this precision, or gives no scores.
     """
     stored = segment.header.scorer
     if stored is None:
@@ -120,7 +132,11 @@ def open_scorer(
     if on_device:
         from tableside.serving.model import program
 
-        scorer.calls = scorer.on_device() if isinstance(scorer, program.ProgramScorer) else program.two_towers(scorer, device)
+        scorer.calls = (
+            scorer.on_device()
+            if isinstance(scorer, program.ProgramScorer)
+            else program.two_towers(scorer, device)
+        )
     return scorer
 
 
@@ -134,7 +150,8 @@ def _open_program(
     precision: Precision,
 ) -> Scorer:
     try:
-        # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a worker.
+        # Again, where it is loaded: who can write to shared memory gets neither code nor wild reads into a
+        # worker.
         program = read_program(archive)
     except ProgramError as error:
         raise ServingError(f"the scorer does not run: {error}") from error
@@ -147,7 +164,8 @@ def _open_program(
 
 
 def needs_torch(segment: Segment, device: str = "cpu") -> bool:
-    """Whether a version's scorer runs by torch. LoaderError: its bytes are not those that were published, or no program."""
+    """Whether a version's scorer runs by torch. LoaderError: its bytes are not those that were published,
+    or no program."""
     stored = segment.header.scorer
     if stored is None or stored.kind != "program":
         return False

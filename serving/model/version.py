@@ -23,7 +23,8 @@ from tableside.serving.model.scores import Scoring
 
 
 class Beside(NamedTuple):
-    """The CPU's backend beside a device's: it looks up requests of fewer than `below_ids` ids, sooner than the device would."""
+    """The CPU's backend beside a device's: it looks up requests of fewer than `below_ids` ids, sooner than
+    the device would."""
 
     backend: CpuBackend
     below_ids: int
@@ -62,14 +63,18 @@ class BoundFeature:
         """ApiError: an input's bags or weights do not fit the pooling."""
         if self.is_pooled and i.bags is None:
             raise bad_request(
-                f"feature {i.feature!r} is {self.pooling.label}-pooled and came without lengths; send {i.feature}.lengths"
+                f"feature {i.feature!r} is {self.pooling.label}-pooled and came without lengths; send "
+                f"{i.feature}.lengths"
             )
         if not self.is_pooled and i.weights_at is not None:
-            raise bad_request(f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out")
+            raise bad_request(
+                f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out"
+            )
 
 
 class Planners(NamedTuple):
-    """What plans requests that read the same features. host: plans those of fewer than `device_from_ids` ids for the CPU.
+    """What plans requests that read the same features. host: plans those of fewer than `device_from_ids` ids
+    for the CPU.
 
     tables: that the features are read from, a name for each.
     """
@@ -93,8 +98,8 @@ class Planners(NamedTuple):
 class ServedVersion:
     """One version, attached and ready to answer. Nothing that it answers changes; any thread may call.
 
-    The segment stays mapped, and what the tables take of a GPU's memory stays taken, as long as this object or a request that it
-    laid out lives.
+    The segment stays mapped, and what the tables take of a GPU's memory stays taken, as long as this object
+    or a request that it laid out lives.
     """
 
     def __init__(
@@ -109,8 +114,9 @@ class ServedVersion:
         verified_at: float = 0.0,
         beside: Beside | None = None,
     ) -> None:
-        """max_response_bytes: of one request's output; None: any. verified_at: when all rows were last held against their
-        checksums, of time.time(); 0: never. beside: what looks small requests up where `backend` is a device's."""
+        """max_response_bytes: of one request's output; None: any. verified_at: when all rows were last
+        held against their checksums, of time.time(); 0: never. beside: what looks small requests up where
+        `backend` is a device's."""
         self.segment, self.header, self.version = segment, segment.header, segment.header.version
         self.backend, self.placed, self.scorer = backend, placed, scorer
         self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
@@ -118,12 +124,14 @@ class ServedVersion:
         self._planners: dict[tuple[tuple[str, ...], bool], Planners] = {}
         self.state = State(self.version, segment.deltas[0].sequence if segment.deltas else 0)
         self.features = {
-            f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling)) for f in segment.header.features
+            f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling))
+            for f in segment.header.features
         }
 
     @cached_property
     def layout(self) -> int:
-        """A number that versions have in common whose requests are laid out alike: with the same features and scorer."""
+        """A number that versions have in common whose requests are laid out alike: with the same features
+        and scorer."""
         features = [(name, b.table.dim, b.pooling.label, b.half) for name, b in self.features.items()]
         inputs = [] if self.scorer is None else [(i.name, i.feature, i.width) for i in self.scorer.inputs]
         width = 0 if self.scorer is None else self.scorer.width
@@ -136,7 +144,8 @@ class ServedVersion:
         return self.segment.sequence
 
     def with_deltas(self, segment: Segment, placed: Placements) -> "ServedVersion":
-        """The same version in another state, with the same scorer. placed: its tables, over what `self` has placed."""
+        """The same version in another state, with the same scorer. placed: its tables, over what `self`
+        has placed."""
         return ServedVersion(
             segment,
             self.backend,
@@ -151,23 +160,29 @@ class ServedVersion:
     def feature(self, name: str) -> BoundFeature:
         """The feature of that name. ApiError: there is none."""
         if (bound := self.features.get(name)) is None:
-            raise bad_request(f"feature {short(name)} is unknown; model {self.header.model!r} has: {', '.join(self.features)}")
+            raise bad_request(
+                f"feature {short(name)} is unknown; model {self.header.model!r} has: "
+                f"{', '.join(self.features)}"
+            )
         return bound
 
     def can_score(self, given: Container[str]) -> bool:
-        """Whether there is a scorer, and `given`, names of features and dense tensors, holds all that it needs."""
+        """Whether there is a scorer, and `given`, names of features and dense tensors, holds all that it
+        needs."""
         return self.scorer is not None and all((i.feature or i.name) in given for i in self.scorer.inputs)
 
     def planners(self, features: tuple[str, ...], together: bool = False) -> Planners:
-        """What plans requests that read these features. together: as for `lay_out`; the vectors of those that are pooled lie
-        side by side. Those asked for before are kept, `_PLANNERS` of them."""
+        """What plans requests that read these features. together: as for `lay_out`; the vectors of those
+        that are pooled lie side by side. Those asked for before are kept, `_PLANNERS` of them."""
         key = (features, together)
         if (known := self._planners.get(key)) is None:
             device, host = self._device_planner(features, together), None
             if self._beside is not None:
                 host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
             tables = tuple(self.features[f].feature.table for f in features)
-            known = Planners(features, tables, device, host, 0 if self._beside is None else self._beside.below_ids)
+            known = Planners(
+                features, tables, device, host, 0 if self._beside is None else self._beside.below_ids
+            )
             if len(self._planners) >= _PLANNERS:
                 self._planners.clear()
             self._planners[key] = known
@@ -184,7 +199,10 @@ class ServedVersion:
         apart = side_by_side(bound) if together else None
         return [
             LookupKind(
-                b.table if tables is None else tables[b.feature.table], b.pooling, b.precision, apart if b.is_pooled else None
+                b.table if tables is None else tables[b.feature.table],
+                b.pooling,
+                b.precision,
+                apart if b.is_pooled else None,
             )
             for b in bound
         ]
@@ -199,17 +217,21 @@ class ServedVersion:
         found: Container[str] = (),
         scores_alone: bool = False,
     ) -> Request:
-        """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where `score`, then masks.
+        """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where
+        `score`, then masks.
 
-        together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags, sum of dims], then
-        come those of the others, one feature after another, then room for where each of these begins. warms_up: the request goes
-        to the device, however small it is. found: features whose found masks are wanted; of a kjt, KJT. scores_alone: the
-        answer has the scores and nothing else; what there is in place of vectors is unknown then, where a device looked up.
-        ApiError: a feature is unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output
-        is larger than a response may be.
+        together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags,
+        sum of dims], then come those of the others, one feature after another, then room for where each of
+        these begins. warms_up: the request goes to the device, however small it is. found: features whose
+        found masks are wanted; of a kjt, KJT. scores_alone: the answer has the scores and nothing else; what
+        there is in place of vectors is unknown then, where a device looked up. ApiError: a feature is
+        unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output is
+        larger than a response may be.
         """
         if not inputs:
-            raise bad_request(f"no feature is asked for; model {self.header.model!r} has: {', '.join(self.features)}")
+            raise bad_request(
+                f"no feature is asked for; model {self.header.model!r} has: {', '.join(self.features)}"
+            )
         bound = [self.feature(i.feature) for i in inputs]
         for b, i in zip(bound, inputs, strict=True):
             b.check(i)
@@ -225,11 +247,14 @@ class ServedVersion:
         out_bytes += sum(m.bytes for m in masks)
         if self.max_response_bytes is not None and out_bytes > self.max_response_bytes:
             raise bad_request(
-                f"the request asks for {out_bytes:,} bytes of vectors; the limit is {self.max_response_bytes:,} "
+                f"the request asks for {out_bytes:,} bytes of vectors; the limit is "
+                f"{self.max_response_bytes:,} "
                 "(max_response_bytes)",
                 ErrorKind.TOO_LARGE,
             )
-        places = np.array([_place(i, o.at, at) for i, o, at in zip(inputs, outputs, found_at, strict=True)], np.int64)
+        places = np.array(
+            [_place(i, o.at, at) for i, o, at in zip(inputs, outputs, found_at, strict=True)], np.int64
+        )
         names = tuple(i.feature for i in inputs)
         ids = sum(i.ids for i in inputs)
         planners = self.planners(names, together)
@@ -240,15 +265,21 @@ class ServedVersion:
             planners.plan(places, out_bytes, ids, score or warms_up),
             (ids, sum(o.shape[0] for o in outputs), row_bytes, out_bytes),
             outputs=tuple(shown),
-            unpooled_bags=tuple(i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled),
+            unpooled_bags=tuple(
+                i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled
+            ),
             scoring=scoring,
             sequence=self.sequence,
         )
 
-    def _scoring(self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int, is_alone: bool) -> Scoring:
+    def _scoring(
+        self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int, is_alone: bool
+    ) -> Scoring:
         """What the scorer reads of these outputs and dense tensors; its scores lie at byte `at`."""
         if self.scorer is None:
-            raise bad_request(f"model {self.header.model!r} has no scorer; publish one with [scorer] in model.toml")
+            raise bad_request(
+                f"model {self.header.model!r} has no scorer; publish one with [scorer] in model.toml"
+            )
         given: dict[str, Output | DenseInput] = {o.feature: o for o in outputs} | {d.name: d for d in dense}
         names = [i.feature or i.name for i in self.scorer.inputs]
         if missing := [n for n in names if n not in given]:
@@ -257,29 +288,40 @@ class ServedVersion:
         rows = [s.shape[0] if isinstance(s, Output) else s.rows for s in sources]
         if len(set(rows)) > 1:
             found = ", ".join(f"{n} {r}" for n, r in zip(names, rows, strict=True))
-            raise bad_request(f"the score needs as many bags of each feature as rows of each dense tensor; found {found}")
+            raise bad_request(
+                f"the score needs as many bags of each feature as rows of each dense tensor; found {found}"
+            )
         return Scoring(self.scorer, sources, scores_at(at, rows[0], self.scorer.width), is_alone)
 
     def warm_up(self) -> None:
-        """Looks the first and the last row of every feature up, so that a broken version fails here and not in a request.
+        """Looks the first and the last row of every feature up, so that a broken version fails here and not
+        in a request.
 
-        Each feature is looked up with bags of every size that the backend compiles a kernel of its own for, with lengths and
-        weights and without. So a GPU compiles now what requests will need. A table that refuses every id is left out.
+        Each feature is looked up with bags of every size that the backend compiles a kernel of its own for,
+        with lengths and weights and without. So a GPU compiles now what requests will need. A table that
+        refuses every id is left out.
         """
         for name, bound in self.features.items():
             ends = _end_ids(bound.table)
             for count in self.backend.warm_up_bags if ends.size else ():
                 ids = np.resize(ends, count)
-                self.lay_out([FeatureInput(name, 0, count, bags=1, bag_length=count)], warms_up=True).run(ids.tobytes())
+                self.lay_out([FeatureInput(name, 0, count, bags=1, bag_length=count)], warms_up=True).run(
+                    ids.tobytes()
+                )
                 if bound.is_pooled:
-                    inputs = ids.tobytes() + np.array([count], np.int32).tobytes() + np.ones(count, np.float32).tobytes()
+                    inputs = (
+                        ids.tobytes()
+                        + np.array([count], np.int32).tobytes()
+                        + np.ones(count, np.float32).tobytes()
+                    )
                     at = ids.nbytes
                     weighted = FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)
                     self.lay_out([weighted], warms_up=True).run(inputs)
 
 
 def _end_ids(table: RowSource) -> NDArray[np.int64]:
-    """Ids of a table's first and last row; one id where each gets the default row; none where each is refused."""
+    """Ids of a table's first and last row; one id where each gets the default row; none where each is
+    refused."""
     row_map = RowMap(table.rows) if table.row_map is None else table.row_map
     rows = row_map.count if row_map.index is None else row_map.index.slots
     ends = ((0, min(_ENDS, rows)), (max(0, rows - _ENDS), rows))
@@ -295,7 +337,9 @@ def _vectors(bound: BoundFeature, i: FeatureInput) -> int:
     return (i.bags or 0) if bound.is_pooled else i.ids
 
 
-def _one_after_another(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
+def _one_after_another(
+    bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]
+) -> tuple[list[Output], int]:
     outputs, at = [], 0
     for b, i in zip(bound, inputs, strict=True):
         count = _vectors(b, i)
@@ -315,7 +359,10 @@ def _together(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> 
     for pooled in (True, False):
         if len({b.precision for b in bound if b.is_pooled is pooled}) > 1:
             named = ", ".join(f"{b.feature.name} {b.feature.output}" for b in bound if b.is_pooled is pooled)
-            raise bad_request(f"features of one kjt have several output types ({named}); send them in a request for each type")
+            raise bad_request(
+                f"features of one kjt have several output types ({named}); send them in a request for each "
+                "type"
+            )
     row_bytes = side_by_side(bound)
     column, after = 0, row_bytes * (inputs[0].bags or 0)
     outputs = []

@@ -1,7 +1,8 @@
 """Lookups of tensors that are on a GPU: enqueued on the current stream, and nobody waits for the device.
 
-Ids, lengths and offsets are read where they are (`quant.gpu.tensors.tensors`). Of a call in tensors of several features the host sends
-where these are; a packed call, with as many bags as one before, needs nothing sent. Calls can be captured as CUDA graphs.
+Ids, lengths and offsets are read where they are (`quant.gpu.tensors.tensors`). Of a call in tensors of
+several features the host sends where these are; a packed call, with as many bags as one before, needs nothing
+sent. Calls can be captured as CUDA graphs.
 """
 
 import math
@@ -31,7 +32,8 @@ _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, tor
 
 
 class _Ahead(NamedTuple):
-    """A call that was prefetched. identity: its tensors, as they were then; given: the same, so that they stay."""
+    """A call that was prefetched. identity: its tensors, as they were then; given: the same, so that they
+    stay."""
 
     given: object
     identity: list[Any]
@@ -57,12 +59,17 @@ class DeviceLookup:
             raise ModuleError(f"model {attached.served.header.model!r}: {error}") from error
         attached.missing.follow(names, self.lookup.unfound)
         self._ahead: _Ahead | None = None
-        self._device, self._all, self._every = backend.device.torch_device, tuple(range(len(names))), ", ".join(names)
+        self._device, self._all, self._every = (
+            backend.device.torch_device,
+            tuple(range(len(names))),
+            ", ".join(names),
+        )
 
     # ---- tensors of each feature ----
 
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
-        """A tensor for each feature, as `HostLookup`. BadFeatureIds: a call before this one had a wrong id or length."""
+        """A tensor for each feature, as `HostLookup`. BadFeatureIds: a call before this one had a wrong id
+        or length."""
         staged = self._begin(given)
         if staged is None:
             inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
@@ -70,7 +77,8 @@ class DeviceLookup:
         return self._cut(self._run(staged), given, staged.is_even)
 
     def prefetch(self, given: Sequence[FeatureTensors]) -> None:
-        """Brings rows to the cache that a call with these tensors reads next. They are not to be changed until then."""
+        """Brings rows to the cache that a call with these tensors reads next. They are not to be changed
+        until then."""
         inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
         self._look_ahead(given, self.lookup.stage_each(inputs))
 
@@ -95,11 +103,14 @@ class DeviceLookup:
         count = offsets.numel()
         if not features or (count - 1) % features:
             raise ModuleError(
-                f"there are {offsets.dtype} offsets {list(offsets.shape)} for {features} features ({self._every}); "
+                f"there are {offsets.dtype} offsets {list(offsets.shape)} for {features} features "
+                f"({self._every}); "
                 "expected [features * bags + 1], or as many lengths for each feature"
             )
         if count == 1 and ids.numel():
-            raise ModuleError(f"there are no bags of {self._every}, but {ids.numel()} ids; send no ids, or their offsets")
+            raise ModuleError(
+                f"there are no bags of {self._every}, but {ids.numel()} ids; send no ids, or their offsets"
+            )
         weights = None if weights is None else self._weights(self._every, weights, ids.numel())
         return self.lookup.stage_packed(ids, offsets, features, tuple(order) or self._all, weights)
 
@@ -131,7 +142,9 @@ class DeviceLookup:
             self._streams[stream] = self._backend.device.current_stream()
         return vectors
 
-    def _cut(self, vectors: torch.Tensor, given: Sequence[FeatureTensors], is_even: bool) -> list[torch.Tensor]:
+    def _cut(
+        self, vectors: torch.Tensor, given: Sequence[FeatureTensors], is_even: bool
+    ) -> list[torch.Tensor]:
         """The vectors of each feature, from those of all. is_even: each has as many values."""
         if self._is_even and is_even and given[0].form is not Form.IDS and vectors.numel():
             return list(vectors.view(len(given), -1, self._dims[0]).unbind(0))
@@ -155,7 +168,10 @@ class DeviceLookup:
         bags = as_bags(name, bags)
         number = bags.numel() - (form is Form.ENDS)
         if number < 1 and (count or number < 0):
-            raise ModuleError(f"feature {name!r}: {bags.numel()} lengths or offsets for {count} ids; expected one for each bag")
+            raise ModuleError(
+                f"feature {name!r}: {bags.numel()} lengths or offsets for {count} ids; expected one for each "
+                "bag"
+            )
         offsets = offsets_of(bags) if form is Form.LENGTHS else bags
         return TensorInput(ids, offsets, 0, number, weights)
 
@@ -171,7 +187,8 @@ class DeviceLookup:
         check_tensor(name, tensor)
         if tensor.device != self._device:
             raise ModuleError(
-                f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {self._device}; send it "
+                f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {self._device}; "
+                "send it "
                 f"there, or make a module with device={str(tensor.device)!r}"
             )
         check_memory(name, tensor)
@@ -187,4 +204,7 @@ def _shape(one: FeatureTensors, dim: int) -> tuple[int, ...]:
 def _identity(given: Sequence[Any]) -> list[Any]:
     """Which tensors a call has, and how often they were changed."""
     tensors = [t for one in given for t in (one[1:] if isinstance(one, FeatureTensors) else (one,))]
-    return [(t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) if isinstance(t, torch.Tensor) else t for t in tensors]
+    return [
+        (t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) if isinstance(t, torch.Tensor) else t
+        for t in tensors
+    ]

@@ -25,9 +25,12 @@ def look_up(
     given: Sequence[FeatureTensors],
     padding: Padding = (),
 ) -> list[torch.Tensor]:
-    """A tensor for each feature. key: of the lookup among those of the version. ModuleError, BadFeatureIds: as `HostLookup`."""
+    """A tensor for each feature. key: of the lookup among those of the version. ModuleError,
+    BadFeatureIds: as `HostLookup`."""
     if padding:
-        found = [without_padding(name, one, of_it) for name, one, of_it in zip(names, given, padding, strict=True)]
+        found = [
+            without_padding(name, one, of_it) for name, one, of_it in zip(names, given, padding, strict=True)
+        ]
         try:
             return look_up(attached, key, names, output, [one for one, _ in found])
         except BadFeatureIds as error:
@@ -40,7 +43,11 @@ def look_up(
 
 
 def prefetch(
-    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype, given: Sequence[FeatureTensors]
+    attached: AttachedVersion,
+    key: str,
+    names: tuple[str, ...],
+    output: torch.dtype,
+    given: Sequence[FeatureTensors],
 ) -> None:
     """Brings the rows of a call with these tensors to the GPU's cache. Nothing to do on the CPU."""
     if attached.on_gpu and not is_traced():
@@ -48,15 +55,24 @@ def prefetch(
 
 
 def look_up_packed(
-    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype, packed: PackedInput, padding: Padding = ()
+    attached: AttachedVersion,
+    key: str,
+    names: tuple[str, ...],
+    output: torch.dtype,
+    packed: PackedInput,
+    padding: Padding = (),
 ) -> torch.Tensor:
     """[bags, sum of dims]. Raises as `look_up`."""
     if padding and (given := apart(packed)) is not None:
         found = look_up(attached, key, names, output, given, padding)
-        return torch.cat(found, 1, out=found[0].new_empty(0))  # autocast, which refuses fp16 on the CPU, leaves `out` alone
+        return torch.cat(
+            found, 1, out=found[0].new_empty(0)
+        )  # autocast, which refuses fp16 on the CPU, leaves `out` alone
     if attached.on_gpu:
         return _device_lookup(attached, key, names, output).packed(packed)
-    return host_keyed(attached, key, names, output)(host_jagged(", ".join(names), packed), packed.order or None)
+    return host_keyed(attached, key, names, output)(
+        host_jagged(", ".join(names), packed), packed.order or None
+    )
 
 
 def prefetch_packed(
@@ -67,7 +83,9 @@ def prefetch_packed(
         _device_lookup(attached, key, names, output).prefetch_packed(packed)
 
 
-def _device_lookup(attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype) -> "DeviceLookup":
+def _device_lookup(
+    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype
+) -> "DeviceLookup":
     """The lookup of these features on the version's GPU, made once for each version, under its key."""
     if (found := attached.lookups.get(key)) is None:
         from tableside.serving.modules.device import DeviceLookup  # Triton is imported where a GPU is used

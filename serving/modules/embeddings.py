@@ -1,7 +1,8 @@
 """`EmbeddingBags` and `Embeddings`: a published model's features as PyTorch modules.
 
-They hold no weights. Their rows are those of the version in shared memory, for all processes of the host; a lookup dequantizes
-what it reads. Under torch.compile and torch.export a call becomes an operator (`serving.modules.operators`).
+They hold no weights. Their rows are those of the version in shared memory, for all processes of the host; a
+lookup dequantizes what it reads. Under torch.compile and torch.export a call becomes an operator
+(`serving.modules.operators`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,14 @@ from tableside.quant.contract import Unfound
 from tableside.serving.modules import keyed
 from tableside.serving.modules.dispatch import look_up, look_up_packed, prefetch, prefetch_packed
 from tableside.serving.modules.errors import ModuleError, NotATensor
-from tableside.serving.modules.inputs import FeatureInput, FeatureTensors, Form, PackedInput, given_bags, given_ids
+from tableside.serving.modules.inputs import (
+    FeatureInput,
+    FeatureTensors,
+    Form,
+    PackedInput,
+    given_bags,
+    given_ids,
+)
 from tableside.serving.modules.lookups import OUTPUTS
 from tableside.serving.modules.operators import Call, traced, traced_packed
 from tableside.serving.modules.padding import Padding
@@ -42,11 +50,13 @@ class SourceOptions(TypedDict, total=False):
 class PublishedModule(Leaf):
     """What both modules share: features of one model, in this process's attachment of it.
 
-    features: None: all of the model that are pooled as the module's are. output: dtype of the vectors. follow: "live": a version
-    that is made live is taken between two calls; None: the version stays, the live one of now or `version`.
+    features: None: all of the model that are pooled as the module's are. output: dtype of the vectors.
+    follow: "live": a version that is made live is taken between two calls; None: the version stays, the live
+    one of now or `version`.
 
-    Copies share the tables. A pickle holds the names, and attaches where it is read. `.to()` refuses: tables stay where they are.
-    LoaderError, QuantError, ServingError: the model is not there, or has no such features.
+    Copies share the tables. A pickle holds the names, and attaches where it is read. `.to()` refuses: tables
+    stay where they are. LoaderError, QuantError, ServingError: the model is not there, or has no such
+    features.
     """
 
     _poolings: tuple[Pooling, ...]
@@ -69,7 +79,8 @@ class PublishedModule(Leaf):
             source = replace(source, version=published(source).version)
         elif follow not in ("live", None) or (follow == "live" and source.version is not None):
             raise ModuleError(
-                f"follow is {follow!r} with version {source.version}; expected follow='live' without a version, or follow=None"
+                f"follow is {follow!r} with version {source.version}; expected follow='live' without a "
+                "version, or follow=None"
             )
         self.output = output
         self._published = published(source)
@@ -78,21 +89,27 @@ class PublishedModule(Leaf):
 
     def _to_call(self) -> str:
         output = str(self.output).removeprefix("torch.")
-        return Call(self._published.source.to_string(), self.features, self.dims, output, self._padding).to_string()
+        return Call(
+            self._published.source.to_string(), self.features, self.dims, output, self._padding
+        ).to_string()
 
     def _choose(self, wanted: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """The features, and the dims of their vectors. ModuleError: one is not there, or pooled as no feature of this module."""
+        """The features, and the dims of their vectors. ModuleError: one is not there, or pooled as no
+        feature of this module."""
         served = self._published.now().served
         here = {n: b for n, b in served.features.items() if b.pooling in self._poolings}
         names = tuple(here) if wanted is None else tuple(wanted)
         labels = " or ".join(p.label for p in self._poolings)
         if wrong := [n for n in names if n not in here]:
             raise ModuleError(
-                f"model {served.header.model!r} version {served.version} has no feature {', '.join(map(repr, wrong))} of pooling "
+                f"model {served.header.model!r} version {served.version} has no feature "
+                f"{', '.join(map(repr, wrong))} of pooling "
                 f"{labels}; it has: {', '.join(f'{n} ({b.pooling.label})' for n, b in served.features.items()) or 'none'}"
             )
         if not names:
-            raise ModuleError(f"model {served.header.model!r} has no feature of pooling {labels}; publish it with one")
+            raise ModuleError(
+                f"model {served.header.model!r} has no feature of pooling {labels}; publish it with one"
+            )
         self._published.require({n: here[n] for n in names})
         return names, tuple(here[n].table.dim for n in names)
 
@@ -109,31 +126,36 @@ class PublishedModule(Leaf):
         return self._published.version
 
     def refresh(self) -> bool:
-        """Takes the version that is live now, without waiting for the thread that looks; whether it was another one."""
+        """Takes the version that is live now, without waiting for the thread that looks; whether it was
+        another one."""
         return self._published.look()
 
     def check(self) -> None:
-        """Waits for the calls on a GPU, of all modules of the source. BadFeatureIds: one had a wrong id or length, which without
-        this a later call says. On the CPU each call says it itself."""
+        """Waits for the calls on a GPU, of all modules of the source. BadFeatureIds: one had a wrong id or
+        length, which without this a later call says. On the CPU each call says it itself."""
         self._published.pending.check()
 
     def missing_ids(self) -> dict[str, Unfound]:
-        """For each feature, how many ids had no row of their own: `missing` got the default row, `backfilled` the row of an older
-        version. Of all calls of this process over the same tables so far, as the server's tableside_ids_without_row_total.
-        On a GPU it waits for the device, so it is not for the time of a capture."""
+        """For each feature, how many ids had no row of their own: `missing` got the default row,
+        `backfilled` the row of an older version. Of all calls of this process over the same tables so far,
+        as the server's tableside_ids_without_row_total. On a GPU it waits for the device, so it is not for
+        the time of a capture."""
         return self._published.missing.of(self.features)
 
     # ---- what PyTorch does with modules ----
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Moves nothing. ModuleError: `fn` would move tables to another device, or make other numbers of the vectors."""
+        """Moves nothing. ModuleError: `fn` would move tables to another device, or make other numbers of
+        the vectors."""
         here = self._published.source.device
         device = torch.device("cpu" if here == "interpreter" else here)
         moved = fn(torch.empty(0, dtype=self.output, device=device))
         if moved.device != device or moved.dtype != self.output:
             raise ModuleError(
-                f"the tables of model {self.model!r} stay on {device} and give {self.output}; for {moved.device} and "
-                f"{moved.dtype} make another module, with device={str(moved.device)!r} and output={moved.dtype}"
+                f"the tables of model {self.model!r} stay on {device} and give {self.output}; for "
+                f"{moved.device} and "
+                f"{moved.dtype} make another module, with device={str(moved.device)!r} and "
+                f"output={moved.dtype}"
             )
         return self
 
@@ -151,7 +173,8 @@ class PublishedModule(Leaf):
         pinned = self._published.source.version
         if found[0] != self.model or (pinned is not None and found[1] != pinned):
             raise ModuleError(
-                f"the state is of model {found[0]!r} version {found[1]}; this module reads {self.model!r} version "
+                f"the state is of model {found[0]!r} version {found[1]}; this module reads {self.model!r} "
+                "version "
                 f"{self.version}; make a module of that model, or leave its state out (strict=False)"
             )
 
@@ -164,21 +187,26 @@ class PublishedModule(Leaf):
 
     def _given_of(self, inputs: Mapping[str, FeatureInput]) -> list[FeatureTensors]:
         if type(inputs) is not dict and not isinstance(inputs, Mapping):
-            raise NotATensor(f"the call has {type(inputs).__name__}; expected a dict of features, each with its torch.Tensor")
+            raise NotATensor(
+                f"the call has {type(inputs).__name__}; expected a dict of features, each with its "
+                "torch.Tensor"
+            )
         found = [self._given(name, inputs[name]) for name in self.features if name in inputs]
         if len(found) == len(inputs) == len(self.features):
             return found
         lacks = [n for n in self.features if n not in inputs]
         unknown = [str(n) for n in inputs if n not in self.features]
         raise ModuleError(
-            f"the call lacks {', '.join(lacks) or 'nothing'} and has {', '.join(unknown) or 'nothing'} besides; expected a "
+            f"the call lacks {', '.join(lacks) or 'nothing'} and has {', '.join(unknown) or 'nothing'} "
+            "besides; expected a "
             f"dict of {', '.join(self.features)}"
         )
 
     def prefetch(self, inputs: Any) -> None:
-        """Brings the rows that a call with this dict or KeyedJaggedTensor reads to the GPU's cache (placement "cached"), beside
-        what the current stream does. The same tensors, unchanged, are to be given to the next call. Nothing to do on the CPU, nor
-        with a `padding_idx`, whose ids are found in the call."""
+        """Brings the rows that a call with this dict or KeyedJaggedTensor reads to the GPU's cache
+        (placement "cached"), beside what the current stream does. The same tensors, unchanged, are to be
+        given to the next call. Nothing to do on the CPU, nor with a `padding_idx`, whose ids are found in
+        the call."""
         if self._padding:
             return
         if keyed.is_keyed(inputs):
@@ -197,7 +225,9 @@ class PublishedModule(Leaf):
         if is_traced():
             return traced(self._call, self.features, given)
         try:
-            return look_up(self._published.now(), self._call, self.features, self.output, given, self._padding)
+            return look_up(
+                self._published.now(), self._call, self.features, self.output, given, self._padding
+            )
         except NotInMemory:
             return traced(self._call, self.features, given)
 
@@ -205,8 +235,8 @@ class PublishedModule(Leaf):
 class EmbeddingBags(PublishedModule):
     """Pooled features, of any dims, row formats and poolings, looked up together.
 
-    include_last_offset: as of torch.nn.EmbeddingBag, for all offsets that come. padding_idx: feature -> an id that is left out of
-    its sums and of its means' counts (`serving.modules.padding`).
+    include_last_offset: as of torch.nn.EmbeddingBag, for all offsets that come. padding_idx: feature -> an id
+    that is left out of its sums and of its means' counts (`serving.modules.padding`).
     """
 
     _poolings = (Pooling.SUM, Pooling.MEAN)
@@ -226,13 +256,15 @@ class EmbeddingBags(PublishedModule):
         self.include_last_offset = include_last_offset
         if padding_idx:
             if unknown := [str(name) for name in padding_idx if name not in self.features]:
-                raise ModuleError(f"padding_idx names {', '.join(unknown)}; expected some of: {', '.join(self.features)}")
+                raise ModuleError(
+                    f"padding_idx names {', '.join(unknown)}; expected some of: {', '.join(self.features)}"
+                )
             self._padding = tuple(padding_idx.get(name) for name in self.features)
             self._call = self._to_call()
 
     def forward(self, inputs: Any) -> Any:
-        """Vectors of bags: a dict of [bags, dim] for a dict of features (`serving.modules.inputs`), or a KeyedTensor for a
-        KeyedJaggedTensor that has the module's features, in any order.
+        """Vectors of bags: a dict of [bags, dim] for a dict of features (`serving.modules.inputs`), or a
+        KeyedTensor for a KeyedJaggedTensor that has the module's features, in any order.
 
         BadFeatureIds (a ValueError): an id or a length is wrong. ModuleError: the input has another form.
         """
@@ -244,18 +276,23 @@ class EmbeddingBags(PublishedModule):
         return given_bags(name, value, self.include_last_offset)
 
     def side_by_side(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> torch.Tensor:
-        """[bags, sum of dims] for a KeyedJaggedTensor. keys: where it has each of the module's features. is_weighted: by its
-        weights, where it has some. Raises as `forward`."""
+        """[bags, sum of dims] for a KeyedJaggedTensor. keys: where it has each of the module's features.
+        is_weighted: by its weights, where it has some. Raises as `forward`."""
         by_offsets = self._published.source.on_gpu and not is_traced()
         order = keyed.places_of(keys, inputs.keys())
-        return self._side_by_side(keyed.packed_of(inputs, order, by_offsets=by_offsets, is_weighted=is_weighted))
+        return self._side_by_side(
+            keyed.packed_of(inputs, order, by_offsets=by_offsets, is_weighted=is_weighted)
+        )
 
-    def packed(self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """[bags, sum of dims], the features' vectors side by side, for the ids of all features one after another, as FBGEMM's
-        modules take them.
+    def packed(
+        self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[bags, sum of dims], the features' vectors side by side, for the ids of all features one after
+        another, as FBGEMM's modules take them.
 
-        values: int64 [ids], those of the module's first feature first. offsets: int64 or int32 [features * bags + 1], where each
-        bag begins, and the end of the last one. weights: floats [ids]. Raises as `forward`.
+        values: int64 [ids], those of the module's first feature first. offsets: int64 or int32 [features *
+        bags + 1], where each bag begins, and the end of the last one. weights: floats [ids]. Raises as
+        `forward`.
         """
         return self._side_by_side(PackedInput([], len(self.features), values, Form.ENDS, offsets, weights))
 
@@ -263,7 +300,9 @@ class EmbeddingBags(PublishedModule):
         if is_traced():
             return traced_packed(self._call, self.features, packed)
         try:
-            return look_up_packed(self._published.now(), self._call, self.features, self.output, packed, self._padding)
+            return look_up_packed(
+                self._published.now(), self._call, self.features, self.output, packed, self._padding
+            )
         except NotInMemory:
             return traced_packed(self._call, self.features, packed)
 
@@ -280,15 +319,18 @@ class Embeddings(PublishedModule):
     _poolings = (Pooling.NONE,)
 
     def forward(self, inputs: Any) -> Any:
-        """Vectors of ids: a dict of [*shape of the ids, dim] for a dict of tensors, or a dict of JaggedTensor for a
-        KeyedJaggedTensor. Raises as `EmbeddingBags.forward`. Calls with a KeyedJaggedTensor are not compiled."""
+        """Vectors of ids: a dict of [*shape of the ids, dim] for a dict of tensors, or a dict of
+        JaggedTensor for a KeyedJaggedTensor. Raises as `EmbeddingBags.forward`. Calls with a
+        KeyedJaggedTensor are not compiled."""
         if keyed.is_keyed(inputs):
             return self.jagged(inputs, self.features, self.features)
         return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
 
-    def jagged(self, inputs: Any, keys: Sequence[str], names: Sequence[str], with_ids: bool = False) -> dict[str, Any]:
-        """JaggedTensors by `names`. keys: where the KeyedJaggedTensor has each of the module's features. with_ids: with the ids
-        as weights. Raises as `forward`."""
+    def jagged(
+        self, inputs: Any, keys: Sequence[str], names: Sequence[str], with_ids: bool = False
+    ) -> dict[str, Any]:
+        """JaggedTensors by `names`. keys: where the KeyedJaggedTensor has each of the module's features.
+        with_ids: with the ids as weights. Raises as `forward`."""
         if is_traced():
             return self._untraced(inputs, keys, names, with_ids)
         attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
@@ -307,7 +349,8 @@ class Embeddings(PublishedModule):
         """`jagged` between two graphs of torch.compile. ModuleError: somebody else traces the call."""
         if is_traced():
             raise ModuleError(
-                f"a KeyedJaggedTensor of {', '.join(self.features)} is not traced: how many vectors each feature gets would be "
+                f"a KeyedJaggedTensor of {', '.join(self.features)} is not traced: how many vectors each "
+                "feature gets would be "
                 "that of this call; give a dict of ids"
             )
         return self.jagged(*given)
@@ -318,8 +361,8 @@ class Embeddings(PublishedModule):
             prefetch(attached, self._call, self.features, self.output, self._apart(inputs, order))
 
     def _apart(self, inputs: Any, order: list[int] | None) -> list[FeatureTensors]:
-        """The ids of each feature, on a GPU. It waits for the device, as TorchRec does: a vector an id, whose number says how
-        many each feature gets."""
+        """The ids of each feature, on a GPU. It waits for the device, as TorchRec does: a vector an id,
+        whose number says how many each feature gets."""
         packed = keyed.packed_of(inputs, order, by_offsets=False)
         return keyed.ids_between(packed.values, inputs.offset_per_key(), order)
 

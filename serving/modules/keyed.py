@@ -1,7 +1,9 @@
-"""TorchRec's KeyedJaggedTensor as a module's input, and its KeyedTensor and JaggedTensor as outputs. TorchRec is optional.
+"""TorchRec's KeyedJaggedTensor as a module's input, and its KeyedTensor and JaggedTensor as outputs. TorchRec
+is optional.
 
-A KeyedJaggedTensor of F features and B bags each has lengths [F * B], those of its first feature first, and values in the same
-order. Its pooled vectors lie side by side, [B, sum of dims], as a KeyedTensor has them. Nothing is copied.
+A KeyedJaggedTensor of F features and B bags each has lengths [F * B], those of its first feature first, and
+values in the same order. Its pooled vectors lie side by side, [B, sum of dims], as a KeyedTensor has them.
+Nothing is copied.
 """
 
 from collections.abc import Sequence
@@ -16,14 +18,23 @@ from tableside.quant import BadIds, LookupKind
 from tableside.quant.cpu.bags import MOST_IDS, feature_places, parts_of, tensor_parts
 from tableside.serving.modules.errors import BadFeatureIds, ModuleError
 from tableside.serving.modules.inputs import FeatureTensors, Form, PackedInput
-from tableside.serving.modules.lookups import BASE, EXCHANGE, MEMORY, OUTPUTS, host_ids, host_lengths, host_weights, wrong_bags
+from tableside.serving.modules.lookups import (
+    BASE,
+    EXCHANGE,
+    MEMORY,
+    OUTPUTS,
+    host_ids,
+    host_lengths,
+    host_weights,
+    wrong_bags,
+)
 from tableside.serving.modules.published import AttachedVersion
 
 
 class JaggedFeatures(NamedTuple):
-    """The parts of a KeyedJaggedTensor on the CPU. values: int64 [ids]; lengths: what holds int32 [features, bags]; ids_at,
-    lengths_at: where they lie in `MEMORY`. parts: int64 [2, features], the first id of each feature, and how many it has.
-    weights: fp32 [ids]."""
+    """The parts of a KeyedJaggedTensor on the CPU. values: int64 [ids]; lengths: what holds int32
+    [features, bags]; ids_at, lengths_at: where they lie in `MEMORY`. parts: int64 [2, features], the first
+    id of each feature, and how many it has. weights: fp32 [ids]."""
 
     values: torch.Tensor
     lengths: object
@@ -48,14 +59,18 @@ def places_of(names: Sequence[str], keys: Sequence[str]) -> list[int] | None:
     return [list(keys).index(name) for name in names]
 
 
-def packed_of(keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weighted: bool = True) -> PackedInput:
-    """The parts of a KeyedJaggedTensor. by_offsets: with its offsets, which it computes once, in place of its lengths.
+def packed_of(
+    keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weighted: bool = True
+) -> PackedInput:
+    """The parts of a KeyedJaggedTensor. by_offsets: with its offsets, which it computes once, in place of its
+    lengths.
 
     ModuleError: features have several numbers of bags.
     """
     if keyed.variable_stride_per_key() or keyed.inverse_indices_or_none() is not None:
         raise ModuleError(
-            "the KeyedJaggedTensor has several numbers of bags (variable stride) or inverse indices; give a dict of features"
+            "the KeyedJaggedTensor has several numbers of bags (variable stride) or inverse indices; give a "
+            "dict of features"
         )
     form, bags = (Form.ENDS, keyed.offsets()) if by_offsets else (Form.LENGTHS, keyed.lengths())
     weights = keyed.weights_or_none() if is_weighted else None
@@ -65,7 +80,8 @@ def packed_of(keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weigh
 def host_jagged(name: str, packed: PackedInput) -> JaggedFeatures:
     """The parts of a KeyedJaggedTensor, checked; name: for errors.
 
-    ModuleError: they are of other types, or do not fit together. BadFeatureIds: a length is negative or too large.
+    ModuleError: they are of other types, or do not fit together. BadFeatureIds: a length is negative or too
+    large.
     """
     _, features, values, form, bags, weights = packed
     if weights is not None:
@@ -76,11 +92,15 @@ def host_jagged(name: str, packed: PackedInput) -> JaggedFeatures:
     count = values.numel()
     held, address, size = host_lengths(name, form, bags, count)
     if not features or size % features:
-        raise ModuleError(f"there are {size} lengths for {features} features ({name}); expected as many for each feature")
+        raise ModuleError(
+            f"there are {size} lengths for {features} features ({name}); expected as many for each feature"
+        )
     of_feature, lengths_at = size // features, address - BASE if size else 0
     if (parts := parts_of(MEMORY, lengths_at, features, of_feature, count)) is None:
         raise _wrong_lengths(name, (bags if form is Form.LENGTHS else bags.diff()).tolist(), count)
-    return JaggedFeatures(values, held, values.data_ptr() - BASE if count else 0, lengths_at, of_feature, parts, weights)
+    return JaggedFeatures(
+        values, held, values.data_ptr() - BASE if count else 0, lengths_at, of_feature, parts, weights
+    )
 
 
 def _wrong_lengths(name: str, lengths: list[int], count: int) -> BadFeatureIds | ModuleError:
@@ -106,7 +126,8 @@ class HostKeyed:
         self._columns = np.array([at * item for at in accumulate(dims[:-1], initial=0)], np.int64).tobytes()
 
     def __call__(self, jagged: JaggedFeatures, order: list[int] | None) -> torch.Tensor:
-        """[bags, sum of dims]. order: of the features among those of `jagged`; None: the same. BadFeatureIds: an id is wrong."""
+        """[bags, sum of dims]. order: of the features among those of `jagged`; None: the same.
+        BadFeatureIds: an id is wrong."""
         _, _, ids_at, lengths_at, bags, parts, weights = jagged
         out = self._new(bags, self._width)
         weights_at = -1 if weights is None or not weights.numel() else weights.data_ptr() - BASE
@@ -130,13 +151,15 @@ def host_keyed(attached: AttachedVersion, key: str, names: tuple[str, ...], outp
 
 
 def ids_of(jagged: JaggedFeatures, order: list[int] | None) -> list[FeatureTensors]:
-    """The ids of each feature, for a lookup that is not pooled. Weights are left aside, as by TorchRec's EmbeddingCollection."""
+    """The ids of each feature, for a lookup that is not pooled. Weights are left aside, as by TorchRec's
+    EmbeddingCollection."""
     starts, _ = np.frombuffer(jagged.parts, np.int64).reshape(2, -1).tolist()
     return ids_between(jagged.values, [*starts, jagged.values.numel()], order)
 
 
 def ids_between(values: torch.Tensor, bounds: Sequence[int], order: list[int] | None) -> list[FeatureTensors]:
-    """As `ids_of`, on any device. bounds: where the ids of each feature begin, and where the last one's end."""
+    """As `ids_of`, on any device. bounds: where the ids of each feature begin, and where the last one's
+    end."""
     places = range(len(bounds) - 1) if order is None else order
     return [FeatureTensors(Form.IDS, values[bounds[at] : bounds[at + 1]], None, None) for at in places]
 
@@ -153,11 +176,14 @@ def jagged_tensors(
     order: list[int] | None,
     ids: Sequence[torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """A TorchRec JaggedTensor for each feature, with the lengths that it came with. ids: what is to be their weights."""
+    """A TorchRec JaggedTensor for each feature, with the lengths that it came with. ids: what is to be
+    their weights."""
     lengths = keyed.lengths().view(len(keyed.keys()), -1)
     places = range(len(names)) if order is None else order
     return {
-        name: _torchrec().JaggedTensor(values=of_it, lengths=lengths[at], weights=None if ids is None else ids[n])
+        name: _torchrec().JaggedTensor(
+            values=of_it, lengths=lengths[at], weights=None if ids is None else ids[n]
+        )
         for n, (name, of_it, at) in enumerate(zip(names, vectors, places, strict=True))
     }
 
@@ -167,5 +193,7 @@ def _torchrec() -> Any:
     try:
         from torchrec.sparse import jagged_tensor
     except ImportError as error:
-        raise ModuleError(f"a KeyedJaggedTensor came, and TorchRec does not import ({error}); install torchrec") from error
+        raise ModuleError(
+            f"a KeyedJaggedTensor came, and TorchRec does not import ({error}); install torchrec"
+        ) from error
     return jagged_tensor

@@ -1,7 +1,7 @@
 """Lookups of tensors on the CPU, where they lie: the kernel gets their addresses, and nothing is copied.
 
-The kernel takes places as offsets into one buffer (`quant.contract.Place`). Here that buffer is the whole address space, from
-`BASE` on, so tensors that were made apart need not be brought together.
+The kernel takes places as offsets into one buffer (`quant.contract.Place`). Here that buffer is the whole
+address space, from `BASE` on, so tensors that were made apart need not be brought together.
 """
 
 import ctypes
@@ -47,7 +47,9 @@ class HostLookup:
 
         ModuleError: a tensor is of another type, shape or device. BadFeatureIds: an id or a length is wrong.
         """
-        places, outputs, held = tensor_places(EXCHANGE, given, self._dims, self._new, BASE) or self._convert(given)
+        places, outputs, held = tensor_places(EXCHANGE, given, self._dims, self._new, BASE) or self._convert(
+            given
+        )
         try:
             unfound = self._planner.run(places, MEMORY, MEMORY)
         except BadIds as error:
@@ -60,7 +62,8 @@ class HostLookup:
         return outputs
 
     def _convert(self, given: Sequence[FeatureTensors]) -> tuple[bytes, list[torch.Tensor], list[object]]:
-        """As `tensor_places`, of tensors of any types and strides. ModuleError, BadFeatureIds: one cannot be looked up."""
+        """As `tensor_places`, of tensors of any types and strides. ModuleError, BadFeatureIds: one cannot
+        be looked up."""
         places: list[int] = []
         outputs: list[torch.Tensor] = []
         held: list[object] = []
@@ -85,12 +88,17 @@ class HostLookup:
                 weights_at = weights.data_ptr() - BASE
             out = self._new(*values.shape, dim) if form is Form.IDS else self._new(bag_count, dim)
             outputs.append(out)
-            ids_at, out_at = values.data_ptr() - BASE if count else 0, out.data_ptr() - BASE if bag_count else 0
+            ids_at, out_at = (
+                values.data_ptr() - BASE if count else 0,
+                out.data_ptr() - BASE if bag_count else 0,
+            )
             places += (ids_at, count, lengths_at, bag_length, bag_count, weights_at, out_at, -1)
         return self._pack(*places), outputs, held
 
 
-def host_lookup(attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype) -> HostLookup:
+def host_lookup(
+    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype
+) -> HostLookup:
     """The lookup of these features, made once for each version, under its key."""
     if (found := attached.lookups.get(key)) is None:
         found = attached.lookups[key] = HostLookup(attached, names, output)
@@ -105,21 +113,26 @@ def host_ids(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def host_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Weights as fp32, contiguous. ModuleError: there are not `count`, they are no floats, or want a gradient."""
+    """Weights as fp32, contiguous. ModuleError: there are not `count`, they are no floats, or want a
+    gradient."""
     _check_host(name, "weights", weights)
     return as_weights(name, weights, count)
 
 
 def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple[object, int, int]:
-    """Lengths int32 of `count` ids, from lengths or offsets of any integer type: what holds them, their address, how many bags.
+    """Lengths int32 of `count` ids, from lengths or offsets of any integer type: what holds them, their
+    address, how many bags.
 
-    ModuleError: they are no integers, or offsets do not begin at 0. BadFeatureIds: a length is negative, or above `count`.
+    ModuleError: they are no integers, or offsets do not begin at 0. BadFeatureIds: a length is negative, or
+    above `count`.
     """
     _check_host(name, "lengths and offsets", bags)
     bags = as_bags(name, bags)
     items = bags.numel()
     if not items and form is Form.ENDS:
-        raise ModuleError(f"feature {name!r}: there are no offsets; with include_last_offset expected [bags + 1]")
+        raise ModuleError(
+            f"feature {name!r}: there are no offsets; with include_last_offset expected [bags + 1]"
+        )
     at, item_bytes = bags.data_ptr() - BASE if items else 0, 8 if bags.dtype is torch.int64 else 4
     found = lengths_of(MEMORY, at, item_bytes, items, count, form)
     if found is None:
@@ -130,15 +143,22 @@ def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple
 def wrong_bags(name: str, form: Form, bags: list[int], count: int) -> BadFeatureIds | ModuleError:
     """What is wrong with lengths or offsets of which one is negative or above the number of ids."""
     if count > MOST_IDS:
-        return ModuleError(f"feature {name!r} has {count:,} ids; a call takes {MOST_IDS:,} of a feature; make smaller batches")
+        return ModuleError(
+            f"feature {name!r} has {count:,} ids; a call takes {MOST_IDS:,} of a feature; make smaller "
+            "batches"
+        )
     if form is Form.LENGTHS:
         if negative := [at for at, length in enumerate(bags) if length < 0]:
             return BadFeatureIds(name, BadIds(Problem.LENGTH, 0, negative[0], bags[negative[0]], 0))
         return BadFeatureIds(name, BadIds(Problem.SUM, 0, len(bags), sum(bags), count))
     if bags[0]:
-        return ModuleError(f"feature {name!r}: the first offset is {bags[0]}; expected 0, where the first bag begins")
+        return ModuleError(
+            f"feature {name!r}: the first offset is {bags[0]}; expected 0, where the first bag begins"
+        )
     at = next(at for at, offset in enumerate(bags) if not 0 <= offset <= count)
-    return ModuleError(f"feature {name!r}: the offset {bags[at]} at position {at} is outside the ids [0, {count}]")
+    return ModuleError(
+        f"feature {name!r}: the offset {bags[at]} at position {at} is outside the ids [0, {count}]"
+    )
 
 
 def _check_host(name: str, what: str, tensor: torch.Tensor) -> None:
@@ -146,7 +166,8 @@ def _check_host(name: str, what: str, tensor: torch.Tensor) -> None:
         check_tensor(name, tensor)
     if not tensor.is_cpu:
         raise ModuleError(
-            f"feature {name!r}: {what} are on {tensor.device}, the module's tables on the CPU; send them there, or make a module "
+            f"feature {name!r}: {what} are on {tensor.device}, the module's tables on the CPU; send them "
+            "there, or make a module "
             f"with device='{tensor.device}'"
         )
     check_memory(name, tensor)

@@ -1,8 +1,8 @@
 """Ids without a row of their own, counted by feature: what `missing_ids` of a module answers.
 
-The numbers are those of the server's `tableside_ids_without_row_total`, over all calls of this process that read the same source:
-modules, swapped modules and programs, whichever version they read. Ids that are refused raise, and are not counted. On a GPU the
-kernels count on the device, where a call adds and nobody waits.
+The numbers are those of the server's `tableside_ids_without_row_total`, over all calls of this process that
+read the same source: modules, swapped modules and programs, whichever version they read. Ids that are refused
+raise, and are not counted. On a GPU the kernels count on the device, where a call adds and nobody waits.
 """
 
 import threading
@@ -18,7 +18,8 @@ _FOLLOWED = 256  # counts on a device that are followed before those of lookups 
 
 
 class _OnDevice(NamedTuple):
-    """Counts of a lookup on a device. counts: int64 [names, 2]; lives: None once no call can add to them any more."""
+    """Counts of a lookup on a device. counts: int64 [names, 2]; lives: None once no call can add to them
+    any more."""
 
     names: Sequence[str]
     counts: torch.Tensor
@@ -39,7 +40,8 @@ class Missing:
             self._add(names, unfound)
 
     def follow(self, names: Sequence[str], counts: torch.Tensor) -> None:
-        """Counts what a lookup on a device adds to `counts`, int64 [names, 2], for as long as somebody else holds that tensor."""
+        """Counts what a lookup on a device adds to `counts`, int64 [names, 2], for as long as somebody
+        else holds that tensor."""
         if not names:
             return
         with self._lock:

@@ -3,14 +3,15 @@
     tableside::look_up(str call, str forms, Tensor[] inputs) -> Tensor[]
     tableside::look_up_keyed(str call, str how, Tensor[] inputs) -> Tensor
 
-call: a `Call` as JSON; it names the source, the features and their dims, and holds no rows. forms: two characters for each
-feature, the digit of its `Form`, and `w` where it has weights, else `-`. inputs: for each feature its ids, then its lengths or
-offsets and its weights, where it has some. how: numbers with blanks between them: the `Form` of the bags of a KeyedJaggedTensor,
-how many features it has, and where each of ours is among those, if it is not in the same place; its inputs are ids, bags, and
-weights if there are some. There are few arguments, since each costs a call about half a microsecond.
+call: a `Call` as JSON; it names the source, the features and their dims, and holds no rows. forms: two
+characters for each feature, the digit of its `Form`, and `w` where it has weights, else `-`. inputs: for each
+feature its ids, then its lengths or offsets and its weights, where it has some. how: numbers with blanks
+between them: the `Form` of the bags of a KeyedJaggedTensor, how many features it has, and where each of ours
+is among those, if it is not in the same place; its inputs are ids, bags, and weights if there are some. There
+are few arguments, since each costs a call about half a microsecond.
 
-A program that is loaded in another process attaches the model there, by its name. It must have imported `tableside.torch` first,
-which registers the operators. There is no gradient.
+A program that is loaded in another process attaches the model there, by its name. It must have imported
+`tableside.torch` first, which registers the operators. There is no gradient.
 """
 
 import json
@@ -29,12 +30,14 @@ from tableside.serving.modules.published import AttachedVersion, PublishedTables
 from tableside.serving.modules.tracers import check_constant
 
 _FORMS_WITH_BAGS = (Form.LENGTHS, Form.OFFSETS, Form.ENDS)
-_attached: "weakref.WeakValueDictionary[str, PublishedTables]" = weakref.WeakValueDictionary()  # by calls that were held against it
+_attached: "weakref.WeakValueDictionary[str, PublishedTables]" = (
+    weakref.WeakValueDictionary()
+)  # by calls that were held against it
 
 
 class Call(NamedTuple):
-    """What stays the same of a module's calls. dims: of the vectors of each feature; output: name of a torch dtype. padding: the
-    `padding_idx` of each feature."""
+    """What stays the same of a module's calls. dims: of the vectors of each feature; output: name of a
+    torch dtype. padding: the `padding_idx` of each feature."""
 
     source: str
     names: tuple[str, ...]
@@ -57,9 +60,17 @@ def call_of(text: str) -> Call:
     """ModuleError: the text is none that `Call.to_string` gave."""
     try:
         raw = json.loads(text)
-        return Call(raw["source"], tuple(raw["names"]), tuple(raw["dims"]), raw["output"], tuple(raw.get("padding", ())))
+        return Call(
+            raw["source"],
+            tuple(raw["names"]),
+            tuple(raw["dims"]),
+            raw["output"],
+            tuple(raw.get("padding", ())),
+        )
     except (ValueError, TypeError, KeyError) as error:
-        raise ModuleError(f"an operator's call is unreadable ({error!r}); export the program again with this release") from error
+        raise ModuleError(
+            f"an operator's call is unreadable ({error!r}); export the program again with this release"
+        ) from error
 
 
 def traced(call: str, names: Sequence[str], given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
@@ -75,13 +86,17 @@ def traced(call: str, names: Sequence[str], given: Sequence[FeatureTensors]) -> 
 def _forms_of(text: str) -> tuple[tuple[Form, bool, bool], ...]:
     """The form of each feature, whether it has lengths or offsets, and whether it has weights."""
     forms = [Form(int(digit)) for digit in text[::2]]
-    return tuple((form, form in _FORMS_WITH_BAGS, w == "w") for form, w in zip(forms, text[1::2], strict=True))
+    return tuple(
+        (form, form in _FORMS_WITH_BAGS, w == "w") for form, w in zip(forms, text[1::2], strict=True)
+    )
 
 
 def _given(forms: str, inputs: Sequence[torch.Tensor]) -> list[FeatureTensors]:
     tensors = iter(inputs)
     return [
-        FeatureTensors(form, next(tensors), next(tensors) if has_bags else None, next(tensors) if has_weights else None)
+        FeatureTensors(
+            form, next(tensors), next(tensors) if has_bags else None, next(tensors) if has_weights else None
+        )
         for form, has_bags, has_weights in _forms_of(forms)
     ]
 
@@ -110,7 +125,9 @@ def traced_packed(call: str, names: Sequence[str], packed: PackedInput) -> torch
     order, features, values, form, bags, weights = packed
     check_constant(", ".join(names), weights)
     how = " ".join([str(number) for number in (int(form), features, *order)])
-    found: torch.Tensor = _LOOK_UP_KEYED(call, how, [values, bags] if weights is None else [values, bags, weights])
+    found: torch.Tensor = _LOOK_UP_KEYED(
+        call, how, [values, bags] if weights is None else [values, bags, weights]
+    )
     return found
 
 
@@ -151,7 +168,8 @@ def _check(c: Call, one: PublishedTables) -> None:
         if bound is None or bound.table.dim != dim:
             found = "no such feature" if bound is None else f"dim {bound.table.dim}"
             raise ModuleError(
-                f"the program was made for feature {name!r} of dim {dim}; model {one.source.model!r} version {served.version} "
+                f"the program was made for feature {name!r} of dim {dim}; model {one.source.model!r} version "
+                f"{served.version} "
                 f"has {found}; export the program again, or publish the model that it was made for"
             )
     one.require({name: served.features[name] for name in c.names})

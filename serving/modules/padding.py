@@ -1,7 +1,8 @@
-"""`padding_idx`: an id that is left out of sums and of the counts of means, as torch.nn.EmbeddingBag leaves it out.
+"""`padding_idx`: an id that is left out of sums and of the counts of means, as torch.nn.EmbeddingBag leaves
+it out.
 
-Such ids are taken out of the input before anything is looked up, so every backend computes what it computes without them, bit for
-bit. On a GPU this waits for the device, and cannot be captured.
+Such ids are taken out of the input before anything is looked up, so every backend computes what it computes
+without them, bit for bit. On a GPU this waits for the device, and cannot be captured.
 """
 
 import torch
@@ -15,7 +16,9 @@ from tableside.serving.modules.tracers import check_memory
 Padding = tuple[int | None, ...]  # of each feature of a call; empty: no feature has one
 
 
-def without_padding(name: str, one: FeatureTensors, padding: int | None) -> tuple[FeatureTensors, torch.Tensor | None]:
+def without_padding(
+    name: str, one: FeatureTensors, padding: int | None
+) -> tuple[FeatureTensors, torch.Tensor | None]:
     """A feature's input without the ids that are `padding`, and a mask of those that stay; None: all do.
 
     What cannot be looked up comes back as it is, so that the lookup says why. NotInMemory: as of lookups.
@@ -33,7 +36,9 @@ def without_padding(name: str, one: FeatureTensors, padding: int | None) -> tupl
     else:
         starts = offsets_of(flat)[offsets_of(bags) if form is Form.LENGTHS else bags.long()]
         bags = starts.diff() if form is Form.LENGTHS else starts
-    return FeatureTensors(form, values[kept], bags, None if weights is None else weights.flatten()[flat]), flat
+    return FeatureTensors(
+        form, values[kept], bags, None if weights is None else weights.flatten()[flat]
+    ), flat
 
 
 def apart(packed: PackedInput) -> list[FeatureTensors] | None:
@@ -49,7 +54,11 @@ def apart(packed: PackedInput) -> list[FeatureTensors] | None:
     for at in order or range(features):
         of_it = ends[at * count : (at + 1) * count + 1]
         ids = slice(int(of_it[0]), int(of_it[-1]))
-        found.append(FeatureTensors(Form.ENDS, values[ids], of_it - of_it[0], None if weights is None else weights[ids]))
+        found.append(
+            FeatureTensors(
+                Form.ENDS, values[ids], of_it - of_it[0], None if weights is None else weights[ids]
+            )
+        )
     return found
 
 
@@ -63,8 +72,17 @@ def in_the_whole(error: BadFeatureIds, kept: torch.Tensor | None) -> BadFeatureI
 
 def _are_bags(form: Form, bags: torch.Tensor, ids: int) -> bool:
     """Whether these lengths or offsets are those of so many ids."""
-    if not isinstance(bags, torch.Tensor) or bags.dtype not in (torch.int64, torch.int32) or bags.dim() != 1 or not bags.numel():
+    if (
+        not isinstance(bags, torch.Tensor)
+        or bags.dtype not in (torch.int64, torch.int32)
+        or bags.dim() != 1
+        or not bags.numel()
+    ):
         return False
     starts = offsets_of(bags) if form is Form.LENGTHS else bags
-    is_right = (starts[0] == 0) & (starts.diff() >= 0).all() & (starts[-1] <= ids if form is Form.OFFSETS else starts[-1] == ids)
+    is_right = (
+        (starts[0] == 0)
+        & (starts.diff() >= 0).all()
+        & (starts[-1] <= ids if form is Form.OFFSETS else starts[-1] == ids)
+    )
     return bool(is_right)

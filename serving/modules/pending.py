@@ -1,7 +1,8 @@
-"""Calls on a GPU: what was wrong in one is said by a later one, and a version stays until the last call that reads it is done.
+"""Calls on a GPU: what was wrong in one is said by a later one, and a version stays until the last call that
+reads it is done.
 
-Nobody waits for the device. The kernels tell in memory of the host what is wrong (`quant.gpu.reports`). A version that was
-replaced is kept with events of the streams that read it, until those are done.
+Nobody waits for the device. The kernels tell in memory of the host what is wrong (`quant.gpu.reports`). A
+version that was replaced is kept with events of the streams that read it, until those are done.
 """
 
 import sys
@@ -34,7 +35,8 @@ class Pending:
             return self.reports
 
     def retire(self, streams: list[Any], held: object) -> None:
-        """Keeps what kernels on these streams read until they are done; at the end of the process all goes."""
+        """Keeps what kernels on these streams read until they are done; at the end of the process all
+        goes."""
         if streams and not sys.is_finalizing():
             self._retired.append(([stream.record_event() for stream in streams], held))
 

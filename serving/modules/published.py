@@ -1,12 +1,15 @@
-"""A model as the modules of this process read it: attached once for all of them, and followed to new versions between calls.
+"""A model as the modules of this process read it: attached once for all of them, and followed to new versions
+between calls.
 
     published(source) -> PublishedTables      the one of this process
     PublishedTables.now() -> AttachedVersion the version of a call; a call takes it once
 
-One thread of the process looks several times a second for a version that was made live, attaches, places and warms it up, and
-then puts it in the place of the other one. A call that runs meanwhile keeps what it took, and the last one frees it.
+One thread of the process looks several times a second for a version that was made live, attaches, places and
+warms it up, and then puts it in the place of the other one. A call that runs meanwhile keeps what it took,
+and the last one frees it.
 
-After a fork a child reads the pages that its parent mapped. It starts a thread of its own with its first call.
+After a fork a child reads the pages that its parent mapped. It starts a thread of its own with its first
+call.
 """
 
 import atexit
@@ -38,8 +41,9 @@ _LONGEST_END_S = 5.0  # for which the end of the process waits, where a version 
 
 
 class AttachedVersion:
-    """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: what calls on a GPU leave
-    behind; streams: those that they were on, by handle. missing: counts of ids without a row."""
+    """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: what
+    calls on a GPU leave behind; streams: those that they were on, by handle. missing: counts of ids
+    without a row."""
 
     def __init__(self, served: ServedVersion, threads: int, pending: Pending, missing: Missing) -> None:
         self.served, self.threads, self.pending, self.missing = served, threads, pending, missing
@@ -98,29 +102,39 @@ class PublishedTables:
         return self.now().version
 
     def require(self, features: dict[str, BoundFeature]) -> None:
-        """Notes what modules rely on: a later version without these features, dims and poolings is not taken."""
+        """Notes what modules rely on: a later version without these features, dims and poolings is not
+        taken."""
         for name, bound in features.items():
             self._required[name] = (bound.table.dim, bound.pooling.label)
 
     def look(self) -> bool:
-        """Takes the version that is live now, where it is another one; whether it was taken. Where it cannot be read the
-        present one stays, and the log says why."""
+        """Takes the version that is live now, where it is another one; whether it was taken. Where it
+        cannot be read the present one stays, and the log says why."""
         if not self.follows:
             return False
         with self._attaching:
             state = self._engine.changed()
-            before = 0 if self._current is None else self._current.version  # its object would outlive the sweep
+            before = (
+                0 if self._current is None else self._current.version
+            )  # its object would outlive the sweep
             if state is None:
                 return False
             try:
                 self._take(state, as_successor=True)
             except (LoaderError, QuantError, ServingError, OSError) as error:
                 if self._engine.refuse(state):
-                    logger.error("version %s of %s is not taken by modules: %s", state, self.source.model, error)
+                    logger.error(
+                        "version %s of %s is not taken by modules: %s", state, self.source.model, error
+                    )
                 return False
         self.pending.sweep()
         is_new = before != state.version
-        logger.log(logging.INFO if is_new else logging.DEBUG, "modules read %s version %s from now on", self.source.model, state)
+        logger.log(
+            logging.INFO if is_new else logging.DEBUG,
+            "modules read %s version %s from now on",
+            self.source.model,
+            state,
+        )
         return True
 
     def _take(self, state: State, as_successor: bool = False) -> None:
@@ -135,8 +149,10 @@ class PublishedTables:
             found = None if bound is None else (bound.table.dim, bound.pooling.label)
             if found != (dim, pooling):
                 raise ModuleError(
-                    f"feature {name!r} has dim {dim} and pooling {pooling} in the modules of this process; version "
-                    f"{served.version} has {'no such feature' if found is None else f'dim {found[0]} and pooling {found[1]}'}; "
+                    f"feature {name!r} has dim {dim} and pooling {pooling} in the modules of this process; "
+                    "version "
+                    f"{served.version} has "
+                    f"{'no such feature' if found is None else f'dim {found[0]} and pooling {found[1]}'}; "
                     "make a module for it, or publish the model with this feature"
                 )
 
@@ -150,7 +166,8 @@ class PublishedTables:
         return published, (self.source,)
 
     def after_fork(self) -> None:
-        """In a child: locks and the engine are those of no other thread, counts begin at 0; tables of a GPU are out of reach."""
+        """In a child: locks and the engine are those of no other thread, counts begin at 0; tables of a
+        GPU are out of reach."""
         self._attaching, self.missing, self.pending = threading.RLock(), Missing(), Pending()
         if self.source.on_gpu and self.source.device != "interpreter":
             self._current, self.follows = None, False
@@ -181,7 +198,8 @@ class ModuleWatch:
                 self._thread.start()
 
     def end(self) -> None:
-        """Ends the thread, for the end of the process: one that is in torch's code then would end it with SIGABRT."""
+        """Ends the thread, for the end of the process: one that is in torch's code then would end it with
+        SIGABRT."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(_LONGEST_END_S)
@@ -209,7 +227,8 @@ _opening = threading.Lock()
 
 
 def published(source: ModuleSource) -> PublishedTables:
-    """The attachment of this process; it goes with the last module that uses it. Raises as `PublishedTables`."""
+    """The attachment of this process; it goes with the last module that uses it. Raises as
+    `PublishedTables`."""
     with _opening:
         if (found := _all.get(source)) is None:
             found = _all[source] = PublishedTables(source)
@@ -217,7 +236,8 @@ def published(source: ModuleSource) -> PublishedTables:
 
 
 def published_by_string(text: str) -> PublishedTables:
-    """As `published`, for an operator: where no module uses the source, this process keeps it from now on (`release`)."""
+    """As `published`, for an operator: where no module uses the source, this process keeps it from now on
+    (`release`)."""
     source = ModuleSource.from_string(text)
     if (found := _all.get(source)) is None:
         found = _held[text] = published(source)
@@ -225,7 +245,8 @@ def published_by_string(text: str) -> PublishedTables:
 
 
 def release() -> int:
-    """Lets go of the tables that programs without a module attached; returns how many. The next call attaches them again."""
+    """Lets go of the tables that programs without a module attached; returns how many. The next call
+    attaches them again."""
     count = len(_held)
     _held.clear()
     return count

@@ -1,4 +1,5 @@
-"""What a module reads, as a value: which model, where, on which device. As a string it is part of exported programs."""
+"""What a module reads, as a value: which model, where, on which device. As a string it is part of exported
+programs."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,9 +18,10 @@ from tableside.serving.settings import ServerSettings
 class ModuleSource:
     """A model's tables as one process reads them. Modules with equal sources share one attachment.
 
-    root, owner: None: those of the settings where it is attached. version: None: the live one, whichever that is. device: "cpu",
-    "cuda:N", or "interpreter" for the GPU's kernels on the CPU (tests). placement, hbm_budget, backend, verify: as for
-    `tableside serve`. threads: of one lookup on the CPU; None: torch's number. ModuleError: a choice is unknown.
+    root, owner: None: those of the settings where it is attached. version: None: the live one, whichever that
+    is. device: "cpu", "cuda:N", or "interpreter" for the GPU's kernels on the CPU (tests). placement,
+    hbm_budget, backend, verify: as for `tableside serve`. threads: of one lookup on the CPU; None: torch's
+    number. ModuleError: a choice is unknown.
     """
 
     model: str
@@ -36,7 +38,9 @@ class ModuleSource:
     def __post_init__(self) -> None:
         is_gpu = self.device.removeprefix("cuda:").isdecimal() and self.device.startswith("cuda:")
         if not (self.device in ("cpu", INTERPRETER) or is_gpu):
-            raise ModuleError(f"device is {self.device!r}; expected 'cpu' or the GPU by its number, as 'cuda:0'")
+            raise ModuleError(
+                f"device is {self.device!r}; expected 'cpu' or the GPU by its number, as 'cuda:0'"
+            )
         if self.device == "cpu" and (self.placement != "auto" or self.hbm_budget is not None):
             raise ModuleError("placement and hbm_budget are for GPUs; leave them out, or say device='cuda:0'")
         if self.version is not None and (type(self.version) is not int or self.version < 1):
@@ -56,7 +60,8 @@ class ModuleSource:
         return self.device != "cpu"
 
     def settings(self) -> ServerSettings:
-        """The settings of `tableside serve` that place these tables alike. ModuleError: a setting is wrong."""
+        """The settings of `tableside serve` that place these tables alike. ModuleError: a setting is
+        wrong."""
         found: dict[str, Any] = {} if self.root is None else {"root": Path(self.root)}
         if self.owner is not None:
             found["owner"] = self.owner
@@ -75,7 +80,9 @@ class ModuleSource:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the settings"
-            raise ModuleError(f"{where}: {first['msg']} (model {self.model!r} as a PyTorch module)") from error
+            raise ModuleError(
+                f"{where}: {first['msg']} (model {self.model!r} as a PyTorch module)"
+            ) from error
 
 
 @cache

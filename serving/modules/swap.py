@@ -1,4 +1,5 @@
-"""`swap_embeddings`: a trained model's embedding modules, replaced by ones that read published tables and are called alike."""
+"""`swap_embeddings`: a trained model's embedding modules, replaced by ones that read published tables and
+are called alike."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +28,12 @@ class SwappedModule(Leaf):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         """Leaves out what the trained module had of its own, and says so."""
         ((name, module),) = self.named_children()
-        if trained := [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}{name}.")]:
+        if trained := [
+            key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}{name}.")
+        ]:
             warnings.warn(
-                f"{', '.join(trained)} of the state dict: ignored, since {prefix.removesuffix('.') or 'this module'} reads the "
+                f"{', '.join(trained)} of the state dict: ignored, since "
+                f"{prefix.removesuffix('.') or 'this module'} reads the "
                 f"published model {module.model!r}; load a checkpoint of these weights to change it",
                 stacklevel=2,
             )
@@ -49,7 +53,10 @@ class SwappedBag(SwappedModule):
         self.padding_idx, self.include_last_offset = old.padding_idx, old.include_last_offset
 
     def forward(
-        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[bags, dim]. Raises as `EmbeddingBags.forward`."""
         (feature,) = self.bags.features
@@ -58,12 +65,17 @@ class SwappedBag(SwappedModule):
 
 
 class SwappedEmbedding(SwappedModule):
-    """In place of a torch.nn.Embedding, and called as it is. padding_idx changes no vector: the row is trained as it is."""
+    """In place of a torch.nn.Embedding, and called as it is. padding_idx changes no vector: the row is
+    trained as it is."""
 
     def __init__(self, embeddings: Embeddings, old: torch.nn.Embedding) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.num_embeddings, self.embedding_dim, self.padding_idx = old.num_embeddings, old.embedding_dim, old.padding_idx
+        self.num_embeddings, self.embedding_dim, self.padding_idx = (
+            old.num_embeddings,
+            old.embedding_dim,
+            old.padding_idx,
+        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[*shape of the ids, dim]. Raises as `Embeddings.forward`."""
@@ -75,13 +87,16 @@ class SwappedEmbedding(SwappedModule):
 class SwappedBagCollection(SwappedModule):
     """In place of TorchRec's EmbeddingBagCollection, quantized or not, and called as it is."""
 
-    def __init__(self, bags: EmbeddingBags, wanted: Sequence[ModuleFeature], configs: list[Any], is_weighted: bool) -> None:
+    def __init__(
+        self, bags: EmbeddingBags, wanted: Sequence[ModuleFeature], configs: list[Any], is_weighted: bool
+    ) -> None:
         super().__init__()
         self.bags, self._configs, self._is_weighted = bags, configs, is_weighted
         self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
 
     def forward(self, features: Any) -> Any:
-        """A KeyedTensor. Raises as `EmbeddingBags.forward`. ModuleError: the collection is weighted, and the input is not."""
+        """A KeyedTensor. Raises as `EmbeddingBags.forward`. ModuleError: the collection is weighted, and
+        the input is not."""
         self._check_weights(features)
         values = self.bags.side_by_side(features, self._keys, self._is_weighted)
         return keyed.keyed_tensor(self._names, self.bags.dims, values)
@@ -98,7 +113,8 @@ class SwappedBagCollection(SwappedModule):
     def _check_weights(self, features: Any) -> None:
         if self._is_weighted and features.weights_or_none() is None:
             raise ModuleError(
-                f"the collection of {', '.join(self._names)} is weighted; expected a KeyedJaggedTensor with weights"
+                f"the collection of {', '.join(self._names)} is weighted; expected a KeyedJaggedTensor with "
+                "weights"
             )
 
     def is_weighted(self) -> bool:
@@ -108,7 +124,9 @@ class SwappedBagCollection(SwappedModule):
 class SwappedCollection(SwappedModule):
     """In place of TorchRec's EmbeddingCollection, quantized or not, and called as it is."""
 
-    def __init__(self, embeddings: Embeddings, wanted: Sequence[ModuleFeature], configs: list[Any], need_indices: bool) -> None:
+    def __init__(
+        self, embeddings: Embeddings, wanted: Sequence[ModuleFeature], configs: list[Any], need_indices: bool
+    ) -> None:
         super().__init__()
         self.embeddings, self._configs, self._need_indices = embeddings, configs, need_indices
         self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
@@ -147,24 +165,34 @@ def swap_embeddings(
     follow: Literal["live"] | None = "live",
     **options: Unpack[SourceOptions],
 ) -> dict[str, torch.nn.Module]:
-    """Replaces every nn.EmbeddingBag, nn.Embedding and TorchRec collection below `module`; returns what was replaced, by path.
+    """Replaces every nn.EmbeddingBag, nn.Embedding and TorchRec collection below `module`; returns what was
+    replaced, by path.
 
-    mapping: path of a module -> the feature that it reads, or for a collection {its feature: the model's}; None: leave it as it
-    is. What is not mapped is found as `serving.modules.wanted` says. output: None: the dtype that each module gives. follow,
-    options: as for `EmbeddingBags`.
+    mapping: path of a module -> the feature that it reads, or for a collection {its feature: the model's};
+    None: leave it as it is. What is not mapped is found as `serving.modules.wanted` says. output: None: the
+    dtype that each module gives. follow, options: as for `EmbeddingBags`.
 
-    ModuleError lists all that does not fit: names, rows, dims, poolings, what cannot be honoured. Nothing is replaced then.
+    ModuleError lists all that does not fit: names, rows, dims, poolings, what cannot be honoured. Nothing is
+    replaced then.
     """
     mapping = mapping or {}
     source = ModuleSource(model, **options)
     served = published(source).now().served
     found = [f for f in _embeddings(module) if mapping.get(f.path, "") is not None]
-    problems = [f"{path}: no embedding module is there" for path in mapping if path not in {f.path for f in _embeddings(module)}]
+    problems = [
+        f"{path}: no embedding module is there"
+        for path in mapping
+        if path not in {f.path for f in _embeddings(module)}
+    ]
     if not found and not problems:
-        raise ModuleError(f"{type(module).__name__} holds no embedding modules; give the module that holds them")
+        raise ModuleError(
+            f"{type(module).__name__} holds no embedding modules; give the module that holds them"
+        )
     chosen = [_choose(f, served, mapping.get(f.path), problems) for f in found]
     if problems:
-        raise ModuleError(f"model {model!r} version {served.version} does not fit the module:\n  " + "\n  ".join(problems))
+        raise ModuleError(
+            f"model {model!r} version {served.version} does not fit the module:\n  " + "\n  ".join(problems)
+        )
     made: dict[int, torch.nn.Module] = {}
     for one, features in zip(found, chosen, strict=True):
         if id(one.old) not in made:
@@ -182,7 +210,9 @@ def _embeddings(module: torch.nn.Module) -> Iterator[_Found]:
         if any(path.startswith(f"{p}.") for p in inside) or (found := _found(path, old)) is None:
             continue
         if not path:
-            raise ModuleError(f"{type(old).__name__} itself cannot be replaced in place; give the module that holds it")
+            raise ModuleError(
+                f"{type(old).__name__} itself cannot be replaced in place; give the module that holds it"
+            )
         inside.append(path)
         yield found
 
@@ -194,25 +224,40 @@ def _found(path: str, old: Any) -> _Found | None:
     if isinstance(old, torch.nn.Embedding):
         return _Found(path, old, of_embedding(path, old), _norm(old))
     name = type(old).__name__
-    if any(base.__name__ == "ShardedModule" for base in type(old).__mro__):  # TorchRec's, which need not be installed
+    if any(
+        base.__name__ == "ShardedModule" for base in type(old).__mro__
+    ):  # TorchRec's, which need not be installed
         return _Found(
-            path, old, [], [f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"]
+            path,
+            old,
+            [],
+            [f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"],
         )
-    pooled, bare = callable(getattr(old, "embedding_bag_configs", None)), callable(getattr(old, "embedding_configs", None))
+    pooled, bare = (
+        callable(getattr(old, "embedding_bag_configs", None)),
+        callable(getattr(old, "embedding_configs", None)),
+    )
     if not (pooled or bare) or isinstance(old, (SwappedBagCollection, SwappedCollection)):
         return None
     refused = (
-        [f"{name} maps or weighs ids itself, which is not served"] if "Managed" in name or "FeatureProcessed" in name else []
+        [f"{name} maps or weighs ids itself, which is not served"]
+        if "Managed" in name or "FeatureProcessed" in name
+        else []
     )
     if pooled:
-        return _Found(path, old, of_configs(path, "embedding_bags", old.embedding_bag_configs(), True), refused)
+        return _Found(
+            path, old, of_configs(path, "embedding_bags", old.embedding_bag_configs(), True), refused
+        )
     return _Found(path, old, of_configs(path, "embeddings", old.embedding_configs(), False), refused)
 
 
 def _norm(old: torch.nn.EmbeddingBag | torch.nn.Embedding) -> list[str]:
     if old.max_norm is None:
         return []
-    return [f"max_norm {old.max_norm} changes rows as they are read, which is not served; train the norm into the weights"]
+    return [
+        f"max_norm {old.max_norm} changes rows as they are read, which is not served; train the norm into "
+        "the weights"
+    ]
 
 
 def _choose(one: _Found, served: ServedVersion, mapped: Mapped, problems: list[str]) -> list[str]:
@@ -248,7 +293,9 @@ def _replacement(one: _Found, model: str, features: list[str], **options: Any) -
         return SwappedCollection(embeddings, one.wanted, old.embedding_configs(), needs_ids)
     if isinstance(old, torch.nn.EmbeddingBag):
         padding = None if old.padding_idx is None else {features[0]: old.padding_idx}
-        bags = EmbeddingBags(model, features, include_last_offset=old.include_last_offset, padding_idx=padding, **options)
+        bags = EmbeddingBags(
+            model, features, include_last_offset=old.include_last_offset, padding_idx=padding, **options
+        )
         return SwappedBag(bags, old)
     return SwappedBagCollection(
         EmbeddingBags(model, features, **options), one.wanted, old.embedding_bag_configs(), old.is_weighted()

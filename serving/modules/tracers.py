@@ -1,7 +1,9 @@
-"""Whether somebody besides the module looks at a call: then it becomes an operator, since a call into C is invisible to them.
+"""Whether somebody besides the module looks at a call: then it becomes an operator, since a call into C is
+invisible to them.
 
-torch.compile and torch.export, torch.jit.trace, dispatch modes (make_fx, FakeTensorMode, functionalization, those of users) and
-the transforms of torch.func look at torch's operators. They would record the vectors of this one call, or an empty tensor.
+torch.compile and torch.export, torch.jit.trace, dispatch modes (make_fx, FakeTensorMode, functionalization,
+those of users) and the transforms of torch.func look at torch's operators. They would record the vectors of
+this one call, or an empty tensor.
 """
 
 from typing import NoReturn
@@ -24,7 +26,8 @@ class NotInMemory(ModuleError):
 
 
 class Leaf(torch.nn.Module):
-    """A module whose call torch.fx records as one, as it does those of torch.nn: it tells them by `__module__` of the object."""
+    """A module whose call torch.fx records as one, as it does those of torch.nn: it tells them by
+    `__module__` of the object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +35,8 @@ class Leaf(torch.nn.Module):
 
 
 def is_traced() -> bool:
-    """Whether a call of now is to be an operator. torch.compile must be asked first: it cannot look into the others."""
+    """Whether a call of now is to be an operator. torch.compile must be asked first: it cannot look into
+    the others."""
     return (
         is_compiling()
         or _is_tracing()
@@ -43,9 +47,12 @@ def is_traced() -> bool:
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """NotInMemory: operators alone can read this tensor, as a FakeTensor outside of its mode. name: of the feature."""
+    """NotInMemory: operators alone can read this tensor, as a FakeTensor outside of its mode. name: of the
+    feature."""
     if type(tensor).__torch_dispatch__ is not _PLAIN or (not tensor.data_ptr() and tensor.numel()):
-        raise NotInMemory(f"feature {name!r}: a {type(tensor).__name__} has no memory to read; give a torch.Tensor")
+        raise NotInMemory(
+            f"feature {name!r}: a {type(tensor).__name__} has no memory to read; give a torch.Tensor"
+        )
 
 
 def check_constant(name: str, weights: torch.Tensor | None) -> None:
@@ -61,5 +68,6 @@ def check_constant(name: str, weights: torch.Tensor | None) -> None:
 def _refuse(name: str) -> NoReturn:
     """Raises between two graphs of torch.compile, which would otherwise compile what follows an error."""
     raise ModuleError(
-        f"feature {name!r}: weights require a gradient, and published tables have none; detach them, or call under torch.no_grad"
+        f"feature {name!r}: weights require a gradient, and published tables have none; detach them, or call "
+        "under torch.no_grad"
     )

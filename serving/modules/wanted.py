@@ -1,7 +1,8 @@
-"""What a trained module's embeddings are as published features: what `swap_embeddings` asks of each, and the answer.
+"""What a trained module's embeddings are as published features: what `swap_embeddings` asks of each, and the
+answer.
 
-A `ModuleFeature` is found by what the mapping says. Else it is the feature that has its name and its pooling; else the one feature with
-its pooling over the table that was loaded from its weight.
+A `ModuleFeature` is found by what the mapping says. Else it is the feature that has its name and its pooling;
+else the one feature with its pooling over the table that was loaded from its weight.
 """
 
 from collections.abc import Mapping
@@ -18,9 +19,9 @@ MODES = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "SUM": Pooling.SUM, "MEAN": P
 
 
 class ModuleFeature(NamedTuple):
-    """One feature of a module. key: of its weight in the module's state dict; names: that it may have, the best first;
-    input: where a KeyedJaggedTensor has it; output: what the module calls its vectors; rows, dim: of its weight; pooling None:
-    one that is not served."""
+    """One feature of a module. key: of its weight in the module's state dict; names: that it may have, the
+    best first; input: where a KeyedJaggedTensor has it; output: what the module calls its vectors; rows,
+    dim: of its weight; pooling None: one that is not served."""
 
     key: str
     names: tuple[str, ...]
@@ -41,20 +42,27 @@ def of_embedding(path: str, embedding: torch.nn.Embedding) -> list[ModuleFeature
 
 def _alone(path: str, module: Any, pooling: Pooling | None) -> ModuleFeature:
     names = (path, as_feature_name(path), path.rpartition(".")[2])
-    return ModuleFeature(f"{path}.weight", names, path, path, module.num_embeddings, module.embedding_dim, pooling)
+    return ModuleFeature(
+        f"{path}.weight", names, path, path, module.num_embeddings, module.embedding_dim, pooling
+    )
 
 
 def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list[ModuleFeature]:
-    """Of TorchRec's configurations, in its order: tables, and features of each. folder: of the tables in the state dict."""
+    """Of TorchRec's configurations, in its order: tables, and features of each. folder: of the tables in
+    the state dict."""
     features = [f for c in configs for f in c.feature_names]
     found = []
     for c in configs:
         for f in c.feature_names:
             output = f"{f}@{c.name}" if features.count(f) > 1 else f
-            names = collection_names(path, f, c.name, several=features.count(f) > 1)[::-1]  # what tells most, first
+            names = collection_names(path, f, c.name, several=features.count(f) > 1)[
+                ::-1
+            ]  # what tells most, first
             pooling = MODES.get(c.pooling.name) if pooled else Pooling.NONE
             key = ".".join(p for p in (path, folder, c.name, "weight") if p)
-            found.append(ModuleFeature(key, (*names, output), f, output, c.num_embeddings, c.embedding_dim, pooling))
+            found.append(
+                ModuleFeature(key, (*names, output), f, output, c.num_embeddings, c.embedding_dim, pooling)
+            )
     return found
 
 
@@ -69,28 +77,41 @@ def find_feature(wanted: ModuleFeature, served: ServedVersion, mapped: str | Non
     if len(candidates) != 1:
         tried = mapped if mapped is not None else ", ".join(dict.fromkeys(wanted.names))
         what = "none of these" if not candidates else f"several ({', '.join(candidates)})"
-        return "", f"looked for feature {tried}, and for a table of {wanted.key}: found {what}; name it in `mapping`"
+        return (
+            "",
+            f"looked for feature {tried}, and for a table of {wanted.key}: found {what}; name it in "
+            "`mapping`",
+        )
     return candidates[0], _difference(wanted, served.features[candidates[0]], served)
 
 
 def _by_key(wanted: ModuleFeature, served: ServedVersion) -> list[str]:
-    """Features with this pooling over the table of this weight: keys are the same, or one ends with the other."""
+    """Features with this pooling over the table of this weight: keys are the same, or one ends with the
+    other."""
     keys = {t.name: t.key for t in served.header.tables}
 
     def is_it(key: str) -> bool:
         return key == wanted.key or key.endswith(f".{wanted.key}") or wanted.key.endswith(f".{key}")
 
-    return [n for n, b in served.features.items() if b.pooling == wanted.pooling and is_it(keys[b.feature.table])]
+    return [
+        n for n, b in served.features.items() if b.pooling == wanted.pooling and is_it(keys[b.feature.table])
+    ]
 
 
 def _difference(wanted: ModuleFeature, bound: BoundFeature, served: ServedVersion) -> str | None:
     """What differs between a module's feature and a published one, as words."""
     stored = next(t for t in served.header.tables if t.name == bound.feature.table)
-    is_raw = stored.ids is not None and stored.ids.index is not None  # its ids are any, and its rows those that were trained
+    is_raw = (
+        stored.ids is not None and stored.ids.index is not None
+    )  # its ids are any, and its rows those that were trained
     pairs: Mapping[str, tuple[Any, Any]] = {
         "rows": (wanted.rows, wanted.rows if is_raw else stored.id_count),
         "dim": (wanted.dim, stored.dim),
         "pooling": ("another one" if wanted.pooling is None else wanted.pooling.label, bound.pooling.label),
     }
-    differs = [f"{what} {there} where the module has {here}" for what, (here, there) in pairs.items() if here != there]
+    differs = [
+        f"{what} {there} where the module has {here}"
+        for what, (here, there) in pairs.items()
+        if here != there
+    ]
     return f"feature {bound.feature.name!r} has {', '.join(differs)}" if differs else None

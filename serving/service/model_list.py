@@ -1,9 +1,9 @@
-"""Which models a server's workers are to serve, and which of them each worker serves. Operators change the list by
-loading and unloading, and `--all` by what the root has (`serving.workers.following`).
+"""Which models a server's workers are to serve, and which of them each worker serves. Operators change the
+list by loading and unloading, and `--all` by what the root has (`serving.workers.following`).
 
-The list has one entry of what is wanted, and one of each worker with what it has taken of that. A change raises `serial`. A
-worker follows the list as it watches versions, and tells the serial that it has come to. So the worker that was asked knows when
-all have: a load or an unload is answered then.
+The list has one entry of what is wanted, and one of each worker with what it has taken of that. A change
+raises `serial`. A worker follows the list as it watches versions, and tells the serial that it has come to.
+So the worker that was asked knows when all have: a load or an unload is answered then.
 """
 
 import os
@@ -60,7 +60,13 @@ class ModelList(SharedList[ModelEntry]):
     def tell(self, serial: int, models: Iterable[str], reasons: Iterable[tuple[str, str]] = ()) -> None:
         """Says what this worker has taken. Entries of workers that ended go."""
         mine = ModelEntry(process_of(os.getpid()), serial, list(models), list(reasons))
-        self.change(lambda entries: [entries[0], *(e for e in entries[1:] if e.worker != mine.worker and lives(e.worker)), mine])
+        self.change(
+            lambda entries: [
+                entries[0],
+                *(e for e in entries[1:] if e.worker != mine.worker and lives(e.worker)),
+                mine,
+            ]
+        )
 
     def late(self, serial: int) -> list[ModelEntry]:
         """The workers that have not come to `serial` yet."""

@@ -1,11 +1,13 @@
-"""The scrubber holds every row of the served versions against its checksum from time to time, as memory and people do damage.
+"""The scrubber holds every row of the served versions against its checksum from time to time, as memory and
+people do damage.
 
     python -m tableside.serving.service.scrub ROOT MODEL VERSION OWNER     reads one version; prints {"damage": null}, or what is wrong
 
-One worker at a time scrubs a model. It starts a process for that, which runs only where a core is idle (SCHED_IDLE) and rests
-nine tenths of its time. `scrub.lock`, which that worker holds, says which version was read last and when, for all servers of this
-user on the host. A version with damaged rows is marked (`Model.mark_damaged`). No process attaches it any more, and each process
-that serves it takes the last good version instead.
+One worker at a time scrubs a model. It starts a process for that, which runs only where a core is idle
+(SCHED_IDLE) and rests nine tenths of its time. `scrub.lock`, which that worker holds, says which version was
+read last and when, for all servers of this user on the host. A version with damaged rows is marked
+(`Model.mark_damaged`). No process attaches it any more, and each process that serves it takes the last good
+version instead.
 """
 
 import asyncio
@@ -34,11 +36,14 @@ _LONGEST_LOOK_S = 60.0
 
 
 class Scrubber:
-    """Scrubs the versions that engines serve, each of them every `every_s` seconds; 0: never. Belongs to one event loop."""
+    """Scrubs the versions that engines serve, each of them every `every_s` seconds; 0: never. Belongs to
+    one event loop."""
 
     def __init__(self, engines: Collection[Engine], every_s: float) -> None:
         self._engines, self._every_s = engines, every_s
-        self._checked_at: dict[tuple[str, int], float] = {}  # (model, version) -> time.time() of its last whole reading here
+        self._checked_at: dict[
+            tuple[str, int], float
+        ] = {}  # (model, version) -> time.time() of its last whole reading here
         self._reader: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
@@ -84,11 +89,14 @@ class Scrubber:
             return
         SCRUBS.labels(engine.model.name, "damaged").inc()
         ERRORS.labels(engine.model.name, ErrorKind.DAMAGED.value).inc()
-        logger.critical("version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage)
+        logger.critical(
+            "version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage
+        )
         engine.model.mark_damaged(version)
 
     async def _read(self, model: Model, version: int) -> str | None:
-        """What is wrong with a version's rows, or None. ServingError: the process that reads them ended without an answer."""
+        """What is wrong with a version's rows, or None. ServingError: the process that reads them ended
+        without an answer."""
         command = [
             sys.executable,
             "-m",
@@ -105,7 +113,9 @@ class Scrubber:
         try:
             damage = json.loads(said)["damage"]
         except (ValueError, KeyError) as error:
-            raise ServingError(f"the process that read version {version} ended with {self._reader.returncode}") from error
+            raise ServingError(
+                f"the process that read version {version} ended with {self._reader.returncode}"
+            ) from error
         return None if damage is None else str(damage)
 
 
@@ -119,7 +129,8 @@ def _done_at(fd: int, version: int) -> float:
 
 
 def damage_of(model: Model, version: int) -> str | None:
-    """Reads every row of a version, resting in between; what is wrong with the first damaged chunk, or None."""
+    """Reads every row of a version, resting in between; what is wrong with the first damaged chunk, or
+    None."""
     segment = model.attach(version, "header")
     began = time.monotonic()
     for table, start, stop in segment.chunks():

@@ -36,10 +36,11 @@ _LOOK_S = 0.02  # between two looks whether all workers have followed a change
 
 
 class Service:
-    """A worker's engines by model name, what runs their requests (`executor`), and what it takes on (`slots`, `in_flight`).
+    """A worker's engines by model name, what runs their requests (`executor`), and what it takes on (`slots`,
+    `in_flight`).
 
-    Belongs to one event loop. executor: there from `start` on. regions: of shared memory that clients registered; None: not
-    allowed. models: what is to be served.
+    Belongs to one event loop. executor: there from `start` on. regions: of shared memory that clients
+    registered; None: not allowed. models: what is to be served.
     """
 
     executor: Executor
@@ -66,12 +67,14 @@ class Service:
         self._attaching = asyncio.Lock()
 
     def share(self, models: ModelList, registry: RegionRegistry | None) -> None:
-        """Takes the lists that all workers share, before `start`. registry: None: clients may register no regions."""
+        """Takes the lists that all workers share, before `start`. registry: None: clients may register no
+        regions."""
         self.models = models
         self.regions = None if registry is None else Regions(registry)
 
     async def start(self) -> None:
-        """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served here."""
+        """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served
+        here."""
         models = self.models.wanted().models
         if self.link is not None:
             await self.link.open(models)
@@ -81,7 +84,9 @@ class Service:
             # On a thread, as what an engine process says of states comes over this loop.
             await asyncio.get_running_loop().run_in_executor(None, engine.begin)
         await self._follow()
-        self._watch = Watch(self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look)
+        self._watch = Watch(
+            self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look
+        )
         self._watch.start()
         self._scrubbing = asyncio.create_task(self._scrubber.run())
         self._is_open = True
@@ -89,7 +94,9 @@ class Service:
     def _new_engine(self, name: str) -> Engine:
         if self.link is None:
             return Engine.of(self.settings, name, Placer(self.settings, self._backend))
-        return DoorEngine(self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings)
+        return DoorEngine(
+            self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings
+        )
 
     def _look(self) -> None:
         """Looks at what workers share, as often as at versions."""
@@ -103,7 +110,9 @@ class Service:
     def ready(self) -> bool:
         """Whether clients should send requests here: from `start` to `drain`, while every model answers."""
         has_engine = self.link is None or self.link.is_ready
-        if self.settings.max_behind_s and any(e.behind_s > self.settings.max_behind_s for e in self.engines.values()):
+        if self.settings.max_behind_s and any(
+            e.behind_s > self.settings.max_behind_s for e in self.engines.values()
+        ):
             return False
         return self._is_open and has_engine and all(engine.is_usable for engine in self.engines.values())
 
@@ -133,13 +142,16 @@ class Service:
     # ---- models that come and go ----
 
     async def load_model(self, name: str) -> None:
-        """Has every worker serve a published model, and returns when all do. One that is served stays as it is.
+        """Has every worker serve a published model, and returns when all do. One that is served stays as it
+        is.
 
         ApiError: 400 where it cannot be served, 503 where a worker has not taken it within `ready_timeout_s`.
         """
         async with self._changing:
             if name not in self.engines:
-                self.engines[name] = await self._attached(name)  # here first: where it fails no other worker hears of it
+                self.engines[name] = await self._attached(
+                    name
+                )  # here first: where it fails no other worker hears of it
             serial = self.models.want(name, True)
         await self._until_all(serial, f"model {name!r} is loaded")
         if why := self.models.reasons().get(name):
@@ -147,7 +159,8 @@ class Service:
             raise bad_request(f"model {short(name)} cannot be loaded by every worker: {why}")
 
     async def unload_model(self, name: str) -> None:
-        """Has every worker let a model go, and returns when all have. Requests that began with it end with it.
+        """Has every worker let a model go, and returns when all have. Requests that began with it end with
+        it.
 
         ApiError: 404 where it is not served, 503 where a worker has not let it go within `ready_timeout_s`.
         """
@@ -180,7 +193,8 @@ class Service:
         return engine
 
     async def _follow(self) -> None:
-        """Takes and lets go models until this worker serves what is wanted, and tells the others that it does."""
+        """Takes and lets go models until this worker serves what is wanted, and tells the others that it
+        does."""
         while self.models.generation != self._taken_generation:
             async with self._changing:
                 self._taken_generation, (wanted, *_) = self.models.read()
@@ -203,7 +217,10 @@ class Service:
     def engine(self, model: Any) -> Engine:
         """The engine of a model by its name, as a client sent it. ApiError 404: it is not served here."""
         if not isinstance(model, str) or (engine := self.engines.get(model)) is None:
-            raise not_found(f"model {short(model)} is not served here; this server has: {', '.join(self.engines) or 'none'}")
+            raise not_found(
+                f"model {short(model)} is not served here; this server has: "
+                f"{', '.join(self.engines) or 'none'}"
+            )
         return engine
 
     def live(self, model: Any) -> ServedVersion:
@@ -216,7 +233,11 @@ class Service:
         ApiError: 400 where that is no number, 404 where the version is not published or cannot be served.
         """
         engine = self.engine(model)
-        number = int(version) if isinstance(version, str) and version.isdecimal() and len(version) < 12 else version
+        number = (
+            int(version)
+            if isinstance(version, str) and version.isdecimal() and len(version) < 12
+            else version
+        )
         if type(number) is not int or number < 1:
             raise bad_request(f"version is {short(version)}; expected a number from 1")
         if (found := engine.find(number)) is not None:
@@ -231,5 +252,6 @@ class Service:
         return self.engine(model).model.versions()
 
     async def beside(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls a function on the one thread beside the event loop, for work that would keep the loop for too long."""
+        """Calls a function on the one thread beside the event loop, for work that would keep the loop for
+        too long."""
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, *arguments)

@@ -25,14 +25,19 @@ from tableside.serving.shm.registry import RegionEntry, RegionRegistry
 
 FOLDER = "/dev/shm"
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
-RESERVED = ("tableside", "sem.", ".")  # how names begin that no client may name: ours, semaphores, hidden files
+RESERVED = (
+    "tableside",
+    "sem.",
+    ".",
+)  # how names begin that no client may name: ours, semaphores, hidden files
 _MOST_NAME_BYTES = 255
 LARGEST = (1 << 62) - 1  # offset and size of a region
 MOST_REGIONS, MOST_BYTES = 64, 4 << 30  # of a server
 
 
 class Region:
-    """A region that this process has open. It is closed with the last request that uses it. Any thread may use it."""
+    """A region that this process has open. It is closed with the last request that uses it. Any thread may
+    use it."""
 
     def __init__(self, fd: int, entry: RegionEntry) -> None:
         """fd: of the region's object, which this object owns from now on."""
@@ -80,13 +85,15 @@ class Region:
 
 
 class DeviceRegion(NamedTuple):
-    """A region in a GPU's memory. Its engine process alone opens it; whether there are so many bytes, it has said."""
+    """A region in a GPU's memory. Its engine process alone opens it; whether there are so many bytes, it
+    has said."""
 
     entry: RegionEntry
 
 
 class Slice(NamedTuple):
-    """A part of a region, `size` bytes from byte `offset` of it on, and where these bytes are in a buffer: from `at` on."""
+    """A part of a region, `size` bytes from byte `offset` of it on, and where these bytes are in a buffer:
+    from `at` on."""
 
     region: Region | DeviceRegion
     offset: int
@@ -95,13 +102,15 @@ class Slice(NamedTuple):
 
     @property
     def span(self) -> tuple[int, str, int]:
-        """Device, object and byte of the object, for what lies before what. Two regions may be parts of one object."""
+        """Device, object and byte of the object, for what lies before what. Two regions may be parts of
+        one object."""
         entry = self.region.entry
         return entry.device, entry.handle or str(entry.inode), entry.offset + self.offset
 
 
 class PartlyOnDevice(NamedTuple):
-    """A request's inputs, of which `reads` lie in a GPU's memory and not in `inputs`; and `writes`, outputs that go there."""
+    """A request's inputs, of which `reads` lie in a GPU's memory and not in `inputs`; and `writes`,
+    outputs that go there."""
 
     inputs: Any
     reads: tuple[Slice, ...]
@@ -109,14 +118,19 @@ class PartlyOnDevice(NamedTuple):
 
 
 def joined(slices: Iterable[Slice]) -> list[Slice]:
-    """The same bytes in fewer slices: those that follow each other in a region and in the buffer are one. Empty ones go."""
+    """The same bytes in fewer slices: those that follow each other in a region and in the buffer are one.
+    Empty ones go."""
     found: list[Slice] = []
     for one in slices:
         if not one.size:
             continue
         if found:
             last = found[-1]
-            if last.region is one.region and last.offset + last.size == one.offset and last.at + last.size == one.at:
+            if (
+                last.region is one.region
+                and last.offset + last.size == one.offset
+                and last.at + last.size == one.at
+            ):
                 found[-1] = last._replace(size=last.size + one.size)
                 continue
         found.append(one)
@@ -141,7 +155,8 @@ def read(slices: Iterable[Slice], into: memoryview) -> None:
 
 
 def write(slices: Iterable[Slice], buffer: memoryview) -> None:
-    """Writes a buffer's parts into regions of the host. ApiError: an object was truncated or lost its name, or memory is full."""
+    """Writes a buffer's parts into regions of the host. ApiError: an object was truncated or lost its
+    name, or memory is full."""
     for one in slices:
         if isinstance(one.region, Region):
             one.region.write(one.offset, buffer[one.at : one.at + one.size])
@@ -169,12 +184,14 @@ class Regions:
     def register(self, name: str, key: str, offset: int, byte_size: int) -> RegionEntry:
         """Registers a region for all workers.
 
-        ApiError: no such object may be used, it is shorter than that, the name is taken, or there are too many regions.
+        ApiError: no such object may be used, it is shorter than that, the name is taken, or there are too
+        many regions.
         """
         _check_name(name)
         if not 0 <= offset <= LARGEST or not 1 <= byte_size <= LARGEST:
             raise bad_request(
-                f"shared memory region {short(name)}: offset is {short(offset)} and byte_size {short(byte_size)}; expected an "
+                f"shared memory region {short(name)}: offset is {short(offset)} and byte_size "
+                f"{short(byte_size)}; expected an "
                 "offset from 0 and a byte_size from 1"
             )
         fd = self._open_object(name, key)
@@ -183,7 +200,8 @@ class Regions:
         region = Region(fd, entry)
         if found.st_size < offset + byte_size:
             raise bad_request(
-                f"shared memory region {short(name)}: its object ends before offset {offset:,} + byte_size {byte_size:,}"
+                f"shared memory region {short(name)}: its object ends before offset {offset:,} + byte_size "
+                f"{byte_size:,}"
             )
         self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
         with self._lock:
@@ -193,11 +211,13 @@ class Regions:
         return entry
 
     def register_on_device(self, name: str, handle: bytes, device: int, byte_size: int) -> RegionEntry:
-        """Registers memory of a GPU for all workers, which nobody has opened yet. ApiError: as of `register`."""
+        """Registers memory of a GPU for all workers, which nobody has opened yet. ApiError: as of
+        `register`."""
         _check_name(name)
         if not 1 <= byte_size <= LARGEST or len(handle) != HANDLE_BYTES:
             raise bad_request(
-                f"CUDA shared memory region {short(name)}: byte_size is {short(byte_size)} and raw_handle has {len(handle)} "
+                f"CUDA shared memory region {short(name)}: byte_size is {short(byte_size)} and raw_handle "
+                f"has {len(handle)} "
                 f"bytes; expected a byte_size from 1 and {HANDLE_BYTES} bytes in base64"
             )
         entry = RegionEntry(name, "", 0, byte_size, device, 0, base64.b64encode(handle).decode())
@@ -207,7 +227,9 @@ class Regions:
     def _with_room(self, entries: list[RegionEntry], new: RegionEntry) -> list[RegionEntry]:
         """ApiError: a region of that name is there, or the new one is one too many."""
         if any(e.name == new.name for e in entries):
-            raise bad_request(f"shared memory region {short(new.name)} is registered already; unregister it first")
+            raise bad_request(
+                f"shared memory region {short(new.name)} is registered already; unregister it first"
+            )
         if len(entries) >= MOST_REGIONS:
             raise bad_request(
                 f"{len(entries)} shared memory regions are registered, the limit; unregister some",
@@ -222,10 +244,12 @@ class Regions:
         return entries
 
     def unregister(self, name: str | None, *, on_device: bool = False) -> None:
-        """Unregisters a region, or all of them: of the host, or of GPUs. One that is not registered is none to unregister.
-        Requests under way go on."""
+        """Unregisters a region, or all of them: of the host, or of GPUs. One that is not registered is
+        none to unregister. Requests under way go on."""
         self._registry.change(
-            lambda entries: [e for e in entries if bool(e.handle) is not on_device or (name is not None and e.name != name)]
+            lambda entries: [
+                e for e in entries if bool(e.handle) is not on_device or (name is not None and e.name != name)
+            ]
         )
         with self._lock:
             self._refresh()
@@ -238,7 +262,9 @@ class Regions:
         """A region, or all of them: of the host, or of GPUs. ApiError: none is called so."""
         with self._lock:
             self._refresh()
-            entries = [e for e in self._entries.values() if bool(e.handle) is on_device and name in (None, e.name)]
+            entries = [
+                e for e in self._entries.values() if bool(e.handle) is on_device and name in (None, e.name)
+            ]
             if name is not None and not entries:
                 raise gone(name)
             return entries
@@ -252,7 +278,8 @@ class Regions:
             return name in self._on_device
 
     def any(self, name: str) -> Region | DeviceRegion:
-        """A region of the host or of a GPU, as `find` for the former. ApiError: none of that name is registered."""
+        """A region of the host or of a GPU, as `find` for the former. ApiError: none of that name is
+        registered."""
         with self._lock:
             self._refresh()
             on_device = self._on_device.get(name)
@@ -329,11 +356,14 @@ def _check_name(name: str) -> None:
 
 def gone(name: Any) -> ApiError:
     """400: no region of that name is registered."""
-    return bad_request(f"shared memory region {short(name)} is not registered, or its object was removed; register it")
+    return bad_request(
+        f"shared memory region {short(name)} is not registered, or its object was removed; register it"
+    )
 
 
 def _no_object(name: str) -> ApiError:
     return bad_request(
-        f"shared memory region {short(name)}: its key names no object that may be used; expected POSIX shared memory that the "
+        f"shared memory region {short(name)}: its key names no object that may be used; expected POSIX "
+        "shared memory that the "
         "server's user owns, by a name without slashes that is not reserved"
     )

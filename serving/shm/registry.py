@@ -8,10 +8,11 @@ from tableside.serving.shm.shared_list import SharedList
 
 
 class RegionEntry(NamedTuple):
-    """A region as it was registered: `byte_size` bytes from byte `offset` on of the object `key` of POSIX shared memory.
+    """A region as it was registered: `byte_size` bytes from byte `offset` on of the object `key` of POSIX
+    shared memory.
 
-    device, inode: of that object, so that another one of its name is not taken for it. handle: of a region in a GPU's memory,
-    in base64: `device` is that GPU's number then, and there is no object.
+    device, inode: of that object, so that another one of its name is not taken for it. handle: of a region in
+    a GPU's memory, in base64: `device` is that GPU's number then, and there is no object.
     """
 
     name: str

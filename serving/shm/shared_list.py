@@ -1,14 +1,16 @@
 """A short list that all workers of a server share: one small file in memory.
 
-The file is a memfd. It has no name, so nobody else can open it, and it is gone with the server's last process, however that ends.
+The file is a memfd. It has no name, so nobody else can open it, and it is gone with the server's last
+process, however that ends.
 
     byte 0             generation, uint64: how often the list changed; its lowest bit says which half holds the list
     byte 4096          half 0: the list's bytes uint64, then the list as JSON
     byte 4096 + HALF   half 1: the same
 
-A change is written to the other half, then the generation is raised by one aligned store. So a worker that is killed in a change
-leaves the list as it was. Changes exclude each other by a record lock, which the kernel drops when its holder dies. A reader
-takes no lock: it reads again where the generation changed meanwhile, as only then another change may have written there.
+A change is written to the other half, then the generation is raised by one aligned store. So a worker that is
+killed in a change leaves the list as it was. Changes exclude each other by a record lock, which the kernel
+drops when its holder dies. A reader takes no lock: it reads again where the generation changed meanwhile, as
+only then another change may have written there.
 """
 
 import fcntl
@@ -64,11 +66,16 @@ class SharedList(Generic[Entry]):
         while True:
             generation = self.generation
             text = self._text(generation)
-            if self.generation == generation:  # else the change after the next may have been written where this was read
-                return generation, [type(self).entry(*values) for values in orjson.loads(text)] if text else []
+            if (
+                self.generation == generation
+            ):  # else the change after the next may have been written where this was read
+                return generation, [
+                    type(self).entry(*values) for values in orjson.loads(text)
+                ] if text else []
 
     def change(self, change: Callable[[list[Entry]], list[Entry]]) -> list[Entry]:
-        """Replaces the list by what `change` makes of it, and returns that. What `change` raises leaves the list as it was.
+        """Replaces the list by what `change` makes of it, and returns that. What `change` raises leaves the
+        list as it was.
 
         ServingError: the new list has more bytes than a half.
         """
@@ -82,7 +89,10 @@ class SharedList(Generic[Entry]):
     def _write(self, generation: int, entries: Sequence[Entry]) -> None:
         text = orjson.dumps([tuple(entry) for entry in entries])
         if len(text) > HALF_BYTES - _WORD_BYTES:
-            raise ServingError(f"the list of {self.what} has {len(text):,} bytes; expected at most {HALF_BYTES - _WORD_BYTES:,}")
+            raise ServingError(
+                f"the list of {self.what} has {len(text):,} bytes; expected at most "
+                f"{HALF_BYTES - _WORD_BYTES:,}"
+            )
         os.pwrite(self._fd, len(text).to_bytes(_WORD_BYTES, "little") + text, _half(generation))
         self._words[0] = generation
 

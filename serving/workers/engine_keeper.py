@@ -48,7 +48,9 @@ class EngineKeeper:
             self._made.kill()
             if not self._made.is_ready:
                 return self._put_off(has_served)
-        logger.error("the engine process %s of device %s ended; it is replaced", self._made.process.pid, self._device)
+        logger.error(
+            "the engine process %s of device %s ended; it is replaced", self._made.process.pid, self._device
+        )
         self._made = self._make()
         self._made.start()
         return True
@@ -62,7 +64,11 @@ class EngineKeeper:
         if could_not_start and not has_served:
             return False
         if could_not_start:
-            logger.error("the engine of device %s could not start (see above); it is tried again in %d s", self._device, RETRY_S)
+            logger.error(
+                "the engine of device %s could not start (see above); it is tried again in %d s",
+                self._device,
+                RETRY_S,
+            )
         self._retry_at = time.monotonic() + (RETRY_S if could_not_start else _AGAIN_S)
         return True
 

@@ -18,7 +18,8 @@ RETRY_S = 5.0  # before workers try again what they could not take
 def published_models(settings: RootSettings, served: Collection[str] = ()) -> tuple[str, ...]:
     """The models of a root that have a live version which can be attached, by name.
 
-    served: stay, whatever their versions are worth, as long as one is live. LoaderError: the root cannot be read.
+    served: stay, whatever their versions are worth, as long as one is live. LoaderError: the root cannot be
+    read.
     """
     return tuple(m.name for m in models(settings.root, settings.owner) if _is_live(m, m.name in served))
 
@@ -53,7 +54,10 @@ class Following:
         except (LoaderError, OSError) as error:
             logger.warning("cannot see which models are published: %s", error)
             return
-        models = [*(m for m in wanted if m in found), *(m for m in found if m not in wanted)]  # in each worker's order
+        models = [
+            *(m for m in wanted if m in found),
+            *(m for m in found if m not in wanted),
+        ]  # in each worker's order
         if models != wanted:
             logger.info("models to serve from now on: %s", ", ".join(models) or "none")
         elif now < self._again_at or not self._models.reasons():

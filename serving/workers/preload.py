@@ -1,4 +1,5 @@
-"""What every worker needs, imported once in the process that workers are forked from, so that they share its memory."""
+"""What every worker needs, imported once in the process that workers are forked from, so that they share
+its memory."""
 
 import gc
 

@@ -1,7 +1,8 @@
-"""`tableside serve`: one listening socket, workers (serving.workers.worker) that a supervisor (serving.workers.supervisor) looks after.
+"""`tableside serve`: one listening socket, workers (serving.workers.worker) that a supervisor
+(serving.workers.supervisor) looks after.
 
-Workers are forked from a process that has imported everything and mapped nothing, so a worker adds a few MB and is ready in
-a fraction of a second. Each attaches the models itself.
+Workers are forked from a process that has imported everything and mapped nothing, so a worker adds a few MB
+and is ready in a fraction of a second. Each attaches the models itself.
 """
 
 import contextlib
@@ -52,7 +53,8 @@ def bind(settings: ServerSettings) -> socket.socket:
 def _bind_unix(path: Path) -> socket.socket:
     """A socket in the file system, which the user and the group of this process may connect to.
 
-    One that a killed server left is replaced. ServingError: a server listens there, or the path is something else.
+    One that a killed server left is replaced. ServingError: a server listens there, or the path is something
+    else.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o117)
@@ -64,7 +66,8 @@ def _bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ServingError(
-            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 bytes, in a folder that "
+            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 bytes, "
+            "in a folder that "
             "this user may write to, or end what listens there"
         ) from error
     finally:
@@ -73,7 +76,8 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _remove_unheard(path: Path) -> None:
-    """Removes a socket that nobody listens on. OSError: somebody does. What is no socket is left, and `bind` refuses it."""
+    """Removes a socket that nobody listens on. OSError: somebody does. What is no socket is left, and
+    `bind` refuses it."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -103,16 +107,23 @@ def _first_models(settings: ServerSettings) -> tuple[str, ...]:
     """The models that are served first. ServingError: the settings name none, or contradict each other."""
     may_load = admin_token(settings) is not None
     if settings.all and may_load:
-        raise ServingError("--all serves every published model, so none is loaded by hand; leave it out, or the admin token")
+        raise ServingError(
+            "--all serves every published model, so none is loaded by hand; leave it out, or the admin token"
+        )
     if settings.all and settings.models:
-        raise ServingError(f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out")
+        raise ServingError(
+            f"--all serves every model, and {', '.join(settings.models)} is named; leave one of them out"
+        )
     if not (settings.all or settings.models or may_load):
-        raise ServingError("no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ..., or --all")
+        raise ServingError(
+            "no model is named; expected: tableside serve MODEL | model.toml | CHECKPOINT ..., or --all"
+        )
     return published_models(settings) if settings.all else settings.models
 
 
 def _check(settings: ServerSettings, runs_torch: bool) -> None:
-    """Raises where an extra is missing that the settings or a scorer need, or where a device would have no worker."""
+    """Raises where an extra is missing that the settings or a scorer need, or where a device would have no
+    worker."""
     if runs_torch:
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
@@ -124,7 +135,8 @@ def _check(settings: ServerSettings, runs_torch: bool) -> None:
         exporter_named(settings.traces)
     if len(settings.devices) > settings.workers:
         raise ServingError(
-            f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so start at least "
+            f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so "
+            "start at least "
             f"--workers {len(settings.devices)}"
         )
 
@@ -132,7 +144,8 @@ def _check(settings: ServerSettings, runs_torch: bool) -> None:
 def serve(settings: ServerSettings, make: MakeApplication = make_application) -> int:
     """Serves until a signal ends it; returns the exit code. `make` builds the application that workers run.
 
-    LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was started.
+    LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was
+    started.
     """
     settings = settings.model_copy(update={"models": _first_models(settings)})
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
@@ -164,7 +177,9 @@ def serve(settings: ServerSettings, make: MakeApplication = make_application) ->
             begin_to_compile(settings, segments)
             del segments  # workers attach what is live when they start
             following = Following(settings, config.models) if settings.all else None
-            return Supervisor(config, [sock], lambda: _say(f"tableside serves {what} ({how})"), following).run()
+            return Supervisor(
+                config, [sock], lambda: _say(f"tableside serves {what} ({how})"), following
+            ).run()
     finally:
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)

@@ -6,8 +6,9 @@
     SIGTTIN, SIGTTOU    one worker more, one less
     SIGUSR1, SIGUSR2    nothing
 
-One loop looks at all workers at least four times a second, and at once when one ends. Nothing in it waits for a worker. So a
-worker that ended gets a successor at once, whatever the others do and whatever else is under way.
+One loop looks at all workers at least four times a second, and at once when one ends. Nothing in it waits for
+a worker. So a worker that ended gets a successor at once, whatever the others do and whatever else is under
+way.
 """
 
 import logging
@@ -53,11 +54,20 @@ class Supervisor:
         self._announced = self._is_ending = self._is_at_once = False
         self._asked: list[int] = []  # signals that wait to be looked at
         self._to_replace: list[WorkerProcess] = []  # by SIGHUP
-        self._successor: tuple[WorkerProcess, WorkerProcess, float] | None = None  # (old, new, when the new one is given up)
+        self._successor: tuple[WorkerProcess, WorkerProcess, float] | None = (
+            None  # (old, new, when the new one is given up)
+        )
         self._retiring: list[WorkerProcess] = []
         self._engines = {device: EngineKeeper(config, device) for device in config.settings.devices}
         self._retry_at: dict[int, float] = {}  # place -> when its worker is started anew
-        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTTIN, signal.SIGTTOU):
+        for sig in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGQUIT,
+            signal.SIGHUP,
+            signal.SIGTTIN,
+            signal.SIGTTOU,
+        ):
             signal.signal(sig, self._on_signal)
         for sig in (signal.SIGUSR1, signal.SIGUSR2):  # which others send to have a log opened again
             signal.signal(sig, signal.SIG_IGN)
@@ -137,11 +147,15 @@ class Supervisor:
         self.workers[place] = self._started(worker.device)
 
     def _put_off(self, place: int, worker: WorkerProcess) -> None:
-        """A worker ended before it served: its successor is started later, or the server ends where no worker can start."""
+        """A worker ended before it served: its successor is started later, or the server ends where no
+        worker can start."""
         if worker.process.exitcode != STARTUP_FAILURE:
             self._retry_at[place] = time.monotonic() + _AGAIN_S
         elif self._announced and any(w.process.is_alive() for w in self.workers):
-            logger.error("a worker could not start (see above); the others serve on, it is tried again in %d s", RETRY_S)
+            logger.error(
+                "a worker could not start (see above); the others serve on, it is tried again in %d s",
+                RETRY_S,
+            )
             self._retry_at[place] = time.monotonic() + RETRY_S
         else:
             self.failed = self._is_ending = True
@@ -157,7 +171,9 @@ class Supervisor:
         old, new, deadline = self._successor
         if not new.look() or time.monotonic() > deadline:
             new.kill()
-            logger.error("worker %s is kept: its successor %s was not ready in time", old.process.pid, new.process.pid)
+            logger.error(
+                "worker %s is kept: its successor %s was not ready in time", old.process.pid, new.process.pid
+            )
             self._successor, self._to_replace = None, []
         elif new.is_ready:
             self.workers[self.workers.index(old)] = new
@@ -207,7 +223,9 @@ class Supervisor:
             elif worker.process.is_alive():
                 worker.kill()  # it has answered nothing yet, and may wait for an engine that does not come
         self._await_end(everyone)
-        engines = [engine.current for engine in self._engines.values()]  # workers answer by them until they have ended
+        engines = [
+            engine.current for engine in self._engines.values()
+        ]  # workers answer by them until they have ended
         for engine in engines:
             engine.terminate()
         self._await_end(engines)
@@ -219,7 +237,12 @@ class Supervisor:
 
     def _await_end(self, processes: list[WorkerProcess]) -> None:
         """Waits until processes that were asked to end have ended; kills those that take too long."""
-        deadline = time.monotonic() + self.config.settings.drain_s + self.config.settings.shutdown_timeout_s + _GRACE_S
+        deadline = (
+            time.monotonic()
+            + self.config.settings.drain_s
+            + self.config.settings.shutdown_timeout_s
+            + _GRACE_S
+        )
         while alive := [p for p in processes if p.process.is_alive()]:
             if self._is_at_once or time.monotonic() > deadline:
                 for process in alive:

@@ -1,4 +1,5 @@
-"""A worker of the server: uvicorn's server, its configuration, and the process that it runs in as the supervisor sees it."""
+"""A worker of the server: uvicorn's server, its configuration, and the process that it runs in as the
+supervisor sees it."""
 
 import asyncio
 import functools
@@ -25,7 +26,8 @@ PING_S = 1.0  # between two questions whether a worker that serves still answers
 
 
 class Worker(uvicorn.Server):
-    """A worker's server. Asked to end, it turns readiness off, answers requests for `drain_s` seconds more, and then closes."""
+    """A worker's server. Asked to end, it turns readiness off, answers requests for `drain_s` seconds
+    more, and then closes."""
 
     def __init__(self, config: "WorkerConfig") -> None:
         super().__init__(config)
@@ -53,7 +55,8 @@ def make_application(settings: ServerSettings) -> Any:
 
 
 class WorkerConfig(uvicorn.Config):
-    """uvicorn's configuration of a worker. It is sent to the worker's process and makes application and protocol class there."""
+    """uvicorn's configuration of a worker. It is sent to the worker's process and makes application and
+    protocol class there."""
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class WorkerConfig(uvicorn.Config):
         registry: RegionRegistry | None = None,
         models: ModelList | None = None,
     ) -> None:
-        """registry: of the shared memory that clients register; None: they may not. models: to serve; None: the settings'."""
+        """registry: of the shared memory that clients register; None: they may not. models: to serve;
+        None: the settings'."""
         self.settings, self._make, self.registry = settings, make, registry
         self.models = models or ModelList.of(settings.models)
         super().__init__(
@@ -83,7 +87,8 @@ class WorkerConfig(uvicorn.Config):
         )
 
     def on(self, device: str, engine: str) -> "WorkerConfig":
-        """This configuration for a device's engine process, whose address is `engine`, and for the workers that ask it."""
+        """This configuration for a device's engine process, whose address is `engine`, and for the workers
+        that ask it."""
         changed = {"devices": (device,), "engine": engine, "engines": len(self.settings.devices)}
         settings = self.settings.model_copy(update=changed)
         return WorkerConfig(settings, self._make, self.registry, self.models)
@@ -94,7 +99,9 @@ class WorkerConfig(uvicorn.Config):
 
         app = self.loaded_app
         app.service.share(self.models, self.registry)
-        self.http_protocol_class = limited_protocol(self.settings, app.in_flight, app.slots, app.slices, app.door)
+        self.http_protocol_class = limited_protocol(
+            self.settings, app.in_flight, app.slots, app.slices, app.door
+        )
 
 
 Run = Callable[[WorkerConfig, list[socket.socket], Connection], None]
@@ -103,27 +110,33 @@ Run = Callable[[WorkerConfig, list[socket.socket], Connection], None]
 class WorkerProcess:
     """A worker's process, or an engine's, forked from the preloaded one, as its supervisor sees it.
 
-    The process answers questions over a pipe, and ends when its supervisor is gone. `look` never waits. is_ready: it said
-    that it takes requests.
+    The process answers questions over a pipe, and ends when its supervisor is gone. `look` never waits.
+    is_ready: it said that it takes requests.
     """
 
-    def __init__(self, config: WorkerConfig, sockets: list[socket.socket], device: str = "", run: Run | None = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, sockets: list[socket.socket], device: str = "", run: Run | None = None
+    ) -> None:
         """run: what the process runs; None: a worker."""
         self.config, self.device, self.is_ready = config, device, False
         self._pipe, self._theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
-        self.process = context.Process(target=run or _run, args=(config, sockets, self._theirs), name="tableside-worker")
+        self.process = context.Process(
+            target=run or _run, args=(config, sockets, self._theirs), name="tableside-worker"
+        )
         self._asked_at: float | None = None
         self._answered_at = 0.0
 
     def start(self) -> None:
-        """Starts the process. Only the worker has its end of the pipe then, so that its death closes the pipe."""
+        """Starts the process. Only the worker has its end of the pipe then, so that its death closes the
+        pipe."""
         self.process.start()
         self._theirs.close()
         self._answered_at = time.monotonic()
 
     def look(self) -> bool:
-        """Whether the worker lives and has answered within uvicorn's time for that. Asks again from time to time."""
+        """Whether the worker lives and has answered within uvicorn's time for that. Asks again from time
+        to time."""
         if not self.process.is_alive():
             return False
         now = time.monotonic()
@@ -134,12 +147,17 @@ class WorkerProcess:
             if self._asked_at is None and (not self.is_ready or now - self._answered_at >= PING_S):
                 self._pipe.send(b"ping")
                 self._asked_at = now
-        except (OSError, EOFError, pickle.UnpicklingError):  # it is about to end, or sends nonsense: the deadline is for that
+        except (
+            OSError,
+            EOFError,
+            pickle.UnpicklingError,
+        ):  # it is about to end, or sends nonsense: the deadline is for that
             pass
         return self._asked_at is None or now - self._asked_at < self.config.timeout_worker_healthcheck
 
     def terminate(self) -> None:
-        """Asks the worker to end; it answers what it has begun. The pipe stays open, as closing it would ask a second time."""
+        """Asks the worker to end; it answers what it has begun. The pipe stays open, as closing it would
+        ask a second time."""
         if self.process.is_alive():
             self.process.terminate()
 
@@ -156,9 +174,10 @@ def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -
     config.configure_logging()
     server = Worker(config)
     answer(server, pipe)
-    # Whether it blocks is a property of the socket that all workers share. One that made it block, as `dup` of a socket that is
-    # not known to be non-blocking does, would stop the others in the midst of accepting.
+    # Whether it blocks is a property of the socket that all workers share. One that made it block, as `dup`
+    # of a socket that is not known to be non-blocking does, would stop the others in the midst of accepting.
     for sock in sockets:
         sock.setblocking(False)
-    # uvloop takes one connection from a socket in each round of its loop; several descriptors of it let it take as many.
+    # uvloop takes one connection from a socket in each round of its loop; several descriptors of it let it
+    # take as many.
     server.run([sock.dup() for sock in sockets for _ in range(ACCEPTS)])

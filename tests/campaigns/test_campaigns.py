@@ -13,15 +13,34 @@ SEED = 1
 WAYS = ("attached", "by a module", "over HTTP", "by evaluations")
 SHORT = {
     "kills": (4, ("kills", "requests checked")),
-    "engines": (4, ("doors killed", "engines killed", "clients killed that held a region", "requests checked in regions")),
-    "loads": (4, ("of them at random instants, forked", "system calls killed at", "errors injected", "readers stopped")),
+    "engines": (
+        4,
+        (
+            "doors killed",
+            "engines killed",
+            "clients killed that held a region",
+            "requests checked in regions",
+        ),
+    ),
+    "loads": (
+        4,
+        (
+            "of them at random instants, forked",
+            "system calls killed at",
+            "errors injected",
+            "readers stopped",
+        ),
+    ),
     "requests": (8, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
     "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
     "forks": (3, ("forks", "forks of event loops")),
     "present": (6, ("requests", "batches applied", "kills")),
     "redis_lies": (2, ("handmade lies", "random changes", "refused")),
-    "states": (4, (*(f"rows read {way}" for way in WAYS), "batches applied", "kills of the writer", "compactions")),
+    "states": (
+        4,
+        (*(f"rows read {way}" for way in WAYS), "batches applied", "kills of the writer", "compactions"),
+    ),
     "soak": (4, ("requests", "swaps")),
     "headers": (4, ("requests",)),
     "origins": (4, ("requests of pages", "own requests")),
@@ -29,7 +48,9 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[needs_redis] if n == "follows" else []) for n in SHORT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[needs_redis] if n == "follows" else []) for n in SHORT]
+)
 def test_a_short_run(name: str) -> None:
     if name in ("engines", "present"):
         pytest.importorskip("triton")

@@ -29,4 +29,6 @@ def test_what_was_not_measured_is_missed() -> None:
 
 
 def test_every_campaign_has_a_promise() -> None:
-    assert all(any(goal.kind == "must" for goal in campaign.goals.values()) for campaign in CAMPAIGNS.values())
+    assert all(
+        any(goal.kind == "must" for goal in campaign.goals.values()) for campaign in CAMPAIGNS.values()
+    )

@@ -1,7 +1,7 @@
 """deploy/kubernetes: against Kubernetes's own schemas, against each other, and against the real server.
 
-The schemas of Kubernetes's kinds come with kubernetes-validate. Those of the operators' kinds (ServiceMonitor, ServingRuntime) do
-not, so their fields are compared with lists from their API references.
+The schemas of Kubernetes's kinds come with kubernetes-validate. Those of the operators' kinds
+(ServiceMonitor, ServingRuntime) do not, so their fields are compared with lists from their API references.
 """
 
 import os
@@ -37,8 +37,13 @@ VERSIONS = ("1.29", kubernetes_validate.latest_version())
 
 
 def documents() -> list[tuple[Path, dict[str, Any]]]:
-    """Every object of the folder, and the file that it is in; kustomize's files and the adapter's values apart."""
-    files = [p for p in sorted(FOLDER.rglob("*.yaml")) if p.name not in ("kustomization.yaml", "prometheus-adapter-values.yaml")]
+    """Every object of the folder, and the file that it is in; kustomize's files and the adapter's values
+    apart."""
+    files = [
+        p
+        for p in sorted(FOLDER.rglob("*.yaml"))
+        if p.name not in ("kustomization.yaml", "prometheus-adapter-values.yaml")
+    ]
     return [(p, d) for p in files for d in yaml.safe_load_all(p.read_text())]
 
 
@@ -59,9 +64,15 @@ both = pytest.mark.parametrize("kind", CONTAINERS)
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_objects_fit_the_schemas_of_kubernetes(version: str) -> None:
-    """Without a key that the API does not know. A patch has parts of a Deployment alone, so it is checked once it is merged."""
+    """Without a key that the API does not know. A patch has parts of a Deployment alone, so it is checked
+    once it is merged."""
     checked = [d for p, d in documents() if d["kind"] not in CUSTOM and p.parent.name != "gpu"]
-    assert {d["kind"] for d in checked} == {"Deployment", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler"}
+    assert {d["kind"] for d in checked} == {
+        "Deployment",
+        "Service",
+        "PodDisruptionBudget",
+        "HorizontalPodAutoscaler",
+    }
     for document in checked:
         kubernetes_validate.validate(document, version, strict=True)
 
@@ -76,20 +87,28 @@ def test_kustomizations_name_every_file() -> None:
         }
         assert all(p.exists() for p in named)
         assert {p for p, _ in documents() if p.parent == path.parent} <= named
-    assert {p.parent.name for p, _ in documents()} == {p.parent.name for p in FOLDER.rglob("kustomization.yaml")}
+    assert {p.parent.name for p, _ in documents()} == {
+        p.parent.name for p in FOLDER.rglob("kustomization.yaml")
+    }
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl has kustomize")
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in FOLDER.rglob("kustomization.yaml")))
 def test_kustomize_builds(name: str) -> None:
-    built = subprocess.run(["kubectl", "kustomize", str(FOLDER / name)], capture_output=True, text=True, timeout=300, check=False)
+    built = subprocess.run(
+        ["kubectl", "kustomize", str(FOLDER / name)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert built.returncode == 0, built.stderr
     objects = [d for d in yaml.safe_load_all(built.stdout) if d["kind"] not in CUSTOM]
     for document in objects:
         kubernetes_validate.validate(document, VERSIONS[0], strict=True)
     if name == "gpu":
-        (container,) = next(d for d in objects if d["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"]
-        assert container["image"] == "tableside:cuda" and container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        (container,) = next(d for d in objects if d["kind"] == "Deployment")["spec"]["template"]["spec"][
+            "containers"
+        ]
+        assert (
+            container["image"] == "tableside:cuda" and container["resources"]["limits"]["nvidia.com/gpu"] == 1
+        )
         assert environment(container)["TABLESIDE_DEVICES"] == "0"
 
 
@@ -97,16 +116,32 @@ def test_a_service_monitor_has_what_its_reference_lists() -> None:
     """Of prometheus-operator's API reference, monitoring.coreos.com/v1: the fields that are used."""
     monitor = one("ServiceMonitor")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
-    assert set(monitor["spec"]) <= {"selector", "endpoints", "namespaceSelector", "jobLabel", "targetLabels", "podTargetLabels"}
+    assert set(monitor["spec"]) <= {
+        "selector",
+        "endpoints",
+        "namespaceSelector",
+        "jobLabel",
+        "targetLabels",
+        "podTargetLabels",
+    }
     (endpoint,) = monitor["spec"]["endpoints"]
-    assert set(endpoint) <= {"port", "path", "interval", "scrapeTimeout", "scheme", "honorLabels", "relabelings"}
+    assert set(endpoint) <= {
+        "port",
+        "path",
+        "interval",
+        "scrapeTimeout",
+        "scheme",
+        "honorLabels",
+        "relabelings",
+    }
     service = one("Service")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert endpoint["port"] in [p["name"] for p in service["spec"]["ports"]]
 
 
 def test_a_serving_runtime_has_what_its_reference_lists() -> None:
-    """Of KServe's API reference, serving.kserve.io/v1alpha1; the container has the name that KServe looks for."""
+    """Of KServe's API reference, serving.kserve.io/v1alpha1; the container has the name that KServe looks
+    for."""
     assert one("ServingRuntime")["apiVersion"] == "serving.kserve.io/v1alpha1"
     assert set(RUNTIME) <= {
         "annotations", "affinity", "containers", "imagePullSecrets", "labels", "multiModel", "nodeSelector", "protocolVersions",
@@ -123,16 +158,32 @@ def test_a_serving_runtime_has_what_its_reference_lists() -> None:
 
 
 def test_names_and_labels_fit_together() -> None:
-    """The Service, the budget and the autoscaler mean the Deployment's pods; the adapter's rule makes the autoscaler's metric."""
+    """The Service, the budget and the autoscaler mean the Deployment's pods; the adapter's rule makes the
+    autoscaler's metric."""
     labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
     assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels
-    assert one("Service")["spec"]["selector"] == one("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    assert (
+        one("Service")["spec"]["selector"]
+        == one("PodDisruptionBudget")["spec"]["selector"]["matchLabels"]
+        == labels
+    )
     (port,) = one("Service")["spec"]["ports"]
     assert port["targetPort"] in [p["name"] for p in CONTAINERS["Deployment"]["ports"]]
     scaler = one("HorizontalPodAutoscaler")["spec"]
-    assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": DEPLOYMENT["metadata"]["name"]}
-    assert scaler["minReplicas"] == DEPLOYMENT["spec"]["replicas"] > 1 == one("PodDisruptionBudget")["spec"]["maxUnavailable"]
-    (rule,) = yaml.safe_load((FOLDER / "autoscaling" / "prometheus-adapter-values.yaml").read_text())["rules"]["custom"]
+    assert scaler["scaleTargetRef"] == {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "name": DEPLOYMENT["metadata"]["name"],
+    }
+    assert (
+        scaler["minReplicas"]
+        == DEPLOYMENT["spec"]["replicas"]
+        > 1
+        == one("PodDisruptionBudget")["spec"]["maxUnavailable"]
+    )
+    (rule,) = yaml.safe_load((FOLDER / "autoscaling" / "prometheus-adapter-values.yaml").read_text())[
+        "rules"
+    ]["custom"]
     assert scaler["metrics"][0]["pods"]["metric"]["name"] == rule["name"]["as"]
     series = rule["seriesQuery"].partition("{")[0]
     assert series == REQUESTS.name  # the counter as it is exposed
@@ -149,7 +200,9 @@ def test_a_container_is_confined(kind: str) -> None:
     assert context["readOnlyRootFilesystem"] and context["capabilities"] == {"drop": ["ALL"]}
     assert context["allowPrivilegeEscalation"] is False
     user = POD["securityContext"] if kind == "Deployment" else context
-    assert user["runAsNonRoot"] and user["runAsUser"] == int(re.findall(r"^USER (\d+)", dockerfile(), re.MULTILINE)[0])
+    assert user["runAsNonRoot"] and user["runAsUser"] == int(
+        re.findall(r"^USER (\d+)", dockerfile(), re.MULTILINE)[0]
+    )
     mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
     assert {path for path, is_read_only in mounts.items() if not is_read_only} == {"/dev/shm", "/tmp"}
 
@@ -160,13 +213,16 @@ def dockerfile() -> str:
 
 @both
 def test_shared_memory_fits_the_containers_memory(kind: str) -> None:
-    """/dev/shm is memory with a limit, and what lies there counts as the container's, which needs some more."""
+    """/dev/shm is memory with a limit, and what lies there counts as the container's, which needs some
+    more."""
     volumes = POD["volumes"] if kind == "Deployment" else RUNTIME["volumes"]
     (shm,) = [v["emptyDir"] for v in volumes if v["name"] == "shm"]
     resources = CONTAINERS[kind]["resources"]
     assert shm["medium"] == "Memory"
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
-    assert parse_bytes(f"{resources['limits']['memory']}B") >= parse_bytes(f"{shm['sizeLimit']}B") + (512 << 20)
+    assert parse_bytes(f"{resources['limits']['memory']}B") >= parse_bytes(f"{shm['sizeLimit']}B") + (
+        512 << 20
+    )
 
 
 @both
@@ -184,7 +240,8 @@ def environment(container: Mapping[str, Any]) -> dict[str, str]:
 
 @both
 def test_the_grace_is_longer_than_an_orderly_end(kind: str) -> None:
-    """Drain, then the running requests, then the supervisor's patience. Kubernetes gives 30 s where nothing is said."""
+    """Drain, then the running requests, then the supervisor's patience. Kubernetes gives 30 s where
+    nothing is said."""
     grace_s = POD["terminationGracePeriodSeconds"] if kind == "Deployment" else 30
     drain_s = float(environment(CONTAINERS[kind])["TABLESIDE_DRAIN_S"])
     assert grace_s > drain_s + ServerSettings(models=()).shutdown_timeout_s + supervisor._GRACE_S
@@ -197,7 +254,8 @@ def test_the_grace_is_longer_than_an_orderly_end(kind: str) -> None:
 
 @pytest.fixture
 def pod(root: Path, tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
-    """The Deployment's container as a process here: its arguments and environment; its volumes are folders."""
+    """The Deployment's container as a process here: its arguments and environment; its volumes are
+    folders."""
     np.savez(tmp_path / "c.npz", user=np.ones((10, 8), np.float32))
     (tmp_path / "model.toml").write_text('name = "ads"\ncheckpoint = "c.npz"\n[tables.user]\nkey = "user"\n')
     container = CONTAINERS["Deployment"]
@@ -209,23 +267,31 @@ def pod(root: Path, tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[byt
         ours = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "TMPDIR": temporary}
         ours |= {"TABLESIDE_HOST": "127.0.0.1", "TABLESIDE_PORT": str(port), "TABLESIDE_ROOT": str(root)}
         variables = {**os.environ, **environment(container), "TABLESIDE_DRAIN_S": "1", **ours}
-        with (tmp_path / "log").open("w") as log, subprocess.Popen([str(ENTRYPOINT), *arguments], env=variables, stderr=log) as p:
+        with (
+            (tmp_path / "log").open("w") as log,
+            subprocess.Popen([str(ENTRYPOINT), *arguments], env=variables, stderr=log) as p,
+        ):
             yield f"http://127.0.0.1:{port}", p
             p.kill()
 
 
 def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"], tmp_path: Path) -> None:
-    """Start, readiness and liveness as the manifest asks; readiness goes first when the pod ends, and the exit code is 0.
+    """Start, readiness and liveness as the manifest asks; readiness goes first when the pod ends, and the
+    exit code is 0.
 
     The autoscaler's series is in /metrics under the path that the monitor scrapes.
     """
     url, process = pod
     container = CONTAINERS["Deployment"]
     paths = {p: container[f"{p}Probe"]["httpGet"]["path"] for p in ("startup", "readiness", "liveness")}
-    until(lambda: process.poll() is not None or status(url + paths["startup"]) == 200, what="the startup probe")
+    until(
+        lambda: process.poll() is not None or status(url + paths["startup"]) == 200, what="the startup probe"
+    )
     assert process.poll() is None, (tmp_path / "log").read_text()
     assert [status(url + path) for path in paths.values()] == [200, 200, 200]
-    asked = httpx.post(f"{url}/v1/lookup", json={"model": "ads", "features": {"user": [[1]]}}, trust_env=False)
+    asked = httpx.post(
+        f"{url}/v1/lookup", json={"model": "ads", "features": {"user": [[1]]}}, trust_env=False
+    )
     assert asked.status_code == 200
     (endpoint,) = one("ServiceMonitor")["spec"]["endpoints"]
     assert "tableside_requests_total{" in httpx.get(url + endpoint["path"], trust_env=False).text

@@ -1,4 +1,5 @@
-"""deploy/: the rules for Prometheus and the dashboard for Grafana name metrics that a server has, and promtool accepts them."""
+"""deploy/: the rules for Prometheus and the dashboard for Grafana name metrics that a server has, and
+promtool accepts them."""
 
 import json
 import re
@@ -40,7 +41,9 @@ def expressions() -> list[str]:
     """Every expression of both, with values in place of the dashboard's variables."""
     shown = [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())]
     shown += [rule["expr"] for rule in rules()]
-    return [e.replace("$__rate_interval", "5m").replace("$job", ".*").replace("$instance", ".*") for e in shown]
+    return [
+        e.replace("$__rate_interval", "5m").replace("$job", ".*").replace("$instance", ".*") for e in shown
+    ]
 
 
 def named(expression: str) -> set[str]:
@@ -54,7 +57,10 @@ def publish(root: Path, folder: Path) -> None:
     raw = {
         "name": "demo",
         "checkpoint": "demo.npz",
-        "tables": {t: {"key": t, "row_format": FORMATS[t], **({"missing": "zero"} if t == "user" else {})} for t in TABLES},
+        "tables": {
+            t: {"key": t, "row_format": FORMATS[t], **({"missing": "zero"} if t == "user" else {})}
+            for t in TABLES
+        },
         "features": {**FEATURES, "again": {"table": "user", "pooling": "sum"}},
         "scorer": {"kind": "dot", "features": ["user", "again"]},
     }
@@ -65,14 +71,24 @@ def publish(root: Path, folder: Path) -> None:
 def live(root: Path, tmp_path: Path) -> Iterator[Server]:
     """A server with a GPU's cache that scrubs all the time."""
     publish(root, tmp_path)
-    device = ("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--placement", "cached", "--hbm-budget", "1MiB")
+    device = (
+        "--devices",
+        tables.serve_device(),
+        "--gpu-from-ids",
+        0,
+        "--placement",
+        "cached",
+        "--hbm-budget",
+        "1MiB",
+    )
     server = start_server(root, *device, "--scrub-hours", "0.00005")
     yield server
     assert end(server.process) == 0
 
 
 def test_every_metric_exists_on_a_live_server(live: Server, root: Path, tmp_path: Path) -> None:
-    """After lookups, scores, a refusal, a missing id, a swap and a scrub, as a server has them within a day."""
+    """After lookups, scores, a refusal, a missing id, a swap and a scrub, as a server has them within a
+    day."""
     with Client(live.url) as client:
         client.lookup("demo", {"clicked": [[1, 2], [3]], "user": [[100_000]]})
         client.score("demo", {"user": [[1]], "again": [[2]]})
@@ -83,7 +99,11 @@ def test_every_metric_exists_on_a_live_server(live: Server, root: Path, tmp_path
     assert len(asked) > 35
 
     def lacking() -> set[str]:
-        there = {re.split(r"[{ ]", line)[0] for line in live.get("/metrics").text.splitlines() if not line.startswith("#")}
+        there = {
+            re.split(r"[{ ]", line)[0]
+            for line in live.get("/metrics").text.splitlines()
+            if not line.startswith("#")
+        }
         return asked - there
 
     until(lambda: not lacking(), 120, "the cache's counts, the swap and the scrub to be told")
@@ -106,13 +126,17 @@ def test_panels_have_places_of_their_own() -> None:
     for panel in panels:
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= 24 and (panel["type"] == "row" or panel["targets"])
-        for cell in ((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])):
+        for cell in (
+            (x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+        ):
             assert cell not in taken, (panel["title"], taken.get(cell))
             taken[cell] = panel["title"]
 
 
 def promtool(*arguments: object) -> None:
-    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        ["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -140,5 +164,7 @@ def test_the_dashboards_expressions_are_promql(tmp_path: Path) -> None:
 def test_metrics_follow_prometheus_conventions(live: Server) -> None:
     """promtool's lint of /metrics has nothing to say."""
     text = live.get("/metrics").text
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0 and not done.stderr.strip(), done.stderr

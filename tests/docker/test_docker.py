@@ -1,4 +1,5 @@
-"""The images' files, checked without a Docker engine: linted, parsed, and their scripts run as real processes."""
+"""The images' files, checked without a Docker engine: linted, parsed, and their scripts run as real
+processes."""
 
 import json
 import os
@@ -66,7 +67,9 @@ def linted(tool: str, *files: Path) -> str:
     """What a linter says of files; it comes with the extra `dev`."""
     found = shutil.which(tool, path=PATH)
     assert found, f"{tool} is missing; pip install -e '.[dev]'"
-    result = subprocess.run([found, *map(str, files)], capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(
+        [found, *map(str, files)], capture_output=True, text=True, timeout=300, check=False
+    )
     return result.stdout + result.stderr
 
 
@@ -84,20 +87,27 @@ MAKE_WHEEL = REPOSITORY / "builder" / "make_wheel.sh"
 @pytest.mark.parametrize("script", [ENTRYPOINT, MAKE_WHEEL], ids=lambda p: p.name)
 def test_script_parses_and_may_be_executed(script: Path) -> None:
     assert os.access(script, os.X_OK)
-    shell = script.read_text().splitlines()[0].split()[-1].rpartition("/")[2]  # of "#!/bin/sh", "#!/usr/bin/env bash"
+    shell = (
+        script.read_text().splitlines()[0].split()[-1].rpartition("/")[2]
+    )  # of "#!/bin/sh", "#!/usr/bin/env bash"
     subprocess.run([shell, "-n", script], timeout=300, check=True)
 
 
 @pytest.mark.parametrize(("target", "extras"), [("slim", ""), ("cpu", "torch,eval"), ("cuda", "gpu,eval")])
 def test_image_is_small_unprivileged_and_checked(target: str, extras: str) -> None:
-    """A final image runs as a numeric user that is not root, has a compiler only for Triton, and says when it is healthy."""
+    """A final image runs as a numeric user that is not root, has a compiler only for Triton, and says when
+    it is healthy."""
     assert int(last(target, "USER")) > 0
     assert last(target, "EXPOSE") == "8000"
     assert json.loads(last(target, "ENTRYPOINT")) == ["/opt/tableside/entrypoint.sh"]
     assert "--start-period=" in last(target, "HEALTHCHECK")
     commands = " ".join(rest for name, rest in stages()[target] if name == "RUN")
     assert ("gcc" in commands) == (target == "cuda")
-    assert commands.count("apt-get install") == commands.count("rm -rf /var/lib/apt/lists/*") == (target == "cuda")
+    assert (
+        commands.count("apt-get install")
+        == commands.count("rm -rf /var/lib/apt/lists/*")
+        == (target == "cuda")
+    )
     assert re.findall(r"\[([a-z,]+)\]", commands) == [e for e in [extras] if e]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert {e for e in extras.split(",") if e} <= set(project["optional-dependencies"])
@@ -148,7 +158,9 @@ def compose() -> dict[str, Any]:
 def test_compose_runs_the_server() -> None:
     """The CPU image with room for its tables, models it cannot change, reachable from this machine only."""
     service = compose()["services"]["tableside"]
-    assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DOCKER / "Dockerfile")
+    assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).samefile(
+        DOCKER / "Dockerfile"
+    )
     assert service["build"]["target"] in stages()
     assert last("cpu", "ARG").rstrip("=") in service["build"]["args"]
     assert int(service["shm_size"].removesuffix("gb")) >= 1
@@ -161,7 +173,8 @@ def test_compose_runs_the_server() -> None:
 
 @pytest.mark.parametrize("name", ["tableside", "prometheus"])
 def test_compose_confines_its_services(name: str) -> None:
-    """They come back after a crash, hold no capability, write to no image, and have a bound on memory and logs."""
+    """They come back after a crash, hold no capability, write to no image, and have a bound on memory and
+    logs."""
     service = compose()["services"][name]
     assert service["restart"] == "unless-stopped" and service["read_only"] is True
     assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
@@ -169,7 +182,8 @@ def test_compose_confines_its_services(name: str) -> None:
 
 
 def test_compose_waits_for_an_orderly_end() -> None:
-    """Longer than drain, the running requests and the supervisor's patience; what lies in /dev/shm counts as memory."""
+    """Longer than drain, the running requests and the supervisor's patience; what lies in /dev/shm counts
+    as memory."""
     service, settings = compose()["services"]["tableside"], ServerSettings(models=())
     patience_s = settings.drain_s + settings.shutdown_timeout_s + supervisor._GRACE_S
     assert float(service["stop_grace_period"].removesuffix("s")) > patience_s
@@ -191,7 +205,9 @@ def test_prometheus_scrapes_the_server() -> None:
 # ---- a check that fails ----
 
 
-def write_model(folder: Path, name: str = "ads", *, rows: int = 100, dim: int = 16, row_format: str = "int8") -> Path:
+def write_model(
+    folder: Path, name: str = "ads", *, rows: int = 100, dim: int = 16, row_format: str = "int8"
+) -> Path:
     """A model.toml beside a checkpoint of one table."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({"user": rows_of(rows, dim)}, folder / "ads.safetensors")
@@ -212,11 +228,18 @@ def environment(root: Path, **variables: str) -> dict[str, str]:
     return {**inherited, "PATH": PATH, "TABLESIDE_ROOT": str(root), **variables}
 
 
-def refused(root: Path, *arguments: object, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> str:
+def refused(
+    root: Path, *arguments: object, prefix: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> str:
     """Runs the entry point; returns the one line that it ends with."""
     command = [*prefix, str(ENTRYPOINT), *map(str, arguments)]
     result = subprocess.run(
-        command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment(root, **(variables or {})), check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(root, **(variables or {})),
+        check=False,
     )
     assert result.returncode not in (0, 126, 127), result
     assert result.stdout == ""
@@ -226,7 +249,8 @@ def refused(root: Path, *arguments: object, prefix: Sequence[str] = (), variable
 
 
 def private_mount(options: str, folder: Path) -> list[str]:
-    """The start of a command that sees a tmpfs on `folder`; it is seen by no other process, and gone with the command."""
+    """The start of a command that sees a tmpfs on `folder`; it is seen by no other process, and gone with
+    the command."""
     script = f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"'
     for kind in (["--mount"], ["--mount", "--map-root-user"]):
         prefix = ["unshare", *kind, "sh", "-c", script, str(folder)]
@@ -241,9 +265,13 @@ def test_no_model_is_named(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "variables"), [(["--", "--all"], {}), ([], {"TABLESIDE_ALL": "true"})])
-def test_a_server_of_all_models_needs_no_name(root: Path, arguments: list[str], variables: dict[str, str]) -> None:
+def test_a_server_of_all_models_needs_no_name(
+    root: Path, arguments: list[str], variables: dict[str, str]
+) -> None:
     command = [sys.executable, str(PREFLIGHT), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(root, **variables), check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(root, **variables), check=False
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
@@ -303,7 +331,8 @@ def test_shared_memory_is_too_small(tmp_path: Path) -> None:
 
 
 def test_a_file_of_torchs_is_estimated_without_it(tmp_path: Path) -> None:
-    """A torch.save file is measured by its tables' shapes; torch is not imported (here, that would end the process)."""
+    """A torch.save file is measured by its tables' shapes; torch is not imported (here, that would end the
+    process)."""
     import torch
 
     (tmp_path / "torch").mkdir()
@@ -355,10 +384,14 @@ def test_memlock_counts_models_that_are_already_published(root: Path, tmp_path: 
     ],
     ids=str,
 )
-def test_memlock_limit_does_not_matter_without_a_gpu(root: Path, tmp_path: Path, variables: dict[str, str]) -> None:
+def test_memlock_limit_does_not_matter_without_a_gpu(
+    root: Path, tmp_path: Path, variables: dict[str, str]
+) -> None:
     path = write_model(tmp_path)
     command = [*LOW_MEMLOCK, sys.executable, str(PREFLIGHT), str(path), "--", "--workers", "2"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment(root, **variables), check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment(root, **variables), check=False
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
 
 
@@ -371,8 +404,12 @@ def preflight() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("rows", "dim", "row_format"), [(1, 1, "fp32"), (1000, 3, "int8"), (70_001, 128, "int4")])
-def test_estimate_is_close_and_never_too_small(root: Path, tmp_path: Path, rows: int, dim: int, row_format: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "dim", "row_format"), [(1, 1, "fp32"), (1000, 3, "int8"), (70_001, 128, "int4")]
+)
+def test_estimate_is_close_and_never_too_small(
+    root: Path, tmp_path: Path, rows: int, dim: int, row_format: str
+) -> None:
     spec = read_model(write_model(tmp_path, rows=rows, dim=dim, row_format=row_format))
     estimate = preflight().segment_bytes(spec)
     actual = load(spec, root).segment_bytes
@@ -390,7 +427,8 @@ def free_port() -> int:
 
 @contextmanager
 def container(root: Path, *arguments: object, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """The entry point in a session of its own, as a container would run it; nothing of the session outlives the block."""
+    """The entry point in a session of its own, as a container would run it; nothing of the session
+    outlives the block."""
     process = subprocess.Popen(
         [str(ENTRYPOINT), *map(str, arguments)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -442,7 +480,8 @@ def temporary() -> Iterator[Path]:
 
 
 def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path) -> None:
-    """A model.toml and a published name are served together; the image's check sees it; SIGTERM ends it all with 0."""
+    """A model.toml and a published name are served together; the image's check sees it; SIGTERM ends it
+    all with 0."""
     load(read_model(write_model(tmp_path / "published", "older")), root)
     path, port = write_model(tmp_path / "new"), free_port()
     values = rows_of(100, 16)
@@ -459,7 +498,9 @@ def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path)
         response = httpx.post(f"{url}/v1/lookup", json=request, trust_env=False)
         assert response.status_code == 200, response.text
         vectors = np.array(response.json()["vectors"]["user"], np.float32)
-        bound = RowFormat.INT8.error_bound(float(values.min()), float(values.max()))  # of a row; the first bag has two
+        bound = RowFormat.INT8.error_bound(
+            float(values.min()), float(values.max())
+        )  # of a row; the first bag has two
         np.testing.assert_allclose(vectors, [values[3] + values[5], values[99]], rtol=0, atol=2 * bound)
         assert end(process) == 0
     assert sorted(p.name for p in (root / "ads").glob("*.segment*")) == ["1.segment"]
@@ -468,11 +509,14 @@ def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path)
 
 @pytest.mark.parametrize("named", ["model.toml", "ads.safetensors"])
 def test_signal_during_the_load_ends_load_and_container(root: Path, tmp_path: Path, named: str) -> None:
-    """SIGTERM that comes while rows are read: both processes end at once, nothing is published, the exit code is 143."""
+    """SIGTERM that comes while rows are read: both processes end at once, nothing is published, the exit
+    code is 143."""
     write_model(tmp_path, rows=10)
     slow_safetensors(tmp_path / "ads.safetensors", rows=8_000_000, dim=16)
     with container(root, tmp_path / named, TABLESIDE_HOST="127.0.0.1") as process:
-        until(lambda: process.poll() is not None or list(root.glob("*/*.partial")), what="the start of the load")
+        until(
+            lambda: process.poll() is not None or list(root.glob("*/*.partial")), what="the start of the load"
+        )
         assert process.poll() is None, process.stdout and process.stdout.read()
         assert end(process) == 128 + signal.SIGTERM
     assert not list(root.glob("*/*.segment"))

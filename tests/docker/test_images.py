@@ -1,6 +1,8 @@
-"""The images that `make image` built, run as containers in a chroot: who they are, how large, and that they serve.
+"""The images that `make image` built, run as containers in a chroot: who they are, how large, and that they
+serve.
 
-`make image` builds and then runs these tests. Elsewhere they are skipped, as a build takes minutes, root and buildah.
+`make image` builds and then runs these tests. Elsewhere they are skipped, as a build takes minutes, root and
+buildah.
 """
 
 import os
@@ -23,7 +25,8 @@ STORAGE = TOP / "build" / "images"
 TARGETS = ("slim", "cpu")
 SLIM_BYTES = 450_000_000
 pytestmark = pytest.mark.skipif(
-    not STORAGE.is_dir() or os.geteuid() != 0 or shutil.which("buildah") is None, reason="make image builds the images"
+    not STORAGE.is_dir() or os.geteuid() != 0 or shutil.which("buildah") is None,
+    reason="make image builds the images",
 )
 
 
@@ -50,15 +53,21 @@ def container(request: pytest.FixtureRequest, buildah: Any) -> Iterator[tuple[st
 
 def said(buildah: Any, container: str, *command: str) -> subprocess.CompletedProcess[str]:
     full = buildah.command("run", container, "--", *command)
-    return subprocess.run(full, capture_output=True, text=True, timeout=300, env=buildah.environment, check=False)
+    return subprocess.run(
+        full, capture_output=True, text=True, timeout=300, env=buildah.environment, check=False
+    )
 
 
 def test_what_an_image_has(buildah: Any, container: tuple[str, str]) -> None:
-    """It runs as nobody's user, with the command; torch is in the image that offers every scorer, the slim one is small."""
+    """It runs as nobody's user, with the command; torch is in the image that offers every scorer, the slim
+    one is small."""
     target, name = container
     assert said(buildah, name, "id", "-u").stdout == "10001\n"
     assert "usage: tableside" in said(buildah, name, "tableside", "--help").stdout
-    has = {m: said(buildah, name, "python3", "-c", f"import {m}").returncode == 0 for m in ("torch", "pyarrow", "tableside")}
+    has = {
+        m: said(buildah, name, "python3", "-c", f"import {m}").returncode == 0
+        for m in ("torch", "pyarrow", "tableside")
+    }
     assert has == {"torch": target == "cpu", "pyarrow": target == "cpu", "tableside": True}
     native = said(buildah, name, "python3", "-c", "from tableside.quant import choose; print(choose().name)")
     assert native.stdout == "native\n", native.stderr
@@ -66,8 +75,9 @@ def test_what_an_image_has(buildah: Any, container: tuple[str, str]) -> None:
         assert buildah.size_bytes(f"localhost/tableside:{target}") < SLIM_BYTES
 
 
-# What an engine does for a container of compose.yaml or of the manifests, in a mount namespace: root and models are read-only,
-# /dev/shm and /tmp are memory, the user is the image's, with no capability. Everything is exec, so that signals arrive.
+# What an engine does for a container of compose.yaml or of the manifests, in a mount namespace: root and
+# models are read-only, /dev/shm and /tmp are memory, the user is the image's, with no capability. Everything
+# is exec, so that signals arrive.
 CONFINED = """
 set -e
 cd "$0"
@@ -92,18 +102,31 @@ def test_an_image_loads_and_serves_confined(buildah: Any, container: tuple[str, 
     models = tmp_path / "models"
     models.mkdir()
     np.savez(models / "c.npz", user=values)
-    (models / "model.toml").write_text('name = "ads"\ncheckpoint = "c.npz"\n[tables.user]\nkey = "user"\nrow_format = "fp32"\n')
+    (models / "model.toml").write_text(
+        'name = "ads"\ncheckpoint = "c.npz"\n[tables.user]\nkey = "user"\nrow_format = "fp32"\n'
+    )
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    entry = [f"TABLESIDE_PORT={port}", "TABLESIDE_WORKERS=2", "/opt/tableside/entrypoint.sh", "/mnt/model.toml"]
+    entry = [
+        f"TABLESIDE_PORT={port}",
+        "TABLESIDE_WORKERS=2",
+        "/opt/tableside/entrypoint.sh",
+        "/mnt/model.toml",
+    ]
     mounted = buildah.run("mount", name)
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(["unshare", "--mount", "sh", "-c", CONFINED, mounted, models, *entry], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", CONFINED, mounted, models, *entry], stdout=log, stderr=log
+        )
         try:
             until(lambda: process.poll() is not None or is_ready(url), 90, "readiness")
             assert process.poll() is None, (tmp_path / "log").read_text()
             status = Path(f"/proc/{process.pid}/status").read_text()
-            assert "Uid:\t10001\t" in status and "CapEff:\t0000000000000000\n" in status and "NoNewPrivs:\t1\n" in status
+            assert (
+                "Uid:\t10001\t" in status
+                and "CapEff:\t0000000000000000\n" in status
+                and "NoNewPrivs:\t1\n" in status
+            )
             body = {"model": "ads", "features": {"user": [[3, 5]]}}
             (found,) = httpx.post(f"{url}/v1/lookup", json=body, trust_env=False).json()["vectors"]["user"]
             np.testing.assert_allclose(found, values[3] + values[5], rtol=1e-6)

@@ -8,18 +8,39 @@ from pathlib import Path
 
 import pytest
 
-CHROMIUM = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)")
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))),
+    None,
+)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium is installed (Debian: apt-get install chromium)"
+)
 
 
 def _run(url: str, *options: str, wait_ms: int) -> str:
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory() as profile:
-        command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        command += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", "--no-first-run"]
+        command = [
+            CHROMIUM,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+        ]
+        command += [
+            f"--user-data-dir={profile}",
+            "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+            "--no-first-run",
+        ]
         command += [f"--virtual-time-budget={wait_ms}", *options, url]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, "HOME": profile}
+            command,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+            env={**os.environ, "HOME": profile},
         )
     assert done.returncode == 0, done.stderr
     return done.stdout

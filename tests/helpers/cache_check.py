@@ -71,7 +71,9 @@ def _check_chains(keys: dict[int, int], arena: Bytes, heads: np.ndarray, pages: 
             _require(bucket_of(keys[node], heads.size) == bucket, f"key {keys[node]} lies in bucket {bucket}")
             at = (node >> pages.node_bits) * pages.page_bytes + (node & in_page) * NODE_BYTES + NODE_NEXT
             node = int(arena[at : at + 4].view(np.int32)[0])
-    _require(len(reached) == len(keys), f"{len(keys)} keys in slots, {len(reached)} in chains: a conflict miss")
+    _require(
+        len(reached) == len(keys), f"{len(keys)} keys in slots, {len(reached)} in chains: a conflict miss"
+    )
 
 
 def _check_rows(keys: dict[int, int], arena: Bytes, pages: Pages, row_of: RowOf) -> None:

@@ -128,7 +128,9 @@ def _nodes(arena: Bytes, pages: Pages) -> dict[int, Node]:
             of_page = arena[page * pages.page_bytes :][: pages.page_bytes]
             keys = of_page[: NODE_BYTES * c.slots].view(np.int64)[::2].tolist()
             uses = of_page[: NODE_BYTES * c.slots].view(np.int32)[NODE_USE // 4 :: NODE_BYTES // 4].tolist()
-            rows = arena[int(pages.of_page[page, 1]) * c.row_bytes :][: c.slots * c.row_bytes].reshape(-1, c.row_bytes)
+            rows = arena[int(pages.of_page[page, 1]) * c.row_bytes :][: c.slots * c.row_bytes].reshape(
+                -1, c.row_bytes
+            )
             for place in range(c.slots):
                 nodes[page << pages.node_bits | place] = Node(keys[place], uses[place], rows[place].tobytes())
     return nodes
@@ -138,7 +140,11 @@ def _chain(arena: Bytes, pages: Pages, head: int) -> list[int]:
     chain: list[int] = []
     while head >= 0:
         chain.append(head)
-        at = (head >> pages.node_bits) * pages.page_bytes + (head & ((1 << pages.node_bits) - 1)) * NODE_BYTES + NODE_NEXT
+        at = (
+            (head >> pages.node_bits) * pages.page_bytes
+            + (head & ((1 << pages.node_bits) - 1)) * NODE_BYTES
+            + NODE_NEXT
+        )
         head = int(arena[at : at + 4].view(np.int32)[0])
     return chain
 

@@ -1,7 +1,8 @@
 """What each kernel of the cache does, in plain Python, one row after another: what tests hold the kernels to.
 
-A step changes `Contents` as its kernel changes the device's memory. Where a kernel looks at samples, the reference
-looks at everything, so it agrees with caches of no more slots than one sample. Nothing here is fast.
+A step changes `Contents` as its kernel changes the device's memory. Where a kernel looks at samples, the
+reference looks at everything, so it agrees with caches of no more slots than one sample. Nothing here is
+fast.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -199,7 +200,9 @@ def resolve(c: Contents, number: int, ids: Sequence[int], locations: Sequence[in
     pairs = zip(ids, locations, strict=True)
     found = [where[number << ID_BITS | id] if known == UNRESOLVED else known for id, known in pairs]
     were_missed = zip(found, locations, strict=True)
-    c.tables[number].counters[TableCounter.IN_PLACE] += sum(now == IN_TABLE and was == UNRESOLVED for now, was in were_missed)
+    c.tables[number].counters[TableCounter.IN_PLACE] += sum(
+        now == IN_TABLE and was == UNRESOLVED for now, was in were_missed
+    )
     return found
 
 
@@ -217,7 +220,9 @@ def choose_threshold(c: Contents, admit_all: bool) -> None:
         if not of_class[ClassState.MISSES]:
             continue
         slots = [eviction_priority(c, node) for node in c.nodes_of(row_class)]
-        mine = [r for r in range(c.misses) if c.table_of(c.arrays[BatchArray.MISSES][r]).row_class == row_class]
+        mine = [
+            r for r in range(c.misses) if c.table_of(c.arrays[BatchArray.MISSES][r]).row_class == row_class
+        ]
         threshold, need = FREE_PRIORITY, len(mine)
         if c.is_lfu and not admit_all:
             misses = [miss_priority(c, rank) for rank in mine]
@@ -230,7 +235,8 @@ def choose_threshold(c: Contents, admit_all: bool) -> None:
 
 
 def _victim_priority(slots: list[int], need: int) -> int:
-    """The largest eviction priority that `need` slots reach; that of free slots alone, where there are many."""
+    """The largest eviction priority that `need` slots reach; that of free slots alone, where there are
+    many."""
     free = slots.count(FREE_PRIORITY)
     wanted = 1 if free >= 16 and free * 4 > need * 5 else min(need, len(slots))
     lowest = -(2**31) + 1
@@ -255,7 +261,9 @@ def evict(c: Contents, is_any: bool) -> None:
         of_class = c.classes[c.pages[page][0]]
         if of_class[ClassState.VICTIMS] >= of_class[ClassState.ADMITTED]:
             continue
-        least = LOCKED_PRIORITY + 1 if is_any else max(LOCKED_PRIORITY + 1, of_class[ClassState.VICTIM_PRIORITY])
+        least = (
+            LOCKED_PRIORITY + 1 if is_any else max(LOCKED_PRIORITY + 1, of_class[ClassState.VICTIM_PRIORITY])
+        )
         victims = [n for n in c.nodes if n >> c.node_bits == page and eviction_priority(c, n) >= least]
         for rank, node in enumerate(victims, of_class[ClassState.VICTIMS]):
             if rank < of_class[ClassState.ADMITTED]:

@@ -19,12 +19,14 @@ SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 48)}  # rows, bytes of a ro
 class CachedTables:
     """Host tables of random bytes, cached.
 
-    `prefetch` begins a batch of ids of some of them, and `check` compares what lies at each id's location with the row. Inputs
-    and jobs of all batches are kept: the cache reads them on its own stream, long after `prefetch` returned, and memory that was
-    given back could be written by the next batch before that.
+    `prefetch` begins a batch of ids of some of them, and `check` compares what lies at each id's location
+    with the row. Inputs and jobs of all batches are kept: the cache reads them on its own stream, long after
+    `prefetch` returned, and memory that was given back could be written by the next batch before that.
     """
 
-    def __init__(self, budget: int, settings: CacheSettings, sizes: dict[str, tuple[int, int]] = SIZES) -> None:
+    def __init__(
+        self, budget: int, settings: CacheSettings, sizes: dict[str, tuple[int, int]] = SIZES
+    ) -> None:
         fused = GpuBackend(tables.DEVICE, choose())
         self.cache = fused.open_cache(budget, min(size for _, size in sizes.values()), settings)
         self.rows: dict[int, torch.Tensor] = {}
@@ -33,12 +35,16 @@ class CachedTables:
 
     def add(self, rows: int, row_bytes: int) -> int:
         memory = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        memory.copy_(torch.from_numpy(np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), dtype=np.uint8)))
+        memory.copy_(
+            torch.from_numpy(np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), dtype=np.uint8))
+        )
         number = self.cache.register(memory.data_ptr(), rows, row_bytes)
         self.rows[number] = memory
         return number
 
-    def prefetch(self, ids: dict[int, np.ndarray], admit_all: bool = False) -> tuple[Ticket, dict[int, np.ndarray]]:
+    def prefetch(
+        self, ids: dict[int, np.ndarray], admit_all: bool = False
+    ) -> tuple[Ticket, dict[int, np.ndarray]]:
         """A ticket, and the ids as `check` takes them. ids: by the tables' numbers."""
         device = self.cache.device.torch_device
         values = np.concatenate([np.zeros(1, np.int64), *ids.values()])
@@ -62,7 +68,11 @@ class CachedTables:
             rows = self.rows[number].numpy()
             for id in wanted:
                 place, size = int(locations[at]), rows.shape[1]
-                start = place * size if place >= 0 else ticket.staging - self.cache.slots_address + 16 * (-2 - place)
+                start = (
+                    place * size
+                    if place >= 0
+                    else ticket.staging - self.cache.slots_address + 16 * (-2 - place)
+                )
                 found = rows[id] if place == -1 else arena[start : start + size]
                 assert (found == rows[id]).all(), f"id {id} of table {number}, at {place}"
                 at += 1

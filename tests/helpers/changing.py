@@ -39,7 +39,11 @@ class Oracle:
         """Random changes, ids that come twice among them, noted in the oracle."""
         made = []
         for table in tables:
-            pool = np.arange(1000) if table != "raw" else np.concatenate([IDS[:1000], np.arange(1000) * 7919 + 1])
+            pool = (
+                np.arange(1000)
+                if table != "raw"
+                else np.concatenate([IDS[:1000], np.arange(1000) * 7919 + 1])
+            )
             ids = self.rng.choice(pool, rows)
             vectors = self.rng.standard_normal((rows, DIM)).astype(np.float32)
             vectors[::9, ::2] = -0.0
@@ -55,7 +59,11 @@ class Oracle:
     def check(self, segment: Segment, backend: str = "native") -> None:
         """Every id that was ever there, and some that were not."""
         for name, table in segment.tables.items():
-            asked = np.arange(1000) if name != "raw" else np.concatenate([IDS, np.arange(1000) * 7919 + 1, [-1, 2**62]])
+            asked = (
+                np.arange(1000)
+                if name != "raw"
+                else np.concatenate([IDS, np.arange(1000) * 7919 + 1, [-1, 2**62]])
+            )
             expected = np.stack([self.rows.get((name, int(i)), MISSING) for i in asked])
             found = backend_of(backend).lookup(table, asked.astype(np.int64), pooling=Pooling.NONE)
             np.testing.assert_array_equal(found, expected, name)

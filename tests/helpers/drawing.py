@@ -1,7 +1,8 @@
 """Chooses the tests of a run by a seed, the variable DRAW. A run without one takes any seed and prints it.
 
-A run without options leaves out tests marked `thorough`, and runs `count` cases of a function marked `drawn(count)`. `--all` runs
-everything, and so does naming a test by its id. `--rest FRACTION` runs that fraction of what a run with the same seed leaves out.
+A run without options leaves out tests marked `thorough`, and runs `count` cases of a function marked
+`drawn(count)`. `--all` runs everything, and so does naming a test by its id. `--rest FRACTION` runs that
+fraction of what a run with the same seed leaves out.
 """
 
 import os
@@ -16,7 +17,12 @@ SEED = os.environ.setdefault("DRAW", os.urandom(4).hex())  # xdist's workers inh
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("drawing")
     group.addoption("--all", action="store_true", help="run every test")
-    group.addoption("--rest", type=float, metavar="FRACTION", help="run this fraction of the tests that are left out otherwise")
+    group.addoption(
+        "--rest",
+        type=float,
+        metavar="FRACTION",
+        help="run this fraction of the tests that are left out otherwise",
+    )
 
 
 def pytest_report_header() -> str:

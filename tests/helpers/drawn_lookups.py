@@ -32,7 +32,9 @@ class Drawn:
             pooled = [k for k in self.kinds if k.pooling is not Pooling.NONE]
             self.row_bytes = sum(k.table.dim * k.precision.bytes for k in pooled)
             self.kinds = [
-                LookupKind(k.table, k.pooling, k.precision, None if k.pooling is Pooling.NONE else self.row_bytes)
+                LookupKind(
+                    k.table, k.pooling, k.precision, None if k.pooling is Pooling.NONE else self.row_bytes
+                )
                 for k in self.kinds
             ]
 
@@ -72,6 +74,10 @@ class Drawn:
             else:
                 place_at, out_at = out_at, out_at + outputs * size
             uses_fixed = fixed is not None
-            found = (-1 if uses_fixed or not is_pooled else lengths_at, fixed if uses_fixed else 0, bags if is_pooled else 0)
+            found = (
+                -1 if uses_fixed or not is_pooled else lengths_at,
+                fixed if uses_fixed else 0,
+                bags if is_pooled else 0,
+            )
             places.append(Place(ids_at, count, found[0], found[1] or 0, found[2], weights_at, place_at))
         return np.array(places, np.int64), b"".join(parts), out_at

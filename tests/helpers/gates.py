@@ -1,4 +1,5 @@
-"""Gates in CUDA's streams: what is queued behind a closed one waits, so that a test sees an order and measures no time."""
+"""Gates in CUDA's streams: what is queued behind a closed one waits, so that a test sees an order and
+measures no time."""
 
 import ctypes
 import threading
@@ -18,7 +19,8 @@ _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 class Gate:
     """Closed until `open`. Use `gate()`.
 
-    While it is closed nothing should be compiled, or allocated with CUDA for the first time: that may wait for the device.
+    While it is closed nothing should be compiled, or allocated with CUDA for the first time: that may wait
+    for the device.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,11 @@ class Gate:
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         """What is queued on `stream` from now on waits for the gate."""
-        arguments = (ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(self._word.data_ptr()), ctypes.c_uint32(1))
+        arguments = (
+            ctypes.c_void_p(stream.cuda_stream),
+            ctypes.c_uint64(self._word.data_ptr()),
+            ctypes.c_uint32(1),
+        )
         code = driver().cuStreamWaitValue32_v2(*arguments, ctypes.c_uint(_AT_LEAST))
         assert code == 0, f"cuStreamWaitValue32 failed (error {code})"
 
@@ -36,7 +42,8 @@ class Gate:
 
 @contextmanager
 def gate() -> Iterator[Gate]:
-    """A closed gate, open at the end. It opens by itself, and the test fails, where the host waits for what it holds back."""
+    """A closed gate, open at the end. It opens by itself, and the test fails, where the host waits for
+    what it holds back."""
     made, gave_up = Gate(), threading.Event()
 
     def give_up() -> None:
@@ -60,7 +67,8 @@ def _beside(device: torch.device) -> tuple[torch.cuda.Stream, torch.Tensor]:
 
 
 def let_others_run(device: torch.device) -> None:
-    """Gives what is not held back the chance to run: kernels on a stream of their own come and go, one after another.
+    """Gives what is not held back the chance to run: kernels on a stream of their own come and go, one after
+    another.
 
     Call it once before the first gate is closed, since then it allocates.
     """
@@ -72,7 +80,8 @@ def let_others_run(device: torch.device) -> None:
 
 
 def is_held(stream: torch.cuda.Stream) -> bool:
-    """Whether what is queued on a stream so far waits for a gate. What does not has the chance to run before."""
+    """Whether what is queued on a stream so far waits for a gate. What does not has the chance to run
+    before."""
     event = torch.cuda.Event()
     event.record(stream)
     let_others_run(stream.device)

@@ -7,7 +7,8 @@ from tableside.torch import EmbeddingBags
 
 
 def everything(root: str, model: str, reads: bool) -> EmbeddingBags | None:
-    """A module over all features of a model, after it has read every row; or nothing, in a process that has imported as much."""
+    """A module over all features of a model, after it has read every row; or nothing, in a process that
+    has imported as much."""
     torch.set_num_threads(1)
     if not reads:
         return None

@@ -23,7 +23,8 @@ _WORD = 1 << 64
 
 
 def unmix(hashes: np.ndarray) -> np.ndarray:
-    """The ids int64 [n] that have these hashes uint64 [n]: `mix` is undone step by step, from the last one on."""
+    """The ids int64 [n] that have these hashes uint64 [n]: `mix` is undone step by step, from the last one
+    on."""
     x = hashes.astype(np.uint64)
     for _ in range(2):
         x = x ^ (x >> np.uint64(32))
@@ -32,13 +33,16 @@ def unmix(hashes: np.ndarray) -> np.ndarray:
 
 
 def unspread(spreads: np.ndarray, seed: int = 0) -> np.ndarray:
-    """The ids whose hashes, spread with a seed, are these uint64 [n]. The high half of such a number chooses the pilot."""
+    """The ids whose hashes, spread with a seed, are these uint64 [n]. The high half of such a number
+    chooses the pilot."""
     x = spreads.astype(np.uint64) * np.uint64(pow(MIX, -1, _WORD))
     x = (x ^ (x >> np.uint64(32))) * np.uint64(pow(SPREAD, -1, _WORD))
     return unmix(x ^ np.uint64(seed * SEED % _WORD))
 
 
-def built(ids: np.ndarray, buckets: int = 1, bucket_ids: int = 0, threads: int = 1, blocks: int = 3) -> IdIndex:
+def built(
+    ids: np.ndarray, buckets: int = 1, bucket_ids: int = 0, threads: int = 1, blocks: int = 3
+) -> IdIndex:
     """The index of different ids int64 [n], given to the builder in blocks; its `ids` are empty."""
     builder = IndexBuilder(buckets, bucket_ids, threads)
     parts = np.array_split(np.arange(len(ids)), blocks)
@@ -59,9 +63,12 @@ def rows_in(index: IdIndex, ids: np.ndarray) -> np.ndarray:
 
 
 def check_index(index: IdIndex, ids: np.ndarray) -> np.ndarray:
-    """Fails unless each id has a row of its own among the slots that its bucket should have. Returns the rows."""
+    """Fails unless each id has a row of its own among the slots that its bucket should have. Returns the
+    rows."""
     rows = rows_in(index, ids)
-    assert index.slots == sum(map(slots_for, np.bincount(index.bucket_of(ids), minlength=index.buckets).tolist()))
+    assert index.slots == sum(
+        map(slots_for, np.bincount(index.bucket_of(ids), minlength=index.buckets).tolist())
+    )
     assert index.pilots.size == pilots_for(index.slots, index.buckets)
     assert not len(ids) or (rows.min() >= 0 and rows.max() < index.slots)
     assert np.bincount(rows, minlength=1).max() <= 1, "two ids have one row"
@@ -113,17 +120,23 @@ def raw_table(
     packed = np.zeros((index.slots + 1, plain.row_bytes), np.uint8)
     packed[rows], packed[index.slots] = plain.packed[:-1], plain.packed[-1]
     at = id_at(row_format, dim)
-    kept = np.ndarray((index.slots,), np.int64, packed.reshape(-1), at, (packed.shape[1],)) if at >= 0 else None
+    kept = (
+        np.ndarray((index.slots,), np.int64, packed.reshape(-1), at, (packed.shape[1],)) if at >= 0 else None
+    )
     kept = np.zeros(index.slots, np.int64) if kept is None else kept
     kept[:] = ids[0] if len(ids) else 0
     kept[rows] = ids
     assert kept.itemsize == ID_BYTES
     bits = None
     if backfilled is not None:
-        bits = np.packbits(np.bincount(rows[backfilled], minlength=index.slots).astype(np.bool_), bitorder="little")
+        bits = np.packbits(
+            np.bincount(rows[backfilled], minlength=index.slots).astype(np.bool_), bitorder="little"
+        )
     index = replace(index, ids=kept, backfilled=bits)
     row_map = RowMap(len(ids), index.slots, index)
-    return RawTable(Table(packed, row_format, dim, row_map), plain, {i: n for n, i in enumerate(ids.tolist())})
+    return RawTable(
+        Table(packed, row_format, dim, row_map), plain, {i: n for n, i in enumerate(ids.tolist())}
+    )
 
 
 def part_of(whole: RawTable, first: int, owned: int) -> RawTable:
@@ -132,7 +145,9 @@ def part_of(whole: RawTable, first: int, owned: int) -> RawTable:
     begin, end = int(index.directory[first, 0]), int(index.directory[first + owned, 0])
     directory = index.directory[first : first + owned + 1] - np.array([begin, 0])
     pilots = np.zeros(pilots_for(end - begin, owned), np.uint8)
-    for bucket in range(owned):  # the roundings of two sums of slots differ, so each bucket's pilots move by themselves
+    for bucket in range(
+        owned
+    ):  # the roundings of two sums of slots differ, so each bucket's pilots move by themselves
         old, new = (int(d) * 5 // 16 + at for d, at in ((index.directory[first + bucket, 0], first + bucket),
                                                       (directory[bucket, 0], bucket)))  # fmt: skip
         count = int(directory[bucket + 1, 0] - directory[bucket, 0]) * 5 // 16 + 1
@@ -168,5 +183,7 @@ def kinds_of_ids(count: int = 700) -> dict[str, np.ndarray]:
         "none": np.zeros(0, np.int64),
         "one bucket": unmix(np.arange(count, dtype=np.uint64) << np.uint64(20) | np.uint64(2)),
         "one pilot": unspread(np.arange(count, dtype=np.uint64) | np.uint64(0xABCDEF << 40)),
-        "two hashes by a high bit": unmix(np.concatenate([spread[: count // 2], spread[: count // 2] | np.uint64(1 << 63)])),
+        "two hashes by a high bit": unmix(
+            np.concatenate([spread[: count // 2], spread[: count // 2] | np.uint64(1 << 63)])
+        ),
     }

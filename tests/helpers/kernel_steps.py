@@ -1,4 +1,5 @@
-"""The steps of `quant.gpu.kernels.lookup` in plain Python, one id, bag or row at a time, as tests expect them.
+"""The steps of `quant.gpu.kernels.lookup` in plain Python, one id, bag or row at a time, as tests expect
+them.
 
 What a row's bytes mean is in `quant.cpu.reference`, which has every format in plain torch.
 """
@@ -11,14 +12,17 @@ _STAGING_UNIT = 16  # bytes
 
 
 def bag_starts(lengths: Sequence[int], ids: int) -> tuple[bool, list[int]]:
-    """Whether lengths are wrong (one is negative, or their sum is not `ids`); and where each bag starts, and the last ends."""
+    """Whether lengths are wrong (one is negative, or their sum is not `ids`); and where each bag starts,
+    and the last ends."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
     return min(lengths, default=0) < 0 or starts[-1] != ids, starts
 
 
-def row_address(id: int, table: int, row_bytes: int, location: int, hbm_rows: int, share: int, staging: int) -> int:
+def row_address(
+    id: int, table: int, row_bytes: int, location: int, hbm_rows: int, share: int, staging: int
+) -> int:
     """Where a row lies. The arguments are those of the kernel's `_row_address`, for one id."""
     block, in_block = divmod(id, SPLIT_BLOCK)
     if id >= 0 and in_block < share:  # a split table's row that is in HBM
@@ -30,8 +34,11 @@ def row_address(id: int, table: int, row_bytes: int, location: int, hbm_rows: in
     return staging + (-2 - location) * _STAGING_UNIT  # fetched for this batch
 
 
-def pooled(rows: Sequence[Sequence[float]], weights: Sequence[float] | None, is_mean: bool, dim: int) -> list[float]:
-    """The vector of one bag from its dequantized rows, each [dim]: their weighted sum, for a mean divided by their number."""
+def pooled(
+    rows: Sequence[Sequence[float]], weights: Sequence[float] | None, is_mean: bool, dim: int
+) -> list[float]:
+    """The vector of one bag from its dequantized rows, each [dim]: their weighted sum, for a mean divided
+    by their number."""
     vector = [-0.0 if len(rows) == 1 else 0.0] * dim  # the sum of one row is that row, and x + -0 is x
     for n, row in enumerate(rows):
         weight = 1.0 if weights is None else weights[n]

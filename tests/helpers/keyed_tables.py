@@ -30,7 +30,8 @@ class Read(NamedTuple):
 
 
 def read(table: KeyedRows) -> Read:
-    """Reads a table in both ways, the last piece first; fails where they differ, or where rows do not ascend."""
+    """Reads a table in both ways, the last piece first; fails where they differ, or where rows do not
+    ascend."""
     parts: dict[int, list[tuple[np.ndarray, ...]]] = {}
     for piece in reversed(range(table.pieces)):
         parts[piece] = [tuple(np.array(a) for a in block) for block in table.blocks(piece)]
@@ -48,12 +49,18 @@ def read(table: KeyedRows) -> Read:
 
 def joined(blocks: list[tuple[np.ndarray, ...]], part: int) -> np.ndarray:
     return np.concatenate(
-        [np.empty(0, np.int64) if part < 2 else np.empty((0, blocks[0][2].shape[1])), *(b[part] for b in blocks)]
+        [
+            np.empty(0, np.int64) if part < 2 else np.empty((0, blocks[0][2].shape[1])),
+            *(b[part] for b in blocks),
+        ]
     )
 
 
-def small_pieces(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 256, piece_bytes: int = 600, id_rows: int = 5) -> None:
-    """Pieces and blocks of some rows, so that a small table has several of both, and their ends fall on odd rows."""
+def small_pieces(
+    monkeypatch: pytest.MonkeyPatch, block_bytes: int = 256, piece_bytes: int = 600, id_rows: int = 5
+) -> None:
+    """Pieces and blocks of some rows, so that a small table has several of both, and their ends fall on
+    odd rows."""
     monkeypatch.setattr(keyed, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(keyed, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(keyed, "ID_BLOCK_ROWS", id_rows)

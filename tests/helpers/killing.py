@@ -1,7 +1,8 @@
-"""A process that ends itself, or whose file system is full, at its Nth step: a call that changes a file or a name.
+"""A process that ends itself, or whose file system is full, at its Nth step: a call that changes a file or a
+name.
 
-Bytes that are written to a mapped file between two such calls lie in a file that has no name of its own yet, which the calls
-beside them stand for.
+Bytes that are written to a mapped file between two such calls lie in a file that has no name of its own yet,
+which the calls beside them stand for.
 """
 
 import errno
@@ -19,16 +20,22 @@ TAKES_SPACE = ("rename", "ftruncate", "posix_fallocate", "pwrite")  # what a ful
 SURVIVED, REFUSED, FAILED = 0, 3, 4
 
 
-def run_until(step: int, what: What, work: Callable[[], object], refused: tuple[type[Exception], ...]) -> bool:
-    """Runs `work` in a process forked from this one, which ends at its `step`, from 1 on; False: it has fewer of them.
+def run_until(
+    step: int, what: What, work: Callable[[], object], refused: tuple[type[Exception], ...]
+) -> bool:
+    """Runs `work` in a process forked from this one, which ends at its `step`, from 1 on; False: it has fewer
+    of them.
 
-    "kill": it gets SIGKILL before that step. "full": that step and all after it fail with ENOSPC, and one of `refused` must come.
+    "kill": it gets SIGKILL before that step. "full": that step and all after it fail with ENOSPC, and one of
+    `refused` must come.
     """
     if (pid := os.fork()) == 0:
         _child(step, what, work, refused)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL and what == "kill", f"signal {os.WTERMSIG(status)} at step {step}"
+        assert os.WTERMSIG(status) == signal.SIGKILL and what == "kill", (
+            f"signal {os.WTERMSIG(status)} at step {step}"
+        )
         return True
     code = os.waitstatus_to_exitcode(status)
     assert code in (SURVIVED, REFUSED), f"the process failed at step {step}, see above"

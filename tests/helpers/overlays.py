@@ -22,8 +22,8 @@ from tableside.quant.rows.overlay import (
 
 @dataclass(frozen=True, eq=False)
 class Overlaid:
-    """A table with an overlay. plain: all rows that were ever given, where an id is a row number. numbers: id -> its row of
-    `plain`; default: that of every other id, or None: they are refused."""
+    """A table with an overlay. plain: all rows that were ever given, where an id is a row number. numbers:
+    id -> its row of `plain`; default: that of every other id, or None: they are refused."""
 
     table: Table
     plain: Table
@@ -49,7 +49,8 @@ def fill_filter(ids: np.ndarray, words: np.ndarray) -> None:
 
 
 def fill_marks(ids: np.ndarray, slots: np.ndarray, marks: Marks) -> None:
-    """Writes marks, which are zeros, of ids [n], all different, that have these slots [n]: as `index_builder.fill_marks`."""
+    """Writes marks, which are zeros, of ids [n], all different, that have these slots [n]: as
+    `index_builder.fill_marks`."""
     numbers = ids - np.int64(marks.first)
     order = np.argsort(numbers)
     marks.slots[: ids.size] = slots[order]
@@ -63,10 +64,16 @@ def fill_marks(ids: np.ndarray, slots: np.ndarray, marks: Marks) -> None:
 
 
 def layer_of(
-    base: Table, ids: np.ndarray, deleted: np.ndarray, rows: np.ndarray, memory: np.ndarray, numbers: tuple[int, int]
+    base: Table,
+    ids: np.ndarray,
+    deleted: np.ndarray,
+    rows: np.ndarray,
+    memory: np.ndarray,
+    numbers: tuple[int, int],
 ) -> OverlayLayer:
-    """A layer of these ids. rows: uint8 [n, row_bytes], of each; memory: where they are put, some whole rows away from those of
-    `base`, uint8 [slots or more, row_bytes]; numbers: as `Table.row_numbers`, for marks, of which (0, 0) has none."""
+    """A layer of these ids. rows: uint8 [n, row_bytes], of each; memory: where they are put, some whole
+    rows away from those of `base`, uint8 [slots or more, row_bytes]; numbers: as `Table.row_numbers`, for
+    marks, of which (0, 0) has none."""
     index = built(ids, 4)
     slots = rows_in(index, ids)
     memory[slots] = rows
@@ -81,16 +88,29 @@ def layer_of(
     assert distance % base.row_bytes == 0
     marks = marks_of(*numbers, ids, slots, index.slots) if numbers[1] and ids.size else None
     return OverlayLayer(
-        replace(index, ids=kept), memory, words, bits if deleted.any() else None, distance // base.row_bytes, marks
+        replace(index, ids=kept),
+        memory,
+        words,
+        bits if deleted.any() else None,
+        distance // base.row_bytes,
+        marks,
     )
 
 
 def marks_of(
-    first: int, count: int, ids: np.ndarray, slots: np.ndarray, most: int, fill: Callable[..., None] = fill_marks
+    first: int,
+    count: int,
+    ids: np.ndarray,
+    slots: np.ndarray,
+    most: int,
+    fill: Callable[..., None] = fill_marks,
 ) -> Marks:
-    """Marks of ids that have these slots, of `most`, over row numbers of [0, count). first: the id of row 0."""
+    """Marks of ids that have these slots, of `most`, over row numbers of [0, count). first: the id of row
+    0."""
     words = mark_words(count)
-    marks = Marks(first, count, np.zeros(words, np.uint64), np.zeros(words, np.uint32), np.zeros(most, np.uint32))
+    marks = Marks(
+        first, count, np.zeros(words, np.uint64), np.zeros(words, np.uint32), np.zeros(most, np.uint32)
+    )
     fill(ids, slots, marks)
     return marks
 
@@ -103,8 +123,9 @@ def overlaid(
     is_above: bool = True,
     is_marked: bool = False,
 ) -> Overlaid:
-    """`base` with a layer for each of `changes`, the newest last. plain, numbers: the oracle of `base`. is_above: the layers'
-    rows lie at higher addresses than the table's. is_marked: layers of row numbers have marks."""
+    """`base` with a layer for each of `changes`, the newest last. plain, numbers: the oracle of `base`.
+    is_above: the layers' rows lie at higher addresses than the table's. is_marked: layers of row numbers
+    have marks."""
     default = None if base.row_map is None or base.row_map.default_row is None else len(plain.packed) - 1
     numbers = dict(numbers)
     most = sum(ids.size + ids.size // 16 + 8 for ids, _ in changes)
@@ -115,9 +136,15 @@ def overlaid(
     row_map = base.row_map or RowMap(base.rows)
     if row_map.index is not None and id_at(base.row_format, base.dim) >= 0:
         at, count = id_at(base.row_format, base.dim), row_map.index.slots
-        row_map = replace(row_map, index=replace(row_map.index, ids=np.ndarray((count,), "<i8", own, at, (own.shape[1],))))
+        row_map = replace(
+            row_map, index=replace(row_map.index, ids=np.ndarray((count,), "<i8", own, at, (own.shape[1],)))
+        )
     moved = replace(base, packed=own, row_map=None)
-    layers, packed, free = [], [plain.packed], base.rows + 1 if is_above else 0  # a row between them is never an id's
+    layers, packed, free = (
+        [],
+        [plain.packed],
+        base.rows + 1 if is_above else 0,
+    )  # a row between them is never an id's
     for n, (ids, deleted) in enumerate(changes):
         rows = tables.table_of(base.row_format, base.dim, max(2, ids.size), seed=100 + n).packed[: ids.size]
         memory = whole[free : free + ids.size + ids.size // 16 + 8]
@@ -142,12 +169,16 @@ def changed(ids: np.ndarray, seed: int, part: int = 3, deleted: bool = True) -> 
     return some, (rng.random(some.size) < 0.3) & deleted
 
 
-def raw(row_format: RowFormat = RowFormat.INT8, dim: int = 64, ids: np.ndarray = KINDS["random"], **how: Any) -> Overlaid:
+def raw(
+    row_format: RowFormat = RowFormat.INT8, dim: int = 64, ids: np.ndarray = KINDS["random"], **how: Any
+) -> Overlaid:
     base = raw_table(ids, row_format, dim)
     return overlaid(base.table, base.plain, base.numbers, [changed(ids, 1), changed(ids, 2, 5)], **how)
 
 
-def dense(row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, first: int = 0, **how: Any) -> Overlaid:
+def dense(
+    row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, first: int = 0, **how: Any
+) -> Overlaid:
     """Rows [0, 300) of ids from `first` on, and, where `default`, a default row behind them."""
     plain = tables.table_of(row_format, dim, 301 if default else 300)
     base = replace(plain, row_map=RowMap(300, 300 if default else None, first=first))

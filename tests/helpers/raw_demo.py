@@ -1,7 +1,9 @@
-"""Published models whose tables have raw ids or default rows, and what their lookups must give, by a dictionary.
+"""Published models whose tables have raw ids or default rows, and what their lookups must give, by a
+dictionary.
 
-Every stored value is a whole number and every row holds 0 and 255, so that int8 rows are what was given, bit for bit, and so are
-sums of them in any order. What the segment holds is written here, by its format, and not by a load.
+Every stored value is a whole number and every row holds 0 and 255, so that int8 rows are what was given, bit
+for bit, and so are sums of them in any order. What the segment holds is written here, by its format, and not
+by a load.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +27,11 @@ CREATED = "2026-01-01T00:00:00+00:00"
 
 @dataclass(frozen=True, eq=False)
 class DemoTable:
-    """ids int64 [n] and their rows fp32 [n, dim]. default: the row of an id that is missing; None: it is refused.
+    """ids int64 [n] and their rows fp32 [n, dim]. default: the row of an id that is missing; None: it is
+    refused.
 
-    is_raw False: the ids are consecutive; and without a default row, from 0 on, nothing but row numbers. backfilled: how many of
-    the last rows came from an older version. buckets, bucket_ids: of the index.
+    is_raw False: the ids are consecutive; and without a default row, from 0 on, nothing but row numbers.
+    backfilled: how many of the last rows came from an older version. buckets, bucket_ids: of the index.
     """
 
     ids: np.ndarray
@@ -71,7 +74,8 @@ class Oracle:
         if pooling == "none":
             return np.array([row for bag in found for row in bag], np.float32).reshape(-1, self.table.dim)
         sums = [
-            np.sum(bag, axis=0) / (len(bag) if pooling == "mean" else 1) if bag else np.zeros(self.table.dim) for bag in found
+            np.sum(bag, axis=0) / (len(bag) if pooling == "mean" else 1) if bag else np.zeros(self.table.dim)
+            for bag in found
         ]
         return np.array(sums, np.float32).reshape(-1, self.table.dim)
 
@@ -97,7 +101,8 @@ def random_ids(count: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _Placed:
-    """An index before it is stored. source: the row of the table that each slot has, or 0; has_row: whether it has one."""
+    """An index before it is stored. source: the row of the table that each slot has, or 0; has_row:
+    whether it has one."""
 
     directory: np.ndarray
     pilots: np.ndarray
@@ -127,7 +132,8 @@ def publish_raw(
     scored: tuple[StoredScorer | None, bytes] = (None, b""),
     evaluation: EvalSpec | None = None,
 ) -> int:
-    """Publishes a version of these tables; returns its number. scored: its scorer, and the scorer's program."""
+    """Publishes a version of these tables; returns its number. scored: its scorer, and the scorer's
+    program."""
     placed = {t: _index(table) for t, table in tables.items() if table.is_raw}
     shapes, ids = [], {}
     for t, table in tables.items():
@@ -141,13 +147,22 @@ def publish_raw(
             continue
         index = None
         if table.is_raw:
-            index = plan_index(row_format, table.dim, slots, table.buckets, table.bucket_ids, has_backfilled=table.backfilled > 0)
+            index = plan_index(
+                row_format,
+                table.dim,
+                slots,
+                table.buckets,
+                table.bucket_ids,
+                has_backfilled=table.backfilled > 0,
+            )
         first = 0 if table.is_raw or not count else int(table.ids[0])
         ids[t] = StoredIds(count, table.missing, default_row, first, table.backfilled, index)
     model = Model(root, name)
     with model.loading() as version:
         planned = plan_tables(shapes, ids=ids)
-        header = Header(name, version, CREATED, planned, tuple(features), scorer=scored[0], evaluation=evaluation)
+        header = Header(
+            name, version, CREATED, planned, tuple(features), scorer=scored[0], evaluation=evaluation
+        )
         writer = SegmentWriter(model.partial_path(version), header, scored[1], model.create_partial(version))
         _write(writer, tables, placed)
         writer.seal({"seconds": 1.0, "source_bytes": 1.0})
@@ -158,12 +173,16 @@ def publish_raw(
 def _write(writer: SegmentWriter, tables: Mapping[str, DemoTable], placed: Mapping[str, _Placed]) -> None:
     for stored in writer.header.tables:
         table, index = tables[stored.name], placed.get(stored.name)
-        values = table.rows if index is None else np.where(index.has_row[:, None], table.rows[index.source], 0)
+        values = (
+            table.rows if index is None else np.where(index.has_row[:, None], table.rows[index.source], 0)
+        )
         if table.has_map:
             default = np.zeros(table.dim) if table.default is None else table.default
             values = np.concatenate([values, default[None]])
         packed = writer.rows(stored, 0, stored.rows)
-        choose().quantize(np.ascontiguousarray(values, np.float32), Source.FP32, RowFormat.parse(table.row_format), packed)
+        choose().quantize(
+            np.ascontiguousarray(values, np.float32), Source.FP32, RowFormat.parse(table.row_format), packed
+        )
         if index is not None:
             assert stored.ids is not None and stored.ids.index is not None
             _write_index(writer, stored.ids.index, table, index, packed)
@@ -172,7 +191,9 @@ def _write(writer: SegmentWriter, tables: Mapping[str, DemoTable], placed: Mappi
             writer.finish_chunk(part, chunk)
 
 
-def _write_index(writer: SegmentWriter, stored: Any, table: DemoTable, index: _Placed, packed: np.ndarray) -> None:
+def _write_index(
+    writer: SegmentWriter, stored: Any, table: DemoTable, index: _Placed, packed: np.ndarray
+) -> None:
     data = writer.rows(stored, 0, stored.rows).reshape(-1)
     directory, pilots, ids, bits = index_parts(stored, data, table.backfilled > 0)
     directory[:] = index.directory.astype("<i8").view(np.uint8).reshape(-1)
@@ -199,12 +220,25 @@ def flat_row(dim: int, value: float) -> np.ndarray:
 
 TABLES = {
     "user": DemoTable(random_ids(300, 1), whole_rows(300, 64, 1), flat_row(64, 7), missing="constant"),
-    "item": DemoTable(random_ids(200, 2), whole_rows(200, 32, 2), np.zeros(32, np.float32), "fp16", missing="zero", buckets=1),
+    "item": DemoTable(
+        random_ids(200, 2),
+        whole_rows(200, 32, 2),
+        np.zeros(32, np.float32),
+        "fp16",
+        missing="zero",
+        buckets=1,
+    ),
     "strict": DemoTable(random_ids(100, 3), whole_rows(100, 16, 3)),
-    "old": DemoTable(random_ids(100, 4), whole_rows(100, 16, 4), flat_row(16, 9), backfilled=30, missing="backfill:raw@1"),
-    "chunked": DemoTable(np.arange(0, 400, 3), whole_rows(134, 16, 5), np.zeros(16, np.float32), missing="zero", bucket_ids=100),
+    "old": DemoTable(
+        random_ids(100, 4), whole_rows(100, 16, 4), flat_row(16, 9), backfilled=30, missing="backfill:raw@1"
+    ),
+    "chunked": DemoTable(
+        np.arange(0, 400, 3), whole_rows(134, 16, 5), np.zeros(16, np.float32), missing="zero", bucket_ids=100
+    ),
     "empty": DemoTable(random_ids(0, 6), whole_rows(0, 16, 6), flat_row(16, 3), missing="constant"),
-    "word": DemoTable(np.arange(40), whole_rows(40, 8, 7), np.zeros(8, np.float32), "fp32", is_raw=False, missing="zero"),
+    "word": DemoTable(
+        np.arange(40), whole_rows(40, 8, 7), np.zeros(8, np.float32), "fp32", is_raw=False, missing="zero"
+    ),
     "plain": DemoTable(np.arange(20), whole_rows(20, 8, 8), None, "fp32", is_raw=False),
 }
 FEATURES = (
@@ -223,7 +257,8 @@ Request = dict[str, list[list[int]]]
 
 
 def draw(seed: int, features: Sequence[FeatureSpec] = FEATURES, bags: int = 4) -> Request:
-    """A request: bags of 0, 1, 2 or 4 ids a feature (so that means are exact), half of them missing where a table allows it."""
+    """A request: bags of 0, 1, 2 or 4 ids a feature (so that means are exact), half of them missing where
+    a table allows it."""
     rng = np.random.default_rng(seed)
     found: Request = {}
     for f in features:
@@ -232,19 +267,27 @@ def draw(seed: int, features: Sequence[FeatureSpec] = FEATURES, bags: int = 4) -
         pool = there[:6] + rng.choice(there, 10).tolist() if there else []
         if table.default is not None:
             pool += [*EXTREMES, *rng.integers(-(2**63), 2**63 - 1, 10).tolist()]
-        found[f.name] = [[pool[n] for n in rng.integers(0, len(pool), size)] for size in rng.choice([0, 1, 2, 4], bags)]
+        found[f.name] = [
+            [pool[n] for n in rng.integers(0, len(pool), size)] for size in rng.choice([0, 1, 2, 4], bags)
+        ]
     return found
 
 
-def expected(request: Request, features: Sequence[FeatureSpec] = FEATURES) -> tuple[dict[str, np.ndarray], dict[str, list[bool]]]:
+def expected(
+    request: Request, features: Sequence[FeatureSpec] = FEATURES
+) -> tuple[dict[str, np.ndarray], dict[str, list[bool]]]:
     """Vectors and found masks [ids] by feature."""
     of = {f.name: f for f in features}
     oracles = {name: Oracle(TABLES[of[name].table]) for name in request}
     vectors = {name: oracles[name].vectors(bags, of[name].pooling) for name, bags in request.items()}
-    return vectors, {name: oracles[name].has([i for bag in bags for i in bag]) for name, bags in request.items()}
+    return vectors, {
+        name: oracles[name].has([i for bag in bags for i in bag]) for name, bags in request.items()
+    }
 
 
-def unfound(requests: Sequence[Request], features: Sequence[FeatureSpec] = FEATURES) -> dict[tuple[str, str], int]:
+def unfound(
+    requests: Sequence[Request], features: Sequence[FeatureSpec] = FEATURES
+) -> dict[tuple[str, str], int]:
     """(table, reason) -> how many ids of these requests it is counted for, where there are any."""
     counts: dict[tuple[str, str], int] = {}
     for request in requests:

@@ -1,4 +1,5 @@
-"""What tests of loads of raw ids share: a checkpoint and its model.toml, and what the published table answers."""
+"""What tests of loads of raw ids share: a checkpoint and its model.toml, and what the published table
+answers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, Source, Table, choose
 
-Tables = dict[str, tuple[np.ndarray | None, np.ndarray]]  # name -> (ids, or None where they are row numbers; values)
+Tables = dict[
+    str, tuple[np.ndarray | None, np.ndarray]
+]  # name -> (ids, or None where they are row numbers; values)
 
 
 def save_npz(folder: Path, tables: Tables) -> str:
@@ -41,7 +44,11 @@ def save_parquet(folder: Path, tables: Tables) -> str:
     return "c"
 
 
-SAVERS: dict[str, Callable[[Path, Tables], str]] = {"npz": save_npz, "safetensors": save_safetensors, "parquet": save_parquet}
+SAVERS: dict[str, Callable[[Path, Tables], str]] = {
+    "npz": save_npz,
+    "safetensors": save_safetensors,
+    "parquet": save_parquet,
+}
 
 
 def publish_raw(
@@ -62,7 +69,12 @@ def publish_raw(
         key = f"{table}/weight" if saver == "parquet" else f"{table}.weight"
         raw = {} if ids is None else {"ids": "raw", "id_key": "ids" if saver == "parquet" else f"{table}.ids"}
         sections[table] = {"key": key, "row_format": row_format, **raw, **(of or {}).get(table, {})}
-    return load(parse_model({"name": name, "checkpoint": checkpoint, "tables": sections}, folder), root, settings, progress)
+    return load(
+        parse_model({"name": name, "checkpoint": checkpoint, "tables": sections}, folder),
+        root,
+        settings,
+        progress,
+    )
 
 
 def attached(root: Path, table: str = "t", name: str = "demo", version: int | None = None) -> Table:

@@ -1,4 +1,5 @@
-"""Segments of raw ids without a load: an id index is built slowly, in plain numpy, from its specification (`quant.rows.ids`)."""
+"""Segments of raw ids without a load: an id index is built slowly, in plain numpy, from its specification
+(`quant.rows.ids`)."""
 
 import heapq
 from collections.abc import Mapping
@@ -20,8 +21,9 @@ WIDE = np.uint64(32)
 
 @dataclass(frozen=True)
 class RawTable:
-    """A table to be written. ids: int64 [n], all different; values: fp32 [n, dim]. default: the vector of a missing id; None:
-    such an id is refused. backfilled: which ids came from an older version, bool [n]; None: none."""
+    """A table to be written. ids: int64 [n], all different; values: fp32 [n, dim]. default: the vector of
+    a missing id; None: such an id is refused. backfilled: which ids came from an older version, bool [n];
+    None: none."""
 
     ids: np.ndarray
     values: np.ndarray
@@ -34,7 +36,8 @@ class RawTable:
 
 @dataclass(frozen=True)
 class DenseTable:
-    """A table whose ids are [first, first + n), with a policy; the `backfilled` last ones came from an older version."""
+    """A table whose ids are [first, first + n), with a policy; the `backfilled` last ones came from an
+    older version."""
 
     values: np.ndarray
     row_format: RowFormat = RowFormat.INT8
@@ -54,7 +57,8 @@ class BuiltIndex:
 
 
 def build_index(ids: np.ndarray, buckets: int, bucket_ids: int = 0) -> BuiltIndex:
-    """A perfect hash of ids [n], all different: each bucket takes the first seed with which every group finds a pilot."""
+    """A perfect hash of ids [n], all different: each bucket takes the first seed with which every group
+    finds a pilot."""
     bucket = ids // bucket_ids if bucket_ids else (mix(ids) & np.uint64(buckets - 1)).astype(np.int64)
     members = [np.flatnonzero(bucket == b) for b in range(buckets)]
     slots = [slots_for(m.size) for m in members]
@@ -77,15 +81,20 @@ def _place(hashes: np.ndarray, slots: int) -> tuple[int, np.ndarray, np.ndarray]
         g = (g ^ (g >> np.uint64(32))) * np.uint64(MIX)
         pilots = slots * 5 // 16 + 1
         group = ((g >> WIDE) * np.uint64(pilots) >> WIDE).astype(np.int64)
-        members = np.split(np.argsort(group, kind="stable"), np.cumsum(np.bincount(group, minlength=pilots))[:-1])
+        members = np.split(
+            np.argsort(group, kind="stable"), np.cumsum(np.bincount(group, minlength=pilots))[:-1]
+        )
         by_pilot = _slots(g, slots)
         if (chosen := _choose(members, by_pilot, slots, np.random.default_rng(seed))) is not None:
             return seed, chosen, by_pilot[chosen[group], np.arange(g.size)]
     raise AssertionError(f"no seed places {hashes.size} ids in {slots} slots")
 
 
-def _choose(members: list[np.ndarray], by_pilot: np.ndarray, slots: int, rng: np.random.Generator) -> np.ndarray | None:
-    """A pilot for each group, uint8, or None. A group that fits nowhere drives out those that it costs least to place again."""
+def _choose(
+    members: list[np.ndarray], by_pilot: np.ndarray, slots: int, rng: np.random.Generator
+) -> np.ndarray | None:
+    """A pilot for each group, uint8, or None. A group that fits nowhere drives out those that it costs
+    least to place again."""
     pilots, taken_by, cost = np.zeros(len(members), np.uint8), np.full(slots, -1), np.zeros(slots)
     waiting = [(-m.size, n) for n, m in enumerate(members) if m.size]
     heapq.heapify(waiting)
@@ -123,8 +132,11 @@ def publish_tables(
     scorer: StoredScorer | None = None,
     program: bytes = b"",
 ) -> int:
-    """Publishes tables as the next version of a model; returns its number. program: the archive of the scorer."""
-    built = {n: build_index(t.ids, t.buckets, t.bucket_ids) for n, t in tables.items() if isinstance(t, RawTable)}
+    """Publishes tables as the next version of a model; returns its number. program: the archive of the
+    scorer."""
+    built = {
+        n: build_index(t.ids, t.buckets, t.bucket_ids) for n, t in tables.items() if isinstance(t, RawTable)
+    }
     shapes, ids = [], {}
     for n, t in tables.items():
         stored = _stored_ids(t, built.get(n))
@@ -136,7 +148,9 @@ def publish_tables(
     features = features or tuple(FeatureSpec(n, n) for n in tables)
     model = Model(root, name)
     with model.loading() as version:
-        header = Header(name, version, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features, scorer=scorer)
+        header = Header(
+            name, version, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features, scorer=scorer
+        )
         writer = SegmentWriter(model.partial_path(version), header, program, model.create_partial(version))
         for stored_table in writer.header.tables:
             _write(writer, stored_table, tables[stored_table.name], built.get(stored_table.name))
@@ -156,11 +170,15 @@ def _stored_ids(t: RawTable | DenseTable, built: BuiltIndex | None) -> StoredIds
     assert built is not None
     slots = int(built.directory[-1, 0])
     backfilled = 0 if t.backfilled is None else int(t.backfilled.sum())
-    index = plan_index(t.row_format, t.values.shape[1], slots, t.buckets, t.bucket_ids, has_backfilled=backfilled > 0)
+    index = plan_index(
+        t.row_format, t.values.shape[1], slots, t.buckets, t.bucket_ids, has_backfilled=backfilled > 0
+    )
     return StoredIds(t.ids.size, policy, None if t.default is None else slots, 0, backfilled, index)
 
 
-def _write(writer: SegmentWriter, stored: StoredTable, t: RawTable | DenseTable, built: BuiltIndex | None) -> None:
+def _write(
+    writer: SegmentWriter, stored: StoredTable, t: RawTable | DenseTable, built: BuiltIndex | None
+) -> None:
     packed = writer.rows(stored, 0, stored.rows)
     rows = np.zeros((stored.rows, stored.dim), np.float32)
     rows[built.rows if built is not None else slice(len(t.values))] = t.values
@@ -173,7 +191,9 @@ def _write(writer: SegmentWriter, stored: StoredTable, t: RawTable | DenseTable,
     index = stored.ids.index
     kept = np.full(index.slots, t.ids[0] if t.ids.size else 0, np.int64)
     kept[built.rows] = t.ids
-    directory, pilots, ids, bits = index_parts(index, writer.rows(index, 0, index.rows).reshape(-1), stored.ids.backfilled > 0)
+    directory, pilots, ids, bits = index_parts(
+        index, writer.rows(index, 0, index.rows).reshape(-1), stored.ids.backfilled > 0
+    )
     directory[:] = built.directory.reshape(-1).view(np.uint8)
     pilots[:] = built.pilots
     if index.id_at >= 0:

@@ -1,5 +1,5 @@
-"""Tables of raw ids, made slowly in plain Python as `quant.rows.ids` specifies them, and a dictionary that says what they must
-answer."""
+"""Tables of raw ids, made slowly in plain Python as `quant.rows.ids` specifies them, and a dictionary that
+says what they must answer."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,8 @@ EXTREMES = (-(2**63), -(2**63) + 1, -1, 0, 1, 2**63 - 1, 2**32, -(2**32))
 
 
 def _placed(ids: np.ndarray, seed: int, slots: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """Pilots [slots * 5 // 16 + 1] and the slot of each id of one bucket; None: this seed does not place all of them."""
+    """Pilots [slots * 5 // 16 + 1] and the slot of each id of one bucket; None: this seed does not place
+    all of them."""
     g = (mix(ids) ^ np.uint64(seed * SEED % 2**64)) * np.uint64(SPREAD)
     g = (g ^ (g >> _WIDE)) * np.uint64(MIX)
     pilots = np.zeros(slots * 5 // 16 + 1, np.uint8)
@@ -51,7 +52,8 @@ def _placed(ids: np.ndarray, seed: int, slots: int) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True)
 class Built:
-    """An index without kept ids: the directory, the pilots, and the row of each id, -1 where its bucket is not here."""
+    """An index without kept ids: the directory, the pilots, and the row of each id, -1 where its bucket is
+    not here."""
 
     directory: np.ndarray
     pilots: np.ndarray
@@ -100,9 +102,9 @@ def raw_table(
 ) -> Table:
     """A table of raw ids, fp32 values [ids, dim]; its last row is the default row.
 
-    missing: what ids without a row yield, fp32 [dim]; None: they are refused. buckets, bucket_ids: as `IdIndex` has them. owned:
-    the buckets [first, end) that are here; None: all. backfilled: ids whose rows came from an older version. Ids are kept in the
-    rows' padding where that has room, else in an array.
+    missing: what ids without a row yield, fp32 [dim]; None: they are refused. buckets, bucket_ids: as
+    `IdIndex` has them. owned: the buckets [first, end) that are here; None: all. backfilled: ids whose rows
+    came from an older version. Ids are kept in the rows' padding where that has room, else in an array.
     """
     given = np.array(ids, np.int64).reshape(-1)
     first_bucket, end = owned or (0, buckets)
@@ -113,30 +115,55 @@ def raw_table(
     slots, dim = int(built.directory[-1, 0]), values.shape[1]
     packed = np.zeros((slots + 1, row_format.row_bytes(dim)), np.uint8)
     packed[built.rows] = packed_of(values, row_format)
-    packed[slots] = packed_of(np.zeros((1, dim), np.float32) if missing is None else missing[None], row_format)
+    packed[slots] = packed_of(
+        np.zeros((1, dim), np.float32) if missing is None else missing[None], row_format
+    )
     kept, at = np.zeros(slots, np.int64), id_at(row_format, dim)
     if at >= 0:
         kept = np.ndarray((slots,), "<i8", packed, at, (packed.shape[1],))
     kept[:] = given[0] if len(given) else 0  # a slot without an id keeps that of another slot
     kept[built.rows] = given
-    bits = np.packbits(np.isin(np.arange(slots), built.rows[np.isin(given, list(backfilled))]), bitorder="little")
-    index = IdIndex(built.directory, built.pilots, kept, buckets, bucket_ids, first_bucket, bits if len(backfilled) else None)
+    bits = np.packbits(
+        np.isin(np.arange(slots), built.rows[np.isin(given, list(backfilled))]), bitorder="little"
+    )
+    index = IdIndex(
+        built.directory,
+        built.pilots,
+        kept,
+        buckets,
+        bucket_ids,
+        first_bucket,
+        bits if len(backfilled) else None,
+    )
     return Table(packed, row_format, dim, RowMap(len(given), None if missing is None else slots, index))
 
 
 def dense_table(
-    count: int, row_format: RowFormat, dim: int, *, missing: np.ndarray | None = None, first: int = 0, own: int | None = None
+    count: int,
+    row_format: RowFormat,
+    dim: int,
+    *,
+    missing: np.ndarray | None = None,
+    first: int = 0,
+    own: int | None = None,
 ) -> Table:
-    """A table of the ids [first, first + count), with a default row where `missing` says what ids without a row yield."""
-    rows = values_of(count, dim) if missing is None else np.concatenate([values_of(count, dim), missing[None]])
+    """A table of the ids [first, first + count), with a default row where `missing` says what ids without
+    a row yield."""
+    rows = (
+        values_of(count, dim) if missing is None else np.concatenate([values_of(count, dim), missing[None]])
+    )
     return Table(
-        packed_of(rows, row_format), row_format, dim, RowMap(count, None if missing is None else count, None, first, own)
+        packed_of(rows, row_format),
+        row_format,
+        dim,
+        RowMap(count, None if missing is None else count, None, first, own),
     )
 
 
 @dataclass(frozen=True)
 class Known:
-    """What a table must answer, by a dictionary. twin: the same rows where an id is a row number, the default row last.
+    """What a table must answer, by a dictionary. twin: the same rows where an id is a row number, the default
+    row last.
 
     rows: id -> row of the twin; backfilled: ids whose rows came from an older version.
     """

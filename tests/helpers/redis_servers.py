@@ -1,4 +1,5 @@
-"""A Redis server for tests, on a socket in a folder of the test, that is stopped, killed and started again."""
+"""A Redis server for tests, on a socket in a folder of the test, that is stopped, killed and started
+again."""
 
 import contextlib
 import shutil
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 COMMAND = shutil.which("redis-server")
-needs_redis = pytest.mark.skipif(COMMAND is None, reason="redis-server is not installed (Debian: apt-get install redis-server)")
+needs_redis = pytest.mark.skipif(
+    COMMAND is None, reason="redis-server is not installed (Debian: apt-get install redis-server)"
+)
 
 
 class RedisServer:
@@ -35,7 +38,18 @@ class RedisServer:
         """Returns when it answers."""
         assert COMMAND is not None and self.process is None
         kept = ["--appendonly", "yes", "--appendfsync", "always"] if self.keeps else ["--appendonly", "no"]
-        command = [COMMAND, "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), "--save", "", *kept]
+        command = [
+            COMMAND,
+            "--port",
+            "0",
+            "--unixsocket",
+            str(self.socket),
+            "--dir",
+            str(self.folder),
+            "--save",
+            "",
+            *kept,
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 300
         while not self.is_up():

@@ -46,7 +46,9 @@ def unpack(packed: torch.Tensor, row_format: RowFormat, dim: int) -> torch.Tenso
         return used.view(torch.float16).float()
     if row_format is RowFormat.FP8:
         wide = used.to(torch.int16)
-        half = (wide & 0x80) << 8 | (wide & 0x7F) << 7  # the same bits in fp16, whose exponent bias is 15, not 7
+        half = (wide & 0x80) << 8 | (
+            wide & 0x7F
+        ) << 7  # the same bits in fp16, whose exponent bias is 15, not 7
         return half.view(torch.float16).float() * 256.0
     scale_bias = used[:, :4].contiguous().view(torch.float16).float()
     per_byte = 8 // row_format.bits
@@ -62,7 +64,9 @@ def _pack_ints(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
     bias = low.half()
     if row_format is RowFormat.INT8:
         scale = ((high - low) / 255.0).half()
-        levels_fp32 = torch.tensor(255.0)  # a Python number would divide as a reciprocal times 255: two roundings
+        levels_fp32 = torch.tensor(
+            255.0
+        )  # a Python number would divide as a reciprocal times 255: two roundings
         q = torch.round((x - low) * (levels_fp32 / (high - low + 1e-8)))
     else:
         span = high - bias.float()
@@ -79,7 +83,8 @@ def _pack_ints(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
 
 
 def _pack_fp8(x: torch.Tensor) -> torch.Tensor:
-    # Exponent bias 7 in 4 bits is fp16's 15 less 8: scaled by 2^-8, an fp8 is the upper byte of an fp16, without bit 6's carry.
+    # Exponent bias 7 in 4 bits is fp16's 15 less 8: scaled by 2^-8, an fp8 is the upper byte of an fp16,
+    # without bit 6's carry.
     magnitude = x.abs().double()
     exponent = torch.floor(torch.log2(magnitude.clamp(min=2.0**-6)))
     step = torch.exp2(exponent - 3)
@@ -111,7 +116,9 @@ def as_fp32(values: NDArray[Any], source: Source) -> torch.Tensor:
 
 def check_representable(x: torch.Tensor, row_format: RowFormat) -> None:
     """Raises for the first row with a value that `row_format` cannot represent."""
-    largest = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: torch.finfo(torch.float32).max}.get(row_format, FP16_MAX)
+    largest = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: torch.finfo(torch.float32).max}.get(
+        row_format, FP16_MAX
+    )
     if (bad := torch.nonzero(~(x.abs() <= largest).all(1))).numel():
         raise not_representable(int(bad[0]), row_format)
 
@@ -148,7 +155,9 @@ class Reference(CpuBackend):
                 terms = terms * torch.from_numpy(weights.copy()).double()[:, None]
             counts = torch.from_numpy(lengths.astype(np.int64))
             bag_of_id = torch.repeat_interleave(torch.arange(len(counts)), counts)
-            begin = torch.where(counts == 1, -0.0, 0.0).double()  # the sum of one row is that row, and x + -0 is x
+            begin = torch.where(
+                counts == 1, -0.0, 0.0
+            ).double()  # the sum of one row is that row, and x + -0 is x
             sums = begin[:, None].repeat(1, table.dim).index_add_(0, bag_of_id, terms)
             vectors = sums / counts.clamp(min=1)[:, None] if pooling is Pooling.MEAN else sums
         out[:] = vectors.to(torch.float16 if half else torch.float32).numpy()

@@ -18,7 +18,9 @@ RANDOM = np.random.default_rng(1).permutation(
 )
 
 
-def raw(ids: np.ndarray = RANDOM, dim: int = 64, row_format: RowFormat = RowFormat.INT8, **how: object) -> RawTable:
+def raw(
+    ids: np.ndarray = RANDOM, dim: int = 64, row_format: RowFormat = RowFormat.INT8, **how: object
+) -> RawTable:
     return RawTable(ids, rows_of(ids.size, dim), row_format, **{"buckets": 16, **how})  # type: ignore[arg-type]
 
 

@@ -43,7 +43,8 @@ class Centred(Ctr):
 
 
 class Picked(Ctr):
-    """Reads a weight at an index that it computes of its numbers: not a number would be an index out of range."""
+    """Reads a weight at an index that it computes of its numbers: not a number would be an index out of
+    range."""
 
     def __init__(self) -> None:
         super().__init__(8, 4, 3)
@@ -51,7 +52,9 @@ class Picked(Ctr):
 
     def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         numbers = torch.clamp(user.sum(1) * 1e-9, 0, 2).to(torch.int64)
-        return torch.index_select(self.values, 0, numbers).unsqueeze(1) * super().forward(user, clicked, context)
+        return torch.index_select(self.values, 0, numbers).unsqueeze(1) * super().forward(
+            user, clicked, context
+        )
 
 
 MODELS: dict[str, Any] = {
@@ -89,7 +92,9 @@ def engine_of(root: Path, name: str, placer: Placer, precision: Precision = Prec
 class Both:
     """The same models on a device, their scorers in a precision, and on the CPU, in this process."""
 
-    def __init__(self, root: Path, *names: str, precision: Precision = Precision.FP32, **settings: Any) -> None:
+    def __init__(
+        self, root: Path, *names: str, precision: Precision = Precision.FP32, **settings: Any
+    ) -> None:
         self.placer = Placer(ServerSettings(devices=(tables.serve_device(),), **settings), choose())
         on_cpu = Placer(ServerSettings(), choose())
         self.placer.open()
@@ -120,7 +125,8 @@ class Both:
 
 
 class Asked:
-    """A request of one model: bags of ids of each feature that its scorer takes, as jagged tensors, and dense rows."""
+    """A request of one model: bags of ids of each feature that its scorer takes, as jagged tensors, and
+    dense rows."""
 
     def __init__(
         self,
@@ -154,7 +160,9 @@ class Asked:
 
     def of(self, versions: dict[str, ServedVersion]) -> tuple[Request, bytes]:
         dense = self.dense if self.score else []
-        request = versions[self.model].lay_out(self.features, dense, self.score, self.together, scores_alone=self.alone)
+        request = versions[self.model].lay_out(
+            self.features, dense, self.score, self.together, scores_alone=self.alone
+        )
         return request, b"".join(part.tobytes() for part in self.parts)
 
 
@@ -171,5 +179,7 @@ def check(asked: Sequence[Asked], both: Both) -> list[Answer | BaseException]:
         for output in request.outputs:
             if output.feature == "score" or not (a.score and a.alone):
                 rtol = 1e-3 if output.half else 1e-5
-                np.testing.assert_allclose(output.view(answer.buffer), output.view(wanted.buffer), rtol=rtol, atol=1e-6)
+                np.testing.assert_allclose(
+                    output.view(answer.buffer), output.view(wanted.buffer), rtol=rtol, atol=1e-6
+                )
     return found

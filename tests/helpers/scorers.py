@@ -19,7 +19,10 @@ class Ctr(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.deep = torch.nn.Sequential(
-            torch.nn.Linear(user + item + context, 16), torch.nn.ReLU(), torch.nn.Linear(16, scores), torch.nn.Sigmoid()
+            torch.nn.Linear(user + item + context, 16),
+            torch.nn.ReLU(),
+            torch.nn.Linear(16, scores),
+            torch.nn.Sigmoid(),
         )
 
     def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
@@ -38,7 +41,8 @@ def exported(module: torch.nn.Module, **widths: int) -> bytes:
 
 
 def publish_scored(root: Path, folder: Path, program: bytes) -> None:
-    """Loads a model `demo` of one table and feature `user`, dim 8, with a .pt2 file as its scorer, through a real checkpoint."""
+    """Loads a model `demo` of one table and feature `user`, dim 8, with a .pt2 file as its scorer, through
+    a real checkpoint."""
     np.savez(folder / "c.npz", user=rows_of(100, 8))
     (folder / "s.pt2").write_bytes(program)
     raw = {

@@ -103,7 +103,8 @@ def start_server(root: Path, *options: object, models: tuple[str, ...] = ("demo"
 
 @contextmanager
 def running(folder: Path, *options: object) -> Iterator[Server]:
-    """A server over the demo model, made of files in `folder`; it has to end with exit code 0, and its models go with it."""
+    """A server over the demo model, made of files in `folder`; it has to end with exit code 0, and its
+    models go with it."""
     root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
     publish_demo(root, folder)
     server = start_server(root, *options)
@@ -114,7 +115,9 @@ def running(folder: Path, *options: object) -> Iterator[Server]:
         shutil.rmtree(root)
 
 
-def publish_demo(root: Path, folder: Path, tables: dict[str, np.ndarray] = TABLES, name: str = "demo") -> None:
+def publish_demo(
+    root: Path, folder: Path, tables: dict[str, np.ndarray] = TABLES, name: str = "demo"
+) -> None:
     np.savez(folder / f"{name}.npz", **tables)
     raw = {
         "name": name,

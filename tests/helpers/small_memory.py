@@ -1,4 +1,5 @@
-"""A real tmpfs of a bounded size that only one command and its children see: what a full /dev/shm does, and to nobody else."""
+"""A real tmpfs of a bounded size that only one command and its children see: what a full /dev/shm does,
+and to nobody else."""
 
 import functools
 import os
@@ -12,7 +13,9 @@ import pytest
 def _unshare() -> tuple[str, ...]:
     """Needs root, or user namespaces that may mount; the reason is said where this machine has neither."""
     for way in (("-m",), ("-r", "-m")):
-        tried = subprocess.run(["unshare", *way, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False)
+        tried = subprocess.run(
+            ["unshare", *way, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
+        )
         if tried.returncode == 0:
             return way
     return ()
@@ -21,7 +24,9 @@ def _unshare() -> tuple[str, ...]:
 def on_small_tmpfs(folder: Path, options: str) -> list[str]:
     """The words before a command, whose `folder` is a tmpfs of these mount options."""
     if not (way := _unshare()):
-        pytest.skip("a bounded tmpfs needs root or a user namespace that may mount; this machine allows neither")
+        pytest.skip(
+            "a bounded tmpfs needs root or a user namespace that may mount; this machine allows neither"
+        )
     folder.mkdir(exist_ok=True)
     return ["unshare", *way, "sh", "-c", f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"', str(folder)]
 

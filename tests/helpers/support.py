@@ -19,7 +19,9 @@ def rows_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, dim)).astype(np.float32)
 
 
-def until(condition: Callable[[], object], deadline_s: float = LONGEST_S, what: str = "the condition") -> None:
+def until(
+    condition: Callable[[], object], deadline_s: float = LONGEST_S, what: str = "the condition"
+) -> None:
     """Waits for a condition; fails at the deadline."""
     end = time.monotonic() + deadline_s
     while not condition():
@@ -29,18 +31,23 @@ def until(condition: Callable[[], object], deadline_s: float = LONGEST_S, what: 
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended. One that has stays listed until its parent asks how, which may take seconds."""
+    """Whether a process has not ended. One that has stays listed until its parent asks how, which may take
+    seconds."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-def run_tableside(*arguments: object, root: Path | None = None, timeout_s: float = LONGEST_S) -> subprocess.CompletedProcess[str]:
+def run_tableside(
+    *arguments: object, root: Path | None = None, timeout_s: float = LONGEST_S
+) -> subprocess.CompletedProcess[str]:
     """The real command in a process of its own."""
     environment = {**os.environ, **({"TABLESIDE_ROOT": str(root)} if root else {})}
     command = [sys.executable, "-m", "tableside", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+    )
 
 
 def end(process: subprocess.Popen[str], deadline_s: float = LONGEST_S) -> int:

@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 from reference import REFERENCE
 
-from tableside.quant import Backend, BadIds, CpuBackend, Plan, Pooling, RowFormat, RowSource, Source, Table, choose
+from tableside.quant import (
+    Backend,
+    BadIds,
+    CpuBackend,
+    Plan,
+    Pooling,
+    RowFormat,
+    RowSource,
+    Source,
+    Table,
+    choose,
+)
 
 DEVICE = "interpreter"  # set by conftest.py from --device
 
@@ -50,14 +61,18 @@ def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) ->
     return Table(packed, row_format, dim)
 
 
-def expected_of(table: Table, ids: np.ndarray, lengths: np.ndarray | None = None, pooling: Pooling = Pooling.NONE) -> np.ndarray:
+def expected_of(
+    table: Table, ids: np.ndarray, lengths: np.ndarray | None = None, pooling: Pooling = Pooling.NONE
+) -> np.ndarray:
     """What the reference gives, fp32."""
     return REFERENCE.lookup(table, ids, lengths, pooling=pooling)
 
 
-def check_vectors(backend: CpuBackend, table: Table, asked: np.ndarray, plain: Table, rows: np.ndarray) -> None:
-    """Every pooling of a request, with lengths and weights, in fp32 and fp16: bit for bit what the backend makes of these rows of
-    `plain`, whose ids are row numbers."""
+def check_vectors(
+    backend: CpuBackend, table: Table, asked: np.ndarray, plain: Table, rows: np.ndarray
+) -> None:
+    """Every pooling of a request, with lengths and weights, in fp32 and fp16: bit for bit what the backend
+    makes of these rows of `plain`, whose ids are row numbers."""
     rng = np.random.default_rng(asked.size)
     lengths = rng.multinomial(asked.size, np.ones(9) / 9).astype(np.int32)
     lengths[3] += lengths[4]

@@ -16,9 +16,22 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="open
 
 def make_certificate(folder: Path) -> Path:
     """Writes key.pem and cert.pem, which signs itself, for localhost. Returns the certificate's path."""
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    made = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=localhost",
+    ]
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
-    subprocess.run([*made, *files, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    subprocess.run(
+        [*made, *files, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True
+    )
     return folder / "cert.pem"
 
 
@@ -30,7 +43,8 @@ def server_context(certificate: Path) -> ssl.SSLContext:
 
 
 class Proxy:
-    """Takes TLS and gives the bytes on to a port of this machine. heads: the first bytes of each connection."""
+    """Takes TLS and gives the bytes on to a port of this machine. heads: the first bytes of each
+    connection."""
 
     def __init__(self, port: int, context: ssl.SSLContext) -> None:
         self._port, self._context = port, context

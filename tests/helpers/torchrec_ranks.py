@@ -1,7 +1,7 @@
 """Two ranks of a real TorchRec training on the CPU, in processes of their own, for tests of stashing.
 
-A model with an EmbeddingBagCollection and an EmbeddingCollection, sharded in every way that is named here, behind
-DistributedModelParallel; the dense part is behind torch's DistributedDataParallel, or FSDP2.
+A model with an EmbeddingBagCollection and an EmbeddingCollection, sharded in every way that is named here,
+behind DistributedModelParallel; the dense part is behind torch's DistributedDataParallel, or FSDP2.
 """
 
 import os
@@ -23,13 +23,16 @@ DIM = 16
 
 
 def run_ranks(body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """body(rank, *arguments) in two processes with a gloo group; what they returned. AssertionError: one failed."""
+    """body(rank, *arguments) in two processes with a gloo group; what they returned. AssertionError: one
+    failed."""
     context = torch.multiprocessing.get_context("spawn")
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        started = [context.Process(target=_rank, args=(rank, port, folder, body, arguments)) for rank in range(RANKS)]
+        started = [
+            context.Process(target=_rank, args=(rank, port, folder, body, arguments)) for rank in range(RANKS)
+        ]
         for process in started:
             process.start()
         for process in started:
@@ -39,7 +42,10 @@ def run_ranks(body: Callable[..., Any], *arguments: Any) -> list[Any]:
             process.kill()
             process.join()
         errors = "".join(p.read_text() for p in sorted(Path(folder).glob("*.error")))
-        assert not errors and not late and not any(p.exitcode for p in started), (errors, [p.exitcode for p in started])
+        assert not errors and not late and not any(p.exitcode for p in started), (
+            errors,
+            [p.exitcode for p in started],
+        )
         return [torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(RANKS)]
 
 
@@ -66,7 +72,8 @@ class Model(torch.nn.Module):
 
         meta = torch.device("meta")
         bags = [
-            EmbeddingBagConfig(name=n, embedding_dim=DIM, num_embeddings=r, feature_names=[f"f_{n}"]) for n, r in ROWS.items()
+            EmbeddingBagConfig(name=n, embedding_dim=DIM, num_embeddings=r, feature_names=[f"f_{n}"])
+            for n, r in ROWS.items()
         ]
         sequences = [
             EmbeddingConfig(name=n, embedding_dim=DIM, num_embeddings=r, feature_names=[f"f_{n}"])
@@ -133,7 +140,10 @@ def sharded(dense: str = "ddp", device: str = "cpu") -> Any:
     torch.manual_seed(0)
     model = Model()
     fused = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
-    sharders = [EmbeddingBagCollectionSharder(fused_params=fused), EmbeddingCollectionSharder(fused_params=fused)]
+    sharders = [
+        EmbeddingBagCollectionSharder(fused_params=fused),
+        EmbeddingCollectionSharder(fused_params=fused),
+    ]
     planned = partial(construct_module_sharding_plan, local_size=RANKS, world_size=RANKS, device_type=device)
     kernel = {"compute_kernel": "fused"}
     bags = {
@@ -169,9 +179,16 @@ def tables_of(module: torch.nn.Module) -> list[torch.Tensor]:
     """Each FBGEMM module's weights by table, in order."""
     from tableside.quant.stash.find import modules_of
 
-    return [w for m in modules_of([module]) if hasattr(m, "split_embedding_weights") for w in m.split_embedding_weights()]
+    return [
+        w
+        for m in modules_of([module])
+        if hasattr(m, "split_embedding_weights")
+        for w in m.split_embedding_weights()
+    ]
 
 
 def fill(module: torch.nn.Module) -> None:
     for n, weights in enumerate(tables_of(module)):
-        weights.copy_(torch.empty(weights.shape).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(n)))
+        weights.copy_(
+            torch.empty(weights.shape).uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(n))
+        )

@@ -33,14 +33,19 @@ def test_a_mismatched_pair_is_refused_with_both_versions(monkeypatch: pytest.Mon
 
 
 def test_a_mismatched_pair_is_refused_at_the_start_of_a_command(tmp_path: Path) -> None:
-    """By `tableside load` too, on whichever backend; here the versions come from a folder of false metadata."""
+    """By `tableside load` too, on whichever backend; here the versions come from a folder of false
+    metadata."""
     for name, version in (("torch", "2.13.0"), ("fbgemm_gpu_cpu", "1.6.0")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+        )
     script = "from tableside.quant import choose; choose('native')"
     command = [sys.executable, "-c", script]
-    found = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False)
+    found = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, check=False
+    )
     assert "fbgemm 1.6.0 and torch 2.13.0 do not belong together" in found.stderr
 
 

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_row_bytes(row_format: str, dim: int, expected: int) -> None:
-    """Scale and bias in front where there are any, rows padded to 16 bytes (int8 of dim 128: 132 -> 144, as FBGEMM)."""
+    """Scale and bias in front where there are any, rows padded to 16 bytes (int8 of dim 128: 132 -> 144,
+    as FBGEMM)."""
     assert RowFormat.parse(row_format).row_bytes(dim) == expected
 
 
@@ -46,7 +47,9 @@ def test_table_refuses_rows_of_another_width() -> None:
 @pytest.mark.parametrize("row_format", list(RowFormat))
 @pytest.mark.parametrize("spread", [1e-8, 1e-5, 1e-3, 1.0, 80.0])
 @pytest.mark.parametrize("offset", [0.0, 1.0, -100.0])
-def test_dequantized_values_stay_within_the_stated_bound(row_format: RowFormat, spread: float, offset: float) -> None:
+def test_dequantized_values_stay_within_the_stated_bound(
+    row_format: RowFormat, spread: float, offset: float
+) -> None:
     """error_bound holds for every row, from rows that vanish in fp16 to rows far from zero."""
     rng = np.random.default_rng(7)
     values = (rng.standard_normal((400, 32)) * spread + offset).clip(-239, 239).astype(np.float32)

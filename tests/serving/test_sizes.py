@@ -27,15 +27,27 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1", "1e6", "1.GiB", ".5G", "5i", "5iB", "1,000", "1 G i B", "٣", "_1"])
+@pytest.mark.parametrize(
+    "text", ["", "lots", "-1", "1e6", "1.GiB", ".5G", "5i", "5iB", "1,000", "1 G i B", "٣", "_1"]
+)
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a number of bytes; expected such as 64MiB, 2GB or 1_000_000"):
+    with pytest.raises(
+        ValueError, match="is not a number of bytes; expected such as 64MiB, 2GB or 1_000_000"
+    ):
         parse_bytes(text)
 
 
-@pytest.mark.parametrize("name", [n for n in ServerSettings.model_fields if n.endswith("_bytes") or n == "hbm_budget"])
+@pytest.mark.parametrize(
+    "name", [n for n in ServerSettings.model_fields if n.endswith("_bytes") or n == "hbm_budget"]
+)
 def test_every_size_of_the_server_is_taken_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the environment as on the command line."""
     monkeypatch.setenv(f"TABLESIDE_{name.upper()}", "1.5GiB")
-    more = {"devices": "0"} if name == "hbm_budget" else {} if name == "max_in_flight_bytes" else {"max_in_flight_bytes": "1TB"}
+    more = (
+        {"devices": "0"}
+        if name == "hbm_budget"
+        else {}
+        if name == "max_in_flight_bytes"
+        else {"max_in_flight_bytes": "1TB"}
+    )
     assert getattr(ServerSettings(**more), name) == 3 << 29

@@ -1,4 +1,5 @@
-"""The watch over versions, and the scrubber: what becomes of files that lie, and of rows that change after they were attached."""
+"""The watch over versions, and the scrubber: what becomes of files that lie, and of rows that change after
+they were attached."""
 
 import json
 import os
@@ -41,7 +42,9 @@ def rewritten(path: Path, target: Path, change: Callable[[dict[str, Any]], None]
     sums = data[64 + size : 64 + size + 8 * sum(-(-t["rows"] // t["chunk_rows"]) for t in header["tables"])]
     change(header)
     text = json.dumps(header, separators=(",", ":")).encode().ljust(size)[:size]
-    target.write_bytes(PRELUDE.pack(magic, version, size, total, checksum(text + sums)) + text + data[64 + size :])
+    target.write_bytes(
+        PRELUDE.pack(magic, version, size, total, checksum(text + sums)) + text + data[64 + size :]
+    )
     target.chmod(0o400)
 
 
@@ -66,15 +69,21 @@ LIES = {
 }
 
 
-def test_lying_versions_are_refused_once_and_the_next_good_one_is_taken(start: Start, root: Path, tmp_path: Path) -> None:
-    """Each lie has a right checksum. The server answers from what it has, tries none twice, and the watch goes on."""
+def test_lying_versions_are_refused_once_and_the_next_good_one_is_taken(
+    start: Start, root: Path, tmp_path: Path
+) -> None:
+    """Each lie has a right checksum. The server answers from what it has, tries none twice, and the watch
+    goes on."""
     publish_constant(root, tmp_path, 1.0)
     server = start("--workers", 1)
     for number, (lie, change) in enumerate(LIES.items(), 2):
         rewritten(Model(root, "demo").path(1), root / "demo" / f"{number}.segment", change)
         flip(root, number)
         refused = f'tableside_errors_total{{kind="swap",model="demo"}} {number - 1}.0'
-        until(lambda refused=refused: refused in server.get("/metrics").text, what=f"the lie about {lie} to be refused")
+        until(
+            lambda refused=refused: refused in server.get("/metrics").text,
+            what=f"the lie about {lie} to be refused",
+        )
         assert answer(server.url) == 1.0
     for _ in range(6):  # looks of the watch
         server.get("/health")
@@ -95,15 +104,24 @@ def damage(root: Path, version: int) -> None:
     path.chmod(0o400)
 
 
-def test_damage_after_attach_is_found_and_the_last_good_version_served(start: Start, root: Path, tmp_path: Path) -> None:
-    """One worker finds it; both go back; one that is started later does as well; a new version is taken as ever."""
+def test_damage_after_attach_is_found_and_the_last_good_version_served(
+    start: Start, root: Path, tmp_path: Path
+) -> None:
+    """One worker finds it; both go back; one that is started later does as well; a new version is taken as
+    ever."""
     publish_constant(root, tmp_path, 1.0)
     publish_constant(root, tmp_path, 2.0)
     server = start("--workers", 2, "--scrub-hours", 0.0003)
-    until(lambda: 'tableside_scrubs_total{model="demo",outcome="whole"}' in server.get("/metrics").text, what="a scrub")
+    until(
+        lambda: 'tableside_scrubs_total{model="demo",outcome="whole"}' in server.get("/metrics").text,
+        what="a scrub",
+    )
     assert answer(server.url) == 2.0
     damage(root, 2)
-    until(lambda: all(answer(server.url) == 1.0 for _ in range(20)), what="both workers to serve the last good version")
+    until(
+        lambda: all(answer(server.url) == 1.0 for _ in range(20)),
+        what="both workers to serve the last good version",
+    )
     text = server.get("/metrics").text
     assert 'tableside_scrubs_total{model="demo",outcome="damaged"} 1.0' in text
     assert 'tableside_errors_total{kind="damaged",model="demo"} 1.0' in text
@@ -123,7 +141,10 @@ def test_damage_without_another_version(start: Start, root: Path, tmp_path: Path
     assert answer(server.url) == 1.0
     damage(root, 1)
     until(lambda: server.get("/v2/health/ready").status_code == 503, what="the server to be not ready")
-    with pytest.raises(ClientError, match="503: rows of demo were found damaged, and there is no other version; load it again"):
+    with pytest.raises(
+        ClientError,
+        match="503: rows of demo were found damaged, and there is no other version; load it again",
+    ):
         answer(server.url)
     for path in ("/metrics", "/v1/models", "/v2/models/stats"):
         assert server.get(path).status_code == 200

@@ -1,6 +1,8 @@
-"""Tables of raw ids whose ids and vectors lie row after row in files: pairs of tensors, DynamicEmb dumps, HugeCTR's models.
+"""Tables of raw ids whose ids and vectors lie row after row in files: pairs of tensors, DynamicEmb dumps,
+HugeCTR's models.
 
-They can be cut anywhere, so a piece is about 64 MiB of vectors. Where the files are archives, their CRC-32 is compared.
+They can be cut anywhere, so a piece is about 64 MiB of vectors. Where the files are archives, their CRC-32 is
+compared.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,22 +24,34 @@ class FlatRows(KeyedRows):
     """A tensor of ids and a matrix of as many rows, as places in the files of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, ids: Ids, values: Matrix, empty: int | None = None) -> None:
-        """empty: the id of rows that hold nothing, and are left out. CheckpointError: the two do not fit, or a file is short."""
+        """empty: the id of rows that hold nothing, and are left out. CheckpointError: the two do not fit,
+        or a file is short."""
         if ids.rows != values.rows:
             raise CheckpointError(
-                f"{checkpoint.path}: {ids.key!r} has {ids.rows:,} ids, {values.key!r} has {values.rows:,} vectors; expected as "
+                f"{checkpoint.path}: {ids.key!r} has {ids.rows:,} ids, {values.key!r} has {values.rows:,} "
+                "vectors; expected as "
                 "many of both, one of each a row"
             )
-        self._checkpoint, self._ids, self._values, self._empty = checkpoint, ids.check(checkpoint.path), values, empty
+        self._checkpoint, self._ids, self._values, self._empty = (
+            checkpoint,
+            ids.check(checkpoint.path),
+            values,
+            empty,
+        )
         values.check(checkpoint.path)
         for tensor in (ids, values):
             checkpoint.open_files(tensor)
         self.key, self.rows, self.dim, self.source = values.key, values.rows, values.dim, values.source
         self.paths = tuple(sorted({s.path for t in (ids, values) for s in t.shards}))
         row_bytes = values.dim * values.item_bytes
-        self._piece_rows, self._block_rows = max(1, keyed.PIECE_BYTES // row_bytes), max(1, keyed.BLOCK_BYTES // row_bytes)
+        self._piece_rows, self._block_rows = (
+            max(1, keyed.PIECE_BYTES // row_bytes),
+            max(1, keyed.BLOCK_BYTES // row_bytes),
+        )
         self.pieces = -(-self.rows // self._piece_rows)
-        self.buffer_bytes = 2 * self._block_rows * (row_bytes + 2 * ids.item_bytes)  # whole rows, and those of column shards
+        self.buffer_bytes = (
+            2 * self._block_rows * (row_bytes + 2 * ids.item_bytes)
+        )  # whole rows, and those of column shards
         self._crc = Crc32Check({_IDS: ids, _VALUES: values})
         self._lock = Lock()
         self._begun, self._ended = set[int](), set[int]()

@@ -1,18 +1,20 @@
-"""Tables of raw ids as folders of plain files: DynamicEmb's dumps and HugeCTR's sparse models. Numbers are little-endian.
-Where a folder has Parquet files is found here too; what they hold is `keyed_parquet`'s.
+"""Tables of raw ids as folders of plain files: DynamicEmb's dumps and HugeCTR's sparse models. Numbers are
+little-endian. Where a folder has Parquet files is found here too; what they hold is `keyed_parquet`'s.
 
 DynamicEmb (github.com/NVIDIA/recsys-examples, corelib/dynamicemb/dynamicemb: batched_dynamicemb_tables.py,
-encode_checkpoint_file_path and find_files; key_value_table.py, _dump_table). One pair of files for each rank of the
-training, all in one folder, or in a sub-folder for each collection of tables:
+encode_checkpoint_file_path and find_files; key_value_table.py, _dump_table). One pair of files for each rank
+of the training, all in one folder, or in a sub-folder for each collection of tables:
 
     <table>_emb_keys.rank_<R>.world_size_<W>       int64 [n]
     <table>_emb_values.rank_<R>.world_size_<W>     fp32 [n, dim], the vectors alone
 
-What lies beside them (scores, opt_values, opt_args.json, counters) is not read. No file says dim: it is what the sizes give, so
-a file of values that lost the same number of bytes for each key is seen only where the ranks then differ.
+What lies beside them (scores, opt_values, opt_args.json, counters) is not read. No file says dim: it is what
+the sizes give, so a file of values that lost the same number of bytes for each key is seen only where the
+ranks then differ.
 
 HugeCTR (github.com/NVIDIA-Merlin/HugeCTR, HugeCTR/src/hps/modelloader.cpp, RawModelLoader::load;
-docs/source/api/python_interface.md, save_params_to_files). A folder for each table; keys have 64 bits in any case:
+docs/source/api/python_interface.md, save_params_to_files). A folder for each table; keys have 64 bits in any
+case:
 
     key                                            int64 [n]
     emb_vector                                     fp32 [n, dim]
@@ -33,7 +35,9 @@ from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
 
-_DYNAMICEMB = re.compile(r"(?P<table>.+)_emb_(?P<item>keys|values)\.rank_(?P<rank>\d{1,9})\.world_size_(?P<world>\d{1,9})")
+_DYNAMICEMB = re.compile(
+    r"(?P<table>.+)_emb_(?P<item>keys|values)\.rank_(?P<rank>\d{1,9})\.world_size_(?P<world>\d{1,9})"
+)
 _ID = np.dtype("<i8")
 _LIMIT_FOLDERS, _LIMIT_DEPTH = 10_000, 4  # of HugeCTR's models below a folder
 
@@ -46,7 +50,8 @@ class FilePair(NamedTuple):
 
 
 class FolderTables(KeyedTables):
-    """Tables whose ids and vectors lie in files of their own. parts: table -> its files, in the order of its rows."""
+    """Tables whose ids and vectors lie in files of their own. parts: table -> its files, in the order of
+    its rows."""
 
     def __init__(self, checkpoint: Checkpoint, tables: dict[str, list[FilePair]], kind: str) -> None:
         self._checkpoint, self._tables, self._kind = checkpoint, tables, kind
@@ -54,9 +59,13 @@ class FolderTables(KeyedTables):
 
     def open(self, key: str, id_key: str | None) -> KeyedRows:
         if id_key is not None:
-            raise CheckpointError(f"{self._checkpoint.path}: {self._kind} says where its ids lie; leave id_key of {key!r} out")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {self._kind} says where its ids lie; leave id_key of {key!r} out"
+            )
         if key not in self._tables:
-            raise CheckpointError(f"{self._checkpoint.path}: there is no table {key!r}; {self._kind} has: {some(self._tables)}")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: there is no table {key!r}; {self._kind} has: {some(self._tables)}"
+            )
         return FlatRows(self._checkpoint, *_tensors(key, self._tables[key]))
 
 
@@ -68,11 +77,13 @@ def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
         count = size // _ID.itemsize
         if size % _ID.itemsize:
             raise CheckpointError(
-                f"{part.ids}: {size:,} bytes are no whole number of int64 keys; it was truncated, or has other keys"
+                f"{part.ids}: {size:,} bytes are no whole number of int64 keys; it was truncated, or has "
+                "other keys"
             )
         if (values and not count) or (count and (values % (4 * count) or not values)):
             raise CheckpointError(
-                f"{part.values}: {values / 4:,.6g} fp32 values are no whole number, from 1, for each of the {count:,} keys of "
+                f"{part.values}: {values / 4:,.6g} fp32 values are no whole number, from 1, for each of the "
+                f"{count:,} keys of "
                 f"{part.ids}; one of the two was truncated"
             )
         if count:
@@ -80,15 +91,25 @@ def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
         counts.append(count)
     if not dims:
         raise CheckpointError(
-            f"{parts[0].ids.parent}: {key!r} has no keys in any of its {len(parts)} files, so no vectors either"
+            f"{parts[0].ids.parent}: {key!r} has no keys in any of its {len(parts)} files, so no vectors "
+            "either"
         )
     if len(dims) > 1:
         (dim, path), (other, other_path) = list(dims.items())[:2]
-        raise CheckpointError(f"{other_path}: vectors of {other} values, in {path} they have {dim}; one of the two was truncated")
+        raise CheckpointError(
+            f"{other_path}: vectors of {other} values, in {path} they have {dim}; one of the two was "
+            "truncated"
+        )
     (dim,) = dims
     firsts = np.cumsum([0, *counts]).tolist()
-    id_shards = [RowShard(p.ids, 0, first, n, 0, 1) for p, first, n in zip(parts, firsts, counts, strict=False) if n]
-    value_shards = [RowShard(p.values, 0, first, n, 0, dim) for p, first, n in zip(parts, firsts, counts, strict=False) if n]
+    id_shards = [
+        RowShard(p.ids, 0, first, n, 0, 1) for p, first, n in zip(parts, firsts, counts, strict=False) if n
+    ]
+    value_shards = [
+        RowShard(p.values, 0, first, n, 0, dim)
+        for p, first, n in zip(parts, firsts, counts, strict=False)
+        if n
+    ]
     rows = firsts[-1]
     return Ids(key, rows, _ID, tuple(id_shards)), Matrix(key, rows, dim, Source.FP32, tuple(value_shards))
 
@@ -102,17 +123,22 @@ def _size(path: Path) -> int:
 
 
 def dynamicemb(path: Path) -> Checkpoint | None:
-    """A DynamicEmb dump, or None where the folder is none. CheckpointError: files of some ranks are missing."""
+    """A DynamicEmb dump, or None where the folder is none. CheckpointError: files of some ranks are
+    missing."""
     found: dict[str, dict[tuple[str, int, int], Path]] = {}
     for folder in (path, *_folders(path)):
         for name in _names(folder):
             if named := _DYNAMICEMB.fullmatch(name):
                 table = named["table"] if folder == path else f"{folder.name}/{named['table']}"
-                found.setdefault(table, {})[named["item"], int(named["rank"]), int(named["world"])] = folder / name
+                found.setdefault(table, {})[named["item"], int(named["rank"]), int(named["world"])] = (
+                    folder / name
+                )
     if not found:
         return None
     checkpoint = Checkpoint(path, {}, {})
-    checkpoint.tables = FolderTables(checkpoint, {t: _ranks(t, files) for t, files in sorted(found.items())}, "a DynamicEmb dump")
+    checkpoint.tables = FolderTables(
+        checkpoint, {t: _ranks(t, files) for t, files in sorted(found.items())}, "a DynamicEmb dump"
+    )
     return checkpoint
 
 
@@ -121,25 +147,33 @@ def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[FilePair
     worlds, any_file = sorted({world for _, _, world in files}), next(iter(files.values()))
     if len(worlds) > 1:
         raise CheckpointError(
-            f"{any_file.parent}: {table!r} was dumped by {worlds[0]} ranks and by {worlds[1]}; take the files of one dump alone"
+            f"{any_file.parent}: {table!r} was dumped by {worlds[0]} ranks and by {worlds[1]}; take the "
+            "files of one dump alone"
         )
     for item in ("keys", "values"):
         for rank in range(worlds[0]):
             if (item, rank, worlds[0]) not in files:
                 name = f"{table.rpartition('/')[2]}_emb_{item}.rank_{rank}.world_size_{worlds[0]}"
                 raise CheckpointError(
-                    f"{any_file.parent / name} is missing; expected files of all {worlds[0]} ranks of {table!r}"
+                    f"{any_file.parent / name} is missing; expected files of all {worlds[0]} ranks of "
+                    f"{table!r}"
                 )
     if strange := [rank for _, rank, world in files if rank >= world]:
-        raise CheckpointError(f"{any_file.parent}: {table!r} has a file of rank {strange[0]}, of {worlds[0]} ranks")
-    return [FilePair(files["keys", rank, worlds[0]], files["values", rank, worlds[0]]) for rank in range(worlds[0])]
+        raise CheckpointError(
+            f"{any_file.parent}: {table!r} has a file of rank {strange[0]}, of {worlds[0]} ranks"
+        )
+    return [
+        FilePair(files["keys", rank, worlds[0]], files["values", rank, worlds[0]])
+        for rank in range(worlds[0])
+    ]
 
 
 # ---- HugeCTR ----
 
 
 def hugectr(path: Path) -> Checkpoint | None:
-    """A sparse model of HugeCTR, or a folder of some, called by their paths in it; None where the folder is neither."""
+    """A sparse model of HugeCTR, or a folder of some, called by their paths in it; None where the folder
+    is neither."""
     if _is_sparse_model(path):
         found = {path.resolve().name or "table": path}
     else:
@@ -162,7 +196,9 @@ def _sparse_models(path: Path) -> Iterator[Path]:
         folder, depth = waiting.pop()
         seen += 1
         if seen > _LIMIT_FOLDERS:
-            raise CheckpointError(f"{path}: more than {_LIMIT_FOLDERS:,} folders; name the one that holds the sparse models")
+            raise CheckpointError(
+                f"{path}: more than {_LIMIT_FOLDERS:,} folders; name the one that holds the sparse models"
+            )
         if _is_sparse_model(folder):
             yield folder
         elif depth < _LIMIT_DEPTH:
@@ -181,7 +217,11 @@ def parquet(path: Path) -> dict[str, list[Path]]:
 
 
 def _parts(folder: Path) -> list[Path]:
-    return [folder / n for n in _names(folder) if n.endswith(".parquet") and n[0] not in "._" and not os.path.isdir(folder / n)]
+    return [
+        folder / n
+        for n in _names(folder)
+        if n.endswith(".parquet") and n[0] not in "._" and not os.path.isdir(folder / n)
+    ]
 
 
 # ---- folders ----
@@ -190,7 +230,9 @@ def _parts(folder: Path) -> list[Path]:
 def _folders(path: Path) -> list[Path]:
     """The folders in a folder, by name."""
     with os.scandir(path) as entries:
-        return sorted(path / e.name for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] not in "._")
+        return sorted(
+            path / e.name for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] not in "._"
+        )
 
 
 def _names(path: Path) -> list[str]:

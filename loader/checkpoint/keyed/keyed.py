@@ -1,8 +1,10 @@
-"""Tables of raw ids: ids and their vectors, one of each a row, read piece by piece. Every format is one more `KeyedRows`.
+"""Tables of raw ids: ids and their vectors, one of each a row, read piece by piece. Every format is one more
+`KeyedRows`.
 
-A table is read twice at most: its ids alone (`ids`), to know how many there are and which come twice, then ids and vectors
-(`blocks`). Neither keeps more than a block in memory, whatever the size of the files. Rows that hold nothing are left out
-(empty slots of a hash table), so fewer rows may come than `rows` says. An id that comes twice comes twice here as well.
+A table is read twice at most: its ids alone (`ids`), to know how many there are and which come twice, then
+ids and vectors (`blocks`). Neither keeps more than a block in memory, whatever the size of the files. Rows
+that hold nothing are left out (empty slots of a hash table), so fewer rows may come than `rows` says. An id
+that comes twice comes twice here as well.
 """
 
 from abc import ABC, abstractmethod

@@ -1,12 +1,15 @@
-"""Tables of raw ids as pairs of tensors, in any format of tensors: ids [rows] or [rows, 1] beside vectors [rows, dim].
+"""Tables of raw ids as pairs of tensors, in any format of tensors: ids [rows] or [rows, 1] beside vectors
+[rows, dim].
 
-Which tensors are pairs is told by model.toml (`id_key`), or by names: what is left without their last word ("user.ids" and
-"user.weight": "user") is the same, or there is one tensor of ids and one matrix. Either way they have the same number of rows.
+Which tensors are pairs is told by model.toml (`id_key`), or by names: what is left without their last word
+("user.ids" and "user.weight": "user") is the same, or there is one tensor of ids and one matrix. Either way
+they have the same number of rows.
 
-TorchRec's multi-probe zero-collision hashing (MPZCH) is such a pair: row i of the table belongs to the id in slot i of
-`_hash_zch_identities`, int64 [slots, 1], where -1 is an empty slot, which is left out. Names in a state dict, for a table T of
-ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection (torchrec 1.8.0, modules/hash_mc_modules.py,
-HashZchManagedCollisionModule; modules/mc_embedding_modules.py and mc_modules.py for the names before it):
+TorchRec's multi-probe zero-collision hashing (MPZCH) is such a pair: row i of the table belongs to the id in
+slot i of `_hash_zch_identities`, int64 [slots, 1], where -1 is an empty slot, which is left out. Names in a
+state dict, for a table T of ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection
+(torchrec 1.8.0, modules/hash_mc_modules.py, HashZchManagedCollisionModule; modules/mc_embedding_modules.py
+and mc_modules.py for the names before it):
 
     _managed_collision_collection._managed_collision_modules.T._hash_zch_identities
     _embedding_module.embedding_bags.T.weight        or embeddings.T.weight
@@ -25,7 +28,9 @@ _IDENTITIES = re.compile(
 )
 _EMPTY_SLOT = -1
 _ID_WORD = re.compile(r"(?:^|[._/-])(?:ids?|keys?)$", re.IGNORECASE)
-_VALUE_WORD = re.compile(r"(?:^|[._/-])(?:weights?|values?|vectors?|embeddings?|emb|emb_vector)$", re.IGNORECASE)
+_VALUE_WORD = re.compile(
+    r"(?:^|[._/-])(?:weights?|values?|vectors?|embeddings?|emb|emb_vector)$", re.IGNORECASE
+)
 
 
 class Pairs(KeyedTables):
@@ -41,13 +46,22 @@ class Pairs(KeyedTables):
         id_key = id_key or self.names.get(key)
         if id_key is None:
             raise CheckpointError(
-                f"{path}: names do not tell which tensor holds the ids of {key!r}; say it as id_key in model.toml, one of: "
+                f"{path}: names do not tell which tensor holds the ids of {key!r}; say it as id_key in "
+                "model.toml, one of: "
                 f"{some(found.ids)}"
             )
         if id_key not in found.ids:
-            why = f"{id_key!r} holds no ids" if id_key in {*found.matrices, *found.skipped} else f"there is no tensor {id_key!r}"
-            raise CheckpointError(f"{path}: {why}; expected int64 or int32 [rows], as these: {some(found.ids)}")
-        return FlatRows(found, found.ids[id_key], values, _EMPTY_SLOT if id_key.endswith("_hash_zch_identities") else None)
+            why = (
+                f"{id_key!r} holds no ids"
+                if id_key in {*found.matrices, *found.skipped}
+                else f"there is no tensor {id_key!r}"
+            )
+            raise CheckpointError(
+                f"{path}: {why}; expected int64 or int32 [rows], as these: {some(found.ids)}"
+            )
+        return FlatRows(
+            found, found.ids[id_key], values, _EMPTY_SLOT if id_key.endswith("_hash_zch_identities") else None
+        )
 
 
 def _found(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

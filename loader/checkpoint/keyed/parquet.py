@@ -1,14 +1,16 @@
-"""Tables of raw ids in Parquet: a column of ids and a column of vectors, in a file, or in a folder of part files in name order.
+"""Tables of raw ids in Parquet: a column of ids and a column of vectors, in a file, or in a folder of part
+files in name order.
 
-ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of float32, float16 or
-float64, none of them null; float64 is rounded to float32, and that is said.
+ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of
+float32, float16 or float64, none of them null; float64 is rounded to float32, and that is said.
 
-Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time, so that memory does
-not grow with a file. A piece is whole row groups. Checksums of pages are compared where the writer left some. Arrow takes the
-sizes in page headers on trust, so they are compared with the file first (`parquet_pages`).
+Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time,
+so that memory does not grow with a file. A piece is whole row groups. Checksums of pages are compared where
+the writer left some. Arrow takes the sizes in page headers on trust, so they are compared with the file first
+(`parquet_pages`).
 
-Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single file NAME in it.
-Names that begin with "_" or "." are not read.
+Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single
+file NAME in it. Names that begin with "_" or "." are not read.
 """
 
 import logging
@@ -41,14 +43,16 @@ _log = logging.getLogger("tableside")
 
 
 def read(path: Path, groups: dict[str, list[Path]]) -> Checkpoint:
-    """The tables of a Parquet file or a folder. groups: prefix of keys -> files. CheckpointError: a file is damaged."""
+    """The tables of a Parquet file or a folder. groups: prefix of keys -> files. CheckpointError: a file
+    is damaged."""
     checkpoint = Checkpoint(path, {}, {})
     checkpoint.tables = ParquetTables(checkpoint, groups)
     return checkpoint
 
 
 class ParquetTables(KeyedTables):
-    """The tables of some groups of files. Only columns that look like a table alone are named: one of vectors, and of its ids."""
+    """The tables of some groups of files. Only columns that look like a table alone are named: one of
+    vectors, and of its ids."""
 
     def __init__(self, checkpoint: Checkpoint, groups: dict[str, list[Path]]) -> None:
         self._path, self._groups = checkpoint.path, groups
@@ -64,23 +68,33 @@ class ParquetTables(KeyedTables):
                     if len(ids) == 1:
                         self.names[prefix + field.name] = ids[0]
                     else:
-                        what = f"which column holds its ids cannot be told: {some(ids)}" if ids else _without_ids(schema)
+                        what = (
+                            f"which column holds its ids cannot be told: {some(ids)}"
+                            if ids
+                            else _without_ids(schema)
+                        )
                         checkpoint.skipped[prefix + field.name] = what
 
     def open(self, key: str, id_key: str | None) -> KeyedRows:
         prefix, column = next(
-            ((p, key.removeprefix(p)) for p in sorted(self._groups, reverse=True) if key.startswith(p)), ("", key)
+            ((p, key.removeprefix(p)) for p in sorted(self._groups, reverse=True) if key.startswith(p)),
+            ("", key),
         )
         if prefix not in self._groups:
-            raise CheckpointError(f"{self._path}: there is no column {key!r}; columns of vectors there: {some(self.names)}")
+            raise CheckpointError(
+                f"{self._path}: there is no column {key!r}; columns of vectors there: {some(self.names)}"
+            )
         id_key = id_key or self.names.get(key)
         if id_key is None:
-            raise CheckpointError(f"{self._path}: say the column of the ids of {key!r} as id_key in model.toml")
+            raise CheckpointError(
+                f"{self._path}: say the column of the ids of {key!r} as id_key in model.toml"
+            )
         return ParquetRows(key, column, id_key.removeprefix(prefix), self._groups[prefix])
 
 
 class _Group(NamedTuple):
-    """A row group that has rows. group: its number in its file; first: its first row, in the table; in_file: in the file."""
+    """A row group that has rows. group: its number in its file; first: its first row, in the table;
+    in_file: in the file."""
 
     path: Path
     group: int
@@ -105,18 +119,22 @@ class ParquetRows(KeyedRows):
                 self._add(path, file.metadata)
         if not kinds:
             raise CheckpointError(
-                f"{files[0]}: {column!r} has no rows, and as a list it does not say how many values a vector has"
+                f"{files[0]}: {column!r} has no rows, and as a list it does not say how many values a vector "
+                "has"
             )
         if len(kinds) > 1:
             ((kind, dim), path), ((other, other_dim), other_path) = list(kinds.items())[:2]
             raise CheckpointError(
-                f"{other_path}: vectors of {other_dim} {other} values, in {path} they are of {dim} {kind}; name a "
+                f"{other_path}: vectors of {other_dim} {other} values, in {path} they are of {dim} {kind}; "
+                "name a "
                 f'file as "{path.name}/{column}" where each is a table of its own'
             )
         ((kind, self.dim),) = kinds
         self.source, self._is_told = _SOURCES[kind], kind != pa.float64()
         if self.dim > LARGEST_DIM:
-            raise CheckpointError(f"{files[0]}: {column!r} has {self.dim:,} values a row; expected at most {LARGEST_DIM:,}")
+            raise CheckpointError(
+                f"{files[0]}: {column!r} has {self.dim:,} values a row; expected at most {LARGEST_DIM:,}"
+            )
         self._pieces = list(self._cut(max(1, keyed.PIECE_BYTES // (self.dim * self.source.bytes))))
         self._block_rows = max(1, keyed.BLOCK_BYTES // _SMALLER // (self.dim * self.source.bytes))
         self.pieces, self.buffer_bytes = len(self._pieces), _ARROW_BYTES + 12 * keyed.BLOCK_BYTES // _SMALLER
@@ -136,7 +154,8 @@ class ParquetRows(KeyedRows):
             self.rows, in_file = self.rows + rows, in_file + rows
 
     def _cut(self, most: int) -> Iterator[list[_Group]]:
-        """Pieces: as many row groups of a file as have `most` rows together, or one. A file of small ones is opened seldom."""
+        """Pieces: as many row groups of a file as have `most` rows together, or one. A file of small ones
+        is opened seldom."""
         piece: list[_Group] = []
         for group in self._groups:
             if piece and (group.path != piece[0].path or group.first + group.rows - piece[0].first > most):
@@ -152,7 +171,11 @@ class ParquetRows(KeyedRows):
 
     def blocks(self, piece: int) -> Iterator[Block]:
         for first, batch in self._batches(piece, [self._id_column, self._column], self._block_rows):
-            yield Block(np.arange(first, first + len(batch)), self._ids_of(batch, first), self._values_of(batch, first))
+            yield Block(
+                np.arange(first, first + len(batch)),
+                self._ids_of(batch, first),
+                self._values_of(batch, first),
+            )
 
     def where(self, row: int) -> str:
         group = self._groups[bisect_right(self._groups, row, key=lambda g: g.first) - 1]
@@ -165,49 +188,69 @@ class ParquetRows(KeyedRows):
         end = groups[-1].first + groups[-1].rows
         with open_parquet(path) as file:
             for at in groups:
-                if file.metadata.num_row_groups <= at.group or file.metadata.row_group(at.group).num_rows != at.rows:
-                    raise CheckpointError(f"{path}: its row groups changed while it was read; load it when it is whole")
+                if (
+                    file.metadata.num_row_groups <= at.group
+                    or file.metadata.row_group(at.group).num_rows != at.rows
+                ):
+                    raise CheckpointError(
+                        f"{path}: its row groups changed while it was read; load it when it is whole"
+                    )
             for batch in file.batches(rows, columns, [g.group for g in groups]):
                 if len(batch) and first + len(batch) <= end:
                     yield first, batch
                 first += len(batch)
         if first != end:
-            raise CheckpointError(f"{path}: a column has {first - end:+,} rows against the file's footer; it is damaged")
+            raise CheckpointError(
+                f"{path}: a column has {first - end:+,} rows against the file's footer; it is damaged"
+            )
 
     def _ids_of(self, batch: Any, first: int) -> NDArray[np.int64]:
         column = batch.column(self._id_column)
         if column.null_count:
             raise CheckpointError(
-                f"{self.where(first + first_null(column))}: {self._id_column!r} is null; expected an id in every row"
+                f"{self.where(first + first_null(column))}: {self._id_column!r} is null; expected an id in "
+                "every row"
             )
         ids = column.to_numpy(zero_copy_only=False)
         if ids.dtype == np.uint64 and (large := ids >> np.uint64(63)).any():
             at = int(large.argmax())
-            raise CheckpointError(f"{self.where(first + at)}: id {ids[at]} does not fit an int64; expected ids below 2**63")
+            raise CheckpointError(
+                f"{self.where(first + at)}: id {ids[at]} does not fit an int64; expected ids below 2**63"
+            )
         return ids.astype(np.int64, copy=False)  # type: ignore[no-any-return]
 
     def _values_of(self, batch: Any, first: int) -> NDArray[Any]:
         column = batch.column(self._column)
         if column.null_count:
             raise CheckpointError(
-                f"{self.where(first + first_null(column))}: {self._column!r} is null; expected a vector in every row"
+                f"{self.where(first + first_null(column))}: {self._column!r} is null; expected a vector in "
+                "every row"
             )
         if not pa.types.is_fixed_size_list(column.type):
             lengths = column.value_lengths().to_numpy(zero_copy_only=False)
             if (other := lengths != self.dim).any():
                 at = int(other.argmax())
-                raise CheckpointError(f"{self.where(first + at)}: a vector of {lengths[at]} values; the first one has {self.dim}")
+                raise CheckpointError(
+                    f"{self.where(first + at)}: a vector of {lengths[at]} values; the first one has "
+                    f"{self.dim}"
+                )
         values = column.flatten()
         if values.null_count:
             at = first_null(values) // self.dim
-            raise CheckpointError(f"{self.where(first + at)}: a value of {self._column!r} is null; expected numbers")
+            raise CheckpointError(
+                f"{self.where(first + at)}: a value of {self._column!r} is null; expected numbers"
+            )
         found, bad = narrowed(values.to_numpy(zero_copy_only=True))
         if bad >= 0:
             where = self.where(first + bad // self.dim)
-            raise CheckpointError(f"{where}: a value of {self._column!r} is {values[bad]}; expected one that float32 holds")
+            raise CheckpointError(
+                f"{where}: a value of {self._column!r} is {values[bad]}; expected one that float32 holds"
+            )
         if not self._is_told:
             self._is_told = True
-            _log.warning("%s: the values of %r are float64; they are rounded to float32", self.paths[0], self._column)
+            _log.warning(
+                "%s: the values of %r are float64; they are rounded to float32", self.paths[0], self._column
+            )
         return found.reshape(-1, self.dim)
 
 
@@ -230,13 +273,16 @@ class _File(pq.ParquetFile):  # type: ignore[misc]  # it has no types
 def open_parquet(
     path: Path, what: str = "a file of the checkpoint", failure: type[LoaderError] = CheckpointError
 ) -> Iterator[_File]:
-    """A Parquet file, read as a stream. failure: raised where it is no regular file, or damaged, here or while it is read."""
+    """A Parquet file, read as a stream. failure: raised where it is no regular file, or damaged, here or
+    while it is read."""
     fd = open_regular(path, what, failure)
     try:
         with pa.OSFile(f"/proc/self/fd/{fd}") as source:
             yield _File(fd, source)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise failure(f"{path}: not a whole Parquet file, it may be half-written or damaged ({_line(error)})") from error
+        raise failure(
+            f"{path}: not a whole Parquet file, it may be half-written or damaged ({_line(error)})"
+        ) from error
     finally:
         os.close(fd)
 
@@ -252,7 +298,9 @@ def _schema(path: Path) -> Any:
 
 def is_list(kind: Any) -> bool:
     """Whether a column is of lists, of one length or of any."""
-    return any(is_one(kind) for is_one in (pa.types.is_fixed_size_list, pa.types.is_list, pa.types.is_large_list))
+    return any(
+        is_one(kind) for is_one in (pa.types.is_fixed_size_list, pa.types.is_list, pa.types.is_large_list)
+    )
 
 
 def _without_ids(schema: Any) -> str:
@@ -264,19 +312,27 @@ def _without_ids(schema: Any) -> str:
 
 
 def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Any, int]:
-    """(type of a value, dim) of the vectors, dim 0 where their type does not say it. CheckpointError: a column cannot be used."""
+    """(type of a value, dim) of the vectors, dim 0 where their type does not say it. CheckpointError: a
+    column cannot be used."""
     schema = file.schema_arrow
     for name in (column, id_column):
         if (count := len(schema.get_all_field_indices(name))) != 1:
-            raise CheckpointError(f"{path}: {count} columns are called {name!r}; expected one, of: {some(schema.names)}")
+            raise CheckpointError(
+                f"{path}: {count} columns are called {name!r}; expected one, of: {some(schema.names)}"
+            )
     ids, vectors = schema.field(id_column).type, schema.field(column).type
     if not pa.types.is_integer(ids):
-        raise CheckpointError(f"{path}: the ids {id_column!r} are of type {type_name(ids)}; expected int64{id_remedy(ids)}")
+        raise CheckpointError(
+            f"{path}: the ids {id_column!r} are of type {type_name(ids)}; expected int64{id_remedy(ids)}"
+        )
     if not is_list(vectors):
-        raise CheckpointError(f"{path}: the vectors {column!r} are of type {vectors}; expected lists of float32 or float16")
+        raise CheckpointError(
+            f"{path}: the vectors {column!r} are of type {vectors}; expected lists of float32 or float16"
+        )
     if vectors.value_type not in _SOURCES:
         raise CheckpointError(
-            f"{path}: the values of {column!r} are of type {vectors.value_type}; expected float32, float16 or float64, so cast "
+            f"{path}: the values of {column!r} are of type {vectors.value_type}; expected float32, float16 "
+            "or float64, so cast "
             "them when the file is written"
         )
     dim = vectors.list_size if pa.types.is_fixed_size_list(vectors) else 0
@@ -292,7 +348,9 @@ def _first_length(file: Any, path: Path, column: str) -> int:
             if length := batch.column(column).value_lengths()[0].as_py():
                 return int(length)
             break
-    raise CheckpointError(f"{path}: row 0: {column!r} is null or has no values; expected a vector in every row")
+    raise CheckpointError(
+        f"{path}: row 0: {column!r} is null or has no values; expected a vector in every row"
+    )
 
 
 def type_name(kind: Any) -> str:
@@ -301,7 +359,8 @@ def type_name(kind: Any) -> str:
 
 
 def id_remedy(kind: Any) -> str:
-    """How a column of this type, as pandas writes some, becomes ids; "": it has integers, or nothing is known of its kind."""
+    """How a column of this type, as pandas writes some, becomes ids; "": it has integers, or nothing is
+    known of its kind."""
     of = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_floating(of):
         return ' (pandas makes floats of integers where one is missing: leave such rows out, and write astype("int64"))'

@@ -1,7 +1,9 @@
-"""The page headers of a Parquet file, compared with the column chunks that hold the pages before Arrow reads one.
+"""The page headers of a Parquet file, compared with the column chunks that hold the pages before Arrow reads
+one.
 
-Arrow makes room for as many bytes as a page's header says, and fills them, so a damaged header would take 2 GiB. A header is a
-struct of Thrift's compact protocol (github.com/apache/parquet-format, PageHeader): field 3 is the page's bytes in the file.
+Arrow makes room for as many bytes as a page's header says, and fills them, so a damaged header would take 2
+GiB. A header is a struct of Thrift's compact protocol (github.com/apache/parquet-format, PageHeader): field 3
+is the page's bytes in the file.
 """
 
 import os
@@ -10,13 +12,16 @@ from typing import Any
 
 _HEADER_BYTES, _LONGEST_HEADER_BYTES = 512, 16 << 20  # that are read at once; the longest that Arrow reads
 _COMPRESSED_SIZE = 3
-_PADDING_BYTES = 100  # of chunks whose footer leaves a header out, as parquet-mr wrote before 1.2.9, and Arrow allows for
+_PADDING_BYTES = (
+    100  # of chunks whose footer leaves a header out, as parquet-mr wrote before 1.2.9, and Arrow allows for
+)
 _DEEPEST = 8
 _BOOLEANS, _INTEGERS, _BINARY, _STRUCT = (1, 2), (4, 5, 6), 8, 12  # kinds of values that page headers have
 
 
 def check_pages(fd: int, metadata: Any, group: int, columns: Sequence[str]) -> None:
-    """OSError: a page of a row group, of these columns or what lies in them, is longer than what holds it, or has no header."""
+    """OSError: a page of a row group, of these columns or what lies in them, is longer than what holds it,
+    or has no header."""
     size, found = os.fstat(fd).st_size, metadata.row_group(group)
     inside = tuple(f"{name}." for name in columns)
     for column in map(found.column, range(found.num_columns)):
@@ -35,7 +40,9 @@ def _check_chunk(fd: int, column: Any, size: int, where: str) -> None:
     while at < end:
         page, header_bytes = _page(fd, at, min(limit - at, _LONGEST_HEADER_BYTES), where)
         if not 0 <= page <= limit - at - header_bytes:
-            raise OSError(f"{where}: the page at byte {at:,} says {page:,} bytes, its column chunk ends at {end:,}")
+            raise OSError(
+                f"{where}: the page at byte {at:,} says {page:,} bytes, its column chunk ends at {end:,}"
+            )
         at += header_bytes + page
 
 
@@ -56,7 +63,8 @@ def _page(fd: int, at: int, most: int, where: str) -> tuple[int, int]:
 
 
 def _skip_struct(data: bytes, at: int, depth: int, fields: dict[int, int] | None = None) -> int:
-    """Where a struct ends. fields: takes its integers, by their numbers. IndexError: behind `data`. ValueError: it is none."""
+    """Where a struct ends. fields: takes its integers, by their numbers. IndexError: behind `data`.
+    ValueError: it is none."""
     if depth > _DEEPEST:
         raise ValueError("structs nested too deep")
     number = 0

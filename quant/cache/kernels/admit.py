@@ -20,7 +20,14 @@ from tableside.quant.cache.kernels.nodes import (
     slot_of,
     table_at,
 )
-from tableside.quant.cache.kernels.scores import FREE_PRIORITY, USED_MASK, eviction_priority, marked, tick_of, within_limits
+from tableside.quant.cache.kernels.scores import (
+    FREE_PRIORITY,
+    USED_MASK,
+    eviction_priority,
+    marked,
+    tick_of,
+    within_limits,
+)
 from tableside.quant.cache.kernels.state import (
     ARRAY_LOCATIONS,
     ARRAY_MISSES,
@@ -47,10 +54,18 @@ from tableside.quant.cache.kernels.state import (
     TABLE_CLASS,
 )
 
-LEAST, MOST = tl.constexpr(-(2**31) + 1), tl.constexpr(2**31 - 1)  # between these priorities a threshold is looked for
-WINDOW = tl.constexpr(1 << 20)  # slots that `evict` looks through, or SLOTS_PER_VICTIM a victim, whichever are more
+LEAST, MOST = (
+    tl.constexpr(-(2**31) + 1),
+    tl.constexpr(2**31 - 1),
+)  # between these priorities a threshold is looked for
+WINDOW = tl.constexpr(
+    1 << 20
+)  # slots that `evict` looks through, or SLOTS_PER_VICTIM a victim, whichever are more
 SLOTS_PER_VICTIM = tl.constexpr(8)
-MARGIN, MARGIN_OF = tl.constexpr(5), tl.constexpr(4)  # a quarter more victims than needed, against the samples' error
+MARGIN, MARGIN_OF = (
+    tl.constexpr(5),
+    tl.constexpr(4),
+)  # a quarter more victims than needed, against the samples' error
 FEW_FREE = tl.constexpr(16)  # free slots in a sample that say little
 NO_CLASS = tl.constexpr(2**30)
 
@@ -69,7 +84,8 @@ def how_many(mask):
 
 @triton.jit
 def admission_threshold(miss_priority, is_miss, slot_priority, misses_each, slots_each):
-    """The largest t such that no more misses have an eviction priority below t than slots have one of t or above.
+    """The largest t such that no more misses have an eviction priority below t than slots have one of t or
+    above.
 
     Both are samples: a sampled miss stands for `misses_each` parts, a sampled slot for `slots_each`.
     """
@@ -103,25 +119,32 @@ def priority_of_victims(slot_priority, wanted):
 @triton.jit
 def wanted_victims(slot_priority, need, slots_sampled, total, SAMPLE: tl.constexpr):
     """How many of the sampled slots are to be victims, if `need` of all `total` slots are."""
-    # `evict` looks through all slots of a small cache, and through SLOTS_PER_VICTIM slots a victim of a large one.
+    # `evict` looks through all slots of a small cache, and through SLOTS_PER_VICTIM slots a victim of a large
+    # one.
     window = tl.minimum(tl.maximum(need * SLOTS_PER_VICTIM, WINDOW), total)
     wanted = tl.where(total > SAMPLE, (need * slots_sampled * MARGIN) // (window * MARGIN_OF) + 1, need)
     wanted = tl.minimum(wanted, slots_sampled)
     free = how_many(slot_priority == FREE_PRIORITY)
-    # If there are enough free slots, only those are victims. Fewer than FEW_FREE in the sample are no reliable estimate.
-    return tl.where((free >= FEW_FREE) & (free * total * MARGIN_OF > need * slots_sampled * MARGIN), 1, wanted)
+    # If there are enough free slots, only those are victims. Fewer than FEW_FREE in the sample are no
+    # reliable estimate.
+    return tl.where(
+        (free >= FEW_FREE) & (free * total * MARGIN_OF > need * slots_sampled * MARGIN), 1, wanted
+    )
 
 
 @triton.jit(do_not_specialize=["root", "admit_all"])
-def choose_threshold(root: tl.int64, admit_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr):
-    """Finds, from SAMPLE slots and SAMPLE misses of a class, which misses are admitted and which slots are victims.
+def choose_threshold(
+    root: tl.int64, admit_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr
+):
+    """Finds, from SAMPLE slots and SAMPLE misses of a class, which misses are admitted and which slots are
+    victims.
 
-    THRESHOLD is the admission threshold t: as many misses have an eviction priority below t as slots have one of t
-    or above, or are free. VICTIM_PRIORITY is such that enough slots for the admitted have one at or above it.
-    admit_all: 1: every miss is admitted, as always with LRU.
+    THRESHOLD is the admission threshold t: as many misses have an eviction priority below t as slots have one
+    of t or above, or are free. VICTIM_PRIORITY is such that enough slots for the admitted have one at or
+    above it. admit_all: 1: every miss is admitted, as always with LRU.
 
-    One program a class. Reads MISSES and SCORES, nodes and scores of slots, MISSES of the classes. Writes THRESHOLD,
-    VICTIM_PRIORITY and FIRST_VICTIM of its class. CLASS_LANES: classes, a power of 2.
+    One program a class. Reads MISSES and SCORES, nodes and scores of slots, MISSES of the classes. Writes
+    THRESHOLD, VICTIM_PRIORITY and FIRST_VICTIM of its class. CLASS_LANES: classes, a power of 2.
     """
     root = i64(root)
     number = tl.program_id(0).to(tl.int64)
@@ -157,7 +180,9 @@ def choose_threshold(root: tl.int64, admit_all: tl.int64, LFU: tl.constexpr, SAM
             misses_sampled = tl.maximum(how_many(is_miss), 1)
             if admit_all == 0:
                 parts = misses * slots_sampled
-                threshold = admission_threshold(miss_priority, is_miss, priority, parts, total * misses_sampled)
+                threshold = admission_threshold(
+                    miss_priority, is_miss, priority, parts, total * misses_sampled
+                )
                 admitted = how_many(is_miss & (miss_priority < threshold))
                 need = (admitted * misses + misses_sampled - 1) // misses_sampled
         wanted = wanted_victims(priority, need, slots_sampled, total, SAMPLE)
@@ -185,14 +210,18 @@ def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
         is_admitted = is_key
         if LFU:
             priority = tick - tl.load(i32(tl.load(root + ARRAY_SCORES)) + at, is_key, 0)
-            threshold = tl.load(class_state_at(root, row_class.to(tl.int64)) + CLASS_STATE_THRESHOLD, is_key, 0)
+            threshold = tl.load(
+                class_state_at(root, row_class.to(tl.int64)) + CLASS_STATE_THRESHOLD, is_key, 0
+            )
             is_admitted = is_key & (within_limits(priority) < threshold)
         rank = tl.full((BLOCK,), -1, tl.int32)
         for number in range(tl.min(tl.where(is_key, row_class, NO_CLASS), 0), tl.max(row_class, 0) + 1):
             mine = is_admitted & (row_class == number)
             ones = mine.to(tl.int32)
             of_class = class_state_at(root, tl.zeros((), tl.int64) + number)
-            first = tl.atomic_add(of_class + CLASS_STATE_ADMITTED, tl.sum(ones, 0).to(tl.int64), sem="relaxed")
+            first = tl.atomic_add(
+                of_class + CLASS_STATE_ADMITTED, tl.sum(ones, 0).to(tl.int64), sem="relaxed"
+            )
             rank = tl.where(mine, first.to(tl.int32) + tl.cumsum(ones, 0) - ones, rank)
         tl.store(i32(tl.load(root + ARRAY_RANKS)) + at, rank, is_key)
 
@@ -217,10 +246,15 @@ def insert(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
         of_class = class_state_at(root, tl.load(table_at(root, key >> ID_BITS) + TABLE_CLASS, is_row, 0))
         rank = tl.load(i32(tl.load(root + ARRAY_RANKS)) + at, is_row, -1)
         found = tl.minimum(
-            tl.load(of_class + CLASS_STATE_VICTIMS, is_row, 0), tl.load(of_class + CLASS_STATE_ADMITTED, is_row, 0)
+            tl.load(of_class + CLASS_STATE_VICTIMS, is_row, 0),
+            tl.load(of_class + CLASS_STATE_ADMITTED, is_row, 0),
         )
         is_inserted = (rank >= 0) & (rank < found)
-        victim = i32(tl.load(root + ARRAY_VICTIMS)) + tl.load(of_class + CLASS_STATE_FIRST_VICTIM, is_row, 0) + rank
+        victim = (
+            i32(tl.load(root + ARRAY_VICTIMS))
+            + tl.load(of_class + CLASS_STATE_FIRST_VICTIM, is_row, 0)
+            + rank
+        )
         node = tl.load(victim, is_inserted, 0)
         tl.store(i64(node_at(root, node)), key, is_inserted)
         link(root, node, key, is_inserted)

@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from tableside.quant.cache.kernels import state as s
-from tableside.quant.cache.kernels.nodes import ID_BITS, ID_MASK, class_state_at, i32, i64, miss_count, table_at
+from tableside.quant.cache.kernels.nodes import (
+    ID_BITS,
+    ID_MASK,
+    class_state_at,
+    i32,
+    i64,
+    miss_count,
+    table_at,
+)
 from tableside.quant.cache.kernels.state import (
     ARRAY_MISSES,
     ARRAY_VICTIM_BUCKETS,
@@ -49,8 +57,8 @@ def begin(
     the counts.
 
     One program. Writes NOW, DONE and MISSES of the state, MISSES, ADMITTED and VICTIMS of every class, the
-    ticket's number, its JOBS to LOCATIONS, and its number at the ticket's place in IN_FLIGHT. Reads IN_FLIGHT, where
-    `release` writes zeros beside it. CLASS_LANES: classes, a power of 2.
+    ticket's number, its JOBS to LOCATIONS, and its number at the ticket's place in IN_FLIGHT. Reads
+    IN_FLIGHT, where `release` writes zeros beside it. CLASS_LANES: classes, a power of 2.
     """
     root = i64(root)
     ticket = i64(ticket)

@@ -46,7 +46,9 @@ PAGE_STRIDE = tl.constexpr(s.PAGE_STRIDE)
 
 
 @triton.jit(do_not_specialize=["root"])
-def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr, CLASS_LANES: tl.constexpr):
+def evict(
+    root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr, CLASS_LANES: tl.constexpr
+):
     """Takes slots from their rows, as long as their class has more admitted rows than victims: those at
     VICTIM_PRIORITY or above.
 
@@ -66,7 +68,9 @@ def evict(root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.conste
     victims = i32(tl.load(root + ARRAY_VICTIMS))
     buckets = i32(tl.load(root + ARRAY_VICTIM_BUCKETS))
     classes = class_state_at(root, tl.arange(0, CLASS_LANES))
-    needs_more = tl.load(classes + CLASS_STATE_VICTIMS, cache_modifier=".cg") < tl.load(classes + CLASS_STATE_ADMITTED)
+    needs_more = tl.load(classes + CLASS_STATE_VICTIMS, cache_modifier=".cg") < tl.load(
+        classes + CLASS_STATE_ADMITTED
+    )
     turns = tl.where(tl.max(needs_more.to(tl.int32), 0) > 0, pages * parts, 0)
     # As many turns as there are parts of pages, from another page on each time.
     for turn in range(tl.program_id(0), turns, tl.num_programs(0)):

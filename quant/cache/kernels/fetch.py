@@ -62,7 +62,9 @@ def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
     listed = i64(tl.load(root + ROOT_GATHER_LIST))
     units = i32(tl.load(root + ROOT_GATHER_LIST) + 8 * LIST_HEAD + 8 * tl.load(root + ROOT_GATHER_MOST))
     count = miss_count(state)
-    gathered = tl.where(count >= tl.load(root + ROOT_GATHER_FROM), tl.minimum(count, tl.load(root + ROOT_GATHER_MOST)), 0)
+    gathered = tl.where(
+        count >= tl.load(root + ROOT_GATHER_FROM), tl.minimum(count, tl.load(root + ROOT_GATHER_MOST)), 0
+    )
     end = tl.minimum(tl.load(state + STATE_MISSES) >> 32, tl.load(root + ROOT_GATHERED_UNITS))
     end = tl.where(gathered > 0, tl.minimum(end, tl.load(i64(ticket) + TICKET_STAGING_UNITS)) * UNIT_BYTES, 0)
     is_first = tl.program_id(0) == 0
@@ -104,7 +106,12 @@ def copy_gathered(root: tl.int64, ticket: tl.int64, copied: tl.int64, CHUNKS: tl
 
 @triton.jit(do_not_specialize=["root", "ticket"])
 def fetch_misses(
-    root: tl.int64, ticket: tl.int64, GATHERS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr
+    root: tl.int64,
+    ticket: tl.int64,
+    GATHERS: tl.constexpr,
+    REST: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     """Fetches the rows of misses from the host into the ticket's staging buffer, where they have room there.
 
@@ -119,10 +126,14 @@ def fetch_misses(
     wanted = tl.load(state + STATE_MISSES) >> 32
     gathered = tl.zeros((), tl.int64)
     if REST:
-        count = tl.where(wanted + tl.load(root + ROOT_WIDEST_UNITS) <= tl.load(ticket + TICKET_STAGING_UNITS), 0, count)
+        count = tl.where(
+            wanted + tl.load(root + ROOT_WIDEST_UNITS) <= tl.load(ticket + TICKET_STAGING_UNITS), 0, count
+        )
     elif GATHERS:
         gathered = tl.load(state + STATE_GATHERED_BYTES)
-        count = tl.where((wanted * UNIT_BYTES <= gathered) & (count <= tl.load(root + ROOT_GATHER_MOST)), 0, count)
+        count = tl.where(
+            (wanted * UNIT_BYTES <= gathered) & (count <= tl.load(root + ROOT_GATHER_MOST)), 0, count
+        )
     for block in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         at = block * ROWS + tl.arange(0, ROWS)
         is_row = at < count
@@ -157,6 +168,11 @@ def fill_slots(root: tl.int64, ticket: tl.int64, ROWS: tl.constexpr, WORDS: tl.c
         node = tl.load(i32(tl.load(root + ARRAY_NODES)) + at, is_row, -1)
         key = tl.load(i64(tl.load(root + ARRAY_MISSES)) + at, is_row, 0)
         row_bytes = tl.load(table_at(root, key >> ID_BITS) + TABLE_ROW_BYTES, is_row, 0)
-        start = (-2 - tl.load(i32(tl.load(root + ARRAY_LOCATIONS)) + at, is_row, -2)).to(tl.int64) * UNIT_BYTES
-        target = tl.load(root + ROOT_ARENA) + slot_of(root, tl.maximum(node, 0), node >= 0).to(tl.int64) * row_bytes
+        start = (-2 - tl.load(i32(tl.load(root + ARRAY_LOCATIONS)) + at, is_row, -2)).to(
+            tl.int64
+        ) * UNIT_BYTES
+        target = (
+            tl.load(root + ROOT_ARENA)
+            + slot_of(root, tl.maximum(node, 0), node >= 0).to(tl.int64) * row_bytes
+        )
         copy_rows(target, staging + start, tl.where(node >= 0, row_bytes, 0), ROWS, WORDS)

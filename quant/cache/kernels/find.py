@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from tableside.quant.cache.kernels import state as s
-from tableside.quant.cache.kernels.nodes import ID_BITS, bit_count, class_state_at, find, i32, i64, miss_count, slot_of, table_at
+from tableside.quant.cache.kernels.nodes import (
+    ID_BITS,
+    bit_count,
+    class_state_at,
+    find,
+    i32,
+    i64,
+    miss_count,
+    slot_of,
+    table_at,
+)
 from tableside.quant.cache.kernels.scores import ghost_score, tick_of, touch
 from tableside.quant.cache.kernels.state import (
     ARRAY_LOCATIONS,
@@ -45,14 +55,19 @@ from tableside.quant.cache.kernels.state import (
     TICKET_STAGING_UNITS,
 )
 
-WORD_BITS, GROUP_WORDS, ROWS_PER_FLAG = tl.constexpr(s.WORD_BITS), tl.constexpr(s.GROUP_WORDS), tl.constexpr(s.ROWS_PER_FLAG)
+WORD_BITS, GROUP_WORDS, ROWS_PER_FLAG = (
+    tl.constexpr(s.WORD_BITS),
+    tl.constexpr(s.GROUP_WORDS),
+    tl.constexpr(s.ROWS_PER_FLAG),
+)
 UNRESOLVED, IN_TABLE = tl.constexpr(s.UNRESOLVED), tl.constexpr(s.IN_TABLE)
 UNIT_BYTES = tl.constexpr(s.UNIT_BYTES)
 
 
 @triton.jit
 def miss_word(table, id):
-    """Where the miss bits of ids' rows lie in the table's map, pointers to int32; the rank of the first follows."""
+    """Where the miss bits of ids' rows lie in the table's map, pointers to int32; the rank of the first
+    follows."""
     return i32(tl.load(table + TABLE_MISSES)) + 2 * (id >> 5)
 
 
@@ -60,9 +75,9 @@ def miss_word(table, id):
 def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """Finds each id's slot: that is its location. A miss gets UNRESOLVED and a bit in its table's map.
 
-    A program takes BLOCK ids of one job a turn. Writes the locations, the bits of MISSES and DIRTY of the tables,
-    the counters IDS and HITS, and the use of the nodes of hits. An id out of
-    range gets IN_TABLE and is not counted; the lookup refuses it, or its row is an overlay's.
+    A program takes BLOCK ids of one job a turn. Writes the locations, the bits of MISSES and DIRTY of the
+    tables, the counters IDS and HITS, and the use of the nodes of hits. An id out of range gets IN_TABLE and
+    is not counted; the lookup refuses it, or its row is an overlay's.
     """
     root = i64(root)
     ticket = i64(ticket)
@@ -107,7 +122,9 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
     that have bits, zeros to DIRTY, the MISSES of state and classes, and the counter FETCHED.
     """
     root = i64(root)
-    last_unit = tl.load(i64(ticket) + TICKET_STAGING_UNITS) - tl.load(root + ROOT_WIDEST_UNITS)  # behind it none has room
+    last_unit = tl.load(i64(ticket) + TICKET_STAGING_UNITS) - tl.load(
+        root + ROOT_WIDEST_UNITS
+    )  # behind it none has room
     mine = i32(tl.load(root + ROOT_GROUPS)) + tl.program_id(0) * 2
     number = tl.load(mine).to(tl.int64)
     first_flag = tl.load(mine + 1).to(tl.int64)
@@ -128,7 +145,9 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
             count = bit_count(word)
             total = tl.sum(count, 0)
             # Ranks and units of the staging buffer are taken with one addition.
-            before = tl.atomic_add(state + STATE_MISSES, total.to(tl.int64) * ((units << 32) + 1), sem="relaxed")
+            before = tl.atomic_add(
+                state + STATE_MISSES, total.to(tl.int64) * ((units << 32) + 1), sem="relaxed"
+            )
             base = before.to(tl.int32)
             start = before >> 32
             rank = base + tl.cumsum(count, 0) - count
@@ -145,7 +164,9 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
                 word = word ^ bit
                 rank += is_one.to(tl.int32)
             tl.atomic_add(
-                class_state_at(root, tl.load(table + TABLE_CLASS)) + CLASS_STATE_MISSES, total.to(tl.int64), sem="relaxed"
+                class_state_at(root, tl.load(table + TABLE_CLASS)) + CLASS_STATE_MISSES,
+                total.to(tl.int64),
+                sem="relaxed",
             )
             counters = i64(tl.load(root + ROOT_COUNTERS)) + number * COUNTER_SIZE
             tl.atomic_add(counters + COUNTER_FETCHED, total.to(tl.int64), sem="relaxed")
@@ -170,7 +191,9 @@ def resolve(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
         table = table_at(root, number)
         at = (block - tl.load(job + PROBE_FIRST_BLOCK)) * BLOCK + tl.arange(0, BLOCK)
         location_at = i32(locations + tl.load(job + PROBE_LOCATIONS_AT)) + at
-        is_missed = (at < tl.load(job + PROBE_IDS)) & (tl.load(location_at, at < tl.load(job + PROBE_IDS), 0) == UNRESOLVED)
+        is_missed = (at < tl.load(job + PROBE_IDS)) & (
+            tl.load(location_at, at < tl.load(job + PROBE_IDS), 0) == UNRESOLVED
+        )
         id = tl.load(i64(inputs + tl.load(job + PROBE_IDS_AT)) + at, is_missed, 0)
         word = tl.load(miss_word(table, id), is_missed, 0)
         first = tl.load(miss_word(table, id) + 1, is_missed, 0)
@@ -180,5 +203,7 @@ def resolve(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
         tl.store(location_at, location, is_missed)
         in_place = (is_missed & (location == IN_TABLE)).to(tl.int64)
         tl.atomic_add(
-            i64(tl.load(root + ROOT_COUNTERS)) + number * COUNTER_SIZE + COUNTER_IN_PLACE, tl.sum(in_place, 0), sem="relaxed"
+            i64(tl.load(root + ROOT_COUNTERS)) + number * COUNTER_SIZE + COUNTER_IN_PLACE,
+            tl.sum(in_place, 0),
+            sem="relaxed",
         )

@@ -28,7 +28,11 @@ from tableside.quant.cache.kernels.state import (
     TABLE_SIZE,
 )
 
-NODE_BYTES, NODE_NEXT, NODE_USE = tl.constexpr(s.NODE_BYTES), tl.constexpr(s.NODE_NEXT), tl.constexpr(s.NODE_USE)
+NODE_BYTES, NODE_NEXT, NODE_USE = (
+    tl.constexpr(s.NODE_BYTES),
+    tl.constexpr(s.NODE_NEXT),
+    tl.constexpr(s.NODE_USE),
+)
 ID_BITS, ID_MASK = tl.constexpr(s.ID_BITS), tl.constexpr((1 << s.ID_BITS) - 1)
 HASH_BITS = tl.constexpr(31)
 COUNT_MASK = tl.constexpr(0xFFFFFFFF)  # of BatchState.MISSES: how many there are

@@ -40,11 +40,15 @@ IN_TABLE = -1  # a location: read the table itself
 UNRESOLVED = -(2**31)  # a location that is not known yet
 BUSY = -2  # the head of a bucket whose chain is being rebuilt
 SCORE_UNIT = 1 << 22  # a score is a logarithm to base 2, in this many parts; it wraps after 1024 half lives
-MOST_AHEAD = 40  # doublings by which a score can be ahead of the tick; one that seems further ahead has wrapped
+MOST_AHEAD = (
+    40  # doublings by which a score can be ahead of the tick; one that seems further ahead has wrapped
+)
 PRIORITY_LIMIT = 2**30  # eviction priorities of slots that hold a row lie between minus this and this
 FREE_PRIORITY = 2**31 - 1  # of a slot that holds no row
 LOCKED_PRIORITY = -(2**31)  # of a slot that a batch in flight may read: it is never evicted
-PAGE_STRIDE = 7919  # pages that `evict` begins further on with each ticket: a prime, so that it comes to all of them
+PAGE_STRIDE = (
+    7919  # pages that `evict` begins further on with each ticket: a prime, so that it comes to all of them
+)
 
 
 class Root(IntEnum):
@@ -68,7 +72,8 @@ class Root(IntEnum):
     GROUPS = 15  # int32 [programs of `enumerate_misses`, 2]: table, its first dirty flag
     MOST_SLOTS = 16  # of a page, of any class
     WIDEST_UNITS = 17  # UNIT_BYTES of a row, of any class
-    GATHER_LIST = 18  # page-locked int64 [2 + GATHER_MOST], then int32 [GATHER_MOST]: what the CPU gathers (`fetch.list_rows`)
+    # page-locked int64 [2 + GATHER_MOST], then int32 [GATHER_MOST]: what the CPU gathers (`fetch.list_rows`)
+    GATHER_LIST = 18
     GATHER_FROM = 19  # misses of a batch from which the CPU gathers them
     GATHER_MOST = 20  # misses of a batch that the CPU gathers, at most
     GATHERED = 21  # page-locked memory where the CPU puts them, laid out as in the staging buffer
@@ -152,7 +157,8 @@ class ProbeField(IntEnum):
 
 
 class TicketField(IntEnum):
-    """A batch in flight. The host writes the first three, `begin` the others, which change with each batch."""
+    """A batch in flight. The host writes the first three, `begin` the others, which change with each
+    batch."""
 
     STAGING = 0  # address of its staging buffer
     STAGING_UNITS = 1
@@ -162,7 +168,9 @@ class TicketField(IntEnum):
     JOB_OF_BLOCK = 5  # address of int32 [blocks], written there too
     BLOCKS = 6  # how many
     INPUTS = 7  # address of the batch's inputs; int64 ids lie at byte IDS_AT, written before the batch begins
-    LOCATIONS = 8  # address of the batch's locations; int32 [ids] at byte LOCATIONS_AT, written by `find.probe`
+    LOCATIONS = (
+        8  # address of the batch's locations; int32 [ids] at byte LOCATIONS_AT, written by `find.probe`
+    )
 
 
 def occupied_at(number: int) -> int:

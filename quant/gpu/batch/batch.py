@@ -1,11 +1,15 @@
-"""A batch for the lookup kernel: where each request lies in the buffers that it goes through, and what each one gets.
+"""A batch for the lookup kernel: where each request lies in the buffers that it goes through, and what each
+one gets.
 
-The buffers (`quant.gpu.batch.buffers`) belong to one device and to one batch at a time. The one that is sent to the device holds
+The buffers (`quant.gpu.batch.buffers`) belong to one device and to one batch at a time. The one that is sent
+to the device holds
 
-    inputs of request 0 · inputs of request 1 · … · header · what fills a follower's matrices (`quant.gpu.batch.follower`)
+    inputs of request 0 · inputs of request 1 · … · header · what fills a follower's matrices
+    (`quant.gpu.batch.follower`)
 
-`quant.gpu.batch.merge` has the header. A follower's tensors come last of a request's inputs. Outputs that stay on the device are the
-first ones. Copies go on the stream that is current, and nothing here waits for them.
+`quant.gpu.batch.merge` has the header. A follower's tensors come last of a request's inputs. Outputs that
+stay on the device are the first ones. Copies go on the stream that is current, and nothing here waits for
+them.
 """
 
 from collections.abc import Sequence
@@ -49,11 +53,11 @@ class LookupResult(NamedTuple):
 class DeviceBatch:
     """Requests that run together: where each one's parts lie in the shared buffers.
 
-    requests: (layout, inputs) each. locked: memory from which the device copies large inputs by itself; they stay as they
-    are until the batch is done. counts: int64 [lookups * 2] behind the outputs, on the device: what was not found of lookups
-    whose ids become row numbers. The host gets outputs and counts [stay_bytes, out_bytes).
-    ticket: of the rows that the cache brings. outputs: where the batch's outputs go on the host; done: an event behind them,
-    None: they are there.
+    requests: (layout, inputs) each. locked: memory from which the device copies large inputs by itself; they
+    stay as they are until the batch is done. counts: int64 [lookups * 2] behind the outputs, on the device:
+    what was not found of lookups whose ids become row numbers. The host gets outputs and counts [stay_bytes,
+    out_bytes). ticket: of the rows that the cache brings. outputs: where the batch's outputs go on the host;
+    done: an event behind them, None: they are there.
     """
 
     ticket: Ticket | None = None
@@ -72,10 +76,14 @@ class DeviceBatch:
     ) -> None:
         self.buffers, self._device, self.follower, self.clock = buffers, device, follower, clock
         self._layouts = layouts = [layout for layout, _ in requests]
-        self._taken = [None] * len(layouts) if follower is None else [follower.takes(n) for n in range(len(layouts))]
+        self._taken = (
+            [None] * len(layouts) if follower is None else [follower.takes(n) for n in range(len(layouts))]
+        )
         self.fills = Fills(self._taken, device.block(FILL_BLOCK))
         self._stays = [t is not None and t.stays for t in self._taken]
-        self._elsewhere = {n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)}
+        self._elsewhere = {
+            n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)
+        }
         self._inputs = [inputs.inputs if isinstance(inputs, Elsewhere) else inputs for _, inputs in requests]
         for n, given in self._elsewhere.items():
             check_elsewhere(layouts[n])
@@ -89,7 +97,13 @@ class DeviceBatch:
         self.stay_bytes = sizes.stay
         self._counts_at = aligned(sizes.outputs)
         self.out_bytes = self._counts_at + COUNT_BYTES * sizes.resolved
-        buffers.fit(inputs=sizes.inputs, rows=sizes.rows, outputs=self.out_bytes, scratch=4 * sizes.scratch, flags=4 * sizes.jobs)
+        buffers.fit(
+            inputs=sizes.inputs,
+            rows=sizes.rows,
+            outputs=self.out_bytes,
+            scratch=4 * sizes.scratch,
+            flags=4 * sizes.jobs,
+        )
         self._header_at = sizes.inputs
         self._flags = buffers.flags_array[: sizes.jobs]
         self._flags[:] = 0
@@ -103,7 +117,8 @@ class DeviceBatch:
         return self.buffers.device_out[self._counts_at : self.out_bytes].view(torch.int64)
 
     def prepare(self, launches: Launches | None) -> None:
-        """Makes room for the batch. launches: their header is on the device already; None: one is written behind the inputs."""
+        """Makes room for the batch. launches: their header is on the device already; None: one is written
+        behind the inputs."""
         header_bytes = 0
         if launches is None:
             rows = self.buffers.device_rows.data_ptr() if self._merged.sizes.rows else 0
@@ -117,19 +132,23 @@ class DeviceBatch:
         self.launches = launches
 
     def stage(self) -> None:
-        """Brings the requests' inputs, and the header, to where they are sent from. Rows that are gathered are sent."""
+        """Brings the requests' inputs, and the header, to where they are sent from. Rows that are gathered
+        are sent."""
         if isinstance(self._merged, BatchLayout):
             for n, one in self._elsewhere.items():
                 copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
                 first = self._merged.bases[n].inputs
                 self._reads += [copy._replace(staged=copy.staged + first) for copy in copies]
-        self._locked_reads = self._merged.write(self._inputs, self._host, self._header_at, self._locked.ranges)
+        self._locked_reads = self._merged.write(
+            self._inputs, self._host, self._header_at, self._locked.ranges
+        )
         if self._merged.sizes.rows or self.fills.programs:
             for n, one in enumerate(self._inputs):
                 self._stage(n, one)
 
     def _stage(self, n: int, inputs: Any) -> None:
-        """Has what follows, and rows that are gathered, brought to where they are sent from; the rows are sent."""
+        """Has what follows, and rows that are gathered, brought to where they are sent from; the rows are
+        sent."""
         layout, base = self._layouts[n], self._merged.bases[n]
         if (taken := self._taken[n]) is not None:
             first = base.inputs + aligned(layout.in_bytes)
@@ -148,12 +167,18 @@ class DeviceBatch:
             device[start : start + gather.bytes].copy_(chunk, non_blocking=True)
 
     def send(self, stream: int | None) -> None:
-        """Sends inputs and header to the device, and copies what lies elsewhere on it. stream: where that is enqueued."""
+        """Sends inputs and header to the device, and copies what lies elsewhere on it. stream: where that
+        is enqueued."""
         host, device = self.buffers.host_in, self.buffers.device_in
         if self.fills.programs:
             inputs, outputs = device.data_ptr(), self.buffers.device_out.data_ptr()
-            tensors = [inputs + b.inputs + aligned(la.in_bytes) for b, la in zip(self._merged.bases, self._layouts, strict=True)]
-            written = self.fills.written(self._layouts, tensors, [outputs + at for at in self._merged.outputs_at], self._failed)
+            tensors = [
+                inputs + b.inputs + aligned(la.in_bytes)
+                for b, la in zip(self._merged.bases, self._layouts, strict=True)
+            ]
+            written = self.fills.written(
+                self._layouts, tensors, [outputs + at for at in self._merged.outputs_at], self._failed
+            )
             self._host[self._fills_at : self._fills_at + len(written)] = np.frombuffer(written, np.uint8)
         sent, staged = device.data_ptr(), host.data_ptr()
         holes = [copy._replace(size=aligned(copy.size)) for copy in self._locked_reads]
@@ -167,7 +192,9 @@ class DeviceBatch:
         """Copies vectors to where they belong elsewhere on the device, behind the lookups."""
         for n, one in self._elsewhere.items():
             outputs = self.buffers.device_out.data_ptr() + self._merged.outputs_at[n]
-            run_copies(self._device, stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False)
+            run_copies(
+                self._device, stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False
+            )
 
     @property
     def fills_address(self) -> int:
@@ -175,7 +202,8 @@ class DeviceBatch:
         return self.buffers.device_in.data_ptr() + self._fills_at
 
     def run_on_host(self) -> None:
-        """Looks up what the CPU does of the requests, while the device works, and makes room for what it puts together."""
+        """Looks up what the CPU does of the requests, while the device works, and makes room for what it
+        puts together."""
         for n, (layout, stays) in enumerate(zip(self._layouts, self._stays, strict=True)):
             if stays or not layout.is_direct:
                 self._run_on_host(n)
@@ -195,7 +223,9 @@ class DeviceBatch:
         The buffer of a request whose outputs stay has room for them; nobody wrote to it.
         """
         flagged = self._flagged() if self._flags.any() else self._failed
-        unfound = self._unfound(self.outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS))
+        unfound = self._unfound(
+            self.outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS)
+        )
         return [
             self._problem(n) if failed or is_flagged else LookupResult(self._answer(n), unfound[n])
             for n, (failed, is_flagged) in enumerate(zip(self._failed, flagged, strict=True))
@@ -215,7 +245,9 @@ class DeviceBatch:
         if problem is None and one is not None:
             return BadIds(Problem.CHANGED, 0, 0, 0, 0)
         if problem is None:
-            raise RuntimeError("the device refused ids that are right; the driver, the device or the kernel is at fault")
+            raise RuntimeError(
+                "the device refused ids that are right; the driver, the device or the kernel is at fault"
+            )
         return problem
 
     def _answer(self, n: int) -> Buffer:

@@ -28,10 +28,11 @@ class Batches:
         self._free = [Buffers(launcher.device)]  # more are made where several batches have begun
 
     def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
-        """Has batches write what callers get to parts of `memory`, uint8, which is page-locked now and stays mapped.
+        """Has batches write what callers get to parts of `memory`, uint8, which is page-locked now and stays
+        mapped.
 
-        take: gives a part of so many bytes, which is the caller's as long as an array over it lives. QuantError: CUDA cannot
-        lock the memory.
+        take: gives a part of so many bytes, which is the caller's as long as an array over it lives.
+        QuantError: CUDA cannot lock the memory.
         """
         self.launcher.device.page_lock(memory.ctypes.data, memory.size)
         with self.launcher.lock:
@@ -39,7 +40,8 @@ class Batches:
             self._free.clear()
 
     def read_inputs_in(self, memory: Buffer) -> None:
-        """Has the device copy large inputs that lie in this memory from there. It is page-locked until its last view goes.
+        """Has the device copy large inputs that lie in this memory from there. It is page-locked until its
+        last view goes.
 
         Inputs stay as they are until their batch is done. QuantError: CUDA cannot lock the memory.
         """
@@ -50,14 +52,15 @@ class Batches:
     def run(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> Results:
         """Runs requests as one batch; each gets its outputs and what was not found, or what is wrong with it.
 
-        The outputs are the caller's; they keep the batch's page-locked memory until the last of them is let go. follower: runs
-        on the device before this waits for it, in the requests' order. Where a request is refused its rows are whatever numbers,
-        all finite; those of others do not depend on it.
+        The outputs are the caller's; they keep the batch's page-locked memory until the last of them is let
+        go. follower: runs on the device before this waits for it, in the requests' order. Where a request is
+        refused its rows are whatever numbers, all finite; those of others do not depend on it.
         """
         return self.finish(self.begin(requests, timed, follower))
 
     def start(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
-        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and the follower.
+        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and
+        the follower.
 
         One may be started while another thread waits for those before it.
         """
@@ -65,7 +68,8 @@ class Batches:
             return self._launched(self._begun(requests, timed, follower))
 
     def wait(self, batch: DeviceBatch) -> Results:
-        """What a batch gives that was started, once it is there. Once, on any thread; others may look up meanwhile."""
+        """What a batch gives that was started, once it is there. Once, on any thread; others may look up
+        meanwhile."""
         try:
             batch.done.synchronize()
             return batch.results(), batch.clock.times() if batch.clock else None
@@ -77,7 +81,8 @@ class Batches:
             self._free.append(batch.buffers)
 
     def begin(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
-        """The first part of `run`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits for nothing.
+        """The first part of `run`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits
+        for nothing.
 
         Several batches may have begun; each has buffers of its own.
         """
@@ -85,7 +90,8 @@ class Batches:
             return self._begun(requests, timed, follower)
 
     def finish(self, batch: DeviceBatch) -> Results:
-        """The rest of `run`: lookups, what follows them, and the results. Once, in the order in which batches began."""
+        """The rest of `run`: lookups, what follows them, and the results. Once, in the order in which
+        batches began."""
         with self.launcher.on_stream():
             self._launched(batch)
         return self.wait(batch)
@@ -111,7 +117,9 @@ class Batches:
         self.launcher.settle()
         self._free.append(buffers)
 
-    def _begin(self, buffers: Buffers, requests: Requests, timed: bool, follower: Follower | None) -> DeviceBatch:
+    def _begin(
+        self, buffers: Buffers, requests: Requests, timed: bool, follower: Follower | None
+    ) -> DeviceBatch:
         launcher = self.launcher
         clock = Clock(launcher.device, launcher.stream) if timed else None
         plans = [self._own(plan) for plan, _ in requests]
@@ -129,7 +137,13 @@ class Batches:
             buffers.device_out[: batch.out_bytes].zero_()  # where lengths are wrong no vector is written
         if launches.resolve is not None:
             inputs = buffers.device_in.data_ptr()
-            launcher.resolve(launches.resolve, inputs, inputs, buffers.device_out.data_ptr(), batch.counts.zero_().data_ptr())
+            launcher.resolve(
+                launches.resolve,
+                inputs,
+                inputs,
+                buffers.device_out.data_ptr(),
+                batch.counts.zero_().data_ptr(),
+            )
         batch.ticket = launcher.prefetch(launches, buffers.device_in)
         return batch
 

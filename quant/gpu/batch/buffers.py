@@ -1,4 +1,5 @@
-"""The buffers that batches go through, on the host and on the device. They belong to one device, and to one batch at a time."""
+"""The buffers that batches go through, on the host and on the device. They belong to one device, and to
+one batch at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,12 @@ Buffer = NDArray[np.uint8]
 
 
 class Buffers:
-    """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is page-locked.
+    """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is
+    page-locked.
 
-    Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts; scratch: starts of bags,
-    int32; flags: int32 a job, on the host. All but the flags lie on the device. *_array: the host's side as numpy has it.
-    done: an event behind a batch's work.
+    Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts;
+    scratch: starts of bags, int32; flags: int32 a job, on the host. All but the flags lie on the device.
+    *_array: the host's side as numpy has it. done: an event behind a batch's work.
     """
 
     def __init__(self, device: Device, answers: Callable[[int], Buffer] | None = None) -> None:
@@ -42,7 +44,9 @@ class Buffers:
     def on_device(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
 
-    def fit(self, *, inputs: int = 0, rows: int = 0, outputs: int = 0, scratch: int = 0, flags: int = 0) -> None:
+    def fit(
+        self, *, inputs: int = 0, rows: int = 0, outputs: int = 0, scratch: int = 0, flags: int = 0
+    ) -> None:
         """Makes room for so many bytes of each."""
         if inputs > self.host_in.numel():
             self._inputs(_grown(inputs))

@@ -1,7 +1,9 @@
-"""Requests whose ids, or vectors, lie in other memory of the device than a batch's: they are copied there, on the device.
+"""Requests whose ids, or vectors, lie in other memory of the device than a batch's: they are copied there, on
+the device.
 
-A batch has one buffer for its inputs and one for its outputs. What lies elsewhere is copied from its place into the first, or
-from the second to its place, in the order of the lookups, so that nothing of it goes over the bus.
+A batch has one buffer for its inputs and one for its outputs. What lies elsewhere is copied from its place
+into the first, or from the second to its place, in the order of the lookups, so that nothing of it goes over
+the bus.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +20,8 @@ from tableside.quant.gpu.batch.placed import Copy
 
 
 class DeviceRange(NamedTuple):
-    """Bytes [at, at + size) of a request's inputs, or of its outputs, that lie at `address`. owner: keeps that memory."""
+    """Bytes [at, at + size) of a request's inputs, or of its outputs, that lie at `address`. owner: keeps
+    that memory."""
 
     at: int
     size: int
@@ -27,7 +30,8 @@ class DeviceRange(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """A request's inputs. inputs: as of any request, but that nobody wrote what `reads` have. writes: of its outputs."""
+    """A request's inputs. inputs: as of any request, but that nobody wrote what `reads` have. writes: of
+    its outputs."""
 
     inputs: Any
     reads: tuple[DeviceRange, ...]
@@ -37,9 +41,14 @@ class Elsewhere(NamedTuple):
 def check_elsewhere(layout: Layout) -> None:
     """QuantError: the CPU would have to read the ids, or vectors cannot be copied in whole parts."""
     if layout.gathers or layout.host is not None:
-        raise QuantError("the CPU reads ids of this request where its tables are placed; send them in the request's body")
+        raise QuantError(
+            "the CPU reads ids of this request where its tables are placed; send them in the request's body"
+        )
     if any(move.rows > 1 for move in _moves(layout.moves_out)):
-        raise QuantError("the vectors of this request are brought together by the CPU; have them sent in the response's body")
+        raise QuantError(
+            "the vectors of this request are brought together by the CPU; have them sent in the response's "
+            "body"
+        )
 
 
 def reads_of(layout: Layout, parts: Sequence[DeviceRange]) -> tuple[list[Copy], bytes]:
@@ -52,7 +61,9 @@ def reads_of(layout: Layout, parts: Sequence[DeviceRange]) -> tuple[list[Copy], 
         for part, first, after in _within(parts, at, end):
             if first > at:
                 moves.append(Move(at, move.target + at - move.source, first - at))
-            _add(copies, Copy(move.target + first - move.source, part.address + first - part.at, after - first))
+            _add(
+                copies, Copy(move.target + first - move.source, part.address + first - part.at, after - first)
+            )
             at = after
         if at < end:
             moves.append(Move(at, move.target + at - move.source, end - at))
@@ -66,14 +77,21 @@ def writes_of(layout: Layout, parts: Sequence[DeviceRange]) -> list[Copy]:
     parts = sorted(parts, key=lambda part: part.at)
     for move in moves:
         for part, first, after in _within(parts, move.target, move.target + move.bytes):
-            _add(copies, Copy(move.source + first - move.target, part.address + first - part.at, after - first))
+            _add(
+                copies, Copy(move.source + first - move.target, part.address + first - part.at, after - first)
+            )
     return copies
 
 
-def run_copies(device: Device, stream: int | None, staged: int, copies: Sequence[Copy], *, to_staged: bool) -> None:
-    """Copies on the device, in the stream's order. staged: the address that the copies' offsets count from."""
+def run_copies(
+    device: Device, stream: int | None, staged: int, copies: Sequence[Copy], *, to_staged: bool
+) -> None:
+    """Copies on the device, in the stream's order. staged: the address that the copies' offsets count
+    from."""
     for one in copies:
-        target, source = (staged + one.staged, one.address) if to_staged else (one.address, staged + one.staged)
+        target, source = (
+            (staged + one.staged, one.address) if to_staged else (one.address, staged + one.staged)
+        )
         device.copy(stream, target, source, one.size)
 
 

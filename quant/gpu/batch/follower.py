@@ -1,9 +1,10 @@
-"""What follows a batch's lookups on the device and reads their vectors there: where it finds what it takes of each request.
+"""What follows a batch's lookups on the device and reads their vectors there: where it finds what it takes of
+each request.
 
-A follower says of each request which of its vectors and input tensors it takes, to which matrices they go, and in what precision.
-The tensors are staged with the ids and sent by the same copy; one launch then fills the matrices (`quant.gpu.kernels.fill`).
-Outputs that nobody but the follower reads stay on the device. Nothing here knows what the matrices are for. Imports neither torch
-nor Triton.
+A follower says of each request which of its vectors and input tensors it takes, to which matrices they go,
+and in what precision. The tensors are staged with the ids and sent by the same copy; one launch then fills
+the matrices (`quant.gpu.kernels.fill`). Outputs that nobody but the follower reads stay on the device.
+Nothing here knows what the matrices are for. Imports neither torch nor Triton.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,8 @@ class VectorField(IntEnum):
 
 
 class FollowerTensor(NamedTuple):
-    """A tensor that is taken of a request: fp32 [values] at byte `at` of its input buffer. target: an address on the device."""
+    """A tensor that is taken of a request: fp32 [values] at byte `at` of its input buffer. target: an
+    address on the device."""
 
     at: int
     values: int
@@ -45,8 +47,8 @@ class FollowerTensor(NamedTuple):
 class FollowerInputs(NamedTuple):
     """What a follower takes of one request.
 
-    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], addresses on the device of [VALUES] of `precision`, as
-    the tensors' are. stays: the request's outputs are not copied to the host.
+    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], addresses on the device of [VALUES]
+    of `precision`, as the tensors' are. stays: the request's outputs are not copied to the host.
     """
 
     vectors: NDArray[np.int64]
@@ -72,7 +74,8 @@ class Follower(Protocol):
     """What follows the lookups of a batch."""
 
     def takes(self, number: int) -> FollowerInputs | None:
-        """What it takes of a request of the batch, by number; None: nothing. Asked before anything is staged."""
+        """What it takes of a request of the batch, by number; None: nothing. Asked before anything is
+        staged."""
         ...
 
     def run(self) -> None:
@@ -116,25 +119,33 @@ class Fills:
         self.bytes = _aligned(self.programs_at + self._of_program.nbytes)
 
     def written(
-        self, layouts: Sequence["Layout"], inputs: Sequence[int], outputs: Sequence[int], failed: Sequence[bool]
+        self,
+        layouts: Sequence["Layout"],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        failed: Sequence[bool],
     ) -> bytes:
         """Jobs, and from `programs_at` on the job of each program.
 
-        inputs, outputs: addresses on the device of each request's tensors, and of its staged outputs. failed: requests whose rows
-        are not there: zeros take the place of their vectors.
+        inputs, outputs: addresses on the device of each request's tensors, and of its staged outputs. failed:
+        requests whose rows are not there: zeros take the place of their vectors.
         """
         counts = [len(t.vectors) for _, t in self._held]
         at = self._vectors[:, VectorField.AT]
         if not all(layouts[n].is_direct for n, _ in self._held):
             at = _joined([_staged_at(layouts[n], t.vectors[:, VectorField.AT]) for n, t in self._held], (0,))
-            apart = np.repeat([not layouts[n].is_direct for n, _ in self._held], counts)  # such lie one after another
+            apart = np.repeat(
+                [not layouts[n].is_direct for n, _ in self._held], counts
+            )  # such lie one after another
             steps = self._jobs[: len(self._vectors), FillField.STEP]
             steps[apart] = self._vectors[apart, VectorField.WIDTH]
         sources = at + np.repeat([outputs[n] for n, _ in self._held], counts)
         if any(failed):
             sources[np.repeat([failed[n] for n, _ in self._held], counts)] = 0
         self._jobs[: len(sources), FillField.SOURCE] = sources
-        self._jobs[len(sources) :, FillField.SOURCE] = [inputs[n] + at for n, t in self._held for _, at in t.staged()]
+        self._jobs[len(sources) :, FillField.SOURCE] = [
+            inputs[n] + at for n, t in self._held for _, at in t.staged()
+        ]
         return self._jobs.tobytes() + self._of_program.tobytes()
 
 

@@ -24,8 +24,9 @@ from tableside.quant.gpu.residence.stashable import StashableTables
 class Launcher:
     """Launches kernels on one device.
 
-    lock: is held while something is launched. stream: where batches are launched; priority: of it. copies: a stream beside
-    lookups. cache: of the device, once it is opened. stashable: tables that may have to come back before a lookup.
+    lock: is held while something is launched. stream: where batches are launched; priority: of it. copies: a
+    stream beside lookups. cache: of the device, once it is opened. stashable: tables that may have to come
+    back before a lookup.
     """
 
     def __init__(self, device: Device, priority: int) -> None:
@@ -34,7 +35,9 @@ class Launcher:
         self.cache: Cache | None = None
         self.stashable = StashableTables(device)
         self._is_on_stream = False  # the thread that holds the lock is on the stream
-        self.resolvers = {overlaid: kernels.resolver(device.block(RESOLVE_BLOCK), overlaid) for overlaid in (False, True)}
+        self.resolvers = {
+            overlaid: kernels.resolver(device.block(RESOLVE_BLOCK), overlaid) for overlaid in (False, True)
+        }
         self._bag_starts, self.fill = kernels.bag_starts(), kernels.filler(device.block(FILL_BLOCK))
         self._lookups: dict[Any, Kernel] = {}
 
@@ -67,7 +70,8 @@ class Launcher:
     # ---- tables that are away ----
 
     def stash(self) -> int:
-        """Gives back the memory of all stashable tables, after lookups that are under way; returns how many bytes."""
+        """Gives back the memory of all stashable tables, after lookups that are under way; returns how
+        many bytes."""
         with self.lock:
             self.device.synchronize()
             return self.stashable.stash()
@@ -90,26 +94,39 @@ class Launcher:
     def resolve(self, jobs: ResolveJobs, source: int, inputs: int, outputs: int, counts: int) -> None:
         """Makes row numbers of ids, on the current stream. jobs: `placed`.
 
-        source, inputs, outputs: addresses that offsets of ids, of row numbers and of found masks count from. counts:
-        address of int64 [jobs * 2] on the device, to which it adds what was not found.
+        source, inputs, outputs: addresses that offsets of ids, of row numbers and of found masks count from.
+        counts: address of int64 [jobs * 2] on the device, to which it adds what was not found.
         """
         self.await_tables()  # ids may lie in their rows
         kernel = self.resolvers[jobs.is_overlaid]
-        kernel(jobs.programs, self.device.current_handle(), jobs.jobs_at, jobs.programs_at, source, inputs, outputs, counts)
+        kernel(
+            jobs.programs,
+            self.device.current_handle(),
+            jobs.jobs_at,
+            jobs.programs_at,
+            source,
+            inputs,
+            outputs,
+            counts,
+        )
 
     def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None:
-        """Has the cache bring the rows that it must; None: nothing is read through it. inputs: with row numbers for ids."""
+        """Has the cache bring the rows that it must; None: nothing is read through it. inputs: with row
+        numbers for ids."""
         if launches.probe is None:
             return None
         if self.cache is None:
-            raise QuantError("the plan reads through another device's cache; make it with this backend's tables")
+            raise QuantError(
+                "the plan reads through another device's cache; make it with this backend's tables"
+            )
         return self.cache.prefetch(launches.probe, inputs)
 
     def look_up(self, launches: Launches, buffers: Buffers, ticket: Ticket | None) -> None:
-        """Launches the lookups of a batch on the current stream, once the ticket's rows are there. The host waits for nothing.
+        """Launches the lookups of a batch on the current stream, once the ticket's rows are there. The host
+        waits for nothing.
 
-        buffers.flags: int32 [jobs], zeros; 1 is written where an id or a length of the job is wrong. ticket: is released
-        behind the lookups.
+        buffers.flags: int32 [jobs], zeros; 1 is written where an id or a length of the job is wrong. ticket:
+        is released behind the lookups.
         """
         self.await_tables()
         locations, staging = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.staging)
@@ -124,7 +141,9 @@ class Launcher:
             if one.has_lengths:
                 self._bag_starts(one.jobs, stream, jobs, inputs, scratch, flags_at)
             kernel = self._kernel_of(one)
-            kernel(one.programs, stream, jobs, programs, inputs, scratch, outputs, flags_at, locations, staging)
+            kernel(
+                one.programs, stream, jobs, programs, inputs, scratch, outputs, flags_at, locations, staging
+            )
         if ticket is not None:
             ticket.release()
 
@@ -152,9 +171,12 @@ class Launcher:
             self.resolvers[True](1, self.device.current_handle(), at, at + 256, at, at, at, at)
 
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
-        """Compiles what a follower takes, before there is one. warm_up: its own part of that, called as `run` will be."""
+        """Compiles what a follower takes, before there is one. warm_up: its own part of that, called as
+        `run` will be."""
         with self.on_stream():
-            nothing = torch.zeros(64, dtype=torch.int64, device=self.device.torch_device)  # a job of no values
+            nothing = torch.zeros(
+                64, dtype=torch.int64, device=self.device.torch_device
+            )  # a job of no values
             nothing[FillField.WIDTH] = 1
             self.fill(1, self.device.current_handle(), nothing.data_ptr(), nothing.data_ptr())
             warm_up()

@@ -1,8 +1,8 @@
 """How the lookups of one request are laid out for the lookup kernel. Nothing here touches a device.
 
-`lay_out` turns lookups into a `Layout`, which never changes. Its numbers are relative to the request's own parts of the
-buffers. To run several requests in one launch, their parts are put one after another, and each job's offsets grow by what
-lies before (`Jobs.shifted`). A request's parts are
+`lay_out` turns lookups into a `Layout`, which never changes. Its numbers are relative to the request's own
+parts of the buffers. To run several requests in one launch, their parts are put one after another, and each
+job's offsets grow by what lies before (`Jobs.shifted`). A request's parts are
 
     inputs     ids int64, lengths int32 and weights fp32 of every lookup, each at a multiple of 8 bytes
     rows       packed rows that the CPU gathers, as they lie in their tables
@@ -35,14 +35,17 @@ from tableside.quant.row_format import RowFormat
 
 GATHER_CHUNK = 65_536  # rows that are gathered before their copy to the device begins
 GATHER_LEAST = 1_024  # rows that are worth waking a thread for
-GATHER_BYTES = 128 << 20  # of gathered rows in a request; the GPU reads what is beyond in place, which is slower
+GATHER_BYTES = (
+    128 << 20
+)  # of gathered rows in a request; the GPU reads what is beyond in place, which is slower
 ALIGNMENT = 16
 _LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Rows that the CPU gathers: `plan` writes `bytes` bytes from byte `target` of the request's gathered rows on."""
+    """Rows that the CPU gathers: `plan` writes `bytes` bytes from byte `target` of the request's gathered
+    rows on."""
 
     plan: Plan
     target: int
@@ -51,7 +54,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class Bases:
-    """Where a request's parts begin in the buffers of a batch. Bytes, but scratch in int32 values; rows: an address."""
+    """Where a request's parts begin in the buffers of a batch. Bytes, but scratch in int32 values; rows:
+    an address."""
 
     inputs: int = 0
     outputs: int = 0
@@ -64,8 +68,9 @@ class Bases:
 class Jobs:
     """The pooled or the unpooled lookups of a request.
 
-    rows: int64 [jobs, FIELDS]; is_offset: the same shape, 1 where a value is an offset; job_of_program: int32 [programs].
-    is_indirect: some rows are found through the cache's locations, or in the HBM part of a split table.
+    rows: int64 [jobs, FIELDS]; is_offset: the same shape, 1 where a value is an offset; job_of_program: int32
+    [programs]. is_indirect: some rows are found through the cache's locations, or in the HBM part of a split
+    table.
     """
 
     pooled: bool
@@ -79,7 +84,13 @@ class Jobs:
 
 
 _SHIFTED = [JobField.IDS_AT, JobField.LENGTHS_AT, JobField.WEIGHTS_AT]
-_SHIFTED += [JobField.OUT_AT, JobField.STARTS_AT, JobField.TABLE, JobField.LOCATIONS_AT, JobField.FIRST_PROGRAM]
+_SHIFTED += [
+    JobField.OUT_AT,
+    JobField.STARTS_AT,
+    JobField.TABLE,
+    JobField.LOCATIONS_AT,
+    JobField.FIRST_PROGRAM,
+]
 
 
 def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]:
@@ -90,7 +101,9 @@ def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]
     counts, programs = [len(part.rows) for part in parts], [part.job_of_program.size for part in parts]
     before = np.cumsum([[0, 0], *zip(counts, programs, strict=True)], axis=0)[:-1]
     shifts = np.zeros((len(parts), FIELDS), np.int64)
-    shifts[:, _SHIFTED] = [(b.inputs, b.inputs, b.inputs, b.outputs, b.scratch, b.rows, b.locations, 0) for b in bases]
+    shifts[:, _SHIFTED] = [
+        (b.inputs, b.inputs, b.inputs, b.outputs, b.scratch, b.rows, b.locations, 0) for b in bases
+    ]
     shifts[:, JobField.FIRST_PROGRAM] = before[:, 1]
     rows = np.repeat(shifts, counts, axis=0)
     rows *= np.concatenate([part.is_offset for part in parts])
@@ -104,13 +117,14 @@ def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]
 class Layout:
     """A request's lookups, laid out.
 
-    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones, int64 [moves, fields of Move], as bytes.
-    moves_out: from its staged outputs to what the caller asked for, likewise. gathers: rows that the CPU gathers first. resolved:
-    lookups whose ids become row numbers first. cached: lookups whose rows the cache finds, int64 [lookups, fields of
-    CachedLookup]. host: a plan of the lookups that the CPU runs, which are `host_lookups` by number. all_found: (at, bytes)
-    of found masks in the caller's output buffer of tables that have every id. is_direct: the staged outputs are what the
-    caller asked for, byte for byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the
-    caller's output buffer. native: the same for the C routine that merges requests; None: Python merges them.
+    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones, int64 [moves, fields
+    of Move], as bytes. moves_out: from its staged outputs to what the caller asked for, likewise. gathers:
+    rows that the CPU gathers first. resolved: lookups whose ids become row numbers first. cached: lookups
+    whose rows the cache finds, int64 [lookups, fields of CachedLookup]. host: a plan of the lookups that the
+    CPU runs, which are `host_lookups` by number. all_found: (at, bytes) of found masks in the caller's output
+    buffer of tables that have every id. is_direct: the staged outputs are what the caller asked for, byte for
+    byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the caller's
+    output buffer. native: the same for the C routine that merges requests; None: Python merges them.
     """
 
     lookups: Callable[[], Sequence[Lookup]]
@@ -154,7 +168,9 @@ class Layout:
             try:
                 rows_of(lk.table, ids, lengths, number)
             except BadIds as error:
-                return error.with_traceback(None)  # which would keep this, and its tables, alive with the answer
+                return error.with_traceback(
+                    None
+                )  # which would keep this, and its tables, alive with the answer
         return None
 
 
@@ -169,9 +185,10 @@ def lay_out(
 ) -> Layout:
     """Lays out the lookups of one request.
 
-    cpu: gathers, and runs lookups of tables that are the CPU's, with `threads` threads. gather_from: ids of a request in tables
-    that are read in place, from which the CPU gathers their rows. out_bytes: of the caller's output buffer, if it has more than
-    the vectors. QuantError: a lookup is larger than a launch can be, or its bags are not its ids.
+    cpu: gathers, and runs lookups of tables that are the CPU's, with `threads` threads. gather_from: ids of a
+    request in tables that are read in place, from which the CPU gathers their rows. out_bytes: of the
+    caller's output buffer, if it has more than the vectors. QuantError: a lookup is larger than a launch can
+    be, or its bags are not its ids.
     """
     tables = [on_device(lk.table) for lk in lookups]
     in_host_memory = sum(lk.ids for lk, table in zip(lookups, tables, strict=True) if table.is_gathered)
@@ -271,7 +288,11 @@ class _RequestParts:
 
     def _add_rows(self, lk: Lookup, table: DeviceTable, job: LookupJob) -> None:
         """Says where rows lie, or has the CPU gather them, while there is room for them."""
-        if table.is_gathered and self._gathers and self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES:
+        if (
+            table.is_gathered
+            and self._gathers
+            and self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES
+        ):
             job.offset(JobField.TABLE, self._gather(lk, table.host))
             job[JobField.ROWS] = lk.ids
             return
@@ -290,7 +311,9 @@ class _RequestParts:
         if lk.out_row_bytes is None:
             self.moves_out.append(Move(self.out_bytes, lk.out_at, size))
         elif size:
-            move = Move(self.out_bytes, lk.out_at, lk.vector_bytes, lk.outputs, lk.vector_bytes, lk.out_row_bytes)
+            move = Move(
+                self.out_bytes, lk.out_at, lk.vector_bytes, lk.outputs, lk.vector_bytes, lk.out_row_bytes
+            )
             self.moves_out.append(move)
         self.out_bytes += aligned(size)
 
@@ -305,7 +328,9 @@ class _RequestParts:
             self.out_bytes += aligned(lk.ids)
         if table.device_map is not None:
             at, is_overlaid = job[JobField.IDS_AT], table.is_overlaid
-            self.resolved.append(ResolvedLookup(number, table.device_map.address, at, lk.ids, found_at, is_overlaid))
+            self.resolved.append(
+                ResolvedLookup(number, table.device_map.address, at, lk.ids, found_at, is_overlaid)
+            )
 
     def _stage(self, job: LookupJob, field: JobField, source: int | None, size: int) -> None:
         if source is not None:
@@ -344,13 +369,18 @@ class _RequestParts:
 def check_size(ids: int, vectors: int) -> None:
     """QuantError: a lookup is larger than a launch can be."""
     if max(ids, vectors) > _LARGEST:
-        raise QuantError(f"a lookup of {ids:,} ids in {vectors:,} vectors; at most {_LARGEST:,} of each run on a GPU")
+        raise QuantError(
+            f"a lookup of {ids:,} ids in {vectors:,} vectors; at most {_LARGEST:,} of each run on a GPU"
+        )
 
 
 def _check(lk: Lookup) -> None:
     check_size(lk.ids, lk.outputs)
     if lk.pooling is not Pooling.NONE and lk.lengths_at is None and lk.bags * lk.bag_length != lk.ids:
-        raise QuantError(f"{lk.bags:,} bags of {lk.bag_length:,} ids are {lk.bags * lk.bag_length:,}; the lookup has {lk.ids:,}")
+        raise QuantError(
+            f"{lk.bags:,} bags of {lk.bag_length:,} ids are {lk.bags * lk.bag_length:,}; the lookup has "
+            f"{lk.ids:,}"
+        )
 
 
 def _end(lk: Lookup) -> int:
@@ -374,7 +404,11 @@ def _joined(moves: Iterable[Move]) -> tuple[Move, ...]:
     result: list[Move] = []
     for m in moves:
         last = result[-1] if result else Move(-1, -1, 0)
-        if m.rows == last.rows == 1 and last.source + last.bytes == m.source and last.target + last.bytes == m.target:
+        if (
+            m.rows == last.rows == 1
+            and last.source + last.bytes == m.source
+            and last.target + last.bytes == m.target
+        ):
             result[-1] = last._replace(bytes=last.bytes + m.bytes)
         elif m.bytes:
             result.append(m)

@@ -1,10 +1,12 @@
 """What a batch of requests launches, and the header that tells the kernels of it.
 
     header   for each launch: jobs int64 [jobs, FIELDS] · the job of each program int32 [programs] · zeros to a multiple of 8
-             then, if ids are to become row numbers, what the kernel that does it reads (`quant.gpu.batch.resolve`)
-             then, if rows are read through the cache, what its kernels read (`quant.cache.jobs`)
+             then, if ids are to become row numbers, what the kernel that does it reads
+             (`quant.gpu.batch.resolve`) then, if rows are read through the cache, what its kernels read
+             (`quant.cache.jobs`)
 
-`merge` writes the header and says where in it each launch finds its jobs; its size is the number of bytes that it wrote.
+`merge` writes the header and says where in it each launch finds its jobs; its size is the number of bytes
+that it wrote.
 """
 
 from collections.abc import Sequence
@@ -27,8 +29,8 @@ from tableside.quant.gpu.kernels.wanted import KernelKey
 class Launch:
     """Jobs of a batch that one launch works on.
 
-    jobs_at, programs_at: offsets in the header, of the jobs and of the job of each program. members: (request, its first
-    flag, the flag after its last).
+    jobs_at, programs_at: offsets in the header, of the jobs and of the job of each program. members:
+    (request, its first flag, the flag after its last).
     """
 
     pooled: bool
@@ -47,8 +49,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """What a batch launches: first what makes row numbers of ids (`resolve`) and what finds its cached rows (`probe`), if there
-    are any, then the lookups.
+    """What a batch launches: first what makes row numbers of ids (`resolve`) and what finds its cached rows
+    (`probe`), if there are any, then the lookups.
 
     address: of the header on the device.
     """
@@ -61,11 +63,14 @@ class Launches:
     def placed(self, address: int) -> "Launches":
         """The same, with the header at this address of the device, a multiple of 8."""
         resolve = None if self.resolve is None else self.resolve.placed(address)
-        return Launches(self.lookups, resolve, None if self.probe is None else self.probe.placed(address), address)
+        return Launches(
+            self.lookups, resolve, None if self.probe is None else self.probe.placed(address), address
+        )
 
 
 def merge(layouts: Sequence[Layout], bases: Sequence[Bases], device: Device) -> tuple[bytes, Launches]:
-    """The header of a batch, and what is to be launched once it lies on the device. bases: where each request's parts begin.
+    """The header of a batch, and what is to be launched once it lies on the device. bases: where each
+    request's parts begin.
 
     Jobs of several requests share a launch where they were compiled alike and are cut up alike.
     """
@@ -100,7 +105,11 @@ def merge(layouts: Sequence[Layout], bases: Sequence[Bases], device: Device) -> 
         at += len(part)
         flag += jobs
     resolve = probe = None
-    if resolved := [r.shifted(b.inputs, b.outputs) for layout, b in zip(layouts, bases, strict=True) for r in layout.resolved]:
+    if resolved := [
+        r.shifted(b.inputs, b.outputs)
+        for layout, b in zip(layouts, bases, strict=True)
+        for r in layout.resolved
+    ]:
         part, resolve = write_resolve_jobs(resolved, device.block(RESOLVE_BLOCK))
         written.append(part)
         resolve = resolve.placed(at)
@@ -116,7 +125,8 @@ def merge(layouts: Sequence[Layout], bases: Sequence[Bases], device: Device) -> 
 
 
 def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]]:
-    """The layouts by number that share a launch: those with jobs of a kind that were compiled alike and are cut up alike."""
+    """The layouts by number that share a launch: those with jobs of a kind that were compiled alike and
+    are cut up alike."""
     found: list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = []
     known: dict[tuple[int, int, int], list[int]] = {}  # by identity, as hashing takes longer than the rest
     for kind in range(2):

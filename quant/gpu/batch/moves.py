@@ -25,7 +25,8 @@ def as_bytes(moves: Sequence[Move]) -> bytes:
 
 
 def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None:
-    """Copies parts of several buffers to one: for each its moves, the buffer, and what is added to where its parts go.
+    """Copies parts of several buffers to one: for each its moves, the buffer, and what is added to where its
+    parts go.
 
     Other threads of Python run meanwhile. ValueError: a part lies elsewhere; some may have been copied.
     """
@@ -33,5 +34,6 @@ def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None:
 
 
 def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None:
-    """Copies parts of one buffer to another. The bases are added to where the parts lie. ValueError: one lies elsewhere."""
+    """Copies parts of one buffer to another. The bases are added to where the parts lie. ValueError: one
+    lies elsewhere."""
     _native.move(moves, source, target, source_base, target_base)

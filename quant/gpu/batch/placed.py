@@ -1,7 +1,9 @@
-"""The requests of a batch put one after another: where each one's parts lie, and how inputs and header are written.
+"""The requests of a batch put one after another: where each one's parts lie, and how inputs and header are
+written.
 
-Two ways give the same bytes. `BatchLayout` takes any layouts. `NativeBatchLayout` takes those that a C routine measured
-(`quant.gpu.batch.steady`): it lays them out again while it writes, all in one call. Where it copies much, other threads of Python run.
+Two ways give the same bytes. `BatchLayout` takes any layouts. `NativeBatchLayout` takes those that a C
+routine measured (`quant.gpu.batch.steady`): it lays them out again while it writes, all in one call. Where it
+copies much, other threads of Python run.
 """
 
 from collections.abc import Sequence
@@ -21,12 +23,14 @@ from tableside.quant.gpu.batch.resolve import ResolveJobs
 from tableside.quant.gpu.kernels.launch_config import NativeLayout
 
 Host = NDArray[np.uint8]
-LOCKED_FROM = 32 << 10  # bytes of a request's inputs from which a copy of their own takes less than staging them
+LOCKED_FROM = (
+    32 << 10
+)  # bytes of a request's inputs from which a copy of their own takes less than staging them
 
 
 class Sizes(NamedTuple):
-    """What a batch takes of the buffers, in bytes, but scratch in int32 values. stay: the first outputs, which stay on the
-    device. jobs: how many. resolved: lookups whose ids become row numbers."""
+    """What a batch takes of the buffers, in bytes, but scratch in int32 values. stay: the first outputs,
+    which stay on the device. jobs: how many. resolved: lookups whose ids become row numbers."""
 
     stay: int
     inputs: int
@@ -48,8 +52,11 @@ class Copy(NamedTuple):
 class BatchLayout:
     """Any requests. moves: from each one's inputs to its staged ones."""
 
-    def __init__(self, layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device) -> None:
-        """extras: bytes behind each request's inputs that something else fills. stays: whether its outputs stay on the device."""
+    def __init__(
+        self, layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device
+    ) -> None:
+        """extras: bytes behind each request's inputs that something else fills. stays: whether its outputs
+        stay on the device."""
         self._layouts, self._device = layouts, device
         self._header = b""
         self.moves = [layout.moves_in for layout in layouts]
@@ -64,19 +71,25 @@ class BatchLayout:
             jobs += layout.job_count
             located += layout.cached_ids
             resolved += len(layout.resolved)
-        self.sizes = Sizes(stay, inputs, sum(layout.out_bytes for layout in layouts), scratch, rows, jobs, resolved)
+        self.sizes = Sizes(
+            stay, inputs, sum(layout.out_bytes for layout in layouts), scratch, rows, jobs, resolved
+        )
 
     def launches(self, rows: int) -> tuple[int, Launches]:
-        """Bytes of the header, and what is launched once it is on the device. rows: address of the gathered rows there."""
+        """Bytes of the header, and what is launched once it is on the device. rows: address of the
+        gathered rows there."""
         bases = [Bases(b.inputs, b.outputs, b.scratch, rows + b.rows, b.locations) for b in self.bases]
         self._header, launches = merge(self._layouts, bases, self._device)
         return len(self._header), launches
 
-    def write(self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]) -> list[Copy]:
-        """Copies the requests' inputs to where they are sent from, and the header, if `launches` was called, behind them.
+    def write(
+        self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]
+    ) -> list[Copy]:
+        """Copies the requests' inputs to where they are sent from, and the header, if `launches` was called,
+        behind them.
 
-        locked: ranges of the host's memory that the device copies from by itself. Returns what is left to it: large inputs that
-        lie there. ValueError: inputs are shorter than their layout says.
+        locked: ranges of the host's memory that the device copies from by itself. Returns what is left to it:
+        large inputs that lie there. ValueError: inputs are shorter than their layout says.
         """
         host[header_at : header_at + len(self._header)] = np.frombuffer(self._header, np.uint8)
         move_all([(m, one, b.inputs) for m, one, b in zip(self.moves, inputs, self.bases, strict=True)], host)
@@ -86,17 +99,32 @@ class BatchLayout:
 class NativeBatchLayout:
     """Requests that were measured. As `BatchLayout`, but that the rows of none are gathered."""
 
-    def __init__(self, layouts: list[NativeLayout], extras: list[int] | None, stays: list[bool] | None) -> None:
+    def __init__(
+        self, layouts: list[NativeLayout], extras: list[int] | None, stays: list[bool] | None
+    ) -> None:
         self._layouts, self._has_header = layouts, False
-        bases, stay, inputs, outputs, scratch, jobs, resolved, header, self._launches, self._resolve, self._probe = (
-            _native.place_batch(self._layouts, extras, stays)
-        )
+        (
+            bases,
+            stay,
+            inputs,
+            outputs,
+            scratch,
+            jobs,
+            resolved,
+            header,
+            self._launches,
+            self._resolve,
+            self._probe,
+        ) = _native.place_batch(self._layouts, extras, stays)
         self._bases, self._header_bytes = bases, header
         self.sizes = Sizes(stay, inputs, outputs, scratch, 0, jobs, resolved)
 
     @cached_property
     def bases(self) -> list[Bases]:
-        return [Bases(i, o, s, 0, at) for i, o, s, at in np.frombuffer(self._bases, np.int64).reshape(-1, 4).tolist()]
+        return [
+            Bases(i, o, s, 0, at)
+            for i, o, s, at in np.frombuffer(self._bases, np.int64).reshape(-1, 4).tolist()
+        ]
 
     @cached_property
     def outputs_at(self) -> list[int]:
@@ -107,7 +135,20 @@ class NativeBatchLayout:
         """As of `BatchLayout`."""
         self._has_header = True
         lookups = tuple(
-            Launch(is_pooled, alike.key, alike.config, jobs, programs, flag, lengths, weights, indirect, at, programs_at, members)
+            Launch(
+                is_pooled,
+                alike.key,
+                alike.config,
+                jobs,
+                programs,
+                flag,
+                lengths,
+                weights,
+                indirect,
+                at,
+                programs_at,
+                members,
+            )
             for alike, is_pooled, jobs, programs, flag, lengths, weights, indirect, at, programs_at, members in self._launches
         )
         resolve = probe = None
@@ -118,7 +159,9 @@ class NativeBatchLayout:
             probe = ProbeJobs(*self._probe)
         return self._header_bytes, Launches(lookups, resolve, probe)
 
-    def write(self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]) -> list[Copy]:
+    def write(
+        self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]
+    ) -> list[Copy]:
         """As of `BatchLayout`."""
         at = header_at if self._has_header else -1
         left = _native.write_batch(self._layouts, self._bases, inputs, host, at, locked, LOCKED_FROM)
@@ -126,13 +169,19 @@ class NativeBatchLayout:
 
 
 def batch_layout(
-    layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device, natively: bool = True
+    layouts: Sequence[Layout],
+    extras: Sequence[int],
+    stays: Sequence[bool],
+    device: Device,
+    natively: bool = True,
 ) -> BatchLayout | NativeBatchLayout:
     """The requests of a batch. natively: by the C routine, where all of them were measured."""
     if natively:
         native = [layout.native for layout in layouts if layout.native is not None]
         if len(native) == len(layouts):
-            return NativeBatchLayout(native, [*extras] if any(extras) else None, [*stays] if any(stays) else None)
+            return NativeBatchLayout(
+                native, [*extras] if any(extras) else None, [*stays] if any(stays) else None
+            )
     return BatchLayout(layouts, extras, stays, device)
 
 

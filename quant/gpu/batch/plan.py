@@ -37,8 +37,8 @@ class GpuPlan(Plan):
     def launches_alone(self) -> Launches | None:
         """What to launch where this plan is a whole batch; None: its header must be sent.
 
-        From its second run on its header is on the device. That does not work where rows are gathered, because their address is
-        that of a buffer that may grow.
+        From its second run on its header is on the device. That does not work where rows are gathered,
+        because their address is that of a buffer that may grow.
         """
         self._runs += 1
         if self.layout.gathers or self._runs < 2:
@@ -54,9 +54,13 @@ class GpuPlan(Plan):
             raise result
         target = np.frombuffer(outputs, np.uint8)
         for lk in self.layout.lookups():
-            target[lk.out_at : lk.out_at + lk.out_bytes] = result.outputs[lk.out_at : lk.out_at + lk.out_bytes]
+            target[lk.out_at : lk.out_at + lk.out_bytes] = result.outputs[
+                lk.out_at : lk.out_at + lk.out_bytes
+            ]
             if lk.found_at is not None:
-                target[lk.found_at : lk.found_at + lk.ids] = result.outputs[lk.found_at : lk.found_at + lk.ids]
+                target[lk.found_at : lk.found_at + lk.ids] = result.outputs[
+                    lk.found_at : lk.found_at + lk.ids
+                ]
         return result.unfound
 
 
@@ -70,5 +74,7 @@ class SteadyPlanner(Planner):
     def plan(self, places: Any, out_bytes: int = 0) -> GpuPlan:
         layout = self._layouts.lay_out(places, out_bytes)
         if layout is None:
-            return self._backend.plan(self._layouts.lookups(places), self._threads, out_bytes)  # which says what is wrong
+            return self._backend.plan(
+                self._layouts.lookups(places), self._threads, out_bytes
+            )  # which says what is wrong
         return GpuPlan(self._backend.batches, layout)

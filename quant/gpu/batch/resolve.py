@@ -1,9 +1,11 @@
-"""The stage that turns ids into row numbers, before anything reads rows: jobs of `quant.gpu.kernels.resolve`, as it reads them.
+"""The stage that turns ids into row numbers, before anything reads rows: jobs of `quant.gpu.kernels.resolve`,
+as it reads them.
 
-    jobs int64 [lookups, RESOLVE_SIZE], as `ResolveField` says · job of each program int32 [programs] · zeros to a multiple of 8
+    jobs int64 [lookups, RESOLVE_SIZE], as `ResolveField` says · job of each program int32 [programs] · zeros
+    to a multiple of 8
 
-A program takes so many ids of one lookup, or the rest of them, and writes row numbers in place of the ids. Imports neither torch
-nor Triton.
+A program takes so many ids of one lookup, or the rest of them, and writes row numbers in place of the ids.
+Imports neither torch nor Triton.
 """
 
 from collections.abc import Sequence
@@ -22,8 +24,8 @@ COUNT_BYTES = 8 * COUNTS
 class ResolvedLookup:
     """Staged ids that become row numbers. lookup: its number in the plan; ids: how many.
 
-    row_map: address of the NativeRowMap on the device. ids_at: offset in inputs, in bytes. found_at: offset in outputs of a
-    byte for each id, or -1. is_overlaid: the table has an overlay.
+    row_map: address of the NativeRowMap on the device. ids_at: offset in inputs, in bytes. found_at: offset
+    in outputs of a byte for each id, or -1. is_overlaid: the table has an overlay.
     """
 
     lookup: int
@@ -41,7 +43,8 @@ class ResolvedLookup:
 
 @dataclass(frozen=True)
 class ResolveJobs:
-    """Where a batch's jobs and the job of each program lie, in bytes from the first one written, or addresses once `placed`.
+    """Where a batch's jobs and the job of each program lie, in bytes from the first one written, or addresses
+    once `placed`.
 
     is_overlaid: a table among them has an overlay.
     """
@@ -52,17 +55,23 @@ class ResolveJobs:
     is_overlaid: bool = False
 
     def placed(self, address: int) -> "ResolveJobs":
-        """The same jobs with absolute addresses, written to `address` on the device, which must be 8-aligned."""
+        """The same jobs with absolute addresses, written to `address` on the device, which must be
+        8-aligned."""
         return replace(self, jobs_at=address + self.jobs_at, programs_at=address + self.programs_at)
 
 
 def write_jobs(lookups: Sequence[ResolvedLookup], block: int) -> tuple[bytes, ResolveJobs]:
-    """The lookups as bytes for the device, and where in them jobs and programs lie. block: ids of a program."""
+    """The lookups as bytes for the device, and where in them jobs and programs lie. block: ids of a
+    program."""
     counts = [-(-lookup.ids // block) for lookup in lookups]
     firsts = np.cumsum([0, *counts])
     jobs = np.zeros((len(lookups), len(ResolveField)), np.int64)
     for job, lookup, first in zip(jobs, lookups, firsts[:-1], strict=True):
-        job[ResolveField.ROW_MAP], job[ResolveField.IDS_AT], job[ResolveField.IDS] = lookup.row_map, lookup.ids_at, lookup.ids
+        job[ResolveField.ROW_MAP], job[ResolveField.IDS_AT], job[ResolveField.IDS] = (
+            lookup.row_map,
+            lookup.ids_at,
+            lookup.ids,
+        )
         job[ResolveField.TARGET_AT], job[ResolveField.FOUND_AT] = lookup.ids_at, lookup.found_at
         job[ResolveField.FIRST_PROGRAM] = first
     programs = int(firsts[-1])

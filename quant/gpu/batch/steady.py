@@ -1,4 +1,5 @@
-"""Layouts of lookups that come again and again, each time with other ids: by a C routine, as Python takes 10 µs a lookup."""
+"""Layouts of lookups that come again and again, each time with other ids: by a C routine, as Python takes
+10 µs a lookup."""
 
 import struct
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ def are_steady(kinds: Sequence[LookupKind]) -> bool:
 
 
 class SteadyKind(NamedTuple):
-    """What a lookup that comes again reads, as `_native.lay_out` takes it: constants of its jobs, by the names of JobField."""
+    """What a lookup that comes again reads, as `_native.lay_out` takes it: constants of its jobs, by the
+    names of JobField."""
 
     table: int
     rows: int
@@ -87,7 +89,11 @@ _FIELDS = {
     "BASE_FIELDS": ("inputs", "outputs", "scratch", "locations"),
     **{
         name: tuple(f.name.lower() for f in fields)
-        for name, fields in (("JOB_FIELDS", JobField), ("PROBE_FIELDS", ProbeField), ("RESOLVE_FIELDS", ResolveField))
+        for name, fields in (
+            ("JOB_FIELDS", JobField),
+            ("PROBE_FIELDS", ProbeField),
+            ("RESOLVE_FIELDS", ResolveField),
+        )
     },
 }  # that both sides write and read
 
@@ -114,7 +120,8 @@ def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
 
 
 class SteadyLayouts:
-    """Lays out lookups of the same kinds again and again, by a C routine; what `lay_out` does for any lookups.
+    """Lays out lookups of the same kinds again and again, by a C routine; what `lay_out` does for any
+    lookups.
 
     The tables' residences must be steady: what the device needs for a lookup is then its ids alone.
     """
@@ -123,7 +130,9 @@ class SteadyLayouts:
         if any(
             getattr(_native, name) != fields for name, fields in _FIELDS.items()
         ):  # of other sources: it would read other fields
-            raise MissingBackend("the native kernel was built from other sources than these; reinstall tableside")
+            raise MissingBackend(
+                "the native kernel was built from other sources than these; reinstall tableside"
+            )
         tables = [on_device(kind.table) for kind in kinds]
         self._kinds, self._configs = tuple(kinds), configs
         self._blocks = device.block(PROBE_BLOCK), device.block(RESOLVE_BLOCK)
@@ -132,7 +141,9 @@ class SteadyLayouts:
         for table in tables:
             self._key |= table.key
         every = (configs.long, configs.short, configs.few, configs.unpooled)
-        self._shared = {id(config): shared_launch(self._key, config) for config in every}  # hashing takes longer than the rest
+        self._shared = {
+            id(config): shared_launch(self._key, config) for config in every
+        }  # hashing takes longer than the rest
         rows = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
         self._rows = np.array(rows, np.int64).tobytes()
 
@@ -142,8 +153,8 @@ class SteadyLayouts:
         return [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
 
     def lay_out(self, places: Any, out_bytes: int) -> "SteadyLayout | None":
-        """The layout of lookups at these places; None: `lay_out` lays them out, as they have found masks, or says what is wrong
-        with them. out_bytes: as there."""
+        """The layout of lookups at these places; None: `lay_out` lays them out, as they have found masks,
+        or says what is wrong with them. out_bytes: as there."""
         config = self._configs.of_pooled(*_native.totals(self._rows, places))
         blocks = config.block_columns, self._configs.unpooled.block_columns, *self._blocks
         measured = _native.measure(self._rows, places, out_bytes, *blocks)
@@ -154,9 +165,23 @@ class SteadyLayouts:
 
     def whole(self, places: bytes, out_bytes: int, config: LaunchConfig) -> Layout:
         """The layout as Python has it, of lookups that were measured with this configuration."""
-        found = _native.lay_out(self._rows, places, config.block_columns, self._configs.unpooled.block_columns)
+        found = _native.lay_out(
+            self._rows, places, config.block_columns, self._configs.unpooled.block_columns
+        )
         assert found is not None, "they were measured"
-        in_bytes, staged, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled, unpooled = found
+        (
+            in_bytes,
+            staged,
+            written,
+            scratch,
+            is_direct,
+            moves_in,
+            moves_out,
+            resolved,
+            cached,
+            pooled,
+            unpooled,
+        ) = found
         asked = max(written, out_bytes)
         return Layout(
             lookups=lambda: self.lookups(places),
@@ -186,7 +211,8 @@ _MADE_LATER = ("jobs", "moves_in", "moves_out", "resolved", "cached")  # fields 
 
 
 class SteadyLayout(Layout):
-    """A layout that was measured. Jobs and moves are made for Python where it asks for them; a batch of such layouts does not."""
+    """A layout that was measured. Jobs and moves are made for Python where it asks for them; a batch of
+    such layouts does not."""
 
     _layouts: SteadyLayouts
     _config: LaunchConfig

@@ -1,5 +1,5 @@
-"""The kernels that a GPU's lookups launch, by what they are compiled for. The backend launches them; `quant.gpu.ahead` compiles
-them where there is no GPU."""
+"""The kernels that a GPU's lookups launch, by what they are compiled for. The backend launches them;
+`quant.gpu.ahead` compiles them where there is no GPU."""
 
 from enum import IntEnum
 
@@ -40,7 +40,13 @@ def bag_starts() -> Kernel:
 
 
 def lookup(
-    key: KernelKey, config: LaunchConfig, *, pooled: bool, is_weighted: bool, is_indirect: bool, of_tensors: bool = False
+    key: KernelKey,
+    config: LaunchConfig,
+    *,
+    pooled: bool,
+    is_weighted: bool,
+    is_indirect: bool,
+    of_tensors: bool = False,
 ) -> Kernel:
     """Looks up the jobs of a launch. of_tensors: jobs of `quant.gpu.tensors.tensors`."""
     return Kernel(
@@ -63,7 +69,8 @@ def spread_lanes(jobs: int) -> int:
 
 
 def spread(is_resolve: bool, lanes: int, block: int) -> Kernel:
-    """Makes the jobs of another kernel: of what makes row numbers of ids, or of the cache's. block: ids of its programs."""
+    """Makes the jobs of another kernel: of what makes row numbers of ids, or of the cache's. block: ids of
+    its programs."""
     fields: type[IntEnum] = ResolveField if is_resolve else ProbeField
     other_at, other_bytes, first = (
         (ResolveField.TARGET_AT, 8, ResolveField.FIRST_PROGRAM)

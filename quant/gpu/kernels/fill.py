@@ -1,8 +1,10 @@
-"""The kernel that fills matrices with parts of many requests, in Triton: vectors where lookups wrote them, and staged tensors.
+"""The kernel that fills matrices with parts of many requests, in Triton: vectors where lookups wrote them,
+and staged tensors.
 
-What follows lookups on the device takes [rows, width] for each of its inputs, in a precision of its own, the rows of one request
-behind those of another (`quant.gpu.batch.follower`). One launch puts all of them there and rounds each value once, to the nearest (to
-bf16 in Triton's interpreter: towards zero). A job's fields are those of `quant.gpu.kernels.job.FillField`.
+What follows lookups on the device takes [rows, width] for each of its inputs, in a precision of its own, the
+rows of one request behind those of another (`quant.gpu.batch.follower`). One launch puts all of them there
+and rounds each value once, to the nearest (to bf16 in Triton's interpreter: towards zero). A job's fields are
+those of `quant.gpu.kernels.job.FillField`.
 """
 
 import triton

@@ -1,5 +1,6 @@
-"""A lookup as the GPU's kernels read it: one row of int64 fields, which host and kernels name by `JobField`. Before it, where the
-table's ids are not its row numbers, another row for the kernel that makes them so, by `ResolveField`.
+"""A lookup as the GPU's kernels read it: one row of int64 fields, which host and kernels name by `JobField`.
+Before it, where the table's ids are not its row numbers, another row for the kernel that makes them so, by
+`ResolveField`.
 
 Imports neither torch nor Triton.
 """
@@ -10,10 +11,13 @@ SPLIT_BLOCK = 1024  # rows; a split table has the first `share` rows of each blo
 
 
 class JobField(IntEnum):
-    """The fields of a job. An offset counts bytes from the start of the buffer that it names; -1: there is none."""
+    """The fields of a job. An offset counts bytes from the start of the buffer that it names; -1: there is
+    none."""
 
     TABLE = 0  # address of row 0, or of the first gathered row
-    ROWS = 1  # of the table, or gathered rows; ids must be below, both as uint64. -1: any id but -1, as the table has an overlay
+    # of the table, or gathered rows; ids must be below, both as uint64. -1: any id but -1, as the table has
+    # an overlay
+    ROWS = 1
     ROW_BYTES = 2
     DIM = 3
     FORMAT = 4  # a RowFormat
@@ -27,19 +31,24 @@ class JobField(IntEnum):
     OUT_AT = 12  # offset in outputs, [VECTORS, DIM] of PRECISION, OUT_STEP values apart
     PRECISION = 13  # a Precision
     FIRST_PROGRAM = 14  # of the launch, that works on this job
-    STARTS_AT = 15  # index in scratch, int32 [2 + VECTORS]: a verdict, then where each bag starts, then where the last one ends
+    # index in scratch, int32 [2 + VECTORS]: a verdict, then where each bag starts, then where the last one
+    # ends
+    STARTS_AT = 15
     HBM_ROWS = 16  # address of slot 0 of the cache, or of the first HBM row of a split table
-    LOCATIONS_AT = 17  # offset in locations, int32 [ids], which the cache writes (see the kernel's _row_address); -1: no cache
+    # offset in locations, int32 [ids], which the cache writes (see the kernel's _row_address); -1: no cache
+    LOCATIONS_AT = 17
     HBM_SHARE = 18  # rows of each SPLIT_BLOCK that are in HBM; 0: the table is not split
     OUT_STEP = 19  # values from one output vector to the next; DIM where they lie one after another
 
 
 class TensorField(IntEnum):
-    """What a job has besides, behind the fields of JobField, where ids and offsets are tensors of a caller on the device."""
+    """What a job has besides, behind the fields of JobField, where ids and offsets are tensors of a caller
+    on the device."""
 
     OFFSETS_AT = 0  # offset in offsets, of where the first bag begins; -1: every bag has BAG_LENGTH ids
     OFFSET_BYTES = 1  # of one: 4 or 8
-    OFFSETS = 2  # that may be read from OFFSETS_AT on: VECTORS, or one more. Where there is none, a bag ends with the ids
+    # that may be read from OFFSETS_AT on: VECTORS, or one more. Where there is none, a bag ends with the ids
+    OFFSETS = 2
     IS_FIRST = 3  # 1: the first bag must begin at id 0
     IS_LAST = 4  # 1: the last bag must end with the ids
     ASKED_AT = 5  # offset of the ids as they came, as IDS_AT is of the row numbers
@@ -71,7 +80,8 @@ class FillField(IntEnum):
 
 
 class ReportField(IntEnum):
-    """What a lookup of tensors that are wrong tells the host, int64 each, in page-locked memory: the first one that is found."""
+    """What a lookup of tensors that are wrong tells the host, int64 each, in page-locked memory: the first
+    one that is found."""
 
     IS_THERE = 0  # 1: the others are written
     NAME = 1  # of the job
@@ -93,7 +103,8 @@ def split_rows(rows: int, share: int) -> int:
 
 
 class LookupJob:
-    """The fields of one job while they are written. What is written with `offset` moves with the request inside a batch."""
+    """The fields of one job while they are written. What is written with `offset` moves with the request
+    inside a batch."""
 
     def __init__(self) -> None:
         self.values = [0] * FIELDS

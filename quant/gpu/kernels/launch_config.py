@@ -7,13 +7,16 @@ from typing import NamedTuple
 from tableside.quant.gpu.kernels.wanted import KernelKey
 
 LONG = 8  # ids of a bag, on average
-VERY_LONG, FEW_PROGRAMS = 64, 1024  # ids of a bag, and programs that do not fill a GPU: several lanes share each bag
+VERY_LONG, FEW_PROGRAMS = (
+    64,
+    1024,
+)  # ids of a bag, and programs that do not fill a GPU: several lanes share each bag
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a launch is cut up. unroll: rows in flight a thread; block_columns: 16-byte chunks of rows a program, a power of two;
-    warps: of a program; lanes: threads that share a bag, a power of two."""
+    """How a launch is cut up. unroll: rows in flight a thread; block_columns: 16-byte chunks of rows a
+    program, a power of two; warps: of a program; lanes: threads that share a bag, a power of two."""
 
     unroll: int
     block_columns: int
@@ -23,8 +26,8 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class LaunchConfigs:
-    """The configurations for pooled lookups of long bags and of short ones, for unpooled lookups, and for few very long bags, as
-    benchmarks/gpu_lookup.py and gpu_cache.py found them."""
+    """The configurations for pooled lookups of long bags and of short ones, for unpooled lookups, and for
+    few very long bags, as benchmarks/gpu_lookup.py and gpu_cache.py found them."""
 
     long: LaunchConfig = LaunchConfig(10, 32, 1)
     short: LaunchConfig = LaunchConfig(4, 32, 1)
@@ -51,7 +54,8 @@ class SharedLaunch(NamedTuple):
 class NativeLayout(NamedTuple):
     """A request as `_native.place_batch` takes it. measured: what `_native.measure` made of its places.
 
-    pooled, unpooled: what launches of these lookups are shared by. is_overlaid: one of its tables has an overlay.
+    pooled, unpooled: what launches of these lookups are shared by. is_overlaid: one of its tables has an
+    overlay.
     """
 
     kinds: bytes

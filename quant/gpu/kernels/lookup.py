@@ -1,17 +1,22 @@
-"""The lookup kernel, in Triton: gather, dequantize and pool many tables of different formats and widths in one launch.
+"""The lookup kernel, in Triton: gather, dequantize and pool many tables of different formats and widths in
+one launch.
 
-A *column* is one chunk of a row, 16 bytes (8 of int2), in one output vector. It holds 16 values of int8 and fp8, 32 of int4
-and int2, 8 of fp16, 4 of fp32; the first chunk of a quantized row begins with the row's scale and bias. A *job* is one
-feature of one request. A program takes COLUMNS neighbouring columns of one job and walks down their bags, UNROLL ids at a
-time, so that UNROLL rows are in flight at once. A thread reads a chunk in one instruction, and neighbouring threads read
-neighbouring chunks. Where few bags are long, LANES threads share each of them, and their sums are added at the end.
+A *column* is one chunk of a row, 16 bytes (8 of int2), in one output vector. It holds 16 values of int8 and
+fp8, 32 of int4 and int2, 8 of fp16, 4 of fp32; the first chunk of a quantized row begins with the row's scale
+and bias. A *job* is one feature of one request. A program takes COLUMNS neighbouring columns of one job and
+walks down their bags, UNROLL ids at a time, so that UNROLL rows are in flight at once. A thread reads a chunk
+in one instruction, and neighbouring threads read neighbouring chunks. Where few bags are long, LANES threads
+share each of them, and their sums are added at the end.
 
-Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds out which id it is.
+Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds
+out which id it is.
 
-A job's fields are those of `quant.gpu.kernels.job.JobField`, written by `quant.gpu.batch.layout`. Every buffer that a kernel takes is named
-there. Where a row lies is decided in `_row_address` alone: that is the place for a new kind of residence.
+A job's fields are those of `quant.gpu.kernels.job.JobField`, written by `quant.gpu.batch.layout`. Every
+buffer that a kernel takes is named there. Where a row lies is decided in `_row_address` alone: that is the
+place for a new kind of residence.
 
-tests/helpers/kernel_steps.py has each step in plain Python; tests/quant/gpu/test_lookup.py holds the kernels to it.
+tests/helpers/kernel_steps.py has each step in plain Python; tests/quant/gpu/test_lookup.py holds the kernels
+to it.
 """
 
 import triton
@@ -60,10 +65,12 @@ _MINUS_ZERO = tl.constexpr(-2147483648)  # the bits of -0 in fp32, of which no c
 _IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
 
 
-# Arguments that are not constants are int64 addresses. Triton must not compile variants for particular values of them.
+# Arguments that are not constants are int64 addresses. Triton must not compile variants for particular values
+# of them.
 @triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
 def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
-    """Where each bag starts, for jobs whose bags have lengths of their own. One program a job, BLOCK bags at once.
+    """Where each bag starts, for jobs whose bags have lengths of their own. One program a job, BLOCK bags at
+    once.
 
     jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge.merge`
     inputs   address of the batch's inputs, bytes; int32 lengths [bags] lie at LENGTHS_AT; written by the request's sender
@@ -112,15 +119,19 @@ def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIR
         is_in_hbm = (in_block < share) & (id >= 0)
         slot = tl.where(is_in_hbm, id // _SPLIT_BLOCK * share + in_block, location)
         staged = staging + (_IN_TABLE - 1 - slot) * _STAGING_UNIT
-        address = tl.where(slot >= 0, hbm_rows + slot * row_bytes, tl.where(slot < _IN_TABLE, staged, address))
+        address = tl.where(
+            slot >= 0, hbm_rows + slot * row_bytes, tl.where(slot < _IN_TABLE, staged, address)
+        )
     return address
 
 
 @triton.jit
 def _bags(job, starts, vector, is_real, POOLED: tl.constexpr):
-    """For each vector, the index of its bag's first id and the bag's length, int32; and the length of the longest bag.
+    """For each vector, the index of its bag's first id and the bag's length, int32; and the length of the
+    longest bag.
 
-    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. starts: as for `pool`.
+    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. starts: as
+    for `pool`.
     """
     start = vector
     length = is_real.to(tl.int32)
@@ -160,7 +171,8 @@ def pool(
     LANES: tl.constexpr,
     TENSORS: tl.constexpr,
 ):
-    """One program's COLUMNS columns of a job whose rows are in FORMAT: the weighted sums of their bags, written to outputs.
+    """One program's COLUMNS columns of a job whose rows are in FORMAT: the weighted sums of their bags,
+    written to outputs.
 
     job           int64 [FIELDS], written by `quant.gpu.batch.layout`; with TENSORS by `quant.gpu.tensors.tensors`, [TENSOR_JOB_FIELDS]
     inputs        address of the batch's inputs, bytes: int64 ids [ids] at IDS_AT
@@ -176,8 +188,8 @@ def pool(
     staging    address of the in-flight batch's staging buffer, filled by the cache's fetch kernels
     program    its number among those of the job
 
-    The tensors below are [COLUMNS * LANES] of a column and a lane each, and [COLUMNS * LANES, WORDS] of the int32 words of a
-    chunk.
+    The tensors below are [COLUMNS * LANES] of a column and a lane each, and [COLUMNS * LANES, WORDS] of the
+    int32 words of a chunk.
     """
     PER_WORD: tl.constexpr = (
         16
@@ -191,7 +203,8 @@ def pool(
         else 1
     )
     HAS_SCALE: tl.constexpr = FORMAT <= FORMAT_INT8
-    # What is added for a row that is not read: -0, as x + -0 is x for any x. Quantized rows have scale and bias 0 there.
+    # What is added for a row that is not read: -0, as x + -0 is x for any x. Quantized rows have scale and
+    # bias 0 there.
     NOTHING: tl.constexpr = (
         0
         if HAS_SCALE
@@ -282,7 +295,9 @@ def pool(
         for r in tl.static_range(UNROLL):
             scale = tl.full((COLUMNS * LANES,), 1.0, tl.float32)
             if WEIGHTED:
-                scale = tl.load(weights + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < weighted), 1.0)
+                scale = tl.load(
+                    weights + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < weighted), 1.0
+                )
             if HAS_SCALE:
                 biases += scale * half(scale_bias[r] >> 16)
                 scale = scale * half(scale_bias[r])
@@ -294,7 +309,9 @@ def pool(
 
     if TENSORS:
         if tl.max((is_wrong | is_bad).to(tl.int32), 0) != 0:
-            report(job, flag, ids, asked, starts, ids_count, vector, is_bad, start, length, longest, lane, LANES)
+            report(
+                job, flag, ids, asked, starts, ids_count, vector, is_bad, start, length, longest, lane, LANES
+            )
     else:
         tl.store(flag + tl.zeros((COLUMNS * LANES,), tl.int32), 1, is_wrong)
     if LANES > 1:
@@ -308,7 +325,9 @@ def pool(
         for i in tl.static_range(PER_WORD):
             of_lanes = tl.reshape(sums[i], (LANES, COLUMNS, WORDS))
             joined = tl.sum(of_lanes, 0)
-            if not HAS_SCALE:  # a sum over lanes may begin at +0; -0, which the lanes without a row hold, has the least bits
+            if (
+                not HAS_SCALE
+            ):  # a sum over lanes may begin at +0; -0, which the lanes without a row hold, has the least bits
                 only = tl.max(of_lanes.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
                 joined = tl.where((length == 1)[:, None], only, joined)
             total = total + (joined,)
@@ -325,10 +344,31 @@ def pool(
             result += biases[:, None]
         results = results + (result / divisor[:, None],)
     value = (chunk * WORDS - HEADER) * PER_WORD  # the number of the chunk's first value in the vector
-    store(job, outputs, vector, value, interleaved(results, PER_WORD), is_real, dim, WHOLE_WORDS, WORDS * PER_WORD)
+    store(
+        job,
+        outputs,
+        vector,
+        value,
+        interleaved(results, PER_WORD),
+        is_real,
+        dim,
+        WHOLE_WORDS,
+        WORDS * PER_WORD,
+    )
 
 
-@triton.jit(do_not_specialize=["jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging"])
+@triton.jit(
+    do_not_specialize=[
+        "jobs",
+        "job_of_program",
+        "inputs",
+        "scratch",
+        "outputs",
+        "flags",
+        "locations",
+        "staging",
+    ]
+)
 def lookup(
     jobs: tl.int64,
     job_of_program: tl.int64,
@@ -347,7 +387,8 @@ def lookup(
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Every job of a launch. FORMATS: a bit for each row format among the tables, so that only those are compiled.
+    """Every job of a launch. FORMATS: a bit for each row format among the tables, so that only those are
+    compiled.
 
     jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge.merge`
     job_of_program  address of int32 [programs], written there too

@@ -1,11 +1,13 @@
-"""The kernel that turns ids into row numbers, in Triton. Everything after it reads row numbers and knows of no ids.
+"""The kernel that turns ids into row numbers, in Triton. Everything after it reads row numbers and knows of
+no ids.
 
-What it computes is specified by `quant.rows.ids` and `quant.rows.overlay`, whose plain form, `RowMap.find`, tests hold it to. An id that is
-refused becomes row -1, which the lookup kernel refuses as it refuses any number outside a table; the host then finds out which id
-it was.
+What it computes is specified by `quant.rows.ids` and `quant.rows.overlay`, whose plain form, `RowMap.find`,
+tests hold it to. An id that is refused becomes row -1, which the lookup kernel refuses as it refuses any
+number outside a table; the host then finds out which id it was.
 
-A job's fields are those of `quant.gpu.kernels.job.ResolveField`, those of a row map are `quant.rows.ids.NativeRowMap`'s and those of a layer
-`quant.rows.overlay.NativeLayer`'s, with addresses that the device reads (`quant.gpu.residence.row_map`, `quant.gpu.residence.layers`).
+A job's fields are those of `quant.gpu.kernels.job.ResolveField`, those of a row map are
+`quant.rows.ids.NativeRowMap`'s and those of a layer `quant.rows.overlay.NativeLayer`'s, with addresses that
+the device reads (`quant.gpu.residence.row_map`, `quant.gpu.residence.layers`).
 """
 
 import triton
@@ -95,8 +97,12 @@ def _kept(ids, id_step, row, is_read):
 
 @triton.jit
 def _entry(entries, bucket, is_here):
-    """The first row of each bucket, int64, its slots and its seed, uint32; zeros where there is none. One read of 16 bytes."""
-    at = tl.multiple_of(entries.to(tl.pointer_type(tl.int64)) + 2 * bucket, 16)[:, None] + tl.arange(0, 2)[None, :]
+    """The first row of each bucket, int64, its slots and its seed, uint32; zeros where there is none. One
+    read of 16 bytes."""
+    at = (
+        tl.multiple_of(entries.to(tl.pointer_type(tl.int64)) + 2 * bucket, 16)[:, None]
+        + tl.arange(0, 2)[None, :]
+    )
     first, packed = tl.split(tl.load(at, is_here[:, None], 0))
     return first, packed.to(tl.uint32), (packed.to(tl.uint64) >> 32).to(tl.uint32)
 
@@ -110,7 +116,8 @@ def _bit(bits, at, is_read):
 
 @triton.jit
 def _place(entries, pilots, hashed, bucket, is_here):
-    """The row that each id has if it is there, and whether its bucket has any. entries, pilots: addresses of an index's."""
+    """The row that each id has if it is there, and whether its bucket has any. entries, pilots: addresses
+    of an index's."""
     first, slots, seed = _entry(entries, bucket, is_here)
     is_here = is_here & (slots > 0)
     g = (hashed ^ (seed.to(tl.uint64) * HASH_SEED)) * HASH_SPREAD
@@ -122,10 +129,13 @@ def _place(entries, pilots, hashed, bucket, is_here):
 
 @triton.jit
 def _find_indexed(row_map, id, is_id):
-    """The row of each id in a table of raw ids, and whether it is there. row_map: int64 pointer to a NativeRowMap; id: int64."""
+    """The row of each id in a table of raw ids, and whether it is there. row_map: int64 pointer to a
+    NativeRowMap; id: int64."""
     hashed = mix(id)
     bucket, is_here = _bucket_of(row_map, id, hashed, is_id)
-    row, is_here = _place(tl.load(row_map + MAP_ENTRIES), tl.load(row_map + MAP_PILOTS), hashed, bucket, is_here)
+    row, is_here = _place(
+        tl.load(row_map + MAP_ENTRIES), tl.load(row_map + MAP_PILOTS), hashed, bucket, is_here
+    )
     kept = _kept(tl.load(row_map + MAP_IDS), tl.load(row_map + MAP_ID_STEP), row, is_here)
     return row, is_here & (kept == id)
 
@@ -135,22 +145,33 @@ def _may_have(layer, id, is_asked):
     """Which of the ids that are asked for a layer's filter lets pass: one read of 8 bytes each."""
     h = id.to(tl.uint64) * FILTER_FACTOR
     at = _reduce(h, tl.load(layer + LAYER_FILTER_WORDS).to(tl.uint32))
-    word = tl.load(tl.load(layer + LAYER_FILTER).to(tl.pointer_type(tl.int64)) + at, is_asked, 0).to(tl.uint64)
+    word = tl.load(tl.load(layer + LAYER_FILTER).to(tl.pointer_type(tl.int64)) + at, is_asked, 0).to(
+        tl.uint64
+    )
     one = tl.full(id.shape, 1, tl.uint64)
-    bits = (one << ((h >> FILTER_BIT_0) & 63)) | (one << ((h >> FILTER_BIT_1) & 63)) | (one << ((h >> FILTER_BIT_2) & 63))
+    bits = (
+        (one << ((h >> FILTER_BIT_0) & 63))
+        | (one << ((h >> FILTER_BIT_1) & 63))
+        | (one << ((h >> FILTER_BIT_2) & 63))
+    )
     return is_asked & ((word & bits) == bits)
 
 
 @triton.jit
 def _find_in_layer(layer, id, hashed, is_asked):
-    """Which of the ids that are asked for a layer has, and the number of the row of each of these, NO_ROW of deleted ones.
+    """Which of the ids that are asked for a layer has, and the number of the row of each of these, NO_ROW of
+    deleted ones.
 
     layer: int64 pointer to a NativeLayer; id: int64, hashed: its hash.
     """
     may_have = _may_have(layer, id, is_asked)
     bucket = (hashed & (tl.load(layer + LAYER_BUCKETS) - 1).to(tl.uint64)).to(tl.int64)
-    slot, is_there = _place(tl.load(layer + LAYER_ENTRIES), tl.load(layer + LAYER_PILOTS), hashed, bucket, may_have)
-    is_there = is_there & (_kept(tl.load(layer + LAYER_IDS), tl.load(layer + LAYER_ID_STEP), slot, is_there) == id)
+    slot, is_there = _place(
+        tl.load(layer + LAYER_ENTRIES), tl.load(layer + LAYER_PILOTS), hashed, bucket, may_have
+    )
+    is_there = is_there & (
+        _kept(tl.load(layer + LAYER_IDS), tl.load(layer + LAYER_ID_STEP), slot, is_there) == id
+    )
     number = tl.load(layer + LAYER_FIRST_ROW) + slot
     deleted = tl.load(layer + LAYER_DELETED)
     if deleted != 0:
@@ -160,7 +181,8 @@ def _find_in_layer(layer, id, hashed, is_asked):
 
 @triton.jit
 def _override(row_map, id, row, is_id):
-    """The row of each id as the overlay of its table has it, newest layer first; `row` where no layer has the id."""
+    """The row of each id as the overlay of its table has it, newest layer first; `row` where no layer has
+    the id."""
     count = tl.load(row_map + MAP_LAYER_COUNT)
     if count > 0:
         hashed = mix(id)
@@ -184,7 +206,9 @@ def _is_backfilled(row_map, row, is_found):
 
 
 @triton.jit
-def _resolve(row_map, source, target, found, count, first, ids, has_found, OVERLAID: tl.constexpr, BLOCK: tl.constexpr):
+def _resolve(
+    row_map, source, target, found, count, first, ids, has_found, OVERLAID: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program's ids of one lookup.
 
     row_map  pointer to the table's NativeRowMap, int64
@@ -197,7 +221,9 @@ def _resolve(row_map, source, target, found, count, first, ids, has_found, OVERL
     is_id = at < ids
     id = tl.load(source + at, is_id, 0)
     row = id - tl.load(row_map + MAP_FIRST)
-    is_found = is_id & (row.to(tl.uint64) < tl.load(row_map + MAP_ID_COUNT).to(tl.uint64))  # negative numbers are large ones
+    is_found = is_id & (
+        row.to(tl.uint64) < tl.load(row_map + MAP_ID_COUNT).to(tl.uint64)
+    )  # negative numbers are large ones
     if tl.load(row_map + MAP_ENTRIES) != 0:
         row, is_found = _find_indexed(row_map, id, is_id)
     is_own = is_found
@@ -209,7 +235,9 @@ def _resolve(row_map, source, target, found, count, first, ids, has_found, OVERL
     if has_found:
         tl.store(found + at, is_found.to(tl.uint8), is_id)
     # One sum of both, of 16 bits each, costs half.
-    unfound = (is_id & (is_found == 0)).to(tl.int32) + (_is_backfilled(row_map, row, is_own).to(tl.int32) << 16)
+    unfound = (is_id & (is_found == 0)).to(tl.int32) + (
+        _is_backfilled(row_map, row, is_own).to(tl.int32) << 16
+    )
     counted = tl.sum(unfound, 0)
     if counted > 0:
         tl.atomic_add(count, (counted & 0xFFFF).to(tl.int64), sem="relaxed")
@@ -227,7 +255,8 @@ def resolve(
     OVERLAID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every lookup of a batch whose ids are not row numbers, BLOCK ids a program. OVERLAID: a table may have an overlay.
+    """Every lookup of a batch whose ids are not row numbers, BLOCK ids a program. OVERLAID: a table may have
+    an overlay.
 
     jobs            address of int64 [jobs, RESOLVE_SIZE], written by `quant.gpu.batch.resolve.write_jobs`
     job_of_program  address of int32 [programs], written there too

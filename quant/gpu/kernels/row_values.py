@@ -1,4 +1,5 @@
-"""The values of packed rows inside the lookup kernel, in Triton: from words to fp32, in order, and to the output.
+"""The values of packed rows inside the lookup kernel, in Triton: from words to fp32, in order, and to the
+output.
 
 tests/quant/gpu/test_lookup.py holds them, through the kernel, to tests/helpers/reference.py, which has every
 format in plain torch.
@@ -27,7 +28,8 @@ _TWO_23_BITS = tl.constexpr(0x4B000000)
 
 @triton.jit
 def _exact(part):
-    """Integers from 0 to 2**23 - 1 as fp32, as the mantissa of 2**23 plus themselves; a conversion is a slow instruction."""
+    """Integers from 0 to 2**23 - 1 as fp32, as the mantissa of 2**23 plus themselves; a conversion is a
+    slow instruction."""
     return (part | _TWO_23_BITS).to(tl.float32, bitcast=True) - _TWO_23
 
 
@@ -41,8 +43,8 @@ def half(bits):
 def values_of(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
     """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias.
 
-    int4 and int2: each is as many times too large as it stands to the left in its half of the word (`scale_of`). fp8: 2 ** 8
-    times too small.
+    int4 and int2: each is as many times too large as it stands to the left in its half of the word
+    (`scale_of`). fp8: 2 ** 8 times too small.
     """
     values = ()
     if FORMAT == FORMAT_FP32:
@@ -74,7 +76,8 @@ def scale_of(scale, INDEX: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.cons
 
 @triton.jit
 def interleaved(values, COUNT: tl.constexpr):
-    """A tuple of COUNT tensors [.., n], COUNT a power of two -> [.., n * COUNT]: the first of each, then the second of each."""
+    """A tuple of COUNT tensors [.., n], COUNT a power of two -> [.., n * COUNT]: the first of each, then
+    the second of each."""
     if COUNT == 1:
         result = values[0]
     else:
@@ -90,11 +93,12 @@ def interleaved(values, COUNT: tl.constexpr):
 
 @triton.jit
 def store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to vector.
+    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to
+    vector.
 
-    vector, value: int32 [columns], the vector of each column and the number of its first value there, negative where the
-    chunk begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether there is such a vector. outputs: as
-    for `quant.gpu.kernels.lookup.pool`.
+    vector, value: int32 [columns], the vector of each column and the number of its first value there,
+    negative where the chunk begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether
+    there is such a vector. outputs: as for `quant.gpu.kernels.lookup.pool`.
     """
     number = value[:, None] + tl.arange(0, VALUES)[None, :]
     is_value = is_real[:, None] & (number >= 0)
@@ -112,7 +116,8 @@ def store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.con
 
 @triton.jit
 def _write(out, at, result, is_value, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Each column's VALUES values to `out` from index `at` on. WHOLE_WORDS: a column begins and ends at multiples of 4 values."""
+    """Each column's VALUES values to `out` from index `at` on. WHOLE_WORDS: a column begins and ends at
+    multiples of 4 values."""
     begin = out + at
     if WHOLE_WORDS:
         begin = tl.multiple_of(begin, 4 * out.dtype.element_ty.primitive_bitwidth // 8)

@@ -1,8 +1,10 @@
-"""Bags that a caller's offsets on the device name, and reports of what is wrong with them or with their ids, in Triton.
+"""Bags that a caller's offsets on the device name, and reports of what is wrong with them or with their ids,
+in Triton.
 
-Nobody waits for the device, and the tensors may be gone when the host looks. So a program that finds something wrong writes all
-that the host needs to say it, in memory of the host; the first one does, the others are not told of. `quant.gpu.tensors.tensors` writes
-the jobs, whose fields after those of JobField are those of `quant.gpu.kernels.job.TensorField`.
+Nobody waits for the device, and the tensors may be gone when the host looks. So a program that finds
+something wrong writes all that the host needs to say it, in memory of the host; the first one does, the
+others are not told of. `quant.gpu.tensors.tensors` writes the jobs, whose fields after those of JobField are
+those of `quant.gpu.kernels.job.TensorField`.
 """
 
 import triton
@@ -35,7 +37,8 @@ _NONE = tl.constexpr(2**31 - 1)  # above every number of an id or a bag
 
 @triton.jit
 def offset_at(offsets, number, is_read, other, offset_bytes):
-    """Offsets by their numbers, int64. offsets: the address of the first; offset_bytes: of one, 4 or 8; other: where not read."""
+    """Offsets by their numbers, int64. offsets: the address of the first; offset_bytes: of one, 4 or 8;
+    other: where not read."""
     if offset_bytes == 8:
         value = tl.load(offsets.to(tl.pointer_type(tl.int64)) + number, is_read, other)
     else:
@@ -63,8 +66,9 @@ def ids_of(job, ids_count):
 
 @triton.jit
 def bags_of_offsets(job, offsets, ids_count, vector, is_real, POOLED: tl.constexpr):
-    """For each vector, the index of its bag's first id and the bag's length, int32; the length of the longest bag; and whether
-    its offsets are wrong, which makes its bag an empty one. An unpooled vector is a bag of one id.
+    """For each vector, the index of its bag's first id and the bag's length, int32; the length of the longest
+    bag; and whether its offsets are wrong, which makes its bag an empty one. An unpooled vector is a bag of
+    one id.
 
     offsets: the address that OFFSETS_AT counts from. vector: int32; is_real: whether there is such a vector.
     """
@@ -91,7 +95,21 @@ def bags_of_offsets(job, offsets, ids_count, vector, is_real, POOLED: tl.constex
 
 
 @triton.jit
-def report(job, target, ids, asked, offsets, ids_count, vector, is_bad, start, length, longest, lane, LANES: tl.constexpr):
+def report(
+    job,
+    target,
+    ids,
+    asked,
+    offsets,
+    ids_count,
+    vector,
+    is_bad,
+    start,
+    length,
+    longest,
+    lane,
+    LANES: tl.constexpr,
+):
     """Tells the host what is wrong with a program's bags or ids, unless something was told before.
 
     target   address of int64 [REPORT_SIZE], page-locked memory of the host, written by this, then of an int64 address: int32 on

@@ -1,9 +1,10 @@
-"""Lookups of ids that are tensors of a caller on the device, in Triton: the lookup kernel over several buffers, and the jobs of
-kernels before it, whose numbers only the device knows.
+"""Lookups of ids that are tensors of a caller on the device, in Triton: the lookup kernel over several
+buffers, and the jobs of kernels before it, whose numbers only the device knows.
 
-A request of the server has its inputs in one buffer, whose parts the host laid out. Here ids, offsets and weights stay where they
-are. Where the ids of many features lie one after another, only the offsets say where those of a feature begin, and nobody reads
-them on the host. `quant.gpu.tensors.tensors` launches both kernels.
+A request of the server has its inputs in one buffer, whose parts the host laid out. Here ids, offsets and
+weights stay where they are. Where the ids of many features lie one after another, only the offsets say where
+those of a feature begin, and nobody reads them on the host. `quant.gpu.tensors.tensors` launches both
+kernels.
 """
 
 import triton
@@ -58,7 +59,8 @@ def look_up(
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Every job of a call. FORMATS: a bit for each row format among the tables, so that only those are compiled.
+    """Every job of a call. FORMATS: a bit for each row format among the tables, so that only those are
+    compiled.
 
     jobs            address of int64 [jobs, TENSOR_JOB_FIELDS], written by `quant.gpu.tensors.tensors`
     job_of_program  address of int32 [programs], written there too
@@ -134,7 +136,8 @@ def spread(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the jobs of a kernel that works on each feature's ids, where these lie one after another. One program a job.
+    """Writes the jobs of a kernel that works on each feature's ids, where these lie one after another. One
+    program a job.
 
     template        address of int64 [count + 1, SIZE]: jobs as they are for all calls; the last one is for programs without work
     places          address of int64 [count]: where each job's feature is among those of the offsets

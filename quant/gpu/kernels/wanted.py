@@ -1,4 +1,5 @@
-"""What kernels are compiled for, and which ones the lookups of a model's tables launch. Imports neither torch nor Triton."""
+"""What kernels are compiled for, and which ones the lookups of a model's tables launch. Imports neither
+torch nor Triton."""
 
 from dataclasses import dataclass
 
@@ -7,9 +8,11 @@ from tableside.quant.contract import Table
 
 @dataclass(frozen=True)
 class KernelKey:
-    """What the lookup kernel is compiled for. formats: a bit for each row format; whole_words: every dim is a multiple of 4.
+    """What the lookup kernel is compiled for. formats: a bit for each row format; whole_words: every dim is a
+    multiple of 4.
 
-    Tables that are used together share a key, so that everything they need is compiled when they are first used.
+    Tables that are used together share a key, so that everything they need is compiled when they are first
+    used.
     """
 
     formats: int = 0
@@ -31,11 +34,12 @@ class KernelKey:
 class WantedKernels:
     """What lookups of a model's tables launch.
 
-    pooled, unpooled: whether there are such features. has_maps: ids of a table become row numbers first. is_indirect: whether
-    rows are read through a cache or in two places; both where tables differ. cached_row_bytes: sizes of rows that may be the
-    widest behind a cache; none: there is none. gathers: whether the CPU gathers what the cache misses, or both. is_lfu: the
-    cache's policy. is_followed: something reads vectors on the device (`quant.gpu.batch.follower`). tensor_features: features that
-    PyTorch modules look up in one call, at most (`quant.gpu.tensors.tensors`); 0: there are no modules.
+    pooled, unpooled: whether there are such features. has_maps: ids of a table become row numbers first.
+    is_indirect: whether rows are read through a cache or in two places; both where tables differ.
+    cached_row_bytes: sizes of rows that may be the widest behind a cache; none: there is none. gathers:
+    whether the CPU gathers what the cache misses, or both. is_lfu: the cache's policy. is_followed: something
+    reads vectors on the device (`quant.gpu.batch.follower`). tensor_features: features that PyTorch modules
+    look up in one call, at most (`quant.gpu.tensors.tensors`); 0: there are no modules.
     """
 
     key: KernelKey

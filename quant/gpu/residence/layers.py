@@ -1,15 +1,16 @@
-"""Layers of overlays where a device reads them: rows, index, filter and deleted bits of each, copied to HBM once. Where a budget
-does not hold the rows, or any of it, these lie in page-locked memory of the host.
+"""Layers of overlays where a device reads them: rows, index, filter and deleted bits of each, copied to HBM
+once. Where a budget does not hold the rows, or any of it, these lie in page-locked memory of the host.
 
-A layer lies over one table and is part of one state of it after another, as long as no newer changes are merged into it. So
-states share what was copied of it, and it goes with the last of them. Where the table's own rows live makes no difference:
-nothing of them is copied, moved or looked at.
+A layer lies over one table and is part of one state of it after another, as long as no newer changes are
+merged into it. So states share what was copied of it, and it goes with the last of them. Where the table's
+own rows live makes no difference: nothing of them is copied, moved or looked at.
 
-The lookup kernel finds a row at `table + number * row_bytes`, in arithmetic of 64 bits that wraps. A layer's memory begins whole
-rows away from the table's first one, and row_bytes is a multiple of 16; so 2 ** 60 may be added to a number without changing
-where it leads. `first_row` is taken between -2 ** 63 and -2 ** 63 + 2 ** 60. That makes the numbers of all overlays' rows
-negative, and never -1: the cache and tables in two places tell them from their own by the sign, and the lookup kernel, for which
-ids are numbers without a sign, refuses -1 alone.
+The lookup kernel finds a row at `table + number * row_bytes`, in arithmetic of 64 bits that wraps. A layer's
+memory begins whole rows away from the table's first one, and row_bytes is a multiple of 16; so 2 ** 60 may be
+added to a number without changing where it leads. `first_row` is taken between -2 ** 63 and -2 ** 63 + 2 **
+60. That makes the numbers of all overlays' rows negative, and never -1: the cache and tables in two places
+tell them from their own by the sign, and the lookup kernel, for which ids are numbers without a sign, refuses
+-1 alone.
 """
 
 import threading
@@ -38,13 +39,17 @@ class DeviceLayer:
     table_at: the address of the table's row 0 as kernels have it. QuantError: it does not fit.
     """
 
-    def __init__(self, layer: OverlayLayer, table_at: int, device: Device, in_host: InHost = InHost.NOTHING) -> None:
+    def __init__(
+        self, layer: OverlayLayer, table_at: int, device: Device, in_host: InHost = InHost.NOTHING
+    ) -> None:
         self.index = layer.index  # by which `DeviceLayers` knows the layer
         self.bytes, self.in_host = layer_bytes(layer, in_host), in_host
         row_bytes, slots = layer.packed.shape[1], layer.index.slots
         assert row_bytes % _ALIGNMENT == 0, "rows are padded to 16 bytes (row_format)"
         rows = layer.packed[:slots]
-        self._rows = allocate_for(rows.nbytes + row_bytes, device, "a delta of a table", in_host >= InHost.SOME)
+        self._rows = allocate_for(
+            rows.nbytes + row_bytes, device, "a delta of a table", in_host >= InHost.SOME
+        )
         first = (table_at - self._rows.data_ptr()) % row_bytes  # whole rows away from the table
         fill(self._rows[first : first + rows.nbytes], rows, in_host >= InHost.SOME)
         rows_at = self._rows.data_ptr() + first
@@ -85,7 +90,11 @@ def layer_bytes(layer: OverlayLayer, in_host: InHost = InHost.NOTHING) -> int:
 def _parts(layer: OverlayLayer) -> tuple[dict[str, NDArray[Any]], list[int]]:
     """What is copied to HBM beside the rows, and where each part begins, and the last one ends."""
     index = layer.index
-    parts: dict[str, NDArray[Any]] = {"filter": layer.filter, "entries": index.entries, "pilots": index.pilots}
+    parts: dict[str, NDArray[Any]] = {
+        "filter": layer.filter,
+        "entries": index.entries,
+        "pilots": index.pilots,
+    }
     parts["ids"] = np.ascontiguousarray(index.ids)
     if layer.deleted is not None:
         parts["deleted"] = layer.deleted
@@ -101,13 +110,18 @@ class DeviceLayers:
         self._known: WeakValueDictionary[tuple[int, int], DeviceLayer] = WeakValueDictionary()
         self._lock = threading.Lock()  # held while layers are copied, so that each is once
 
-    def of(self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING) -> tuple[DeviceLayer, ...]:
-        """Those of a table's overlay, the newest first; none where it has none. What is not there is copied, on the current
-        stream, and is there when this returns. in_host: of layers that are not there. QuantError: there is no room."""
+    def of(
+        self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING
+    ) -> tuple[DeviceLayer, ...]:
+        """Those of a table's overlay, the newest first; none where it has none. What is not there is
+        copied, on the current stream, and is there when this returns. in_host: of layers that are not
+        there. QuantError: there is no room."""
         if table.row_map is None or table.row_map.overlay is None:
             return ()
         with self._lock:
-            return tuple(self._layer(layer, residence.address, in_host) for layer in table.row_map.overlay.layers)
+            return tuple(
+                self._layer(layer, residence.address, in_host) for layer in table.row_map.overlay.layers
+            )
 
     def new_bytes(self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING) -> int:
         """HBM that `of` would take."""

@@ -1,8 +1,9 @@
 """Where a table's rows live for one device. A new tier or placement is a new class here.
 
-A residence owns the memory that its rows need on the device. It says what the jobs of lookups need to find the rows, and what
-must happen before the kernel runs: rows gathered by the CPU, or ids probed in the cache. Nobody asks which kind it is. The
-kernel turns a job and an id into an address in one function, `_row_address` of `quant.gpu.kernels.lookup`.
+A residence owns the memory that its rows need on the device. It says what the jobs of lookups need to find
+the rows, and what must happen before the kernel runs: rows gathered by the CPU, or ids probed in the cache.
+Nobody asks which kind it is. The kernel turns a job and an id into an address in one function, `_row_address`
+of `quant.gpu.kernels.lookup`.
 
     InHbm      all rows were copied to HBM
     Stashable  as InHbm, in memory that can be given back and filled again at the same address (`quant.gpu.residence.stashable`)
@@ -55,16 +56,18 @@ class Residence:
         return self.is_on_device and not self.is_gathered
 
     def hot(self) -> NDArray[np.int64]:
-        """Ids whose rows are in HBM because they were used, int64 [n], the hottest first. Waits for the device."""
+        """Ids whose rows are in HBM because they were used, int64 [n], the hottest first. Waits for the
+        device."""
         return np.zeros(0, np.int64)
 
     def warm(self, ids: NDArray[np.int64]) -> None:
-        """Brings rows to HBM for lookups to come, where that can be chosen. ids: int64 [n], of rows. Waits for nothing."""
+        """Brings rows to HBM for lookups to come, where that can be chosen. ids: int64 [n], of rows. Waits
+        for nothing."""
 
     def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
-        """Keeps rows that another table's residence holds in the cache that both share, and that are rows of this table with the
-        same bytes: int64 [n] each, numbers of its rows and of this one's. That table has to fetch them again. Waits for the
-        device."""
+        """Keeps rows that another table's residence holds in the cache that both share, and that are rows
+        of this table with the same bytes: int64 [n] each, numbers of its rows and of this one's. That
+        table has to fetch them again. Waits for the device."""
 
 
 class OnHost(Residence):
@@ -82,16 +85,20 @@ class InHbm(Residence):
 
     @classmethod
     def copy_of(cls, table: Table, device: Device, registered: torch.Tensor | None = None) -> "InHbm":
-        """Copies a table, and waits for it. registered: as for `Mapped`, from which copies are faster. QuantError: no room."""
+        """Copies a table, and waits for it. registered: as for `Mapped`, from which copies are faster.
+        QuantError: no room."""
         memory = allocate(table.packed.size, device, "a table")
-        copy_from_host(memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None)
+        copy_from_host(
+            memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None
+        )
         return cls(memory)
 
 
 class _InHostMemory(Residence):
     """Rows lie in host memory.
 
-    rows: uint8 [bytes] on the device, over registered memory; None: the table's own memory, which only the interpreter reads.
+    rows: uint8 [bytes] on the device, over registered memory; None: the table's own memory, which only the
+    interpreter reads.
     """
 
     def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
@@ -130,7 +137,8 @@ class Cached(_InHostMemory):
 
 
 class Split(_InHostMemory):
-    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host memory."""
+    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host
+    memory."""
 
     def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: Device) -> None:
         """Copies the HBM rows, and waits for it. QuantError: `share` splits nothing, or there is no room."""
@@ -141,7 +149,9 @@ class Split(_InHostMemory):
             )
         super().__init__(table, rows)
         assert self.host_rows is not None, "they are in host memory"
-        self._memory = allocate(split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows")
+        self._memory = allocate(
+            split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows"
+        )
         self.hbm_rows, self.hbm_share = self._memory.data_ptr(), share
         self._fill(table, self.host_rows)
         device.current_stream().synchronize()
@@ -149,27 +159,32 @@ class Split(_InHostMemory):
     def _fill(self, table: Table, source: torch.Tensor) -> None:
         blocks, size = table.rows // SPLIT_BLOCK, table.row_bytes
         whole = blocks * SPLIT_BLOCK * size
-        of_blocks, rest = self._memory[: blocks * self.hbm_share * size], self._memory[blocks * self.hbm_share * size :]
+        of_blocks, rest = (
+            self._memory[: blocks * self.hbm_share * size],
+            self._memory[blocks * self.hbm_share * size :],
+        )
         every_block = source[:whole].view(blocks, SPLIT_BLOCK * size)
         of_blocks.view(blocks, self.hbm_share * size).copy_(every_block[:, : self.hbm_share * size])
         rest.copy_(source[whole : whole + rest.numel()])
 
 
 def host_bytes(table: Table) -> torch.Tensor:
-    """A table's memory as a tensor, uint8 [bytes]. The caller keeps the table alive, and must not write to the tensor."""
+    """A table's memory as a tensor, uint8 [bytes]. The caller keeps the table alive, and must not write to
+    the tensor."""
     return array_bytes(table.packed)
 
 
 def array_bytes(array: NDArray[Any]) -> torch.Tensor:
-    """A contiguous array's memory, of a byte at least, as a tensor, uint8 [bytes]. The caller keeps the array alive, and must not
-    write to the tensor."""
+    """A contiguous array's memory, of a byte at least, as a tensor, uint8 [bytes]. The caller keeps the
+    array alive, and must not write to the tensor."""
     # torch warns of arrays that say they are read-only, as a segment's do.
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class InHost(IntEnum):
-    """What of a delta, or of a table's index, lies in page-locked memory of the host, where the device reads it; it takes no HBM.
+    """What of a delta, or of a table's index, lies in page-locked memory of the host, where the device reads
+    it; it takes no HBM.
 
     SOME: a delta's rows; the ids that an index keeps.
     """
@@ -180,7 +195,8 @@ class InHost(IntEnum):
 
 
 def allocate_for(size: int, device: Device, what: str, in_host: bool) -> torch.Tensor:
-    """uint8 [size] that a device reads, on it or in page-locked memory of the host. QuantError: there is no room for `what`."""
+    """uint8 [size] that a device reads, on it or in page-locked memory of the host. QuantError: there is
+    no room for `what`."""
     if not in_host:
         return allocate(size, device, what)
     try:
@@ -207,7 +223,8 @@ def allocate(size: int, device: Device, what: str) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=device.torch_device)
     except torch.OutOfMemoryError as error:
         raise QuantError(
-            f"{what} of {size:,} bytes does not fit on {device}; keep fewer rows in HBM, or read them in host memory ({error})"
+            f"{what} of {size:,} bytes does not fit on {device}; keep fewer rows in HBM, or read them in "
+            f"host memory ({error})"
         ) from error
 
 

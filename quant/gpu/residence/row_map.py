@@ -1,14 +1,16 @@
-"""How a table's ids become row numbers, where a device reads it: a NativeRowMap in its memory, and what that points to.
+"""How a table's ids become row numbers, where a device reads it: a NativeRowMap in its memory, and what that
+points to.
 
-The directory's entries, pilots and the bits of backfilled rows, a third of a byte an id, are copied to HBM. The id that is
-kept for each row, 8 bytes, is read
+The directory's entries, pilots and the bits of backfilled rows, a third of a byte an id, are copied to HBM.
+The id that is kept for each row, 8 bytes, is read
 
     in the table's own rows   where all of them are in HBM, and ids lie in their padding
     in a copy in HBM          otherwise
     in host memory            where the copy is not wanted, because a budget does not hold it: one read of host memory for each id
 
-Where a budget does not even hold directory, pilots and bits, these lie in page-locked memory of the host.
-The layers of an overlay are `quant.gpu.residence.layers`'. Maps of several states of a table share all that is the table's own.
+Where a budget does not even hold directory, pilots and bits, these lie in page-locked memory of the host. The
+layers of an overlay are `quant.gpu.residence.layers`'. Maps of several states of a table share all that is
+the table's own.
 """
 
 from collections.abc import Sequence
@@ -28,14 +30,17 @@ from tableside.quant.rows.ids import ID_BYTES, IdIndex, native_row_map
 
 
 class DeviceRowMap:
-    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: of HBM that it takes, but for layers. layers: of
-    an overlay, the newest first; none at first.
+    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: of HBM that it takes, but for
+    layers. layers: of an overlay, the newest first; none at first.
 
-    in_host: where the ids kept for rows are read in host memory and are an array, it is registered with CUDA together with the
-    rows, as all of a segment is. QuantError: it does not fit, or the residence reads no host memory.
+    in_host: where the ids kept for rows are read in host memory and are an array, it is registered with CUDA
+    together with the rows, as all of a segment is. QuantError: it does not fit, or the residence reads no
+    host memory.
     """
 
-    def __init__(self, table: Table, residence: Residence, device: Device, in_host: InHost = InHost.NOTHING) -> None:
+    def __init__(
+        self, table: Table, residence: Residence, device: Device, in_host: InHost = InHost.NOTHING
+    ) -> None:
         assert table.row_map is not None
         self._device, self._in_host = device, in_host
         self._held: list[torch.Tensor] = []
@@ -46,7 +51,9 @@ class DeviceRowMap:
             ids, step = self._ids(table, index, residence)
             bits = 0 if index.backfilled is None else self._copied(index.backfilled)
             entries, pilots = self._copied(index.entries), self._copied(index.pilots)
-            record = record._replace(directory=0, entries=entries, pilots=pilots, ids=ids, id_step=step, backfilled=bits)
+            record = record._replace(
+                directory=0, entries=entries, pilots=pilots, ids=ids, id_step=step, backfilled=bits
+            )
             record = record._replace(own=index.slots)  # the bits say which rows are not
         self.bytes = 0 if in_host is InHost.ALL else sum(part.numel() for part in self._held)
         self._native = record
@@ -72,12 +79,16 @@ class DeviceRowMap:
         rows = residence.host_rows
         if self._in_host:
             if rows is None:
-                raise QuantError("ids cannot be read in host memory beside rows that are all in HBM; copy them too")
+                raise QuantError(
+                    "ids cannot be read in host memory beside rows that are all in HBM; copy them too"
+                )
             return rows.data_ptr() + place, index.ids.strides[0]
         if not is_in_rows or rows is None:
             return self._copied(np.ascontiguousarray(index.ids)), ID_BYTES
         copied = self._allocated(index.slots * ID_BYTES)
-        kept = rows.view(torch.int64).as_strided((index.slots,), (table.row_bytes // ID_BYTES,), place // ID_BYTES)
+        kept = rows.view(torch.int64).as_strided(
+            (index.slots,), (table.row_bytes // ID_BYTES,), place // ID_BYTES
+        )
         copied.view(torch.int64).copy_(kept)
         self._device.current_stream().synchronize()
         return copied.data_ptr(), ID_BYTES
@@ -89,5 +100,7 @@ class DeviceRowMap:
         return memory.data_ptr()
 
     def _allocated(self, size: int) -> torch.Tensor:
-        self._held.append(allocate_for(size, self._device, "the id index of a table", self._in_host is InHost.ALL))
+        self._held.append(
+            allocate_for(size, self._device, "the id index of a table", self._in_host is InHost.ALL)
+        )
         return self._held[-1]

@@ -17,7 +17,8 @@ from tableside.quant.rows.ids import RowMap
 class DeviceTable:
     """A table of the host, and where its rows live for a device. It is a `RowSource`.
 
-    device_map: how its ids become row numbers on the device; None: they are row numbers, or the CPU looks the table up.
+    device_map: how its ids become row numbers on the device; None: they are row numbers, or the CPU looks the
+    table up.
     """
 
     host: Table
@@ -42,7 +43,8 @@ class DeviceTable:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the CPU gathers rows of requests with many ids: the device makes the row numbers of ids that are none."""
+        """Whether the CPU gathers rows of requests with many ids: the device makes the row numbers of ids
+        that are none."""
         return self.residence.is_gathered and self.row_map is None
 
     @property

@@ -1,4 +1,5 @@
-"""Jobs of the kernels that look up a caller's tensors: on the host, on their way to the device, or made there."""
+"""Jobs of the kernels that look up a caller's tensors: on the host, on their way to the device, or made
+there."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,13 +32,15 @@ class KernelJobs(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, programs: Rows, first: int) -> "KernelJobs":
-        """programs: int64 [jobs], of each job; first: the field for the number of its first one, which is written."""
+        """programs: int64 [jobs], of each job; first: the field for the number of its first one, which is
+        written."""
         rows[:, first] = np.add.accumulate(programs) - programs
         return cls(rows, np.repeat(np.arange(len(rows), dtype=np.int32), programs))
 
 
 class JobAddresses(NamedTuple):
-    """Jobs on the device, or on their way, at two addresses: the jobs, and int32 [programs], the job of each program."""
+    """Jobs on the device, or on their way, at two addresses: the jobs, and int32 [programs], the job of
+    each program."""
 
     jobs_at: int
     programs_at: int
@@ -45,7 +48,8 @@ class JobAddresses(NamedTuple):
 
 
 def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:
-    """Jobs, on their way to the device: what holds their memory there, what holds it on the host, and where they are."""
+    """Jobs, on their way to the device: what holds their memory there, what holds it on the host, and
+    where they are."""
     sizes = [(rows.nbytes, of_program.size) for rows, of_program in lists]
     total = sum(size + aligned(4 * programs, 8) for size, programs in sizes)
     host = device.pinned(total)
@@ -63,8 +67,8 @@ def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, l
 class JobSpreader:
     """Makes the jobs of a kernel on the device, where only the device knows where the ids of a feature begin.
 
-    rows: int64 [jobs, fields], as they are for all calls. places: int64 [jobs], of each one's feature among those of the offsets.
-    block: ids of a program.
+    rows: int64 [jobs, fields], as they are for all calls. places: int64 [jobs], of each one's feature among
+    those of the offsets. block: ids of a program.
     """
 
     def __init__(self, rows: Rows, kernel: Kernel, places: Rows, block: int, device: Device) -> None:
@@ -99,11 +103,17 @@ class JobSpreader:
 def template_rows(kinds: Sequence[SteadyKind], first_name: int) -> Rows:
     """What is the same of the jobs of all calls."""
     jobs = np.zeros((len(kinds), TENSOR_JOB_FIELDS), np.int64)
-    jobs[:, (JobField.LENGTHS_AT, JobField.WEIGHTS_AT, JobField.LOCATIONS_AT, FIELDS + TensorField.OFFSETS_AT)] = -1
+    jobs[
+        :, (JobField.LENGTHS_AT, JobField.WEIGHTS_AT, JobField.LOCATIONS_AT, FIELDS + TensorField.OFFSETS_AT)
+    ] = -1
     jobs[:, (FIELDS + TensorField.IS_FIRST, FIELDS + TensorField.IS_LAST)] = 1
     jobs[:, FIELDS + TensorField.NAME] = first_name + np.arange(len(kinds))
     for job, kind in zip(jobs, kinds, strict=True):
-        job[JobField.TABLE], job[JobField.ROWS], job[JobField.ROW_BYTES] = kind.table, kind.rows, kind.row_bytes
+        job[JobField.TABLE], job[JobField.ROWS], job[JobField.ROW_BYTES] = (
+            kind.table,
+            kind.rows,
+            kind.row_bytes,
+        )
         job[JobField.DIM], job[JobField.OUT_STEP], job[JobField.FORMAT] = kind.dim, kind.dim, kind.row_format
         job[JobField.MEAN], job[JobField.PRECISION] = kind.mean, kind.precision
         job[JobField.HBM_ROWS], job[JobField.HBM_SHARE] = kind.hbm_rows, kind.hbm_share
@@ -113,7 +123,10 @@ def template_rows(kinds: Sequence[SteadyKind], first_name: int) -> Rows:
 def resolve_rows(kinds: Sequence[SteadyKind], every_id: int) -> Rows:
     """Jobs of the resolve kernel. every_id: the address of a row map for tables that have none."""
     rows = np.zeros((len(kinds), len(ResolveField)), np.int64)
-    rows[:, ResolveField.ROW_MAP], rows[:, ResolveField.FOUND_AT] = [kind.row_map or every_id for kind in kinds], -1
+    rows[:, ResolveField.ROW_MAP], rows[:, ResolveField.FOUND_AT] = (
+        [kind.row_map or every_id for kind in kinds],
+        -1,
+    )
     return rows
 
 

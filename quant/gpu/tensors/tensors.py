@@ -1,11 +1,14 @@
-"""Lookups of a caller's tensors where they lie on a GPU: nothing is brought together, and nobody waits for the device.
+"""Lookups of a caller's tensors where they lie on a GPU: nothing is brought together, and nobody waits for
+the device.
 
-A call takes ids, offsets and weights of each feature as tensors of their own (`each`), or all ids one after another with the
-offsets of all features (`packed`), as FBGEMM and TorchRec keep them. In a packed call the host does not know where the ids of a
-feature begin. The lookup kernel reads its bags from the offsets, so a call with as many bags as one before needs nothing sent.
-Kernels before it, which work on ids, get their jobs from `quant.gpu.kernels.tensors.spread`.
+A call takes ids, offsets and weights of each feature as tensors of their own (`each`), or all ids one after
+another with the offsets of all features (`packed`), as FBGEMM and TorchRec keep them. In a packed call the
+host does not know where the ids of a feature begin. The lookup kernel reads its bags from the offsets, so a
+call with as many bags as one before needs nothing sent. Kernels before it, which work on ids, get their jobs
+from `quant.gpu.kernels.tensors.spread`.
 
-What a call reads (its jobs, the row numbers of its ids) belongs to it, so calls on several streams share none.
+What a call reads (its jobs, the row numbers of its ids) belongs to it, so calls on several streams share
+none.
 """
 
 from collections import OrderedDict
@@ -47,16 +50,18 @@ from tableside.quant.rows.ids import NO_ROW_MAP
 _SHAPES = 64  # of calls, whose jobs are kept
 _DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 _EVERY_ID = NO_ROW_MAP._replace(id_count=-1, default_row=-1, own=2**63 - 1)  # each id is its own row number
-_OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (FIELDS + field for field in TensorField)
+_OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (
+    FIELDS + field for field in TensorField
+)
 _ADDRESSES = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT)
 _OF_SHAPE = (JobField.IDS, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH)
 _captured: list[object] = []  # what graphs read: a graph does not say when it goes
 
 
 class TensorInput(NamedTuple):
-    """The tensors of one feature, all on the device and contiguous. ids: int64 [ids]. offsets: int32 or int64, where each of the
-    `bags` bags begins, with or without the end of the last one; None: bags of `bag_length` ids, or not pooled. weights: fp32
-    [ids]."""
+    """The tensors of one feature, all on the device and contiguous. ids: int64 [ids]. offsets: int32 or
+    int64, where each of the `bags` bags begins, with or without the end of the last one; None: bags of
+    `bag_length` ids, or not pooled. weights: fp32 [ids]."""
 
     ids: torch.Tensor
     offsets: torch.Tensor | None
@@ -77,8 +82,8 @@ class _CallShape(NamedTuple):
 
 
 class _BaseAddresses(NamedTuple):
-    """Addresses that the offsets of jobs count from: row numbers, ids as they came, offsets, weights. ids: of a job without
-    IDS."""
+    """Addresses that the offsets of jobs count from: row numbers, ids as they came, offsets, weights. ids:
+    of a job without IDS."""
 
     inputs: int = 0
     asked: int = 0
@@ -88,10 +93,12 @@ class _BaseAddresses(NamedTuple):
 
 
 class StagedLookup(NamedTuple):
-    """A call whose jobs are on the device, or on their way there. shape: of the vectors. probe: what the cache looks for first.
+    """A call whose jobs are on the device, or on their way there. shape: of the vectors. probe: what the
+    cache looks for first.
 
-    is_even: all features have as many values. held: what the kernels read. sent: what a graph of the call reads besides, in no
-    memory that belongs to the graph. ticket: of its rows in the cache, where they were prefetched.
+    is_even: all features have as many values. held: what the kernels read. sent: what a graph of the call
+    reads besides, in no memory that belongs to the graph. ticket: of its rows in the cache, where they were
+    prefetched.
     """
 
     jobs: JobAddresses
@@ -107,16 +114,22 @@ class StagedLookup(NamedTuple):
 
 
 class TensorLookup:
-    """Lookups of some features, all pooled or none, of tables on one device. names, reports: what wrong ids are told by.
+    """Lookups of some features, all pooled or none, of tables on one device. names, reports: what wrong ids
+    are told by.
 
-    unfound: int64 [features, 2] on the device: ids without a row in all calls so far, and those whose row came from an older
-    version. QuantError: a table is looked up by the CPU.
+    unfound: int64 [features, 2] on the device: ids without a row in all calls so far, and those whose row
+    came from an older version. QuantError: a table is looked up by the CPU.
     """
 
-    def __init__(self, backend: GpuBackend, names: Sequence[str], kinds: Sequence[LookupKind], reports: Reports) -> None:
+    def __init__(
+        self, backend: GpuBackend, names: Sequence[str], kinds: Sequence[LookupKind], reports: Reports
+    ) -> None:
         tables = [on_device(kind.table) for kind in kinds]
         if not all(table.residence.is_on_device for table in tables):
-            raise QuantError("the CPU looks up one of the tables; copy it to HBM (to_hbm), or let the device read it (map_host)")
+            raise QuantError(
+                "the CPU looks up one of the tables; copy it to HBM (to_hbm), or let the device read it "
+                "(map_host)"
+            )
         self._device, self._launcher, self._configs = backend.device, backend.launcher, backend.configs
         self._reports, self._tables = reports, tables  # whose memory the kernels read
         self._of_kind = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
@@ -133,20 +146,25 @@ class TensorLookup:
         self._is_overlaid = any(table.is_overlaid for table in tables)
         self._is_indirect = self._has_cached or any(k.hbm_share for k in self._of_kind)
         self._every_id = torch.tensor(_EVERY_ID, dtype=torch.int64, device=backend.device.torch_device)
-        self.unfound = torch.zeros((len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device)
+        self.unfound = torch.zeros(
+            (len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device
+        )
         self._packed: OrderedDict[Any, tuple[object, object, JobAddresses]] = OrderedDict()
         self._shapes: OrderedDict[tuple[int, ...], _CallShape] = OrderedDict()
         self._spreads: dict[Any, JobSpreader] = {}
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
         self._columns_of_bag, self._width = int(self._columns.sum()), int(self._dims.sum())
-        self._new = torch.empty(0, dtype=self._dtype, device=backend.device.torch_device).new_empty  # sooner than torch.empty
+        self._new = torch.empty(
+            0, dtype=self._dtype, device=backend.device.torch_device
+        ).new_empty  # sooner than torch.empty
         self.on_device = OnDevice(backend.launcher)
 
     # ---- calls ----
 
     def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
-        """A call with tensors of its own for each feature. It gives the vectors of all, one feature after another, [values]."""
+        """A call with tensors of its own for each feature. It gives the vectors of all, one feature after
+        another, [values]."""
         addresses: list[int] = []
         shape: list[int] = []
         for ids, offsets, bag_length, bags, weights in inputs:
@@ -186,12 +204,19 @@ class TensorLookup:
         )
 
     def stage_packed(
-        self, ids: torch.Tensor, offsets: torch.Tensor, features: int, order: tuple[int, ...], weights: torch.Tensor | None
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor,
+        features: int,
+        order: tuple[int, ...],
+        weights: torch.Tensor | None,
     ) -> StagedLookup:
-        """A call of pooled features with all ids in one tensor. It gives their vectors side by side, [bags, sum of dims].
+        """A call of pooled features with all ids in one tensor. It gives their vectors side by side, [bags,
+        sum of dims].
 
-        ids: int64 [ids]; offsets: int32 or int64 [features * bags + 1] into them, those of the first feature first; weights: fp32
-        [ids], all contiguous on the device. order: where each feature of the lookup is among those of the offsets.
+        ids: int64 [ids]; offsets: int32 or int64 [features * bags + 1] into them, those of the first feature
+        first; weights: fp32 [ids], all contiguous on the device. order: where each feature of the lookup is
+        among those of the offsets.
         """
         bags, count = (offsets.numel() - 1) // features, ids.numel()
         check_size(count, bags)
@@ -200,14 +225,20 @@ class TensorLookup:
         with self.on_device:
             if (found := self._packed.get(key)) is None:
                 self._compile_for_overlays(offsets, bags, count, order)
-                found = self._send_packed(bags, features, order, offsets.element_size(), weights is None, config)
+                found = self._send_packed(
+                    bags, features, order, offsets.element_size(), weights is None, config
+                )
                 if not self._device.is_capturing():  # a graph sends its own at each replay
                     self._packed[key] = found
                     if len(self._packed) > _SHAPES:
                         self._packed.popitem(last=False)
             memory, kept, sent = found
             base = _BaseAddresses(
-                ids.data_ptr(), ids.data_ptr(), offsets.data_ptr(), 0 if weights is None else weights.data_ptr(), count
+                ids.data_ptr(),
+                ids.data_ptr(),
+                offsets.data_ptr(),
+                0 if weights is None else weights.data_ptr(),
+                count,
             )
             held: list[object] = [ids, offsets, weights, memory]
             probe = None
@@ -224,7 +255,8 @@ class TensorLookup:
         return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held, kept)
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
-        """Begins to bring the rows of a call to the cache, where some are read through it; they stay until the call."""
+        """Begins to bring the rows of a call to the cache, where some are read through it; they stay until
+        the call."""
         if staged.probe is None:
             return staged
         with self.on_device:
@@ -232,7 +264,8 @@ class TensorLookup:
             return staged._replace(ticket=self._prefetched(staged, self._device.current_stream()))
 
     def __call__(self, staged: StagedLookup) -> torch.Tensor:
-        """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as zeros.
+        """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as
+        zeros.
 
         QuantError: a graph is captured, and no such call ran before, or rows are read through the cache.
         """
@@ -290,7 +323,8 @@ class TensorLookup:
         return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
 
     def _shape(self, shape: tuple[int, ...]) -> _CallShape:
-        """shape: for each feature its ids, bytes of an offset and offsets, bag length, bags, and whether it has weights."""
+        """shape: for each feature its ids, bytes of an offset and offsets, bag length, bags, and whether
+        it has weights."""
         if (found := self._shapes.get(shape)) is None:
             of_feature = np.array(shape, np.int64).reshape(len(self._dims), -1)
             jobs, counts = self._template.copy(), of_feature[:, 0]
@@ -335,7 +369,13 @@ class TensorLookup:
         return KernelJobs.of(found, -(-counts // self._device.block(PROBE_BLOCK)), ProbeField.FIRST_BLOCK)
 
     def _send_packed(
-        self, bags: int, features: int, order: tuple[int, ...], offset_bytes: int, is_plain: bool, config: LaunchConfig
+        self,
+        bags: int,
+        features: int,
+        order: tuple[int, ...],
+        offset_bytes: int,
+        is_plain: bool,
+        config: LaunchConfig,
     ) -> tuple[object, object, JobAddresses]:
         jobs, places = self._template.copy(), np.array(order, np.int64)
         jobs[:, JobField.IDS], jobs[:, JobField.WEIGHTS_AT] = -1, -1 if is_plain else 0
@@ -343,13 +383,19 @@ class TensorLookup:
         jobs[:, JobField.OUT_AT] = (np.add.accumulate(self._dims) - self._dims) * self._dtype.itemsize
         jobs[:, JobField.OUT_STEP] = self._dims.sum()
         jobs[self._cached, JobField.LOCATIONS_AT] = 0
-        jobs[:, _OFFSETS_AT], jobs[:, _OFFSET_BYTES], jobs[:, _OFFSETS] = places * bags * offset_bytes, offset_bytes, bags + 1
+        jobs[:, _OFFSETS_AT], jobs[:, _OFFSET_BYTES], jobs[:, _OFFSETS] = (
+            places * bags * offset_bytes,
+            offset_bytes,
+            bags + 1,
+        )
         jobs[:, _IS_FIRST], jobs[:, _IS_LAST] = places == 0, places == features - 1
         programs = -(-bags * self._columns // config.block_columns)
         memory, host, (sent,) = send(self._device, [KernelJobs.of(jobs, programs, JobField.FIRST_PROGRAM)])
         return memory, (memory, host) if not self._device.is_capturing() else host, sent
 
-    def _compile_for_overlays(self, offsets: torch.Tensor, bags: int, count: int, order: tuple[int, ...]) -> None:
+    def _compile_for_overlays(
+        self, offsets: torch.Tensor, bags: int, count: int, order: tuple[int, ...]
+    ) -> None:
         """Has a first packed call compile what a state of the same tables with overlays takes beside."""
         if not self._has_maps and (True, order) not in self._spreads and not self._device.is_capturing():
             self._spread(True, order)(offsets, bags, count)
@@ -360,7 +406,10 @@ class TensorLookup:
             self._check_not_capturing()
             device, places = self._device, np.array(order, np.int64)
             if is_resolve:
-                rows, block = resolve_rows(self._of_kind, self._every_id.data_ptr()), device.block(RESOLVE_BLOCK)
+                rows, block = (
+                    resolve_rows(self._of_kind, self._every_id.data_ptr()),
+                    device.block(RESOLVE_BLOCK),
+                )
             else:
                 rows, block = probe_rows([self._of_kind[n] for n in self._cached]), device.block(PROBE_BLOCK)
                 places = places[self._cached]

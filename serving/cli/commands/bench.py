@@ -1,7 +1,8 @@
 """Lookups for the load generator (`generator`), prepared before the clock starts.
 
-Real requests are jagged, so each one has lengths of its own: every bag has 0 to 2 * ids ids, drawn uniformly, which is `ids` on
-average. `same` gives every bag exactly `ids` ids, so that all requests have one header. There are two forms on the wire:
+Real requests are jagged, so each one has lengths of its own: every bag has 0 to 2 * ids ids, drawn uniformly,
+which is `ids` on average. `same` gives every bag exactly `ids` ids, so that all requests have one header.
+There are two forms on the wire:
 
     named      two tensors for each feature, F.values INT64 [ids] and F.lengths INT32 [bags]; with `same` one, F INT64 [bags, ids]
     compact    two tensors for all features in the model's order, kjt.values INT64 [ids] and kjt.lengths INT32 [features, bags]
@@ -29,7 +30,8 @@ _DATATYPES = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a request holds: `batch` bags of each feature, of `ids` ids, on average or each (`same`). zipf: as of `draw_ids`."""
+    """What a request holds: `batch` bags of each feature, of `ids` ids, on average or each (`same`). zipf:
+    as of `draw_ids`."""
 
     batch: int
     ids: int
@@ -37,7 +39,11 @@ class Shape:
     zipf: float | None = None
 
     def __str__(self) -> str:
-        lengths = "the same in every bag" if self.same else f"on average, 0 to {2 * self.ids} a bag, drawn anew for each request"
+        lengths = (
+            "the same in every bag"
+            if self.same
+            else f"on average, 0 to {2 * self.ids} a bag, drawn anew for each request"
+        )
         return f"batch {self.batch} x {self.ids} ids ({lengths})"
 
 
@@ -52,27 +58,32 @@ def make_requests(
     seed: int = 0,
     extra_headers: Mapping[str, str] | None = None,
 ) -> list[bytes]:
-    """Different binary lookups of all features of a model, as /v1/models describes it. extra_headers: of every request.
+    """Different binary lookups of all features of a model, as /v1/models describes it. extra_headers: of
+    every request.
 
-    At most `count`, and as many as `max_bytes` hold, but at least one. Both forms of one seed hold the same ids and lengths.
-    ServingError: one request alone is larger than that, or a table has raw ids.
+    At most `count`, and as many as `max_bytes` hold, but at least one. Both forms of one seed hold the same
+    ids and lengths. ServingError: one request alone is larger than that, or a table has raw ids.
     """
     if raw := [t["name"] for t in described["tables"] if t.get("ids") == "raw"]:
         raise ServingError(
-            f"table {raw[0]!r} of model {described['name']!r} has raw ids, which a server does not tell, so none can be drawn; "
+            f"table {raw[0]!r} of model {described['name']!r} has raw ids, which a server does not tell, so "
+            "none can be drawn; "
             "load it with requests of your own"
         )
     ids_bytes = 8 * len(described["features"]) * shape.batch * shape.ids
     if ids_bytes > max_bytes:
         raise ServingError(
-            f"a request of {shape} has {ids_bytes:,} bytes of ids; expected at most {max_bytes:,}: lower the batch or the ids"
+            f"a request of {shape} has {ids_bytes:,} bytes of ids; expected at most {max_bytes:,}: lower the "
+            "batch or the ids"
         )
     rng = np.random.default_rng(seed)
     requests: list[bytes] = []
     size = 0
     while len(requests) < count:
         headers, body = encode(described, *draw(rng, described, shape), same=shape.same, form=form)
-        request = request_bytes(f"{url}/v2/models/{described['name']}/infer", headers | dict(extra_headers or {}), body)
+        request = request_bytes(
+            f"{url}/v2/models/{described['name']}/infer", headers | dict(extra_headers or {}), body
+        )
         size += len(request)
         if requests and size > max_bytes:
             break
@@ -80,7 +91,9 @@ def make_requests(
     return requests
 
 
-def draw(rng: np.random.Generator, described: Mapping[str, Any], shape: Shape) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+def draw(
+    rng: np.random.Generator, described: Mapping[str, Any], shape: Shape
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """One request's ids int64 [ids] and lengths int32 [features, bags], feature by feature and bag by bag."""
     tables = {t["name"]: (t.get("first_id", 0), t.get("id_count", t["rows"])) for t in described["tables"]}
     first_ids, feature_rows = np.array([tables[f["table"]] for f in described["features"]], np.int64).T
@@ -97,8 +110,8 @@ def draw_ids(
 ) -> NDArray[np.int64]:
     """ids int64 of a shape, in [0, rows): uniform, or by Zipf's law, its hot ids scattered over the table.
 
-    rows: of the table; an array of that shape where ids are of different tables. zipf: the law's exponent, not 1; None: uniform.
-    Ranks are drawn by the inverse of the continuous law's distribution.
+    rows: of the table; an array of that shape where ids are of different tables. zipf: the law's exponent,
+    not 1; None: uniform. Ranks are drawn by the inverse of the continuous law's distribution.
     """
     if zipf is None:
         return rng.integers(0, rows, shape)
@@ -106,12 +119,19 @@ def draw_ids(
     ranks = (((rows + 1.0) ** power - 1.0) * rng.random(shape) + 1.0) ** (1.0 / power)
     ranks = np.minimum(ranks, rows).astype(np.uint64) - np.uint64(1)
     # A bijection of the rows where they and the factor have no common divisor, which is a prime.
-    scattered: NDArray[np.int64] = (ranks * np.uint64(2654435761) % np.asarray(rows, np.uint64)).astype(np.int64)
+    scattered: NDArray[np.int64] = (ranks * np.uint64(2654435761) % np.asarray(rows, np.uint64)).astype(
+        np.int64
+    )
     return scattered
 
 
 def encode(
-    described: Mapping[str, Any], values: NDArray[np.int64], lengths: NDArray[np.int32], *, same: bool, form: Form
+    described: Mapping[str, Any],
+    values: NDArray[np.int64],
+    lengths: NDArray[np.int32],
+    *,
+    same: bool,
+    form: Form,
 ) -> tuple[dict[str, str], bytes]:
     """The HTTP headers and the body of a lookup of all features.
 
@@ -131,7 +151,12 @@ def encode(
 
 def _infer(tensors: Sequence[tuple[str, NDArray[Any]]]) -> tuple[dict[str, str], bytes]:
     inputs = [
-        {"name": n, "datatype": _DATATYPES[a.dtype], "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+        {
+            "name": n,
+            "datatype": _DATATYPES[a.dtype],
+            "shape": a.shape,
+            "parameters": {"binary_data_size": a.nbytes},
+        }
         for n, a in tensors
     ]
     head = orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}})

@@ -26,7 +26,9 @@ def compile_kernels(options: argparse.Namespace) -> int:
     segment = Model(settings.root, options.model, settings.owner).attach(options.version, "header")
     compiled: dict[str, CompiledKernel] = {}
     for what, tensors in (("servers", False), ("modules", True)):
-        wanted = kernels_wanted(segment, options.placement, is_lfu=options.cache_policy == "lfu", tensors=tensors)
+        wanted = kernels_wanted(
+            segment, options.placement, is_lfu=options.cache_policy == "lfu", tensors=tensors
+        )
         with progress_bar(f"sm_{arch}, {what}") as progress:
             for one in compile_once(wanted, arch, options.jobs, progress) or ():
                 compiled.setdefault(one.name, one)
@@ -40,7 +42,10 @@ def compile_kernels(options: argparse.Namespace) -> int:
     console.print(table)
     console.print(f"{len(compiled)} kernels {where}")
     if not has_driver():
-        console.print("CUDA's driver is not here: the code that launches kernels is compiled where they are launched first")
+        console.print(
+            "CUDA's driver is not here: the code that launches kernels is compiled where they are launched "
+            "first"
+        )
     return 0
 
 
@@ -51,5 +56,7 @@ def _arch(given_as: str | None) -> int:
             raise ServingError(f"--arch is {given_as!r}; expected a GPU's architecture, such as sm_90")
         return int(found[1])
     if not (here := architectures()):
-        raise ServingError("there is no GPU here; name the architecture of the one that will serve, such as --arch sm_90")
+        raise ServingError(
+            "there is no GPU here; name the architecture of the one that will serve, such as --arch sm_90"
+        )
     return here[0]

@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # the evaluation needs pyarrow, which the other commands do w
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Scores a data set and prints the figures. Exit code 3: the increase of NE is not within --max-ne-increase."""
+    """Scores a data set and prints the figures. Exit code 3: the increase of NE is not within
+    --max-ne-increase."""
     from tableside.serving.evaluation.run import EvalSettings, check_out
     from tableside.serving.evaluation.run import evaluate as run
 
@@ -40,7 +41,10 @@ def evaluate(options: argparse.Namespace) -> int:
     candidates = [_candidate(name, root, owner, options.out, say) for name in names]
     for source in options.source or []:
         spec = read_model(source)
-        candidates = [replace(c, source=source.resolve()) if c.model == spec.name and not c.source else c for c in candidates]
+        candidates = [
+            replace(c, source=source.resolve()) if c.model == spec.name and not c.source else c
+            for c in candidates
+        ]
     if options.max_ne_increase is not None and not options.against:
         raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
     server = ServerSettings(**{**given(options, ServerSettings), "root": root, "owner": owner})
@@ -67,7 +71,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _candidate(text: str, root: Path, owner: str | None, out: Path, say: Console) -> "Candidate":
-    """The version that MODEL, MODEL@VERSION or a model.toml names. A model.toml is loaded, not activated, once for each `out`."""
+    """The version that MODEL, MODEL@VERSION or a model.toml names. A model.toml is loaded, not activated,
+    once for each `out`."""
     from tableside.serving.evaluation.sources import remember, remembered
     from tableside.serving.evaluation.work import Candidate
 
@@ -88,7 +93,9 @@ def _candidate(text: str, root: Path, owner: str | None, out: Path, say: Console
         state = resolve(model, *parse_state(named)) if at else State(model.current(), model.record().sequence)
     except VersionError as error:
         if model.versions():
-            raise ServingError(f"{text!r}: expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml") from error
+            raise ServingError(
+                f"{text!r}: expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml"
+            ) from error
         raise
     return Candidate(name, state.version, sequence=state.sequence)
 
@@ -98,7 +105,9 @@ def _print_report(report: "Report") -> None:
     resumed = f", {report.resumed_rows:,} of them by an earlier run" if report.resumed_rows else ""
     console.print(f"{report.rows:,} rows in {report.seconds:.1f} s{speed}{resumed}")
     if total := sum(report.stage_seconds.values()):
-        console.print("on GPUs: " + ", ".join(f"{stage} {s / total:.0%}" for stage, s in report.stage_seconds.items()))
+        console.print(
+            "on GPUs: " + ", ".join(f"{stage} {s / total:.0%}" for stage, s in report.stage_seconds.items())
+        )
     table = Table("", "rows", "positives", "log loss", "NE", "AUC", "calibration", box=None)
     for title, found in (("all", report.overall), *report.slices.items()):
         for name, q in zip(report.candidates, found, strict=True):
@@ -110,7 +119,9 @@ def _print_report(report: "Report") -> None:
             counts = ", ".join(f"{reason} {ids:,}" for reason, ids in reasons.items())
             console.print(f"{name}: ids_without_row_total of table {where}: {counts}")
     if report.ne_increase is not None:
-        console.print(f"NE of {report.candidates[0]} against {report.candidates[1]}: {report.ne_increase:+.6f}")
+        console.print(
+            f"NE of {report.candidates[0]} against {report.candidates[1]}: {report.ne_increase:+.6f}"
+        )
     if report.passed is not None:
         reason = "NE is not defined here: labels of one kind alone"
         if report.ne_increase is not None:
@@ -120,22 +131,48 @@ def _print_report(report: "Report") -> None:
 
 def add_commands(command: AddCommand) -> None:
     """Adds these commands."""
-    p = command("eval", evaluate, "score a data set with a pool of processes, and say what the scores are worth")
-    p.add_argument("model", metavar="MODEL", help="MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first")
+    p = command(
+        "eval", evaluate, "score a data set with a pool of processes, and say what the scores are worth"
+    )
+    p.add_argument(
+        "model",
+        metavar="MODEL",
+        help="MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first",
+    )
     p.add_argument("data", type=Path, help="a .parquet or .jsonl file, or a folder of them")
-    p.add_argument("--out", type=Path, required=True, help="folder of the scores and the report; a stopped run goes on there")
+    p.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder of the scores and the report; a stopped run goes on there",
+    )
     p.add_argument("--against", metavar="MODEL", help="the same for another version, to compare with")
     p.add_argument("--max-ne-increase", type=finite, help="exit with 3 where NE is larger by more than this")
     p.add_argument("--label", help="the label's column (default: that of [eval] in model.toml)")
     p.add_argument("--slice", metavar="COLUMN", help="figures for each value of a column, too")
-    p.add_argument("--engine", choices=("local", "ray"), default="local", help="processes here, or actors of a Ray cluster")
+    p.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="processes here, or actors of a Ray cluster",
+    )
     p.add_argument("--ray-address", help="the cluster (default: one of its own, on this machine)")
     p.add_argument(
-        "--source", type=Path, action="append", metavar="MODEL.TOML", help="publishes the model where a machine has it not"
+        "--source",
+        type=Path,
+        action="append",
+        metavar="MODEL.TOML",
+        help="publishes the model where a machine has it not",
     )
     p.add_argument("--batch", type=count(1), default=4096, help="rows scored at once (default: %(default)s)")
-    p.add_argument("--shard-rows", type=count(1), default=65_536, help="rows of a shard, about (default: %(default)s)")
+    p.add_argument(
+        "--shard-rows", type=count(1), default=65_536, help="rows of a shard, about (default: %(default)s)"
+    )
     add_json(p)
-    p.add_argument("--stash", action="store_true", help="give the GPU's memory to the dense part while it runs (placement hbm)")
+    p.add_argument(
+        "--stash",
+        action="store_true",
+        help="give the GPU's memory to the dense part while it runs (placement hbm)",
+    )
     kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget", "scorer_dtype")
     add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))

@@ -1,10 +1,11 @@
 """The load generator: prepared requests over a number of connections, on one thread and one core.
 
-Closed loop (`run`): a connection sends its next request as soon as it has its answer. Open loop (`run_at_rate`): requests are due
-at given times, whether or not the server keeps up, and a latency counts from the time at which its request was due.
+Closed loop (`run`): a connection sends its next request as soon as it has its answer. Open loop
+(`run_at_rate`): requests are due at given times, whether or not the server keeps up, and a latency counts
+from the time at which its request was due.
 
-Of an answer only the status and the time are taken. `check` sees the first answer of each connection. Load hosts of your own
-only.
+Of an answer only the status and the time are taken. `check` sees the first answer of each connection. Load
+hosts of your own only.
 """
 
 import time
@@ -29,9 +30,10 @@ _SPIN_S = 0.002  # before a request is due; epoll's timeouts are too coarse for 
 class Load:
     """What was measured.
 
-    seconds: how long requests were sent. requests: those answered in that time. failed: answers that were not 200, connections
-    that broke, and requests without an answer PATIENCE_S after the end. latencies_s: of every answered request, sorted. failure:
-    what the first failed request was answered, or what broke its connection; empty where none failed.
+    seconds: how long requests were sent. requests: those answered in that time. failed: answers that were not
+    200, connections that broke, and requests without an answer PATIENCE_S after the end. latencies_s: of
+    every answered request, sorted. failure: what the first failed request was answered, or what broke its
+    connection; empty where none failed.
     """
 
     seconds: float
@@ -46,24 +48,35 @@ class Load:
 
     def percentile_ms(self, percent: float) -> float:
         """Latency in milliseconds that `percent` of the requests stayed within."""
-        return float(np.percentile(self.latencies_s, percent) * 1e3) if self.latencies_s.size else float("nan")
+        return (
+            float(np.percentile(self.latencies_s, percent) * 1e3) if self.latencies_s.size else float("nan")
+        )
 
 
 def merged(loads: Sequence[Load]) -> Load:
     """Several measurements as one: their times, counts and latencies taken together."""
     latencies = np.sort(np.concatenate([load.latencies_s for load in loads]))
     failure = next((load.failure for load in loads if load.failure), "")
-    seconds, requests, failed = (sum(getattr(load, n) for load in loads) for n in ("seconds", "requests", "failed"))
+    seconds, requests, failed = (
+        sum(getattr(load, n) for load in loads) for n in ("seconds", "requests", "failed")
+    )
     return Load(seconds, requests, failed, latencies, failure)
 
 
 def run(
-    url: str | Address, requests: Sequence[bytes], *, concurrency: int, seconds: float, first: int = 0, check: Check | None = None
+    url: str | Address,
+    requests: Sequence[bytes],
+    *,
+    concurrency: int,
+    seconds: float,
+    first: int = 0,
+    check: Check | None = None,
 ) -> Load:
-    """Sends `requests` in turn over `concurrency` connections for `seconds`, each connection one after another.
+    """Sends `requests` in turn over `concurrency` connections for `seconds`, each connection one after
+    another.
 
-    first: how many of them were sent before, in other runs; this one goes on behind those. ServingError: no server at `url`, or
-    one whose answers have no Content-Length.
+    first: how many of them were sent before, in other runs; this one goes on behind those. ServingError: no
+    server at `url`, or one whose answers have no Content-Length.
     """
     following = _in_turn(requests, first)
     with connected(url, concurrency, check) as fleet:
@@ -91,10 +104,11 @@ def run_at_rate(
     first: int = 0,
     seed: int = 0,
 ) -> Load:
-    """Sends `requests` in turn at `rate` a second for `seconds`, over at most `concurrency` connections at once.
+    """Sends `requests` in turn at `rate` a second for `seconds`, over at most `concurrency` connections at
+    once.
 
-    A request that is due while all connections wait for answers is sent when one of them is free. Its latency counts from when it
-    was due. The core of this process is kept busy. first, ServingError: as of `run`.
+    A request that is due while all connections wait for answers is sent when one of them is free. Its latency
+    counts from when it was due. The core of this process is kept busy. first, ServingError: as of `run`.
     """
     due = deque(due_times(rate, seconds, arrivals, seed))
     following = _in_turn(requests, first)
@@ -108,13 +122,16 @@ def run_at_rate(
                 answered = len(fleet.latencies)
             next_at = started + due[0] if due and fleet.idle else end + PATIENCE_S
             fleet.idle.extend(fleet.poll(max(0.0, next_at - now - _SPIN_S)))
-        fleet.fail(f"{len(due):,} requests were due and not sent {PATIENCE_S:g} s after the end of the run", len(due))
+        fleet.fail(
+            f"{len(due):,} requests were due and not sent {PATIENCE_S:g} s after the end of the run", len(due)
+        )
         fleet.drain()
         return _measured(fleet, seconds, answered)
 
 
 def due_times(rate: float, seconds: float, arrivals: Arrivals, seed: int = 0) -> list[float]:
-    """Seconds after the start at which requests are due: evenly, or at random as those of many independent clients."""
+    """Seconds after the start at which requests are due: evenly, or at random as those of many independent
+    clients."""
     count = max(1, round(rate * seconds))
     if arrivals == "even":
         return list((np.arange(count) / rate).tolist())

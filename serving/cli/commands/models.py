@@ -1,4 +1,5 @@
-"""The models that a command names: published ones by their names, others by the path of a model.toml or of a checkpoint."""
+"""The models that a command names: published ones by their names, others by the path of a model.toml or of
+a checkpoint."""
 
 import argparse
 import os
@@ -46,8 +47,11 @@ def chosen(options: argparse.Namespace) -> list[Model]:
 
 
 def is_path(text: str) -> bool:
-    """Whether an argument cannot be a model's name and there is a file or a folder of that name, or it is written as a path."""
-    return not NAME.fullmatch(text) and (text.endswith(".toml") or "/" in text or ("\0" not in text and os.path.exists(text)))
+    """Whether an argument cannot be a model's name and there is a file or a folder of that name, or it is
+    written as a path."""
+    return not NAME.fullmatch(text) and (
+        text.endswith(".toml") or "/" in text or ("\0" not in text and os.path.exists(text))
+    )
 
 
 def check_no_path(text: str) -> None:
@@ -57,12 +61,15 @@ def check_no_path(text: str) -> None:
     try:
         name = read_model(Path(text)).name
     except LoaderError:
-        raise ServingError(f"{text} is a file; expected the name of a published model, which `tableside list` shows") from None
+        raise ServingError(
+            f"{text} is a file; expected the name of a published model, which `tableside list` shows"
+        ) from None
     raise ServingError(f"{text} is a file; expected the name of the model that it describes: {name}")
 
 
 class _NamedModel(NamedTuple):
-    """A model to serve. path: what names it; spec: what its load would publish; None: it is a published model's name."""
+    """A model to serve. path: what names it; spec: what its load would publish; None: it is a published
+    model's name."""
 
     name: str
     path: Path | None = None
@@ -70,10 +77,12 @@ class _NamedModel(NamedTuple):
 
 
 def load_where_named(arguments: Sequence[str], settings: RootSettings) -> tuple[str, ...]:
-    """The names of the models to serve, once what is named by a path is loaded; stderr says what is loaded, and what is not.
+    """The names of the models to serve, once what is named by a path is loaded; stderr says what is loaded,
+    and what is not.
 
-    A model.toml or a checkpoint whose model is live as it is now is not loaded again. A load is a process of its own, so that the
-    server keeps nothing of it. LoaderError, ServingError: a path names no model, or its load failed.
+    A model.toml or a checkpoint whose model is live as it is now is not loaded again. A load is a process of
+    its own, so that the server keeps nothing of it. LoaderError, ServingError: a path names no model, or its
+    load failed.
     """
     named = [_named(text, settings) for text in arguments]
     names = tuple(n.name for n in named)
@@ -91,18 +100,23 @@ def load_where_named(arguments: Sequence[str], settings: RootSettings) -> tuple[
 
 
 def described(path: Path) -> tuple[Path, ModelSpec]:
-    """The model.toml or the checkpoint at a path, and what its load would publish. A folder may hold the model.toml.
+    """The model.toml or the checkpoint at a path, and what its load would publish. A folder may hold the
+    model.toml.
 
     LoaderError: it is neither, or cannot be read.
     """
     if os.path.isfile(path / "model.toml"):
         path /= "model.toml"
-    return path, read_model(path) if path.suffix == ".toml" else first_model(path, None, RowFormat.INT8, Path.cwd()).spec
+    return path, read_model(path) if path.suffix == ".toml" else first_model(
+        path, None, RowFormat.INT8, Path.cwd()
+    ).spec
 
 
 def _named(text: str, settings: RootSettings) -> _NamedModel:
     path = Path(text)
-    if NAME.fullmatch(text) and (Model(settings.root, text, settings.owner).versions() or not os.path.exists(path)):
+    if NAME.fullmatch(text) and (
+        Model(settings.root, text, settings.owner).versions() or not os.path.exists(path)
+    ):
         return _NamedModel(text)
     if not is_path(text) and not os.path.exists(path):
         return _NamedModel(text)  # which `check_name` refuses
@@ -111,7 +125,8 @@ def _named(text: str, settings: RootSettings) -> _NamedModel:
 
 
 def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
-    """Loads a model in a process of its own, as `tableside load` does. ServingError: it failed, and has said why."""
+    """Loads a model in a process of its own, as `tableside load` does. ServingError: it failed, and has
+    said why."""
     with tempfile.TemporaryDirectory() as folder:
         toml = path
         if path.suffix != ".toml":
@@ -119,7 +134,8 @@ def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
             toml.write_text(write_model(replace(spec, checkpoint=path.resolve()), []), encoding="utf-8")
             tables = ", ".join(t.name for t in spec.tables)
             errors.print(
-                f"{path} has no model.toml, so each table that is found is int8 and a sum-pooled feature ({tables}); "
+                f"{path} has no model.toml, so each table that is found is int8 and a sum-pooled feature "
+                f"({tables}); "
                 f"choose otherwise with: tableside init {path}",
                 markup=False,
             )

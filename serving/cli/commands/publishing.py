@@ -1,4 +1,5 @@
-"""Commands about what is published: a checkpoint becomes versions, which are checked, made live and removed."""
+"""Commands about what is published: a checkpoint becomes versions, which are checked, made live and
+removed."""
 
 import argparse
 import sys
@@ -31,7 +32,8 @@ from tableside.serving.errors import ServingError
 
 
 def init(options: argparse.Namespace) -> int:
-    """Writes a first model.toml for a checkpoint, with or without its module's description, or for a model of HPS's ps.json.
+    """Writes a first model.toml for a checkpoint, with or without its module's description, or for a model of
+    HPS's ps.json.
 
     Notes go to stdout, or to stderr where the model.toml itself goes to stdout.
     """
@@ -48,17 +50,23 @@ def init(options: argparse.Namespace) -> int:
         return 0
     out.write_text(text, encoding="utf-8")
     names = ", ".join(t.name for t in spec.tables)
-    console.print(f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}")
+    console.print(
+        f"wrote {out}: model {spec.name} with {len(spec.tables)} tables ({names}); next: tableside load {out}"
+    )
     return 0
 
 
 def _first_text(options: argparse.Namespace, folder: Path) -> tuple[str, ModelSpec, list[str]]:
-    """The text of a first model.toml, what it says, and what a user should know of it. folder: where it will lie."""
+    """The text of a first model.toml, what it says, and what a user should know of it. folder: where it
+    will lie."""
     asked = (options.checkpoint, options.name, RowFormat.parse(options.row_format), folder)
     module: Path | None = options.from_module
     if is_hps(options.checkpoint):
         if module is not None:
-            raise ServingError("--from-module is for checkpoints; a ps.json names its tables itself, so leave one of them out")
+            raise ServingError(
+                "--from-module is for checkpoints; a ps.json names its tables itself, so leave one of them "
+                "out"
+            )
         spec, notes = hps_model(*asked)
         return hps_text(spec, options.checkpoint, notes), spec, notes
     found = first_model(*asked) if module is None else module_model(module, *asked)
@@ -104,10 +112,13 @@ def describe_load(loaded: Loaded) -> str:
     """A line about a load that is done: tables, bytes, time, pages."""
     fp32, stored = loaded.header.fp32_bytes, loaded.segment_bytes
     against = (
-        f"{fp32 / stored:.1f} x less than fp32" if stored <= fp32 or not fp32 else f"{stored / fp32:.1f} x the bytes of fp32"
+        f"{fp32 / stored:.1f} x less than fp32"
+        if stored <= fp32 or not fp32
+        else f"{stored / fp32:.1f} x the bytes of fp32"
     )
     return (
-        f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, {mb(loaded.segment_bytes)} "
+        f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, "
+        f"{mb(loaded.segment_bytes)} "
         f"({against}) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
         f"{loaded.huge_fraction:.0%} on {loaded.page_bytes >> 20} MiB pages; {loaded.path}"
     )
@@ -140,7 +151,9 @@ def activate(options: argparse.Namespace) -> int:
     """Makes a version the live one."""
     model = published(options)
     model.activate(*options.version)
-    console.print(f"{options.model} version {state_of(model.record())} is live; servers take it within a second")
+    console.print(
+        f"{options.model} version {state_of(model.record())} is live; servers take it within a second"
+    )
     return 0
 
 
@@ -150,11 +163,14 @@ def compact_model(options: argparse.Namespace) -> int:
     with progress_bar(f"compacting {options.model}") as progress:
         done = compact(model, ApplySettings(threads=options.threads), progress)
     if done is None:
-        console.print(f"{options.model} version {state_of(model.record())} has no changes over it; nothing was done")
+        console.print(
+            f"{options.model} version {state_of(model.record())} has no changes over it; nothing was done"
+        )
         return 0
     console.print(
         f"{options.model} version {done.state} is live: {done.rows:,} rows, {done.merged:,} changes merged, "
-        f"{mb(done.segment_bytes)} in {done.seconds:.2f} s, {done.segment_bytes / done.seconds / 1e9:.2f} GB/s"
+        f"{mb(done.segment_bytes)} in {done.seconds:.2f} s, {done.segment_bytes / done.seconds / 1e9:.2f} "
+        "GB/s"
     )
     return 0
 
@@ -176,7 +192,11 @@ def remove(options: argparse.Namespace) -> int:
 
 def gc(options: argparse.Namespace) -> int:
     """Removes what killed loads left, and old versions."""
-    removed = [p for m in chosen(options) for p in [*m.collect(options.keep), *collect_states(m, options.keep_states)]]
+    removed = [
+        p
+        for m in chosen(options)
+        for p in [*m.collect(options.keep), *collect_states(m, options.keep_states)]
+    ]
     for path in removed:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")
@@ -193,18 +213,34 @@ def add_commands(command: AddCommand) -> None:
         metavar="FILE",
         help="tables and features as the trained module has them: an exported program (.pt2) or TorchRec's configurations (JSON)",
     )
-    p.add_argument("--out", type=Path, default=Path("model.toml"), help="file to write; -: print it (default: %(default)s)")
+    p.add_argument(
+        "--out",
+        type=Path,
+        default=Path("model.toml"),
+        help="file to write; -: print it (default: %(default)s)",
+    )
     p.add_argument("--name", help="the model's name (default: the checkpoint's)")
-    p.add_argument("--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)")
+    p.add_argument(
+        "--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)"
+    )
     p.add_argument("--force", action="store_true", help="replace the file where there is one")
 
-    p = command("manifest", manifest, "write checksums of a checkpoint's rows, which every load of it then checks")
+    p = command(
+        "manifest", manifest, "write checksums of a checkpoint's rows, which every load of it then checks"
+    )
     p.add_argument("checkpoint", type=Path)
-    p.add_argument("--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)")
+    p.add_argument(
+        "--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)"
+    )
 
     p = command("load", load, "quantize a checkpoint into shared memory and publish it as a new version")
     p.add_argument("model", type=Path, metavar="MODEL.TOML")
-    p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument(
+        "--threads",
+        type=count(0),
+        default=0,
+        help="threads that quantize; 0: one a core (default: %(default)s)",
+    )
     p.add_argument(
         "--max-memory",
         type=size,
@@ -231,16 +267,31 @@ def add_commands(command: AddCommand) -> None:
         help="a table to load, the others are those of the live version; may come again (default: all tables)",
     )
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
-    p.add_argument("--group", help="a group that may read the model, for servers of other users (default: this user alone)")
+    p.add_argument(
+        "--group",
+        help="a group that may read the model, for servers of other users (default: this user alone)",
+    )
 
-    p = command("list", showing.list_models, "list models and versions in shared memory, or those that a running server has")
-    p.add_argument("--url", type=url, nargs="?", const=default_url(), help="list what this server serves (alone: TABLESIDE_URL)")
+    p = command(
+        "list",
+        showing.list_models,
+        "list models and versions in shared memory, or those that a running server has",
+    )
+    p.add_argument(
+        "--url",
+        type=url,
+        nargs="?",
+        const=default_url(),
+        help="list what this server serves (alone: TABLESIDE_URL)",
+    )
     add_headers(p)
     add_json(p)
 
     p = command("inspect", showing.inspect, "show what a version holds")
     p.add_argument("model")
-    p.add_argument("version", type=state, nargs="?", metavar="VERSION[+SEQUENCE]", help="(default: the live state)")
+    p.add_argument(
+        "version", type=state, nargs="?", metavar="VERSION[+SEQUENCE]", help="(default: the live state)"
+    )
     add_json(p)
 
     p = command("verify", verify, "read every byte of the versions and compare checksums")
@@ -250,7 +301,10 @@ def add_commands(command: AddCommand) -> None:
     p = command("activate", activate, "make a published version the live one: rollback, or a staged release")
     p.add_argument("model")
     p.add_argument(
-        "version", type=state, metavar="VERSION[+SEQUENCE]", help="a version with its newest changes, or those up to one"
+        "version",
+        type=state,
+        metavar="VERSION[+SEQUENCE]",
+        help="a version with its newest changes, or those up to one",
     )
 
     p = command("remove", remove, "remove a version that is not live, or a whole model")
@@ -260,7 +314,9 @@ def add_commands(command: AddCommand) -> None:
 
     p = command("gc", gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
-    p.add_argument("--keep", type=KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)")
+    p.add_argument(
+        "--keep", type=KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)"
+    )
     add_keep_states(p)
 
     p = command("compact", compact_model, "make the live version and the changes over it the next version")

@@ -54,7 +54,11 @@ def lookup(options: argparse.Namespace) -> int:
     with remote.client(options) as client:
         vectors = client.lookup(options.model, features)
     if options.json:
-        print(orjson.dumps({k: v.astype(np.float32) for k, v in vectors.items()}, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        print(
+            orjson.dumps(
+                {k: v.astype(np.float32) for k, v in vectors.items()}, option=orjson.OPT_SERIALIZE_NUMPY
+            ).decode()
+        )
         return 0
     for name, array in vectors.items():
         console.print(f"{name} {array.dtype} {list(array.shape)}")
@@ -81,25 +85,43 @@ def bench(options: argparse.Namespace) -> int:
         served = {m["name"]: m for m in client.models()}
     if (described := served.get(options.model)) is None:
         hint = did_you_mean(options.model, served)
-        raise ServingError(f"model {options.model!r} is not served at {options.url}, which has {', '.join(served)}{hint}")
+        raise ServingError(
+            f"model {options.model!r} is not served at {options.url}, which has {', '.join(served)}{hint}"
+        )
     shape = Shape(options.batch, options.ids, options.same, options.zipf)
     forms = FORMS if options.form == "both" else (options.form,)
     address = remote.address(options)
     common: dict[str, Any] = {"max_bytes": MAX_BYTES // len(forms), "extra_headers": address.headers}
     requests = {form: make_requests(described, address.http_url, shape, form, **common) for form in forms}
     features = len(described["features"])
-    loads = [_measured(form, load, features, shape) for form, load in _in_turns(options, address, requests).items()]
+    loads = [
+        _measured(form, load, features, shape) for form, load in _in_turns(options, address, requests).items()
+    ]
     failures = [load for load in loads if load["failed"]]
     if options.json:
-        asked = {"batch": shape.batch, "ids": shape.ids, "same": shape.same, "zipf": shape.zipf, "rate": options.rate}
-        asked |= {"arrivals": options.arrivals, "concurrency": options.concurrency, "seconds": options.seconds}
-        print_json({"model": options.model, "url": options.url, "features": features, **asked, "forms": loads})
+        asked = {
+            "batch": shape.batch,
+            "ids": shape.ids,
+            "same": shape.same,
+            "zipf": shape.zipf,
+            "rate": options.rate,
+        }
+        asked |= {
+            "arrivals": options.arrivals,
+            "concurrency": options.concurrency,
+            "seconds": options.seconds,
+        }
+        print_json(
+            {"model": options.model, "url": options.url, "features": features, **asked, "forms": loads}
+        )
     else:
         console.print(f"{options.model}: {features} features x {shape}")
         console.print(_how(options, requests))
         console.print(_loads_table(loads))
         for load in failures:
-            console.print(f"{load['form']}: {load['failed']} failed, the first of: {load['failure']}", markup=False)
+            console.print(
+                f"{load['form']}: {load['failed']} failed, the first of: {load['failure']}", markup=False
+            )
     return 1 if failures else 0
 
 
@@ -116,11 +138,20 @@ def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, 
     ids_per_s = load.requests_per_s * features * shape.batch * shape.ids
     counts = {"requests": load.requests, "failed": load.failed, "failure": load.failure or None}
     latencies = {key: load.percentile_ms(percent) for key, percent in _LATENCIES.items()}
-    return {"form": form, "requests_per_s": load.requests_per_s, "ids_per_s": ids_per_s, **latencies, **counts}
+    return {
+        "form": form,
+        "requests_per_s": load.requests_per_s,
+        "ids_per_s": ids_per_s,
+        **latencies,
+        **counts,
+    }
 
 
-def _in_turns(options: argparse.Namespace, address: Address, requests: Mapping[Form, Sequence[bytes]]) -> dict[Form, Load]:
-    """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth of that."""
+def _in_turns(
+    options: argparse.Namespace, address: Address, requests: Mapping[Form, Sequence[bytes]]
+) -> dict[Form, Load]:
+    """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth
+    of that."""
     turns = 1 if len(requests) == 1 else _TURNS
     loads: dict[Form, list[Load]] = {form: [] for form in requests}
     for turn in range(turns):
@@ -133,13 +164,17 @@ def _in_turns(options: argparse.Namespace, address: Address, requests: Mapping[F
             if options.rate is None:
                 load = run(address, prepared, **common)
             else:
-                load = run_at_rate(address, prepared, rate=options.rate, arrivals=options.arrivals, seed=turn, **common)
+                load = run_at_rate(
+                    address, prepared, rate=options.rate, arrivals=options.arrivals, seed=turn, **common
+                )
             loads[form].append(load)
     return {form: merged(found) for form, found in loads.items()}
 
 
 def _how(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) -> str:
-    prepared = [f"{len(p)} different {form} requests of {mb(sum(map(len, p)))}" for form, p in requests.items()]
+    prepared = [
+        f"{len(p)} different {form} requests of {mb(sum(map(len, p)))}" for form, p in requests.items()
+    ]
     when = "" if options.rate is None else f", {options.rate:g} requests/s due at {options.arrivals} times"
     return f"{', '.join(prepared)}, {options.concurrency} connections, {options.seconds:g} s{when}"
 
@@ -192,16 +227,24 @@ def add_commands(command: AddCommand) -> None:
     p = command("score", score, "score rows on a running server, with the model's scorer")
     _add_server(p)
     p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="a bag a row: user=1;7")
-    p.add_argument("--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2")
+    p.add_argument(
+        "--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2"
+    )
 
 
 def add_bench_and_top(command: AddCommand) -> None:
     """Adds these commands."""
     p = command("bench", bench, "load a running server and report throughput and latencies")
     _add_server(p)
-    p.add_argument("--batch", type=count(1), default=32, help="bags of each feature in a request (default: %(default)s)")
+    p.add_argument(
+        "--batch", type=count(1), default=32, help="bags of each feature in a request (default: %(default)s)"
+    )
     p.add_argument("--ids", type=count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
-    p.add_argument("--same", action="store_true", help="as many ids in every bag; without it lengths differ in every request")
+    p.add_argument(
+        "--same",
+        action="store_true",
+        help="as many ids in every bag; without it lengths differ in every request",
+    )
     p.add_argument(
         "--form",
         choices=(*FORMS, "both"),
@@ -210,15 +253,26 @@ def add_bench_and_top(command: AddCommand) -> None:
     )
     p.add_argument("--concurrency", type=count(1), default=16, help="connections (default: %(default)s)")
     p.add_argument("--seconds", type=seconds, default=5.0, help="how long (default: %(default)s)")
-    p.add_argument("--rate", type=rate, help="requests a second, sent when they are due; without it as fast as they are answered")
     p.add_argument(
-        "--arrivals", choices=ARRIVALS, default="poisson", help="when requests are due with --rate (default: %(default)s)"
+        "--rate",
+        type=rate,
+        help="requests a second, sent when they are due; without it as fast as they are answered",
     )
-    p.add_argument("--zipf", type=exponent, help="draw ids from Zipf's law with this exponent instead of uniformly")
+    p.add_argument(
+        "--arrivals",
+        choices=ARRIVALS,
+        default="poisson",
+        help="when requests are due with --rate (default: %(default)s)",
+    )
+    p.add_argument(
+        "--zipf", type=exponent, help="draw ids from Zipf's law with this exponent instead of uniformly"
+    )
 
     add_json(p)
 
-    p = command("top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches")
+    p = command(
+        "top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches"
+    )
     add_server(p)
     p.add_argument("--seconds", type=seconds, default=2.0, help="between two looks (default: %(default)s)")
     p.add_argument("--once", action="store_true", help="one table, and end")

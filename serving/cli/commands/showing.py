@@ -25,7 +25,18 @@ from tableside.serving.cli.commands.models import published, root_settings
 from tableside.serving.cli.output import console, mb, print_json
 
 _UNKNOWN = dict.fromkeys(
-    ("state", "created", "tables", "bytes", "delta_bytes", "fp32_bytes", "scorer", "error", "sequence", "states")
+    (
+        "state",
+        "created",
+        "tables",
+        "bytes",
+        "delta_bytes",
+        "fp32_bytes",
+        "scorer",
+        "error",
+        "sequence",
+        "states",
+    )
 )
 
 
@@ -48,7 +59,13 @@ def list_models(options: argparse.Namespace) -> int:
             cells.append(escape(v["error"]))
         elif v["created"] is not None:
             sizes = f"{mb(v['bytes'])} + {mb(v['delta_bytes'])}" if v["delta_bytes"] else mb(v["bytes"])
-            cells += [v["created"], str(v["tables"]), sizes, mb(v["fp32_bytes"]), escape(_scorer_text(v["scorer"]))]
+            cells += [
+                v["created"],
+                str(v["tables"]),
+                sizes,
+                mb(v["fp32_bytes"]),
+                escape(_scorer_text(v["scorer"])),
+            ]
         table.add_row(*cells)
     console.print(table if table.row_count else f"nothing is published under {root}")
     console.print(f"{mb(free)} of shared memory free")
@@ -66,7 +83,14 @@ def _list_served(options: argparse.Namespace) -> int:
     for m in served:
         counts = (str(len(m[key])) for key in ("tables", "features"))
         published = ", ".join(map(str, m["versions"]))
-        table.add_row(escape(m["name"]), str(m["version"]), published, *counts, mb(m["segment_bytes"]), mb(m["fp32_bytes"]))
+        table.add_row(
+            escape(m["name"]),
+            str(m["version"]),
+            published,
+            *counts,
+            mb(m["segment_bytes"]),
+            mb(m["fp32_bytes"]),
+        )
     console.print(table if table.row_count else f"{options.url} serves no model")
     return 0
 
@@ -103,15 +127,21 @@ def _deltas(model: Model, state: State) -> tuple[Delta, ...]:
 def inspect(options: argparse.Namespace) -> int:
     """Prints the tables and features of a version."""
     model = published(options)
-    segment = attach_state(model, None if options.version is None else resolve(model, *options.version), "header")
+    segment = attach_state(
+        model, None if options.version is None else resolve(model, *options.version), "header"
+    )
     h = segment.header
     if options.json:
         print_json(_version(segment))
         return 0
     console.print(
-        f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, {segment.path}"
+        f"{h.model} version {h.version}, created {h.created}, {mb(segment.size)}, fp32 {mb(h.fp32_bytes)}, "
+        f"{segment.path}"
     )
-    console.print(f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, {summary(h.source)}")
+    console.print(
+        f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, "
+        f"{summary(h.source)}"
+    )
     if reused := describe_reused(h.source):
         console.print(reused)
     for line in _changes(segment):
@@ -128,7 +158,8 @@ def _changes(segment: Segment) -> Iterator[str]:
     for delta in segment.deltas:
         c = delta.change
         yield (
-            f"changes up to {c.sequence}, applied {datetime.fromtimestamp(c.applied_at, UTC).isoformat(timespec='seconds')}: "
+            f"changes up to {c.sequence}, applied "
+            f"{datetime.fromtimestamp(c.applied_at, UTC).isoformat(timespec='seconds')}: "
             f"{delta.entries:,} rows of {', '.join(delta.tables)}, {mb(delta.segment.size)}, {delta.path}"
         )
     if (last := segment.change) is not None:
@@ -140,7 +171,9 @@ def _changes(segment: Segment) -> Iterator[str]:
 
 def _tables(h: Header) -> Iterator[Table]:
     """What a version holds, for people."""
-    table = Table("table", "ids", "missing", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None)
+    table = Table(
+        "table", "ids", "missing", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None
+    )
     for t in h.tables:
         table.add_row(
             t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes),
@@ -163,7 +196,10 @@ def _version(segment: Segment) -> dict[str, Any]:
     h = segment.header
     tables = [
         {
-            **{name: getattr(t, name) for name in ("name", "key", "rows", "dim", "row_format", "row_bytes", "bytes")},
+            **{
+                name: getattr(t, name)
+                for name in ("name", "key", "rows", "dim", "row_format", "row_bytes", "bytes")
+            },
             "ids": t.rows if t.ids is None else t.ids.count,
             "is_raw": t.ids is not None and t.ids.index is not None,
             "first_id": 0 if t.ids is None else t.ids.first,
@@ -175,7 +211,11 @@ def _version(segment: Segment) -> dict[str, Any]:
     return {
         **{"model": h.model, "version": h.version, "created": h.created, "path": str(segment.path)},
         **{"bytes": segment.size, "fp32_bytes": h.fp32_bytes},
-        **{"checkpoint": h.source.get("path"), "load_seconds": h.load.get("seconds"), "verification": summary(h.source)},
+        **{
+            "checkpoint": h.source.get("path"),
+            "load_seconds": h.load.get("seconds"),
+            "verification": summary(h.source),
+        },
         "owner": None if h.owner is None else asdict(h.owner),
         "sequence": segment.sequence,
         "positions": {} if segment.change is None else segment.change.positions,
@@ -196,12 +236,17 @@ def _ids_of(t: StoredTable) -> str:
     """How many ids a table has, for people; a table of raw ids has more rows, some of which no id has."""
     if t.ids is None:
         return f"{t.rows:,} row numbers"
-    kind = f"raw, {t.ids.index.owned} of {t.ids.index.buckets} buckets" if t.ids.index else f"row numbers from {t.ids.first:,} on"
+    kind = (
+        f"raw, {t.ids.index.owned} of {t.ids.index.buckets} buckets"
+        if t.ids.index
+        else f"row numbers from {t.ids.first:,} on"
+    )
     return f"{t.ids.count:,} {kind}" + (f", {t.ids.backfilled:,} backfilled" if t.ids.backfilled else "")
 
 
 def describe_reused(source: Mapping[str, Any]) -> str:
-    """A line about tables that were taken over from another version, of the source in a header; "" where none were."""
+    """A line about tables that were taken over from another version, of the source in a header; "" where
+    none were."""
     reused = source.get("reused")
     if not isinstance(reused, dict) or not isinstance(tables := reused.get("tables"), dict):
         return ""
@@ -211,7 +256,8 @@ def describe_reused(source: Mapping[str, Any]) -> str:
 
 
 def describe_scorer(header: Header) -> Iterator[str]:
-    """Lines about what a version's scorer takes: its inputs, those that no feature gives, and the features that none takes."""
+    """Lines about what a version's scorer takes: its inputs, those that no feature gives, and the features
+    that none takes."""
     if (scorer := header.scorer) is None:
         return
     yield f"scorer {_scorer_text(_scorer(scorer))}"
@@ -220,7 +266,8 @@ def describe_scorer(header: Header) -> Iterator[str]:
     for i in scorer.inputs:
         if i.feature is None:
             yield (
-                f"scorer input {i.name} is called like no feature: a request brings it as a dense tensor of width {i.width}"
+                f"scorer input {i.name} is called like no feature: a request brings it as a dense tensor of "
+                f"width {i.width}"
                 f"{did_you_mean(i.name, unused)}"
             )
     for name in unused:
@@ -228,7 +275,8 @@ def describe_scorer(header: Header) -> Iterator[str]:
 
 
 def _scorer(scorer: StoredScorer | None) -> dict[str, Any] | None:
-    """A scorer's kind and inputs, by their keys in JSON; feature: None: a request brings the input as a dense tensor."""
+    """A scorer's kind and inputs, by their keys in JSON; feature: None: a request brings the input as a
+    dense tensor."""
     return None if scorer is None else {"kind": scorer.kind, "inputs": [asdict(i) for i in scorer.inputs]}
 
 

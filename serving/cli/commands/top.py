@@ -67,7 +67,8 @@ def _looks(client: Client, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def samples(text: str) -> Samples:
-    """The samples of an exposition. Each is the sum over all labels but model, table or device, whichever it has."""
+    """The samples of an exposition. Each is the sum over all labels but model, table or device, whichever
+    it has."""
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for s in family.samples:
@@ -78,7 +79,8 @@ def samples(text: str) -> Samples:
 
 
 def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
-    """What happened in a second between two looks, and what is held now: what `--json` prints (docs/operations.md)."""
+    """What happened in a second between two looks, and what is held now: what `--json` prints
+    (docs/operations.md)."""
 
     def rate(name: str, label: str) -> float:
         return (now.get((name, label), 0.0) - before.get((name, label), 0.0)) / seconds
@@ -107,7 +109,9 @@ def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
 
 def tables(found: Mapping[str, Any]) -> Group:
     """`rates` as tables."""
-    models = Table("model", "sequence", "requests/s", "refused/s", "ids/s", "without row/s", "row MB/s", box=None)
+    models = Table(
+        "model", "sequence", "requests/s", "refused/s", "ids/s", "without row/s", "row MB/s", box=None
+    )
     for m in found["models"]:
         models.add_row(
             m["model"],
@@ -117,7 +121,9 @@ def tables(found: Mapping[str, Any]) -> Group:
         )
     parts = [models]
     if found["cached_tables"]:
-        shown = Table("cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s", box=None)
+        shown = Table(
+            "cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s", box=None
+        )
         for t in found["cached_tables"]:
             shown.add_row(
                 t["table"],
@@ -129,7 +135,16 @@ def tables(found: Mapping[str, Any]) -> Group:
             )
         parts.append(shown)
     if found["caches"]:
-        shown = Table("cache", "slots", "occupied", "admitted/s", "evicted/s", "staged only/s", "no free slot/s", box=None)
+        shown = Table(
+            "cache",
+            "slots",
+            "occupied",
+            "admitted/s",
+            "evicted/s",
+            "staged only/s",
+            "no free slot/s",
+            box=None,
+        )
         for c in found["caches"]:
             counts = (f"{c[key]:,.0f}" for key in _OF_CACHES)
             shown.add_row(c["device"], f"{c['slots']:,.0f}", f"{c['occupied_fraction']:.1%}", *counts)

@@ -45,7 +45,9 @@ def apply(options: argparse.Namespace) -> int:
         return _say_done(options, after)
     path: Path = options.file
     with progress_bar(model.name) as progress:
-        changes = counted.passed(read_changes(path, options.table or _only_table(model)), rows_in(path), progress)
+        changes = counted.passed(
+            read_changes(path, options.table or _only_table(model)), rows_in(path), progress
+        )
         position = None if options.number is None else str(options.number)
         made_at = path.stat().st_mtime if path.exists() else None
         settings = ApplySettings(options.threads, keep=options.keep_states)
@@ -58,20 +60,29 @@ def apply(options: argparse.Namespace) -> int:
 
 
 def _place(model: Model, options: argparse.Namespace) -> tuple[str | None, str | None]:
-    """(source, the number that was applied last) of a file with a number. ServingError: it is not the next one."""
+    """(source, the number that was applied last) of a file with a number. ServingError: it is not the next
+    one."""
     if options.number is None:
         if options.source or options.first:
-            raise ServingError("--source and --first are for files with a number; give --number, or leave them out")
+            raise ServingError(
+                "--source and --first are for files with a number; give --number, or leave them out"
+            )
         return None, None
     source = options.source or "apply"
     kept = position_of(model, source)
     if kept is not None and not kept.isdecimal():
-        raise ServingError(f"what was applied from {source!r} ends at {kept!r}, which is no number; choose another --source")
+        raise ServingError(
+            f"what was applied from {source!r} ends at {kept!r}, which is no number; choose another --source"
+        )
     after = int(kept or 0)
     if options.number > after + 1 and not (options.first and kept is None):
         what = f"number {after} was applied last" if kept else "nothing was applied yet"
-        remedy = "apply what lies between first" + ("" if kept else ", or give --first where it is meant to be the first one")
-        raise ServingError(f"--number {options.number} from {source!r}: {what}, so expected {after + 1}; {remedy}")
+        remedy = "apply what lies between first" + (
+            "" if kept else ", or give --first where it is meant to be the first one"
+        )
+        raise ServingError(
+            f"--number {options.number} from {source!r}: {what}, so expected {after + 1}; {remedy}"
+        )
     return source, kept
 
 
@@ -88,7 +99,9 @@ class _Meter:
         self.rows: dict[str, int] = {}
         self.deleted: dict[str, int] = {}
 
-    def passed(self, changes: Iterator[TableChanges], total: int | None, progress: Progress | None) -> Iterator[TableChanges]:
+    def passed(
+        self, changes: Iterator[TableChanges], total: int | None, progress: Progress | None
+    ) -> Iterator[TableChanges]:
         """The changes; progress is told of each, where the total is known."""
         for c in changes:
             yield c
@@ -104,16 +117,30 @@ class _Meter:
 
 def _say_done(options: argparse.Namespace, after: str) -> int:
     if options.json:
-        print_json({"model": options.model, "applied": False, "number": options.number, "last_number": int(after)})
+        print_json(
+            {"model": options.model, "applied": False, "number": options.number, "last_number": int(after)}
+        )
     else:
-        console.print(f"number {options.number} was applied before, as the last one is {after}; nothing was done", markup=False)
+        console.print(
+            f"number {options.number} was applied before, as the last one is {after}; nothing was done",
+            markup=False,
+        )
     return 0
 
 
 def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Meter, seconds: float) -> None:
     if options.json:
-        found = {"model": options.model, "applied": True, "number": options.number, "version": applied.state.version}
-        more = {"sequence": applied.state.sequence, "delta_bytes": applied.delta_bytes, "seconds": round(seconds, 3)}
+        found = {
+            "model": options.model,
+            "applied": True,
+            "number": options.number,
+            "version": applied.state.version,
+        }
+        more = {
+            "sequence": applied.state.sequence,
+            "delta_bytes": applied.delta_bytes,
+            "seconds": round(seconds, 3),
+        }
         print_json({**found, **more, "tables": counted.tables()})
         return
     table = Table("table", "changes", "deletions", box=None)
@@ -122,7 +149,8 @@ def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Me
     console.print(table)
     rows = sum(counted.rows.values())
     console.print(
-        f"{options.model} {applied.state}: {rows:,} changes in {seconds:.2f} s, {rows / seconds:,.0f} rows/s; "
+        f"{options.model} {applied.state}: {rows:,} changes in {seconds:.2f} s, {rows / seconds:,.0f} "
+        "rows/s; "
         f"all changes of version {applied.state.version} take {mb(applied.delta_bytes)}",
         markup=False,
     )
@@ -156,9 +184,21 @@ class _BatchReport:
         self._rows, self._batches, self._last = self._rows + step.applied.rows, self._batches + 1, step
         self._lag_s = max(self._lag_s, step.lag_s or 0.0)
         if self._json:
-            done = {"version": step.applied.state.version, "sequence": step.applied.state.sequence, "rows": step.applied.rows}
+            done = {
+                "version": step.applied.state.version,
+                "sequence": step.applied.state.sequence,
+                "rows": step.applied.rows,
+            }
             done |= {} if self.skipped is None else {"skipped": self.skipped.count}
-            print_json({**done, "position": step.position, "lag_s": step.lag_s, "read_s": step.read_s, "apply_s": step.apply_s})
+            print_json(
+                {
+                    **done,
+                    "position": step.position,
+                    "lag_s": step.lag_s,
+                    "read_s": step.read_s,
+                    "apply_s": step.apply_s,
+                }
+            )
         elif time.monotonic() - self._since >= _TOLD_EVERY_S:
             self.flush()
 
@@ -169,7 +209,14 @@ class _BatchReport:
             where = f"{self._model} {step.applied.state}"
             _log.info(
                 "%s: %s rows in %d batches, %s rows/s, up to %s; at most %.1f s from made to visible",
-                *(where, f"{self._rows:,}", self._batches, f"{self._rows / seconds:,.0f}", step.position, self._lag_s),
+                *(
+                    where,
+                    f"{self._rows:,}",
+                    self._batches,
+                    f"{self._rows / seconds:,.0f}",
+                    step.position,
+                    self._lag_s,
+                ),
             )
         self._since, self._rows, self._batches, self._lag_s, self._last = time.monotonic(), 0, 0, 0.0, None
 
@@ -179,7 +226,9 @@ def follow(options: argparse.Namespace) -> int:
     logging.config.dictConfig(log_config("text"))
     os.nice(options.nice)
     model, stop = published(options), _Stop()
-    source = open_source(options.source, options.name, options.table or _only_table(model), options.start, stop)
+    source = open_source(
+        options.source, options.name, options.table or _only_table(model), options.start, stop
+    )
     told, compactions = _BatchReport(model.name, options.json), Compactions(model, options.compact_at)
 
     def applied(step: Step) -> None:
@@ -194,10 +243,22 @@ def follow(options: argparse.Namespace) -> int:
         ended.callback(compactions.finish)
         ended.callback(source.close)
         ended.callback(told.flush)
-        skip = ended.enter_context(BadChangeFile(source, options.skip_bad)) if options.skip_bad is not None else None
+        skip = (
+            ended.enter_context(BadChangeFile(source, options.skip_bad))
+            if options.skip_bad is not None
+            else None
+        )
         told.skipped = skip
         follow_source(
-            model, source, options.rows, options.every_s, stop, applied, settings=settings, reset=options.reset, skip=skip
+            model,
+            source,
+            options.rows,
+            options.every_s,
+            stop,
+            applied,
+            settings=settings,
+            reset=options.reset,
+            skip=skip,
         )
     _log.info("%s no longer follows %s", model.name, source.name)
     return 0
@@ -205,22 +266,41 @@ def follow(options: argparse.Namespace) -> int:
 
 def add_commands(command: AddCommand) -> None:
     """Adds these commands."""
-    p = command("apply", apply, "change rows of the live version: insert, overwrite and delete those that a file names")
+    p = command(
+        "apply",
+        apply,
+        "change rows of the live version: insert, overwrite and delete those that a file names",
+    )
     p.add_argument("model")
-    p.add_argument("file", type=Path, help="a .parquet, .npz or .jsonl file with tables, ids and vectors (docs/updates.md)")
+    p.add_argument(
+        "file",
+        type=Path,
+        help="a .parquet, .npz or .jsonl file with tables, ids and vectors (docs/updates.md)",
+    )
     _add_changes(p)
-    p.add_argument("--number", type=count(1), help="the sender's count: what was applied before does nothing, a gap is an error")
+    p.add_argument(
+        "--number",
+        type=count(1),
+        help="the sender's count: what was applied before does nothing, a gap is an error",
+    )
     p.add_argument("--source", help="the sender, where several count for themselves (default: apply)")
     p.add_argument("--first", action="store_true", help="the count begins with --number, and not with 1")
     add_json(p)
 
     p = command("follow", follow, "apply a stream of changes to the live version, until SIGTERM or SIGINT")
     p.add_argument("model")
-    p.add_argument("source", help="a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY")
+    p.add_argument(
+        "source", help="a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY"
+    )
     _add_changes(p)
     told = "seconds within which changes are visible, where applying them takes less than half of that (default: %(default)s)"
     p.add_argument("--every-s", type=seconds, default=1.0, help=told)
-    p.add_argument("--rows", type=count(1), default=1_000_000, help="rows after which a batch ends, about (default: %(default)s)")
+    p.add_argument(
+        "--rows",
+        type=count(1),
+        default=1_000_000,
+        help="rows after which a batch ends, about (default: %(default)s)",
+    )
     p.add_argument(
         "--from",
         dest="start",
@@ -239,12 +319,26 @@ def add_commands(command: AddCommand) -> None:
     p.add_argument("--nice", type=int, choices=range(20), default=10, metavar="N", help=told)
     told = "go on without changes that the model refuses, and write them to this file, a line of JSON each (default: end)"
     p.add_argument("--skip-bad", type=Path, metavar="FILE", help=told)
-    p.add_argument("--reset", action="store_true", help="begin at --from, whatever was applied; what lies between is left out")
-    p.add_argument("--name", help="what the model's state calls the stream (default: folder:PATH or redis:KEY)")
+    p.add_argument(
+        "--reset",
+        action="store_true",
+        help="begin at --from, whatever was applied; what lies between is left out",
+    )
+    p.add_argument(
+        "--name", help="what the model's state calls the stream (default: folder:PATH or redis:KEY)"
+    )
     add_json(p)
 
 
 def _add_changes(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--table", help="the table of all rows (default: the model's, where it has one, or what each row says)")
-    p.add_argument("--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: %(default)s)")
+    p.add_argument(
+        "--table",
+        help="the table of all rows (default: the model's, where it has one, or what each row says)",
+    )
+    p.add_argument(
+        "--threads",
+        type=count(0),
+        default=0,
+        help="threads that quantize; 0: one a core (default: %(default)s)",
+    )
     add_keep_states(p)

@@ -21,7 +21,8 @@ from tableside.serving.metrics import metrics
 
 
 class AnsweringProtocol(RefusingProtocol):
-    """The requests of a connection, from their whole headers to the last byte of their responses. slots, slices: the worker's."""
+    """The requests of a connection, from their whole headers to the last byte of their responses. slots,
+    slices: the worker's."""
 
     slots: Slots
     slices: Slices
@@ -51,7 +52,8 @@ class AnsweringProtocol(RefusingProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Begins the oldest request when it gets a slot. One without a body needs none: it is answered whatever the load."""
+        """Begins the oldest request when it gets a slot. One without a body needs none: it is answered
+        whatever the load."""
         request = self._open[0]
         if cycle.scope["method"] != "POST":
             self._begin(request, cycle, app)
@@ -102,7 +104,8 @@ class AnsweringProtocol(RefusingProtocol):
         self._send(cycle, head, parts)
 
     def _shed(self, request: OpenRequest, cycle: RequestResponseCycle, error: ApiError) -> None:
-        """Refuses a request that waited. The rest of its body is dropped, then it is answered. The connection stays open."""
+        """Refuses a request that waited. The rest of its body is dropped, then it is answered. The
+        connection stays open."""
         metrics.refused(metrics.UNKNOWN, "http", error.kind)
         self.flow.resume_reading()
         if cycle.waiting_for_100_continue:  # its body does not come
@@ -129,7 +132,8 @@ class AnsweringProtocol(RefusingProtocol):
             request.end(self._traffic, request.status or 500)
         self.server_state.total_requests += 1
         if self.cycle.response_complete:
-            self._forget_bodies()  # one that the application did not read would stay as long as the connection
+            # one that the application did not read would stay as long as the connection
+            self._forget_bodies()
         if not self.transport.is_closing():
             self.flow.resume_reading()
             if self.pipeline:

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol with the limits that it lacks: on headers, bodies, slow clients and numbers of connections.
+"""uvicorn's HTTP protocol with the limits that it lacks: on headers, bodies, slow clients and numbers of
+connections.
 
     what                                    limit                  answer
     request line and headers                max_header_bytes       431, close
@@ -12,8 +13,8 @@
     a response that is not read             write_timeout_s        reset
     another server's Host, another site     allowed_hosts          403, close
 
-After a refusal the connection is read for a moment more before it is closed. So a client that is still sending gets the answer
-and not a reset.
+After a refusal the connection is read for a moment more before it is closed. So a client that is still
+sending gets the answer and not a reset.
 """
 
 import asyncio
@@ -50,7 +51,8 @@ def limited_protocol(
 
 
 class _Reader(asyncio.BufferedProtocol):
-    """Reads a connection for its `_LimitedProtocol` through one buffer that the worker has, which saves a copy of each body.
+    """Reads a connection for its `_LimitedProtocol` through one buffer that the worker has, which saves a
+    copy of each body.
 
     Where requests must wait for slots only the head of a new one is read. Its body stays in the kernel.
     """
@@ -89,7 +91,8 @@ class _LimitedProtocol(ParsingProtocol):
         self._traffic.connections = len(self.connections)
 
     def _close_an_idle_one(self) -> bool:
-        """Closes the connection that has had no request for longest. False: none has been idle for more than a moment."""
+        """Closes the connection that has had no request for longest. False: none has been idle for more
+        than a moment."""
         longest = next(iter(self.idle), None)
         if longest is None or self.loop.time() - self.idle[longest] < IDLE_S:
             return False
@@ -100,7 +103,8 @@ class _LimitedProtocol(ParsingProtocol):
 
     @property
     def takes_all(self) -> bool:
-        """Whether to read as much as there is: the rest of a body that is wanted, or anything where no request has to wait."""
+        """Whether to read as much as there is: the rest of a body that is wanted, or anything where no
+        request has to wait."""
         last = self._open[-1] if self._open else None
         return not self.slots.is_full or (last is not None and last.is_started and not last.is_whole)
 
@@ -114,7 +118,8 @@ class _LimitedProtocol(ParsingProtocol):
             self._rest()
 
     def _rest(self) -> None:
-        """The connection has no request. It may stay for a while, and is closed where another connection needs its place."""
+        """The connection has no request. It may stay for a while, and is closed where another connection
+        needs its place."""
         self.idle[self] = self.loop.time()
         self._deadline.set(self.limits.idle_timeout_s, self.transport.close)
 
@@ -132,7 +137,8 @@ class _LimitedProtocol(ParsingProtocol):
             self.heads.learn(head, known)
 
     def _take(self, data: "bytes | memoryview") -> None:
-        """Parses what was read, piece by piece, up to a request that waits for its answer, or as long as this turn lasts."""
+        """Parses what was read, piece by piece, up to a request that waits for its answer, or as long as
+        this turn lasts."""
         data, began = memoryview(data), time.perf_counter()
         if self._held_back:  # it comes first
             self._hold_back(data)
@@ -157,7 +163,8 @@ class _LimitedProtocol(ParsingProtocol):
             self._refuse(error.status, error.message)
 
     def _go_on(self) -> None:
-        """Parses what was held back. A request that still waits for its answer has the rest held back again."""
+        """Parses what was held back. A request that still waits for its answer has the rest held back
+        again."""
         if self._held_back and not self.transport.is_closing():
             self._take(self._held_back.take())
 
@@ -179,7 +186,8 @@ class _LimitedProtocol(ParsingProtocol):
             self._refuse_headers()
 
     def _take_known(self, head: bytes, data: "bytes | memoryview") -> bool:
-        """Begins a whole request whose head is known. False: it is another, or is not taken on as it is; the parser reads it."""
+        """Begins a whole request whose head is known. False: it is another, or is not taken on as it is;
+        the parser reads it."""
         known = self.heads.get(head)
         if known is None or len(data) != len(head) + known.body_bytes:
             return False
@@ -193,7 +201,9 @@ class _LimitedProtocol(ParsingProtocol):
         self.idle.pop(self, None)
         self._deadline.clear()
         body, turn, now = memoryview(data)[len(head) :], WholeTurn(self.slots), time.perf_counter()
-        request = OpenRequest(hold, V2, now, known.trace, known.asked, body, turn, is_started=True, is_whole=True)
+        request = OpenRequest(
+            hold, V2, now, known.trace, known.asked, body, turn, is_started=True, is_whole=True
+        )
         self._open.append(request)
         self._traffic.began()
         self.cycle = cycle = cast(RequestResponseCycle, DoorCycle(keep_alive=True))

@@ -1,7 +1,9 @@
-"""Heads of infer requests that came before, byte for byte, and what they mean: clients repeat them, and parsing costs 20 us.
+"""Heads of infer requests that came before, byte for byte, and what they mean: clients repeat them, and
+parsing costs 20 us.
 
-A head is learned when the parser has read a whole request that began with it, alone. The same head with as many bytes behind it
-is then such a request again: where it ends was the parser's decision, made from the same bytes.
+A head is learned when the parser has read a whole request that began with it, alone. The same head with as
+many bytes behind it is then such a request again: where it ends was the parser's decision, made from the same
+bytes.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,10 @@
-"""Bytes of a connection that were read and wait to be parsed: what is pipelined behind a request, or too much for one turn.
+"""Bytes of a connection that were read and wait to be parsed: what is pipelined behind a request, or too much
+for one turn.
 
-A read brings thousands of pipelined requests or chunks. Parsed at once they would keep the event loop, and each would hold
-memory until those before it are answered. So the parser gets a request when the one before it is answered, and the loop has its
-turn in between. Nothing more is read meanwhile, and what waits counts among the bytes that requests hold.
+A read brings thousands of pipelined requests or chunks. Parsed at once they would keep the event loop, and
+each would hold memory until those before it are answered. So the parser gets a request when the one before it
+is answered, and the loop has its turn in between. Nothing more is read meanwhile, and what waits counts among
+the bytes that requests hold.
 """
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -11,7 +13,10 @@ from tableside.serving.executors.admission import Bytes, Hold
 from tableside.serving.http.connection.heads import head_of
 
 TURN_S = 1e-3  # of parsing, between two turns of the event loop
-_PIECE_BYTES, _CHUNKED_BYTES = 512, 16 << 10  # of a head, and of a body in chunks, that the parser gets at once
+_PIECE_BYTES, _CHUNKED_BYTES = (
+    512,
+    16 << 10,
+)  # of a head, and of a body in chunks, that the parser gets at once
 
 
 class HoldingFlow(FlowControl):
@@ -71,7 +76,8 @@ class HeldBack:
 def next_piece(data: "bytes | memoryview", is_between: bool, in_headers: bool, left_of_body: int) -> int:
     """How many bytes the parser gets at once, so that it meets no more than a few requests or chunks in them.
 
-    is_between: nothing of the next request was parsed. left_of_body: bytes that are to come; 0: it comes in chunks.
+    is_between: nothing of the next request was parsed. left_of_body: bytes that are to come; 0: it comes in
+    chunks.
     """
     if is_between:
         return len(head_of(data)) or _PIECE_BYTES

@@ -6,11 +6,13 @@ from typing import Any
 
 
 class LateTimer:
-    """Calls something when a deadline comes, unless another one or none is set before. Belongs to one event loop.
+    """Calls something when a deadline comes, unless another one or none is set before. Belongs to one event
+    loop.
 
-    A timer that is made and cancelled for each request costs as much as a small lookup. So a timer that is there stays when the
-    deadline moves on, and looks when it ends whether the deadline has come. It never runs for longer than `horizon_s`, which is
-    as near as deadlines usually are. A nearer one makes a new timer.
+    A timer that is made and cancelled for each request costs as much as a small lookup. So a timer that is
+    there stays when the deadline moves on, and looks when it ends whether the deadline has come. It never
+    runs for longer than `horizon_s`, which is as near as deadlines usually are. A nearer one makes a new
+    timer.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, horizon_s: float) -> None:

@@ -1,9 +1,10 @@
 """The parser's callbacks: what of a connection's bytes is a request, and whether it is taken on.
 
-Where a request ends must be beyond doubt, or bytes of one request become another. The parser (llhttp, strict) refuses two
-lengths, and a length beside chunks. A transfer encoding other than chunked, and any of HTTP/1.0, is refused here. A client may
-offer to upgrade the connection (Java's offers h2c by default), and a server may ignore that. But the offer makes the parser take
-what follows for another protocol. So such a request is given to a new parser, its framing headers first, without the offer.
+Where a request ends must be beyond doubt, or bytes of one request become another. The parser (llhttp, strict)
+refuses two lengths, and a length beside chunks. A transfer encoding other than chunked, and any of HTTP/1.0,
+is refused here. A client may offer to upgrade the connection (Java's offers h2c by default), and a server may
+ignore that. But the offer makes the parser take what follows for another protocol. So such a request is given
+to a new parser, its framing headers first, without the offer.
 """
 
 import functools
@@ -61,7 +62,8 @@ class ParsingProtocol(AnsweringProtocol):
                 return
 
     def _head_without_offer(self) -> bytes:
-        """Makes a new parser; returns what it must know of the request: method, version and framing headers."""
+        """Makes a new parser; returns what it must know of the request: method, version and framing
+        headers."""
         version, method = self.parser.get_http_version().encode(), self.parser.get_method()
         lines = [name + b": " + value for name, value in self.headers if name in _FRAMING]
         said = b",".join(value for name, value in self.headers if name == b"connection").lower()
@@ -126,7 +128,9 @@ class ParsingProtocol(AnsweringProtocol):
             return
         self._ask_door()
         if self.cycle.keep_alive and self._declared_body and not (trace.request_id or trace.parent):
-            self._plain = KnownHead(asked, trace, self._declared_body)  # with an id of its own it would not come again
+            self._plain = KnownHead(
+                asked, trace, self._declared_body
+            )  # with an id of its own it would not come again
 
     def _declared_bytes(self) -> int:
         for name, value in self._watched:

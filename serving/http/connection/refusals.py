@@ -1,4 +1,5 @@
-"""What a connection refuses, and how: the answer that comes in place of the application's, and the reset of a slow reader."""
+"""What a connection refuses, and how: the answer that comes in place of the application's, and the reset
+of a slow reader."""
 
 import asyncio
 import socket
@@ -27,9 +28,10 @@ LINGER_S = 1.0
 class OpenRequest:
     """A request whose response is not complete.
 
-    since: when its first byte came, of time.perf_counter. trace: who asked. asked: what the door is asked; None: it goes through
-    ASGI. body: of what the door is asked, until it is. turn: None where it needs no slot. is_whole: its body is here. shed: the
-    refusal that it gets once its body was read. status: of its response; 0: it has none yet.
+    since: when its first byte came, of time.perf_counter. trace: who asked. asked: what the door is asked;
+    None: it goes through ASGI. body: of what the door is asked, until it is. turn: None where it needs no
+    slot. is_whole: its body is here. shed: the refusal that it gets once its body was read. status: of its
+    response; 0: it has none yet.
     """
 
     hold: Hold
@@ -58,7 +60,8 @@ class OpenRequest:
         await app(scope, receive, noting)
 
     def end(self, traffic: Traffic, status: int) -> None:
-        """Lets go of what it holds, and counts it. status: 0: its client left before it had the whole response."""
+        """Lets go of what it holds, and counts it. status: 0: its client left before it had the whole
+        response."""
         self.hold.release()
         self.body = b""
         if self.turn is not None:
@@ -67,7 +70,8 @@ class OpenRequest:
 
 
 class RefusingProtocol(HttpToolsProtocol):
-    """A connection's deadline, its requests whose responses are to come, and the end of it. The first three are the worker's."""
+    """A connection's deadline, its requests whose responses are to come, and the end of it. The first
+    three are the worker's."""
 
     limits: ServerSettings
     in_flight: Bytes
@@ -102,7 +106,8 @@ class RefusingProtocol(HttpToolsProtocol):
         self._forget_bodies()
 
     def _forget_bodies(self) -> None:
-        """Lets go of bodies that nobody reads any more. This object is in cycles, and may live until those are looked for."""
+        """Lets go of bodies that nobody reads any more. This object is in cycles, and may live until those
+        are looked for."""
         self._parts = []
         if self.cycle is not None:
             self.cycle.body = b""  # type: ignore[assignment]
@@ -118,7 +123,8 @@ class RefusingProtocol(HttpToolsProtocol):
         self._write_deadline.clear()
 
     def _watch_writing(self, unsent: int) -> None:
-        """Looks again after write_timeout_s. A slow client has read some of the response by then, one that is gone nothing."""
+        """Looks again after write_timeout_s. A slow client has read some of the response by then, one that
+        is gone nothing."""
         self._write_deadline.set(self.limits.write_timeout_s, self._check_writing, unsent)
 
     def _check_writing(self, unsent: int) -> None:
@@ -149,7 +155,8 @@ class RefusingProtocol(HttpToolsProtocol):
         self._refuse(408, f"{what} did not arrive within {seconds:g} s; send the request in one go")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers in place of the application and closes. Once the application has begun to answer, it only closes."""
+        """Answers in place of the application and closes. Once the application has begun to answer, it
+        only closes."""
         if self._refused or self.transport.is_closing():
             return
         self._refused, self._parts = True, []

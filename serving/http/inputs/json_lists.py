@@ -1,6 +1,8 @@
-"""Lists of JSON numbers as arrays: flattened and checked by functions in C, without a step of Python for each number.
+"""Lists of JSON numbers as arrays: flattened and checked by functions in C, without a step of Python for each
+number.
 
-The checks that are fast say only that something is wrong. What is wrong, and where, is looked for by a slower one.
+The checks that are fast say only that something is wrong. What is wrong, and where, is looked for by a slower
+one.
 """
 
 import struct
@@ -23,8 +25,8 @@ Counts = NDArray[np.int64]
 class FeatureLists:
     """The numbers of all features, one feature after another.
 
-    ids: int64. lengths: int32, one a bag. weights: fp32, one an id, or none. id_counts, bag_counts: of each feature. are_sums:
-    whether the lengths of each feature are known to add up to its ids.
+    ids: int64. lengths: int32, one a bag. weights: fp32, one an id, or none. id_counts, bag_counts: of each
+    feature. are_sums: whether the lengths of each feature are known to add up to its ids.
     """
 
     ids: bytes
@@ -46,9 +48,11 @@ def chained(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 def packed(code: str, numbers: Sequence[Any]) -> bytes | None:
-    """Numbers of JSON as C has them: code "q" int64, "i" int32, "f" fp32. None: one is no such number, or outside its range.
+    """Numbers of JSON as C has them: code "q" int64, "i" int32, "f" fp32. None: one is no such number, or
+    outside its range.
 
-    Integers are no 1.0 or "1". What `true` and `false` became counts as 1 and 0; the caller must have seen that there is none.
+    Integers are no 1.0 or "1". What `true` and `false` became counts as 1 and 0; the caller must have seen
+    that there is none.
     """
     try:
         found = struct.pack(f"{len(numbers)}{code}", *numbers)
@@ -74,7 +78,8 @@ def bags_of(features: dict[str, Any]) -> FeatureLists | None:
 
 
 def jagged_of(features: dict[str, Any]) -> FeatureLists | None:
-    """The numbers of features that all are objects of values and lengths, or that and weights; None: one is something else."""
+    """The numbers of features that all are objects of values and lengths, or that and weights; None: one
+    is something else."""
     objects = list(features.values())
     if not are_all(dict, objects):
         return None
@@ -84,7 +89,9 @@ def jagged_of(features: dict[str, Any]) -> FeatureLists | None:
     has_weights = "weights" in objects[0]
     values, lengths = (list(map(itemgetter(part), objects)) for part in ("values", "lengths"))
     weights = list(map(itemgetter("weights"), objects)) if has_weights else []
-    if not are_all(list, [*values, *lengths, *weights]) or (has_weights and list(map(len, values)) != list(map(len, weights))):
+    if not are_all(list, [*values, *lengths, *weights]) or (
+        has_weights and list(map(len, values)) != list(map(len, weights))
+    ):
         return None
     ids, bag_lengths = packed("q", chained(values)), packed("i", chained(lengths))
     if ids is None or bag_lengths is None or (fp32 := packed("f", chained(weights))) is None:
@@ -104,14 +111,17 @@ def starts_of(counts: NDArray[Any]) -> Counts:
 
 
 def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
-    """An array of JSON numbers. Ids and lengths must be integers, not true, "1" or 1.0; weights and dense values any numbers."""
+    """An array of JSON numbers. Ids and lengths must be integers, not true, "1" or 1.0; weights and dense
+    values any numbers."""
     flat = flatten(data)
     kinds = set(map(type, flat))
     allowed = {int, float} if datatype == "FP32" else {int}
     dtype = DTYPES[datatype]
     if not kinds <= allowed:
         at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
-        if type(flat[at]) is float and abs(flat[at]) >= 2.0**63:  # what the parser makes of an integer that int64 does not hold
+        if (
+            type(flat[at]) is float and abs(flat[at]) >= 2.0**63
+        ):  # what the parser makes of an integer that int64 does not hold
             raise _outside(name, datatype, flat, at)
         expected = "a number" if datatype == "FP32" else "an integer"
         raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not {expected}")
@@ -131,12 +141,14 @@ def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
 def _outside(name: str, datatype: str, flat: list[Any], at: int) -> ApiError:
     info = np.iinfo(DTYPES[datatype])
     return bad_request(
-        f"{short(name)}: value {short(flat[at])} at position {at} is outside {datatype}'s [{info.min}, {info.max}]"
+        f"{short(name)}: value {short(flat[at])} at position {at} is outside {datatype}'s [{info.min}, "
+        f"{info.max}]"
     )
 
 
 def flatten(data: Any) -> list[Any]:
-    """The numbers of a list, or of a list of lists in row-major order. The protocol allows both; no input is nested deeper."""
+    """The numbers of a list, or of a list of lists in row-major order. The protocol allows both; no input
+    is nested deeper."""
     if not isinstance(data, list):
         raise bad_request(f"data is {short(data)}; expected a list of numbers")
     if data and isinstance(data[0], list):

@@ -1,12 +1,14 @@
-"""All features of a request in one pair of tensors, as TorchRec's KeyedJaggedTensor has them: the compact form.
+"""All features of a request in one pair of tensors, as TorchRec's KeyedJaggedTensor has them: the compact
+form.
 
     kjt.values   INT64 or INT32 [N]   ids: feature by feature, bag by bag
     kjt.lengths  INT32 [F, B]         ids of each bag
     kjt.weights  FP32 [N]             optional, one an id
 
-The request's parameter `kjt.features` names the features in order, as a list or with commas between; without it they are all of
-the model's, in its order. `kjt.schema` may say which features the client expects the model to have (`describe`). The response's
-tensors are `kjt`, `kjt.sequences` and `kjt.offsets` (`serving.model.places.kjt_outputs`), and `kjt.found` where it is named.
+The request's parameter `kjt.features` names the features in order, as a list or with commas between; without
+it they are all of the model's, in its order. `kjt.schema` may say which features the client expects the model
+to have (`describe`). The response's tensors are `kjt`, `kjt.sequences` and `kjt.offsets`
+(`serving.model.places.kjt_outputs`), and `kjt.found` where it is named.
 """
 
 from collections.abc import Sequence
@@ -47,10 +49,12 @@ def _digest(features: list[dict[str, Any]]) -> str:
 
 
 def features_of(served: ServedVersion, parameters: dict[str, Any]) -> tuple[str, ...]:
-    """The features of a kjt in order. ApiError: the parameters name none, one twice, or expect another model."""
+    """The features of a kjt in order. ApiError: the parameters name none, one twice, or expect another
+    model."""
     if SCHEMA in parameters and parameters[SCHEMA] != (known := describe(served)[SCHEMA]):
         raise bad_request(
-            f"{SCHEMA} is {short(parameters[SCHEMA])}; version {served.version} of model {served.header.model!r} has {known}: "
+            f"{SCHEMA} is {short(parameters[SCHEMA])}; version {served.version} of model "
+            f"{served.header.model!r} has {known}: "
             "read the model's metadata again"
         )
     named = parameters.get(FEATURES)
@@ -59,7 +63,9 @@ def features_of(served: ServedVersion, parameters: dict[str, Any]) -> tuple[str,
     if isinstance(named, str):
         named = named.split(",")
     if not isinstance(named, list) or not named or not all(isinstance(n, str) for n in named):
-        raise bad_request(f"{FEATURES} is {short(named)}; expected names of features, as a list or with commas between")
+        raise bad_request(
+            f"{FEATURES} is {short(named)}; expected names of features, as a list or with commas between"
+        )
     if len(set(named)) < len(named):
         twice = next(n for k, n in enumerate(named) if n in named[:k])
         raise bad_request(f"{FEATURES} names {short(twice)} twice; name each feature once")
@@ -71,46 +77,62 @@ def features_of(served: ServedVersion, parameters: dict[str, Any]) -> tuple[str,
 def feature_inputs(tensors: Sequence[Tensor], features: tuple[str, ...], inputs: Any) -> list[FeatureInput]:
     """The inputs of a kjt's features. inputs: the buffer that the tensors lie in, ids as INT64.
 
-    ApiError: a tensor is missing, doubled, of a wrong shape or no part of a kjt, or the lengths are negative or do not add up.
+    ApiError: a tensor is missing, doubled, of a wrong shape or no part of a kjt, or the lengths are negative
+    or do not add up.
     """
     by_name: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name not in (VALUES, LENGTHS, WEIGHTS):
             raise bad_request(
-                f"input {short(tensor.name)} came beside {VALUES}; send all features in the kjt, or each by its name"
+                f"input {short(tensor.name)} came beside {VALUES}; send all features in the kjt, or each by "
+                "its name"
             )
         if tensor.name in by_name:
             raise bad_request(f"input {short(tensor.name)} came twice; send each tensor once")
         by_name[tensor.name] = tensor
     for needed in (VALUES, LENGTHS):
         if needed not in by_name:
-            raise bad_request(f"a kjt came without {needed}; send {VALUES} [ids] and {LENGTHS} [features, bags]")
+            raise bad_request(
+                f"a kjt came without {needed}; send {VALUES} [ids] and {LENGTHS} [features, bags]"
+            )
     values, lengths, weights = by_name[VALUES], by_name[LENGTHS], by_name.get(WEIGHTS)
     for one in (values, weights):
         if one is not None and len(one.shape) != 1:
             raise bad_request(f"input {short(one.name)}: shape is {list(one.shape)}; expected one dimension")
     if len(lengths.shape) != 2 or lengths.shape[0] != len(features):
-        raise bad_request(f"input {LENGTHS!r}: shape is {list(lengths.shape)}; expected [{len(features)}, bags], a row a feature")
+        raise bad_request(
+            f"input {LENGTHS!r}: shape is {list(lengths.shape)}; expected [{len(features)}, bags], a row a "
+            "feature"
+        )
     if weights is not None and weights.elements != values.elements:
-        raise bad_request(f"input {WEIGHTS!r} has {weights.elements} weights for {values.elements} ids; expected one an id")
+        raise bad_request(
+            f"input {WEIGHTS!r} has {weights.elements} weights for {values.elements} ids; expected one an id"
+        )
     bags = lengths.shape[1]
     counts = np.frombuffer(inputs, np.int32, lengths.elements, lengths.at).reshape(len(features), bags)
     sums = _sums(features, counts, values.elements)
     found, first = [], 0
     for row, (feature, ids) in enumerate(zip(features, sums, strict=True)):
         weights_at = None if weights is None else weights.at + 4 * first
-        found.append(FeatureInput(feature, values.at + 8 * first, ids, bags, 0, lengths.at + 4 * bags * row, weights_at))
+        found.append(
+            FeatureInput(
+                feature, values.at + 8 * first, ids, bags, 0, lengths.at + 4 * bags * row, weights_at
+            )
+        )
         first += ids
     return found
 
 
 def _sums(features: tuple[str, ...], counts: np.ndarray[Any, Any], ids: int) -> list[int]:
-    """Ids of each feature. ApiError: a length is negative, or all of them do not add up to the number of ids."""
+    """Ids of each feature. ApiError: a length is negative, or all of them do not add up to the number of
+    ids."""
     if counts.size and counts.min() < 0:
         row, bag = (int(n) for n in np.argwhere(counts < 0)[0])
         problem = BadIds(Problem.LENGTH, 0, bag, int(counts[row, bag]), 0)
         raise bad_request(problem.describe(f"feature {features[row]!r}"), ErrorKind.BAD_ID)
     sums: list[int] = counts.sum(axis=1, dtype=np.int64).tolist()
     if sum(sums) != ids:
-        raise bad_request(BadIds(Problem.SUM, 0, counts.size, sum(sums), ids).describe(LENGTHS), ErrorKind.BAD_ID)
+        raise bad_request(
+            BadIds(Problem.SUM, 0, counts.size, sum(sums), ids).describe(LENGTHS), ErrorKind.BAD_ID
+        )
     return sums

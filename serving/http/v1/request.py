@@ -1,8 +1,9 @@
 """A request of /v1: from its JSON to a laid-out `Request`, and from its vectors to JSON.
 
-Real requests have hundreds of features and thousands of ids. Where all features came in one form, as bags of ids or as values
-with lengths, they are flattened, checked and laid out together, without a step of Python for each of them. Where they did not,
-found masks are wanted, or something is wrong, each feature is taken by itself, which takes longer and says what is wrong.
+Real requests have hundreds of features and thousands of ids. Where all features came in one form, as bags of
+ids or as values with lengths, they are flattened, checked and laid out together, without a step of Python for
+each of them. Where they did not, found masks are wanted, or something is wrong, each feature is taken by
+itself, which takes longer and says what is wrong.
 """
 
 import itertools
@@ -48,7 +49,8 @@ class Body:
 
 @dataclass(frozen=True)
 class JsonRequest:
-    """A request that was laid out, the input buffer that it reads, and its vectors (None: those of `request.outputs`).
+    """A request that was laid out, the input buffer that it reads, and its vectors (None: those of
+    `request.outputs`).
 
     bags: lengths of each bag of the features whose ids came as bags, where found masks are wanted.
     """
@@ -61,7 +63,8 @@ class JsonRequest:
 
 @dataclass(frozen=True, eq=False)
 class _Names:
-    """Features that requests name in one order, and what their lookups need: arrays of one value a feature."""
+    """Features that requests name in one order, and what their lookups need: arrays of one value a
+    feature."""
 
     features: tuple[str, ...]
     planners: Planners
@@ -93,9 +96,13 @@ class _Vectors:
             size = int(names.vector_bytes @ counts)
             found = buffer[:size].view(dtype).reshape(len(counts), int(counts[0]), names.dims[0])
             return dict(zip(names.features, found.astype(np.float32, copy=False), strict=True))
-        rows = zip(names.features, self.out_at.tolist(), counts.tolist(), names.dims, names.halves, strict=True)
+        rows = zip(
+            names.features, self.out_at.tolist(), counts.tolist(), names.dims, names.halves, strict=True
+        )
         return {
-            feature: np.ndarray((count, dim), np.float16 if half else np.float32, buffer, at).astype(np.float32, copy=False)
+            feature: np.ndarray((count, dim), np.float16 if half else np.float32, buffer, at).astype(
+                np.float32, copy=False
+            )
             for feature, at, count, dim, half in rows
         }
 
@@ -117,7 +124,8 @@ def parse(text: bytes, more: tuple[str, ...]) -> Body:
 
 
 def encode(state: State, laid_out: JsonRequest, buffer: Buffer) -> bytes:
-    """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it asked for these.
+    """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it
+    asked for these.
 
     state: that answered.
     """
@@ -126,7 +134,9 @@ def encode(state: State, laid_out: JsonRequest, buffer: Buffer) -> bytes:
     if request.scoring is not None:
         found["scores"] = request.scoring.output.view(buffer)
     elif laid_out.vectors is not None:
-        found["vectors"] = {feature: text_of(vectors) for feature, vectors in laid_out.vectors.read(buffer).items()}
+        found["vectors"] = {
+            feature: text_of(vectors) for feature, vectors in laid_out.vectors.read(buffer).items()
+        }
     else:
         found["vectors"] = {o.feature: text_of(_as_fp32(o, buffer)) for o in request.outputs if not o.is_mask}
     if masks := [o for o in request.outputs if o.is_mask]:
@@ -139,7 +149,8 @@ def _as_fp32(output: Output, buffer: Buffer) -> NDArray[Any]:
 
 
 def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffer: Buffer) -> dict[str, Any]:
-    """Feature -> which ids its table has, in the shape in which the ids came: a list for each bag, or one of all."""
+    """Feature -> which ids its table has, in the shape in which the ids came: a list for each bag, or one
+    of all."""
     found: dict[str, Any] = {}
     for mask in masks:
         feature = masked_feature(mask.feature) or ""
@@ -150,7 +161,8 @@ def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffe
 
 
 class JsonLayouts:
-    """Lays requests out. It remembers what the features of each version need, as long as the version is served."""
+    """Lays requests out. It remembers what the features of each version need, as long as the version is
+    served."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[ServedVersion, dict[tuple[str, ...], _Names]] = WeakKeyDictionary()
@@ -170,7 +182,8 @@ class JsonLayouts:
         if score:
             given, parts = _dense_inputs(served, dense, len(inputs))
             return JsonRequest(
-                served.lay_out(_feature_inputs(names, places), given, True, scores_alone=True), b"".join([inputs, *parts])
+                served.lay_out(_feature_inputs(names, places), given, True, scores_alone=True),
+                b"".join([inputs, *parts]),
             )
         out_bytes = int(names.vector_bytes @ counts)
         if served.max_response_bytes is not None and out_bytes > served.max_response_bytes:
@@ -204,7 +217,8 @@ class JsonLayouts:
 
 
 def _places(lists: FeatureLists, names: _Names) -> tuple[NDArray[Any], Counts]:
-    """The places of features' ids, lengths and weights in `ids + lengths + weights` and of their vectors; how many vectors."""
+    """The places of features' ids, lengths and weights in `ids + lengths + weights` and of their vectors;
+    how many vectors."""
     counts = np.where(names.is_pooled, lists.bag_counts, lists.id_counts)
     id_starts = starts_of(lists.id_counts)[:-1]
     places = np.zeros(len(counts), _PLACE)
@@ -225,8 +239,11 @@ def _feature_inputs(names: _Names, places: NDArray[Any]) -> list[FeatureInput]:
     return list(map(FeatureInput, names.features, *columns, weights_at))
 
 
-def _one_by_one(served: ServedVersion, features: dict[str, Any], dense: Any, score: bool, found: bool = False) -> JsonRequest:
-    """The request of features in any form, with found masks where these are wanted. ApiError: something of it is wrong."""
+def _one_by_one(
+    served: ServedVersion, features: dict[str, Any], dense: Any, score: bool, found: bool = False
+) -> JsonRequest:
+    """The request of features in any form, with found masks where these are wanted. ApiError: something of
+    it is wrong."""
     tensors, parts, at = [], [], 0
     bags: dict[str, NDArray[np.int32]] = {}
     for feature, value in features.items():
@@ -238,7 +255,9 @@ def _one_by_one(served: ServedVersion, features: dict[str, Any], dense: Any, sco
             if part == "lengths" and isinstance(value, list):
                 bags[feature] = array
     given, dense_parts = _dense_inputs(served, dense, at)
-    request = served.lay_out(feature_inputs(tensors), given, score, found=features if found else (), scores_alone=score)
+    request = served.lay_out(
+        feature_inputs(tensors), given, score, found=features if found else (), scores_alone=score
+    )
     return JsonRequest(request, b"".join([*parts, *dense_parts]), bags=bags if found else {})
 
 
@@ -246,11 +265,15 @@ def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:
     """The values, lengths and weights of a feature, from its JSON. ApiError: it is something else."""
     if isinstance(value, list):
         if not are_all(list, value):
-            raise bad_request(f"feature {feature!r}: expected a list of bags, [[id, ...], ...], or values and lengths")
+            raise bad_request(
+                f"feature {feature!r}: expected a list of bags, [[id, ...], ...], or values and lengths"
+            )
         lengths = np.fromiter(map(len, value), np.int32, len(value))
         return [("values", from_list(feature, "INT64", value)), ("lengths", lengths)]
     if not isinstance(value, dict) or "values" not in value or set(value) - {"values", "lengths", "weights"}:
-        raise bad_request(f"feature {feature!r}: expected a list of bags, or an object of values, lengths, weights")
+        raise bad_request(
+            f"feature {feature!r}: expected a list of bags, or an object of values, lengths, weights"
+        )
     parts = [part for part in ("values", "lengths", "weights") if value.get(part) is not None]
     for part in parts:
         if isinstance(value[part], list) and any(isinstance(x, list) for x in value[part][:1]):
@@ -274,7 +297,11 @@ def _dense(served: ServedVersion, raw: Any) -> Iterator[tuple[str, NDArray[Any]]
         raise bad_request("dense: expected an object of dense tensor to rows")
     for name, rows in raw.items():
         if name not in widths:
-            raise bad_request(f"dense tensor {short(name)} is unknown; the scorer has: {', '.join(widths) or 'none'}")
+            raise bad_request(
+                f"dense tensor {short(name)} is unknown; the scorer has: {', '.join(widths) or 'none'}"
+            )
         if not isinstance(rows, list) or not are_all(list, rows) or not set(map(len, rows)) <= {widths[name]}:
-            raise bad_request(f"dense tensor {name!r}: expected a list of rows of {widths[name]} numbers each")
+            raise bad_request(
+                f"dense tensor {name!r}: expected a list of rows of {widths[name]} numbers each"
+            )
         yield name, from_list(name, "FP32", rows).reshape(len(rows), widths[name])

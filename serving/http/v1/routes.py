@@ -78,11 +78,17 @@ class V1:
         self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
         return encoded
 
-    async def _laid_out(self, scope: Scope, text: bytes, score: bool, hold: Hold) -> tuple[ServedVersion, JsonRequest]:
+    async def _laid_out(
+        self, scope: Scope, text: bytes, score: bool, hold: Hold
+    ) -> tuple[ServedVersion, JsonRequest]:
         """The request, and the version that it asks. What its JSON unpacked to is gone when this returns."""
         service, is_large = self._service, len(text) > BESIDE_BYTES
         async with self._room(text, hold) if is_large else contextlib.nullcontext():
-            body = await service.beside(self._understand, text, score) if is_large else self._understand(text, score)
+            body = (
+                await service.beside(self._understand, text, score)
+                if is_large
+                else self._understand(text, score)
+            )
             served, version = service.live(body.fields["model"]), body.fields.get("version")
             scope[MODEL] = served.header.model
             if version is not None:
@@ -158,7 +164,9 @@ _JAGGED = an_object(
     lengths=noted(a_list(COUNT), "ids of each bag; not needed for an unpooled feature"),
     weights=noted(a_list(NUMBER), "one an id"),
 )
-_FEATURES = _by_name({"anyOf": [a_list(a_list(ID)), _JAGGED]}, "feature -> bags of ids, or values and lengths")
+_FEATURES = _by_name(
+    {"anyOf": [a_list(a_list(ID)), _JAGGED]}, "feature -> bags of ids, or values and lengths"
+)
 _ROWS = a_list(a_list(NUMBER))
 _LOOKUP = _request(
     {"model": "demo", "features": {"clicked": [[1, 2, 3], [], [7]]}},

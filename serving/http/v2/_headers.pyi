@@ -10,7 +10,17 @@ def match(
     template: Any, body: Any, header_bytes: int
 ) -> (
     tuple[
-        bytes, int, int, int, int, bytes, tuple[tuple[int, int], ...] | None, bytes | None, tuple[int, bytes] | None, bytes, int
+        bytes,
+        int,
+        int,
+        int,
+        int,
+        bytes,
+        tuple[tuple[int, int], ...] | None,
+        bytes | None,
+        tuple[int, bytes] | None,
+        bytes,
+        int,
     ]
     | None
 ): ...

@@ -1,10 +1,12 @@
-"""Triton's CUDA shared memory extension: regions in a GPU's memory, which the engine process opens and copies within the GPU.
+"""Triton's CUDA shared memory extension: regions in a GPU's memory, which the engine process opens and copies
+within the GPU.
 
     GET  /v2/cudasharedmemory[/region/{r}]/status
     POST /v2/cudasharedmemory/region/{r}/register      {"raw_handle": {"b64": ...}, "device_id": ..., "byte_size": ...}
     POST /v2/cudasharedmemory[/region/{r}]/unregister
 
-`raw_handle` is a cudaIpcMemHandle_t. Tensors name such a region as they name one of the host (`serving.http.v2.shm`).
+`raw_handle` is a cudaIpcMemHandle_t. Tensors name such a region as they name one of the host
+(`serving.http.v2.shm`).
 (github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md)
 """
 
@@ -33,10 +35,12 @@ def describe(entry: RegionEntry) -> dict[str, Any]:
 
 
 async def register(regions: Regions, link: "EngineLink | None", name: str, body: bytes) -> None:
-    """As `shm.register`. link: to the engine process, which opens the region; None: this server has no GPU."""
+    """As `shm.register`. link: to the engine process, which opens the region; None: this server has no
+    GPU."""
     if link is None:
         raise bad_request(
-            f"CUDA shared memory region {short(name)}: this server looks up on the CPU; start it with --devices, or register "
+            f"CUDA shared memory region {short(name)}: this server looks up on the CPU; start it with "
+            "--devices, or register "
             "system shared memory"
         )
     asked = json_object(body)
@@ -68,16 +72,23 @@ def check_inputs(
     together: bool,
     unpooled: Sequence[str],
 ) -> None:
-    """ApiError: a tensor lies in a GPU's memory that the server must read itself. unpooled: features that are not pooled."""
+    """ApiError: a tensor lies in a GPU's memory that the server must read itself. unpooled: features that
+    are not pooled."""
     for tensor, one in zip(tensors, slices, strict=True):
         if one is None or not isinstance(one.region, DeviceRegion):
             continue
         feature, part = split_name(tensor.name)
-        is_read = tensor.name in dense or is_narrow(tensor) or (part == "lengths" and (together or feature in unpooled))
+        is_read = (
+            tensor.name in dense
+            or is_narrow(tensor)
+            or (part == "lengths" and (together or feature in unpooled))
+        )
         if is_read:
             raise bad_request(
-                f"input {short(tensor.name)} lies in {one.region.entry.label}, and the server reads it itself (dense "
-                "tensors, INT32 ids, lengths of a kjt or of unpooled features); send it in the body, or in system shared "
+                f"input {short(tensor.name)} lies in {one.region.entry.label}, and the server reads it "
+                "itself (dense "
+                "tensors, INT32 ids, lengths of a kjt or of unpooled features); send it in the body, or in "
+                "system shared "
                 "memory"
             )
 
@@ -93,10 +104,13 @@ def is_asked_for(header: dict[str, Any], known: Regions | None) -> bool:
 
 
 def check_outputs(request: Request, outputs: Iterable[tuple[Output, Slice | None]], has_inputs: bool) -> None:
-    """ApiError: an output that is made on the host is asked for in a GPU's memory, or scores are beside such tensors."""
+    """ApiError: an output that is made on the host is asked for in a GPU's memory, or scores are beside
+    such tensors."""
     into = [output for output, one in outputs if one is not None and isinstance(one.region, DeviceRegion)]
     if request.scoring is not None and (into or has_inputs):
-        raise bad_request("scores are asked for, and tensors lie in CUDA shared memory; send and receive those in the body")
+        raise bad_request(
+            "scores are asked for, and tensors lie in CUDA shared memory; send and receive those in the body"
+        )
     for output in into:
         if output.is_mask or output.is_offsets:
             raise bad_request(f"output {short(output.feature)} is made on the host; receive it in the body")

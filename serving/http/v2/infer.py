@@ -1,4 +1,5 @@
-"""Infer requests of the Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the binary tensor extension.
+"""Infer requests of the Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the
+binary tensor extension.
 
 The `Door` brings them, or FastAPI's route of `serving.http.v2.routes`.
 """
@@ -63,10 +64,12 @@ class V2:
         hold: Hold,
         later: Later,
     ) -> Response | Coroutine[Any, Any, Response] | None:
-        """The response to an infer request that is understood by a template and looked up at once; else what gives it.
+        """The response to an infer request that is understood by a template and looked up at once; else what
+        gives it.
 
-        None: `later` will be called with what makes the response, and what it makes it of. ApiError, from here or from what
-        makes the response: the request is refused. body: is the caller's again when this returns.
+        None: `later` will be called with what makes the response, and what it makes it of. ApiError, from
+        here or from what makes the response: the request is refused. body: is the caller's again when this
+        returns.
         """
         started = time.perf_counter()
         if len(named) != 1 or (header_length is None and self.service.regions is None):
@@ -102,7 +105,8 @@ class V2:
         return await self._write(*came, answer) if is_large else self._encode(*came, answer)
 
     async def _write(self, infer: InferRequest, body_bytes: int, times: _Times, answer: Answer) -> Response:
-        """As `_encode`, where so much is written, into regions or as JSON, that it is done beside the event loop."""
+        """As `_encode`, where so much is written, into regions or as JSON, that it is done beside the
+        event loop."""
         looked_up = time.perf_counter()
         encoded = await self.service.beside(v2_request.encode, infer, answer.buffer)
         return self._answered(infer, body_bytes, (*times, looked_up), answer, encoded)
@@ -123,19 +127,24 @@ class V2:
         answer: Answer,
         encoded: tuple[bytes, list[Any]],
     ) -> Response:
-        """Counts a request that is answered; its response. times: when it was begun, understood and looked up."""
+        """Counts a request that is answered; its response. times: when it was begun, understood and looked
+        up."""
         (head, parts), request = encoded, infer.request
         if answer.state is not None:
             head = v2_request.restated(head, answer.state)
-        # Counted before it is sent: a worker that is killed in between has not answered, and no answer is left out.
+        # Counted before it is sent: a worker that is killed in between has not answered, and no answer is
+        # left out.
         stages = Stages(*times, time.perf_counter())
         self._metrics[request.model].answered(request, body_bytes, stages, answer.unfound)
         if infer.has_binary:
             return Response(200, (_BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
         return Response(200, (JSON_TYPE,), [head])
 
-    async def _understand(self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold) -> InferRequest:
-        """The infer request: by a template where its header came before but for its numbers, else by the slow path."""
+    async def _understand(
+        self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold
+    ) -> InferRequest:
+        """The infer request: by a template where its header came before but for its numbers, else by the
+        slow path."""
         settings, regions = self.service.settings, self.service.regions
         generation = -1 if regions is None else regions.generation
         length = _json_bytes(header_length, body)
@@ -155,7 +164,9 @@ class V2:
             self._repeated.keep(served, body, generation, infer)
         return infer
 
-    async def _understand_anew(self, served: ServedVersion, body: bytes, length: int, hold: Hold, is_large: bool) -> InferRequest:
+    async def _understand_anew(
+        self, served: ServedVersion, body: bytes, length: int, hold: Hold, is_large: bool
+    ) -> InferRequest:
         """By the slow path, which is beside the event loop where the header is large, or what follows it."""
         settings, regions = self.service.settings, self.service.regions
         head, binary = body[:length], memoryview(body)[length:]
@@ -167,7 +178,11 @@ class V2:
             hold.grow(region_bytes)
         arguments = served, header, binary, regions
         is_large = is_large or len(binary) + region_bytes > shm.INLINE_BYTES
-        infer = await self.service.beside(v2_request.understand, *arguments) if is_large else v2_request.understand(*arguments)
+        infer = (
+            await self.service.beside(v2_request.understand, *arguments)
+            if is_large
+            else v2_request.understand(*arguments)
+        )
         hold.grow(max(0, infer.made_bytes(binary) - region_bytes))  # those of regions were counted before
         if not isinstance(infer.inputs, PartlyOnDevice):
             self._templates.learn(served, head, header, infer)

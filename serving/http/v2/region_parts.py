@@ -1,7 +1,8 @@
 """Where the tensors of a header lie that names regions of shared memory, by the numbers of the header.
 
-A template (`serving.http.v2.templates`) has one `RegionParts` for its inputs and one for its outputs. Tensors that follow each other
-in a region and in the buffer are copied in one piece. The loops here are written for speed, as a request has dozens of tensors.
+A template (`serving.http.v2.templates`) has one `RegionParts` for its inputs and one for its outputs. Tensors
+that follow each other in a region and in the buffer are copied in one piece. The loops here are written for
+speed, as a request has dozens of tensors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,17 +18,20 @@ _BODY, _NONE = -1, -1
 
 
 class GatheredBody(NamedTuple):
-    """A body as it would be without regions: the header, `header_bytes` with the spaces at its end, and all inputs behind it."""
+    """A body as it would be without regions: the header, `header_bytes` with the spaces at its end, and
+    all inputs behind it."""
 
     body: memoryview
     header_bytes: int
 
 
 class RegionParts:
-    """Of each tensor of one side of a header: its region, if it has one, and which numbers say its offset and its size."""
+    """Of each tensor of one side of a header: its region, if it has one, and which numbers say its offset
+    and its size."""
 
     def __init__(self, parameters: Iterable[dict[str, Any]]) -> None:
-        """parameters: of each tensor, with the place of a number among the header's numbers where the number was."""
+        """parameters: of each tensor, with the place of a number among the header's numbers where the
+        number was."""
         given = list(parameters)
         self.names = tuple(dict.fromkeys(p[shm.REGION] for p in given if shm.REGION in p))
         self.in_body = [shm.REGION not in p for p in given]
@@ -40,11 +44,14 @@ class RegionParts:
             for p in given
         ]
 
-    def gather(self, numbers: Sequence[int], header: memoryview, binary: memoryview, known: Regions) -> GatheredBody | None:
-        """Copies inputs behind the header. The header gets spaces at its end, so that ids begin at a multiple of 8.
+    def gather(
+        self, numbers: Sequence[int], header: memoryview, binary: memoryview, known: Regions
+    ) -> GatheredBody | None:
+        """Copies inputs behind the header. The header gets spaces at its end, so that ids begin at a multiple
+        of 8.
 
-        None: the slow path says what is wrong, or copies what is too much for the event loop. ApiError: a region is gone, or was
-        truncated.
+        None: the slow path says what is wrong, or copies what is too much for the event loop. ApiError: a
+        region is gone, or was truncated.
         """
         if any(map(known.is_on_device, self.names)):
             return None
@@ -81,8 +88,11 @@ class RegionParts:
                 found[source].read(offset, body[place : place + size])
         return GatheredBody(body, header_bytes)
 
-    def into(self, numbers: Sequence[int], ends: Sequence[tuple[int, int]], known: Regions) -> tuple[Slice, ...] | None:
-        """Where outputs are written that begin and end at these bytes of the output buffer. ApiError: as of `gather`.
+    def into(
+        self, numbers: Sequence[int], ends: Sequence[tuple[int, int]], known: Regions
+    ) -> tuple[Slice, ...] | None:
+        """Where outputs are written that begin and end at these bytes of the output buffer. ApiError: as of
+        `gather`.
 
         None: the slow path says what is wrong.
         """
@@ -103,5 +113,7 @@ class RegionParts:
                 last, begin, begin_at = source, offset, start
             end, end_at = offset + stop - start, stop
         runs.append((last, begin, end - begin, begin_at))
-        slices = tuple(Slice(found[source], offset, size, place) for source, offset, size, place in runs if size)
+        slices = tuple(
+            Slice(found[source], offset, size, place) for source, offset, size, place in runs if size
+        )
         return None if len(slices) > 1 and regions.overlap(slices) else slices

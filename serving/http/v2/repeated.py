@@ -1,7 +1,8 @@
-"""Requests that are told again and again in the same words, as all their tensors lie in a GPU's memory: what their headers mean.
+"""Requests that are told again and again in the same words, as all their tensors lie in a GPU's memory: what
+their headers mean.
 
-Such a request is its header alone. Where it comes again, byte for byte, nothing of it needs to be understood anew, as long as the
-version and the registered regions are the same.
+Such a request is its header alone. Where it comes again, byte for byte, nothing of it needs to be understood
+anew, as long as the version and the registered regions are the same.
 """
 
 import weakref
@@ -19,7 +20,9 @@ class HeaderMemory:
     """Headers that came last, with what they mean. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, bytes], tuple[weakref.ref[ServedVersion], int, InferRequest]] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bytes], tuple[weakref.ref[ServedVersion], int, InferRequest]] = (
+            OrderedDict()
+        )
 
     def find(self, served: ServedVersion, body: bytes, generation: int) -> InferRequest | None:
         """What a body means; None: it did not come before. generation: of the list of regions."""

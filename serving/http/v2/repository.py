@@ -1,11 +1,12 @@
-"""The model repository extension: which models there are, and which are loaded and unloaded while the server runs.
+"""The model repository extension: which models there are, and which are loaded and unloaded while the server
+runs.
 
     POST /v2/repository/index                       {"ready": true} leaves out what is not served
     POST /v2/repository/models/{m}/load|unload      an operator's: need `Authorization: Bearer TOKEN`
 
-To load a model is to attach its live published version in every worker, to unload it is to let it go. Nothing is read from a
-request but the model's name: Triton's parameters that bring a configuration or files with them are refused.
-(github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md)
+To load a model is to attach its live published version in every worker, to unload it is to let it go. Nothing
+is read from a request but the model's name: Triton's parameters that bring a configuration or files with them
+are refused. (github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md)
 """
 
 import hmac
@@ -19,7 +20,9 @@ from tableside.serving.service.service import Service
 UNLOAD_DEPENDENTS = "unload_dependents"
 
 
-async def change(service: Service, action: str, model: str, asked: dict[str, Any], authorization: bytes | None) -> None:
+async def change(
+    service: Service, action: str, model: str, asked: dict[str, Any], authorization: bytes | None
+) -> None:
     """Loads or unloads a model. ApiError: the caller may not, or the model cannot be loaded."""
     check_operator(service, authorization, f"{action} models")
     _check_parameters(asked, action)
@@ -30,7 +33,11 @@ def is_operator(service: Service, authorization: bytes | None) -> bool:
     """Whether a request brings the server's admin token."""
     scheme, _, given = (authorization or b"").partition(b" ")
     token = service.admin_token
-    return token is not None and scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), token.encode())
+    return (
+        token is not None
+        and scheme.lower() == b"bearer"
+        and hmac.compare_digest(given.strip(), token.encode())
+    )
 
 
 def check_operator(service: Service, authorization: bytes | None, what: str) -> None:
@@ -39,14 +46,16 @@ def check_operator(service: Service, authorization: bytes | None, what: str) -> 
         raise ApiError(
             403,
             ErrorKind.DENIED,
-            f"this server does not {what}: it has no admin token; start it with --admin-token-file FILE, or with "
+            f"this server does not {what}: it has no admin token; start it with --admin-token-file FILE, or "
+            "with "
             "TABLESIDE_ADMIN_TOKEN in its environment",
         )
     if not is_operator(service, authorization):
         raise ApiError(
             401,
             ErrorKind.DENIED,
-            f"only an operator may {what}: the request's Authorization is not 'Bearer ' and this server's admin token",
+            f"only an operator may {what}: the request's Authorization is not 'Bearer ' and this server's "
+            "admin token",
             headers=((b"www-authenticate", b"Bearer"),),
         )
 
@@ -57,13 +66,15 @@ def _check_parameters(asked: dict[str, Any], action: str) -> None:
         raise bad_request(f"parameters are {short(parameters)}; expected an object")
     if unknown := [name for name in parameters if action == "load" or name != UNLOAD_DEPENDENTS]:
         raise bad_request(
-            f"{action} takes no parameter {short(unknown[0])}; a model is loaded as `tableside load` published it, so publish "
+            f"{action} takes no parameter {short(unknown[0])}; a model is loaded as `tableside load` "
+            "published it, so publish "
             "another version instead"
         )
 
 
 def index(service: Service, asked: dict[str, Any], authorization: bytes | None) -> list[dict[str, str]]:
-    """The models that are served; for an operator the other published ones too, unless {"ready": true} leaves them out."""
+    """The models that are served; for an operator the other published ones too, unless {"ready": true}
+    leaves them out."""
     is_ready = asked.get("ready", False)
     if not isinstance(is_ready, bool):
         raise bad_request(f"ready is {short(is_ready)}; expected true or false")
@@ -73,7 +84,11 @@ def index(service: Service, asked: dict[str, Any], authorization: bytes | None) 
         if state == "READY" or not is_ready:
             found.append({"name": name, "version": str(engine.attached().version), "state": state})
     if not is_ready and is_operator(service, authorization):
-        found += [_unloaded(model.name, model.versions()) for model in _published(service) if model.name not in service.engines]
+        found += [
+            _unloaded(model.name, model.versions())
+            for model in _published(service)
+            if model.name not in service.engines
+        ]
     return found
 
 

@@ -1,8 +1,9 @@
-"""The Open Inference Protocol's infer request, with JSON or binary tensors: what its header says, and what its response is.
+"""The Open Inference Protocol's infer request, with JSON or binary tensors: what its header says, and what
+its response is.
 
-With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes in order.
-Tensors may lie in regions of shared memory instead (`serving.http.v2.shm`).
-This is the slow path: it understands any header, and says what is wrong with one. Headers that differ from an earlier one in
+With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's
+bytes in order. Tensors may lie in regions of shared memory instead (`serving.http.v2.shm`). This is the slow
+path: it understands any header, and says what is wrong with one. Headers that differ from an earlier one in
 their numbers alone do not come here (`serving.http.v2.templates`).
 """
 
@@ -51,10 +52,10 @@ class Sent(NamedTuple):
 class InferRequest(NamedTuple):
     """What an infer request asks for, laid out, with its input buffer and how its outputs are sent.
 
-    head: the response's JSON, where no output is sent as JSON; else empty. parts: (start, end) of the output buffer, which
-    follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written, and these.
-    outputs: those that are sent; () where head, parts and `into` say it all. json_bytes: of the vectors and masks that are sent
-    as JSON. into: which parts of the output buffer are written into regions.
+    head: the response's JSON, where no output is sent as JSON; else empty. parts: (start, end) of the output
+    buffer, which follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written,
+    and these. outputs: those that are sent; () where head, parts and `into` say it all. json_bytes: of the
+    vectors and masks that are sent as JSON. into: which parts of the output buffer are written into regions.
     """
 
     request: Request
@@ -69,7 +70,8 @@ class InferRequest(NamedTuple):
     into: tuple[Slice, ...] = ()
 
     def made_bytes(self, came: Any) -> int:
-        """Of inputs that lie in memory of their own: those of regions, of JSON, or with int32 ids. came: what the client sent."""
+        """Of inputs that lie in memory of their own: those of regions, of JSON, or with int32 ids. came:
+        what the client sent."""
         made = self.inputs.inputs if isinstance(self.inputs, PartlyOnDevice) else self.inputs
         return 0 if made is came else len(made)
 
@@ -79,21 +81,31 @@ class InferRequest(NamedTuple):
         return not self.into or sum(s.size for s in self.into) <= shm.INLINE_BYTES
 
 
-def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known: Regions | None = None) -> InferRequest:
-    """Understands a header that the bytes `binary` follow. known: regions that it may name; None: it may name none.
+def understand(
+    served: ServedVersion, header: dict[str, Any], binary: Any, known: Regions | None = None
+) -> InferRequest:
+    """Understands a header that the bytes `binary` follow. known: regions that it may name; None: it may name
+    none.
 
     ApiError names the input or output, what it said and what was expected.
     """
     dense = {} if served.scorer is None else served.scorer.dense
     tensors, sent, slices = _inputs(header, binary, dense, known)
     together = kjt.is_kjt(served, [t.name for t in tensors if t.name not in dense])
-    cuda_shm.check_inputs(tensors, slices, dense, together, [n for n, b in served.features.items() if not b.is_pooled])
+    cuda_shm.check_inputs(
+        tensors, slices, dense, together, [n for n, b in served.features.items() if not b.is_pooled]
+    )
     tensors, inputs = widened(tensors, sent)
     reads = [
-        one._replace(at=tensor.at) for tensor, one in zip(tensors, slices, strict=True) if one is not None and _is_on_device(one)
+        one._replace(at=tensor.at)
+        for tensor, one in zip(tensors, slices, strict=True)
+        if one is not None and _is_on_device(one)
     ]
     of_features = [t for t in tensors if t.name not in dense]
-    check_weights([t for t, one in zip(tensors, slices, strict=True) if t.name not in dense and not _is_on_device(one)], inputs)
+    check_weights(
+        [t for t, one in zip(tensors, slices, strict=True) if t.name not in dense and not _is_on_device(one)],
+        inputs,
+    )
     given = [DenseInput(t.name, t.at, *t.shape) for t in tensors if t.name in dense]
     if together:
         names = kjt.features_of(served, _parameters(header, "the request"))
@@ -101,32 +113,54 @@ def understand(served: ServedVersion, header: dict[str, Any], binary: Any, known
     else:
         features = feature_inputs(of_features)
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
-    alone = {o.get("name") for o in header.get("outputs", []) if isinstance(o, dict)} == {SCORE} if score else False
+    alone = (
+        {o.get("name") for o in header.get("outputs", []) if isinstance(o, dict)} == {SCORE}
+        if score
+        else False
+    )
     is_on_device = bool(reads) or cuda_shm.is_asked_for(header, known)
     request = served.lay_out(
-        features, given, score, together, warms_up=is_on_device, found=_wants_found(header), scores_alone=alone
+        features,
+        given,
+        score,
+        together,
+        warms_up=is_on_device,
+        found=_wants_found(header),
+        scores_alone=alone,
     )
     masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
     outputs = _outputs(header, request, served.features, masks, known)
     cuda_shm.check_outputs(request, [(sent.output, sent.into) for sent in outputs], bool(reads))
     if is_on_device:
-        writes = regions.joined(one for sent in outputs if (one := sent.into) is not None and _is_on_device(one))
+        writes = regions.joined(
+            one for sent in outputs if (one := sent.into) is not None and _is_on_device(one)
+        )
         inputs = PartlyOnDevice(inputs, tuple(regions.joined(reads)), tuple(writes))
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {short(request_id)}; expected a string")
-    is_whole = all(sent.is_binary for sent in outputs) and tuple(sent.output for sent in outputs) == request.outputs
+    is_whole = (
+        all(sent.is_binary for sent in outputs) and tuple(sent.output for sent in outputs) == request.outputs
+    )
     return InferRequest(
         request,
         inputs,
-        b"" if any(sent.is_json for sent in outputs) else orjson.dumps(_response(request, request_id, outputs, None)),
-        None if is_whole else tuple((o.at, o.at + o.bytes) for o, is_binary, _ in outputs if is_binary and o.bytes),
+        b""
+        if any(sent.is_json for sent in outputs)
+        else orjson.dumps(_response(request, request_id, outputs, None)),
+        None
+        if is_whole
+        else tuple((o.at, o.at + o.bytes) for o, is_binary, _ in outputs if is_binary and o.bytes),
         _offsets(request, served, features),
         any(sent.is_binary for sent in outputs),
         sum(sent.output.json_bytes for sent in outputs if sent.is_json),
         outputs,
         request_id,
-        tuple(regions.joined(one for sent in outputs if (one := sent.into) is not None and not _is_on_device(one))),
+        tuple(
+            regions.joined(
+                one for sent in outputs if (one := sent.into) is not None and not _is_on_device(one)
+            )
+        ),
     )
 
 
@@ -134,7 +168,9 @@ def _is_on_device(one: Slice | None) -> bool:
     return one is not None and isinstance(one.region, DeviceRegion)
 
 
-def _offsets(request: Request, served: ServedVersion, features: Sequence[FeatureInput]) -> tuple[int, bytes] | None:
+def _offsets(
+    request: Request, served: ServedVersion, features: Sequence[FeatureInput]
+) -> tuple[int, bytes] | None:
     """Where the offsets of a kjt's sequences are written in the output buffer, and these."""
     at = next((o.at for o in request.outputs if o.is_offsets), None)
     if at is None:
@@ -145,7 +181,8 @@ def _offsets(request: Request, served: ServedVersion, features: Sequence[Feature
 
 
 def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container[str]) -> bool:
-    """Whether the scores are asked for. Where no output is named they are, if the request has all that they need."""
+    """Whether the scores are asked for. Where no output is named they are, if the request has all that
+    they need."""
     asked = header.get("outputs", [])
     if not asked:
         return served.can_score(given)
@@ -163,7 +200,8 @@ def _wants_found(header: dict[str, Any]) -> set[str]:
 def _inputs(
     header: dict[str, Any], binary: Any, dense: Mapping[str, int], known: Regions | None
 ) -> tuple[list[Tensor], Any, list[Slice | None]]:
-    """The tensors, the buffer that their values lie in (`binary` where all came in the body, as bytes), and their regions.
+    """The tensors, the buffer that their values lie in (`binary` where all came in the body, as bytes), and
+    their regions.
 
     Nobody wrote to the buffer what lies in regions of a GPU.
     """
@@ -171,12 +209,16 @@ def _inputs(
     if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
         raise bad_request("inputs: expected a list with at least one input")
     tensors: list[Tensor] = []
-    sources: list[bytes | Slice | None] = []  # JSON's values, a part of a region, or the next bytes of the body
+    sources: list[
+        bytes | Slice | None
+    ] = []  # JSON's values, a part of a region, or the next bytes of the body
     at = body_bytes = 0
     for entry in raw:
         name = entry.get("name")
         if not isinstance(name, str):
-            raise bad_request(f"inputs: name is {short(name)}; expected a feature, <feature>.values, .lengths or .weights")
+            raise bad_request(
+                f"inputs: name is {short(name)}; expected a feature, <feature>.values, .lengths or .weights"
+            )
         datatype = check_datatype(name, entry.get("datatype"), "FP32" if name in dense else None)
         tensor = Tensor(name, datatype, check_shape(name, entry.get("shape")), at)
         if name in dense:
@@ -197,15 +239,21 @@ def _inputs(
     if body_bytes != len(binary):
         if None not in sources:
             raise bad_request(f"{len(binary)} bytes follow the JSON, but no input has a binary_data_size")
-        raise bad_request(f"the inputs' binary_data_size add up to {body_bytes} bytes, but {len(binary)} follow the JSON")
+        raise bad_request(
+            f"the inputs' binary_data_size add up to {body_bytes} bytes, but {len(binary)} follow the JSON"
+        )
     slices = [source if isinstance(source, Slice) else None for source in sources]
     if not any(slices):
-        whole = binary if None in sources else b"".join(source for source in sources if isinstance(source, bytes))
+        whole = (
+            binary if None in sources else b"".join(source for source in sources if isinstance(source, bytes))
+        )
         return tensors, whole, slices
     return tensors, _gathered(tensors, sources, memoryview(binary), at), slices
 
 
-def _in_region(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any], known: Regions | None) -> Slice | None:
+def _in_region(
+    tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any], known: Regions | None
+) -> Slice | None:
     """Where an input lies in a region; None: it does not."""
     where = f"input {short(tensor.name)}"
     if (part := shm.part_of(parameters, where, known)) is None:
@@ -214,11 +262,16 @@ def _in_region(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]
     if "data" in entry or "binary_data_size" in parameters:
         raise bad_request(f"{where} has a {shm.REGION} and data or a binary_data_size; send one of them")
     if size != tensor.bytes:
-        raise bad_request(f"{where}: {shm.SIZE} is {size}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes")
+        raise bad_request(
+            f"{where}: {shm.SIZE} is {size}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} "
+            "bytes"
+        )
     return Slice(region, offset, size, tensor.at)
 
 
-def _gathered(tensors: Sequence[Tensor], sources: Sequence[bytes | Slice | None], binary: memoryview, size: int) -> memoryview:
+def _gathered(
+    tensors: Sequence[Tensor], sources: Sequence[bytes | Slice | None], binary: memoryview, size: int
+) -> memoryview:
     """A buffer of `size` bytes with the values of tensors some of which lie in regions."""
     buffer = np.empty(size, np.uint8).data
     body_at = 0
@@ -241,11 +294,14 @@ def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
     if "binary_data_size" in parameters:
-        raise bad_request(f"input {short(tensor.name)} has both data and a binary_data_size; send one of them")
+        raise bad_request(
+            f"input {short(tensor.name)} has both data and a binary_data_size; send one of them"
+        )
     array = from_list(f"input {tensor.name}", tensor.datatype, entry["data"])
     if array.size != prod(tensor.shape):
         raise bad_request(
-            f"input {short(tensor.name)}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data has {array.size}"
+            f"input {short(tensor.name)}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data "
+            f"has {array.size}"
         )
     return array.tobytes()
 
@@ -253,7 +309,9 @@ def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -
 def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
     size = parameters.get("binary_data_size")
     if type(size) is not int:
-        raise bad_request(f"input {short(tensor.name)} has neither data nor a binary_data_size (found {short(size)})")
+        raise bad_request(
+            f"input {short(tensor.name)} has neither data nor a binary_data_size (found {short(size)})"
+        )
     if size != tensor.bytes:
         raise bad_request(
             f"input {short(tensor.name)}: binary_data_size is {short(size)}, "
@@ -262,7 +320,11 @@ def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
 
 
 def _outputs(
-    header: dict[str, Any], request: Request, features: Container[str], masks: Sequence[str], known: Regions | None
+    header: dict[str, Any],
+    request: Request,
+    features: Container[str],
+    masks: Sequence[str],
+    known: Regions | None,
 ) -> tuple[Sent, ...]:
     """What the response shows, and how. features: of the model; masks: that could be asked for."""
     binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
@@ -279,7 +341,10 @@ def _outputs(
             given = ", ".join(dict.fromkeys([*by_name, *masks]))
             feature = masked_feature(name) or name if isinstance(name, str) else None
             if isinstance(feature, str) and feature in features:
-                raise bad_request(f"output {short(name)} was asked for without its input; send {feature} or {feature}.values")
+                raise bad_request(
+                    f"output {short(name)} was asked for without its input; send {feature} or "
+                    f"{feature}.values"
+                )
             raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {given}")
         if name in chosen:
             raise bad_request(f"output {short(name)} is asked for twice")
@@ -287,9 +352,13 @@ def _outputs(
         if "classification" in parameters:
             raise bad_request(f"output {short(name)}: classification is not supported")
         into = _into_region(by_name[name], parameters, known)
-        chosen[name] = Sent(by_name[name], into is None and _flag(parameters, "binary_data", binary_default), into)
+        chosen[name] = Sent(
+            by_name[name], into is None and _flag(parameters, "binary_data", binary_default), into
+        )
     if regions.overlap([sent.into for sent in chosen.values() if sent.into is not None]):
-        raise bad_request("outputs: two of them have bytes of shared memory in common; give each output bytes of its own")
+        raise bad_request(
+            "outputs: two of them have bytes of shared memory in common; give each output bytes of its own"
+        )
     return tuple(chosen.values())
 
 
@@ -302,7 +371,10 @@ def _into_region(output: Output, parameters: dict[str, Any], known: Regions | No
     if _flag(parameters, "binary_data", False):
         raise bad_request(f"{where} has a {shm.REGION} and binary_data; ask for one of them")
     if size < output.bytes:
-        raise bad_request(f"{where}: {shm.SIZE} is {size}, but {output.datatype} {list(output.shape)} has {output.bytes} bytes")
+        raise bad_request(
+            f"{where}: {shm.SIZE} is {size}, but {output.datatype} {list(output.shape)} has {output.bytes} "
+            "bytes"
+        )
     return Slice(region, offset, output.bytes, output.at)
 
 
@@ -335,14 +407,19 @@ def _response(
             values = output.view(buffer)
             entry["data"] = text_of((values.astype(np.float32) if output.half else values).reshape(-1))
         described.append(entry)
-    response: dict[str, Any] = {"model_name": request.model, "model_version": str(request.version), "outputs": described}
+    response: dict[str, Any] = {
+        "model_name": request.model,
+        "model_version": str(request.version),
+        "outputs": described,
+    }
     if request.sequence:
         response["parameters"] = {"sequence": request.sequence}
     return {"id": request_id, **response} if request_id else response
 
 
 def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
-    """The response over a request's output buffer: its JSON, and its binary parts, which are views of the buffer.
+    """The response over a request's output buffer: its JSON, and its binary parts, which are views of the
+    buffer.
 
     What goes into regions is written. ApiError: a region does not take it any more.
     """

@@ -109,7 +109,9 @@ def _add_server(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         return json_response({"ready": service.ready}, 200 if service.ready else 503)
 
-    @app.get("/v2/models/stats", tags=_PROTOCOL, **told("Statistics of all models", openapi.STATISTICS, *GETS))
+    @app.get(
+        "/v2/models/stats", tags=_PROTOCOL, **told("Statistics of all models", openapi.STATISTICS, *GETS)
+    )
     async def statistics_of_all() -> Response:
         served = [engine.attached() for engine in service.engines.values()]
         return json_response({"model_stats": [s for one in served for s in metadata.model_statistics(one)]})
@@ -178,7 +180,9 @@ def _add_repository(app: FastAPI, service: Service) -> None:
 
     @app.post("/v2/repository/index", tags=tags, **about)
     async def index(http: Request) -> Response:
-        return json_response(repository.index(service, await asked(http), header(http.scope, b"authorization")))
+        return json_response(
+            repository.index(service, await asked(http), header(http.scope, b"authorization"))
+        )
 
     for action, summary in (("load", "Serve a published model"), ("unload", "Let a model go")):
         about = told(summary, None, 401, *POSTS, parameters=[_MODEL], requestBody=parameters)

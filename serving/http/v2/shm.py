@@ -1,11 +1,13 @@
-"""Triton's system shared memory extension: the requests that register regions, and the parameters of tensors that lie in them.
+"""Triton's system shared memory extension: the requests that register regions, and the parameters of tensors
+that lie in them.
 
     GET  /v2/systemsharedmemory[/region/{r}]/status
     POST /v2/systemsharedmemory/region/{r}/register      {"key": ..., "offset": ..., "byte_size": ...}
     POST /v2/systemsharedmemory[/region/{r}]/unregister
 
-A tensor in a region has `shared_memory_region` and `shared_memory_byte_size` among its parameters, and `shared_memory_offset`
-where that is not 0. An input has exactly so many bytes; an output has at most so many, and the answer says how many it has.
+A tensor in a region has `shared_memory_region` and `shared_memory_byte_size` among its parameters, and
+`shared_memory_offset` where that is not 0. An input has exactly so many bytes; an output has at most so many,
+and the answer says how many it has.
 (github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md)
 """
 
@@ -26,8 +28,13 @@ async def register(regions: Regions, link: object, name: str, body: bytes) -> No
     asked = json_object(body)
     key = asked.get("key")
     if not isinstance(key, str):
-        raise bad_request(f"shared memory region {short(name)}: key is no string; expected the name of a shared memory object")
-    offset, size = (count(asked.get(n, 0), n, f"shared memory region {short(name)}") for n in ("offset", "byte_size"))
+        raise bad_request(
+            f"shared memory region {short(name)}: key is no string; expected the name of a shared memory "
+            "object"
+        )
+    offset, size = (
+        count(asked.get(n, 0), n, f"shared memory region {short(name)}") for n in ("offset", "byte_size")
+    )
     regions.register(name, key, offset, size)
 
 
@@ -35,8 +42,11 @@ def describe(entry: RegionEntry) -> dict[str, Any]:
     return {"name": entry.name, "key": entry.key, "offset": entry.offset, "byte_size": entry.byte_size}
 
 
-def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> tuple[Region | DeviceRegion, int, int] | None:
-    """The region, offset and size that a tensor's parameters name; None: it lies in none. where: what errors call the tensor.
+def part_of(
+    parameters: dict[str, Any], where: str, regions: Regions | None
+) -> tuple[Region | DeviceRegion, int, int] | None:
+    """The region, offset and size that a tensor's parameters name; None: it lies in none. where: what errors
+    call the tensor.
 
     ApiError: they are not of these types, or the region is not there or does not hold so much.
     """
@@ -51,7 +61,8 @@ def part_of(parameters: dict[str, Any], where: str, regions: Regions | None) -> 
     region = regions.any(name)
     if not region.entry.holds(offset, size):
         raise bad_request(
-            f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.entry.label}, which has "
+            f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.entry.label}, "
+            "which has "
             f"{region.entry.byte_size:,} bytes"
         )
     return region, offset, size
@@ -81,6 +92,7 @@ def not_allowed(where: str) -> ApiError:
     return ApiError(
         400,
         ErrorKind.BAD_REQUEST,
-        f"{where}shared memory regions are not supported by this server as it was started (allow_client_shm is off); send "
+        f"{where}shared memory regions are not supported by this server as it was started (allow_client_shm "
+        "is off); send "
         "tensors in the body, or start it with --allow-client-shm",
     )

@@ -1,19 +1,22 @@
-"""Headers that were understood before, but for their numbers: what makes understanding a request cost next to nothing.
+"""Headers that were understood before, but for their numbers: what makes understanding a request cost next to
+nothing.
 
-The lengths of real requests differ, and so do the numbers in their headers; all else, the *skeleton*, a client repeats. A
-`Template` is made of the second header of a skeleton that the slow path (`serving.http.v2.request`) understood. It says what each
-number means: a dimension of an input, or its size. `_headers.c` compares a header with it, checks its numbers as the slow path
-does, and writes the places of its features and the response's JSON. Where that fails for any reason the slow path is asked, which
-answers or says what is wrong.
+The lengths of real requests differ, and so do the numbers in their headers; all else, the *skeleton*, a
+client repeats. A `Template` is made of the second header of a skeleton that the slow path
+(`serving.http.v2.request`) understood. It says what each number means: a dimension of an input, or its size.
+`_headers.c` compares a header with it, checks its numbers as the slow path does, and writes the places of its
+features and the response's JSON. Where that fails for any reason the slow path is asked, which answers or
+says what is wrong.
 
-Where tensors lie in regions of shared memory, the regions' names are part of the skeleton, and offsets and sizes are numbers. Of
-such a header a template takes the numbers first, copies what lies in regions behind the header, as if it had come in the body,
-and then goes on as with any other.
+Where tensors lie in regions of shared memory, the regions' names are part of the skeleton, and offsets and
+sizes are numbers. Of such a header a template takes the numbers first, copies what lies in regions behind the
+header, as if it had come in the body, and then goes on as with any other.
 
-A header has a template where its tensors come as bytes and are answered as bytes, it asks for no found mask, and it is simple:
-its numbers are plain digits, its strings have no escapes. It is no longer, and has no more numbers, than a header needs that
-names all of the model's features. A version's templates are kept in `TEMPLATE_BYTES`, those not used
-for longest go first. They go with the version: it is the key of a weak dictionary, and no template holds it.
+A header has a template where its tensors come as bytes and are answered as bytes, it asks for no found mask,
+and it is simple: its numbers are plain digits, its strings have no escapes. It is no longer, and has no more
+numbers, than a header needs that names all of the model's features. A version's templates are kept in
+`TEMPLATE_BYTES`, those not used for longest go first. They go with the version: it is the key of a weak
+dictionary, and no template holds it.
 """
 
 import re
@@ -45,7 +48,10 @@ from tableside.serving.model.version import Planners, ServedVersion, side_by_sid
 from tableside.serving.shm.regions import Regions
 
 TEMPLATE_BYTES = 32 << 20  # of the headers and responses that a version's templates were made of
-_HEADER_BYTES, _NUMBERS = 1024, 32  # of a header with a template, for each input that the model has, and for _SPARE_INPUTS more
+_HEADER_BYTES, _NUMBERS = (
+    1024,
+    32,
+)  # of a header with a template, for each input that the model has, and for _SPARE_INPUTS more
 _SPARE_INPUTS = 16
 SKELETONS = 1024  # that came once, of which a version remembers a number each
 _UNLIMITED = (1 << 62) - 1
@@ -70,7 +76,8 @@ class _Source:
 
 
 class _RegionTensors(NamedTuple):
-    """Where the tensors of a header are that names regions: inputs as they come, outputs as the response shows them."""
+    """Where the tensors of a header are that names regions: inputs as they come, outputs as the response
+    shows them."""
 
     inputs: RegionParts
     outputs: RegionParts
@@ -78,7 +85,8 @@ class _RegionTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """What the headers of one skeleton mean for one version. size: bytes of what it was made of. widens: ids that are int32."""
+    """What the headers of one skeleton mean for one version. size: bytes of what it was made of. widens:
+    ids that are int32."""
 
     model: str
     version: int
@@ -92,7 +100,8 @@ class Template:
     widens: bool = False
 
     def match(self, body: Any, header_bytes: int, known: Regions | None = None) -> InferRequest | None:
-        """The infer request of a body whose header is the template's but for its numbers; None: it is another.
+        """The infer request of a body whose header is the template's but for its numbers; None: it is
+        another.
 
         known: the regions that it may name. ApiError: one of them is gone, or was truncated.
         """
@@ -105,7 +114,9 @@ class Template:
         if known is None or (held := _headers.numbers(self.compiled, header)) is None:
             return None
         numbers = struct.unpack(f"{len(held) // 8}q", held)
-        if (gathered := self.shared.inputs.gather(numbers, header, memoryview(body)[header_bytes:], known)) is None:
+        if (
+            gathered := self.shared.inputs.gather(numbers, header, memoryview(body)[header_bytes:], known)
+        ) is None:
             return None
         if (found := _headers.match(self.compiled, gathered.body, gathered.header_bytes)) is None:
             return None
@@ -131,7 +142,14 @@ class Template:
         sources = tuple(
             DenseInput(s.name, dense_at[s.number], rows, s.width)
             if s.is_dense
-            else Output(s.name, out_at[s.number], rows * s.width * (2 if s.half else 4), (rows, s.width), s.half, s.row_bytes)
+            else Output(
+                s.name,
+                out_at[s.number],
+                rows * s.width * (2 if s.half else 4),
+                (rows, s.width),
+                s.half,
+                s.row_bytes,
+            )
             for s in self.sources
         )
         size = scores_at(0, rows, scorer.width).bytes
@@ -140,16 +158,23 @@ class Template:
             numbers, per_row = self._vectors
             vectors = per_row.copy()
             vectors[:, VectorField.VALUES] *= rows
-            vectors[:, VectorField.AT] = np.frombuffer(places, np.int64)[_OUT_AT :: len(Place._fields)][numbers]
-        return Scoring(scorer, sources, scores_at(out_bytes - size, rows, scorer.width), self.scores_alone, vectors)
+            vectors[:, VectorField.AT] = np.frombuffer(places, np.int64)[_OUT_AT :: len(Place._fields)][
+                numbers
+            ]
+        return Scoring(
+            scorer, sources, scores_at(out_bytes - size, rows, scorer.width), self.scores_alone, vectors
+        )
 
     @cached_property
     def _vectors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of the features that the scorer reads: their numbers, and their vectors of one row, as `Scoring.vectors`."""
+        """Of the features that the scorer reads: their numbers, and their vectors of one row, as
+        `Scoring.vectors`."""
         read = [s for s in self.sources if not s.is_dense]
         steps = [s.width if s.row_bytes is None else s.row_bytes // (2 if s.half else 4) for s in read]
         per_row = [(0, int(s.half), s.width, step, s.width) for s, step in zip(read, steps, strict=True)]
-        return np.array([s.number for s in read], np.int64), np.array(per_row, np.int64).reshape(-1, len(VectorField))
+        return np.array([s.number for s in read], np.int64), np.array(per_row, np.int64).reshape(
+            -1, len(VectorField)
+        )
 
 
 _OUT_AT = Place._fields.index("out_at")
@@ -190,7 +215,9 @@ class Templates:
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[ServedVersion, _OfVersion] = WeakKeyDictionary()
 
-    def match(self, served: ServedVersion, body: Any, header_bytes: int, regions: Regions | None = None) -> InferRequest | None:
+    def match(
+        self, served: ServedVersion, body: Any, header_bytes: int, regions: Regions | None = None
+    ) -> InferRequest | None:
         """What a body means by a template, or None. regions: that it may name; None: it may name none.
 
         ApiError: a region that it names is gone, or was truncated.
@@ -300,7 +327,8 @@ def _shared(marked: dict[str, Any], infer: InferRequest) -> _RegionTensors | Non
 def _tensors(
     marked: list[dict[str, Any]], features: tuple[str, ...], dense: dict[str, int], together: bool
 ) -> list[tuple[int, ...]]:
-    """Each input as `_headers.c` takes it: role, owner, bytes of a value, dimensions, their holes, the size's hole, width."""
+    """Each input as `_headers.c` takes it: role, owner, bytes of a value, dimensions, their holes, the
+    size's hole, width."""
     found: list[tuple[int, ...]] = []
     names = list(dense)
     for entry in marked:
@@ -320,7 +348,9 @@ def _tensors(
     return found
 
 
-def _sources(served: ServedVersion, scorer: Scorer | None, features: tuple[str, ...], apart: int) -> tuple[_Source, ...]:
+def _sources(
+    served: ServedVersion, scorer: Scorer | None, features: tuple[str, ...], apart: int
+) -> tuple[_Source, ...]:
     """apart: bytes from one pooled vector of a feature to the next in a kjt; else 0."""
     if scorer is None:
         return ()
@@ -332,14 +362,20 @@ def _sources(served: ServedVersion, scorer: Scorer | None, features: tuple[str, 
             continue
         bound = served.features[i.feature]
         row_bytes = apart if apart and bound.is_pooled else None
-        found.append(_Source(i.feature, features.index(i.feature), False, bound.table.dim, bound.half, row_bytes))
+        found.append(
+            _Source(i.feature, features.index(i.feature), False, bound.table.dim, bound.half, row_bytes)
+        )
     return tuple(found)
 
 
-def _answer(infer: InferRequest, features: int) -> tuple[list[tuple[int, int]], list[bytes], list[int]] | None:
-    """The response's JSON in pieces: what the number behind each piece is, the pieces, and the numbers of its outputs.
+def _answer(
+    infer: InferRequest, features: int
+) -> tuple[list[tuple[int, int]], list[bytes], list[int]] | None:
+    """The response's JSON in pieces: what the number behind each piece is, the pieces, and the numbers of its
+    outputs.
 
-    An output's number is that of its feature, or follows those: the scores, kjt, its sequences. None: it cannot be cut up.
+    An output's number is that of its feature, or follows those: the scores, kjt, its sequences. None: it
+    cannot be cut up.
     """
     response = orjson.loads(infer.head)
     numbers = {name: k for k, name in enumerate(infer.request.features)}

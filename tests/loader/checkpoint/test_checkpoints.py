@@ -1,4 +1,5 @@
-"""Checkpoints of every kind: right values from any range of rows, and a clear refusal of what is damaged or dangerous."""
+"""Checkpoints of every kind: right values from any range of rows, and a clear refusal of what is damaged
+or dangerous."""
 
 import json
 import os
@@ -44,7 +45,9 @@ def _sharded(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     weight_map = {key: f"model-{i}.safetensors" for i, key in enumerate(tensors)}
     for key, name in weight_map.items():
         save_file({key: tensors[key]}, folder / name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -76,8 +79,12 @@ def test_rows_are_what_was_saved(kind: str, dtype: torch.dtype, tmp_path: Path) 
     """Written by the format's own library, in every dtype; read back in odd ranges."""
     if kind == "npz" and dtype is torch.bfloat16:
         pytest.skip("numpy has no bfloat16")
-    values = {k: torch.from_numpy(rows_of(57, 12, i)).to(dtype) for i, k in enumerate(("a.weight", "b.weight"))}
-    path = WRITERS[kind](tmp_path, {**values, "bias": torch.zeros(3), "ids": torch.zeros(4, 4, dtype=torch.int64)})
+    values = {
+        k: torch.from_numpy(rows_of(57, 12, i)).to(dtype) for i, k in enumerate(("a.weight", "b.weight"))
+    }
+    path = WRITERS[kind](
+        tmp_path, {**values, "bias": torch.zeros(3), "ids": torch.zeros(4, 4, dtype=torch.int64)}
+    )
     prefix = "state_dict." if kind == "torch" else ""
     for key, expected in values.items():
         for start, stop in ((0, 57), (0, 1), (56, 57), (13, 31)):
@@ -91,7 +98,8 @@ def test_rows_are_what_was_saved(kind: str, dtype: torch.dtype, tmp_path: Path) 
 
 @pytest.mark.parametrize("table", ["replicated", "by_row", "by_column"])
 def test_torchrecs_own_distributed_checkpoint(table: str) -> None:
-    """Written by TorchRec on two gloo ranks (fixtures/make_torchrec_dcp.py): replicated, sharded by row and by column."""
+    """Written by TorchRec on two gloo ranks (fixtures/make_torchrec_dcp.py): replicated, sharded by row
+    and by column."""
     expected = np.load(DCP / "expected.npz")[table]
     rows = len(expected)
     for start, stop in ((0, rows), (3, 4), (rows // 3, rows - 1)):
@@ -106,10 +114,13 @@ def test_npy_is_one_tensor_called_after_the_file(tmp_path: Path) -> None:
 
 
 def test_views_of_a_larger_storage_are_read_at_their_place(tmp_path: Path) -> None:
-    """torch.save keeps whole storages: a slice begins somewhere inside one, a transpose cannot be read by rows."""
+    """torch.save keeps whole storages: a slice begins somewhere inside one, a transpose cannot be read by
+    rows."""
     big = torch.from_numpy(rows_of(20, 8))
     torch.save({"slice": big[5:10], "transposed": big.t()}, tmp_path / "c.pt")
-    np.testing.assert_array_equal(read_rows(open_checkpoint(tmp_path / "c.pt"), "slice", 0, 5), big[5:10].numpy())
+    np.testing.assert_array_equal(
+        read_rows(open_checkpoint(tmp_path / "c.pt"), "slice", 0, 5), big[5:10].numpy()
+    )
     with pytest.raises(CheckpointError, match=r"save it with .contiguous\(\)"):
         open_checkpoint(tmp_path / "c.pt").matrix("transposed")
 
@@ -134,7 +145,9 @@ def _cut(path: Path, keep: float) -> None:
 def test_half_written_checkpoints_are_refused(kind: str, keep: float, tmp_path: Path) -> None:
     """Truncated anywhere: refused before a row is read, with the file's name."""
     path = WRITERS[kind](tmp_path, {"a.weight": torch.from_numpy(rows_of(400, 64))})
-    victim = path if path.is_file() else next(p for p in path.iterdir() if p.suffix in (".distcp", ".safetensors"))
+    victim = (
+        path if path.is_file() else next(p for p in path.iterdir() if p.suffix in (".distcp", ".safetensors"))
+    )
     _cut(victim, keep)
     with pytest.raises(CheckpointError, match=victim.name):
         open_checkpoint(path).matrix("state_dict.a.weight" if kind == "torch" else "a.weight")
@@ -164,7 +177,11 @@ def test_a_file_truncated_while_it_is_read_is_an_error(tmp_path: Path) -> None:
         ("c.npy", b"\x93NUMPY\x01\x00v\x00{'descr'", "not a .npy array"),
         ("c.csv", b"1,2,3", "no known kind"),
         ("model.safetensors.index.json", b"{}", "weight_map"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "../../etc/passwd"}}', "outside the checkpoint's folder"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "../../etc/passwd"}}',
+            "outside the checkpoint's folder",
+        ),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors"),
     ],
 )
@@ -237,7 +254,8 @@ def test_a_pickle_bomb_in_a_torch_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_pickle_bomb_in_dcp_metadata_is_refused(tmp_path: Path) -> None:
-    """The allow-list does not know the bomb's function; loading the same bytes with pickle shows that it is live."""
+    """The allow-list does not know the bomb's function; loading the same bytes with pickle shows that it
+    is live."""
     shutil.copytree(DCP, tmp_path / "dcp")
     data = pickle.dumps(Bomb(tmp_path / "boom"))
     (tmp_path / "dcp" / ".metadata").write_bytes(data)
@@ -270,7 +288,9 @@ def test_a_pickle_bomb_in_a_dcp_item_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "boom").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80", b"\x80\x04K\x01.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([])])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80", b"\x80\x04K\x01.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps([])]
+)
 def test_metadata_that_is_no_metadata(content: bytes, tmp_path: Path) -> None:
     shutil.copytree(DCP, tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(content)

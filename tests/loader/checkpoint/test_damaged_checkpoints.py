@@ -1,4 +1,5 @@
-"""Checkpoints that lie: each is refused in one line, in a child whose memory and time are bounded (campaigns/files.py)."""
+"""Checkpoints that lie: each is refused in one line, in a child whose memory and time are bounded
+(campaigns/files.py)."""
 
 import json
 import struct
@@ -39,14 +40,16 @@ def test_honest_files_load(kind: str, child: Child, tmp_path: Path) -> None:
 @pytest.mark.drawn(60)
 @pytest.mark.parametrize("name", CASES)
 def test_a_lie_is_refused(name: str, child: Child, tmp_path: Path) -> None:
-    """One line, no other rows, no traceback, signal or hang; a few megabytes on disk take at most 512 MiB of memory."""
+    """One line, no other rows, no traceback, signal or hang; a few megabytes on disk take at most 512 MiB
+    of memory."""
     found = child.ask(CASES[name].write(tmp_path))
     assert found.outcome in ("refused", CASES[name].expected) and found.grown_bytes < 512 << 20, found
 
 
 @pytest.mark.parametrize("kind", file_cases.HONEST)
 def test_random_changes_break_nothing(kind: str, child: Child, tmp_path: Path) -> None:
-    """60 of each kind: refused in one line, or loaded; with the true rows where every byte that counts has a CRC-32."""
+    """60 of each kind: refused in one line, or loaded; with the true rows where every byte that counts has
+    a CRC-32."""
     allowed = ("refused", "true") if kind in ("pt", "npz") else ("refused", "true", "other")
     for number in range(MUTATIONS):
         folder = tmp_path / str(number)
@@ -65,7 +68,9 @@ def test_random_changes_break_nothing(kind: str, child: Child, tmp_path: Path) -
 def test_a_header_of_a_million_tensors_takes_little_memory(child: Child, tmp_path: Path) -> None:
     """Refused at the bound; a hundred thousand are read, in less than 400 MiB."""
     for tensors, outcome in ((1_000_000, "refused"), (100_000, "true")):
-        empty = ",".join(f'"tensor_{i}":{{"dtype":"F32","shape":[0,4],"data_offsets":[0,0]}}' for i in range(tensors))
+        empty = ",".join(
+            f'"tensor_{i}":{{"dtype":"F32","shape":[0,4],"data_offsets":[0,0]}}' for i in range(tensors)
+        )
         text = f'{{{empty},"a":{{"dtype":"F32","shape":[8,4],"data_offsets":[0,128]}}}}'.encode()
         (tmp_path / "c.safetensors").write_bytes(file_cases.safetensors(text))
         found = child.ask(tmp_path / "c.safetensors")
@@ -82,14 +87,23 @@ def test_a_header_of_a_million_tensors_takes_little_memory(child: Child, tmp_pat
             "pt: byteorder b'big'",
             r"c\.pt: its values are big-endian.*torch\.save\(torch\.load\(path, weights_only=True\), path\)",
         ),
-        ("pt: 33 values in a record of 32", r"storage '0' should have 33 values of 4 bytes, its record has 128 bytes"),
-        ("pt: one row beyond its storage", r"shape \[9, 4\], strides \[4, 1\], offset 0 ends outside its storage of 128 bytes"),
+        (
+            "pt: 33 values in a record of 32",
+            r"storage '0' should have 33 values of 4 bytes, its record has 128 bytes",
+        ),
+        (
+            "pt: one row beyond its storage",
+            r"shape \[9, 4\], strides \[4, 1\], offset 0 ends outside its storage of 128 bytes",
+        ),
         ("pt: offset -1", "a tensor of shape .* offset -1"),
         ("pt: global os system", r"could run code \(GLOBAL os\.system\); save its state_dict\(\) alone"),
         ("pt: a record inside another", "two records overlap"),
         ("pt: bomb: 6,000,000 instructions", "more than 5,000,000 instructions"),
         ("pt: bomb: a dict that holds itself", "a dict in it holds itself"),
-        ("pt: bomb: dicts that double 40 times", "a dict in it holds itself, or dicts are nested without end"),
+        (
+            "pt: bomb: dicts that double 40 times",
+            "a dict in it holds itself, or dicts are nested without end",
+        ),
         ("pt: bomb: a pickle of 80 MB", "has 80,000,139 bytes, more than the 67,108,864 that are read"),
         ("pt: pickle: a string of 4 GB", "4,294,967,295 more were expected"),
         ("pt: a TorchScript program", r"torch\.save its state_dict\(\) alone"),
@@ -98,8 +112,14 @@ def test_a_header_of_a_million_tensors_takes_little_memory(child: Child, tmp_pat
         ("npz: a name twice", "'a.npy' is there twice"),
         ("npy: two arrays", "holds more than one array"),
         ("npy: a byte missing", "it was truncated"),
-        ("safetensors: a hole between tensors", "'b' begins at byte 132 of the values, the tensor before it ends at 128"),
-        ("safetensors: tensors that overlap", "'b' begins at byte 64 of the values, the tensor before it ends at 128"),
+        (
+            "safetensors: a hole between tensors",
+            "'b' begins at byte 132 of the values, the tensor before it ends at 128",
+        ),
+        (
+            "safetensors: tensors that overlap",
+            "'b' begins at byte 64 of the values, the tensor before it ends at 128",
+        ),
         ("safetensors: bytes after the last tensor", "1 bytes follow the last tensor"),
         ("safetensors: a name twice", "'a' is there twice"),
         ("safetensors: shape[0] True", "expected a list of whole numbers"),
@@ -127,7 +147,8 @@ def test_what_is_said(name: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_big_endian_file_of_torch_is_refused(tmp_path: Path) -> None:
-    """Written by torch.save, then said to be of the other byte order, with the CRC-32 of that record right."""
+    """Written by torch.save, then said to be of the other byte order, with the CRC-32 of that record
+    right."""
     import zipfile
 
     torch.save({"a": torch.zeros(4, 4)}, tmp_path / "c.pt")
@@ -149,8 +170,22 @@ def _trained() -> dict[str, object]:
     optimizer = torch.optim.Adam(module.parameters())
     module["out"](module["bag"](torch.zeros(3, 2, dtype=torch.long))).sum().backward()
     optimizer.step()
-    plain = {"epoch": 1, "lr": 0.1, "names": ["a", None], "size": torch.Size([1, 2]), "big": 2**200, "bytes": b"x", "set": {1}}
-    odd = {"device": torch.device("cpu"), "dtype": torch.float32, "complex": 1j, "array": bytearray(b"x"), "pair": (1, (2,))}
+    plain = {
+        "epoch": 1,
+        "lr": 0.1,
+        "names": ["a", None],
+        "size": torch.Size([1, 2]),
+        "big": 2**200,
+        "bytes": b"x",
+        "set": {1},
+    }
+    odd = {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "complex": 1j,
+        "array": bytearray(b"x"),
+        "pair": (1, (2,)),
+    }
     return {"state_dict": module.state_dict(), "optimizer": optimizer.state_dict(), **plain, **odd}
 
 
@@ -158,12 +193,18 @@ BIG = torch.arange(160, dtype=torch.float32).reshape(20, 8)
 MANY = (torch.float16, torch.bfloat16, torch.float64, torch.uint16, torch.float8_e5m2, torch.bool)
 SAVED: dict[str, tuple[Callable[[], object], set[str]]] = {
     "a module": (lambda: _module().state_dict(), {"bag.weight", "out.weight"}),
-    "a training checkpoint": (_trained, {"state_dict.bag.weight", "state_dict.out.weight", "optimizer.state.0.exp_avg"}),
+    "a training checkpoint": (
+        _trained,
+        {"state_dict.bag.weight", "state_dict.out.weight", "optimizer.state.0.exp_avg"},
+    ),
     "parameters and buffers": (lambda: {"p": torch.nn.Parameter(BIG), "b": torch.nn.Buffer(BIG)}, {"p", "b"}),
     "views of one storage": (lambda: {"a": BIG[3:9], "b": BIG[:, 2:3], "c": BIG.t(), "d": BIG}, {"a", "d"}),
     "one row": (lambda: {"a": BIG[:1], "b": BIG[:, :1].contiguous().t(), "c": BIG[3:4]}, {"a", "b", "c"}),
     "a tensor alone": (lambda: BIG, {"tensor"}),
-    "keys of many kinds": (lambda: {0: BIG, (1, 2): BIG, None: BIG, 1.5: BIG}, {"0", "(1, 2)", "None", "1.5"}),
+    "keys of many kinds": (
+        lambda: {0: BIG, (1, 2): BIG, None: BIG, 1.5: BIG},
+        {"0", "(1, 2)", "None", "1.5"},
+    ),
     "empty and scalar": (lambda: {"e": torch.zeros(0, 4), "s": torch.tensor(3.0), "a": BIG}, {"a"}),
     "meta": (lambda: {"m": torch.zeros(3, 3, device="meta"), "a": BIG}, {"a"}),
     "sparse": (lambda: {"s": BIG.to_sparse(), "a": BIG}, {"a"}),
@@ -179,11 +220,15 @@ def test_what_torch_saves_is_read(what: str, protocol: int, tmp_path: Path) -> N
     saved = make()
     torch.save(saved, tmp_path / "c.pt", pickle_protocol=protocol)
     with open_checkpoint(tmp_path / "c.pt") as found:
-        assert expected <= set(found.matrices) and (len(expected) == len(found.matrices) or "training" in what)
+        assert expected <= set(found.matrices) and (
+            len(expected) == len(found.matrices) or "training" in what
+        )
         for key in expected:
             matrix = found.matrix(key)
             found.open_files(matrix)
-            out = np.empty((matrix.rows, matrix.dim), {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2"}[matrix.source.label])
+            out = np.empty(
+                (matrix.rows, matrix.dim), {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2"}[matrix.source.label]
+            )
             found.read(matrix, 0, matrix.rows, out, bytearray(out.nbytes))
             if what not in ("a training checkpoint", "a module"):
                 values = {str(k): v for k, v in saved.items()}[key] if isinstance(saved, dict) else saved
@@ -193,7 +238,9 @@ def test_what_torch_saves_is_read(what: str, protocol: int, tmp_path: Path) -> N
 
 def test_torchs_older_format_names_the_remedy(tmp_path: Path) -> None:
     torch.save({"a": BIG}, tmp_path / "c.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"older than torch 1\.6's format; load it with torch, and torch\.save it again"):
+    with pytest.raises(
+        CheckpointError, match=r"older than torch 1\.6's format; load it with torch, and torch\.save it again"
+    ):
         open_checkpoint(tmp_path / "c.pt")
 
 
@@ -219,7 +266,8 @@ def _grid(rows: int, columns: int, path: Path) -> tuple[RowShard, ...]:
 
 
 def test_shards_are_checked_in_little_time(tmp_path: Path) -> None:
-    """40,000 shards, by row and column; comparing each with each would take minutes. The child's deadline is pytest's here."""
+    """40,000 shards, by row and column; comparing each with each would take minutes. The child's deadline
+    is pytest's here."""
     (tmp_path / "x").write_bytes(bytes(16))
     shards = _grid(200, 200, tmp_path / "x")
     matrix = Matrix("a", 200, 200, Source.FP32, shards)
@@ -253,7 +301,13 @@ def test_overlaps_are_those_that_a_plain_comparison_finds(seed: int, tmp_path: P
         held[row : row + rows, column : column + columns] += 1
         shards.append(RowShard(tmp_path / "x", 0, row, rows, column, columns))
     matrix = Matrix("a", 12, 9, Source.FP32, tuple(shards))
-    message = "hold the same values" if held.max() > 1 else "a part of the checkpoint is missing" if held.min() < 1 else None
+    message = (
+        "hold the same values"
+        if held.max() > 1
+        else "a part of the checkpoint is missing"
+        if held.min() < 1
+        else None
+    )
     if message is None:
         assert matrix.check(tmp_path) is matrix
     else:

@@ -1,7 +1,9 @@
-"""Tables of raw ids in plain files: DynamicEmb's dumps of several ranks and HugeCTR's sparse models, and what is wrong with them.
+"""Tables of raw ids in plain files: DynamicEmb's dumps of several ranks and HugeCTR's sparse models, and what
+is wrong with them.
 
-The files are written as NVIDIA/recsys-examples (corelib/dynamicemb/dynamicemb/key_value_table.py, _dump_table) and
-NVIDIA-Merlin/HugeCTR (HugeCTR/src/hps/modelloader.cpp reads them) do: numpy's tobytes of int64 keys and fp32 vectors.
+The files are written as NVIDIA/recsys-examples (corelib/dynamicemb/dynamicemb/key_value_table.py,
+_dump_table) and NVIDIA-Merlin/HugeCTR (HugeCTR/src/hps/modelloader.cpp reads them) do: numpy's tobytes of
+int64 keys and fp32 vectors.
 """
 
 import os
@@ -21,7 +23,8 @@ DIM = 6
 
 
 def dump(folder: Path, table: str, ids: np.ndarray, values: np.ndarray, ranks: int) -> Path:
-    """A DynamicEmb dump: ids go to ranks as they do there, id % ranks; scores and optimizer states lie beside them."""
+    """A DynamicEmb dump: ids go to ranks as they do there, id % ranks; scores and optimizer states lie
+    beside them."""
     folder.mkdir(exist_ok=True, parents=True)
     for rank in range(ranks):
         mine = ids % ranks == rank
@@ -29,7 +32,9 @@ def dump(folder: Path, table: str, ids: np.ndarray, values: np.ndarray, ranks: i
         (folder / f"{table}_emb_keys.{name}").write_bytes(ids[mine].tobytes())
         (folder / f"{table}_emb_values.{name}").write_bytes(values[mine].tobytes())
         (folder / f"{table}_emb_scores.{name}").write_bytes(np.zeros(mine.sum(), np.uint64).tobytes())
-        (folder / f"{table}_emb_opt_values.{name}").write_bytes(np.zeros((mine.sum(), DIM), np.float32).tobytes())
+        (folder / f"{table}_emb_opt_values.{name}").write_bytes(
+            np.zeros((mine.sum(), DIM), np.float32).tobytes()
+        )
     (folder / f"{table}_opt_args.json").write_text("{}")
     return folder
 
@@ -70,8 +75,12 @@ def test_collections_are_sub_folders(tmp_path: Path) -> None:
     """As DynamicEmbDump writes them (dump_load.py): a folder for each collection of tables."""
     dump(tmp_path / "model.ebc", "user_emb_keys", IDS, VALUES, 2)  # a name like the files' own
     dump(tmp_path / "model.other", "item", IDS[:9], VALUES[:9], 2)
-    _without("user_emb_keys_emb_keys.rank_1.world_size_2")(dump(tmp_path / "broken", "user_emb_keys", IDS, VALUES, 2))
-    with pytest.raises(CheckpointError, match=r"broken/user_emb_keys_emb_keys\.rank_1\.world_size_2 is missing"):
+    _without("user_emb_keys_emb_keys.rank_1.world_size_2")(
+        dump(tmp_path / "broken", "user_emb_keys", IDS, VALUES, 2)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"broken/user_emb_keys_emb_keys\.rank_1\.world_size_2 is missing"
+    ):
         open_checkpoint(tmp_path / "broken")
     shutil.rmtree(tmp_path / "broken")
     with open_checkpoint(tmp_path) as found:
@@ -96,16 +105,25 @@ def _stretch(folder: Path, ranks: int) -> None:
 
 KEYS, SUM = "user_emb_keys.rank_1.world_size_3", "user_emb_values.rank_1.world_size_3"
 DUMP_LIES: list[tuple[Callable[[Path], object], str]] = [
-    (_without("user_emb_keys.rank_2.world_size_3"), "rank_2.world_size_3 is missing; expected files of all 3 ranks of 'user'"),
+    (
+        _without("user_emb_keys.rank_2.world_size_3"),
+        "rank_2.world_size_3 is missing; expected files of all 3 ranks of 'user'",
+    ),
     (_without(SUM), f"{SUM} is missing"),
     (_cut(KEYS, 3), "bytes are no whole number of int64 keys"),
     (_cut(KEYS, 8), rf"fp32 values are no whole number, from 1, for each of the [\d]+ keys of .*{KEYS}"),
     (_cut(SUM, 4), "fp32 values are no whole number"),
     (lambda f: (f / SUM).write_bytes(b""), "fp32 values are no whole number"),
     (lambda f: (f / KEYS).write_bytes(b""), "for each of the 0 keys"),
-    (lambda f: (f / SUM).write_bytes((f / SUM).read_bytes() * 2), f"vectors of 12 values, in .*rank_0.* they have {DIM}"),
+    (
+        lambda f: (f / SUM).write_bytes((f / SUM).read_bytes() * 2),
+        f"vectors of 12 values, in .*rank_0.* they have {DIM}",
+    ),
     (lambda f: dump(f, "user", IDS, VALUES, 2), "was dumped by 2 ranks and by 3"),
-    (lambda f: (f / "user_emb_keys.rank_3.world_size_3").write_bytes(b""), "has a file of rank 3, of 3 ranks"),
+    (
+        lambda f: (f / "user_emb_keys.rank_3.world_size_3").write_bytes(b""),
+        "has a file of rank 3, of 3 ranks",
+    ),
     (lambda f: ((f / KEYS).unlink(), os.mkfifo(f / KEYS)), f"{KEYS}: a file of the checkpoint is a FIFO"),
     (lambda f: _stretch(f, 3), "'user' has 57 rows of 4,294,967,296 values; expected at most 4,194,304"),
     (lambda f: [p.write_bytes(b"") for p in f.iterdir()], "'user' has no keys in any of its 3 files"),
@@ -166,7 +184,9 @@ def test_a_folder_of_sparse_models(tmp_path: Path) -> None:
         (_without("emb_vector"), "a folder with neither"),
     ],
 )
-def test_a_sparse_model_that_lies_is_refused(lie: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+def test_a_sparse_model_that_lies_is_refused(
+    lie: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
     """Truncated, or half of it is missing."""
     folder = sparse_model(tmp_path / "m", IDS, VALUES)
     lie(folder)

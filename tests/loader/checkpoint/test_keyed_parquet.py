@@ -1,4 +1,5 @@
-"""Tables of raw ids in Parquet, written by pyarrow: what was saved comes back, what an id or a vector cannot be is refused."""
+"""Tables of raw ids in Parquet, written by pyarrow: what was saved comes back, what an id or a vector
+cannot be is refused."""
 
 import io
 import os
@@ -45,8 +46,11 @@ def write(path: Path, row_group: int = 20, **columns: Any) -> Path:
 
 @pytest.mark.parametrize("kind", [fixed, lists])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_ids_and_vectors_are_what_was_written(kind: Any, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extremes of int64 among them, over three row groups of several blocks, beside columns that nobody asked for."""
+def test_ids_and_vectors_are_what_was_written(
+    kind: Any, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extremes of int64 among them, over three row groups of several blocks, beside columns that
+    nobody asked for."""
     small_pieces(monkeypatch, block_bytes=400)
     values = VALUES.astype(dtype)
     path = write(tmp_path / "t.parquet", name=["x"] * 57, id=IDS, vector=kind(values), age=np.arange(57))
@@ -66,17 +70,26 @@ def test_ids_and_vectors_are_what_was_written(kind: Any, dtype: Any, tmp_path: P
 
 
 def test_a_piece_is_some_row_groups_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as hold PIECE_BYTES of vectors, or one that holds more: a file of many small ones is opened a few times."""
+    """As many as hold PIECE_BYTES of vectors, or one that holds more: a file of many small ones is opened
+    a few times."""
     small_pieces(monkeypatch, piece_bytes=4 * DIM * 10)
     write(tmp_path / "0.parquet", 3, id=IDS[:25], vector=fixed(VALUES[:25]))
     write(tmp_path / "1.parquet", 20, id=IDS[25:], vector=fixed(VALUES[25:]))
     with open_checkpoint(tmp_path) as found:
         table = found.keyed("vector")
-        assert [sum(len(block.ids) for block in table.blocks(p)) for p in range(table.pieces)] == [9, 9, 7, 20, 12]
+        assert [sum(len(block.ids) for block in table.blocks(p)) for p in range(table.pieces)] == [
+            9,
+            9,
+            7,
+            20,
+            12,
+        ]
         np.testing.assert_array_equal(read(table).values, VALUES)
 
 
-@pytest.mark.parametrize("kind", [pa.int8(), pa.int16(), pa.int32(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pa.int8(), pa.int16(), pa.int32(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()], ids=str
+)
 def test_other_integers_are_widened(kind: Any, tmp_path: Path) -> None:
     """With the signs that they have; uint64 where int64 holds them all."""
     largest = {8: 2**7 - 1, 16: 2**15 - 1, 32: 2**31 - 1, 64: 2**63 - 1}[kind.bit_width]
@@ -115,7 +128,8 @@ def test_several_tables_in_a_folder(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path) as found:
         assert len(read(found.keyed("b.parquet/vector", "id")).ids) == 3
         with pytest.raises(
-            CheckpointError, match=r"b\.parquet: vectors of 7 float values, in .*a\.parquet they are of 6 float; name a"
+            CheckpointError,
+            match=r"b\.parquet: vectors of 7 float values, in .*a\.parquet they are of 6 float; name a",
         ):
             found.keyed("vector", "id")
 
@@ -133,7 +147,9 @@ def test_which_column_holds_the_ids(tmp_path: Path) -> None:
     """One called id, or the only one of integers; where neither is, model.toml says it."""
     path = write(tmp_path / "a.parquet", user=IDS, item=IDS + 1, vector=fixed(VALUES))
     with open_checkpoint(path) as found:
-        assert not found.keyed_tables and found.skipped == {"vector": "which column holds its ids cannot be told: item, user"}
+        assert not found.keyed_tables and found.skipped == {
+            "vector": "which column holds its ids cannot be told: item, user"
+        }
         with pytest.raises(CheckpointError, match="say the column of the ids of 'vector' as id_key"):
             found.keyed("vector")
         assert read(found.keyed("vector", "item")).ids.tolist() == (IDS + 1).tolist()
@@ -152,12 +168,21 @@ def _with(values: list[Any], kind: Any) -> Any:
 VECTOR, FLOATS = [1.0] * DIM, pa.list_(pa.float32())
 LIES: list[tuple[dict[str, Any], str]] = [
     ({"id": _with([1, None, 3], pa.int64())}, r"row 1 \(row group 0\): 'id' is null; expected an id"),
-    ({"id": _with([1, 2, 2**63], pa.uint64())}, r"row 2 \(row group 1\): id 9223372036854775808 does not fit an int64"),
+    (
+        {"id": _with([1, 2, 2**63], pa.uint64())},
+        r"row 2 \(row group 1\): id 9223372036854775808 does not fit an int64",
+    ),
     ({"id": _with([1.0, 2.0, 3.0], pa.float64())}, "the ids 'id' are of type double; expected int64"),
     ({"id": _with(["a", "b", "c"], pa.string())}, "the ids 'id' are of type string"),
     ({"vector": _with([VECTOR, None, VECTOR], FLOATS)}, r"row 1 \(row group 0\): 'vector' is null"),
-    ({"vector": _with([VECTOR, VECTOR, None], pa.list_(pa.float32(), DIM))}, r"row 2 \(row group 1\): 'vector' is null"),
-    ({"vector": _with([VECTOR, VECTOR, [1.0]], FLOATS)}, r"row 2 \(row group 1\): a vector of 1 values; the first one has 6"),
+    (
+        {"vector": _with([VECTOR, VECTOR, None], pa.list_(pa.float32(), DIM))},
+        r"row 2 \(row group 1\): 'vector' is null",
+    ),
+    (
+        {"vector": _with([VECTOR, VECTOR, [1.0]], FLOATS)},
+        r"row 2 \(row group 1\): a vector of 1 values; the first one has 6",
+    ),
     ({"vector": _with([[], VECTOR, VECTOR], FLOATS)}, "row 0: 'vector' is null or has no values"),
     (
         {"vector": _with([VECTOR, [None, *VECTOR[1:]], VECTOR], FLOATS)},
@@ -167,7 +192,10 @@ LIES: list[tuple[dict[str, Any], str]] = [
         {"vector": _with([[1] * DIM] * 3, pa.list_(pa.int64()))},
         "of type int64; expected float32, float16 or float64, so cast them",
     ),
-    ({"vector": _with([1.0, 2.0, 3.0], pa.float32())}, "the vectors 'vector' are of type float; expected lists"),
+    (
+        {"vector": _with([1.0, 2.0, 3.0], pa.float32())},
+        "the vectors 'vector' are of type float; expected lists",
+    ),
 ]
 
 
@@ -222,7 +250,10 @@ def test_changed_bytes_are_found_where_pages_have_checksums(tmp_path: Path) -> N
     at = data.index(VALUES[20].tobytes())
     data[at] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"t\.parquet.*(crc|CRC|checksum)"), open_checkpoint(path) as found:
+    with (
+        pytest.raises(CheckpointError, match=r"t\.parquet.*(crc|CRC|checksum)"),
+        open_checkpoint(path) as found,
+    ):
         read(found.keyed("vector"))
 
 
@@ -230,7 +261,9 @@ def test_changed_bytes_are_found_where_pages_have_checksums(tmp_path: Path) -> N
 def test_random_changes_break_nothing(kind: Any, tmp_path: Path) -> None:
     """100 of a file whose pages have checksums: refused in one line, or read with the true rows."""
     honest, path = io.BytesIO(), tmp_path / "t.parquet"
-    pq.write_table(pa.table({"id": IDS, "vector": kind(VALUES)}), honest, row_group_size=20, write_page_checksum=True)
+    pq.write_table(
+        pa.table({"id": IDS, "vector": kind(VALUES)}), honest, row_group_size=20, write_page_checksum=True
+    )
     refused = 0
     for number in range(100):
         path.write_bytes(mutate(honest.getvalue(), random_of(SEED, kind.__name__, number)))
@@ -258,7 +291,10 @@ def test_memory_does_not_grow_with_a_row_group(tmp_path: Path) -> None:
     count, dim, piece = 400_000, 128, 50_000
     schema = pa.schema([("id", pa.int64()), ("vector", pa.list_(pa.float32(), dim))])
     path = tmp_path / "t.parquet"
-    table = pa.table({"id": np.arange(count), "vector": fixed(np.tile(rows_of(piece, dim), (count // piece, 1)))}, schema=schema)
+    table = pa.table(
+        {"id": np.arange(count), "vector": fixed(np.tile(rows_of(piece, dim), (count // piece, 1)))},
+        schema=schema,
+    )
     pq.write_table(table, path, row_group_size=count, use_dictionary=False, compression="none")
     assert pq.ParquetFile(path).metadata.num_row_groups == 1
     code = f"""
@@ -274,7 +310,9 @@ with open_checkpoint(Path({str(path)!r})) as found:
     rows = sum(len(block.ids) for block in table.blocks(0))
     print(rows, most_kib() - before, table.buffer_bytes)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
     rows, grown_kib, buffer_bytes = map(int, found.stdout.split())
     assert rows == count and grown_kib << 10 < 2 * buffer_bytes < 100 << 20, grown_kib
 
@@ -283,19 +321,23 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
     """In one line; other formats are read without it."""
     without = Path(__file__).parent.parent.parent / "fixtures" / "without"
     path = write(tmp_path / "t.parquet", id=IDS, vector=fixed(VALUES))
-    code = (
-        f"from pathlib import Path; from tableside.loader.checkpoint import open_checkpoint; open_checkpoint(Path({str(path)!r}))"
-    )
+    code = f"from pathlib import Path; from tableside.loader.checkpoint import open_checkpoint; open_checkpoint(Path({str(path)!r}))"
     top = Path(__file__).parent.parent.parent.parent
     environment = {**os.environ, "WITHOUT": "pyarrow", "PYTHONPATH": f"{without}{os.pathsep}{top}"}
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=environment, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        check=False,
     )
     assert "install tableside[eval]" in found.stderr.splitlines()[-1]
 
 
 def test_float64_is_rounded_and_that_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As pandas writes vectors; over several row groups. What float32 does not hold is refused with its row."""
+    """As pandas writes vectors; over several row groups. What float32 does not hold is refused with its
+    row."""
     values = np.random.default_rng(3).standard_normal((57, DIM))
     values[5, 2] = -0.0
     path = write(tmp_path / "t.parquet", id=IDS, vector=lists(values))
@@ -307,7 +349,10 @@ def test_float64_is_rounded_and_that_is_said_once(tmp_path: Path, caplog: pytest
     assert told == [f"{path}: the values of 'vector' are float64; they are rounded to float32"]
     values[43, 1] = 1e300
     write(path, id=IDS, vector=lists(values))
-    with open_checkpoint(path) as found, pytest.raises(CheckpointError, match=r"row 43 \(row group 2\): a value .* is 1e\+300"):
+    with (
+        open_checkpoint(path) as found,
+        pytest.raises(CheckpointError, match=r"row 43 \(row group 2\): a value .* is 1e\+300"),
+    ):
         read(found.keyed("vector"))
 
 
@@ -318,7 +363,10 @@ def test_float64_is_rounded_and_that_is_said_once(tmp_path: Path, caplog: pytest
             pa.array([str(i) for i in range(57)]),
             r"string{0} \(where they are numbers, write astype\(.int64.\); else number or hash",
         ),
-        (pa.array([f"u{i}" for i in range(57)]).dictionary_encode(), r"categories of string{0} \(where they are numbers, write"),
+        (
+            pa.array([f"u{i}" for i in range(57)]).dictionary_encode(),
+            r"categories of string{0} \(where they are numbers, write",
+        ),
         (
             pa.array([*map(float, range(56)), None]),
             r"double{0} \(pandas makes floats of integers where one is missing: leave such",
@@ -332,7 +380,9 @@ def test_ids_of_other_types_are_named_with_a_remedy(ids: Any, told: str, tmp_pat
     path = write(tmp_path / "t.parquet", id=ids, vector=fixed(VALUES))
     with open_checkpoint(path) as found:
         assert re.search("no column of integers; 'id' is of type " + told.format(""), found.skipped["vector"])
-        with pytest.raises(CheckpointError, match="the ids 'id' are of type " + told.format("; expected int64")):
+        with pytest.raises(
+            CheckpointError, match="the ids 'id' are of type " + told.format("; expected int64")
+        ):
             found.keyed("vector", "id")
     with pytest.raises(ChangeError, match="the column 'id' is of type " + told.format("; expected integers")):
         list(read_changes(path, "t"))
@@ -341,7 +391,8 @@ def test_ids_of_other_types_are_named_with_a_remedy(ids: Any, told: str, tmp_pat
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip", "lz4"])
 def test_honest_pages_pass(version: str, compression: str, tmp_path: Path) -> None:
-    """Page headers are read of either kind of pages, with dictionaries, checksums, indexes and statistics longer than a read."""
+    """Page headers are read of either kind of pages, with dictionaries, checksums, indexes and statistics
+    longer than a read."""
     count = 3000
     columns = pa.table({
         "id": np.arange(count),
@@ -351,7 +402,11 @@ def test_honest_pages_pass(version: str, compression: str, tmp_path: Path) -> No
         "nested": [{"a": [1.0], "b": None}] * count,
     })  # fmt: skip
     for dictionary, page_bytes in ((True, 1000), (False, 1 << 20)):
-        kinds: Any = {"data_page_version": version, "use_dictionary": dictionary, "data_page_size": page_bytes}
+        kinds: Any = {
+            "data_page_version": version,
+            "use_dictionary": dictionary,
+            "data_page_size": page_bytes,
+        }
         kinds |= {"write_page_checksum": dictionary, "write_page_index": dictionary, "row_group_size": 1000}
         pq.write_table(columns, tmp_path / "t.parquet", compression=compression, **kinds)
         with open_parquet(tmp_path / "t.parquet") as file:

@@ -1,4 +1,5 @@
-"""Tables of raw ids that are pairs of tensors, in every format: what was saved comes back, what does not fit is refused."""
+"""Tables of raw ids that are pairs of tensors, in every format: what was saved comes back, what does not
+fit is refused."""
 
 import json
 import os
@@ -68,7 +69,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_ids_and_vectors_are_what_was_saved(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The extremes of int64 among them, over several pieces and blocks; whether ids are [n] or [n, 1]; int32 is widened."""
+    """The extremes of int64 among them, over several pieces and blocks; whether ids are [n] or [n, 1];
+    int32 is widened."""
     if kind == "npz" and dtype is torch.bfloat16:
         pytest.skip("numpy has no bfloat16")
     small_pieces(monkeypatch)
@@ -78,7 +80,12 @@ def test_ids_and_vectors_are_what_was_saved(
         tmp_path,
         {
             **{"a.ids": torch.from_numpy(ids), "a.weight": values, "b.keys": torch.tensor(ids)[:, None]},
-            **{"b.values": values.clone(), "c_ids": torch.from_numpy(narrow), "c": values.clone(), "bias": torch.zeros(3)},
+            **{
+                "b.values": values.clone(),
+                "c_ids": torch.from_numpy(narrow),
+                "c": values.clone(),
+                "bias": torch.zeros(3),
+            },
         },
     )
     with open_checkpoint(path) as found:
@@ -94,11 +101,18 @@ def test_ids_and_vectors_are_what_was_saved(
 
 
 def test_pairs_are_told_by_names_and_rows(tmp_path: Path) -> None:
-    """Two tensors alone are a pair whatever they are called; others by what their names share; never of different lengths."""
+    """Two tensors alone are a pair whatever they are called; others by what their names share; never of
+    different lengths."""
     ids, values = torch.arange(5), torch.ones(5, 2)
     assert dict(open_checkpoint(_npz(tmp_path, {"x": ids, "y": values})).keyed_tables) == {"y": "x"}
     assert not open_checkpoint(_npz(tmp_path, {"x": ids, "y": torch.ones(6, 2)})).keyed_tables
-    named = {"user/ids": ids, "user/embedding": values, "item.key": ids, "item.weight": torch.ones(6, 2), "mlp.weight": values}
+    named = {
+        "user/ids": ids,
+        "user/embedding": values,
+        "item.key": ids,
+        "item.weight": torch.ones(6, 2),
+        "mlp.weight": values,
+    }
     found = open_checkpoint(_npz(tmp_path, named))
     assert dict(found.keyed_tables) == {"user/embedding": "user/ids"}
     assert found.keyed("mlp.weight", "item.key").rows == 5  # model.toml may say it
@@ -125,7 +139,8 @@ def test_ids_stay_no_matrix(tmp_path: Path) -> None:
         (
             "mlp",
             None,
-            "names do not tell which tensor holds the ids of 'mlp'; say it as id_key in model.toml, one of: a.ids, b.ids",
+            "names do not tell which tensor holds the ids of 'mlp'; say it as id_key in model.toml, one of: "
+            "a.ids, b.ids",
         ),
         ("nothing", "a.ids", "there is no tensor 'nothing'; matrices there: a.weight"),
     ],
@@ -133,7 +148,12 @@ def test_ids_stay_no_matrix(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(key: str, id_key: str | None, message: str, tmp_path: Path) -> None:
     """With both numbers where they differ, and with what there is."""
     tensors = {
-        **{"a.ids": torch.arange(5), "a.weight": torch.ones(5, 2), "b.ids": torch.arange(4), "mlp": torch.ones(7, 2)},
+        **{
+            "a.ids": torch.arange(5),
+            "a.weight": torch.ones(5, 2),
+            "b.ids": torch.arange(4),
+            "mlp": torch.ones(7, 2),
+        },
         **{"wide": torch.zeros(5, 2, dtype=torch.int64), "float": torch.zeros(5)},
     }
     with pytest.raises(CheckpointError, match=message):
@@ -142,7 +162,9 @@ def test_what_does_not_fit_is_refused(key: str, id_key: str | None, message: str
 
 def test_ids_of_one_name_are_no_ids(tmp_path: Path) -> None:
     """Nested dicts may give two tensors one name: which is meant cannot be told."""
-    torch.save({"a.ids": torch.arange(5), "a": {"ids": torch.ones(5), "weight": torch.ones(5, 2)}}, tmp_path / "c.pt")
+    torch.save(
+        {"a.ids": torch.arange(5), "a": {"ids": torch.ones(5), "weight": torch.ones(5, 2)}}, tmp_path / "c.pt"
+    )
     found = open_checkpoint(tmp_path / "c.pt")
     assert not found.keyed_tables and found.skipped["a.ids"] == "two tensors have this name"
     with pytest.raises(CheckpointError, match="it holds no ids for"):
@@ -162,14 +184,18 @@ def test_ids_that_are_not_all_there_are_refused(rows: range, tmp_path: Path) -> 
 
 def test_a_checkpoint_without_ids_says_so(tmp_path: Path) -> None:
     """And what model.toml should say where an id is a row number."""
-    with pytest.raises(CheckpointError, match=r'it holds no ids for .a.; expected a tensor of ids.* or leave out ids = "raw"'):
+    with pytest.raises(
+        CheckpointError, match=r'it holds no ids for .a.; expected a tensor of ids.* or leave out ids = "raw"'
+    ):
         open_checkpoint(_npz(tmp_path, {"a": torch.ones(5, 2)})).keyed("a")
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_truncated_files_are_refused(kind: str, tmp_path: Path) -> None:
     """Before a row is read, with the file's name."""
-    path = WRITERS[kind](tmp_path, {"a.weight": torch.from_numpy(rows_of(400, 64)), "a.ids": torch.from_numpy(ids_of(400))})
+    path = WRITERS[kind](
+        tmp_path, {"a.weight": torch.from_numpy(rows_of(400, 64)), "a.ids": torch.from_numpy(ids_of(400))}
+    )
     victim = path if path.is_file() else max(path.iterdir(), key=lambda p: p.stat().st_size)
     os.truncate(victim, victim.stat().st_size - 100)
     with pytest.raises(CheckpointError, match=victim.name):
@@ -178,10 +204,14 @@ def test_truncated_files_are_refused(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "npz"])
 @pytest.mark.parametrize("part", ["a.ids", "a.weight"])
-def test_changed_bytes_of_an_archive_are_found(kind: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_bytes_of_an_archive_are_found(
+    kind: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One bit of an id or of a value: the CRC-32 of its record tells, however often a piece is read."""
     small_pieces(monkeypatch)
-    path = WRITERS[kind](tmp_path, {"a.ids": torch.from_numpy(ids_of(57)), "a.weight": torch.from_numpy(rows_of(57, 12))})
+    path = WRITERS[kind](
+        tmp_path, {"a.ids": torch.from_numpy(ids_of(57)), "a.weight": torch.from_numpy(rows_of(57, 12))}
+    )
     with open_checkpoint(path) as honest:
         table = honest.keyed("a.weight")
         assert table.verification == {"by": "CRC-32"}
@@ -192,7 +222,10 @@ def test_changed_bytes_of_an_archive_are_found(kind: str, part: str, tmp_path: P
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
-    with open_checkpoint(path) as changed, pytest.raises(CheckpointError, match=f"{part}.*the CRC-32 is wrong"):
+    with (
+        open_checkpoint(path) as changed,
+        pytest.raises(CheckpointError, match=f"{part}.*the CRC-32 is wrong"),
+    ):
         read(changed.keyed("a.weight"))
 
 
@@ -208,7 +241,8 @@ def test_a_format_without_checksums_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["model.pt", "dcp"])
 def test_torchrecs_own_mpzch(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by TorchRec's module (fixtures/make_torchrec_mpzch.py): each id has its slot's row, empty slots are left out."""
+    """Written by TorchRec's module (fixtures/make_torchrec_mpzch.py): each id has its slot's row, empty
+    slots are left out."""
     small_pieces(monkeypatch, block_bytes=96, piece_bytes=640)
     identities = torch.load(MPZCH / "model.pt", weights_only=True)[IDENTITIES].flatten().numpy()
     with open_checkpoint(MPZCH / file) as found:
@@ -223,13 +257,19 @@ def test_torchrecs_own_mpzch(file: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_ids_sharded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of two ranks, the ids in one dimension: one table, whose rows say which rank's file they lie in."""
+    """A checkpoint of two ranks, the ids in one dimension: one table, whose rows say which rank's file
+    they lie in."""
     small_pieces(monkeypatch)
     with open_checkpoint(MPZCH / "dcp") as found:
         table = found.keyed("plain.weight")
         got = read(table)
-        assert dict(found.keyed_tables)["plain.weight"] == "plain.ids" and len(found.ids["plain.ids"].shards) == 2
-        np.testing.assert_array_equal(got.ids, torch.load(MPZCH / "model.pt", weights_only=True)[IDENTITIES].flatten())
+        assert (
+            dict(found.keyed_tables)["plain.weight"] == "plain.ids"
+            and len(found.ids["plain.ids"].shards) == 2
+        )
+        np.testing.assert_array_equal(
+            got.ids, torch.load(MPZCH / "model.pt", weights_only=True)[IDENTITIES].flatten()
+        )
         np.testing.assert_array_equal(got.values, np.arange(64)[:, None] + np.arange(8) / 16)
         assert table.verification == {"by": "CRC-32"}
         assert table.where(40) == f"{MPZCH / 'dcp' / '__1_0.distcp'}: 'plain.ids', row 40 (row 8 there)"
@@ -237,7 +277,9 @@ def test_ids_sharded_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_minus_one_is_an_id_elsewhere(tmp_path: Path) -> None:
     """Only a tensor of identities has empty slots."""
-    with open_checkpoint(_npz(tmp_path, {"ids": torch.tensor([-1, 4]), "weights": torch.ones(2, 2)})) as found:
+    with open_checkpoint(
+        _npz(tmp_path, {"ids": torch.tensor([-1, 4]), "weights": torch.ones(2, 2)})
+    ) as found:
         assert read(found.keyed("weights")).ids.tolist() == [-1, 4]
 
 
@@ -250,7 +292,13 @@ def test_places_are_named(tmp_path: Path) -> None:
 def test_identities_of_another_module_are_known_by_their_name(tmp_path: Path) -> None:
     """Where names do not pair them and model.toml does, an empty slot is still no id."""
     path = tmp_path / "own.npz"
-    np.savez(path, **{"user.weight": np.ones((4, 8), np.float32), "mc.user._hash_zch_identities": np.array([5, -1, 7, -1])})
+    np.savez(
+        path,
+        **{
+            "user.weight": np.ones((4, 8), np.float32),
+            "mc.user._hash_zch_identities": np.array([5, -1, 7, -1]),
+        },
+    )
     with open_checkpoint(path) as found:
         rows = found.keyed("user.weight", "mc.user._hash_zch_identities")
         assert [block.ids.tolist() for piece in range(rows.pieces) for block in rows.ids(piece)] == [[5, 7]]

@@ -1,4 +1,5 @@
-"""Changes that are applied are what a dictionary of rows says, whatever was merged; a batch is applied whole or not at all."""
+"""Changes that are applied are what a dictionary of rows says, whatever was merged; a batch is applied
+whole or not at all."""
 
 import json
 import os
@@ -46,7 +47,8 @@ def test_changes_are_seen(oracle: Oracle, backend: str) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_many_batches_are_merged_into_two_deltas(oracle: Oracle) -> None:
-    """Small and large ones in turn: overwrites of overwrites, deletions of insertions, insertions of what was deleted."""
+    """Small and large ones in turn: overwrites of overwrites, deletions of insertions, insertions of what
+    was deleted."""
     merged, segment = 0, None
     for n in range(30):
         tables = ("raw", "dense", "policy") if n % 3 else ("raw",)
@@ -74,7 +76,8 @@ def test_a_reader_keeps_the_state_that_it_took(oracle: Oracle) -> None:
 
 
 def test_quantized_rows_are_those_of_a_load(root: Path) -> None:
-    """A row that was changed is, byte for byte, what a load of its vector writes, but for the id in its padding."""
+    """A row that was changed is, byte for byte, what a load of its vector writes, but for the id in its
+    padding."""
     oracle = Oracle(root, RowFormat.INT8)
     changes = oracle.change(200, ("dense",))
     apply(oracle.model, ChangeBatch(changes))
@@ -92,17 +95,34 @@ def test_quantized_rows_are_those_of_a_load(root: Path) -> None:
 def test_half_precision(oracle: Oracle) -> None:
     vectors = rows_of(3, DIM).astype(np.float16)
     apply(oracle.model, ChangeBatch([TableChanges("dense", np.array([1, 2, 3]), vectors)]))
-    found = choose().lookup(attach_state(oracle.model).tables["dense"], np.array([1, 2, 3]), pooling=Pooling.NONE)
+    found = choose().lookup(
+        attach_state(oracle.model).tables["dense"], np.array([1, 2, 3]), pooling=Pooling.NONE
+    )
     np.testing.assert_array_equal(found, vectors.astype(np.float32))
 
 
 REFUSED = {
-    "an unknown table": (TableChanges("other", np.array([1]), rows_of(1, DIM)), "has no table 'other'; it has: raw"),
-    "another dim": (TableChanges("raw", np.array([1]), rows_of(1, 8)), r"vectors are float32 \[1, 8\]; expected"),
-    "another type": (TableChanges("raw", np.array([1]), rows_of(1, DIM).astype(np.float64)), "vectors are float64"),
+    "an unknown table": (
+        TableChanges("other", np.array([1]), rows_of(1, DIM)),
+        "has no table 'other'; it has: raw",
+    ),
+    "another dim": (
+        TableChanges("raw", np.array([1]), rows_of(1, 8)),
+        r"vectors are float32 \[1, 8\]; expected",
+    ),
+    "another type": (
+        TableChanges("raw", np.array([1]), rows_of(1, DIM).astype(np.float64)),
+        "vectors are float64",
+    ),
     "ids of 32 bits": (TableChanges("raw", np.array([1], np.int32), rows_of(1, DIM)), "ids are int32"),
-    "too many deleted": (TableChanges("raw", np.array([1]), rows_of(1, DIM), np.zeros(2, np.bool_)), "deleted is bool"),
-    "an id outside": (TableChanges("dense", np.array([1, 1000]), rows_of(2, DIM)), r"change 1: id 1000 is outside .*\[0, 1000\)"),
+    "too many deleted": (
+        TableChanges("raw", np.array([1]), rows_of(1, DIM), np.zeros(2, np.bool_)),
+        "deleted is bool",
+    ),
+    "an id outside": (
+        TableChanges("dense", np.array([1, 1000]), rows_of(2, DIM)),
+        r"change 1: id 1000 is outside .*\[0, 1000\)",
+    ),
     "a deletion of a table that refuses": (
         TableChanges("dense", np.array([1]), rows_of(1, DIM), np.ones(1, np.bool_)),
         "id 1 cannot be deleted",
@@ -129,18 +149,24 @@ def test_a_change_that_does_not_fit_refuses_the_batch(oracle: Oracle, what: str)
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.parquet", "c.npz"])
-def test_an_unknown_table_of_a_file_is_named_with_its_place(name: str, oracle: Oracle, tmp_path: Path) -> None:
+def test_an_unknown_table_of_a_file_is_named_with_its_place(
+    name: str, oracle: Oracle, tmp_path: Path
+) -> None:
     path = tmp_path / name
     if name == "c.jsonl":
         rows = [{"table": t, "id": 1, "vector": [0.0] * DIM} for t in ("raw", "raw", "other", "raw")]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif name == "c.parquet":
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows_of(4, DIM).ravel()), DIM)
-        pq.write_table(pa.table({"table": ["raw", "raw", "other", "raw"], "id": range(4), "vector": vectors}), path)
+        pq.write_table(
+            pa.table({"table": ["raw", "raw", "other", "raw"], "id": range(4), "vector": vectors}), path
+        )
     else:
         np.savez(path, **{"other.ids": np.arange(4), "other.vectors": rows_of(4, DIM)})
     place = {"c.jsonl": "line 3", "c.parquet": "row 2", "c.npz": "other.ids: row 0"}[name]
-    with pytest.raises(ChangeError, match=rf"{name}: {place}: model 'demo' has no table 'other'; it has: raw"):
+    with pytest.raises(
+        ChangeError, match=rf"{name}: {place}: model 'demo' has no table 'other'; it has: raw"
+    ):
         apply(oracle.model, ChangeBatch(read_changes(path, None)))
 
 
@@ -159,7 +185,8 @@ def test_positions_are_kept_with_the_changes(oracle: Oracle) -> None:
 
 
 def test_going_back_to_a_state_and_on_from_it(oracle: Oracle) -> None:
-    """Sequences are never given twice; what followed the state that was gone back to is kept until it is old."""
+    """Sequences are never given twice; what followed the state that was gone back to is kept until it is
+    old."""
     kept = {}
     for n in range(1, 5):
         apply(oracle.model, ChangeBatch(oracle.change(20)))
@@ -181,7 +208,8 @@ def test_going_back_to_a_state_and_on_from_it(oracle: Oracle) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_old_states_go(oracle: Oracle) -> None:
-    """As many as asked stay beside the live one, with the deltas that they lie over; who has one mapped keeps it."""
+    """As many as asked stay beside the live one, with the deltas that they lie over; who has one mapped
+    keeps it."""
     segments, rows = [], []
     for _ in range(12):
         apply(oracle.model, ChangeBatch(oracle.change(40)), ApplySettings(keep=Retention(3)))
@@ -203,7 +231,9 @@ def test_a_new_version_begins_without_deltas(oracle: Oracle, root: Path) -> None
     apply(oracle.model, ChangeBatch(oracle.change(20)))
     publish_tables(root, {"raw": RawTable(IDS[:5], rows_of(5, DIM))})
     assert state_of(oracle.model.record()) == State(2)
-    assert apply(oracle.model, ChangeBatch([TableChanges("raw", IDS[:2], rows_of(2, DIM))])).state == State(2, 2)
+    assert apply(oracle.model, ChangeBatch([TableChanges("raw", IDS[:2], rows_of(2, DIM))])).state == State(
+        2, 2
+    )
     oracle.model.activate(1)
     assert state_of(oracle.model.record()) == State(1, 1), "a version comes back as it was"
     oracle.check(attach_state(oracle.model))
@@ -218,7 +248,9 @@ def test_a_version_that_becomes_live_meanwhile(oracle: Oracle, root: Path) -> No
         yield from oracle.change(5)
         publish_tables(root, {"raw": RawTable(IDS[:5], rows_of(5, DIM))})
 
-    with pytest.raises(VersionError, match="state 2 of model 'demo' became live while changes were applied over 1"):
+    with pytest.raises(
+        VersionError, match="state 2 of model 'demo' became live while changes were applied over 1"
+    ):
         apply(oracle.model, ChangeBatch(blocks()))
     assert state_of(oracle.model.record()) == State(2)
     assert not [n for n in os.listdir(oracle.model.folder) if "delta" in n]
@@ -245,10 +277,15 @@ def test_deltas_of_many_rows_have_marks(oracle: Oracle) -> None:
     apply(oracle.model, ChangeBatch(oracle.change(100)))
     apply(oracle.model, ChangeBatch(oracle.change(2)))
     segment = attach_state(oracle.model)
-    marked = [{t.name: index.marked for t, index in zip(d.tables.values(), indexes_of(d), strict=True)} for d in segment.deltas]
+    marked = [
+        {t.name: index.marked for t, index in zip(d.tables.values(), indexes_of(d), strict=True)}
+        for d in segment.deltas
+    ]
     assert marked == [{"raw": 0, "dense": 0, "policy": 0}, {"raw": 0, "dense": 1000, "policy": 1000}]
     shorter = replace(segment.tables["dense"], packed=segment.tables["dense"].packed[:900], row_map=None)
-    with pytest.raises(SegmentError, match=r"1\+1\.delta: table 'dense' has marks of 1000 rows; those of the version are 900"):
+    with pytest.raises(
+        SegmentError, match=r"1\+1\.delta: table 'dense' has marks of 1000 rows; those of the version are 900"
+    ):
         segment.deltas[1].layer("dense", shorter)
 
 
@@ -264,7 +301,8 @@ def test_a_delta_under_another_name(oracle: Oracle) -> None:
 
 
 def test_what_a_killed_apply_left_goes(oracle: Oracle) -> None:
-    """Unfinished files, and a delta that was renamed and never live. Its number is given again, since nobody saw it."""
+    """Unfinished files, and a delta that was renamed and never live. Its number is given again, since
+    nobody saw it."""
     apply(oracle.model, ChangeBatch(oracle.change(3)))
     (oracle.model.folder / "1+2.delta").write_bytes(b"x")
     (oracle.model.folder / "1+2.delta.partial").write_bytes(b"x")

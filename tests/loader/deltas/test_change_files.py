@@ -1,4 +1,5 @@
-"""Files of changes: what was written is read, in its order, and a bad row is refused with the file, the row and the remedy."""
+"""Files of changes: what was written is read, in its order, and a bad row is refused with the file, the
+row and the remedy."""
 
 import itertools
 import json
@@ -43,7 +44,9 @@ def write_arrays(path: Path, rows: list[Row], save: Any = np.savez, dtype: Any =
     for table, dim in DIMS.items():
         of_table = [(i, v) for t, i, v in rows if t == table]
         arrays[f"{table}.ids"] = np.array([i for i, _ in of_table], np.int64)
-        arrays[f"{table}.vectors"] = np.array([v or [np.nan] * dim for _, v in of_table], dtype).reshape(-1, dim)
+        arrays[f"{table}.vectors"] = np.array([v or [np.nan] * dim for _, v in of_table], dtype).reshape(
+            -1, dim
+        )
         arrays[f"{table}.deleted"] = np.array([v is None for _, v in of_table], bool)
     save(path, **arrays)
     return path
@@ -75,7 +78,11 @@ def read(path: Path, table: str | None = None) -> dict[str, list[tuple[int, list
     """Table -> its changes, one by one."""
     found: dict[str, list[tuple[int, list[float] | None]]] = {}
     for c in read_changes(path, table):
-        assert isinstance(c, TableChanges) and c.ids.dtype == np.int64 and c.vectors.dtype in (np.float32, np.float16)
+        assert (
+            isinstance(c, TableChanges)
+            and c.ids.dtype == np.int64
+            and c.vectors.dtype in (np.float32, np.float16)
+        )
         gone = np.zeros(c.rows, bool) if c.deleted is None else c.deleted
         assert len(c.vectors) == len(gone) == c.rows
         vectors = [None if g else v.tolist() for g, v in zip(gone, c.vectors, strict=True)]
@@ -89,7 +96,9 @@ def expected(rows: list[Row]) -> dict[str, list[tuple[int, list[float] | None]]]
 
 @pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize("name", WRITERS)
-def test_changes_are_what_was_written(name: str, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_what_was_written(
+    name: str, small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of a table in their order, deletions among them, in one block or in many."""
     if small:
         for module in (change_parquet, change_arrays):
@@ -104,7 +113,8 @@ def test_changes_are_what_was_written(name: str, small: bool, tmp_path: Path, mo
 @pytest.mark.parametrize("value", ["float", "halffloat", "double"])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_lists_of_parquet(fixed: bool, value: str, tmp_path: Path) -> None:
-    """Of one length or of any, of every width, with and without deletions, of one table that the file names or not."""
+    """Of one length or of any, of every width, with and without deletions, of one table that the file
+    names or not."""
     pa = pytest.importorskip("pyarrow", reason="the eval extra brings pyarrow")
     kind = pa.list_(pa.type_for_alias(value), 6) if fixed else pa.large_list(pa.type_for_alias(value))
     rows: list[Row] = [("user", i, [float(x) for x in range(i, i + 6)]) for i in range(200)]
@@ -127,7 +137,9 @@ def test_a_file_need_not_name_the_one_table(name: str, tmp_path: Path) -> None:
     if name == "a.npz":
         np.savez(path, ids=[5, 6, 7], vectors=vectors)
     elif name == "a.jsonl":
-        path.write_text("\n".join(json.dumps({"id": i, "vector": v.tolist()}) for i, v in enumerate(vectors, 5)))
+        path.write_text(
+            "\n".join(json.dumps({"id": i, "vector": v.tolist()}) for i, v in enumerate(vectors, 5))
+        )
     else:
         pa = pytest.importorskip("pyarrow", reason="the eval extra brings pyarrow")
         import pyarrow.parquet as pq
@@ -158,15 +170,24 @@ GOOD = '{"table": "user", "id": 1, "vector": [1, 2]}\n'
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ('{"table": "user", "id": 1, "vector": [1]}', r"a vector of table 'user' with 1 values; expected 2, as before it"),
-        ('{"table": "item", "id": 1, "vector": []}', "a vector of table 'item' with 0 values; expected at least 1"),
+        (
+            '{"table": "user", "id": 1, "vector": [1]}',
+            r"a vector of table 'user' with 1 values; expected 2, as before it",
+        ),
+        (
+            '{"table": "item", "id": 1, "vector": []}',
+            "a vector of table 'item' with 0 values; expected at least 1",
+        ),
         ('{"table": "user", "id": 1, "vector": [1, true]}', "its vector holds 'True'; expected numbers"),
         ('{"table": "user", "id": 1, "vector": [1, "2"]}', "its vector holds '2'; expected numbers"),
         ('{"table": "user", "id": 1, "vector": [1, 1e39]}', "a value of its vector is too large for float32"),
         ('{"table": "user", "id": 1, "vector": 5}', "its vector is 5; expected a list of numbers, or null"),
         ('{"table": "user", "id": 1}', r"found \['id', 'table'\]; expected an object"),
         ('{"table": "user", "id": 1, "vector": null, "x": 1}', r"found \['id', 'table', 'vector', 'x'\]"),
-        ('{"table": "user", "id": "1", "vector": null}', "its id is '1'; expected an integer that int64 holds"),
+        (
+            '{"table": "user", "id": "1", "vector": null}',
+            "its id is '1'; expected an integer that int64 holds",
+        ),
         ('{"table": "user", "id": true, "vector": null}', "its id is True"),
         ('{"table": "user", "id": 9223372036854775808, "vector": null}', "its id is 9223372036854775808"),
         ('{"table": 7, "id": 1, "vector": null}', "its table is 7; expected a table's name"),
@@ -188,7 +209,11 @@ def test_a_line_that_is_refused(line: str, fault: str, tmp_path: Path) -> None:
         (333, ("user", 1, [1.0] * 5), "row 333: a vector of table 'user' with 5 values; expected 6"),
         (333, ("user", 1, [1.0] * 12), "row 333: a vector of table 'user' with 12 values; expected 6"),
         (333, ("user", 1, [1.0, None, *[1.0] * 4]), "row 333: a value of its vector is null"),
-        (333, ("user", 1, [1.0, 1e39, *[1.0] * 4]), "row 333: a value of its vector is 1e.39, which float32 does not hold"),
+        (
+            333,
+            ("user", 1, [1.0, 1e39, *[1.0] * 4]),
+            "row 333: a value of its vector is 1e.39, which float32 does not hold",
+        ),
         (333, (None, 1, None), "row 333: its table is null"),
         (333, ("user", None, None), "row 333: its id is null"),
     ],
@@ -205,12 +230,24 @@ def test_a_row_of_parquet_that_is_refused(at: int, row: Any, fault: str, tmp_pat
     ("columns", "fault"),
     [
         ({"id": [1.5], "vector": [[1.0]]}, "the column 'id' is of type double; expected integers"),
-        ({"id": [1], "vector": [[1]]}, "the column 'vector' is of type list<.*int64>; expected lists of float32"),
+        (
+            {"id": [1], "vector": [[1]]},
+            "the column 'vector' is of type list<.*int64>; expected lists of float32",
+        ),
         ({"id": [1], "vector": [1.0]}, "the column 'vector' is of type double"),
-        ({"id": [1], "vec": [[1.0]]}, r"0 columns are called 'vector'; expected one \(columns there: id, vec\)"),
-        ({"id": [1], "vector": [[1.0]], "table": [1]}, "the column 'table' is of type int64; expected strings"),
+        (
+            {"id": [1], "vec": [[1.0]]},
+            r"0 columns are called 'vector'; expected one \(columns there: id, vec\)",
+        ),
+        (
+            {"id": [1], "vector": [[1.0]], "table": [1]},
+            "the column 'table' is of type int64; expected strings",
+        ),
         ({"id": [1], "vector": [[1.0]], "table": ["item"]}, "row 0: its table is 'item'; expected 'user'"),
-        ({"id": np.array([2**63], np.uint64), "vector": [[1.0]]}, "row 0: its id is 9223372036854775808; expected one below"),
+        (
+            {"id": np.array([2**63], np.uint64), "vector": [[1.0]]},
+            "row 0: its id is 9223372036854775808; expected one below",
+        ),
     ],
 )
 def test_columns_of_parquet_that_are_refused(columns: dict[str, Any], fault: str, tmp_path: Path) -> None:
@@ -229,14 +266,38 @@ ONES = np.ones((2, 3), np.float32)
     ("arrays", "fault"),
     [
         ({"user.vectors": ONES}, "'user.vectors' has no 'user.ids' beside it"),
-        ({"user.ids": [1, 2]}, "user.ids: row 0: there is no vector for it; expected one, or the id as deleted"),
-        ({"user.ids": [1, 2, 3], "user.vectors": ONES}, "3 ids and 2 rows of 'user.vectors'; expected as many"),
-        ({"user.ids": [1.0, 2.0], "user.vectors": ONES}, r"'user.ids' is float64 \[2\]; expected integers \[n\]"),
-        ({"user.ids": [1, 2], "user.vectors": ONES[0, :2]}, r"'user.vectors' is float32 \[2\]; expected floats \[n, dim\]"),
-        ({"user.ids": [1, 2], "user.vectors": np.asfortranarray(ONES)}, r"\[2, 3\], columns first; expected floats"),
-        ({"user.ids": [1, 2], "user.vectors": ONES * np.float64(1e39)}, "user.ids: row 0: a value of its vector is too large"),
-        ({"user.ids": [1, 2], "user.vectors": ONES, "user.deleted": [0, 1]}, r"'user.deleted' is int64 \[2\]; expected bool"),
-        ({"user.ids": np.array([1, 2**63], np.uint64), "user.vectors": ONES}, "user.ids: row 1: the id does not fit an int64"),
+        (
+            {"user.ids": [1, 2]},
+            "user.ids: row 0: there is no vector for it; expected one, or the id as deleted",
+        ),
+        (
+            {"user.ids": [1, 2, 3], "user.vectors": ONES},
+            "3 ids and 2 rows of 'user.vectors'; expected as many",
+        ),
+        (
+            {"user.ids": [1.0, 2.0], "user.vectors": ONES},
+            r"'user.ids' is float64 \[2\]; expected integers \[n\]",
+        ),
+        (
+            {"user.ids": [1, 2], "user.vectors": ONES[0, :2]},
+            r"'user.vectors' is float32 \[2\]; expected floats \[n, dim\]",
+        ),
+        (
+            {"user.ids": [1, 2], "user.vectors": np.asfortranarray(ONES)},
+            r"\[2, 3\], columns first; expected floats",
+        ),
+        (
+            {"user.ids": [1, 2], "user.vectors": ONES * np.float64(1e39)},
+            "user.ids: row 0: a value of its vector is too large",
+        ),
+        (
+            {"user.ids": [1, 2], "user.vectors": ONES, "user.deleted": [0, 1]},
+            r"'user.deleted' is int64 \[2\]; expected bool",
+        ),
+        (
+            {"user.ids": np.array([1, 2**63], np.uint64), "user.vectors": ONES},
+            "user.ids: row 1: the id does not fit an int64",
+        ),
         ({"user.ids": [1, 2], "user.vectors": ONES[:, :0]}, "user.ids: row 0: a vector without values"),
         ({"user.scores": ONES}, r"it holds 'user.scores.npy'; expected the arrays TABLE.ids"),
         ({"item.ids": [1], "item.deleted": [True]}, "'item.ids' is of table 'item'; expected 'user'"),
@@ -279,7 +340,8 @@ IDS_OF_TWO, VECTORS_OF_TWO = an_array("<i8", "(2,)", bytes(16)), an_array("<f4",
     ids=range(14),
 )
 def test_headers_of_arrays_that_lie(part: str, record: bytes, tmp_path: Path) -> None:
-    """Shapes whose product wraps or no integer holds, nested literals, short ones: one error that names the array."""
+    """Shapes whose product wraps or no integer holds, nested literals, short ones: one error that names
+    the array."""
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
         file.writestr("user.ids.npy", record if part == "ids" else IDS_OF_TWO)
         file.writestr("user.vectors.npy", record if part == "vectors" else VECTORS_OF_TWO)
@@ -353,7 +415,9 @@ def test_a_file_is_not_held_whole(tmp_path: Path) -> None:
     """Blocks come one after another: the first one before the file's later rows are looked at."""
     path = tmp_path / "a.jsonl"
     vector = [0.5] * (1 << 16)
-    path.write_text("".join(json.dumps({"table": "user", "id": i, "vector": vector}) + "\n" for i in range(20)) + "{")
+    path.write_text(
+        "".join(json.dumps({"table": "user", "id": i, "vector": vector}) + "\n" for i in range(20)) + "{"
+    )
     blocks: Iterator[TableChanges] = read_changes(path)
     first = list(itertools.islice(blocks, 1))
     assert [c.rows for c in first] == [16]

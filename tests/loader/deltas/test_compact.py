@@ -1,4 +1,5 @@
-"""Compaction gives the rows that were live, as a version; changes that come meanwhile stay, whatever ends it."""
+"""Compaction gives the rows that were live, as a version; changes that come meanwhile stay, whatever ends
+it."""
 
 import os
 import threading
@@ -28,13 +29,18 @@ def oracle(root: Path) -> Oracle:
 def found_by(table: object, ids: np.ndarray) -> np.ndarray:
     """Which ids a table has, by a found mask."""
     out = np.zeros(ids.size * (4 * DIM + 1), np.uint8)
-    choose().plan([Lookup(table, Pooling.NONE, 0, ids.size, 0, found_at=4 * DIM * ids.size)]).run(ids.tobytes(), out)  # type: ignore[arg-type]
+    choose().plan([Lookup(table, Pooling.NONE, 0, ids.size, 0, found_at=4 * DIM * ids.size)]).run(
+        ids.tobytes(), out
+    )  # type: ignore[arg-type]
     return out[4 * DIM * ids.size :].astype(bool)
 
 
-@pytest.mark.parametrize("row_format", [RowFormat.FP32, RowFormat.FP16, RowFormat.INT8], ids=lambda f: f.label)
+@pytest.mark.parametrize(
+    "row_format", [RowFormat.FP32, RowFormat.FP16, RowFormat.INT8], ids=lambda f: f.label
+)
 def test_a_version_has_the_rows_that_were_live(root: Path, row_format: RowFormat) -> None:
-    """Overwritten, inserted and deleted ones, the ids and default rows of every table, and what checksums say of them."""
+    """Overwritten, inserted and deleted ones, the ids and default rows of every table, and what checksums
+    say of them."""
     oracle = Oracle(root, row_format)
     for n in range(3):
         apply(oracle.model, ChangeBatch(oracle.change(200), "stream", str(n + 1), str(n) if n else None))
@@ -43,12 +49,16 @@ def test_a_version_has_the_rows_that_were_live(root: Path, row_format: RowFormat
     assert done is not None and done.state.version == 2
     after = attach_state(oracle.model, None, "full")
     asked = {
-        name: np.arange(1000) if name != "raw" else np.concatenate([IDS, np.arange(1000) * 7919 + 1]) for name in after.tables
+        name: np.arange(1000) if name != "raw" else np.concatenate([IDS, np.arange(1000) * 7919 + 1])
+        for name in after.tables
     }
     for name, table in after.tables.items():
         for weights in (None, np.full(asked[name].size, 0.5, np.float32)):
             lengths = np.ones(asked[name].size, np.int32)
-            now, was = (choose().lookup(s.tables[name], asked[name], lengths, weights=weights) for s in (after, before))
+            now, was = (
+                choose().lookup(s.tables[name], asked[name], lengths, weights=weights)
+                for s in (after, before)
+            )
             np.testing.assert_array_equal(now, was, name)
         there = np.array([(name, int(i)) in oracle.rows for i in asked[name]])
         np.testing.assert_array_equal(found_by(table, asked[name]), there, name)
@@ -58,7 +68,10 @@ def test_a_version_has_the_rows_that_were_live(root: Path, row_format: RowFormat
 
 def test_what_no_version_needs_is_gone(root: Path) -> None:
     """Where nothing was deleted from a table of row numbers, the new version has no delta."""
-    publish_tables(root, {"raw": RawTable(IDS, rows_of(IDS.size, DIM), default=MISSING), "dense": DenseTable(rows_of(9, DIM))})
+    publish_tables(
+        root,
+        {"raw": RawTable(IDS, rows_of(IDS.size, DIM), default=MISSING), "dense": DenseTable(rows_of(9, DIM))},
+    )
     model = Model(root, "demo")
     change = TableChanges("raw", IDS[:700], rows_of(700, DIM, 3), np.arange(700) < 300)
     apply(model, ChangeBatch([change, TableChanges("dense", np.arange(5), rows_of(5, DIM, 4))]))
@@ -97,7 +110,9 @@ def test_changes_that_come_meanwhile(oracle: Oracle, monkeypatch: pytest.MonkeyP
         if self.before.name == "raw":
             for _ in range(batches):
                 changes = oracle.change(400)
-                thread = threading.Thread(target=apply, args=(oracle.model, ChangeBatch(changes), ApplySettings(merge_share=0.0)))
+                thread = threading.Thread(
+                    target=apply, args=(oracle.model, ChangeBatch(changes), ApplySettings(merge_share=0.0))
+                )
                 thread.start()
                 thread.join()
                 oracle.check(attach_state(oracle.model))
@@ -105,7 +120,9 @@ def test_changes_that_come_meanwhile(oracle: Oracle, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(compaction._CompactTable, "write", slow)
     done = compact(oracle.model)
-    assert done is not None and done.state == State(2, 3 + batches), "a merge of two deltas is a state as well"
+    assert done is not None and done.state == State(2, 3 + batches), (
+        "a merge of two deltas is a state as well"
+    )
     segment = attach_state(oracle.model)
     assert len(segment.deltas) == 1 and segment.header.version == 2
     oracle.check(segment)
@@ -124,7 +141,9 @@ def test_going_back_meanwhile_ends_it(oracle: Oracle, monkeypatch: pytest.Monkey
         write(self, *of)  # type: ignore[arg-type]
 
     monkeypatch.setattr(compaction._CompactTable, "write", back)
-    with pytest.raises(VersionError, match=r"state 1\+1 of model 'demo' is live, which does not follow from 1\+"):
+    with pytest.raises(
+        VersionError, match=r"state 1\+1 of model 'demo' is live, which does not follow from 1\+"
+    ):
         compact(oracle.model)
     assert state_of(oracle.model.record()) == State(1, 1) and oracle.model.versions() == [1]
     oracle.rows = old
@@ -135,7 +154,9 @@ STEPS = ("_CompactTable.write", "_Compaction._carry_over", "_Compaction._publish
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_compaction_that_fails_leaves_what_was(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_compaction_that_fails_leaves_what_was(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     apply(oracle.model, ChangeBatch(oracle.change(100)))
     names = step.split(".")
 

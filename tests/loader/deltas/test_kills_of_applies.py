@@ -31,7 +31,8 @@ Changes = list[TableChanges]
 
 
 class Story:
-    """A model with two deltas, the batches that come next, and what the rows are after each. begun: how many were applied."""
+    """A model with two deltas, the batches that come next, and what the rows are after each. begun: how
+    many were applied."""
 
     def __init__(self, root: Path) -> None:
         self.oracle = Oracle(root)
@@ -48,7 +49,9 @@ class Story:
         done = position_of(model, "story")
         if (number := int(done or 0)) == len(self.batches):
             return False
-        apply(model, ChangeBatch(self.batches[number], "story", str(number + 1), done), SETTINGS, merges=merges)
+        apply(
+            model, ChangeBatch(self.batches[number], "story", str(number + 1), done), SETTINGS, merges=merges
+        )
         return True
 
     def check(self, model: Model) -> None:
@@ -83,7 +86,11 @@ def apply_beside_merges(story: Story, model: Model) -> None:
 
 def compact_with_changes(story: Story, model: Model) -> None:
     """While a batch is applied, which is carried over."""
-    compact(model, SETTINGS, lambda done, total: None if position_of(model, "story") != "2" else apply_one(story, model))
+    compact(
+        model,
+        SETTINGS,
+        lambda done, total: None if position_of(model, "story") != "2" else apply_one(story, model),
+    )
 
 
 WORKS: dict[str, Callable[[Story, Model], Any]] = {
@@ -102,7 +109,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 @pytest.mark.parametrize("what", ["kill", "full"])
 @pytest.mark.parametrize("name", WORKS)
 def test_every_step(story: Story, root: Path, name: str, what: What, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is, the state is that before a batch or after it; files of the dead go with the next change, or by `gc`."""
+    """Whatever it is, the state is that before a batch or after it; files of the dead go with the next
+    change, or by `gc`."""
     monkeypatch.setattr(applying, "SMALL_BYTES", 1 << 14)
     for step in itertools.count(1):
         shutil.rmtree(root, ignore_errors=True)

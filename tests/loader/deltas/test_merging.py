@@ -1,4 +1,5 @@
-"""Deltas that are merged beside a follower: each state is what a dictionary of rows says, and nothing is left of a void merge."""
+"""Deltas that are merged beside a follower: each state is what a dictionary of rows says, and nothing is
+left of a void merge."""
 
 import fcntl
 import os
@@ -53,7 +54,11 @@ def test_states_while_deltas_are_merged(oracle: Oracle, merges: Merges) -> None:
     segment = None
     for n in range(40):
         tables = ("raw", "dense", "policy") if n % 3 else ("raw",)
-        applied.append(apply(oracle.model, ChangeBatch(oracle.change(300 if n % 7 == 0 else 5 + n, tables)), merges=merges))
+        applied.append(
+            apply(
+                oracle.model, ChangeBatch(oracle.change(300 if n % 7 == 0 else 5 + n, tables)), merges=merges
+            )
+        )
         segment = attach_state(oracle.model, None, "full", segment)
         assert len(segment.deltas) <= 2 and segment.sequence == applied[-1].state.sequence
         assert applied[-1].entries == sum(d.entries for d in segment.deltas)
@@ -64,7 +69,8 @@ def test_states_while_deltas_are_merged(oracle: Oracle, merges: Merges) -> None:
 
 
 def test_the_merged_delta_is_the_state_that_was_merged(oracle: Oracle, merges: Merges) -> None:
-    """It keeps that state's rows and positions, under a new sequence, and holds nothing that came after it."""
+    """It keeps that state's rows and positions, under a new sequence, and holds nothing that came after
+    it."""
     begun(oracle, merges)
     rows, positions = dict(oracle.rows), attach_state(oracle.model).change
     last = apply(oracle.model, ChangeBatch(oracle.change(3), "stream", "1"), merges=merges)
@@ -79,12 +85,15 @@ def test_the_merged_delta_is_the_state_that_was_merged(oracle: Oracle, merges: M
 
 
 def test_changes_of_others_meanwhile_are_carried_over(oracle: Oracle, merges: Merges) -> None:
-    """They lie over both deltas while these are merged, however many they are, and over the merged one then."""
+    """They lie over both deltas while these are merged, however many they are, and over the merged one
+    then."""
     file = begun(oracle, merges)
     for rows in (20, 500, 1):
         assert not apply(oracle.model, ChangeBatch(oracle.change(rows))).is_merged
     assert file in files(oracle)
-    assert apply(oracle.model, ChangeBatch(oracle.change(20)), merges=merges).is_merged and file not in files(oracle)
+    assert apply(oracle.model, ChangeBatch(oracle.change(20)), merges=merges).is_merged and file not in files(
+        oracle
+    )
     oracle.check(attach_state(oracle.model))
 
 
@@ -100,7 +109,9 @@ def test_another_process_does_not_merge_what_is_merged_already(oracle: Oracle, m
 def test_a_state_that_does_not_follow_makes_a_merge_void(oracle: Oracle, merges: Merges, what: str) -> None:
     """Its file goes, and a later merge is published."""
     apply(oracle.model, ChangeBatch(oracle.change(600)), merges=merges)
-    apply(oracle.model, ChangeBatch(oracle.change(5)), merges=merges)  # which lies over the first one, as the merged state does
+    apply(
+        oracle.model, ChangeBatch(oracle.change(5)), merges=merges
+    )  # which lies over the first one, as the merged state does
     rows = dict(oracle.rows)
     file = begun(oracle, merges)
     if what == "compacted":
@@ -118,7 +129,9 @@ def test_a_state_that_does_not_follow_makes_a_merge_void(oracle: Oracle, merges:
     oracle.check(attach_state(oracle.model))
 
 
-def test_a_merge_that_ends_with_its_process_leaves_nothing(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_ends_with_its_process_leaves_nothing(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(applying, "SMALL_BYTES", 1 << 15)
     with Merges(oracle.model) as merges:
         assert begun(oracle, merges) in files(oracle)
@@ -140,7 +153,9 @@ def test_files_of_merges_go_when_nobody_holds_them(oracle: Oracle) -> None:
     assert not path.exists()
 
 
-def test_a_full_file_system_ends_a_merge(oracle: Oracle, merges: Merges, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_system_ends_a_merge(
+    oracle: Oracle, merges: Merges, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next batch says so; the live state, its rows and its files stay."""
     from tableside.loader.segment import memory
 
@@ -156,7 +171,9 @@ def test_a_full_file_system_ends_a_merge(oracle: Oracle, merges: Merges, monkeyp
     oracle.check(attach_state(oracle.model))
 
 
-def test_a_merge_that_is_slow_is_waited_for(oracle: Oracle, merges: Merges, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_that_is_slow_is_waited_for(
+    oracle: Oracle, merges: Merges, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest delta outgrows the one below it by a batch at most, however long the merge takes."""
     is_released, write = threading.Event(), merging.write_unsealed
     monkeypatch.setattr(merging, "write_unsealed", lambda *given: is_released.wait(300) and write(*given))

@@ -17,7 +17,9 @@ from tableside.quant.cpu.backend import rows_of as resolve
 DIM = 24  # of fp32, whose rows have no room for ids; 26: they have
 
 
-def generation(root: Path, folder: Path, ids: list[int] | None, values: np.ndarray, missing: Any, **more: Any) -> Any:
+def generation(
+    root: Path, folder: Path, ids: list[int] | None, values: np.ndarray, missing: Any, **more: Any
+) -> Any:
     array = None if ids is None else np.array(ids, np.int64)
     publish_raw(folder, root, {"t": (array, values)}, {"t": {"missing": missing, **more}}, row_format="fp32")
     return attached(root)
@@ -25,8 +27,8 @@ def generation(root: Path, folder: Path, ids: list[int] | None, values: np.ndarr
 
 @pytest.mark.parametrize("dim", [DIM, 26])
 def test_three_generations(root: Path, tmp_path: Path, dim: int) -> None:
-    """An id has the newest row that there is of it, else what the oldest version yields; those taken over are told from the rest,
-    and stay when the older versions go."""
+    """An id has the newest row that there is of it, else what the oldest version yields; those taken over
+    are told from the rest, and stay when the older versions go."""
     a, b, c = (rows_of(4, dim, seed) for seed in range(3))
     generation(root, tmp_path, [1, 2, 3, 0], a, [0.5] * dim)
     generation(root, tmp_path, [2, 5, -7, 9], b, "backfill:demo@1")
@@ -66,9 +68,11 @@ def test_raw_ids_from_row_numbers(root: Path, tmp_path: Path, dim: int, older_mi
 
 @pytest.mark.parametrize("older_missing", ["error", "zero"])
 @pytest.mark.parametrize(("old_rows", "new_rows"), [(7, 3), (3, 7), (5, 5), (12_000, 4096)])
-def test_row_numbers_from_row_numbers(root: Path, tmp_path: Path, old_rows: int, new_rows: int, older_missing: str) -> None:
-    """Rows behind those of the checkpoint come from the older version, over the end of a chunk too; where it has no more of them,
-    none are counted as its."""
+def test_row_numbers_from_row_numbers(
+    root: Path, tmp_path: Path, old_rows: int, new_rows: int, older_missing: str
+) -> None:
+    """Rows behind those of the checkpoint come from the older version, over the end of a chunk too; where
+    it has no more of them, none are counted as its."""
     old, new = rows_of(old_rows, DIM), rows_of(new_rows, DIM, 1)
     generation(root, tmp_path, None, old, older_missing)
     table = generation(root, tmp_path, None, new, "backfill:demo@1")
@@ -95,7 +99,9 @@ def test_an_id_of_both_has_the_checkpoints_row(root: Path, tmp_path: Path, dupli
             generation(root, tmp_path, [2, 3, 2], new, "backfill:demo@1")
     else:
         table = generation(root, tmp_path, [2, 3, 2], new, "backfill:demo@1", duplicates=duplicates)
-        np.testing.assert_array_equal(vectors_of(table, [1, 2, 3]), [old[0], new[0 if duplicates == "first" else 2], new[1]])
+        np.testing.assert_array_equal(
+            vectors_of(table, [1, 2, 3]), [old[0], new[0 if duplicates == "first" else 2], new[1]]
+        )
 
 
 def test_the_mean_of_an_older_version_stays(root: Path, tmp_path: Path) -> None:
@@ -114,14 +120,19 @@ def test_an_older_version_that_covers_everything_adds_nothing(root: Path, tmp_pa
 
 
 def test_a_dense_table_keeps_its_policy_where_nothing_is_taken_over(root: Path, tmp_path: Path) -> None:
-    """An older version without rows beyond the checkpoint's: `load --only` finds the policy that model.toml has."""
+    """An older version without rows beyond the checkpoint's: `load --only` finds the policy that
+    model.toml has."""
     values = rows_of(5, DIM)
     tables = {"t": (None, values), "u": (None, values)}
     publish_raw(tmp_path, root, tables)
     of = {"t": {"missing": "backfill:demo@1"}}
     publish_raw(tmp_path, root, tables, of)
     stored = Model(root, "demo").attach().header.tables[0].ids
-    assert stored is not None and (stored.missing, stored.backfilled, stored.default_row) == ("backfill:demo@1", 0, None)
+    assert stored is not None and (stored.missing, stored.backfilled, stored.default_row) == (
+        "backfill:demo@1",
+        0,
+        None,
+    )
     again = publish_raw(tmp_path, root, tables, of, settings=LoadSettings(only=("u",)))
     assert again.header.source["reused"]["tables"] == {"t": 2}
     np.testing.assert_array_equal(vectors_of(attached(root), [4, 0]), vectors_of(attached(root, "u"), [4, 0]))
@@ -132,7 +143,11 @@ def test_a_dense_table_keeps_its_policy_where_nothing_is_taken_over(root: Path, 
 @pytest.mark.parametrize(
     ("older", "change", "message"),
     [
-        ([1], {"row_format": "fp16"}, "its rows are fp32 of dim 24, these are fp16 of dim 24; rows are taken over as they are"),
+        (
+            [1],
+            {"row_format": "fp16"},
+            "its rows are fp32 of dim 24, these are fp16 of dim 24; rows are taken over as they are",
+        ),
         ([1], {"dim": 8}, "its rows are fp32 of dim 24, these are fp32 of dim 8"),
         ([1], {"ids": None}, 'its ids are raw, and those of this table are row numbers; set ids = "raw"'),
         ([1], {"missing": "backfill:demo@7"}, "that version is not published"),

@@ -23,7 +23,11 @@ from tableside.loader.versions.partial import PartialTensor
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError, RowFormat
 
-IDS = np.random.default_rng(3).permutation(np.concatenate([[-(2**63), 2**63 - 1, -1, 0], np.arange(10, 400, 3)])).astype(np.int64)
+IDS = (
+    np.random.default_rng(3)
+    .permutation(np.concatenate([[-(2**63), 2**63 - 1, -1, 0], np.arange(10, 400, 3)]))
+    .astype(np.int64)
+)
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -64,7 +68,9 @@ def test_a_raw_table_is_read_back(
     """Every id with its vector, bit for bit, in however many chunks; a suffix alone decides the format."""
     monkeypatch.setattr(exporting, "CHUNK_BYTES", chunk_bytes)
     tensor = raw_tensor(root)
-    expected = {int(i): v.tobytes() for ids, values in tensor.chunks() for i, v in zip(ids, values, strict=True)}
+    expected = {
+        int(i): v.tobytes() for ids, values in tensor.chunks() for i, v in zip(ids, values, strict=True)
+    }
     exported = export(tensor, tmp_path / f"t{suffix}")
     found = read(exported.path)
     assert found["ids"].dtype == np.int64 and found["weights"].dtype == np.float32
@@ -83,7 +89,9 @@ def test_half_precision(suffix: str, root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_plain_table_has_no_ids_of_its_own(suffix: str, publish: Callable[..., Loaded], root: Path, tmp_path: Path) -> None:
+def test_a_plain_table_has_no_ids_of_its_own(
+    suffix: str, publish: Callable[..., Loaded], root: Path, tmp_path: Path
+) -> None:
     """Tensors are weights alone; Parquet has row numbers, as each of its rows needs an id."""
     publish({"t": rows_of(100, 8)})
     tensor = Model(root, "demo").tensor("t")
@@ -94,7 +102,9 @@ def test_a_plain_table_has_no_ids_of_its_own(suffix: str, publish: Callable[...,
 
 def test_a_dense_table_with_a_policy_has_ids(root: Path, tmp_path: Path) -> None:
     """They may begin anywhere, and the default row is not one of them."""
-    publish_tables(root, {"t": DenseTable(rows_of(10, 8), RowFormat.FP32, default=np.ones(8, np.float32), first=-5)})
+    publish_tables(
+        root, {"t": DenseTable(rows_of(10, 8), RowFormat.FP32, default=np.ones(8, np.float32), first=-5)}
+    )
     found = read(export(Model(root, "demo").tensor("t"), tmp_path / "t.npz").path)
     assert found["ids"].tolist() == list(range(-5, 5))
     np.testing.assert_array_equal(found["weights"], rows_of(10, 8))
@@ -117,7 +127,11 @@ def test_loaded_again_the_rows_are_the_same_bytes(
     publish({"t": with_zeros(rows_of(300, 24))}, formats={"t": row_format})
     model = Model(root, "demo")
     path = export(model.tensor("t"), tmp_path / f"again{suffix}", row_format).path
-    raw = {"name": "demo", "checkpoint": path.name, "tables": {"t": {"key": "weights", "row_format": row_format}}}
+    raw = {
+        "name": "demo",
+        "checkpoint": path.name,
+        "tables": {"t": {"key": "weights", "row_format": row_format}},
+    }
     again = load(parse_model(raw, tmp_path), root)
     assert again.version == 2
     assert model.tensor("t", 2).packed().tobytes() == model.tensor("t", 1).packed().tobytes()
@@ -125,14 +139,18 @@ def test_loaded_again_the_rows_are_the_same_bytes(
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("row_format", ["fp16", "fp32"])
-def test_raw_ids_loaded_again_have_the_same_rows(suffix: str, row_format: str, root: Path, tmp_path: Path) -> None:
+def test_raw_ids_loaded_again_have_the_same_rows(
+    suffix: str, row_format: str, root: Path, tmp_path: Path
+) -> None:
     """Each id its bytes, where the row format loses nothing; the index may be another."""
     before = raw_tensor(root, RowFormat.parse(row_format))
     assert np.signbit(before.numpy()[before.numpy() == 0]).any()
     path = export(before, tmp_path / f"again{suffix}", row_format).path
     keys = {"key": "vector"} if suffix == ".parquet" else {"key": "weights", "id_key": "ids"}
     table = {**keys, "ids": "raw", "row_format": row_format, "buckets": 4}
-    again = load(parse_model({"name": "demo", "checkpoint": path.name, "tables": {"t": table}}, tmp_path), root)
+    again = load(
+        parse_model({"name": "demo", "checkpoint": path.name, "tables": {"t": table}}, tmp_path), root
+    )
     after = Model(root, "demo").tensor("t", again.version)
     assert again.version == 2 and len(after) == IDS.size and _rows(after) == _rows(before)
 
@@ -142,7 +160,9 @@ def _rows(tensor: PartialTensor) -> dict[int, bytes]:
     return {i: row.tobytes() for i, row in zip(ids, tensor.packed(), strict=True)}
 
 
-def test_a_file_is_replaced_only_by_a_whole_one(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_replaced_only_by_a_whole_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where an export fails half-way, what was there stays, and nothing stays beside it."""
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 64)
     tensor, path = raw_tensor(root, RowFormat.FP32, scale=1e5), tmp_path / "t.npz"
@@ -174,7 +194,8 @@ def test_a_full_disk_leaves_nothing(suffix: str, root: Path, tmp_path: Path) -> 
 def test_memory_is_that_of_some_chunks(
     suffix: str, publish: Callable[..., Loaded], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An eighth of the table's fp32 bytes: chunks of 256 KiB, and row numbers of 512 KiB, a few times each."""
+    """An eighth of the table's fp32 bytes: chunks of 256 KiB, and row numbers of 512 KiB, a few times
+    each."""
     monkeypatch.setattr(exporting, "CHUNK_BYTES", 1 << 18)
     publish({"t": rows_of(131_072, 64)})
     tensor = Model(root, "demo").tensor("t")
@@ -226,7 +247,10 @@ def test_a_missing_folder_is_named(root: Path, tmp_path: Path) -> None:
     to = tmp_path / "out" / "t.npz"
     raw_tensor(root)
     found = run_tableside("export", "demo", "t", "--to", to, root=root)
-    assert found.returncode == 1 and f"there is no folder {to.parent}; make it first, or choose another file" in found.stderr
+    assert (
+        found.returncode == 1
+        and f"there is no folder {to.parent}; make it first, or choose another file" in found.stderr
+    )
     assert os.listdir(tmp_path) == []
 
 

@@ -44,7 +44,9 @@ def test_rows_dequantize_to_the_checkpoint_within_the_bound(
     assert (table.rows, table.dim, loaded.version) == (rows, 24, 1)
     error = np.abs(REFERENCE.dequantize(table) - values).max(1)
     low, high = values.min(1), values.max(1)
-    assert all(e <= row_format.error_bound(float(a), float(b)) for e, a, b in zip(error, low, high, strict=True))
+    assert all(
+        e <= row_format.error_bound(float(a), float(b)) for e, a, b in zip(error, low, high, strict=True)
+    )
 
 
 def test_every_backend_writes_the_same_segment(publish: Publish, root: Path) -> None:
@@ -58,7 +60,8 @@ def test_every_backend_writes_the_same_segment(publish: Publish, root: Path) -> 
 def test_a_checkpoint_that_torchrec_sharded(root: Path) -> None:
     """Replicated, by row and by column, end to end."""
     tables = {
-        t: {"key": f"sparse.embedding_bags.{t}.weight", "row_format": "fp32"} for t in ("replicated", "by_row", "by_column")
+        t: {"key": f"sparse.embedding_bags.{t}.weight", "row_format": "fp32"}
+        for t in ("replicated", "by_row", "by_column")
     }
     load(parse_model({"name": "ads", "checkpoint": str(DCP), "tables": tables}, Path()), root)
     segment = Model(root, "ads").attach()
@@ -79,7 +82,9 @@ def test_a_checkpoint_of_many_files(root: Path, tmp_path: Path) -> None:
     assert len(Model(root, "many").attach().header.source["files"]) == 40
 
 
-def test_a_record_that_cannot_be_written_publishes_nothing(publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_written_publishes_nothing(
+    publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ENOSPC at the last step: the version before it stays live, and nothing of the new one is left."""
     publish({"t": rows_of(10, 8)})
 
@@ -94,7 +99,9 @@ def test_a_record_that_cannot_be_written_publishes_nothing(publish: Publish, roo
     assert not list(model.folder.glob("*.partial"))
 
 
-def test_a_flip_that_fails_publishes_nothing(publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flip_that_fails_publishes_nothing(
+    publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new version is visible for a moment before the flip; where that fails it goes again."""
     publish({"t": rows_of(10, 8)})
 
@@ -109,8 +116,11 @@ def test_a_flip_that_fails_publishes_nothing(publish: Publish, root: Path, monke
     assert (model.versions(), model.loading_versions(), model.current()) == ([1], [], 1)
 
 
-def test_readers_of_the_record_see_a_whole_one(publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after each step of a flip the record names the old version or the new one: it is never torn or gone."""
+def test_readers_of_the_record_see_a_whole_one(
+    publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after each step of a flip the record names the old version or the new one: it is never
+    torn or gone."""
     publish({"t": rows_of(10, 8)})
     seen: list[int] = []
 
@@ -163,7 +173,8 @@ def test_progress_counts_every_row(publish: Publish, tmp_path: Path, root: Path)
 
 
 def test_memory_of_a_load_does_not_grow_with_the_table(tmp_path: Path, root: Path) -> None:
-    """Private memory of a load of 400 MB stays within 256 MiB of an idle process; it is measured in a process of its own."""
+    """Private memory of a load of 400 MB stays within 256 MiB of an idle process; it is measured in a
+    process of its own."""
     values = np.lib.format.open_memmap(tmp_path / "t.npy", "w+", np.float32, (1_600_000, 64))
     for start in range(0, len(values), 100_000):
         values[start : start + 100_000] = rows_of(100_000, 64, start)
@@ -189,7 +200,11 @@ def test_memory_of_a_load_does_not_grow_with_the_table(tmp_path: Path, root: Pat
         print(peak - idle)
     """
     found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     assert int(found.stdout) < 256 << 20
 
@@ -208,7 +223,9 @@ def _start_load(path: Path, root: Path, patch: str = "") -> subprocess.Popen[str
     """A load in a process of its own, with `patch` run before it."""
     command = ["load", str(path), "--root", str(root)]
     script = f"{textwrap.dedent(patch)}\nimport sys\nfrom tableside.serving.cli.cli import main\nsys.exit(main({command!r}))"
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 STEPS = {
@@ -223,7 +240,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_load_killed_at_each_publishing_step(step: str, publish: Publish, root: Path, tmp_path: Path) -> None:
+def test_a_load_killed_at_each_publishing_step(
+    step: str, publish: Publish, root: Path, tmp_path: Path
+) -> None:
     """The version before it stays live and whole; the next load succeeds, and gc leaves nothing behind."""
     publish({"t": rows_of(100, 64)})
     process = _start_load(_model_file(tmp_path), root, STEPS[step])
@@ -241,8 +260,11 @@ def test_a_load_killed_at_each_publishing_step(step: str, publish: Publish, root
     assert left == {f"{model.current()}.segment"}
 
 
-def test_a_version_that_was_about_to_be_live_goes_with_the_next_load(publish: Publish, root: Path, tmp_path: Path) -> None:
-    """A load that is killed between the rename and the flip leaves a version that nobody asked for; gc is not needed."""
+def test_a_version_that_was_about_to_be_live_goes_with_the_next_load(
+    publish: Publish, root: Path, tmp_path: Path
+) -> None:
+    """A load that is killed between the rename and the flip leaves a version that nobody asked for; gc is
+    not needed."""
     publish({"t": rows_of(100, 64)})
     process = _start_load(_model_file(tmp_path), root, STEPS["flipping"])
     process.communicate(timeout=300)
@@ -264,7 +286,10 @@ def test_a_load_killed_at_random_instants(publish: Publish, root: Path, tmp_path
     for _ in range(8):
         process = _start_load(path, root)
         partial = model.folder
-        until(lambda p=process, f=partial: p.poll() is not None or list(f.glob("*.partial")), what="the load to begin")
+        until(
+            lambda p=process, f=partial: p.poll() is not None or list(f.glob("*.partial")),
+            what="the load to begin",
+        )
         time.sleep(instants.uniform(0, 0.06))
         process.kill()
         process.communicate(timeout=300)
@@ -280,7 +305,9 @@ def test_two_loads_at_once(publish: Publish, root: Path, tmp_path: Path) -> None
     """The second is refused with the reason; the first one, stopped meanwhile, goes on and publishes."""
     path, model = _model_file(tmp_path, rows=1_000_000), Model(root, "demo")
     first = _start_load(path, root)
-    until(lambda: model.folder.is_dir() and list(model.folder.glob("*.partial")), what="the first load to begin")
+    until(
+        lambda: model.folder.is_dir() and list(model.folder.glob("*.partial")), what="the first load to begin"
+    )
     first.send_signal(signal.SIGSTOP)
     second = run_tableside("load", path, "--root", root)
     first.send_signal(signal.SIGCONT)
@@ -295,7 +322,9 @@ def small_tmpfs(tmp_path: Path) -> Path:
     """A real tmpfs of 8 MiB."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr!r}")
     yield folder
@@ -317,7 +346,9 @@ def test_shared_memory_that_is_too_small(small_tmpfs: Path, tmp_path: Path) -> N
     assert list(model.folder.glob("*.partial")) == []
 
 
-def test_space_that_vanishes_between_the_check_and_the_reservation(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_that_vanishes_between_the_check_and_the_reservation(
+    small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reservation itself finds it: the file system says that there is room, and is full."""
     from tableside.loader.segment import memory
 
@@ -335,7 +366,8 @@ def test_space_that_vanishes_between_the_check_and_the_reservation(small_tmpfs: 
 
 
 def test_versions_activate_roll_back_and_go(publish: Publish, root: Path) -> None:
-    """Numbers are never given twice; the live version cannot be removed; an attached one outlives its file."""
+    """Numbers are never given twice; the live version cannot be removed; an attached one outlives its
+    file."""
     for i in range(3):
         publish({"t": rows_of(10 + i, 8)})
     model = Model(root, "demo")
@@ -397,7 +429,9 @@ def test_a_flipped_bit_is_found_by_verify(publish: Publish, root: Path) -> None:
     assert "table 't', rows [0, 10): the checksum is wrong" in found.stdout.replace("\n", " ")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "1", '"x"', "null", '{"current": {}, "latest": 1}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "1", '"x"', "null", '{"current": {}, "latest": 1}', "[" * 100_000]
+)
 def test_an_unreadable_flip_record_names_the_remedy(text: str, publish: Publish, root: Path) -> None:
     """The remedy works, whatever stands there."""
     publish({"t": rows_of(10, 8)})

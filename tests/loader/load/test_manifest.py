@@ -29,7 +29,11 @@ DCP = Path(__file__).parent.parent.parent / "fixtures" / "torchrec_dcp"
 def _load(path: Path, root: Path, *keys: str, row_format: str = "fp32") -> str:
     """Loads tensors of a checkpoint; what is said about verification."""
     tables = {f"t{i}": {"key": key, "row_format": row_format} for i, key in enumerate(keys)}
-    return summary(load(parse_model({"name": "m", "checkpoint": str(path), "tables": tables}, Path()), root).header.source)
+    return summary(
+        load(
+            parse_model({"name": "m", "checkpoint": str(path), "tables": tables}, Path()), root
+        ).header.source
+    )
 
 
 def _served(root: Path, table: str = "t0") -> np.ndarray:
@@ -63,8 +67,11 @@ def _safetensors(folder: Path, **arrays: np.ndarray) -> Path:
 
 @pytest.mark.parametrize("write", [_npz, _pt], ids=["npz", "pt"])
 @pytest.mark.parametrize("row", [0, 1, 29_999, 30_010])
-def test_a_flipped_bit_is_found_by_the_archives_crc(write: Callable[..., Path], row: int, tmp_path: Path, root: Path) -> None:
-    """In the first, a middle and the last piece that is read; the error names file, tensor and rows, and nothing is published."""
+def test_a_flipped_bit_is_found_by_the_archives_crc(
+    write: Callable[..., Path], row: int, tmp_path: Path, root: Path
+) -> None:
+    """In the first, a middle and the last piece that is read; the error names file, tensor and rows, and
+    nothing is published."""
     path = write(tmp_path, a=rows_of(30_011, 24), b=rows_of(10, 4))
     assert _load(path, root, "a", "b") == "verified by CRC-32"
     _flip(path, path.read_bytes().index(rows_of(30_011, 24)[row].tobytes()) + 5)
@@ -90,7 +97,9 @@ def test_torchrecs_shards_are_verified_by_crc(tmp_path: Path, root: Path) -> Non
     keys = [f"sparse.embedding_bags.{t}.weight" for t in ("replicated", "by_row", "by_column")]
     assert _load(tmp_path / "dcp", root, *keys) == "verified by CRC-32"
     for i, key in enumerate(keys):
-        np.testing.assert_array_equal(_served(root, f"t{i}"), np.load(DCP / "expected.npz")[key.split(".")[2]])
+        np.testing.assert_array_equal(
+            _served(root, f"t{i}"), np.load(DCP / "expected.npz")[key.split(".")[2]]
+        )
     with open_checkpoint(tmp_path / "dcp") as found:
         shards = [(key, shard) for key in keys for shard in found.matrix(key).shards]
     for key, shard in shards:
@@ -103,7 +112,8 @@ def test_torchrecs_shards_are_verified_by_crc(tmp_path: Path, root: Path) -> Non
 
 
 def test_views_of_one_storage_are_verified_together(tmp_path: Path, root: Path) -> None:
-    """What no table reads is read at the end, where it is little; tables that overlap or repeat count once."""
+    """What no table reads is read at the end, where it is little; tables that overlap or repeat count
+    once."""
     big = torch.from_numpy(rows_of(4000, 8))
     torch.save({"a": big[100:1500], "b": big[1400:], "all": big}, tmp_path / "c.pt")
     for keys in (("a",), ("b",), ("a", "b"), ("all", "a", "b"), ("a", "a"), ("b", "all", "b")):
@@ -120,7 +130,9 @@ def test_a_small_part_of_a_large_storage_is_not_verified(tmp_path: Path, root: P
     big = torch.zeros(400_000, 8)
     torch.save({"a": big[:1]}, tmp_path / "c.pt")
     found = _load(tmp_path / "c.pt", root, "a")
-    assert found.startswith("not verified: it is a part of a larger storage; write some with: tableside manifest")
+    assert found.startswith(
+        "not verified: it is a part of a larger storage; write some with: tableside manifest"
+    )
     write_manifest(tmp_path / "c.pt")
     assert _load(tmp_path / "c.pt", root, "a") == "verified by manifest"
 
@@ -132,7 +144,9 @@ def test_a_file_saved_without_crc_is_not_damaged(tmp_path: Path, root: Path) -> 
         torch.save({"a": torch.from_numpy(rows_of(10, 8))}, tmp_path / "c.pt")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert _load(tmp_path / "c.pt", root, "a").startswith("not verified: its archive was saved without CRC-32; write some with")
+    assert _load(tmp_path / "c.pt", root, "a").startswith(
+        "not verified: its archive was saved without CRC-32; write some with"
+    )
     np.testing.assert_array_equal(_served(root), rows_of(10, 8))
 
 
@@ -154,10 +168,15 @@ def test_crc_pieces_join_in_any_order() -> None:
 
 @pytest.mark.parametrize("row_format", ["fp32", "int8", "int2"])
 @pytest.mark.parametrize("shape", [(30_011, 24), (1, 8), (5, 40_000), (4096, 16)], ids=str)
-def test_a_manifest_finds_a_flipped_bit(shape: tuple[int, int], row_format: str, tmp_path: Path, root: Path) -> None:
-    """In chunks of many shapes beside segments' chunks of others; the error names the rows of 64 KiB, or the one row."""
+def test_a_manifest_finds_a_flipped_bit(
+    shape: tuple[int, int], row_format: str, tmp_path: Path, root: Path
+) -> None:
+    """In chunks of many shapes beside segments' chunks of others; the error names the rows of 64 KiB, or
+    the one row."""
     path = _safetensors(tmp_path, a=rows_of(*shape))
-    assert _load(path, root, "a", row_format=row_format).startswith("not verified: its file carries no checksums; write some")
+    assert _load(path, root, "a", row_format=row_format).startswith(
+        "not verified: its file carries no checksums; write some"
+    )
     before = Model(root, "m").attach().tables["t0"].packed.copy()
     write_manifest(path)
     assert _load(path, root, "a", row_format=row_format) == "verified by manifest"
@@ -168,7 +187,8 @@ def test_a_manifest_finds_a_flipped_bit(shape: tuple[int, int], row_format: str,
         step = chunk_rows(open_checkpoint(path).matrix("a"))
         first = row // step * step
         with pytest.raises(
-            CheckpointError, match=rf"rows \[{first}, {min(shape[0], first + step)}\) are not those of .*manifest"
+            CheckpointError,
+            match=rf"rows \[{first}, {min(shape[0], first + step)}\) are not those of .*manifest",
         ):
             _load(path, root, "a", row_format=row_format)
         _flip(path, at)
@@ -183,7 +203,9 @@ def test_a_manifest_of_each_kind_of_checkpoint(tmp_path: Path, root: Path) -> No
     shutil.copytree(DCP, tmp_path / "dcp")
     (tmp_path / "sharded").mkdir()
     save_file({"a": values}, tmp_path / "sharded" / "one.safetensors")
-    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "one.safetensors"}})
+    )
     for name, key, place in (
         ("c.pt", "a", "c.pt.manifest.json"),
         ("n.npy", "n", "n.npy.manifest.json"),
@@ -234,7 +256,9 @@ def _resaved(**arrays: np.ndarray) -> Callable[[Path], object]:
     ],
     ids=["rows", "dtype", "shape", "values"],
 )
-def test_a_manifest_of_an_older_checkpoint(change: Callable[[Path], object], message: str, tmp_path: Path, root: Path) -> None:
+def test_a_manifest_of_an_older_checkpoint(
+    change: Callable[[Path], object], message: str, tmp_path: Path, root: Path
+) -> None:
     """The checkpoint was saved anew, its manifest was not: an error that says how to go on."""
     path = _safetensors(tmp_path, a=rows_of(10, 4))
     write_manifest(path)
@@ -248,7 +272,9 @@ def test_a_manifest_that_lacks_a_tensor(tmp_path: Path, root: Path) -> None:
     path = _safetensors(tmp_path, a=rows_of(10, 4))
     write_manifest(path)
     _safetensors(tmp_path, a=rows_of(10, 4), b=rows_of(10, 4))
-    with pytest.raises(CheckpointError, match="it lacks the tensor 'b'; write it again with: tableside manifest"):
+    with pytest.raises(
+        CheckpointError, match="it lacks the tensor 'b'; write it again with: tableside manifest"
+    ):
         _load(path, root, "a", "b")
     assert _load(path, root, "a") == "verified by manifest"
 
@@ -279,7 +305,10 @@ def test_the_commands_say_what_verified_the_rows(tmp_path: Path, root: Path) -> 
     model = tmp_path / "model.toml"
     model.write_text('name = "m"\ncheckpoint = "c.safetensors"\n[tables.t]\nkey = "emb"\n')
     loaded = run_tableside("load", model, root=root)
-    assert f"not verified: its file carries no checksums; write some with: tableside manifest {path}" in loaded.stdout
+    assert (
+        f"not verified: its file carries no checksums; write some with: tableside manifest {path}"
+        in loaded.stdout
+    )
     written = run_tableside("manifest", path)
     assert (written.returncode, written.stderr) == (0, "")
     assert str(manifest_path(path)) in written.stdout

@@ -1,4 +1,5 @@
-"""What an id without a row yields, as a load makes it: an error, zeros, the mean of the table, or a vector."""
+"""What an id without a row yields, as a load makes it: an error, zeros, the mean of the table, or a
+vector."""
 
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ UNKNOWN = int(np.setdiff1d(IDS ^ 1, IDS)[0])
 KINDS = pytest.mark.parametrize("ids", [IDS, None], ids=["raw ids", "row numbers"])
 
 
-def published(root: Path, folder: Path, ids: np.ndarray | None, missing: Any, row_format: str = "fp32", **more: Any) -> Any:
-    publish_raw(folder, root, {"t": (ids, VALUES)}, {"t": {"missing": missing, **more}}, row_format=row_format)
+def published(
+    root: Path, folder: Path, ids: np.ndarray | None, missing: Any, row_format: str = "fp32", **more: Any
+) -> Any:
+    publish_raw(
+        folder, root, {"t": (ids, VALUES)}, {"t": {"missing": missing, **more}}, row_format=row_format
+    )
     return attached(root)
 
 
@@ -39,7 +44,8 @@ def test_zero(root: Path, tmp_path: Path, ids: np.ndarray | None, row_format: st
 
 @KINDS
 def test_error(root: Path, tmp_path: Path, ids: np.ndarray | None) -> None:
-    """The policy where none is given: a table of row numbers has no more rows than before, and format version 1."""
+    """The policy where none is given: a table of row numbers has no more rows than before, and format
+    version 1."""
     table = published(root, tmp_path, ids, "error")
     for id_ in unknown(ids):
         with pytest.raises(BadIds, match=f"id {id_} at position 0 is"):
@@ -51,7 +57,8 @@ def test_error(root: Path, tmp_path: Path, ids: np.ndarray | None) -> None:
 @KINDS
 @pytest.mark.parametrize("threads", [1, 2])
 def test_mean(root: Path, tmp_path: Path, ids: np.ndarray | None, threads: int) -> None:
-    """Of the checkpoint's values, added up in fp64, to the rounding of fp32, in however many blocks and threads they come."""
+    """Of the checkpoint's values, added up in fp64, to the rounding of fp32, in however many blocks and
+    threads they come."""
     publish_raw(tmp_path, root, {"t": (ids, VALUES)}, {"t": {"missing": "mean"}}, row_format="fp32",
                 settings=LoadSettings(threads=threads))  # fmt: skip
     expected = VALUES.mean(0, dtype=np.float64)
@@ -63,7 +70,9 @@ def test_the_mean_is_of_what_is_kept(root: Path, tmp_path: Path) -> None:
     ids = np.array([7, 8, 7])
     of = {"missing": "mean", "duplicates": "last"}
     publish_raw(tmp_path, root, {"t": (ids, VALUES[:3])}, {"t": of}, row_format="fp32")
-    np.testing.assert_allclose(vectors_of(attached(root), [1])[0], VALUES[1:3].mean(0, dtype=np.float64), rtol=2**-23)
+    np.testing.assert_allclose(
+        vectors_of(attached(root), [1])[0], VALUES[1:3].mean(0, dtype=np.float64), rtol=2**-23
+    )
 
 
 def test_the_mean_of_bf16(root: Path, tmp_path: Path) -> None:
@@ -88,9 +97,14 @@ def test_a_constant_vector(root: Path, tmp_path: Path, ids: np.ndarray | None) -
 
 @pytest.mark.parametrize(
     ("missing", "row_format", "message"),
-    [([1.0] * 15, "fp32", "missing has 15 numbers; the table's dim is 16"), ([1e6] * 16, "int8", "missing: row 0 holds a value")],
+    [
+        ([1.0] * 15, "fp32", "missing has 15 numbers; the table's dim is 16"),
+        ([1e6] * 16, "int8", "missing: row 0 holds a value"),
+    ],
 )
-def test_a_vector_that_does_not_fit_is_refused(root: Path, tmp_path: Path, missing: Any, row_format: str, message: str) -> None:
+def test_a_vector_that_does_not_fit_is_refused(
+    root: Path, tmp_path: Path, missing: Any, row_format: str, message: str
+) -> None:
     """Of another dim, or beyond the row format; the error names the table."""
     with pytest.raises(ModelError, match=rf"\[tables.t\]: {message}"):
         published(root, tmp_path, IDS, missing, row_format)
@@ -101,13 +115,16 @@ def test_a_missing_id_counts_in_a_mean_of_a_bag(root: Path, tmp_path: Path, ids:
     """Like any other row, by a table that was loaded."""
     table = published(root, tmp_path, ids, [8.0] * 16)
     first = 0 if ids is None else int(ids[0])
-    found = choose("native").lookup(table, np.array([first, unknown(ids)[0]]), np.array([2], np.int32), pooling=Pooling.MEAN)
+    found = choose("native").lookup(
+        table, np.array([first, unknown(ids)[0]]), np.array([2], np.int32), pooling=Pooling.MEAN
+    )
     np.testing.assert_allclose(found[0], (VALUES[0] + np.float32(8)) / 2, rtol=2**-22)  # a sum and a product
 
 
 @pytest.mark.parametrize("row_format", ["int8", "fp32"])
 def test_a_default_row_behind_whole_chunks(root: Path, tmp_path: Path, row_format: str) -> None:
-    """Of a table of row numbers whose last chunk is full: the default row has a chunk of its own, with its checksum."""
+    """Of a table of row numbers whose last chunk is full: the default row has a chunk of its own, with its
+    checksum."""
     rows = (1 << 20) // {"int8": 80, "fp32": 256}[row_format]
     values = rows_of(rows, 64)
     publish_raw(tmp_path, root, {"t": (None, values)}, {"t": {"missing": [0.5] * 64}}, row_format=row_format)

@@ -1,4 +1,5 @@
-"""Loads of tables of raw ids: right rows from every kind of checkpoint, little memory, nothing left by loads that fail or die."""
+"""Loads of tables of raw ids: right rows from every kind of checkpoint, little memory, nothing left by
+loads that fail or die."""
 
 import os
 import random
@@ -77,18 +78,24 @@ def test_tables_of_no_id_and_of_one(root: Path, tmp_path: Path, count: int, miss
     table: Any = attached(root)
     assert (table.row_map.find(np.array([0, 1, -1])) >= 0).tolist() == [count == 1, False, False]
     if missing == "zero":
-        assert (vectors_of(table, [1, 0]) == np.array([np.zeros(12), VALUES[0] if count else np.zeros(12)])).all()
+        assert (
+            vectors_of(table, [1, 0]) == np.array([np.zeros(12), VALUES[0] if count else np.zeros(12)])
+        ).all()
 
 
 @pytest.mark.parametrize("dim", [64, 60])
 def test_a_slot_that_no_id_has_gives_no_id(root: Path, tmp_path: Path, dim: int) -> None:
-    """Whose bytes would be those of id 0: of tables of one id and two slots, in which id 0 would have the empty one."""
+    """Whose bytes would be those of id 0: of tables of one id and two slots, in which id 0 would have the
+    empty one."""
     ids = [i for i in range(1, 20) if np.unique(built(np.array([i])).places(np.array([0, i]))).size == 2]
     assert ids
     for id_ in ids[:3]:
         publish_raw(tmp_path, root, {"t": (np.array([id_]), rows_of(1, dim))}, {"t": {"buckets": 1}})
         table: Any = attached(root)
-        assert table.row_map.find(np.array([0, id_])).tolist() == [-1, table.row_map.index.places(np.array([id_]))[0]]
+        assert table.row_map.find(np.array([0, id_])).tolist() == [
+            -1,
+            table.row_map.index.places(np.array([id_]))[0],
+        ]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -112,15 +119,20 @@ def test_one_thread_and_two_write_the_same_segment(root: Path, tmp_path: Path, t
 
 
 def test_progress_counts_ids_and_then_rows(root: Path, tmp_path: Path) -> None:
-    """Ids of the checkpoint and of the older version three times, as they are counted, put into buckets and placed; then rows."""
+    """Ids of the checkpoint and of the older version three times, as they are counted, put into buckets
+    and placed; then rows."""
     publish_raw(tmp_path, root, {"t": (IDS[:100] ^ 1, VALUES[:100])})
     seen: list[tuple[int, int]] = []
     of = {"t": {"missing": "backfill:demo@1"}}
-    publish_raw(tmp_path, root, {"t": (IDS, VALUES)}, of, progress=lambda done, total: seen.append((done, total)))
+    publish_raw(
+        tmp_path, root, {"t": (IDS, VALUES)}, of, progress=lambda done, total: seen.append((done, total))
+    )
     start = seen.index((0, 1000))
     assert seen[start - 1] == (3300, 3300) and {total for _, total in seen[:start]} == {3300}
     assert seen[-1] == (1000, 1000) and {total for _, total in seen[start:]} == {1000}
-    assert all(before[0] <= after[0] for part in (seen[:start], seen[start:]) for before, after in pairwise(part))
+    assert all(
+        before[0] <= after[0] for part in (seen[:start], seen[start:]) for before, after in pairwise(part)
+    )
     assert len(seen[:start]) > 5, "told as it goes, not at the end alone"
 
 
@@ -141,10 +153,19 @@ def test_rows_lie_by_bucket(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize(("duplicates", "kept"), [("first", [0, 1, 3]), ("last", [5, 4, 3])])
-def test_one_of_the_same_ids_counts(root: Path, tmp_path: Path, saver: str, duplicates: str, kept: list[int]) -> None:
+def test_one_of_the_same_ids_counts(
+    root: Path, tmp_path: Path, saver: str, duplicates: str, kept: list[int]
+) -> None:
     """The first or the last as the checkpoint has them, and none of the others."""
     ids = np.array([7, -1, 7, 0, -1, 7])
-    publish_raw(tmp_path, root, {"t": (ids, VALUES[:6])}, {"t": {"duplicates": duplicates}}, saver=saver, row_format="fp32")
+    publish_raw(
+        tmp_path,
+        root,
+        {"t": (ids, VALUES[:6])},
+        {"t": {"duplicates": duplicates}},
+        saver=saver,
+        row_format="fp32",
+    )
     table = attached(root)
     np.testing.assert_array_equal(vectors_of(table, [7, -1, 0]), VALUES[kept])
     assert table.row_map is not None and table.row_map.count == 3
@@ -168,8 +189,12 @@ def test_the_same_id_twice_is_refused(root: Path, tmp_path: Path, saver: str) ->
     with pytest.raises(CheckpointError) as caught:
         publish_raw(tmp_path, root, {"t": (ids, VALUES)}, saver=saver)
     message = str(caught.value)
-    assert f"id {ids[17]} comes twice: {tmp_path}" in message and 'set duplicates = "first" or "last"' in message
-    places = ("row 17 (row group 0)", "row 900 (row group 2)") if saver == "parquet" else ("row 17", "row 900")
+    assert (
+        f"id {ids[17]} comes twice: {tmp_path}" in message and 'set duplicates = "first" or "last"' in message
+    )
+    places = (
+        ("row 17 (row group 0)", "row 900 (row group 2)") if saver == "parquet" else ("row 17", "row 900")
+    )
     assert all(place in message for place in places), message
     assert _nothing_is_left(root)
 
@@ -177,9 +202,12 @@ def test_the_same_id_twice_is_refused(root: Path, tmp_path: Path, saver: str) ->
 def test_an_id_outside_all_buckets_is_refused(root: Path, tmp_path: Path) -> None:
     """With the ids that have one, and the setting to change."""
     with pytest.raises(
-        ModelError, match=r"\[tables.t\]: id -3 has no bucket: 4 buckets of 10 ids hold ids from 0 to 39; set bucket"
+        ModelError,
+        match=r"\[tables.t\]: id -3 has no bucket: 4 buckets of 10 ids hold ids from 0 to 39; set bucket",
     ):
-        publish_raw(tmp_path, root, {"t": (np.array([1, -3]), VALUES[:2])}, {"t": {"buckets": 4, "bucket_ids": 10}})
+        publish_raw(
+            tmp_path, root, {"t": (np.array([1, -3]), VALUES[:2])}, {"t": {"buckets": 4, "bucket_ids": 10}}
+        )
     assert _nothing_is_left(root)
 
 
@@ -189,7 +217,8 @@ def test_a_value_that_cannot_be_represented_names_its_row(root: Path, tmp_path: 
     values = VALUES.copy()
     values[731, 5] = np.nan
     with pytest.raises(
-        CheckpointError, match=r"weight'.*: row 731 holds a value that int8 cannot represent|row 731.*cannot represent"
+        CheckpointError,
+        match=r"weight'.*: row 731 holds a value that int8 cannot represent|row 731.*cannot represent",
     ):
         publish_raw(tmp_path, root, {"t": (IDS, values)}, saver=saver)
     assert _nothing_is_left(root)
@@ -205,10 +234,13 @@ def test_a_dim_that_the_format_cannot_pack(root: Path, tmp_path: Path) -> None:
 
 
 def test_memory_of_a_load_does_not_grow_with_the_ids(root: Path, tmp_path: Path) -> None:
-    """Ids of 24 MB, sorted as records of 48 MB, and vectors of 96 MB: what a load holds privately stays within 32 MiB of an idle
-    process, its buffers and the index (a third of a byte an id) included. It is measured in a process of its own."""
+    """Ids of 24 MB, sorted as records of 48 MB, and vectors of 96 MB: what a load holds privately stays
+    within 32 MiB of an idle process, its buffers and the index (a third of a byte an id) included. It is
+    measured in a process of its own."""
     count = 3_000_000
-    save_npz(tmp_path, {"t": (np.arange(count, dtype=np.int64) * 7919, np.broadcast_to(rows_of(1, 8), (count, 8)))})
+    save_npz(
+        tmp_path, {"t": (np.arange(count, dtype=np.int64) * 7919, np.broadcast_to(rows_of(1, 8), (count, 8)))}
+    )
     script = f"""
         import re, threading
         from pathlib import Path
@@ -254,14 +286,19 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_load_killed_at_each_step(step: str, root: Path, tmp_path: Path) -> None:
-    """The version before it stays live and whole, no scratch file stays, and the next load and gc leave one version alone."""
+    """The version before it stays live and whole, no scratch file stays, and the next load and gc leave
+    one version alone."""
     publish_raw(tmp_path, root, {"t": (IDS, VALUES)})
     (tmp_path / "model.toml").write_text(
         'name = "demo"\ncheckpoint = "c.npz"\n[tables.t]\nkey = "t.weight"\nids = "raw"\nid_key = "t.ids"\nmissing = "mean"\n'
     )
     command = ["load", str(tmp_path / "model.toml"), "--root", str(root)]
-    script = f"{STEPS[step]}\nimport sys\nfrom tableside.serving.cli.cli import main\nsys.exit(main({command!r}))"
-    killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
+    script = (
+        f"{STEPS[step]}\nimport sys\nfrom tableside.serving.cli.cli import main\nsys.exit(main({command!r}))"
+    )
+    killed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     model = Model(root, "demo")
     assert model.current() == 1
@@ -276,7 +313,8 @@ def test_a_load_killed_at_each_step(step: str, root: Path, tmp_path: Path) -> No
 
 
 def test_a_scratch_file_has_no_name(root: Path) -> None:
-    """So it goes with the process that has it, however that ends; a name that a killed load left is cleared by the next one."""
+    """So it goes with the process that has it, however that ends; a name that a killed load left is
+    cleared by the next one."""
     model = Model(root, "demo")
     seed = random.randrange(100)
     with model.loading() as version:

@@ -14,14 +14,22 @@ from tableside.quant import RowFormat
 TALL, FLAT = np.ones((8, 2), np.float32), np.ones((2, 2), np.float32)
 
 
-def propose(folder: Path, name: str | None = None, file: str = "c.npz", **tensors: np.ndarray) -> tuple[ModelSpec, list[str]]:
+def propose(
+    folder: Path, name: str | None = None, file: str = "c.npz", **tensors: np.ndarray
+) -> tuple[ModelSpec, list[str]]:
     np.savez(folder / file, **tensors)
     return first_model(folder / file, name, RowFormat.INT4, folder)[:2]
 
 
 def test_names_and_shapes_decide(tmp_path: Path) -> None:
-    """A name with "emb" in it, or four times as many rows as columns; every other tensor is named with why."""
-    found = {"sparse.embedding_bags.user.weight": FLAT, "item_emb.weight": FLAT, "tall": TALL, "bias": np.ones(3, np.float32)}
+    """A name with "emb" in it, or four times as many rows as columns; every other tensor is named with
+    why."""
+    found = {
+        "sparse.embedding_bags.user.weight": FLAT,
+        "item_emb.weight": FLAT,
+        "tall": TALL,
+        "bias": np.ones(3, np.float32),
+    }
     spec, skipped = propose(tmp_path, **found, flat=FLAT)
     keys = {"user": "sparse.embedding_bags.user.weight", "item_emb": "item_emb.weight", "tall": "tall"}
     assert {t.name: t.key for t in spec.tables} == keys
@@ -40,7 +48,13 @@ def test_all_matrices_where_neither_name_nor_shape_says_so(tmp_path: Path) -> No
 def test_a_weight_with_a_bias_beside_it_is_a_linears(tmp_path: Path) -> None:
     """However tall it is and whatever it is called; the bias of another module does not count."""
     bias = np.ones(8, np.float32)
-    found = {"mlp.0.weight": TALL, "mlp.0.bias": bias, "emb_proj.weight": TALL, "emb_proj.bias": bias, "users.weight": TALL}
+    found = {
+        "mlp.0.weight": TALL,
+        "mlp.0.bias": bias,
+        "emb_proj.weight": TALL,
+        "emb_proj.bias": bias,
+        "users.weight": TALL,
+    }
     spec, skipped = propose(tmp_path, **found, bias=bias)
     assert [t.key for t in spec.tables] == ["users.weight"]
     assert "mlp.0.weight: a matrix [8, 2] of fp32, with a bias beside it, as a Linear has" in skipped
@@ -59,7 +73,13 @@ def test_sizes_are_told(tmp_path: Path) -> None:
 
 def test_tables_of_one_name_are_numbered(tmp_path: Path) -> None:
     """Names that differ only in what a name cannot hold, or in what lies before it, stay apart."""
-    keys = ("a.embeddings.user.weight", "b.embeddings.user.weight", "c.embeddings.user.weight", "emb us", "emb/us")
+    keys = (
+        "a.embeddings.user.weight",
+        "b.embeddings.user.weight",
+        "c.embeddings.user.weight",
+        "emb us",
+        "emb/us",
+    )
     spec, _ = propose(tmp_path, **dict.fromkeys(keys, FLAT))
     assert [t.name for t in spec.tables] == ["user", "user_2", "user_3", "emb_us", "emb_us_2"]
 
@@ -73,7 +93,8 @@ def test_the_model_is_named_after_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_path_is_relative_where_the_checkpoint_lies_below_the_folder(tmp_path: Path) -> None:
-    """So that model.toml and checkpoint can be moved together; what is written is read back as the same specification."""
+    """So that model.toml and checkpoint can be moved together; what is written is read back as the same
+    specification."""
     spec, skipped = propose(tmp_path, emb=TALL)
     assert spec.checkpoint == Path("c.npz")
     (tmp_path / "model.toml").write_text(write_model(spec, skipped))

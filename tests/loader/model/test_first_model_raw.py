@@ -1,4 +1,5 @@
-"""The first model.toml of a checkpoint with tables of raw ids: which tables it proposes, and where their ids are."""
+"""The first model.toml of a checkpoint with tables of raw ids: which tables it proposes, and where their
+ids are."""
 
 import os
 from pathlib import Path
@@ -31,11 +32,18 @@ def propose(path: Path, folder: Path) -> tuple[ModelSpec, list[str]]:
 
 
 def test_pairs_of_tensors(tmp_path: Path) -> None:
-    """Vectors with ids are raw tables; beside them only what is called an embedding is a table, of row numbers."""
+    """Vectors with ids are raw tables; beside them only what is called an embedding is a table, of row
+    numbers."""
     values = rows_of(40, 4)
     np.savez(
         tmp_path / "c.npz",
-        **{"user.ids": ids_of(40), "user.weight": values, "item_emb": values, "mlp": values, "step": np.arange(3)},
+        **{
+            "user.ids": ids_of(40),
+            "user.weight": values,
+            "item_emb": values,
+            "mlp": values,
+            "step": np.arange(3),
+        },
     )
     spec, skipped = propose(tmp_path / "c.npz", tmp_path)
     assert {t.name: (t.key, t.raw) for t in spec.tables} == {
@@ -50,12 +58,15 @@ def test_torchrecs_mpzch(tmp_path: Path) -> None:
     """The table is called as TorchRec calls it; its ids are the module's identities."""
     (table,) = propose(MPZCH / "model.pt", tmp_path)[0].tables
     assert table.name == "user" and table.raw is not None
-    assert table.raw.key == "_managed_collision_collection._managed_collision_modules.user._hash_zch_identities"
+    assert (
+        table.raw.key == "_managed_collision_collection._managed_collision_modules.user._hash_zch_identities"
+    )
 
 
 @pytest.mark.parametrize("cut", ["m/emb_vector", "d/user_emb_values.rank_0.world_size_1"])
 def test_a_file_of_vectors_that_is_cut_to_half(cut: str, root: Path, tmp_path: Path) -> None:
-    """The dim of files that do not say it is written, so that half of one is refused when it is loaded, or loaded again."""
+    """The dim of files that do not say it is written, so that half of one is refused when it is loaded, or
+    loaded again."""
     folder = tmp_path / cut.split("/")[0]
     folder.mkdir()
     key = folder / ("key" if folder.name == "m" else "user_emb_keys.rank_0.world_size_1")
@@ -73,10 +84,15 @@ def test_a_file_of_vectors_that_is_cut_to_half(cut: str, root: Path, tmp_path: P
 
 
 def test_identities_without_vectors_are_named(tmp_path: Path) -> None:
-    """Ids beside which no vectors of as many rows are found are left out, and `tableside init` says so; other tensors of int64
-    are no ids, and only the file tells of them."""
+    """Ids beside which no vectors of as many rows are found are left out, and `tableside init` says so;
+    other tensors of int64 are no ids, and only the file tells of them."""
     key = "_managed_collision_collection._managed_collision_modules.user._hash_zch_identities"
-    arrays = {"item.ids": ids_of(40), "item.weight": rows_of(40, 4), key: ids_of(7)[:, None], "step": np.arange(3)}
+    arrays = {
+        "item.ids": ids_of(40),
+        "item.weight": rows_of(40, 4),
+        key: ids_of(7)[:, None],
+        "step": np.arange(3),
+    }
     np.savez(tmp_path / "c.npz", **arrays)  # type: ignore[arg-type]
     found = run_tableside("init", tmp_path / "c.npz", "--out", tmp_path / "model.toml")
     assert found.returncode == 0, found.stderr
@@ -107,8 +123,11 @@ def test_parquet_by_the_command(tmp_path: Path) -> None:
 def test_where_names_do_not_tell_it_says_what_is_missing(tmp_path: Path) -> None:
     """Two columns could be the ids."""
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows_of(5, 4).ravel()), 4)
-    pq.write_table(pa.table({"user": ids_of(5), "item": ids_of(5), "vector": vectors}), tmp_path / "t.parquet")
+    pq.write_table(
+        pa.table({"user": ids_of(5), "item": ids_of(5), "vector": vectors}), tmp_path / "t.parquet"
+    )
     with pytest.raises(
-        ModelError, match="no table of raw ids is found by its names; vector: which column holds its ids cannot be told"
+        ModelError,
+        match="no table of raw ids is found by its names; vector: which column holds its ids cannot be told",
     ):
         first_model(tmp_path / "t.parquet", None, RowFormat.INT8, tmp_path)

@@ -40,7 +40,10 @@ def test_without_features_every_table_is_one() -> None:
 
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
-    tables = (TableSpec("a", 'odd "key" \\ \n\t\x7f é', RowFormat.FP8), TableSpec("b:c", "b", RowFormat.INT2, dim=8))
+    tables = (
+        TableSpec("a", 'odd "key" \\ \n\t\x7f é', RowFormat.FP8),
+        TableSpec("b:c", "b", RowFormat.INT2, dim=8),
+    )
     spec = ModelSpec("m", Path("x.pt"), tables, (FeatureSpec("a", "a"), FeatureSpec("b:c", "b:c", "none")))
     (tmp_path / "model.toml").write_text(write_model(spec, ["dense: a matrix", 'evil\nname = "x"']))
     found = read_model(tmp_path / "model.toml")
@@ -51,9 +54,15 @@ def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) 
     """Each of the optional sections that a first model.toml explains is read once its `#` are taken away."""
     tables = (TableSpec("a:b", "a", RowFormat.INT8), TableSpec("c", "c", RowFormat.FP16))
     text = write_model(
-        ModelSpec("m", Path("x.pt"), tables, (FeatureSpec("a:b", "a:b"), FeatureSpec("c", "c"))), [], {"c": "7 rows"}
+        ModelSpec("m", Path("x.pt"), tables, (FeatureSpec("a:b", "a:b"), FeatureSpec("c", "c"))),
+        [],
+        {"c": "7 rows"},
     )
-    assert "# 7 rows\n" in text and "# int2, int4, int8, fp8, fp16, fp32\n" in text and "# none, sum, mean\n" in text
+    assert (
+        "# 7 rows\n" in text
+        and "# int2, int4, int8, fp8, fp16, fp32\n" in text
+        and "# none, sum, mean\n" in text
+    )
     lines = text.splitlines()
     uncommented = [line.removeprefix("# ") for line in lines]
     program, towers = (i for i, line in enumerate(lines) if line == "# [scorer]")
@@ -80,12 +89,21 @@ def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) 
         ({"checkpoint": ""}, "checkpoint is ''"),
         ({"tables": {}}, "at least one table"),
         ({"tables": {"user": {}}}, r"\[tables.user\]: key is None"),
-        ({"tables": {"user": {"key": "k", "row_format": "int3"}}}, "row_format is 'int3'; expected one of: int2"),
+        (
+            {"tables": {"user": {"key": "k", "row_format": "int3"}}},
+            "row_format is 'int3'; expected one of: int2",
+        ),
         ({"tables": {"user": {"key": "k", "policy": "error"}}}, "policy is called missing now"),
         ({"tables": {"user": {"key": "k", "rows": 3}}}, "unknown key 'rows'"),
-        ({"tables": {"user": {"key": "k", "dim": 0}}}, r"\[tables.user\]: dim is 0; expected how many values a vector has"),
+        (
+            {"tables": {"user": {"key": "k", "dim": 0}}},
+            r"\[tables.user\]: dim is 0; expected how many values a vector has",
+        ),
         ({"tables": {"user": {"key": "k", "dim": True}}}, "dim is True; expected how many"),
-        ({"tables": {"user": {"key": "k", "dim": 8, "missing": [0.5, 1]}}}, "missing has 2 numbers, and dim is 8"),
+        (
+            {"tables": {"user": {"key": "k", "dim": 8, "missing": [0.5, 1]}}},
+            "missing has 2 numbers, and dim is 8",
+        ),
         ({"tables": {"u.values": {"key": "k"}}}, "table name"),
         ({"tables": 3}, "expected sections"),
         ({"features": {"f": {"table": "item"}}}, "table 'item' is not described; expected one of: user"),

@@ -1,4 +1,5 @@
-"""Exported programs as data: what is read, what is left out, and everything that is refused before torch sees it."""
+"""Exported programs as data: what is read, what is left out, and everything that is refused before torch
+sees it."""
 
 import io
 import json
@@ -162,19 +163,40 @@ def expression(text: str) -> Change:
 
 
 EVIL = {
-    "torch.load": (lambda e: nodes(e)[0].update(target="torch.load"), "calls 'torch.load'; expected ATen operators alone"),
+    "torch.load": (
+        lambda e: nodes(e)[0].update(target="torch.load"),
+        "calls 'torch.load'; expected ATen operators alone",
+    ),
     "torch.hub": (lambda e: nodes(e)[0].update(target="torch.hub.load"), "expected ATen operators alone"),
-    "from_file": (lambda e: nodes(e)[0].update(target="torch.ops.aten.from_file.default"), "expected ATen operators alone"),
-    "custom": (lambda e: nodes(e)[0].update(target="torch.ops.fbgemm.cat.default"), "expected ATen operators alone"),
-    "attribute": (lambda e: nodes(e)[0].update(target="torch.ops.aten.cat.__init__.__globals__"), "ATen operators alone"),
+    "from_file": (
+        lambda e: nodes(e)[0].update(target="torch.ops.aten.from_file.default"),
+        "expected ATen operators alone",
+    ),
+    "custom": (
+        lambda e: nodes(e)[0].update(target="torch.ops.fbgemm.cat.default"),
+        "expected ATen operators alone",
+    ),
+    "attribute": (
+        lambda e: nodes(e)[0].update(target="torch.ops.aten.cat.__init__.__globals__"),
+        "ATen operators alone",
+    ),
     "call": (expression("__import__('os').system('true')"), "has the batch .* which is more than arithmetic"),
     "attributes": (expression("s32.__class__"), "more than arithmetic"),
     "string": (expression("Symbol('x; y')"), "more than arithmetic"),
     "power": (expression("9**9**9**9"), "more than arithmetic"),
-    "name": (lambda e: nodes(e)[0]["outputs"][0]["as_tensor"].update(name="x = 1\nimport os"), "has the name"),
+    "name": (
+        lambda e: nodes(e)[0]["outputs"][0]["as_tensor"].update(name="x = 1\nimport os"),
+        "has the name",
+    ),
     "input's name": (renamed("user", "clicked", "context=print()"), "its inputs have no names of their own"),
-    "subgraph": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_graph": {}}}), "holds a graph"),
-    "object": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_custom_obj": {}}}), "holds a custom_obj"),
+    "subgraph": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_graph": {}}}),
+        "holds a graph",
+    ),
+    "object": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_custom_obj": {}}}),
+        "holds a custom_obj",
+    ),
     "objects": (
         lambda e: e["model"]["graph_module"]["graph"].update(custom_obj_values={"x": {"class_fqn": "a.B"}}),
         "its graph holds custom objects",
@@ -183,9 +205,18 @@ EVIL = {
     "weight elsewhere": (lambda e: weights(e, path_name="../../x"), "is pickled, or not a tensor"),
     "no model": (lambda e: e.update(model=None), "expected one model, models/model.json; found none"),
     "compiled": (lambda e: e.update({"data/aotinductor/m/a.so": b""}), "holds compiled libraries"),
-    "save": (lambda e: nodes(e)[0].update(target="torch.ops.aten.save.default"), "of those that a dense part is made of"),
-    "alias": (lambda e: nodes(e)[0].update(target="torch.ops.aten._reshape_alias.default"), "that a dense part is made of"),
-    "as_strided": (lambda e: nodes(e)[0].update(target="torch.ops.aten.as_strided.default"), "that a dense part is made of"),
+    "save": (
+        lambda e: nodes(e)[0].update(target="torch.ops.aten.save.default"),
+        "of those that a dense part is made of",
+    ),
+    "alias": (
+        lambda e: nodes(e)[0].update(target="torch.ops.aten._reshape_alias.default"),
+        "that a dense part is made of",
+    ),
+    "as_strided": (
+        lambda e: nodes(e)[0].update(target="torch.ops.aten.as_strided.default"),
+        "that a dense part is made of",
+    ),
     "sparse": (
         lambda e: nodes(e)[0].update(target="torch.ops.aten._sparse_coo_tensor_unsafe.default"),
         "a dense part is made of",
@@ -197,7 +228,10 @@ EVIL = {
         ),
         "something else than numbers",
     ),
-    "arithmetic of tensors": (lambda e: nodes(e)[0].update(target="_operator.mod"), "something else than numbers"),
+    "arithmetic of tensors": (
+        lambda e: nodes(e)[0].update(target="_operator.mod"),
+        "something else than numbers",
+    ),
     "a large number": (
         lambda e: nodes(e)[0]["inputs"].append({"name": "n", "arg": {"as_int": 1 << 40}}),
         "expected one of at most 2,147,483,648",
@@ -207,13 +241,22 @@ EVIL = {
         "uses 'other', which nothing made before",
     ),
     "a value twice": (lambda e: nodes(e).append(nodes(e)[0]), "twice"),
-    "a wide input": (lambda e: tensors(e)["user"]["sizes"].__setitem__(1, {"as_int": 1 << 30}), "expected 1 to 1,048,576"),
+    "a wide input": (
+        lambda e: tensors(e)["user"]["sizes"].__setitem__(1, {"as_int": 1 << 30}),
+        "expected 1 to 1,048,576",
+    ),
     "pinned": (
         lambda e: nodes(e)[0]["inputs"].append({"name": "pin_memory", "arg": {"as_bool": True}}),
         "asks for pinned memory",
     ),
-    "sparse layout": (lambda e: nodes(e)[0]["inputs"].append({"name": "layout", "arg": {"as_layout": 1}}), "is not dense"),
-    "unknown argument": (lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_complex": {}}}), "holds a complex"),
+    "sparse layout": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "layout", "arg": {"as_layout": 1}}),
+        "is not dense",
+    ),
+    "unknown argument": (
+        lambda e: nodes(e)[0]["inputs"].append({"name": "x", "arg": {"as_complex": {}}}),
+        "holds a complex",
+    ),
     "device": (
         lambda e: nodes(e)[0]["inputs"].append({"name": "device", "arg": {"as_device": {"type": "meta"}}}),
         "names the device",
@@ -223,7 +266,10 @@ EVIL = {
         lambda e: [b.update(min_val="x") for b in e["model"]["range_constraints"].values()],
         "bounds that are no numbers",
     ),
-    "truncated": (lambda e: e["model"].pop("graph_module"), "not an exported program that this release understands"),
+    "truncated": (
+        lambda e: e["model"].pop("graph_module"),
+        "not an exported program that this release understands",
+    ),
     "two outputs": (
         lambda e: e["model"]["graph_module"]["signature"]["output_specs"].append({"user_output": {}}),
         "returns 2 values",
@@ -269,7 +315,8 @@ def test_other_files_are_refused(data: bytes, message: str) -> None:
 
 
 class Honest(torch.nn.Module):
-    """Much of what dense parts are made of: attention, norms, products of pairs, constants, sizes that are computed."""
+    """Much of what dense parts are made of: attention, norms, products of pairs, constants, sizes that are
+    computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,11 +324,15 @@ class Honest(torch.nn.Module):
         self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
         self.norm, self.batch = torch.nn.LayerNorm(8), torch.nn.BatchNorm1d(8)
         self.register_buffer("shift", torch.arange(8.0))
-        self.top = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Linear(4, 1))
+        self.top = torch.nn.Sequential(
+            torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.GELU(), torch.nn.Linear(4, 1)
+        )
 
     def forward(self, *, user: torch.Tensor, item: torch.Tensor) -> dict[str, torch.Tensor]:
         both = torch.cat([user, item], 0).view(2, user.shape[0], 8).transpose(0, 1)
-        mixed = self.norm(self.attention(both, both, both, need_weights=False)[0]) + self.shift * torch.tensor(0.1)
+        mixed = self.norm(
+            self.attention(both, both, both, need_weights=False)[0]
+        ) + self.shift * torch.tensor(0.1)
         rows, columns = torch.triu_indices(2, 2, 1)
         pairs = torch.bmm(mixed, mixed.transpose(1, 2))[:, rows, columns]
         gate = torch.where(self.batch(user).sum(1, keepdim=True) > 0, pairs, pairs.clamp(-1, 1))
@@ -293,7 +344,9 @@ def test_honest_programs_are_taken() -> None:
     batch, module = torch.export.Dim("batch"), Honest().eval()
     inputs = {"user": torch.zeros(2, 8), "item": torch.zeros(2, 8)}
     out = io.BytesIO()
-    torch.export.save(torch.export.export(module, (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out)
+    torch.export.save(
+        torch.export.export(module, (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out
+    )
     vetted = read_program(out.getvalue())
     assert [i.name for i in vetted.inputs] == ["user", "item"]
     again = runner(vetted)
@@ -305,7 +358,9 @@ def test_honest_programs_are_taken() -> None:
 def test_programs_that_were_exported_to_train_are_refused() -> None:
     batch, inputs = torch.export.Dim("batch"), {"user": torch.zeros(2, 8), "item": torch.zeros(2, 8)}
     out = io.BytesIO()
-    torch.export.save(torch.export.export(Honest(), (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out)
+    torch.export.save(
+        torch.export.export(Honest(), (), inputs, dynamic_shapes={n: {0: batch} for n in inputs}), out
+    )
     with pytest.raises(ProgramError, match=r"module.eval\(\)|a dense part is made of"):
         read_program(out.getvalue())
 
@@ -383,7 +438,11 @@ def test_a_scorer_whose_bytes_changed_is_not_taken(program: bytes, tmp_path: Pat
     ("scorer", "features", "message"),
     [
         ({"program": "nowhere.pt2"}, None, "nowhere.pt2: No such file"),
-        ({"program": "s.pt2", "inputs": {"other": "user"}}, None, "has no input 'other'; it has: user, clicked, context"),
+        (
+            {"program": "s.pt2", "inputs": {"other": "user"}},
+            None,
+            "has no input 'other'; it has: user, clicked, context",
+        ),
         (
             {"program": "s.pt2", "inputs": {"user": "clicked"}},
             None,
@@ -394,7 +453,11 @@ def test_a_scorer_whose_bytes_changed_is_not_taken(program: bytes, tmp_path: Pat
         ({"program": "s.pt2", "inputs": {"context": "nothing"}}, None, "expected input = feature"),
         ({"kind": "dot", "features": ["user", "clicked"]}, None, "dot of vectors that are 8 and 4 wide"),
         ({"kind": "dot", "features": ["user"]}, None, "expected two of: clicked, user"),
-        ({"kind": "euclid", "features": ["user", "clicked"]}, None, "kind is 'euclid'; expected one of: dot, cosine"),
+        (
+            {"kind": "euclid", "features": ["user", "clicked"]},
+            None,
+            "kind is 'euclid'; expected one of: dot, cosine",
+        ),
         ({"kind": "dot", "features": ["user", "user"]}, None, "two inputs are the same feature"),
         ({"program": "s.pt2"}, {"score": {"table": "user"}}, "a feature is called 'score'"),
     ],

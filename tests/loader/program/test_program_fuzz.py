@@ -6,7 +6,8 @@ CASES, SEED = 200, 7
 
 
 def test_tampered_programs_are_refused_or_harmless() -> None:
-    """No signal, no score made of bytes that are not the program's, nothing raised but a refusal, no case that hangs."""
+    """No signal, no score made of bytes that are not the program's, nothing raised but a refusal, no case
+    that hangs."""
     found = run(None, SEED, CASES)
     assert found["cases"] == CASES, f"seed {SEED}"
     assert not found["bad"], f"seed {SEED}: {found['bad']}"
@@ -14,6 +15,7 @@ def test_tampered_programs_are_refused_or_harmless() -> None:
 
 
 def test_the_campaign_sees_a_read_beyond_a_weight() -> None:
-    """Without the checks a batch norm with fewer statistics than channels ends the child, or changes with the canary."""
+    """Without the checks a batch norm with fewer statistics than channels ends the child, or changes with
+    the canary."""
     found = run(None, 2, 240, checks=False)
     assert found["signals"] + found["foreign_bytes"] > 0, found

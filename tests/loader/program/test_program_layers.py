@@ -69,7 +69,9 @@ def program(function: Callable[[Module, Tensor, Tensor], Tensor], decomposed: bo
         return read_program(exported(Module(function), user=USER, context=CONTEXT))
     batch, out = Dim("batch"), io.BytesIO()
     shapes = {name: {0: batch} for name in ("user", "context")}
-    found = export(Module(function).eval(), (torch.zeros(2, USER), torch.zeros(2, CONTEXT)), dynamic_shapes=shapes)
+    found = export(
+        Module(function).eval(), (torch.zeros(2, USER), torch.zeros(2, CONTEXT)), dynamic_shapes=shapes
+    )
     save(found.run_decompositions(), out)
     return read_program(out.getvalue())
 
@@ -108,9 +110,9 @@ def run(packed: PackedLayers, inputs: list[Floats]) -> Floats:
 def exact(layers: tuple[Layer, ...], inputs: list[Floats]) -> tuple[np.ndarray, np.ndarray]:
     """Scores [rows, n] in fp64, and how far those of an fp32 sum in any order may be from them.
 
-    A sum of d products and a bias is off by at most g = (d + 1) u / (1 - (d + 1) u) times the sum of absolute values, u = 2^-24
-    (Higham, 2002, section 3.1); what its inputs are off by is multiplied by the absolute weights. relu and tanh do not add to
-    that, sigmoid divides it by 4; tanh and sigmoid round once more.
+    A sum of d products and a bias is off by at most g = (d + 1) u / (1 - (d + 1) u) times the sum of absolute
+    values, u = 2^-24 (Higham, 2002, section 3.1); what its inputs are off by is multiplied by the absolute
+    weights. relu and tanh do not add to that, sigmoid divides it by 4; tanh and sigmoid round once more.
     """
     outputs: list[tuple[np.ndarray, np.ndarray]] = []
     u = 2.0**-24
@@ -143,10 +145,15 @@ def exact(layers: tuple[Layer, ...], inputs: list[Floats]) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize("function", RECOGNIZED)
-def test_dense_layers_are_recognized(function: Callable[[Module, Tensor, Tensor], Tensor], decomposed: bool) -> None:
-    """As they are exported, with their operators taken apart, and as they are published; they give torch's scores."""
+def test_dense_layers_are_recognized(
+    function: Callable[[Module, Tensor, Tensor], Tensor], decomposed: bool
+) -> None:
+    """As they are exported, with their operators taken apart, and as they are published; they give torch's
+    scores."""
     p = program(function, decomposed)
-    assert [layer.width for layer in found_in(read_program(write_program(p)))] == [layer.width for layer in found_in(p)]
+    assert [layer.width for layer in found_in(read_program(write_program(p)))] == [
+        layer.width for layer in found_in(p)
+    ]
     inputs = inputs_of(7)
     with torch.inference_mode():
         expected = Module(function).eval()(*map(torch.from_numpy, inputs)).numpy().reshape(7, -1)
@@ -204,7 +211,18 @@ def batch_first(m: Module, user: Tensor, context: Tensor) -> Tensor:
     return torch.cat([m.one(user), m.one(user)], 0)[: user.shape[0]].squeeze(1)
 
 
-OTHERS = [early, late, residual, product, other_activation, of_an_input, twice, side_by_side, doubles, batch_first]
+OTHERS = [
+    early,
+    late,
+    residual,
+    product,
+    other_activation,
+    of_an_input,
+    twice,
+    side_by_side,
+    doubles,
+    batch_first,
+]
 
 
 @pytest.mark.parametrize("function", OTHERS)
@@ -267,7 +285,10 @@ def test_fp16_inputs_are_read_as_they_are(isa: str) -> None:
     """Vectors of features whose output is fp16 give what their fp32 values give."""
     found, (user, context) = found_in(program(mlp)), inputs_of(9)
     half = user.astype(np.float16)
-    assert np.array_equal(run(PackedLayers(found), [half, context]), run(PackedLayers(found), [half.astype(np.float32), context]))
+    assert np.array_equal(
+        run(PackedLayers(found), [half, context]),
+        run(PackedLayers(found), [half.astype(np.float32), context]),
+    )
 
 
 def test_the_first_row_that_is_not_finite_is_found(isa: str) -> None:
@@ -276,14 +297,17 @@ def test_the_first_row_that_is_not_finite_is_found(isa: str) -> None:
     expected = run(packed, inputs)
     inputs[0][150, 3], inputs[0][90, 0] = np.nan, np.inf
     scores = np.zeros((200, packed.width), np.float32)
-    sources = pack_sources([LayerSource(False, 0, 32, False), LayerSource(False, inputs[0].nbytes, 12, False)])
+    sources = pack_sources(
+        [LayerSource(False, 0, 32, False), LayerSource(False, inputs[0].nbytes, 12, False)]
+    )
     assert packed.run(sources, b"".join(v.tobytes() for v in inputs), scores, 200, 0) == 90
     assert np.flatnonzero(~np.isfinite(scores).all(1)).tolist() == [90, 150]
     assert np.array_equal(np.delete(scores, [90, 150], 0), np.delete(expected, [90, 150], 0))
 
 
 def test_scores_go_beside_vectors_in_one_buffer(isa: str) -> None:
-    """Vectors lie in the buffer that scores are written to, behind them and at any byte; nothing else is written."""
+    """Vectors lie in the buffer that scores are written to, behind them and at any byte; nothing else is
+    written."""
     packed, inputs = PackedLayers(found_in(program(mlp))), inputs_of(5)
     outputs = np.full(2 + inputs[0].nbytes + 20 + 1, 7, np.uint8)
     outputs[2 : 2 + inputs[0].nbytes] = inputs[0].view(np.uint8).ravel()
@@ -295,11 +319,14 @@ def test_scores_go_beside_vectors_in_one_buffer(isa: str) -> None:
 
 
 def test_rows_may_lie_apart(isa: str) -> None:
-    """Vectors of several features side by side, as a kjt's are: each feature's rows begin a whole row of all of them apart."""
+    """Vectors of several features side by side, as a kjt's are: each feature's rows begin a whole row of
+    all of them apart."""
     packed, (user, context) = PackedLayers(found_in(program(mlp))), inputs_of(70)
     between = np.hstack([np.full((70, 1), np.nan, np.float32), user, np.full((70, 2), np.nan, np.float32)])
     scores = np.zeros((70, 1), np.float32)
-    sources = pack_sources([LayerSource(False, 4, 4 * 11, False), LayerSource(False, between.nbytes, 12, False)])
+    sources = pack_sources(
+        [LayerSource(False, 4, 4 * 11, False), LayerSource(False, between.nbytes, 12, False)]
+    )
     assert packed.run(sources, between.tobytes() + context.tobytes(), scores, 70, 0) == -1
     assert np.array_equal(scores, run(packed, [user, context]))
 
@@ -323,7 +350,9 @@ def call(**changes: object) -> int:
         "threads": 1,
     }
     given.update(changes)
-    return _layers.run(*(np.array(v, np.int64).tobytes() if isinstance(v, tuple) else v for v in given.values()))
+    return _layers.run(
+        *(np.array(v, np.int64).tobytes() if isinstance(v, tuple) else v for v in given.values())
+    )
 
 
 def test_the_call_that_others_are_changed_from_is_sound() -> None:
@@ -339,8 +368,14 @@ def test_the_call_that_others_are_changed_from_is_sound() -> None:
         *({"layers": (2, 1, at, 0, 1)} for at in (1, -1, FAR)),
         *({"layers": (2, 1, 0, activation, 1)} for activation in (4, -1)),
         *({"layers": (2, 1, 0, 0, pieces)} for pieces in (0, 2, -1, FAR)),
-        *({"pieces": piece} for piece in [(), (1, 2), (-1, 2), (-FAR, 2), (FAR, 2), (0, 1), (0, 0), (0, -2), (0, FAR)]),
-        *({"sources": source} for source in [(), (1, 0, 8, 0), (0, 1, 8, 0), (0, -1, 8, 0), (0, FAR, 8, 0), (0, 0, -8, 0)]),
+        *(
+            {"pieces": piece}
+            for piece in [(), (1, 2), (-1, 2), (-FAR, 2), (FAR, 2), (0, 1), (0, 0), (0, -2), (0, FAR)]
+        ),
+        *(
+            {"sources": source}
+            for source in [(), (1, 0, 8, 0), (0, 1, 8, 0), (0, -1, 8, 0), (0, FAR, 8, 0), (0, 0, -8, 0)]
+        ),
         *(
             {"inputs": bytes(8 + 12), "rows": 2, "outputs": bytearray(8), "sources": (0, 0, n, 0)}
             for n in (13, -1, FAR, 2 * FAR - 1)

@@ -1,4 +1,5 @@
-"""Sizes and bounds of programs: what no operator may be called with, and what a call takes before it is made."""
+"""Sizes and bounds of programs: what no operator may be called with, and what a call takes before it is
+made."""
 
 import io
 import json
@@ -55,7 +56,12 @@ def batch_norm(x: Tensor, w: dict[str, Tensor]) -> Tensor:
     return found.sum(1)
 
 
-STATISTICS = {"weight": torch.ones(64), "bias": torch.zeros(64), "mean": torch.zeros(64), "var": torch.ones(64)}
+STATISTICS = {
+    "weight": torch.ones(64),
+    "bias": torch.zeros(64),
+    "mean": torch.zeros(64),
+    "var": torch.ones(64),
+}
 
 
 def shrunk(data: bytes, name: str, values: int) -> bytes:
@@ -86,7 +92,8 @@ def test_a_batch_norm_of_right_sizes_is_taken(tmp_path: Path, root: Path) -> Non
 def test_a_batch_norm_that_reads_beyond_its_statistics_is_not_published(
     name: str, values: int, tmp_path: Path, root: Path
 ) -> None:
-    """2 values for 64 channels: its kernel reads 62 of what lies behind. A single one would even broadcast, as a shape."""
+    """2 values for 64 channels: its kernel reads 62 of what lies behind. A single one would even
+    broadcast, as a shape."""
     data = shrunk(exported(Scores(batch_norm, **STATISTICS), user=8), name, values)
     with pytest.raises(ProgramError, match=f"has {values} values for 64 channels"):
         publish_scored(root, tmp_path, data)
@@ -123,7 +130,11 @@ FUNCTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
         },
         "mask|[Ss]hape",
     ),
-    "convolution: channels": ("conv1d", {"input": torch.zeros(2, 3, 4), "weight": torch.zeros(2, 2, 1)}, "for 2 channels of 3"),
+    "convolution: channels": (
+        "conv1d",
+        {"input": torch.zeros(2, 3, 4), "weight": torch.zeros(2, 2, 1)},
+        "for 2 channels of 3",
+    ),
     "convolution: stride": (
         "conv1d",
         {"input": torch.zeros(2, 2, 4), "weight": torch.zeros(2, 2, 1), "stride": [0]},
@@ -140,8 +151,16 @@ FUNCTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "not of integers",
     ),
     "triangle": ("tril_indices", {"row": 1 << 31, "col": 1 << 31, "offset": 0}, "a triangle of"),
-    "remainder": ("remainder", {"self": torch.tensor([-(1 << 63)]), "other": torch.tensor([-1])}, "a division of integers"),
-    "floor_divide": ("floor_divide", {"self": torch.tensor([-(1 << 63)]), "other": -1}, "a division of integers"),
+    "remainder": (
+        "remainder",
+        {"self": torch.tensor([-(1 << 63)]), "other": torch.tensor([-1])},
+        "a division of integers",
+    ),
+    "floor_divide": (
+        "floor_divide",
+        {"self": torch.tensor([-(1 << 63)]), "other": -1},
+        "a division of integers",
+    ),
     "div": (
         "div",
         {"self": torch.tensor([-(1 << 63)]), "other": torch.tensor([-1]), "rounding_mode": "trunc"},
@@ -151,7 +170,11 @@ FUNCTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "expand": ("expand", {"self": torch.zeros(1, 2), "size": [1 << 30, -1]}, "the limit is"),
     "repeat": ("repeat", {"self": torch.zeros(2), "repeats": [1 << 30]}, "the limit is"),
     "pad": ("constant_pad_nd", {"self": torch.zeros(2, 2), "pad": [0, 1 << 30]}, "the limit is"),
-    "pad: reflect": ("pad", {"self": torch.zeros(2, 2), "pad": [1, 1], "mode": "reflect"}, "something else than a constant"),
+    "pad: reflect": (
+        "pad",
+        {"self": torch.zeros(2, 2), "pad": [1, 1], "mode": "reflect"},
+        "something else than a constant",
+    ),
     "arange": ("arange", {"start": 0, "end": 1, "step": 1e-12}, "the limit is"),
     "eye": ("eye", {"n": 1 << 16}, "the limit is"),
     "unbind": ("unbind", {"self": torch.zeros(5000), "dim": 0}, "is split into 5,000"),
@@ -173,7 +196,10 @@ def test_calls_that_kernels_do_not_check(case: str) -> None:
     }
     defaults.setdefault("attn_mask", None)
     with pytest.raises((ValueError, RuntimeError), match=message):
-        CHECKS[name]({**{k: v for k, v in defaults.items() if k not in ("step", "m", "rounding_mode")}, **arguments}, 1 << 30)
+        CHECKS[name](
+            {**{k: v for k, v in defaults.items() if k not in ("step", "m", "rounding_mode")}, **arguments},
+            1 << 30,
+        )
 
 
 @pytest.mark.drawn(32)
@@ -183,7 +209,10 @@ def test_listed_operators_write_nothing_and_draw_nothing(target: str) -> None:
     name, overload = aten_name(target)
     operator = getattr(getattr(torch.ops.aten, name), overload)
     assert not operator._schema.is_mutable
-    assert torch.Tag.nondeterministic_seeded not in operator.tags or name in ("dropout", "scaled_dot_product_attention")
+    assert torch.Tag.nondeterministic_seeded not in operator.tags or name in (
+        "dropout",
+        "scaled_dot_product_attention",
+    )
     as_data_say = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(operator.tags)
     assert not as_data_say or name == "index"  # of booleans, which its check refuses
 
@@ -194,7 +223,9 @@ BOMBS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
     "repeat": lambda x, _: x.repeat(1, 1 << 24).sum(1),
     "pad": lambda x, _: torch.nn.functional.pad(x, (0, 1 << 28)).sum(1),
     "squares": lambda x, _: x.sum(1) + torch.outer(torch.arange(20_000.0), torch.arange(20_000.0)).sum(),
-    "einsum": lambda x, _: torch.einsum("ba,bc,bd,be,bf,bg,bh,bi,bj,bk->bacdefghijk", *[x] * 10).flatten(1).sum(1),
+    "einsum": lambda x, _: (
+        torch.einsum("ba,bc,bd,be,bf,bg,bh,bi,bj,bk->bacdefghijk", *[x] * 10).flatten(1).sum(1)
+    ),
     "views": lambda x, _: x[:, None, None].expand(-1, 1 << 15, 1 << 15, -1).sum((1, 2, 3)),
     "products": lambda x, _: (torch.ones(1 << 12, 1 << 12) @ torch.ones(1 << 12, 1 << 12)).sum() + x.sum(1),
 }
@@ -235,7 +266,8 @@ def test_what_an_operator_may_copy_counts() -> None:
 
 
 def test_the_measure_is_what_torch_allocates() -> None:
-    """The bytes that a call of an MLP has allocated at once, as torch's profiler counts them, are no more than was measured."""
+    """The bytes that a call of an MLP has allocated at once, as torch's profiler counts them, are no more
+    than was measured."""
     vetted = read_program(exported(Ctr(8, 4, 3), user=8, clicked=4, context=3))
     runner = Runner(vetted, weight_tensors(vetted.weights, CPU), CPU, LARGEST_BYTES)
     inputs = [torch.zeros(4096, n) for n in (8, 4, 3)]
@@ -253,7 +285,12 @@ def test_the_measure_is_what_torch_allocates() -> None:
 
 
 def test_results_that_are_no_scores_are_not_published() -> None:
-    for function in (lambda x, _: x.t(), lambda x, _: x.sum(), lambda x, _: x[:1].sum(1), lambda x, _: x[:, None]):
+    for function in (
+        lambda x, _: x.t(),
+        lambda x, _: x.sum(),
+        lambda x, _: x[:1].sum(1),
+        lambda x, _: x[:, None],
+    ):
         with pytest.raises(ProgramError, match=r"it gives .* for a batch of 2; expected \[batch\]"):
             check_shapes(program(function))
 
@@ -273,7 +310,10 @@ def test_numbers_of_sizes_have_an_end() -> None:
 
 def test_booleans_are_zeros_and_ones() -> None:
     """Kernels take them for that."""
-    data = exported(Scores(lambda x, w: torch.where(w["mask"], x, -x).sum(1), mask=torch.ones(8, dtype=torch.bool)), user=8)
+    data = exported(
+        Scores(lambda x, w: torch.where(w["mask"], x, -x).sum(1), mask=torch.ones(8, dtype=torch.bool)),
+        user=8,
+    )
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = {n: archive.read(n) for n in archive.namelist()}
     out = io.BytesIO()
@@ -315,7 +355,9 @@ def test_scorers_are_regular_files(kind: str, tmp_path: Path, root: Path) -> Non
         load(parse_model(raw, tmp_path), root)
 
 
-def test_without_torch_a_program_is_not_published(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_a_program_is_not_published(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line names the remedy; the shapes could not be checked."""
     monkeypatch.setattr("tableside.loader.load.scorer.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"install tableside\[torch\]"):

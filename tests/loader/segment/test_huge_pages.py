@@ -1,4 +1,5 @@
-"""A root on a hugetlbfs of 2 MiB pages: everything that a root on a tmpfs does, on pages that the administrator set aside."""
+"""A root on a hugetlbfs of 2 MiB pages: everything that a root on a tmpfs does, on pages that the
+administrator set aside."""
 
 import gc
 import shutil
@@ -36,7 +37,9 @@ def root(tmp_path: Path) -> Iterator[Path]:
     except OSError as error:
         pytest.skip(f"huge pages are set aside by root: {error}")
     options = f"pagesize=2M,size={PAGES * PAGE}"
-    mounted = subprocess.run(["mount", "-t", "hugetlbfs", "-o", options, "none", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "hugetlbfs", "-o", options, "none", folder], capture_output=True, check=False
+    )
     try:
         if mounted.returncode:
             pytest.skip(f"this machine mounts no hugetlbfs or has no {PAGES} pages: {mounted.stderr!r}")
@@ -44,7 +47,9 @@ def root(tmp_path: Path) -> Iterator[Path]:
     finally:
         gc.collect()  # a segment that is still mapped keeps its pages
         if not mounted.returncode:
-            for model in folder.iterdir():  # another mount namespace, made meanwhile, would keep what is not removed
+            for (
+                model
+            ) in folder.iterdir():  # another mount namespace, made meanwhile, would keep what is not removed
                 shutil.rmtree(model)
             subprocess.run(["umount", folder], check=True)
 
@@ -74,11 +79,18 @@ def test_a_version_is_published_attached_and_replaced(publish: Publish, root: Pa
     assert model.record() == VersionRecord(1, 2, (2, 1))
     model.remove(2)
     assert model.versions() == [1]
-    assert {path.name for path in model.folder.iterdir()} == {"1.segment", "current", "current.new", "load.lock", "record.lock"}
+    assert {path.name for path in model.folder.iterdir()} == {
+        "1.segment",
+        "current",
+        "current.new",
+        "load.lock",
+        "record.lock",
+    }
 
 
 def test_pages_are_counted_and_given_back(publish: Publish, root: Path) -> None:
-    """What is free is the file system's; a model takes two pages for its record, and those of its versions until they go."""
+    """What is free is the file system's; a model takes two pages for its record, and those of its versions
+    until they go."""
     assert available_bytes(root) == PAGES * PAGE
     publish({"t": rows_of(1000, 32)})
     assert available_bytes(root) == (PAGES - 3) * PAGE
@@ -115,7 +127,8 @@ def test_a_server_serves_and_counts(publish: Publish, root: Path, tmp_path: Path
 
 
 def test_other_file_systems_have_no_huge_pages_of_their_own(tmp_path: Path) -> None:
-    """A tmpfs and a disk are told from a hugetlbfs; what the pool of the machine has free is a number of pages."""
+    """A tmpfs and a disk are told from a hugetlbfs; what the pool of the machine has free is a number of
+    pages."""
     assert huge_page_bytes(tmp_path) == huge_page_bytes(Path("/dev/shm")) == 0
     with (tmp_path / "file").open("wb") as file:
         assert huge_page_bytes(file.fileno()) == 0

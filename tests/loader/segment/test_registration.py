@@ -1,4 +1,5 @@
-"""A segment registered with CUDA. What CUDA answers is played where there is no GPU; with --device cuda:0 it is CUDA itself."""
+"""A segment registered with CUDA. What CUDA answers is played where there is no GPU; with --device cuda:0
+it is CUDA itself."""
 
 import fcntl
 import gc
@@ -55,9 +56,14 @@ def segment(publish: Publish, root: Path) -> Segment:
     return Model(root, "demo").attach()
 
 
-@pytest.mark.parametrize(("read_only", "flags"), [(True, PORTABLE | MAPPED | READ_ONLY), (False, PORTABLE | MAPPED)])
-def test_the_whole_segment_is_registered_and_unregistered(segment: Segment, read_only: bool, flags: int) -> None:
-    """With the address it is mapped at; undone once, by close or by the last reference, and before it is unmapped."""
+@pytest.mark.parametrize(
+    ("read_only", "flags"), [(True, PORTABLE | MAPPED | READ_ONLY), (False, PORTABLE | MAPPED)]
+)
+def test_the_whole_segment_is_registered_and_unregistered(
+    segment: Segment, read_only: bool, flags: int
+) -> None:
+    """With the address it is mapped at; undone once, by close or by the last reference, and before it is
+    unmapped."""
     cudart, address, size = Cudart(), segment.mapping.address, segment.size
     registration = Registration(segment, "cuda:0", cudart, read_only)
     assert cudart.calls == [("register", address, size, flags)]
@@ -93,7 +99,10 @@ def test_refusals_say_what_to_do(segment: Segment, code: int, read_only: bool, m
     with pytest.raises(RegistrationError, match=message) as caught:
         Registration(segment, "cuda:0", cudart, read_only)
     assert f"{segment.path}: {segment.size:,} bytes" in str(caught.value)
-    assert [call[0] for call in cudart.calls] == ["register", "last error"]  # which torch would take for its own
+    assert [call[0] for call in cudart.calls] == [
+        "register",
+        "last error",
+    ]  # which torch would take for its own
 
 
 def test_no_gpu_is_said(segment: Segment) -> None:
@@ -101,7 +110,9 @@ def test_no_gpu_is_said(segment: Segment) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(RegistrationError, match=r"finds no CUDA device here; check the driver \(nvidia-smi\)"):
+    with pytest.raises(
+        RegistrationError, match=r"finds no CUDA device here; check the driver \(nvidia-smi\)"
+    ):
         Registration(segment, "cuda:0")
 
 
@@ -140,7 +151,11 @@ def test_workers_register_one_by_one(segment: Segment) -> None:
 
     def begin() -> "subprocess.Popen[str]":
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -156,7 +171,8 @@ def test_workers_register_one_by_one(segment: Segment) -> None:
 
 
 def test_nobody_waits_for_ever_for_its_turn(segment: Segment, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever can read a segment can lock it: the turn saves time, so after a while it is gone on without, and that is said."""
+    """Whoever can read a segment can lock it: the turn saves time, so after a while it is gone on without,
+    and that is said."""
     held = os.open(segment.path, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

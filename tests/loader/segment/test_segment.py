@@ -45,7 +45,8 @@ def write_golden(path: Path) -> None:
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """The format is what it was when the golden file was written; a change needs another FORMAT_VERSION and another file."""
+    """The format is what it was when the golden file was written; a change needs another FORMAT_VERSION
+    and another file."""
     write_golden(tmp_path / "1.segment")
     assert (tmp_path / "1.segment").read_bytes() == GOLDEN.read_bytes()
 
@@ -63,10 +64,13 @@ class Recorder:
 
 
 def test_a_segment_whose_seal_was_cut_short_is_not_finished(tmp_path: Path) -> None:
-    """After each write but the last one of a seal a reader finds no magic, and after the last one a whole segment."""
+    """After each write but the last one of a seal a reader finds no magic, and after the last one a whole
+    segment."""
     path = tmp_path / "1.segment"
     tables = plan_tables([("a", "a", RowFormat.FP32, 3, 8)])
-    writer = SegmentWriter(path, Header("m", 1, "2026-11-20T00:00:00+00:00", tables, (FeatureSpec("a", "a"),)))
+    writer = SegmentWriter(
+        path, Header("m", 1, "2026-11-20T00:00:00+00:00", tables, (FeatureSpec("a", "a"),))
+    )
     (table,) = writer.header.tables
     writer.rows(table, 0, 3)[:] = 1
     writer.finish_chunk(table, 0)
@@ -127,12 +131,21 @@ LIES = {
     "shorter than the prelude": (lambda d: d[:63], "too few"),
     "another magic": (lambda d: _change(d, 0, b"TABLSIDF"), "expected the magic"),
     "never sealed": (lambda d: _change(d, 0, bytes(8)), "not a finished segment"),
-    "another format version": (lambda d: _change(d, 8, struct.pack("<I", 4)), "format version 4, this tableside reads 1 to 3"),
+    "another format version": (
+        lambda d: _change(d, 8, struct.pack("<I", 4)),
+        "format version 4, this tableside reads 1 to 3",
+    ),
     "truncated": (lambda d: d[:-1], "its header says"),
     "longer than it says": (lambda d: d + b"\0", "its header says"),
     "a header larger than the file": (lambda d: _change(d, 12, struct.pack("<I", 2**31)), "does not fit"),
-    "a flipped bit in the header": (lambda d: _change(d, 80, bytes([d[80] ^ 1])), "header is corrupt|checksum of the header"),
-    "a flipped bit in the checksums": (lambda d: _flip(d, 64 + struct.unpack_from("<I", d, 12)[0]), "checksum of the header"),
+    "a flipped bit in the header": (
+        lambda d: _change(d, 80, bytes([d[80] ^ 1])),
+        "header is corrupt|checksum of the header",
+    ),
+    "a flipped bit in the checksums": (
+        lambda d: _flip(d, 64 + struct.unpack_from("<I", d, 12)[0]),
+        "checksum of the header",
+    ),
     "a flipped bit in the first row": (lambda d: _flip(d, 4096), r"table 'a', rows \[0, 3\)"),
     "a flipped bit in the last table": (lambda d: _flip(d, 8192 + 17), r"table 'b', rows \[0, 2\)"),
 }
@@ -197,8 +210,14 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Header], Header], str]] = {
     "a feature of no pooling": (feature(pooling="max"), "pooled by 'max'"),
     "a feature of no output type": (feature(output="fp64"), "as 'fp64'"),
     "a feature twice": (feature(name="b"), "names a feature twice"),
-    "a scorer without its feature": (scored(ScorerInput("x", "c", 8), ScorerInput("a", "a", 8)), "takes 'x', which is no pooled"),
-    "a scorer of a sequence": (scored(ScorerInput("b", "b", 4), ScorerInput("a", "a", 8)), "takes 'b', which is no pooled"),
+    "a scorer without its feature": (
+        scored(ScorerInput("x", "c", 8), ScorerInput("a", "a", 8)),
+        "takes 'x', which is no pooled",
+    ),
+    "a scorer of a sequence": (
+        scored(ScorerInput("b", "b", 4), ScorerInput("a", "a", 8)),
+        "takes 'b', which is no pooled",
+    ),
     "a scorer of one input": (scored(ScorerInput("a", "a", 8)), "takes two features, not 1"),
     "a scorer of no kind": (scored(kind="magic"), "the scorer is of kind 'magic'"),
     "a scorer outside the file": (

@@ -14,7 +14,10 @@ from support import rows_of
 
 from tableside.loader.versions.versions import Model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU"),
+]
 
 DEADLINE_S = 120  # of an answer; the first one imports torch and compiles kernels
 WORKER = """
@@ -50,9 +53,14 @@ class Worker:
 
     def __init__(self, path: Path) -> None:
         top = Path(__file__).parents[3]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(top), os.environ.get("PYTHONPATH", "")])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(top), os.environ.get("PYTHONPATH", "")]),
+        }
         command = [sys.executable, "-c", WORKER, str(path), tables.DEVICE]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def tell(self, what: str) -> None:
         assert self.process.stdin
@@ -61,7 +69,9 @@ class Worker:
     def did(self, what: str) -> bool:
         """Whether it did what it was told; an exception in it ends it."""
         assert self.process.stdout
-        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], f"no answer to {what!r} within {DEADLINE_S} s"
+        assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], (
+            f"no answer to {what!r} within {DEADLINE_S} s"
+        )
         return self.process.stdout.readline() == what + "\n"
 
     def kill(self) -> None:
@@ -85,7 +95,8 @@ def begin(publish: Callable[..., Any], root: Path) -> Iterator[Callable[[], Work
 
 
 def test_two_processes_register_one_segment_and_one_is_killed(begin: Callable[[], Worker]) -> None:
-    """Both read its rows at once. The one that is left reads on, a third one joins, and each undoes its own registration."""
+    """Both read its rows at once. The one that is left reads on, a third one joins, and each undoes its
+    own registration."""
     first, second = begin(), begin()
     for what in ("register", "look up"):
         for worker in (first, second):

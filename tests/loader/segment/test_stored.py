@@ -1,4 +1,5 @@
-"""The segment's format version 2, where ids are not row numbers: golden bytes, and one test per way a file can lie."""
+"""The segment's format version 2, where ids are not row numbers: golden bytes, and one test per way a file
+can lie."""
 
 import json
 import struct
@@ -34,13 +35,18 @@ def _indexes() -> dict[str, IdIndex]:
 
 
 def write_golden(path: Path) -> None:
-    """The segment of GOLDEN: ids in the rows' padding, ids beside them in buckets that are ranges, and row numbers with a default
-    row. Fixed values, fixed times."""
+    """The segment of GOLDEN: ids in the rows' padding, ids beside them in buckets that are ranges, and row
+    numbers with a default row. Fixed values, fixed times."""
     indexes = _indexes()
     slots = {name: index.slots for name, index in indexes.items()}
     ids = {
         "padded": StoredIds(
-            5, "zero", slots["padded"], 0, 2, plan_index(RowFormat.FP16, 4, slots["padded"], 2, has_backfilled=True)
+            5,
+            "zero",
+            slots["padded"],
+            0,
+            2,
+            plan_index(RowFormat.FP16, 4, slots["padded"], 2, has_backfilled=True),
         ),
         "beside": StoredIds(3, "error", None, 0, 0, plan_index(RowFormat.INT8, 8, slots["beside"], 4, 100)),
         "dense": StoredIds(3, "mean", 3, 0, 1),
@@ -51,7 +57,14 @@ def write_golden(path: Path) -> None:
         ("dense", "dense.weight", RowFormat.INT8, 4, 8),
     ]
     features = tuple(FeatureSpec(name, name) for name in ids)
-    header = Header("golden", 8, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features, {"path": "golden.npz"})
+    header = Header(
+        "golden",
+        8,
+        "2026-11-20T00:00:00+00:00",
+        plan_tables(shapes, ids=ids),
+        features,
+        {"path": "golden.npz"},
+    )
     writer = SegmentWriter(path, header)
     for table in writer.header.tables:
         values = np.arange(table.rows * table.dim, dtype=np.float32).reshape(table.rows, table.dim) / 4
@@ -64,7 +77,9 @@ def write_golden(path: Path) -> None:
     writer.seal({"seconds": 1.5})
 
 
-def _write_index(stored: StoredIndex, index: IdIndex, ids: np.ndarray, packed: np.ndarray, writer: SegmentWriter) -> None:
+def _write_index(
+    stored: StoredIndex, index: IdIndex, ids: np.ndarray, packed: np.ndarray, writer: SegmentWriter
+) -> None:
     has_backfilled = stored.id_at >= 0
     data = writer.rows(stored, 0, stored.rows).reshape(-1)
     directory, pilots, kept, bits = index_parts(stored, data, has_backfilled)
@@ -74,13 +89,16 @@ def _write_index(stored: StoredIndex, index: IdIndex, ids: np.ndarray, packed: n
     of_row[rows] = ids
     if stored.id_at >= 0:
         packed[:-1, stored.id_at : stored.id_at + 8] = of_row.view(np.uint8).reshape(-1, 8)
-        bits[:] = np.packbits(np.bincount(rows[BACKFILLED], minlength=index.slots).astype(bool), bitorder="little")
+        bits[:] = np.packbits(
+            np.bincount(rows[BACKFILLED], minlength=index.slots).astype(bool), bitorder="little"
+        )
     else:
         kept[:] = of_row.view(np.uint8)
 
 
 def test_golden_bytes(tmp_path: Path) -> None:
-    """The format is what it was when the golden file was written; a change needs another FORMAT_VERSION and another file."""
+    """The format is what it was when the golden file was written; a change needs another FORMAT_VERSION
+    and another file."""
     write_golden(tmp_path / "1.segment")
     assert (tmp_path / "1.segment").read_bytes() == GOLDEN.read_bytes()
 
@@ -93,7 +111,14 @@ def test_the_index_read_by_hand() -> None:
     padded, beside, dense = json.loads(data[64 : 64 + header_bytes])["tables"]
     sums = struct.unpack_from("<5Q", data, 64 + header_bytes)
     assert checksum(data[64 : 64 + header_bytes] + struct.pack("<5Q", *sums)) == recorded
-    assert dense["ids"] == {"backfilled": 1, "count": 3, "default_row": 3, "first": 0, "index": None, "missing": "mean"}
+    assert dense["ids"] == {
+        "backfilled": 1,
+        "count": 3,
+        "default_row": 3,
+        "first": 0,
+        "index": None,
+        "missing": "mean",
+    }
     for number, table in enumerate((padded, beside)):
         index = table["ids"]["index"]
         part = data[index["offset"] : index["offset"] + 64 * index["rows"]]
@@ -103,7 +128,9 @@ def test_the_index_read_by_hand() -> None:
         assert (directory[0][0], directory[-1][0], table["rows"]) == (0, slots, slots + 1)
         kept_at = 64 * -(-16 * (buckets + 1) // 64) + 64 * -(-(slots * 5 // 16 + buckets) // 64)
         kept = [
-            struct.unpack_from("<q", *((part, kept_at + 8 * n) if table is beside else (data, table["offset"] + 16 * n + 8)))[0]
+            struct.unpack_from(
+                "<q", *((part, kept_at + 8 * n) if table is beside else (data, table["offset"] + 16 * n + 8))
+            )[0]
             for n in range(slots)
         ]
         assert set(kept) == set(IDS[table["name"]].tolist())
@@ -124,7 +151,9 @@ def test_an_attached_segment_finds_its_ids() -> None:
     np.testing.assert_array_equal(padded.is_backfilled(padded.find(IDS["padded"])), BACKFILLED)
     assert (padded.default_row, tables["beside"].row_map.default_row) == (padded.index.slots, None)  # type: ignore[union-attr]
     dense: Any = tables["dense"].row_map
-    assert dense.find(np.array([-1, 0, 2, 3])).tolist() == [-1, 0, 2, -1] and dense.is_backfilled(np.arange(3)).tolist() == [
+    assert dense.find(np.array([-1, 0, 2, 3])).tolist() == [-1, 0, 2, -1] and dense.is_backfilled(
+        np.arange(3)
+    ).tolist() == [
         0,
         0,
         1,
@@ -143,7 +172,8 @@ def test_versions_without_ids_are_written_as_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
 def test_an_index_takes_at_most_16_bytes_an_id(row_format: RowFormat) -> None:
-    """Of any row format and dim, from 64 ids a bucket on: with the rows that no id has, and the bits of what was backfilled."""
+    """Of any row format and dim, from 64 ids a bucket on: with the rows that no id has, and the bits of
+    what was backfilled."""
     builder = IndexBuilder(1024)
     ids = np.arange(1024 * 64) * 1_000_003
     builder.count(ids)
@@ -162,15 +192,20 @@ def test_an_index_takes_at_most_16_bytes_an_id(row_format: RowFormat) -> None:
 # ---- ways a file can lie ----
 
 
-def resealed(change: Callable[[bytearray, Header], None], text: Callable[[bytes], bytes] = lambda t: t) -> bytes:
-    """The golden bytes with others in them, or another header, and right checksums: a writer's fault, not a disk's."""
+def resealed(
+    change: Callable[[bytearray, Header], None], text: Callable[[bytes], bytes] = lambda t: t
+) -> bytes:
+    """The golden bytes with others in them, or another header, and right checksums: a writer's fault, not
+    a disk's."""
     data = bytearray(GOLDEN.read_bytes())
     magic, version, header_bytes, size, _ = PRELUDE.unpack(data[:64])
     header = Header.from_json(bytes(data[64 : 64 + header_bytes]))
     change(data, header)
     written = text(bytes(data[64 : 64 + header_bytes]).rstrip()).ljust(header_bytes)
     assert len(written) == header_bytes
-    sums = b"".join(struct.pack("<Q", checksum(bytes(data[s.offset : s.offset + s.bytes]))) for s in header.stored)
+    sums = b"".join(
+        struct.pack("<Q", checksum(bytes(data[s.offset : s.offset + s.bytes]))) for s in header.stored
+    )
     data[64 : 64 + header_bytes + len(sums)] = written + sums
     data[:64] = PRELUDE.pack(magic, version, header_bytes, size, checksum(written + sums))
     return bytes(data)
@@ -192,11 +227,26 @@ def seed_of(bucket: int, seed: int) -> Callable[[bytearray, Header], None]:
 
 
 LIES: dict[str, tuple[Callable[[], bytes], str]] = {
-    "format version 1": (lambda: _at(8, struct.pack("<I", 1)), "has what format version 2 has, the file says 1"),
-    "a flipped bit in an index": (lambda: _flipped(1, 3), "the id index of table 'beside': the checksum is wrong"),
-    "a flipped bit in the first index": (lambda: _flipped(0, 64), "the id index of table 'padded': the checksum is wrong"),
-    "a flipped bit in the spare bytes of an index": (lambda: _flipped(1, -1), "the id index of table 'beside'"),
-    "truncated in the index": (lambda: GOLDEN.read_bytes()[: Segment(GOLDEN).header.indexes[1].offset + 64], "it was truncated"),
+    "format version 1": (
+        lambda: _at(8, struct.pack("<I", 1)),
+        "has what format version 2 has, the file says 1",
+    ),
+    "a flipped bit in an index": (
+        lambda: _flipped(1, 3),
+        "the id index of table 'beside': the checksum is wrong",
+    ),
+    "a flipped bit in the first index": (
+        lambda: _flipped(0, 64),
+        "the id index of table 'padded': the checksum is wrong",
+    ),
+    "a flipped bit in the spare bytes of an index": (
+        lambda: _flipped(1, -1),
+        "the id index of table 'beside'",
+    ),
+    "truncated in the index": (
+        lambda: GOLDEN.read_bytes()[: Segment(GOLDEN).header.indexes[1].offset + 64],
+        "it was truncated",
+    ),
     "a seed of more than 32 bits": (lambda: resealed(seed_of(1, 2**32)), "has a seed of more than 32 bits"),
     "a negative seed": (lambda: resealed(seed_of(1, -1)), "has a seed of more than 32 bits"),
     "a directory that begins late": (
@@ -207,13 +257,22 @@ LIES: dict[str, tuple[Callable[[], bytes], str]] = {
     "a directory that ends late": (lambda: resealed(entries((4, 6))), "points outside the table"),
     "a directory that goes back": (lambda: resealed(entries((1, 4), (2, 3))), "points outside the table"),
     "a directory with a negative row": (lambda: resealed(entries((1, -1))), "points outside the table"),
-    "a directory beyond the table": (lambda: resealed(entries((1, 2**40), (2, 2**40))), "points outside the table"),
-    "a directory whose differences wrap": (lambda: resealed(entries((1, 2**63 - 1), (2, -(2**63)))), "points outside the table"),
+    "a directory beyond the table": (
+        lambda: resealed(entries((1, 2**40), (2, 2**40))),
+        "points outside the table",
+    ),
+    "a directory whose differences wrap": (
+        lambda: resealed(entries((1, 2**63 - 1), (2, -(2**63)))),
+        "points outside the table",
+    ),
     "ids that are no object": (
         lambda: resealed(_nothing, _text('"ids":{"backfilled":1', '"ids":[{"backfilled":1')),
         "is corrupt",
     ),
-    "an owner that is no object": (lambda: resealed(_nothing, _text('{"created"', '{"owner":[],"created"')), "is corrupt"),
+    "an owner that is no object": (
+        lambda: resealed(_nothing, _text('{"created"', '{"owner":[],"created"')),
+        "is corrupt",
+    ),
 }
 
 
@@ -294,7 +353,10 @@ IMPOSSIBLE: dict[str, tuple[Change, str]] = {
     "bits without backfilled ids": (ids(0, backfilled=0), "does not fit 5 ids"),
     "a policy that is no word": (ids(0, missing=3), "a number of the wrong type"),
     "a default row that is not the last": (ids(0, default_row=2), "has default row 2; expected the last one"),
-    "a default row of row numbers that is not the last": (ids(2, default_row=2), "has default row 2; expected the last one, 3"),
+    "a default row of row numbers that is not the last": (
+        ids(2, default_row=2),
+        "has default row 2; expected the last one, 3",
+    ),
     "a default row outside": (ids(2, default_row=4), "has default row 4; expected the last one, 3"),
     "a default row that is no number": (ids(0, default_row="last"), "has default row last"),
     "no default row behind row numbers": (ids(2, default_row=None), "has 3 ids from 0 on in 4 rows"),
@@ -351,21 +413,25 @@ def test_a_header_reads_as_it_was_written(part: Owner | None) -> None:
 
 
 def test_a_directory_that_ascends_in_another_way_reads_no_other_memory(tmp_path: Path) -> None:
-    """Buckets that claim other slots than pilots were made for: ids are missing, or found where they are kept, as specified."""
+    """Buckets that claim other slots than pilots were made for: ids are missing, or found where they are
+    kept, as specified."""
     path = tmp_path / "1.segment"
     path.write_bytes(resealed(entries((1, 5), (2, 5), (3, 5))))
     table = Segment(path).tables["beside"]
     assert table.row_map is not None
     table = replace(table, row_map=replace(table.row_map, default_row=5))
     asked = np.arange(-50, 500)
-    found, expected = (backend_of(name).lookup(table, asked, pooling=Pooling.NONE) for name in ("native", "reference"))
+    found, expected = (
+        backend_of(name).lookup(table, asked, pooling=Pooling.NONE) for name in ("native", "reference")
+    )
     np.testing.assert_allclose(found, expected, atol=1e-5)
     assert (table.row_map.find(asked[asked >= 100]) == -1).all()  # type: ignore[union-attr]
 
 
 def test_a_hostile_segment_never_ends_the_process(tmp_path: Path) -> None:
-    """Bytes of indexes and numbers of the header drawn at random, with right checksums: the file is refused, or lookups end with
-    vectors or BadIds. A process of its own tries it; many files must come through, else nothing was tried."""
+    """Bytes of indexes and numbers of the header drawn at random, with right checksums: the file is
+    refused, or lookups end with vectors or BadIds. A process of its own tries it; many files must come
+    through, else nothing was tried."""
     trials = 400
     script = f"""
         import random, re, sys
@@ -413,7 +479,11 @@ def test_a_hostile_segment_never_ends_the_process(tmp_path: Path) -> None:
         print(attached)
     """
     found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert found.returncode == 0, found.stderr
     assert int(found.stdout) > trials // 8

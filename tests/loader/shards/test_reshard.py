@@ -35,7 +35,9 @@ TABLES = {
     "one id": raw(np.array([-1]), 8, RowFormat.FP32),
     "no id": raw(np.empty(0, np.int64), 8, RowFormat.FP32),
     "backfilled": raw(RANDOM, 32, RowFormat.FP16, backfilled=some(RANDOM.size, 3)),
-    "backfilled in one bucket": raw(np.arange(1600), 8, RowFormat.FP32, bucket_ids=100, backfilled=np.arange(1600) // 100 == 7),
+    "backfilled in one bucket": raw(
+        np.arange(1600), 8, RowFormat.FP32, bucket_ids=100, backfilled=np.arange(1600) // 100 == 7
+    ),
     "plain": DenseTable(rows_of(101, 16), is_plain=True),
     "dense, a default row": DenseTable(rows_of(3, 16), default=np.ones(16, np.float32)),
     "dense, ids from -50 on": DenseTable(rows_of(101, 16), RowFormat.FP32, first=-50),
@@ -55,7 +57,11 @@ def answers(segment: Segment, ids: np.ndarray) -> dict[int, tuple[bytes, bool]]:
         return {int(i): (table.packed[i].tobytes(), False) for i in ids if 0 <= i < table.rows}
     rows = table.row_map.find(ids)
     marks = table.row_map.is_backfilled(np.maximum(rows, 0))
-    return {int(i): (table.packed[r].tobytes(), bool(m)) for i, r, m in zip(ids, rows, marks, strict=True) if r >= 0}
+    return {
+        int(i): (table.packed[r].tobytes(), bool(m))
+        for i, r, m in zip(ids, rows, marks, strict=True)
+        if r >= 0
+    }
 
 
 @pytest.mark.parametrize("owners", [2, 3])
@@ -93,7 +99,10 @@ def test_policies_and_default_rows_go_with_each_owner(case: str, root: Path) -> 
         assert t.ids.missing == (of_whole.ids.missing if of_whole.ids else "error")
         assert (row_map.default_row is None) == (before is None or before.default_row is None)
         if row_map.default_row is not None:
-            assert segment.tables["t"].packed[row_map.default_row].tobytes() == whole.tables["t"].packed[-1].tobytes()
+            assert (
+                segment.tables["t"].packed[row_map.default_row].tobytes()
+                == whole.tables["t"].packed[-1].tobytes()
+            )
     assert sum(t.ids.backfilled for t in stored if t.ids) == (of_whole.ids.backfilled if of_whole.ids else 0)
 
 
@@ -106,7 +115,9 @@ def test_backends_look_an_owners_ids_up(case: str, backend: str, root: Path) -> 
     vectors = {int(i): v for ids, values in tensor.chunks() for i, v in zip(ids, values, strict=True)}
     again(root, 3)
     asked = np.concatenate([[*vectors], STRANGERS])
-    given = [backend_of(backend).lookup(s.tables["t"], asked, pooling=Pooling.NONE) for s in attached(root, 3)]
+    given = [
+        backend_of(backend).lookup(s.tables["t"], asked, pooling=Pooling.NONE) for s in attached(root, 3)
+    ]
     for n, i in enumerate(asked.tolist()):
         of_own = [v[n] for v in given if not (v[n] == 1).all()]
         assert len(of_own) == (i in vectors)
@@ -116,7 +127,8 @@ def test_backends_look_an_owners_ids_up(case: str, backend: str, root: Path) -> 
 
 @pytest.mark.parametrize("case", TABLES)
 def test_there_and_back_are_the_first_bytes(case: str, root: Path) -> None:
-    """1 -> 5 -> 2 -> 1: rows and index of the last version are those of the first, and 5 -> 2 is what 1 -> 2 would have been."""
+    """1 -> 5 -> 2 -> 1: rows and index of the last version are those of the first, and 5 -> 2 is what 1 ->
+    2 would have been."""
     publish_tables(root, {"t": TABLES[case]})
     again(root, 2)
     directly = [bytes_of(s) for s in attached(root, 2)]
@@ -134,12 +146,19 @@ def test_there_and_back_are_the_first_bytes(case: str, root: Path) -> None:
 def test_owners_of_buckets_without_ids(root: Path) -> None:
     """Owners that got only empty buckets, or no row of a small table, serve nothing but the default row."""
     publish_tables(
-        root, {"t": TABLES["chunked, most buckets empty"], "small": TABLES["dense, a default row"], "n": TABLES["no id"]}
+        root,
+        {
+            "t": TABLES["chunked, most buckets empty"],
+            "small": TABLES["dense, a default row"],
+            "n": TABLES["no id"],
+        },
     )
     again(root, 16)
     segments = attached(root, 16)
     assert [s.header.tables[0].id_count for s in segments] == [0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0]
-    assert [s.header.tables[1].id_count for s in segments] == [3 * (k + 1) // 16 - 3 * k // 16 for k in range(16)]
+    assert [s.header.tables[1].id_count for s in segments] == [
+        3 * (k + 1) // 16 - 3 * k // 16 for k in range(16)
+    ]
     first = Model(root, "demo").attach()
     again(root, 1, 16)
     assert bytes_of(Model(root, "demo").attach()) == bytes_of(first)
@@ -172,19 +191,27 @@ def test_features_and_scorer_go_with_each_owner(root: Path) -> None:
     inputs = (ScorerInput("f", "f", 64), ScorerInput("dense", None, 3))
     features = (FeatureSpec("f", "t", "mean", "fp16"), FeatureSpec("g", "t", "none"))
     program = bytes(range(256)) * 40
-    publish_tables(root, {"t": raw()}, features=features, scorer=StoredScorer("program", inputs), program=program)
+    publish_tables(
+        root, {"t": raw()}, features=features, scorer=StoredScorer("program", inputs), program=program
+    )
     again(root, 2)
     again(root, 1, 2)
     for segment in [*attached(root, 2), Model(root, "demo").attach()]:
         h = segment.header
-        assert h.features == features and h.scorer is not None and h.scorer.inputs == inputs and segment.program() == program
+        assert (
+            h.features == features
+            and h.scorer is not None
+            and h.scorer.inputs == inputs
+            and segment.program() == program
+        )
 
 
 # ---- through a real load ----
 
 
 def test_a_loaded_model(root: Path, tmp_path: Path) -> None:
-    """Through a real load: tables of row numbers, in chunks as a manifest wants them, and back to the same checksums."""
+    """Through a real load: tables of row numbers, in chunks as a manifest wants them, and back to the same
+    checksums."""
     np.savez(tmp_path / "m.npz", t=rows_of(20_000, 64), u=rows_of(33, 8))
     write_manifest(tmp_path / "m.npz")
     tables = {"t": {"key": "t"}, "u": {"key": "u", "row_format": "fp16"}}
@@ -198,14 +225,17 @@ def test_a_loaded_model(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("row_format", "dim"), [("int8", 64), ("fp16", 32)])
 def test_a_loaded_model_of_raw_ids(row_format: str, dim: int, root: Path, tmp_path: Path) -> None:
-    """Through a real load, with the mean for missing ids: 1 -> 5 -> 2 -> 1 are the first bytes, and each id is with one owner."""
+    """Through a real load, with the mean for missing ids: 1 -> 5 -> 2 -> 1 are the first bytes, and each
+    id is with one owner."""
     np.savez(tmp_path / "m.npz", ids=RANDOM, weights=rows_of(RANDOM.size, dim))
     table = {"key": "weights", "id_key": "ids", "ids": "raw", "missing": "mean", "row_format": row_format}
     load(parse_model({"name": "demo", "checkpoint": "m.npz", "tables": {"t": table}}, tmp_path), root)
     whole = Model(root, "demo").attach()
     again(root, 5)
     found = [answers(s, RANDOM) for s in attached(root, 5)]
-    assert sum(map(len, found)) == RANDOM.size and {i: v for f in found for i, v in f.items()} == answers(whole, RANDOM)
+    assert sum(map(len, found)) == RANDOM.size and {i: v for f in found for i, v in f.items()} == answers(
+        whole, RANDOM
+    )
     again(root, 2, 5)
     again(root, 1, 2)
     last = Model(root, "demo").attach()
@@ -214,11 +244,14 @@ def test_a_loaded_model_of_raw_ids(row_format: str, dim: int, root: Path, tmp_pa
 
 
 def test_memory_is_that_of_directories(root: Path, tmp_path: Path) -> None:
-    """Rows, pilots and kept ids go from segment to segment without a copy of their own: a sixth of the rows would show."""
+    """Rows, pilots and kept ids go from segment to segment without a copy of their own: a sixth of the
+    rows would show."""
     ids = np.arange(-50_000, 50_000) * 7
     np.savez(tmp_path / "m.npz", ids=ids, weights=rows_of(ids.size, 32))
     table = {"key": "weights", "id_key": "ids", "ids": "raw", "row_format": "fp16"}
-    loaded = load(parse_model({"name": "demo", "checkpoint": "m.npz", "tables": {"t": table}}, tmp_path), root)
+    loaded = load(
+        parse_model({"name": "demo", "checkpoint": "m.npz", "tables": {"t": table}}, tmp_path), root
+    )
     tracemalloc.start()
     try:
         again(root, 3)

@@ -22,13 +22,16 @@ from tableside.quant import RowFormat
 
 
 def test_a_version_by_its_number(root: Path) -> None:
-    """--version is that of the whole model, in both directions; owners of several versions lie beside each other."""
+    """--version is that of the whole model, in both directions; owners of several versions lie beside each
+    other."""
     publish_tables(root, {"t": raw(RANDOM[:100])})
     publish_tables(root, {"t": raw(RANDOM[:50])})
     reshard(root, "demo", 2, ReshardSettings(version=1))
     reshard(root, "demo", 2)
     done = reshard(root, "demo", 3, ReshardSettings(2, version=1))
-    assert sum(h.ids for h in done.after) == 100 and {s.header.owner.version for s in attached(root, 3) if s.header.owner} == {1}
+    assert sum(h.ids for h in done.after) == 100 and {
+        s.header.owner.version for s in attached(root, 3) if s.header.owner
+    } == {1}
     assert sum(h.ids for h in again(root, 3, 2).after) == 50
 
 
@@ -46,7 +49,9 @@ def test_owners_of_two_versions_are_not_joined(root: Path) -> None:
     publish_tables(root, {"t": raw(RANDOM[:100])})
     again(root, 2)
     Model(root, "demo-owner-1-of-2").activate(1)
-    with pytest.raises(VersionError, match="holds owner 1 of 2 of version 1 of 'demo'; expected owner 1 of 2 of version 2"):
+    with pytest.raises(
+        VersionError, match="holds owner 1 of 2 of version 1 of 'demo'; expected owner 1 of 2 of version 2"
+    ):
         again(root, 1, 2)
     assert sum(h.ids for h in reshard(root, "demo", 1, ReshardSettings(2, version=2)).after) == 100
     with pytest.raises(VersionError, match="has nothing of version 7"):
@@ -62,18 +67,25 @@ def test_an_owner_that_is_not_there(root: Path) -> None:
 
 
 def test_another_number_of_owners_than_there_is(root: Path) -> None:
-    """The error tells which owners there are, and which number to say; also where the whole model is not published."""
+    """The error tells which owners there are, and which number to say; also where the whole model is not
+    published."""
     publish_tables(root, {"t": raw(RANDOM[:100])})
     again(root, 3)
     publish_tables(root, {"t": raw(RANDOM[:100])}, "demo-owner-x")
-    there = r"of model 'demo' there is: the whole model \(--from 1\), 3 of 3 owners \(--from 3\); say with --from"
+    there = (
+        r"of model 'demo' there is: the whole model \(--from 1\), 3 of 3 owners \(--from 3\); say with --from"
+    )
     with pytest.raises(VersionError, match=rf"'demo-owner-0-of-2' is not published in .*; {there}"):
         again(root, 1, 2)
     Model(root, "demo").remove_all()
     Model(root, "demo-owner-1-of-3").remove_all()
-    with pytest.raises(VersionError, match=r"'demo' is not published in .* there is: 2 of 3 owners \(--from 3\)"):
+    with pytest.raises(
+        VersionError, match=r"'demo' is not published in .* there is: 2 of 3 owners \(--from 3\)"
+    ):
         again(root, 2)
-    with pytest.raises(VersionError, match=r"'other' is not published in .*; of model 'other' there is: nothing"):
+    with pytest.raises(
+        VersionError, match=r"'other' is not published in .*; of model 'other' there is: nothing"
+    ):
         reshard(root, "other", 2)
 
 
@@ -88,7 +100,9 @@ def test_another_model_under_an_owners_name(root: Path) -> None:
 def test_an_owner_is_not_resharded_alone(root: Path) -> None:
     publish_tables(root, {"t": raw(RANDOM[:100])})
     again(root, 2)
-    with pytest.raises(VersionError, match="owner 0 of 2 of model 'demo'; name that model: tableside reshard demo --from 2"):
+    with pytest.raises(
+        VersionError, match="owner 0 of 2 of model 'demo'; name that model: tableside reshard demo --from 2"
+    ):
         reshard(root, "demo-owner-0-of-2", 3)
 
 
@@ -165,7 +179,8 @@ def test_nothing_is_published_where_one_owner_is_being_loaded(root: Path) -> Non
 
 
 def test_nothing_is_left_where_one_owner_finds_no_room(root: Path) -> None:
-    """Bytes that the second owner's file may not have stand for a full file system; the first owner's was written whole."""
+    """Bytes that the second owner's file may not have stand for a full file system; the first owner's was
+    written whole."""
     ids = np.concatenate([[0], 1000 + np.arange(900)])
     publish_tables(root, {"t": raw(ids, buckets=2, bucket_ids=1000)})
     before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -178,7 +193,11 @@ def test_nothing_is_left_where_one_owner_finds_no_room(root: Path) -> None:
         signal.signal(signal.SIGXFSZ, ignored)
     assert list(root.rglob("*.partial")) == [] and list(root.rglob("*owner*/*.segment")) == []
     assert [h.ids for h in again(root, 2).after] == [1, 900]
-    assert Model(root, "demo-owner-0-of-2").attach().size < 40_000 < Model(root, "demo-owner-1-of-2").attach().size
+    assert (
+        Model(root, "demo-owner-0-of-2").attach().size
+        < 40_000
+        < Model(root, "demo-owner-1-of-2").attach().size
+    )
 
 
 # ---- the command ----
@@ -190,7 +209,13 @@ def test_the_command_shows_what_was_there_and_what_is(root: Path) -> None:
     done = run_tableside("reshard", "demo", "--owners", 2, root=root)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert lines[1][:5] == ["before", "demo", "1", f"{Model(root, 'demo').attach().header.tables[0].rows + 9}", "109"]
+    assert lines[1][:5] == [
+        "before",
+        "demo",
+        "1",
+        f"{Model(root, 'demo').attach().header.tables[0].rows + 9}",
+        "109",
+    ]
     assert [line[:3] for line in lines[2:4]] == [["after", f"demo-owner-{k}-of-2", "1"] for k in range(2)]
     assert lines[4][:2] == ["after", "together"] and lines[4][3] == "109"
     joined = run_tableside("reshard", "demo", "--owners", 1, "--from", 2, root=root)
@@ -204,4 +229,8 @@ def test_the_command_keeps_as_many_older_owners_as_it_is_told(root: Path) -> Non
         assert run_tableside("reshard", "demo", "--owners", 2, "--keep", 1, root=root).returncode == 0
     assert Model(root, "demo-owner-0-of-2").versions() == [2, 3]
     refused = run_tableside("reshard", "demo", "--owners", 17, root=root)
-    assert refused.returncode == 1 and "table 't' has 16 buckets" in refused.stderr and refused.stderr.count("\n") == 1
+    assert (
+        refused.returncode == 1
+        and "table 't' has 16 buckets" in refused.stderr
+        and refused.stderr.count("\n") == 1
+    )

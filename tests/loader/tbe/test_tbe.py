@@ -71,14 +71,19 @@ FEATURES = {
 }
 DEVICES = [
     "cpu",
-    pytest.param("gpu", marks=pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU")),
+    pytest.param(
+        "gpu", marks=pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU")
+    ),
 ]
 
 
 @pytest.mark.parametrize("where", DEVICES)
 def test_one_call_makes_a_module_of_features(publish: Publish, root: Path, where: str) -> None:
-    """Two of them read one table; the order is the caller's, the pooling that of the features. Nothing is copied on the CPU."""
-    publish({"a": rows_of(50, 64), "b": rows_of(70, 32)}, formats={"a": "int8", "b": "int4"}, features=FEATURES)
+    """Two of them read one table; the order is the caller's, the pooling that of the features. Nothing is
+    copied on the CPU."""
+    publish(
+        {"a": rows_of(50, 64), "b": rows_of(70, 32)}, formats={"a": "int8", "b": "int4"}, features=FEATURES
+    )
     segment = Model(root, "demo").attach()
     device = "cpu" if where == "cpu" else gpu.DEVICE
     module = fbgemm_module(segment, ["seen", "item", "user"], device=device)
@@ -91,7 +96,9 @@ def test_one_call_makes_a_module_of_features(publish: Publish, root: Path, where
     at = 0
     for name, its in bags.items():
         table = segment.tables[str(FEATURES[name]["table"])]
-        wanted = choose("fbgemm").lookup(table, np.array([i for b in its for i in b]), np.array([len(b) for b in its], np.int32))
+        wanted = choose("fbgemm").lookup(
+            table, np.array([i for b in its for i in b]), np.array([len(b) for b in its], np.int32)
+        )
         if where == "cpu":
             np.testing.assert_array_equal(found[:, at : at + table.dim], wanted)
         else:  # fp32 sums of at most three rows in another order
@@ -106,11 +113,17 @@ def test_one_call_takes_tables_and_another_pooling(publish: Publish, root: Path)
     segment = Model(root, "demo").attach()
     ids = np.array([3, 9, 9])
     for pooling in (Pooling.SUM, Pooling.MEAN):
-        found = fbgemm_module(segment, ["a"], pooling=pooling)(torch.from_numpy(ids), torch.tensor([0, 1, 3])).numpy()
-        wanted = choose("fbgemm").lookup(segment.tables["a"], ids, np.array([1, 2], np.int32), pooling=pooling)
+        found = fbgemm_module(segment, ["a"], pooling=pooling)(
+            torch.from_numpy(ids), torch.tensor([0, 1, 3])
+        ).numpy()
+        wanted = choose("fbgemm").lookup(
+            segment.tables["a"], ids, np.array([1, 2], np.int32), pooling=pooling
+        )
         np.testing.assert_array_equal(found, wanted)
     half = fbgemm_module(segment, ["a"], half=True)(torch.from_numpy(ids), torch.tensor([0, 1, 3]))
-    summed = fbgemm_module(segment, ["a"], pooling=Pooling.SUM, half=True)(torch.from_numpy(ids), torch.tensor([0, 1, 3]))
+    summed = fbgemm_module(segment, ["a"], pooling=Pooling.SUM, half=True)(
+        torch.from_numpy(ids), torch.tensor([0, 1, 3])
+    )
     assert half.dtype == torch.float16 and torch.equal(half, summed)
 
 
@@ -119,15 +132,19 @@ def test_what_one_module_cannot_be_is_refused(publish: Publish, root: Path) -> N
     publish({"a": rows_of(50, 64), "b": rows_of(70, 32)}, features=FEATURES)
     segment = Model(root, "demo").attach()
     with pytest.raises(
-        LoaderError, match=r"the features pool by mean and sum, a module by one; make one of each, or name a pooling"
+        LoaderError,
+        match=r"the features pool by mean and sum, a module by one; make one of each, or name a pooling",
     ):
         fbgemm_module(segment, ["user", "mean"])
-    with pytest.raises(LoaderError, match=r"has no feature or table 'x'; it has: user, item, seen, mean, a, b"):
+    with pytest.raises(
+        LoaderError, match=r"has no feature or table 'x'; it has: user, item, seen, mean, a, b"
+    ):
         fbgemm_module(segment, ["x"])
     raw = RawTable(np.array([10**12, 5, 7]), rows_of(3, 16))
     publish_tables(root, {"r": raw}, "raw")
     with pytest.raises(
-        LoaderError, match=r"table 'r' of .* has raw ids; FBGEMM's modules take row numbers alone, serve it instead"
+        LoaderError,
+        match=r"table 'r' of .* has raw ids; FBGEMM's modules take row numbers alone, serve it instead",
     ):
         fbgemm_module(Model(root, "raw").attach(), ["r"])
 
@@ -136,7 +153,8 @@ def test_what_one_module_cannot_be_is_refused(publish: Publish, root: Path) -> N
 def test_the_backend_looks_up_as_the_module_does(
     publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch, pooling: Pooling
 ) -> None:
-    """`--backend fbgemm`: pooled lookups of as many bags are one call of FBGEMM's operator, bit for bit those of one module.
+    """`--backend fbgemm`: pooled lookups of as many bags are one call of FBGEMM's operator, bit for bit those
+    of one module.
 
     A lookup of another number of bags is a call of its own.
     """
@@ -145,20 +163,32 @@ def test_the_backend_looks_up_as_the_module_does(
     segment = Model(root, "demo").attach()
     calls: list[int] = []
     bound = fbgemm.operator
-    monkeypatch.setattr(fbgemm, "operator", lambda tables, half=False: (calls.append(len(tables)), bound(tables, half))[1])
+    monkeypatch.setattr(
+        fbgemm, "operator", lambda tables, half=False: (calls.append(len(tables)), bound(tables, half))[1]
+    )
     generator = np.random.default_rng(0)
     lengths = [generator.integers(0, 5, bags).astype(np.int32) for _ in names]
-    ids = [generator.integers(0, segment.tables[n].rows, size.sum()) for n, size in zip(names, lengths, strict=True)]
+    ids = [
+        generator.integers(0, segment.tables[n].rows, size.sum())
+        for n, size in zip(names, lengths, strict=True)
+    ]
     inputs, lookups, at, out_at = b"", [], 0, 0
-    for name, its_ids, its_lengths in [*zip(names, ids, lengths, strict=True), ("c", np.array([3]), np.array([1], np.int32))]:
+    for name, its_ids, its_lengths in [
+        *zip(names, ids, lengths, strict=True),
+        ("c", np.array([3]), np.array([1], np.int32)),
+    ]:
         inputs += its_ids.tobytes() + its_lengths.tobytes()
         table, lengths_at = segment.tables[name], at + its_ids.nbytes
-        lookups.append(Lookup(table, pooling, at, its_ids.size, out_at, bags=its_lengths.size, lengths_at=lengths_at))
+        lookups.append(
+            Lookup(table, pooling, at, its_ids.size, out_at, bags=its_lengths.size, lengths_at=lengths_at)
+        )
         at, out_at = len(inputs), out_at + lookups[-1].out_bytes
     out = np.empty(out_at, np.uint8)
     choose("fbgemm").plan(lookups).run(inputs, out)
     assert calls == [3, 1]
     offsets = torch.from_numpy(np.concatenate([[0], *lengths]).cumsum())
-    wanted = fbgemm_module(segment, names, pooling=pooling)(torch.from_numpy(np.concatenate(ids)), offsets).numpy()
+    wanted = fbgemm_module(segment, names, pooling=pooling)(
+        torch.from_numpy(np.concatenate(ids)), offsets
+    ).numpy()
     found = [out[k.out_at :][: k.out_bytes].view(np.float32).reshape(bags, -1) for k in lookups[:3]]
     np.testing.assert_array_equal(np.concatenate(found, axis=1), wanted)

@@ -51,7 +51,9 @@ assert torch.equal(copied(ids, offsets), expected)
 
 def run(script: str, *arguments: object) -> None:
     """A script in a process of its own: what reads unmapped memory ends that process, with -11."""
-    found = subprocess.run([sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, (found.returncode, found.stderr)
 
 
@@ -62,7 +64,8 @@ def bound(segment: Segment) -> Any:
 
 
 def test_what_was_copied_outlives_its_copies_and_they_it(publish: Publish) -> None:
-    """Of a mapping, a segment and a bound module: rows are read when the copy is gone, and by the copy when the original is."""
+    """Of a mapping, a segment and a bound module: rows are read when the copy is gone, and by the copy
+    when the original is."""
     run(OUTLIVED, publish({"a": rows_of(50, 64)}).path)
 
 

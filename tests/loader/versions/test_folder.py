@@ -1,4 +1,5 @@
-"""Who else may touch what is published: squatters, links, modes, groups, locks; and a shared memory that is full."""
+"""Who else may touch what is published: squatters, links, modes, groups, locks; and a shared memory that
+is full."""
 
 import grp
 import json
@@ -56,7 +57,13 @@ def test_what_is_published_is_this_users_alone(publish: Publish, root: Path) -> 
     folder = root / "demo"
     assert (mode(root), mode(folder)) == (0o700, 0o700)
     found = {p.name: mode(p) for p in folder.iterdir()}
-    assert found == {"1.segment": 0o400, "current": 0o600, "current.new": 0o600, "load.lock": 0o600, "record.lock": 0o600}
+    assert found == {
+        "1.segment": 0o400,
+        "current": 0o600,
+        "current.new": 0o600,
+        "load.lock": 0o600,
+        "record.lock": 0o600,
+    }
 
 
 def test_a_group_that_was_named_can_read(publish: Publish, root: Path) -> None:
@@ -75,11 +82,15 @@ def test_a_group_that_was_named_can_read(publish: Publish, root: Path) -> None:
 
 @as_root
 def test_a_member_of_the_group_reads_and_names_the_owner(publish: Publish, root: Path) -> None:
-    """A server of another user attaches a model that root, whom everybody trusts, or a user that it names published."""
+    """A server of another user attaches a model that root, whom everybody trusts, or a user that it names
+    published."""
     publish({"t": rows_of(10, 8)}, settings=LoadSettings(group="daemon"))
 
     def attach(owner: str | None) -> str:
-        return as_stranger(lambda: str(Model(root, "demo", owner).attach().tables["t"].rows), gid=grp.getgrnam("daemon").gr_gid)
+        return as_stranger(
+            lambda: str(Model(root, "demo", owner).attach().tables["t"].rows),
+            gid=grp.getgrnam("daemon").gr_gid,
+        )
 
     assert attach(None) == "10"
     for path in (root, root / "demo", *(root / "demo").iterdir()):
@@ -94,7 +105,12 @@ def test_what_another_user_owns_is_refused(what: str, publish: Publish, root: Pa
     """At load and at attach: that user could have put anything there."""
     publish({"t": rows_of(10, 8)})
     model = Model(root, "demo")
-    path = {"root": root, "model": root / "demo", "segment": model.path(1), "record": root / "demo" / "current"}[what]
+    path = {
+        "root": root,
+        "model": root / "demo",
+        "segment": model.path(1),
+        "record": root / "demo" / "current",
+    }[what]
     os.chown(path, STRANGER, -1)
     with pytest.raises(AccessError, match=rf"{path} belongs to user 12345, not to root"):
         model.attach()
@@ -173,14 +189,21 @@ def test_a_lock_that_is_never_let_go(publish: Publish, root: Path) -> None:
     """Who waits for it is told, after a while, which process holds it."""
     publish({"t": rows_of(10, 8)})
     said = rf"process {os.getpid()} holds .*record.lock for more than 0.1 s; wait for it"
-    with Model(root, "demo").opened() as folder, Model(root, "demo").opened() as again, folder.lock("record.lock"):
+    with (
+        Model(root, "demo").opened() as folder,
+        Model(root, "demo").opened() as again,
+        folder.lock("record.lock"),
+    ):
         lock = again.lock("record.lock", 0.1)
         with pytest.raises(VersionError, match=said):
             lock.__enter__()
 
 
-def test_a_killed_load_before_the_flip_does_not_cost_the_version_to_roll_back_to(publish: Publish, root: Path) -> None:
-    """What was never live does not count for --keep; the version that was stays; the killed one's number is not given again."""
+def test_a_killed_load_before_the_flip_does_not_cost_the_version_to_roll_back_to(
+    publish: Publish, root: Path
+) -> None:
+    """What was never live does not count for --keep; the version that was stays; the killed one's number
+    is not given again."""
     publish({"t": rows_of(10, 8)})
     publish({"t": rows_of(20, 8)})
     model = Model(root, "demo")
@@ -270,7 +293,9 @@ def full(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 8 MiB with three versions of a model, in which not one page is free."""
     folder = tmp_path / "shm"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr!r}")
     try:

@@ -65,8 +65,11 @@ def as_dictionary(tensor: PartialTensor, rows: int) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1 << 16])
-def test_chunks_give_every_id_once_with_its_vector(raw: tuple[PartialTensor, dict[int, bytes]], rows: int) -> None:
-    """Neither an empty slot nor the default row comes; each chunk but the last has as many rows as were asked for."""
+def test_chunks_give_every_id_once_with_its_vector(
+    raw: tuple[PartialTensor, dict[int, bytes]], rows: int
+) -> None:
+    """Neither an empty slot nor the default row comes; each chunk but the last has as many rows as were
+    asked for."""
     tensor, expected = raw
     assert as_dictionary(tensor, rows) == expected
     sizes = [ids.size for ids in tensor.id_chunks(rows)]
@@ -99,7 +102,9 @@ def test_a_part_is_that_part_of_the_whole(
         part = tensor.narrow(0, start, stop - start)
         np.testing.assert_array_equal(part.numpy(), whole[start:stop])
         start, stop = np.sort(rng.integers(0, flat.size, 2, endpoint=True)).tolist()
-        np.testing.assert_array_equal(tensor.view(-1).narrow(0, start, stop - start).numpy(), flat[start:stop])
+        np.testing.assert_array_equal(
+            tensor.view(-1).narrow(0, start, stop - start).numpy(), flat[start:stop]
+        )
     if len(tensor) > 3:
         again = tensor.narrow(0, 1, len(tensor) - 1).narrow(0, 1, 2)
         np.testing.assert_array_equal(np.asarray(again), whole[2:4])
@@ -134,7 +139,11 @@ def test_torch_takes_what_numpy_gives_and_its_dtypes(root: Path) -> None:
     whole = torch.from_numpy(tensor.numpy())
     viewed = torch.from_numpy(tensor.view(torch.uint8).numpy())
     assert torch.equal(viewed, whole.view(torch.uint8)) and tensor.view(torch.float32) is tensor
-    assert (tensor.numel(), tensor.nbytes, tensor.element_size()) == (whole.numel(), whole.nbytes, whole.element_size())
+    assert (tensor.numel(), tensor.nbytes, tensor.element_size()) == (
+        whole.numel(),
+        whole.nbytes,
+        whole.element_size(),
+    )
     assert torch.equal(torch.from_numpy(tensor.narrow(0, 7, 9).numpy()), whole.narrow(0, 7, 9))
 
 
@@ -160,13 +169,18 @@ def test_a_plain_table(publish: Callable[..., object], root: Path) -> None:
     tensor = Model(root, "demo").tensor("t", version=1)
     np.testing.assert_array_equal(tensor.numpy(), quantized(values, RowFormat.INT8))
     assert np.concatenate(list(tensor.id_chunks(7))).tolist() == list(range(300))
-    assert np.shares_memory(tensor.packed(), tensor.rows.table.packed) and len(Model(root, "demo").tensor("t")) == 10
+    assert (
+        np.shares_memory(tensor.packed(), tensor.rows.table.packed)
+        and len(Model(root, "demo").tensor("t")) == 10
+    )
 
 
 def test_a_table_with_a_policy_and_a_first_id(root: Path) -> None:
     """The default row is no part of it, and ids begin where the table does."""
     values = rows_of(40, 8)
-    publish_tables(root, {"t": DenseTable(values, RowFormat.FP32, default=np.ones(8, np.float32), first=1000)})
+    publish_tables(
+        root, {"t": DenseTable(values, RowFormat.FP32, default=np.ones(8, np.float32), first=1000)}
+    )
     tensor = Model(root, "demo").tensor("t")
     np.testing.assert_array_equal(tensor.numpy(), values)
     assert np.concatenate(list(tensor.narrow(0, 5, 20).id_chunks(6))).tolist() == list(range(1005, 1025))
@@ -263,7 +277,8 @@ def test_a_part_reads_its_own_bucket(root: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_large_bucket_is_counted_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not at all for a part that begins with it; parts after the first that is counted read only what they begin in."""
+    """And not at all for a part that begins with it; parts after the first that is counted read only what
+    they begin in."""
     monkeypatch.setattr(partial, "PIECE_ROWS", 64)
     tensor, ids = counted(root, 1)
     tensor.narrow(0, 0, 5).numpy()
@@ -284,7 +299,8 @@ def test_slots_say_how_many_ids_a_bucket_has(ids: int) -> None:
 
 
 def test_an_index_with_other_ids_than_it_says_is_refused(root: Path) -> None:
-    """By its header, and by a slot whose id belongs elsewhere: never an endless scan, never a row too many."""
+    """By its header, and by a slot whose id belongs elsewhere: never an endless scan, never a row too
+    many."""
     publish_tables(root, {"t": RawTable(random_ids(100), rows_of(100, 8), RowFormat.FP16, 4)})
     segment = Model(root, "demo").attach()
     table, (stored,) = segment.tables["t"], segment.header.tables

@@ -1,4 +1,5 @@
-"""Which states can be gone back to: the newest by number or by age, over versions, and the newest of each version."""
+"""Which states can be gone back to: the newest by number or by age, over versions, and the newest of each
+version."""
 
 import os
 import time
@@ -74,7 +75,8 @@ def test_states_stay_for_a_time(oracle: Oracle) -> None:
 
 
 def test_states_stay_over_a_compaction(oracle: Oracle) -> None:
-    """Those of the version before it go as newer ones come, but for its newest, with which it can be live again."""
+    """Those of the version before it go as newer ones come, but for its newest, with which it can be live
+    again."""
     rows = applied(oracle, 6)
     compact(oracle.model)
     rows |= applied(oracle, 3)

@@ -28,13 +28,18 @@ pytestmark = pytest.mark.gpu
         (Policy.LFU, 60_000, 2048, 0, 0),
     ],
 )
-def test_every_id_yields_its_row(policy: Policy, budget: int, page_bytes: int, held: int, threads: int) -> None:
+def test_every_id_yields_its_row(
+    policy: Policy, budget: int, page_bytes: int, held: int, threads: int
+) -> None:
     """Random batches with duplicates and without ids, `held` tickets out at a time, a version swapped in the
     middle; from a cache of 30 slots, where most rows are staged or read in place, to one that holds a third
     of the rows; rows fetched by the GPU and by the CPU.
     """
     rng = np.random.default_rng(budget + held)
-    t = CachedTables(budget, settings(policy, page_bytes=page_bytes, staging_buffers=2, gather_threads=threads, gather_from=20))
+    t = CachedTables(
+        budget,
+        settings(policy, page_bytes=page_bytes, staging_buffers=2, gather_threads=threads, gather_from=20),
+    )
     out: deque[tuple[Ticket, dict[int, np.ndarray]]] = deque()
     for number in range(7):
         ids = {n: rng.zipf(1.3, rng.integers(0, 80)) % len(t.rows[n]) for n in t.numbers.values()}
@@ -160,7 +165,11 @@ def test_pages_that_moved_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> No
     t = CachedTables(60_000, settings(), {"a": (300, 48), "b": (300, 144)})
     t.look_up({0: run(100), 1: run(30)})
     pages = t.cache._pages
-    monkeypatch.setattr(pages, "parts", lambda n: [[p] for p in pages.classes[n].pages] + [[p] for p in pages.classes[1].pages])
+    monkeypatch.setattr(
+        pages,
+        "parts",
+        lambda n: [[p] for p in pages.classes[n].pages] + [[p] for p in pages.classes[1].pages],
+    )
     assert sorted(t.cache.hot(0).tolist()) == list(range(100))
 
 
@@ -259,7 +268,8 @@ def test_a_prefetch_that_fails_leaves_a_cache_that_works(monkeypatch: pytest.Mon
 
 
 def test_one_ticket_held_while_many_come_and_go() -> None:
-    """While it is out nothing that was used since is evicted, also where numbers wrap; after it, all may be."""
+    """While it is out nothing that was used since is evicted, also where numbers wrap; after it, all may
+    be."""
     t = CachedTables(9_000, settings(staging_buffers=2, staging_fraction=0.3), {"a": (1000, 48)})
     t.cache._memory.state[BatchState.NOW] = 2**31 - 3  # numbers are about to wrap where they are kept short
     held, ids = t.prefetch({0: run(10)})
@@ -281,7 +291,10 @@ def test_one_ticket_held_while_many_come_and_go() -> None:
         (lambda: Cache(InterpretedDevice(), 100, stream=None), "a cache of 100 bytes holds no page"),
         (lambda: CacheSettings(half_life=0), "half_life of a cache is 0; expected 1 to 65536"),
         (lambda: CacheSettings(page_bytes=100), "page_bytes of a cache is 100; expected a multiple of 16"),
-        (lambda: CachedTables(9_000, settings()).cache.register(0, 5, 50), "rows of 50 bytes cannot be cached"),
+        (
+            lambda: CachedTables(9_000, settings()).cache.register(0, 5, 50),
+            "rows of 50 bytes cannot be cached",
+        ),
         (lambda: CachedTables(9_000, settings()).add(5, 2048), "rows of 2048 bytes do not fit this cache"),
         (lambda: CachedTables(2_000, settings()), "cannot hold 2 sizes of rows"),
     ],

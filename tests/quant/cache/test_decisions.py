@@ -1,4 +1,5 @@
-"""What a cache admits and how it divides its pages, over many batches; and that its own check finds damage."""
+"""What a cache admits and how it divides its pages, over many batches; and that its own check finds
+damage."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,8 @@ def full(t: CachedTables, uses: int) -> np.ndarray:
 
 
 def test_a_row_that_is_missed_often_is_admitted() -> None:
-    """Misses are remembered though they are not admitted: the fourth one in a row weighs more than two uses of the others."""
+    """Misses are remembered though they are not admitted: the fourth one in a row weighs more than two
+    uses of the others."""
     t = CachedTables(6_000, settings(Policy.LFU), {"a": (1000, 48)})
     full(t, 2)
     asked = run(4, 500)
@@ -50,7 +52,8 @@ def test_old_uses_count_less() -> None:
 
 
 def test_pages_go_to_the_rows_that_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one size of rows evicts what was just used and the other what was not used for long, pages move from this to that."""
+    """Where one size of rows evicts what was just used and the other what was not used for long, pages
+    move from this to that."""
     monkeypatch.setattr(cache, "_REBALANCE_EVERY", 4)
     monkeypatch.setattr(cache, "_SNAPSHOT_EVERY", 1)
     t = CachedTables(20_000, settings(Policy.LRU), {"a": (1000, 48), "b": (1000, 144)})
@@ -79,7 +82,10 @@ def change(tensor: torch.Tensor, at: int, by: int) -> None:
     [
         (lambda c: change(c._memory.state, occupied_at(0), 1), "20 keys in its slots, 21 counted"),
         (lambda c: c._memory.heads.fill_(-1), "20 keys in slots, 0 in chains: a conflict miss"),
-        (lambda c: change(next(iter(c._tables)).dirty, 0, 1), "a map still names misses of a batch that is over"),
+        (
+            lambda c: change(next(iter(c._tables)).dirty, 0, 1),
+            "a map still names misses of a batch that is over",
+        ),
         (lambda c: c._memory.pages.view(torch.uint8)[:, -600:].add_(1), "holds other bytes"),
     ],
     ids=["a count", "the chains", "a map", "rows"],

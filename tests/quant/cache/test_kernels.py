@@ -75,7 +75,9 @@ class Steps:
             case "probe":
                 self.locations = self.located(lambda n, ids, _: reference.probe(c, n, ids), arguments)
             case "resolve":
-                self.locations = self.located(lambda n, ids, was: reference.resolve(c, n, ids, was), arguments)
+                self.locations = self.located(
+                    lambda n, ids, was: reference.resolve(c, n, ids, was), arguments
+                )
             case "enumerate_misses":
                 reference.enumerate_misses(c, self.batch(arguments[1]).staging_bytes // UNIT_BYTES)
             case "choose_threshold":
@@ -95,7 +97,9 @@ class Steps:
             case "release":
                 reference.release(c, self.batch(arguments[1]).record.tolist()[state.TicketField.PLACE])
             case "list_rows":
-                self.check_list(reference.list_rows(c, self.cache.settings.gather_from, self.room(arguments[1])))
+                self.check_list(
+                    reference.list_rows(c, self.cache.settings.gather_from, self.room(arguments[1]))
+                )
             case "copy_gathered":
                 pass  # what it copies must be there after `fetch_misses`
             case _:
@@ -116,7 +120,9 @@ class Steps:
         assert gather is not None
         entries, units = gather.list.tolist()[2:], gather.list[2 + gather.rows :].view(torch.int32).tolist()
         count = int(gather.list[0])
-        found = [(entries[n] & ((1 << 48) - 1), entries[n] >> 48, units[n]) for n in range(count) if entries[n]]
+        found = [
+            (entries[n] & ((1 << 48) - 1), entries[n] >> 48, units[n]) for n in range(count) if entries[n]
+        ]
         expected = []
         for key, unit in rows:
             table = self.held.rows[key >> ID_BITS]
@@ -124,17 +130,23 @@ class Steps:
             expected.append((address, table.shape[1] // UNIT_BYTES, unit))
         assert found == expected
 
-    def located(self, step: Callable[[int, list[int], list[int]], list[int]], arguments: tuple[int, ...]) -> list[int]:
+    def located(
+        self, step: Callable[[int, list[int], list[int]], list[int]], arguments: tuple[int, ...]
+    ) -> list[int]:
         """The locations of all ids by the reference, which the device's must equal."""
         expected: list[int] = []
         for number, ids in self.ids.items():
             expected += step(number, ids.tolist(), self.locations[len(expected) :][: ids.size])
-        found = np.frombuffer(ctypes.string_at(self.batch(arguments[1]).locations.data_ptr(), 4 * len(expected)), np.int32)
+        found = np.frombuffer(
+            ctypes.string_at(self.batch(arguments[1]).locations.data_ptr(), 4 * len(expected)), np.int32
+        )
         assert found.tolist() == expected, "locations"
         return expected
 
 
-@pytest.mark.skipif("__import__('tables').DEVICE != 'interpreter'", reason="reads what kernels wrote at its address")
+@pytest.mark.skipif(
+    "__import__('tables').DEVICE != 'interpreter'", reason="reads what kernels wrote at its address"
+)
 @pytest.mark.parametrize("gather_threads", [0, 2])
 @pytest.mark.parametrize(
     ("policy", "budget", "staging_fraction"),
@@ -149,12 +161,14 @@ class Steps:
 def test_each_kernel_does_what_its_reference_does(
     policy: Policy, budget: int, staging_fraction: float, gather_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After every launch of seeded batches, one of them in flight, all state is the reference's: rows of three sizes, duplicates,
-    ids out of range, a batch of which every row is admitted, fewer and more misses than a staging buffer holds, scores that
-    wrap."""
+    """After every launch of seeded batches, one of them in flight, all state is the reference's: rows of
+    three sizes, duplicates, ids out of range, a batch of which every row is admitted, fewer and more
+    misses than a staging buffer holds, scores that wrap."""
     more = {"staging_buffers": 2, "staging_fraction": staging_fraction, "half_life": 5}
     sizes = {"a": (300, 48), "b": (600, 144), "c": (40, 32)}
-    held = CachedTables(budget, settings(policy, gather_threads=gather_threads, gather_from=20, **more), sizes)
+    held = CachedTables(
+        budget, settings(policy, gather_threads=gather_threads, gather_from=20, **more), sizes
+    )
     if budget == 20_000:
         held.cache._memory.state[BatchState.NOW] = 2**31 // held.cache.settings.score_rate - 3
     steps = Steps(held, monkeypatch)
@@ -190,7 +204,8 @@ def test_each_kernel_does_what_its_reference_does(
     ],
 )
 def test_kernels_read_fields_by_name(prefix: str, fields: type[IntEnum], first: int) -> None:
-    """Each constant is the place of the field whose name it has, so that fields can be put in another order."""
+    """Each constant is the place of the field whose name it has, so that fields can be put in another
+    order."""
     assert [f.value for f in fields] == [*range(len(fields))]
     for field in fields:
         assert getattr(state, f"{prefix}_{field.name}").value == first + field
@@ -238,7 +253,9 @@ print("compiled")
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_compile_for_gpus(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them, for sm_80 and sm_90, without a GPU: no local memory, wide loads and stores."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

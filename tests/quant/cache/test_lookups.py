@@ -79,7 +79,9 @@ def test_prefetched_and_forwarded() -> None:
     for n, batch in enumerate(batches):
         if n + 2 < len(calls):
             ahead.append(lookup.prefetch(calls[n + 2]))
-        np.testing.assert_array_equal(lookup(ahead[n]).cpu().numpy().reshape(7, 40), expected_of(table, batch))
+        np.testing.assert_array_equal(
+            lookup(ahead[n]).cpu().numpy().reshape(7, 40), expected_of(table, batch)
+        )
 
 
 @pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU: 10 M ids")

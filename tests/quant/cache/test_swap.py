@@ -30,8 +30,8 @@ def swapped(policy: Policy = Policy.LRU, budget: int = 40_000) -> tuple[CachedTa
 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_rows_that_are_handed_over_hit(policy: Policy) -> None:
-    """All of them, at once and with nothing fetched, under their new numbers; the successor has no other row, and the table
-    itself has lost them. Bytes, chains and counts are right."""
+    """All of them, at once and with nothing fetched, under their new numbers; the successor has no other
+    row, and the table itself has lost them. Bytes, chains and counts are right."""
     t, old, new, order = swapped(policy)
     t.look_up({old: run(100)}, admit_all=True)
     kept = run(60, 20)
@@ -56,7 +56,9 @@ def test_rows_stay_as_hot_as_they_were() -> None:
     hot = t.cache.hot(old)
     t.cache.hand_over(old, new, hot[::-1].copy(), order[hot[::-1]])
     found = t.cache.hot(new)
-    assert set(found[:10]) == set(order[:10]) and set(found[:20]) == set(order[:20]) and found.size == hot.size
+    assert (
+        set(found[:10]) == set(order[:10]) and set(found[:20]) == set(order[:20]) and found.size == hot.size
+    )
 
 
 def test_rows_that_the_successor_has_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +74,8 @@ def test_rows_that_the_successor_has_stay_where_they_are(monkeypatch: pytest.Mon
 
 
 def test_batches_in_flight_read_on() -> None:
-    """What a ticket found is there until it is released, under whatever name; then the slots are as others."""
+    """What a ticket found is there until it is released, under whatever name; then the slots are as
+    others."""
     t, old, new, order = swapped(budget=9_000)
     ticket, ids = t.prefetch({old: run(30)})
     t.cache.hand_over(old, new, run(30), order[:30])
@@ -89,7 +92,9 @@ def test_nothing_and_other_sizes() -> None:
     t.look_up({old: run(10)})
     t.cache.hand_over(old, new, run(0), run(0))
     assert t.cache.hot(new).size == 0
-    with pytest.raises(QuantError, match="rows of 48 bytes cannot become rows of 144 bytes; fetch them with `warm`"):
+    with pytest.raises(
+        QuantError, match="rows of 48 bytes cannot become rows of 144 bytes; fetch them with `warm`"
+    ):
         t.cache.hand_over(old, 2, run(3), run(3))
 
 
@@ -137,8 +142,9 @@ def dense_table(ids: np.ndarray, values: np.ndarray, row_format: RowFormat = Row
 
 @pytest.mark.parametrize("row_format", [RowFormat.INT8, RowFormat.FP16], ids=lambda f: f.label)
 def test_rows_of_the_same_id_and_bytes(row_format: RowFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next version lacks some ids, has others, and changed the values of some: each row leads to that of its id, and only
-    unchanged ones are the same. The default row and slots without an id lead nowhere. Row by row and in blocks."""
+    """The next version lacks some ids, has others, and changed the values of some: each row leads to that
+    of its id, and only unchanged ones are the same. The default row and slots without an id lead nowhere.
+    Row by row and in blocks."""
     values = values_of(IDS.size, DIM)
     changed = values.copy()
     changed[100:200] += 0.5
@@ -178,7 +184,10 @@ def test_tables_whose_ids_changed_their_kind(kinds: str) -> None:
 def test_row_numbers_lead_to_themselves() -> None:
     """Tables without any map; rows behind the next one's end lead nowhere."""
     values = values_of(200, DIM)
-    old, new = (Table(t.packed, t.row_format, t.dim) for t in (dense_table(run(200), values), dense_table(run(90), values[:90])))
+    old, new = (
+        Table(t.packed, t.row_format, t.dim)
+        for t in (dense_table(run(200), values), dense_table(run(90), values[:90]))
+    )
     found = successors(old, new, np.array([199, 3, 89, 90]))
     assert found.rows.tolist() == [-1, 3, 89, -1] and found.is_same.tolist() == [False, True, True, False]
 

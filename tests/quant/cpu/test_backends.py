@@ -1,5 +1,5 @@
-"""Four backends, one contract: every test of lookups runs over reference, fbgemm, native (on each instruction set) and the GPU's;
-quantizing is the business of the first three."""
+"""Four backends, one contract: every test of lookups runs over reference, fbgemm, native (on each
+instruction set) and the GPU's; quantizing is the business of the first three."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,7 +65,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 136])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 50.0, 1e-12])
-def test_quantized_bytes_equal_fbgemms(quantizer: CpuBackend, row_format: RowFormat, dim: int, scale: float) -> None:
+def test_quantized_bytes_equal_fbgemms(
+    quantizer: CpuBackend, row_format: RowFormat, dim: int, scale: float
+) -> None:
     """All backends pack a row into the same bytes, constant and denormal rows included."""
     rng = np.random.default_rng(dim)
     values = (rng.standard_normal((300, dim)) * scale).clip(-240, 240).astype(np.float32)
@@ -102,16 +104,24 @@ def test_bf16_sources_are_read_exactly(quantizer: CpuBackend) -> None:
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("column", [0, 5, 63, 71])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-def test_values_that_are_not_finite_are_refused(quantizer: CpuBackend, row_format: RowFormat, bad: float, column: int) -> None:
+def test_values_that_are_not_finite_are_refused(
+    quantizer: CpuBackend, row_format: RowFormat, bad: float, column: int
+) -> None:
     """The error names the first such row; nothing is repaired in silence."""
     values = values_of(20, 72)
     values[7, column] = values[11, column] = bad
     with pytest.raises(QuantError, match="row 7 holds a value"):
-        quantizer.quantize(values, Source.FP32, row_format, np.empty((20, row_format.row_bytes(72)), np.uint8))
+        quantizer.quantize(
+            values, Source.FP32, row_format, np.empty((20, row_format.row_bytes(72)), np.uint8)
+        )
 
 
-@pytest.mark.parametrize(("row_format", "value"), [(RowFormat.FP8, 241.0), (RowFormat.FP16, 70000.0), (RowFormat.INT8, -1e6)])
-def test_values_outside_a_formats_range_are_refused(quantizer: CpuBackend, row_format: RowFormat, value: float) -> None:
+@pytest.mark.parametrize(
+    ("row_format", "value"), [(RowFormat.FP8, 241.0), (RowFormat.FP16, 70000.0), (RowFormat.INT8, -1e6)]
+)
+def test_values_outside_a_formats_range_are_refused(
+    quantizer: CpuBackend, row_format: RowFormat, value: float
+) -> None:
     values = values_of(5, 16)
     values[3, 2] = value
     with pytest.raises(QuantError, match="row 3"):
@@ -128,7 +138,16 @@ class Case(NamedTuple):
 
 
 LENGTHS = (0, 3, 1, 0, 40, 2, 70, 0)
-FUSED_LENGTHS = (0, 3, 1, 0, 40, 2, 27, 0)  # bags as long on average as a launch of long bags has, and half of the other's turns
+FUSED_LENGTHS = (
+    0,
+    3,
+    1,
+    0,
+    40,
+    2,
+    27,
+    0,
+)  # bags as long on average as a launch of long bags has, and half of the other's turns
 
 
 @cache
@@ -140,8 +159,12 @@ def case_of(row_format: RowFormat, dim: int, pooling: Pooling, half: bool, lengt
     bags = None if pooling is Pooling.NONE else np.array(lengths, np.int32)
     precision = Precision.FP16 if half else Precision.FP32
     found = []
-    for weights in [None] if pooling is Pooling.NONE else [None, rng.standard_normal(ids.size).astype(np.float32)]:
-        found.append((weights, expect(table, ids, bags, pooling=pooling, weights=weights, precision=precision)))
+    for weights in (
+        [None] if pooling is Pooling.NONE else [None, rng.standard_normal(ids.size).astype(np.float32)]
+    ):
+        found.append(
+            (weights, expect(table, ids, bags, pooling=pooling, weights=weights, precision=precision))
+        )
     return Case(table, ids, bags, tuple(found))
 
 
@@ -154,11 +177,15 @@ def case_of(row_format: RowFormat, dim: int, pooling: Pooling, half: bool, lengt
     indirect=["backend"],
 )
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-def test_lookup_equals_the_reference(backend: Backend, row_format: RowFormat, dim: int, pooling: Pooling, half: bool) -> None:
+def test_lookup_equals_the_reference(
+    backend: Backend, row_format: RowFormat, dim: int, pooling: Pooling, half: bool
+) -> None:
     """Pooled and not, with weights and without, empty bags, repeated ids, the first and the last row."""
     case = case_of(row_format, dim, pooling, half, FUSED_LENGTHS if backend.name == "fused" else LENGTHS)
     for weights, expected in case.expected:
-        found = backend.lookup(case.table, case.ids, case.lengths, pooling=pooling, weights=weights, half=half)
+        found = backend.lookup(
+            case.table, case.ids, case.lengths, pooling=pooling, weights=weights, half=half
+        )
         assert found.dtype == (np.float16 if half else np.float32)
         expected.check(found)
 
@@ -173,7 +200,9 @@ def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) 
         table = table_of(row_format, dim)
         ids = np.random.default_rng(1).integers(0, table.rows, int(lengths.sum()))
         for pooling in (Pooling.SUM, Pooling.MEAN):
-            ours, theirs = (choose(b).lookup(table, ids, lengths, pooling=pooling) for b in ("native", "fbgemm"))
+            ours, theirs = (
+                choose(b).lookup(table, ids, lengths, pooling=pooling) for b in ("native", "fbgemm")
+            )
             np.testing.assert_array_equal(ours, theirs)
     _native.use(ISAS[0])
 
@@ -181,9 +210,11 @@ def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) 
 @pytest.mark.drawn(24)
 @pytest.mark.parametrize("dim", [4, 20, 128, 200])
 @pytest.mark.parametrize("row_format", [f for f in RowFormat if not f.has_scale], ids=lambda f: f.label)
-def test_the_sum_of_one_row_is_that_row_bit_for_bit(backend: Backend, row_format: RowFormat, dim: int) -> None:
-    """-0 stays -0: unpooled, in a bag of one row beside others, in fp32 and fp16, in a plan. Sums of more or no rows begin at +0,
-    as torch's and FBGEMM's do."""
+def test_the_sum_of_one_row_is_that_row_bit_for_bit(
+    backend: Backend, row_format: RowFormat, dim: int
+) -> None:
+    """-0 stays -0: unpooled, in a bag of one row beside others, in fp32 and fp16, in a plan. Sums of more
+    or no rows begin at +0, as torch's and FBGEMM's do."""
     values = np.zeros((3, dim), np.float32)
     values[0], values[2, ::3] = -0.0, -0.0
     packed = np.zeros((3, row_format.row_bytes(dim)), np.uint8)
@@ -193,7 +224,9 @@ def test_the_sum_of_one_row_is_that_row_bit_for_bit(backend: Backend, row_format
     alone = np.array([0, 1, 2], np.int64)
     for half in (False, True):
         assert (np.signbit(backend.lookup(table, alone, pooling=Pooling.NONE, half=half)) == signs).all()
-    for others, pooling in product((2, 9, 400), (Pooling.SUM, Pooling.MEAN)):  # by how long bags are, a GPU's launch is cut up
+    for others, pooling in product(
+        (2, 9, 400), (Pooling.SUM, Pooling.MEAN)
+    ):  # by how long bags are, a GPU's launch is cut up
         ids, lengths = np.array([0, 2, *[0] * others], np.int64), np.array([1, 1, 0, others], np.int32)
         expected = [*signs[[0, 2]], *np.zeros((2, dim), bool)]
         for weights in (None, np.ones(ids.size, np.float32)):
@@ -263,7 +296,9 @@ def test_lengths_that_do_not_fit_are_refused(
     ],
     ids=lambda a: "-".join(f"{k}" for k in a),
 )
-def test_arguments_of_the_wrong_type_or_shape_are_refused(backend: Backend, arguments: dict[str, object]) -> None:
+def test_arguments_of_the_wrong_type_or_shape_are_refused(
+    backend: Backend, arguments: dict[str, object]
+) -> None:
     call = {"ids": np.arange(4), "lengths": np.array([4], np.int32), "pooling": Pooling.SUM, **arguments}
     with pytest.raises(QuantError, match=r"expected|takes neither"):
         backend.lookup(table_of(RowFormat.INT8, 64), **call)  # type: ignore[arg-type]
@@ -272,10 +307,13 @@ def test_arguments_of_the_wrong_type_or_shape_are_refused(backend: Backend, argu
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
-    """Several tables, poolings and widths laid out in one buffer at odd offsets, by every backend, with 1 to 3 threads."""
+    """Several tables, poolings and widths laid out in one buffer at odd offsets, by every backend, with 1
+    to 3 threads."""
     lookups, reference, parts, at, out_at = [], [], [b"x" * 3], 3, 0
     for _ in range(data.draw(st.integers(1, 4))):
-        table = table_of(data.draw(st.sampled_from(list(RowFormat))), data.draw(st.sampled_from([8, 64, 72])), rows=31)
+        table = table_of(
+            data.draw(st.sampled_from(list(RowFormat))), data.draw(st.sampled_from([8, 64, 72])), rows=31
+        )
         pooling = data.draw(st.sampled_from(list(Pooling)))
         lengths = np.array(data.draw(st.lists(st.integers(0, 9), max_size=12)), np.int32)
         n = int(lengths.sum())
@@ -312,7 +350,8 @@ def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
 
 
 def test_a_plan_with_a_bad_id_writes_nothing(backend: Backend) -> None:
-    """The second of two lookups is wrong: the first one's output stays untouched, and the error says which lookup."""
+    """The second of two lookups is wrong: the first one's output stays untouched, and the error says which
+    lookup."""
     table = table_of(RowFormat.INT8, 64)
     table = placed(table) if backend.name == "fused" else table
     lookups = [Lookup(table, Pooling.SUM, 8 * i, 1, 256 * i, bags=1, bag_length=1) for i in range(2)]
@@ -358,7 +397,9 @@ def test_native_plans_that_wrap_around_are_refused(change: dict[str, int]) -> No
 
 def test_threads_below_one_are_refused() -> None:
     with pytest.raises(ValueError, match="threads"):
-        choose("native").lookup(table_of(RowFormat.INT8, 64), np.arange(2), np.array([2], np.int32), threads=0)
+        choose("native").lookup(
+            table_of(RowFormat.INT8, 64), np.arange(2), np.array([2], np.int32), threads=0
+        )
 
 
 def test_unknown_backends_are_refused() -> None:

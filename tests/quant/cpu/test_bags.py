@@ -1,6 +1,7 @@
 """Bags as lookups take them: the extension against plain Python, and tensors that are read where they lie.
 
-`make test-sanitized` runs these with the sanitizers, which see what a read beyond a buffer does not show here.
+`make test-sanitized` runs these with the sanitizers, which see what a read beyond a buffer does not show
+here.
 """
 
 import ctypes
@@ -15,18 +16,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tableside.quant import Place
-from tableside.quant.cpu.bags import MOST_IDS, feature_places, lengths_of, parts_of, tensor_parts, tensor_places
+from tableside.quant.cpu.bags import (
+    MOST_IDS,
+    feature_places,
+    lengths_of,
+    parts_of,
+    tensor_parts,
+    tensor_places,
+)
 
 IDS, FIXED, LENGTHS, OFFSETS, ENDS = range(5)  # how ids make bags, as `serving.modules.inputs` has it
 
-HOSTILE = [-(2**63), -(2**32), -1, 0, 1, 7, 2**31 - 1, 2**31, 2**32, 2**60, 2**61, 2**62, 2**63 - 8, 2**63 - 1]
+HOSTILE = [
+    -(2**63),
+    -(2**32),
+    -1,
+    0,
+    1,
+    7,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**60,
+    2**61,
+    2**62,
+    2**63 - 8,
+    2**63 - 1,
+]
 EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 reads_tensors = pytest.mark.skipif(EXCHANGE is None, reason="this torch has no table")
 
 
 def lengths_as_specified(items: Sequence[int], ids: int, form: int) -> list[int] | None:
     """What `lengths_of` promises, in plain Python."""
-    if ids > 2**31 - 1 or not all(0 <= item <= ids for item in items) or (form != LENGTHS and items and items[0]):
+    if (
+        ids > 2**31 - 1
+        or not all(0 <= item <= ids for item in items)
+        or (form != LENGTHS and items and items[0])
+    ):
         return None
     if form == LENGTHS:
         return list(items)
@@ -44,12 +71,17 @@ def read(found: tuple[object, int] | None, count: int) -> list[int] | None:
 @given(data=st.data())
 def test_lengths_are_those_that_plain_python_gives(data: st.DataObject) -> None:
     """Good ones, those that a hostile number spoils, and offsets that descend; at any alignment."""
-    form, dtype = data.draw(st.sampled_from([LENGTHS, OFFSETS, ENDS])), data.draw(st.sampled_from([np.int32, np.int64]))
+    form, dtype = (
+        data.draw(st.sampled_from([LENGTHS, OFFSETS, ENDS])),
+        data.draw(st.sampled_from([np.int32, np.int64])),
+    )
     ids = data.draw(st.sampled_from([0, 1, 60, 2**31 - 1, 2**31, 2**40]))
     items = [0, *data.draw(st.lists(st.integers(0, min(ids, 2**31 - 1)), max_size=20))]
     if data.draw(st.booleans()):
         at = data.draw(st.integers(0, len(items) - 1))
-        items[at] = data.draw(st.sampled_from([h for h in HOSTILE if np.iinfo(dtype).min <= h <= np.iinfo(dtype).max]))
+        items[at] = data.draw(
+            st.sampled_from([h for h in HOSTILE if np.iinfo(dtype).min <= h <= np.iinfo(dtype).max])
+        )
     if form != ENDS and data.draw(st.booleans()):
         items = items[: data.draw(st.integers(0, 2))]
     lead = data.draw(st.integers(0, 9))
@@ -62,7 +94,17 @@ def test_lengths_are_those_that_plain_python_gives(data: st.DataObject) -> None:
 def test_lengths_outside_of_the_memory_are_refused(form: int) -> None:
     """Wherever they begin, and however many they say they are."""
     memory = bytes(64)
-    for at, items in ((0, 9), (1, 8), (64, 1), (-8, 1), (8, 2**61), (2**62, 1), (0, 2**62), (0, -1), (0, -(2**62))):
+    for at, items in (
+        (0, 9),
+        (1, 8),
+        (64, 1),
+        (-8, 1),
+        (8, 2**61),
+        (2**62, 1),
+        (0, 2**62),
+        (0, -1),
+        (0, -(2**62)),
+    ):
         with pytest.raises(ValueError):
             lengths_of(memory, at, 8, items, 5, form)
 
@@ -75,7 +117,9 @@ def test_parts_are_the_first_id_of_each_feature_and_how_many_it_has(data: st.Dat
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=features * count, max_size=features * count))
     ids = sum(lengths) + data.draw(st.sampled_from([0, 0, 0, 1]))
     if lengths and data.draw(st.booleans()):
-        lengths[data.draw(st.integers(0, len(lengths) - 1))] = data.draw(st.sampled_from([-1, -(2**31), 2**31 - 1, 1000]))
+        lengths[data.draw(st.integers(0, len(lengths) - 1))] = data.draw(
+            st.sampled_from([-1, -(2**31), 2**31 - 1, 1000])
+        )
         ids = data.draw(st.sampled_from([ids, max(0, sum(lengths))]))
     found = parts_of(b"xyz" + np.array(lengths, np.int32).tobytes(), 3, features, count, ids)
     if min(lengths, default=0) < 0 or sum(lengths) != ids or ids > MOST_IDS:
@@ -88,7 +132,8 @@ def test_parts_are_the_first_id_of_each_feature_and_how_many_it_has(data: st.Dat
 
 
 @pytest.mark.parametrize(
-    ("at", "features", "count"), [(0, 3, 3), (4, 2, 4), (-4, 1, 1), (0, 0, 4), (0, 2**40, 2**40), (0, 2**62, 1)]
+    ("at", "features", "count"),
+    [(0, 3, 3), (4, 2, 4), (-4, 1, 1), (0, 0, 4), (0, 2**40, 2**40), (0, 2**62, 1)],
 )
 def test_parts_outside_of_the_memory_are_refused(at: int, features: int, count: int) -> None:
     """And so are none."""
@@ -102,7 +147,9 @@ def test_places_are_those_of_the_features(order: list[int] | None, weights_at: i
     """Ids, lengths and weights from the feature's first on, vectors in the lookup's column."""
     parts = np.array([[0, 4, 10], [4, 6, 1]], np.int64).tobytes()
     columns = [0, 64, 96] if order is None else [0, 64]
-    found = feature_places(parts, order, np.array(columns, np.int64).tobytes(), 1000, 5000, 3, weights_at, 20000)
+    found = feature_places(
+        parts, order, np.array(columns, np.int64).tobytes(), 1000, 5000, 3, weights_at, 20000
+    )
     places = [Place(*row) for row in np.frombuffer(found, np.int64).reshape(-1, len(Place._fields)).tolist()]
     assert len(places) == len(columns)
     for place, column, f in zip(places, columns, order or range(3), strict=True):
@@ -115,13 +162,24 @@ def test_places_are_those_of_the_features(order: list[int] | None, weights_at: i
 def test_features_that_are_not_there_are_refused(order: list[int]) -> None:
     """And a number of lookups that is not that of the columns."""
     with pytest.raises(ValueError):
-        feature_places(np.zeros((2, 3), np.int64).tobytes(), order, np.zeros(2, np.int64).tobytes(), 0, 0, 1, -1, 0)
+        feature_places(
+            np.zeros((2, 3), np.int64).tobytes(), order, np.zeros(2, np.int64).tobytes(), 0, 0, 1, -1, 0
+        )
 
 
 def test_hostile_numbers_make_no_read() -> None:
     """Places are arithmetic, which may wrap: the lookup refuses what lies in no buffer."""
     for number in HOSTILE:
-        feature_places(np.full((2, 1), number, np.int64).tobytes(), None, bytes(8), number, number, number, number, number)
+        feature_places(
+            np.full((2, 1), number, np.int64).tobytes(),
+            None,
+            bytes(8),
+            number,
+            number,
+            number,
+            number,
+            number,
+        )
 
 
 # ---- tensors ----
@@ -154,9 +212,13 @@ def test_tensors_are_placed_where_they_lie() -> None:
     found = placed([one for one, *_ in forms], (4,) * len(forms))
     places, outputs, held = found
     rows = [Place(*row) for row in np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).tolist()]
-    for place, out, (one, (count, bag_length, vectors), shape, told) in zip(rows, outputs, forms, strict=True):
+    for place, out, (one, (count, bag_length, vectors), shape, told) in zip(
+        rows, outputs, forms, strict=True
+    ):
         assert (place.ids, place.bag_length, place.bags, out.shape) == (count, bag_length, vectors, shape)
-        assert place.ids_at == (one[1].data_ptr() if count else 0) and place.out_at == (out.data_ptr() if vectors else 0)
+        assert place.ids_at == (one[1].data_ptr() if count else 0) and place.out_at == (
+            out.data_ptr() if vectors else 0
+        )
         assert (place.weights_at, place.found_at) == (-1, -1)
         if told is None:
             assert place.lengths_at == -1
@@ -252,7 +314,10 @@ class Table(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint32) for name in ("major", "minor")),
-        *((name, ctypes.c_void_p) for name in ("previous", "allocate", "from_object", "to_object", "read", "stream")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("previous", "allocate", "from_object", "to_object", "read", "stream")
+        ),
     )
 
 
@@ -260,7 +325,12 @@ class Tensor(ctypes.Structure):
     """DLPack's tensor, as far as tests change it."""
 
     _fields_ = (("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("device_id", ctypes.c_int32))
-    _fields_ += (("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+    _fields_ += (
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+    )
 
 
 NAME = b"dlpack_exchange_api"
@@ -282,9 +352,13 @@ READ = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(Tensor))
     ids=str,
 )
 def test_what_the_table_says_of_a_tensor_counts(changes: dict[str, Any]) -> None:
-    """Another version of the table, a GPU's memory, unsigned and short integers, and memory that is not there are left alone."""
+    """Another version of the table, a GPU's memory, unsigned and short integers, and memory that is not
+    there are left alone."""
     new_capsule = ctypes.pythonapi.PyCapsule_New
-    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    new_capsule.restype, new_capsule.argtypes = (
+        ctypes.py_object,
+        (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p),
+    )
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     real = Table.from_address(pointer_of(EXCHANGE, NAME))
@@ -299,7 +373,9 @@ def test_what_the_table_says_of_a_tensor_counts(changes: dict[str, Any]) -> None
                 setattr(to.contents, name, value)
         return code
 
-    table = Table(real.major, real.minor, None, None, None, None, ctypes.cast(read, ctypes.c_void_p).value, None)
+    table = Table(
+        real.major, real.minor, None, None, None, None, ctypes.cast(read, ctypes.c_void_p).value, None
+    )
     capsule, one = new_capsule(ctypes.addressof(table), NAME, None), [(IDS, FIVE, None, None)]
     assert tensor_places(capsule, one, (4,), new, 0) is not None
     assert tensor_parts(capsule, FIVE, torch.tensor([5]), 1, 0) is not None

@@ -45,7 +45,9 @@ def test_every_number_of_buckets(bits: int) -> None:
     np.testing.assert_array_equal(bucket, index.bucket_of(ids))
 
 
-@pytest.mark.parametrize("count", [*range(9), 62, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1023, 1024, 6399, 6400, 6401])
+@pytest.mark.parametrize(
+    "count", [*range(9), 62, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1023, 1024, 6399, 6400, 6401]
+)
 def test_sizes_of_a_bucket_around_the_steps_of_its_slots(count: int) -> None:
     check_index(built(np.arange(count) * 17 - 5, 1), np.arange(count) * 17 - 5)
 
@@ -54,7 +56,9 @@ def test_sizes_of_a_bucket_around_the_steps_of_its_slots(count: int) -> None:
 @pytest.mark.parametrize("step", [1, 1 << 12, 1 << 24])
 def test_ids_that_share_a_pilot_by_the_first_seed(count: int, step: int) -> None:
     """More than one pilot can serve: another seed is taken, which the directory says."""
-    spreads = np.uint64(0x12345678 << 32) | np.arange(count, dtype=np.uint64) * np.uint64(step) % np.uint64(1 << 32)
+    spreads = np.uint64(0x12345678 << 32) | np.arange(count, dtype=np.uint64) * np.uint64(step) % np.uint64(
+        1 << 32
+    )
     ids = np.unique(unspread(spreads))
     index = built(ids, 1)
     check_index(index, ids)
@@ -64,7 +68,9 @@ def test_ids_that_share_a_pilot_by_the_first_seed(count: int, step: int) -> None
 @pytest.mark.parametrize("seeds", [1, 3, 8])
 def test_ids_that_share_a_pilot_by_several_seeds(seeds: int) -> None:
     """A group for each seed, so that each of those seeds is refused: the next one is taken."""
-    groups = [unspread(np.arange(100, dtype=np.uint64) | np.uint64(0x77777777 << 32), seed) for seed in range(seeds)]
+    groups = [
+        unspread(np.arange(100, dtype=np.uint64) | np.uint64(0x77777777 << 32), seed) for seed in range(seeds)
+    ]
     ids = np.unique(np.concatenate(groups))
     index = built(ids, 1)
     check_index(index, ids)
@@ -74,7 +80,8 @@ def test_ids_that_share_a_pilot_by_several_seeds(seeds: int) -> None:
 @pytest.mark.parametrize("shift", [0, 4, 10, 20, 30, 40, 50])
 @pytest.mark.parametrize("count", [300, 4000])
 def test_ids_whose_hashes_are_equally_far_apart(count: int, shift: int) -> None:
-    """Whose pilots would all have as many ids, and the last ones no slots, if they were chosen by a product alone."""
+    """Whose pilots would all have as many ids, and the last ones no slots, if they were chosen by a
+    product alone."""
     ids = unmix(np.arange(count, dtype=np.uint64) << np.uint64(shift) | np.uint64(2 if shift > 1 else 0))
     check_index(built(ids, 1), np.unique(ids))
 
@@ -96,9 +103,12 @@ def test_one_thread_and_two_build_the_same(buckets: int, bucket_ids: int) -> Non
 
 
 def test_ten_million_ids() -> None:
-    """Each has a row of its own, and those whose bits differ from theirs in one place mostly have rows that others keep."""
+    """Each has a row of its own, and those whose bits differ from theirs in one place mostly have rows
+    that others keep."""
     count = 10_000_000
-    ids = (np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)  # odd: all are different
+    ids = (np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(
+        np.int64
+    )  # odd: all are different
     index = built(ids, 1024, threads=0, blocks=10)
     rows = rows_in(index, ids)
     taken = np.zeros(index.slots, np.bool_)
@@ -139,7 +149,8 @@ def test_the_same_id_twice_is_an_error_that_names_both(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("duplicates", KEEP)
 def test_an_older_versions_row_gives_way(duplicates: str) -> None:
-    """Rows from `own` on are kept where no other has their id, and are no error where one does, whatever `duplicates` says."""
+    """Rows from `own` on are kept where no other has their id, and are no error where one does, whatever
+    `duplicates` says."""
     builder = IndexBuilder(2)
     records = put(builder, [1, 2, 3, 3001, 2, 1, 3002])
     dropped = builder.distinct(records, duplicates, own=4)
@@ -149,9 +160,14 @@ def test_an_older_versions_row_gives_way(duplicates: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(-4, 12), max_size=60), st.sampled_from(["first", "last"]), st.integers(0, 60), st.sampled_from([1, 2, 8])
+    st.lists(st.integers(-4, 12), max_size=60),
+    st.sampled_from(["first", "last"]),
+    st.integers(0, 60),
+    st.sampled_from([1, 2, 8]),
 )
-def test_what_is_kept_is_what_a_dictionary_keeps(ids: list[int], duplicates: str, own: int, buckets: int) -> None:
+def test_what_is_kept_is_what_a_dictionary_keeps(
+    ids: list[int], duplicates: str, own: int, buckets: int
+) -> None:
     builder = IndexBuilder(buckets)
     records = put(builder, ids)
     dropped = builder.distinct(records, duplicates, own)
@@ -161,9 +177,19 @@ def test_what_is_kept_is_what_a_dictionary_keeps(ids: list[int], duplicates: str
             expected[id_] = source
     assert sorted(dropped.tolist()) == sorted(set(range(len(ids))) - set(expected.values()))
     starts = np.concatenate(
-        [[0], np.cumsum(np.bincount(built(np.zeros(0, np.int64), buckets).bucket_of(np.array(ids, np.int64)), minlength=buckets))]
+        [
+            [0],
+            np.cumsum(
+                np.bincount(
+                    built(np.zeros(0, np.int64), buckets).bucket_of(np.array(ids, np.int64)),
+                    minlength=buckets,
+                )
+            ),
+        ]
     )
-    kept = [tuple(r) for b in range(buckets) for r in records[starts[b] : starts[b] + builder.kept[b]].tolist()]
+    kept = [
+        tuple(r) for b in range(buckets) for r in records[starts[b] : starts[b] + builder.kept[b]].tolist()
+    ]
     assert dict(kept) == expected and len(kept) == len(expected)
     check_index(builder.build(records), np.array(list(expected), np.int64))
 
@@ -176,7 +202,10 @@ def test_an_id_without_a_bucket_is_refused(id_: int) -> None:
     """Where buckets are ranges: the error names it, and the ids that have one."""
     builder = IndexBuilder(8, 100)
     builder.count(np.array([0, 799]))
-    with pytest.raises(QuantError, match=rf"id {id_} has no bucket: 8 buckets of 100 ids hold ids from 0 to 799; set bucket_ids"):
+    with pytest.raises(
+        QuantError,
+        match=rf"id {id_} has no bucket: 8 buckets of 100 ids hold ids from 0 to 799; set bucket_ids",
+    ):
         builder.count(np.array([5, id_, -2]))
 
 
@@ -221,7 +250,13 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     "count_buckets": (_native.count_buckets, {"row_map": row_map(), "ids": IDS, "counts": COUNTS}),
     "put_in_buckets": (
         _native.put_in_buckets,
-        {"row_map": row_map(), "ids": IDS, "sources": IDS, "ends": COUNTS, "records": np.zeros((10, 2), np.int64)},
+        {
+            "row_map": row_map(),
+            "ids": IDS,
+            "sources": IDS,
+            "ends": COUNTS,
+            "records": np.zeros((10, 2), np.int64),
+        },
     ),
     "distinct": (_native.distinct, _distinct()),
     "build": (_native.build, _built()),
@@ -288,11 +323,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change"), REFUSED, ids=[f"{name}-{n}" for n, (name, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("name", "change"), REFUSED, ids=[f"{name}-{n}" for n, (name, _) in enumerate(REFUSED)]
+)
 def test_buffers_that_do_not_belong_together_are_refused(name: str, change: dict[str, Any]) -> None:
     """None is read or written past its end: ValueError, whatever the numbers in them say."""
     function, arguments = CALLS[name]
-    fresh = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in {**arguments, **change}.items()}
+    fresh = {
+        key: value.copy() if isinstance(value, np.ndarray) else value
+        for key, value in {**arguments, **change}.items()
+    }
     with pytest.raises(ValueError, match="do not belong together"):
         function(*fresh.values())
 
@@ -301,13 +341,24 @@ def test_buffers_that_do_not_belong_together_are_refused(name: str, change: dict
 def test_buffers_that_do_are_taken(name: str) -> None:
     """So that each refusal above is that of the change."""
     function, arguments = CALLS[name]
-    function(*({key: value.copy() if isinstance(value, np.ndarray) else value for key, value in arguments.items()}.values()))
+    function(
+        *(
+            {
+                key: value.copy() if isinstance(value, np.ndarray) else value
+                for key, value in arguments.items()
+            }.values()
+        )
+    )
 
 
-@pytest.mark.parametrize(("name", "written"), [("count_buckets", "counts"), ("put_in_buckets", "records"), ("build", "pilots")])
+@pytest.mark.parametrize(
+    ("name", "written"), [("count_buckets", "counts"), ("put_in_buckets", "records"), ("build", "pilots")]
+)
 def test_a_buffer_that_cannot_be_written_to_is_refused(name: str, written: str) -> None:
     function, arguments = CALLS[name]
-    fixed = {key: value.copy() if isinstance(value, np.ndarray) else value for key, value in arguments.items()}
+    fixed = {
+        key: value.copy() if isinstance(value, np.ndarray) else value for key, value in arguments.items()
+    }
     fixed[written].flags.writeable = False
     with pytest.raises((ValueError, BufferError), match=r"read-only|writable|not writ"):
         function(*fixed.values())

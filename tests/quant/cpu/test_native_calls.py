@@ -1,4 +1,5 @@
-"""How the native kernel runs a call: its checks, its parts on several threads, and what it prefetches; no result depends on it"""
+"""How the native kernel runs a call: its checks, its parts on several threads, and what it prefetches; no
+result depends on it"""
 
 import subprocess
 import sys
@@ -24,7 +25,8 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def request_of(seed: int, jobs: int, bags: int, longest: int) -> tuple[list[Lookup], np.ndarray, int]:
-    """Lookups of all formats and poolings, with bags of 0 to `longest` ids; their inputs; the bytes of their vectors."""
+    """Lookups of all formats and poolings, with bags of 0 to `longest` ids; their inputs; the bytes of
+    their vectors."""
     rng = np.random.default_rng(seed)
     lookups, parts, at, out_at = [], [], 0, 0
     for n in range(jobs):
@@ -33,7 +35,9 @@ def request_of(seed: int, jobs: int, bags: int, longest: int) -> tuple[list[Look
         lengths = rng.integers(0, longest + 1, bags).astype(np.int32)
         if n % 4 == 1:
             lengths[:] = longest
-        lengths[n % bags] = 40 * longest  # a bag longer than rows are prefetched ahead, and empty ones at an end
+        lengths[n % bags] = (
+            40 * longest
+        )  # a bag longer than rows are prefetched ahead, and empty ones at an end
         lengths[-3:] = 0
         ids = int(lengths.sum())
         fixed = n % 8 == 5
@@ -64,9 +68,14 @@ def request_of(seed: int, jobs: int, bags: int, longest: int) -> tuple[list[Look
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8, 64])
-@pytest.mark.parametrize(("jobs", "bags", "longest"), [(1, 9000, 20), (36, 40, 20), (36, 4, 200), (7, 900, 5)])
-def test_parts_on_several_threads_give_what_one_thread_gives(jobs: int, bags: int, longest: int, threads: int) -> None:
-    """A call is cut between bags, anywhere in its jobs; each part has its own ids, lengths, weights and vectors. Bit for bit."""
+@pytest.mark.parametrize(
+    ("jobs", "bags", "longest"), [(1, 9000, 20), (36, 40, 20), (36, 4, 200), (7, 900, 5)]
+)
+def test_parts_on_several_threads_give_what_one_thread_gives(
+    jobs: int, bags: int, longest: int, threads: int
+) -> None:
+    """A call is cut between bags, anywhere in its jobs; each part has its own ids, lengths, weights and
+    vectors. Bit for bit."""
     lookups, inputs, out_bytes = request_of(jobs, jobs, bags, longest)
     read = sum(lookup.ids * lookup.table.row_bytes for lookup in lookups)
     assert read > SHARED_BYTES, "the call is too small to be cut"
@@ -93,7 +102,8 @@ def test_a_gather_in_parts_copies_every_row(level: int) -> None:
 
 
 def test_a_plan_of_many_small_lookups_gives_what_each_gives(level: int) -> None:
-    """Rows are prefetched over lookups, some of which have no ids, into either cache; the sums are those of single lookups."""
+    """Rows are prefetched over lookups, some of which have no ids, into either cache; the sums are those
+    of single lookups."""
     rng = np.random.default_rng(4)
     tables = [table_of(f, dim, rows=200) for f in RowFormat for dim in (64, 20)]
     counts = [0, 3, 1, 0, 70, 2, 0, 5, 200, 1, 1, 0]
@@ -145,6 +155,7 @@ print(call(256) - before, call(4096) - before)
 
 
 def test_a_small_call_takes_no_other_thread() -> None:
-    """256 bags of 20 ids run on the caller's thread, whatever `threads` says, as waking another takes as long; 4096 are shared"""
+    """256 bags of 20 ids run on the caller's thread, whatever `threads` says, as waking another takes as
+    long; 4096 are shared"""
     done = subprocess.run([sys.executable, "-c", _HELPERS], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "3"]

@@ -1,6 +1,8 @@
-"""The C kernel's own face, with arguments that no caller of ours sends: it refuses them, or does what the reference does.
+"""The C kernel's own face, with arguments that no caller of ours sends: it refuses them, or does what the
+reference does.
 
-`make test-sanitized` runs these with the sanitizers, which see what a read beyond a buffer does not show here.
+`make test-sanitized` runs these with the sanitizers, which see what a read beyond a buffer does not show
+here.
 """
 
 import ctypes
@@ -16,7 +18,23 @@ from tables import table_of, values_of
 from tableside.quant import Pooling, RowFormat, Source, choose
 from tableside.quant.cpu import _native
 
-HOSTILE = [-(2**63), -(2**32), -1, 1, 3, 7, 2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**60, 2**61, 2**62, 2**63 - 8, 2**63 - 1]
+HOSTILE = [
+    -(2**63),
+    -(2**32),
+    -1,
+    1,
+    3,
+    7,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**32 + 1,
+    2**60,
+    2**61,
+    2**62,
+    2**63 - 8,
+    2**63 - 1,
+]
 LOOKUP_CHANGES = (
     "pooling",
     "ids_at",
@@ -40,7 +58,8 @@ def matrix(fields: tuple[str, ...], *jobs: dict[str, int]) -> bytes:
 
 @st.composite
 def inputs_of(draw: st.DrawFn) -> tuple[bytes, int, int, bool]:
-    """Ids, lengths and weights one after another at an odd offset; how many ids and bags; whether they are good."""
+    """Ids, lengths and weights one after another at an odd offset; how many ids and bags; whether they are
+    good."""
     lengths = draw(st.lists(st.sampled_from([0, 1, 2, 5, 70]), max_size=6))
     ids = draw(st.lists(st.integers(0, ROWS - 1), min_size=sum(lengths), max_size=sum(lengths)))
     is_good = draw(st.booleans())
@@ -70,12 +89,15 @@ def run(function: Any, *arguments: Any) -> Any:
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_changed_job_is_refused_or_stays_in_its_buffers(data: st.DataObject) -> None:
-    """Up to two fields of a good lookup get values as large and as odd as int64 holds; the bytes around the output stay.
+    """Up to two fields of a good lookup get values as large and as odd as int64 holds; the bytes around the
+    output stay.
 
     A job that is not changed gives what the reference gives, or names the bad id or length.
     """
     inputs, n, bags, is_good = data.draw(inputs_of())
-    table = table_of(data.draw(st.sampled_from(list(RowFormat))), data.draw(st.sampled_from([4, 8, 64, 72])), rows=ROWS)
+    table = table_of(
+        data.draw(st.sampled_from(list(RowFormat))), data.draw(st.sampled_from([4, 8, 64, 72])), rows=ROWS
+    )
     pooling = data.draw(st.sampled_from(list(Pooling)))
     job = {
         "table": table.address, "rows": ROWS, "row_bytes": table.row_bytes, "dim": table.dim, "row_format": table.row_format,
@@ -95,7 +117,9 @@ def test_a_changed_job_is_refused_or_stays_in_its_buffers(data: st.DataObject) -
         assert found is None
         ids = np.frombuffer(inputs, np.int64, n, 1)
         lengths = None if pooling is Pooling.NONE else np.frombuffer(inputs, np.int32, bags, 1 + 8 * n)
-        weights = None if pooling is Pooling.NONE else np.frombuffer(inputs, np.float32, n, 1 + 8 * n + 4 * bags)
+        weights = (
+            None if pooling is Pooling.NONE else np.frombuffer(inputs, np.float32, n, 1 + 8 * n + 4 * bags)
+        )
         values = np.frombuffer(out, np.float32, outputs * table.dim, 4).reshape(-1, table.dim)
         expect(table, ids.copy(), _copied(lengths), pooling=pooling, weights=_copied(weights)).check(values)
 
@@ -111,7 +135,14 @@ def test_a_changed_gather_is_refused_or_stays_in_its_buffers(data: st.DataObject
     """The same for rows that are copied as they are packed."""
     inputs, n, _, _ = data.draw(inputs_of())
     table = table_of(RowFormat.INT8, 8, rows=ROWS)
-    job = {"table": table.address, "rows": ROWS, "row_bytes": table.row_bytes, "ids_at": 1, "ids": n, "out_at": 4}
+    job = {
+        "table": table.address,
+        "rows": ROWS,
+        "row_bytes": table.row_bytes,
+        "ids_at": 1,
+        "ids": n,
+        "out_at": 4,
+    }
     fields = data.draw(st.lists(st.sampled_from(GATHER_CHANGES), max_size=2, unique=True))
     changes = {name: data.draw(st.sampled_from(HOSTILE)) for name in fields}
     out = bytearray(b"\xee" * (4 + table.row_bytes * n + 4))
@@ -121,7 +152,9 @@ def test_a_changed_gather_is_refused_or_stays_in_its_buffers(data: st.DataObject
         assert bytes(out[4:-4]) == table.packed[np.frombuffer(inputs, np.int64, n, 1).copy()].tobytes()
 
 
-@pytest.mark.parametrize("change", [{"pooling": 2**32}, {"pooling": 2**32 + 1}, {"row_format": 2**32}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"pooling": 2**32}, {"pooling": 2**32 + 1}, {"row_format": 2**32}], ids=str
+)
 def test_numbers_that_would_be_good_ones_in_32_bits_are_refused(change: dict[str, int]) -> None:
     """Pooling 2^32 is not unpooled, whose lengths nobody checks."""
     table = table_of(RowFormat.INT8, 64)
@@ -141,7 +174,9 @@ def test_more_threads_than_there_can_be_are_as_many_as_there_can_be(threads: int
     """2^32 threads are not none, which would leave a task that nobody takes."""
     table = table_of(RowFormat.INT8, 64)
     found = choose("native").lookup(table, np.arange(20), np.array([20], np.int32), threads=threads)
-    np.testing.assert_array_equal(found, choose("native").lookup(table, np.arange(20), np.array([20], np.int32)))
+    np.testing.assert_array_equal(
+        found, choose("native").lookup(table, np.arange(20), np.array([20], np.int32))
+    )
 
 
 @pytest.mark.parametrize("row_bytes", [-16, 0, 1, 67, 2**61])
@@ -156,7 +191,9 @@ def test_quantizing_into_rows_that_are_too_short_is_refused(row_bytes: int) -> N
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize("source", list(Source), ids=lambda s: s.name)
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-def test_values_at_odd_addresses_quantize_like_others(row_format: RowFormat, source: Source, isa: str) -> None:
+def test_values_at_odd_addresses_quantize_like_others(
+    row_format: RowFormat, source: Source, isa: str
+) -> None:
     """A checkpoint may have its values at any byte."""
     values = values_of(5, 72)
     sent = (
@@ -180,7 +217,8 @@ def test_values_at_odd_addresses_quantize_like_others(row_format: RowFormat, sou
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize(("first", "end"), [(0, 2**31), (7, 900), (3, 3), (900, 7)])
 def test_listed_rows_are_gathered_to_their_units(first: int, end: int, threads: int) -> None:
-    """What CUDA calls for the cache: rows of 16 to 48 bytes, of which those are copied that go to units in [first, end)."""
+    """What CUDA calls for the cache: rows of 16 to 48 bytes, of which those are copied that go to units in
+    [first, end)."""
     rng = np.random.default_rng(3)
     units_each = rng.integers(1, 4, 1200)
     source = rng.integers(0, 256, (1200, 48), np.uint8)
@@ -191,7 +229,9 @@ def test_listed_rows_are_gathered_to_their_units(first: int, end: int, threads: 
     room = np.full((starts[-1] + 1) * 16, 0xEE, np.uint8)
     at = -room.ctypes.data % 16  # copies are of 16 bytes, aligned
     staging = room[at : at + starts[-1] * 16]
-    request = np.array([listed.ctypes.data, units.ctypes.data, staging.ctypes.data, threads, first, end], np.int64)
+    request = np.array(
+        [listed.ctypes.data, units.ctypes.data, staging.ctypes.data, threads, first, end], np.int64
+    )
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.gather_rows())(request.ctypes.data)
     expected = np.full_like(staging, 0xEE)
     for row, unit, count in zip(source, units, units_each, strict=True):

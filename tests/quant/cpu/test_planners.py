@@ -1,4 +1,5 @@
-"""Planners: lookups of the same kinds at other places each time give, bit for bit, what a plan of each request gives."""
+"""Planners: lookups of the same kinds at other places each time give, bit for bit, what a plan of each
+request gives."""
 
 import random
 from collections.abc import Sequence
@@ -46,7 +47,9 @@ def outcome(plan: Any, inputs: bytes, out_bytes: int) -> bytes | str:
 def planned(backend: Backend, kinds: Sequence[LookupKind], places: np.ndarray, out_bytes: int) -> Any:
     """A plan of the request's lookups alone."""
     rows = [Place(*row) for row in places.tolist()]
-    return backend.plan([lookup_at(kind, place) for kind, place in zip(kinds, rows, strict=True)], 1, out_bytes)
+    return backend.plan(
+        [lookup_at(kind, place) for kind, place in zip(kinds, rows, strict=True)], 1, out_bytes
+    )
 
 
 def check(kinds: Sequence[LookupKind], places: np.ndarray, inputs: bytes, out: bytes) -> None:
@@ -55,7 +58,9 @@ def check(kinds: Sequence[LookupKind], places: np.ndarray, inputs: bytes, out: b
         place, table = Place(*row), kind.table
         assert isinstance(table, Table)
         lk = lookup_at(kind, place)
-        ids = np.frombuffer(inputs, np.int64, lk.ids, place.ids_at).copy() if lk.ids else np.zeros(0, np.int64)
+        ids = (
+            np.frombuffer(inputs, np.int64, lk.ids, place.ids_at).copy() if lk.ids else np.zeros(0, np.int64)
+        )
         lengths = weights = None
         if kind.pooling is not Pooling.NONE:
             lengths = np.full(lk.bags, place.bag_length, np.int32)
@@ -65,14 +70,21 @@ def check(kinds: Sequence[LookupKind], places: np.ndarray, inputs: bytes, out: b
             weights = np.frombuffer(inputs, np.float32, lk.ids, place.weights_at).copy()
         dtype = np.dtype(np.float16 if kind.precision is Precision.FP16 else np.float32)
         shape, step = (lk.outputs, table.dim), lk.out_row_bytes or lk.vector_bytes
-        vectors = np.ndarray(shape, dtype, out, lk.out_at, (step, dtype.itemsize)) if lk.outputs else np.zeros(shape, dtype)
-        expect(table, ids, lengths, pooling=kind.pooling, weights=weights, precision=kind.precision).check(vectors)
+        vectors = (
+            np.ndarray(shape, dtype, out, lk.out_at, (step, dtype.itemsize))
+            if lk.outputs
+            else np.zeros(shape, dtype)
+        )
+        expect(table, ids, lengths, pooling=kind.pooling, weights=weights, precision=kind.precision).check(
+            vectors
+        )
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_planner_gives_what_plans_give_on_the_cpu(seed: int) -> None:
-    """By every backend of the CPU, for places that differ; and the vectors are the reference's within rounding."""
+    """By every backend of the CPU, for places that differ; and the vectors are the reference's within
+    rounding."""
     drawn = Drawn(seed)
     names = ["native", "fbgemm", "reference"]
     planners = {n: backend_of(n).planner(drawn.kinds, drawn.rng.randint(1, 2)) for n in names}
@@ -80,7 +92,9 @@ def test_a_planner_gives_what_plans_give_on_the_cpu(seed: int) -> None:
         places, inputs, out_bytes = drawn.request(wrong)
         found = {n: outcome(planners[n].plan(places.tobytes(), out_bytes), inputs, out_bytes) for n in names}
         for n in names:
-            assert found[n] == outcome(planned(backend_of(n), drawn.kinds, places, out_bytes), inputs, out_bytes)
+            assert found[n] == outcome(
+                planned(backend_of(n), drawn.kinds, places, out_bytes), inputs, out_bytes
+            )
         if isinstance(found["reference"], str):
             assert set(found.values()) == {found["reference"]}
             continue
@@ -93,7 +107,11 @@ def sources_of(backend: GpuBackend, held: Sequence[Table], rng: random.Random, h
     """Tables where a GPU's may lie: hbm and split ones are steady, those that lie in host memory are not."""
     made: list[RowSource] = []
     for table in held:
-        where = rng.choice(["hbm", "split"]) if how == "steady" else rng.choice(["hbm", "split", "mapped", "host"])
+        where = (
+            rng.choice(["hbm", "split"])
+            if how == "steady"
+            else rng.choice(["hbm", "split", "mapped", "host"])
+        )
         if where == "hbm" or tables.DEVICE != "interpreter":
             made.append(backend.to_hbm(table))
         elif where == "split":
@@ -106,7 +124,8 @@ def sources_of(backend: GpuBackend, held: Sequence[Table], rng: random.Random, h
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["steady", "any"]))
 def test_a_planner_gives_what_plans_give_on_a_gpu(seed: int, how: str) -> None:
-    """Packed or side by side, at any alignment, in HBM or not; its vectors and the CPU's are the reference's within rounding."""
+    """Packed or side by side, at any alignment, in HBM or not; its vectors and the CPU's are the
+    reference's within rounding."""
     backend = tables.gpu_backend()
     assert isinstance(backend, GpuBackend)
     drawn = Drawn(seed)
@@ -133,7 +152,9 @@ def test_requests_of_one_planner_share_a_batch() -> None:
     planner = backend.planner(drawn.over([placed(t) for t in drawn.tables]))
     requests = [drawn.request(wrong) for wrong in (False, True, False, False)]
     plans = [planner.plan(places.tobytes(), out_bytes) for places, _, out_bytes in requests]
-    found = tables.run_batch(backend, [(plan, inputs) for plan, (_, inputs, _) in zip(plans, requests, strict=True)])
+    found = tables.run_batch(
+        backend, [(plan, inputs) for plan, (_, inputs, _) in zip(plans, requests, strict=True)]
+    )
     for plan, (_, inputs, out_bytes), answer in zip(plans, requests, found, strict=True):
         alone = outcome(plan, inputs, out_bytes)
         if isinstance(alone, str):
@@ -169,5 +190,11 @@ def test_moves_copy_parts_and_stay_in_their_buffers() -> None:
         with pytest.raises(ValueError, match="does not lie in its buffer"):
             move_all([(as_bytes([Move(0, 0, 4)]), source, 0), (as_bytes([bad]), source, 0)], target)
     target[:] = 0
-    move_all([(as_bytes([Move(1, 5, 4)]), source, 2), (as_bytes([Move(10, 20, 2, 3, 4, 6)]), source[1:].tobytes(), 2)], target)
+    move_all(
+        [
+            (as_bytes([Move(1, 5, 4)]), source, 2),
+            (as_bytes([Move(10, 20, 2, 3, 4, 6)]), source[1:].tobytes(), 2),
+        ],
+        target,
+    )
     np.testing.assert_array_equal(target, expected)

@@ -12,7 +12,18 @@ from indexed_tables import RawTable, kinds_of_ids, part_of, raw_table
 from reference import backend_of
 from tables import check_vectors, table_of
 
-from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, Precision, RowFormat, Table, choose
+from tableside.quant import (
+    BadIds,
+    CpuBackend,
+    Lookup,
+    LookupKind,
+    Place,
+    Pooling,
+    Precision,
+    RowFormat,
+    Table,
+    choose,
+)
 from tableside.quant.contract import Unfound
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.native import gather
@@ -21,7 +32,8 @@ from tableside.quant.rows.ids import RowMap
 
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 KINDS = kinds_of_ids(300)
-LAYOUTS = [  # the id in the row's padding, with rows of 1, 2, 3 and more lines of the cache; and beside the rows
+# the id in the row's padding, with rows of 1, 2, 3 and more lines of the cache; and beside the rows
+LAYOUTS = [
     (RowFormat.INT8, 64), (RowFormat.INT8, 4), (RowFormat.INT8, 128), (RowFormat.INT8, 256), (RowFormat.INT4, 24),
     (RowFormat.FP16, 32), (RowFormat.INT8, 60), (RowFormat.FP32, 20),
 ]  # fmt: skip
@@ -39,7 +51,8 @@ def backend(request: pytest.FixtureRequest) -> Iterator[CpuBackend]:
 
 
 def asked_of(ids: np.ndarray, count: int = 180) -> np.ndarray:
-    """A request: ids that are there, some of them twice, their neighbours, and the extremes; int64 [count]."""
+    """A request: ids that are there, some of them twice, their neighbours, and the extremes; int64
+    [count]."""
     rng = np.random.default_rng(len(ids))
     near = ids ^ 1 if len(ids) else np.arange(3)
     pool = np.concatenate([ids, ids, near, KINDS["extremes"], np.arange(-2, 3)])
@@ -52,7 +65,8 @@ def check(backend: CpuBackend, raw: RawTable, asked: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
-    """A row for each id that is there, the default row for each that is not: neighbours, extremes, and any in an empty table."""
+    """A row for each id that is there, the default row for each that is not: neighbours, extremes, and any
+    in an empty table."""
     check(backend, raw_table(KINDS[kind]), asked_of(KINDS[kind]))
 
 
@@ -71,7 +85,9 @@ def test_requests_of_every_length(backend: CpuBackend) -> None:
 
 @pytest.mark.parametrize("bucket_ids", [0, 100])
 @pytest.mark.parametrize(("first", "owned"), [(0, 8), (0, 1), (3, 2), (7, 1)])
-def test_buckets_that_are_ranges_and_parts_of_a_table(backend: CpuBackend, first: int, owned: int, bucket_ids: int) -> None:
+def test_buckets_that_are_ranges_and_parts_of_a_table(
+    backend: CpuBackend, first: int, owned: int, bucket_ids: int
+) -> None:
     """An id whose bucket is not here is missing like any other."""
     ids = np.random.default_rng(3).permutation(800)[:500].astype(np.int64)
     raw = part_of(raw_table(ids, buckets=8, bucket_ids=bucket_ids), first, owned)
@@ -80,7 +96,8 @@ def test_buckets_that_are_ranges_and_parts_of_a_table(backend: CpuBackend, first
 
 @pytest.mark.parametrize("missing", [False, True], ids=["refused", "default row"])
 def test_calls_that_threads_share(backend: CpuBackend, missing: bool) -> None:
-    """More ids than one thread resolves alone, of a table that refuses missing ids and of one that does not."""
+    """More ids than one thread resolves alone, of a table that refuses missing ids and of one that does
+    not."""
     ids = np.random.default_rng(1).permutation(30_000).astype(np.int64) * 12_345_678_901
     raw = raw_table(ids, RowFormat.INT4, 64, buckets=64)
     asked = np.random.default_rng(2).choice(ids, SHARED_IDS)
@@ -91,7 +108,9 @@ def test_calls_that_threads_share(backend: CpuBackend, missing: bool) -> None:
     lengths = np.full(SHARED_IDS // 20, 20, np.int32)
     expected = backend.lookup(raw.plain, raw.expected_rows(asked), lengths)
     for threads in (1, 2, 4):
-        np.testing.assert_array_equal(backend.lookup(raw.table, asked, lengths, threads=threads), expected, f"{threads} threads")
+        np.testing.assert_array_equal(
+            backend.lookup(raw.table, asked, lengths, threads=threads), expected, f"{threads} threads"
+        )
 
 
 # ---- plans ----
@@ -141,8 +160,9 @@ class Request:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
-    """Vectors, found masks and counts of each lookup, by every backend: raw ids with a default row and without, row numbers, row
-    numbers with a default row; fixed lengths and others; no byte beside them is written."""
+    """Vectors, found masks and counts of each lookup, by every backend: raw ids with a default row and
+    without, row numbers, row numbers with a default row; fixed lengths and others; no byte beside them is
+    written."""
     request, expected = Request(), []
     for _ in range(data.draw(st.integers(1, 5))):
         raw = raw_table(KINDS[data.draw(st.sampled_from(["random", "extremes", "none", "a dense run"]))],
@@ -165,7 +185,11 @@ def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
         pooling = data.draw(st.sampled_from(list(Pooling)))
         lengths: Any = None if pooling is Pooling.NONE else np.array([n // 2, 0, n - n // 2], np.int32)
         fixed = 5 if pooling is not Pooling.NONE and n % 5 == 0 and n and data.draw(st.booleans()) else None
-        weights = np.linspace(-1, 1, n, dtype=np.float32) if lengths is not None and data.draw(st.booleans()) else None
+        weights = (
+            np.linspace(-1, 1, n, dtype=np.float32)
+            if lengths is not None and data.draw(st.booleans())
+            else None
+        )
         precision = data.draw(st.sampled_from([Precision.FP32, Precision.FP16]))
         request.add(table, ids, fixed or lengths, weights, pooling, precision, data.draw(st.booleans()))
         lengths = np.full(n // fixed, fixed, np.int32) if fixed else lengths
@@ -176,14 +200,17 @@ def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
         assert unfound == ([Unfound(n, 0) for n in missing] if any(missing) else None)
         assert out[0] == 0xEE
         for job, (plain, rows, lengths, weights, pooling, half, found) in enumerate(expected):
-            vectors = backend_of(name).lookup(plain, rows, lengths, pooling=pooling, weights=weights, half=half)
+            vectors = backend_of(name).lookup(
+                plain, rows, lengths, pooling=pooling, weights=weights, half=half
+            )
             assert request.vectors(out, job) == vectors.tobytes()
             if request.places[job].found_at >= 0:
                 assert request.found(out, job) == found.astype(int).tolist()
 
 
 def test_found_masks_and_counts_of_calls_that_threads_share(backend: CpuBackend) -> None:
-    """Of a table with a default row, and of one that refuses ids: a byte for each id, and sums over all threads."""
+    """Of a table with a default row, and of one that refuses ids: a byte for each id, and sums over all
+    threads."""
     ids = np.arange(20_000, dtype=np.int64) * 31 - 7
     mask = np.arange(20_000) % 3 == 0
     raw = raw_table(ids, RowFormat.INT4, 64, 16, backfilled=mask)
@@ -227,7 +254,9 @@ def test_a_missing_id_counts_in_a_mean(backend: CpuBackend) -> None:
     there, default = raw.plain.packed[3].view(np.float32), raw.plain.packed[-1].view(np.float32)
     asked = np.array([list(raw.numbers)[3], 12_345])
     mean = backend.lookup(raw.table, asked, np.array([2], np.int32), pooling=Pooling.MEAN)
-    np.testing.assert_allclose(mean[0], (there + default) / 2, rtol=2**-22)  # a sum and a product, each within 2^-24
+    np.testing.assert_allclose(
+        mean[0], (there + default) / 2, rtol=2**-22
+    )  # a sum and a product, each within 2^-24
 
 
 # ---- ids that are refused ----
@@ -253,8 +282,8 @@ def test_a_missing_id_is_refused(backend: CpuBackend, kind: str, position: int) 
 
 @pytest.mark.parametrize("position", [0, 2047, 2048, 17_000, SHARED_IDS - 1])
 def test_nothing_is_written_where_an_id_is_refused(backend: CpuBackend, position: int) -> None:
-    """Not by the lookups before it, nor by those of tables that have a default row; the first of two such ids is named, by one
-    thread and by several."""
+    """Not by the lookups before it, nor by those of tables that have a default row; the first of two such
+    ids is named, by one thread and by several."""
     ids = np.arange(5000, dtype=np.int64) * 11
     raw = raw_table(ids, RowFormat.INT4, 64)
     asked = np.resize(ids, SHARED_IDS)
@@ -266,14 +295,22 @@ def test_nothing_is_written_where_an_id_is_refused(backend: CpuBackend, position
     out = bytearray(b"\xee" * request.out_bytes)
     for threads in (1, 2, 4):
         with pytest.raises(BadIds) as caught:
-            backend.planner(request.kinds, threads).plan(np.array(request.places, np.int64)).run(request.inputs, out)
+            backend.planner(request.kinds, threads).plan(np.array(request.places, np.int64)).run(
+                request.inputs, out
+            )
         error = caught.value
-        assert (error.problem, error.job, error.position, error.value) == (Problem.MISSING, 2, position, -5), threads
+        assert (error.problem, error.job, error.position, error.value) == (
+            Problem.MISSING,
+            2,
+            position,
+            -5,
+        ), threads
         assert out == b"\xee" * request.out_bytes, threads
 
 
 @pytest.mark.parametrize(
-    ("lengths", "problem", "position"), [([5, -1, 6], Problem.LENGTH, 1), ([5, 6], Problem.SUM, 2), ([-1] * 3, Problem.LENGTH, 0)]
+    ("lengths", "problem", "position"),
+    [([5, -1, 6], Problem.LENGTH, 1), ([5, 6], Problem.SUM, 2), ([-1] * 3, Problem.LENGTH, 0)],
 )
 @pytest.mark.parametrize("is_refusing", [False, True])
 def test_lengths_of_raw_ids_are_checked(
@@ -282,7 +319,9 @@ def test_lengths_of_raw_ids_are_checked(
     """Before ids are resolved, and like those of any other table."""
     raw = raw_table(KINDS["random"])
     with pytest.raises(BadIds) as caught:
-        backend.lookup(raw.refusing() if is_refusing else raw.table, KINDS["random"][:10], np.array(lengths, np.int32))
+        backend.lookup(
+            raw.refusing() if is_refusing else raw.table, KINDS["random"][:10], np.array(lengths, np.int32)
+        )
     assert (caught.value.problem, caught.value.position) == (problem, position)
 
 
@@ -296,7 +335,8 @@ def test_row_numbers_with_a_default_row_are_never_outside(backend: CpuBackend, v
 
 
 def test_rows_of_raw_tables_are_gathered_by_their_numbers() -> None:
-    """Slots that no id has and the default row too; a number beyond is refused with the table's rows, not with its ids."""
+    """Slots that no id has and the default row too; a number beyond is refused with the table's rows, not
+    with its ids."""
     raw = raw_table(KINDS["random"])
     rows = raw.table.rows
     assert rows > len(raw.numbers) + 1
@@ -316,7 +356,9 @@ def test_a_mask_that_does_not_fit_is_refused(found_at: int) -> None:
     raw = raw_table(KINDS["random"])
     request = Request()
     request.add(raw.table, KINDS["random"][:10], 10, is_found=False)
-    place = request.places[0]._replace(found_at=found_at + request.out_bytes - 10 if found_at == 1 else found_at)
+    place = request.places[0]._replace(
+        found_at=found_at + request.out_bytes - 10 if found_at == 1 else found_at
+    )
     plan = choose("native").planner(request.kinds).plan(np.array([place], np.int64))
     with pytest.raises(ValueError, match=r"outputs \(found\).*do not lie in a buffer"):
         plan.run(request.inputs, bytearray(request.out_bytes))

@@ -1,4 +1,5 @@
-"""The bounds that lookups are held to (tests/helpers/rounding.py) let a wrong value through nowhere, and hold what is right."""
+"""The bounds that lookups are held to (tests/helpers/rounding.py) let a wrong value through nowhere, and
+hold what is right."""
 
 import numpy as np
 import pytest
@@ -14,12 +15,16 @@ WEIGHTS = np.random.default_rng(6).standard_normal(72).astype(np.float32)
 
 
 def weighted(row_format: RowFormat, precision: Precision) -> Expected:
-    return expect(table_of(row_format, 24), IDS, LENGTHS, pooling=Pooling.SUM, weights=WEIGHTS, precision=precision)
+    return expect(
+        table_of(row_format, 24), IDS, LENGTHS, pooling=Pooling.SUM, weights=WEIGHTS, precision=precision
+    )
 
 
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16], ids=lambda p: p.name)
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-def test_an_error_of_twice_the_bound_is_found_wherever_it_is(row_format: RowFormat, precision: Precision) -> None:
+def test_an_error_of_twice_the_bound_is_found_wherever_it_is(
+    row_format: RowFormat, precision: Precision
+) -> None:
     """In every value of a short bag and of a long one; nine tenths of the bound pass."""
     wanted = weighted(row_format, precision)
     exact = wanted.vectors.astype(np.float64)
@@ -65,7 +70,8 @@ def test_a_value_that_is_not_finite_is_found(value: float) -> None:
 
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
 def test_any_order_of_additions_in_fp32_is_within_the_bound(row_format: RowFormat) -> None:
-    """Sums and means of rows added from the front, from the back, smallest first, and in pairs, every step rounded to fp32."""
+    """Sums and means of rows added from the front, from the back, smallest first, and in pairs, every step
+    rounded to fp32."""
     table = table_of(row_format, 24)
     rows = REFERENCE.lookup(table, IDS, pooling=Pooling.NONE)
     for pooling in (Pooling.SUM, Pooling.MEAN):
@@ -73,7 +79,11 @@ def test_any_order_of_additions_in_fp32_is_within_the_bound(row_format: RowForma
         for order in ("front", "back", "smallest", "pairs"):
             bags = [rows[:2], rows[:0], rows[2:]]
             found = np.stack([_added(bag, order) for bag in bags])
-            divisor = np.maximum(LENGTHS, 1)[:, None].astype(np.float32) if pooling is Pooling.MEAN else np.float32(1)
+            divisor = (
+                np.maximum(LENGTHS, 1)[:, None].astype(np.float32)
+                if pooling is Pooling.MEAN
+                else np.float32(1)
+            )
             wanted.check(found / divisor)
 
 

@@ -21,7 +21,8 @@ HEAD = 2
 
 
 class Rows:
-    """Rows of 16 to 64 bytes of random bytes, and the list that names them: each behind the one before in the staging buffer."""
+    """Rows of 16 to 64 bytes of random bytes, and the list that names them: each behind the one before in
+    the staging buffer."""
 
     def __init__(self, count: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -71,7 +72,8 @@ def test_each_listed_row_goes_to_its_place(likely: int) -> None:
 
 
 def test_chunks_are_cut_between_units_and_reach_the_end() -> None:
-    """Each begins where the one before ends, at a multiple of 16; the last one takes what is beyond the expected bytes."""
+    """Each begins where the one before ends, at a multiple of 16; the last one takes what is beyond the
+    expected bytes."""
     gather = gather_of(10, 8 << 20)
     for likely, count in ((0, 1), (1 << 20, 1), (5 << 20, 4), ((5 << 20) + 1000, 4)):
         cuts = [(first, end) for first, end, _ in gather.requests(likely)]
@@ -87,7 +89,8 @@ def test_a_list_of_no_rows_gathers_nothing() -> None:
 
 @needs_gpu
 def test_the_cpu_gathers_when_the_stream_comes_to_it() -> None:
-    """Not before what the stream has to do first, which writes the list, and before what it does next, which reads the rows."""
+    """Not before what the stream has to do first, which writes the list, and before what it does next,
+    which reads the rows."""
     rows = Rows(3000, 2)
     gather = gather_of(4000, 1 << 20)
     device = torch.device(tables.DEVICE)
@@ -115,12 +118,17 @@ def test_the_cpu_gathers_when_the_stream_comes_to_it() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("held", ["main", "side", "copies"])
-def test_a_batchs_rows_are_listed_then_gathered_then_copied(held: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever stream is held back when a batch is launched, the others wait for it, and the lookup for all of them.
+def test_a_batchs_rows_are_listed_then_gathered_then_copied(
+    held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever stream is held back when a batch is launched, the others wait for it, and the lookup for all
+    of them.
 
     So each row is the one that the batch misses, and not what lay in the gather's list and buffer before.
     """
-    t = CachedTables(1 << 20, settings(Policy.LRU, gather_threads=2, gather_from=1, page_bytes=None), {"a": (4000, 144)})
+    t = CachedTables(
+        1 << 20, settings(Policy.LRU, gather_threads=2, gather_from=1, page_bytes=None), {"a": (4000, 144)}
+    )
     for first in (0, 1000):  # compiles everything, and the host learns how many bytes to expect
         t.look_up({0: run(400, first)})
     gather: Any = t.cache._pipeline._gather

@@ -1,4 +1,5 @@
-"""Triton's interpreter looks for functions of its language to replace once a launch, and takes back what it replaced."""
+"""Triton's interpreter looks for functions of its language to replace once a launch, and takes back what
+it replaced."""
 
 from typing import Any
 
@@ -33,7 +34,9 @@ def test_a_launch_replaces_functions_once_however_many_calls_it_has(monkeypatch:
     tables.gpu_backend()
     seen: list[Any] = []
     replace = interpreter._patch_builtin
-    monkeypatch.setattr(interpreter, "_patch_builtin", lambda package, *rest: (seen.append(package), replace(package, *rest)))
+    monkeypatch.setattr(
+        interpreter, "_patch_builtin", lambda package, *rest: (seen.append(package), replace(package, *rest))
+    )
     load, replaced = tl.load, []
     for calls in (1, 1, 5):  # the first also makes the functions' interpreted forms
         out = torch.zeros(4, dtype=torch.int32)

@@ -40,9 +40,9 @@ def test_kernels_are_compiled_once_for_an_architecture(triton_cache: Path) -> No
     """Binaries of it are in the cache then, and a second run finds them."""
     told: list[tuple[int, int]] = []
     done = {one.name for one in compile_all(WANTED, 90, 2, lambda *done: told.append(done))} - {LAUNCHES}
-    assert done == {"lookup, unpooled", "resolve", "resolve, with deltas"} == set(kernels_of(WANTED)) and told[-1][0] == told[-1][
-        1
-    ] == len(told)
+    assert done == {"lookup, unpooled", "resolve", "resolve, with deltas"} == set(
+        kernels_of(WANTED)
+    ) and told[-1][0] == told[-1][1] == len(told)
     before = compiled(triton_cache)
     assert len(before) == 3
     compile_all(WANTED, 90, 2)
@@ -87,15 +87,22 @@ compile_all(wanted, 90, 2, lambda *done: print(done, flush=True))
 
 
 def test_every_kernel_of_a_placement_is_there() -> None:
-    """Each launch configuration with and without weights, the cache's for each way to fetch and width of rows, and modules'."""
-    cached = WantedKernels(INT8, True, True, True, (False, True), (144, 140, 64), (False, True), is_followed=True)
+    """Each launch configuration with and without weights, the cache's for each way to fetch and width of
+    rows, and modules'."""
+    cached = WantedKernels(
+        INT8, True, True, True, (False, True), (144, 140, 64), (False, True), is_followed=True
+    )
     names = kernels_of(cached)
     assert sum(name.startswith("lookup,") for name in names) == 3 * 2 * 2 + 2
     gathered = [name for name in names if ", gathered" in name]
     rows_of_64 = [name for name in names if name.endswith("rows of 64")]
     assert sum(name.startswith("cache") for name in names) == 17 + len({*rows_of_64, *gathered})
-    assert {re.sub(", rows.*", "", name) for name in gathered} == {"cache, fetch_misses, gathered"} and len(gathered) == 2
-    assert len(rows_of_64) == 4  # those that copy rows, one in two ways; rows of 140 bytes are copied as those of 144 are
+    assert {re.sub(", rows.*", "", name) for name in gathered} == {"cache, fetch_misses, gathered"} and len(
+        gathered
+    ) == 2
+    assert (
+        len(rows_of_64) == 4
+    )  # those that copy rows, one in two ways; rows of 140 bytes are copied as those of 144 are
     assert {"bag_starts", "resolve", "fill"} < set(names) and "fill" not in kernels_of(WANTED)
 
 

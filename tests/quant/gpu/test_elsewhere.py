@@ -1,4 +1,5 @@
-"""Ids and vectors that lie in other memory of the device than a batch's. In the interpreter the device's memory is the host's."""
+"""Ids and vectors that lie in other memory of the device than a batch's. In the interpreter the device's
+memory is the host's."""
 
 from typing import Any
 
@@ -29,7 +30,8 @@ def on_device(values: np.ndarray) -> torch.Tensor:
 
 
 def plan() -> Any:
-    """Sums of two features: ids of the first, ids of the second, then the lengths of both. Vectors of the second come first."""
+    """Sums of two features: ids of the first, ids of the second, then the lengths of both. Vectors of the
+    second come first."""
     lengths_at = 16 * IDS
     lookups = [
         Lookup(placed(TABLES[0]), Pooling.SUM, 0, IDS, VECTORS, bags=BAGS, lengths_at=lengths_at),
@@ -59,22 +61,39 @@ def expected(n: int, ids: np.ndarray) -> np.ndarray:
 
 
 def test_ids_and_vectors_elsewhere_beside_requests_of_the_host() -> None:
-    """What is not elsewhere comes from the inputs, or goes to the outputs; offsets are any; nothing else is written."""
-    ids, out = on_device(np.concatenate([[7], FIRST, SECOND])), on_device(np.full(3 * VECTORS + 32, 99, np.uint8))
+    """What is not elsewhere comes from the inputs, or goes to the outputs; offsets are any; nothing else
+    is written."""
+    ids, out = (
+        on_device(np.concatenate([[7], FIRST, SECOND])),
+        on_device(np.full(3 * VECTORS + 32, 99, np.uint8)),
+    )
     host = inputs_of(np.full(IDS, -1), SECOND)
     first_alone = Elsewhere(
-        host, (DeviceRange(0, 8 * IDS, ids.data_ptr() + 8, ids),), (DeviceRange(VECTORS, VECTORS, out.data_ptr() + 4, out),)
+        host,
+        (DeviceRange(0, 8 * IDS, ids.data_ptr() + 8, ids),),
+        (DeviceRange(VECTORS, VECTORS, out.data_ptr() + 4, out),),
     )
     both = Elsewhere(
         inputs_of(np.full(IDS, -1), np.full(IDS, 1 << 40)),
         (DeviceRange(0, 16 * IDS, ids.data_ptr() + 8, ids),),
         (DeviceRange(0, 2 * VECTORS, out.data_ptr() + 16 + VECTORS, out),),
     )
-    found = run((plan(), inputs_of(SECOND, FIRST)), (plan(), first_alone), (plan(), both), (plan(), inputs_of(FIRST, FIRST)))
+    found = run(
+        (plan(), inputs_of(SECOND, FIRST)),
+        (plan(), first_alone),
+        (plan(), both),
+        (plan(), inputs_of(FIRST, FIRST)),
+    )
     close = {"rtol": 1e-5, "atol": 1e-4}
-    np.testing.assert_allclose(found[0].view(np.float32).reshape(2, BAGS, DIM)[1], expected(0, SECOND), **close)
-    np.testing.assert_allclose(found[1][:VECTORS].view(np.float32).reshape(BAGS, DIM), expected(1, SECOND), **close)
-    np.testing.assert_allclose(found[3].view(np.float32).reshape(2, BAGS, DIM)[0], expected(1, FIRST), **close)
+    np.testing.assert_allclose(
+        found[0].view(np.float32).reshape(2, BAGS, DIM)[1], expected(0, SECOND), **close
+    )
+    np.testing.assert_allclose(
+        found[1][:VECTORS].view(np.float32).reshape(BAGS, DIM), expected(1, SECOND), **close
+    )
+    np.testing.assert_allclose(
+        found[3].view(np.float32).reshape(2, BAGS, DIM)[0], expected(1, FIRST), **close
+    )
     np.testing.assert_allclose(vectors(out, 4), expected(0, FIRST), **close)
     np.testing.assert_allclose(vectors(out, 16 + VECTORS), expected(1, SECOND), **close)
     np.testing.assert_allclose(vectors(out, 16 + 2 * VECTORS), expected(0, FIRST), **close)
@@ -83,11 +102,14 @@ def test_ids_and_vectors_elsewhere_beside_requests_of_the_host() -> None:
 
 
 def test_an_id_elsewhere_that_is_wrong_is_told() -> None:
-    """By its value and place; other requests of the batch are answered, and its memory is given back with it."""
+    """By its value and place; other requests of the batch are answered, and its memory is given back with
+    it."""
     wrong = SECOND.copy()
     wrong[4] = ROWS
     ids = on_device(wrong)
-    one = Elsewhere(inputs_of(FIRST, np.zeros(IDS, np.int64)), (DeviceRange(8 * IDS, 8 * IDS, ids.data_ptr(), ids),), ())
+    one = Elsewhere(
+        inputs_of(FIRST, np.zeros(IDS, np.int64)), (DeviceRange(8 * IDS, 8 * IDS, ids.data_ptr(), ids),), ()
+    )
     refused, answered = run((plan(), one), (plan(), inputs_of(FIRST, SECOND)))
     assert isinstance(refused, BadIds) and (refused.job, refused.position, refused.value) == (1, 4, ROWS)
     assert not isinstance(answered, BadIds)
@@ -100,7 +122,9 @@ def test_an_id_that_was_wrong_and_is_not_any_more(monkeypatch: pytest.MonkeyPatc
     wrong = np.full(IDS, -3)
     ids = on_device(wrong)
     one = Elsewhere(inputs_of(FIRST, FIRST), (DeviceRange(0, 8 * IDS, ids.data_ptr(), ids),), ())
-    monkeypatch.setattr(batch, "whole_inputs", lambda stream, request: np.frombuffer(request.inputs, np.uint8))
+    monkeypatch.setattr(
+        batch, "whole_inputs", lambda stream, request: np.frombuffer(request.inputs, np.uint8)
+    )
     refused, answered = run((plan(), one), (plan(), inputs_of(FIRST, SECOND)))
     assert isinstance(refused, BadIds) and refused.problem is Problem.CHANGED
     assert not isinstance(answered, BadIds)

@@ -1,4 +1,5 @@
-"""What follows lookups on the device: its matrices hold the vectors and tensors of every request, whatever the requests are."""
+"""What follows lookups on the device: its matrices hold the vectors and tensors of every request, whatever
+the requests are."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -26,26 +27,37 @@ CONTEXT = 5  # numbers of a row's dense tensor
 
 
 class Gathers:
-    """A follower that takes, of each request, the vectors of both features and a dense tensor, to three matrices.
+    """A follower that takes, of each request, the vectors of both features and a dense tensor, to three
+    matrices.
 
     precision: of the matrices.
     """
 
     def __init__(
-        self, rows: Sequence[int], parts: Sequence[Any], stays: Sequence[bool], precision: Precision = Precision.FP32
+        self,
+        rows: Sequence[int],
+        parts: Sequence[Any],
+        stays: Sequence[bool],
+        precision: Precision = Precision.FP32,
     ) -> None:
         backend: Any = gpu_backend()
         self.widths = (WIDE.dim, NARROW.dim, CONTEXT)
         self.matrices = [
-            torch.full((sum(rows), w), -1.0, dtype=DTYPES[precision], device=backend.device.torch_device) for w in self.widths
+            torch.full((sum(rows), w), -1.0, dtype=DTYPES[precision], device=backend.device.torch_device)
+            for w in self.widths
         ]
         self._taken = []
         start = 0
         for count, own, one in zip(rows, parts, stays, strict=True):
-            targets = [m.data_ptr() + precision.bytes * start * w for m, w in zip(self.matrices, self.widths, strict=True)]
+            targets = [
+                m.data_ptr() + precision.bytes * start * w
+                for m, w in zip(self.matrices, self.widths, strict=True)
+            ]
             tensor = FollowerTensor(*own[2], targets[2])
             self._taken.append(
-                FollowerInputs(np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one, precision)
+                FollowerInputs(
+                    np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one, precision
+                )
             )
             start += count
         self.seen: list[np.ndarray] = []
@@ -58,9 +70,12 @@ class Gathers:
 
 
 class Asked:
-    """One request: bags of ids of both features, behind each other or, as a kjt's, side by side; and a dense tensor."""
+    """One request: bags of ids of both features, behind each other or, as a kjt's, side by side; and a
+    dense tensor."""
 
-    def __init__(self, rng: np.random.Generator, bags: int, together: bool = False, found: bool = False) -> None:
+    def __init__(
+        self, rng: np.random.Generator, bags: int, together: bool = False, found: bool = False
+    ) -> None:
         self.bags = bags
         self.lengths = rng.integers(0, 4, bags, dtype=np.int32)
         self.ids = rng.integers(0, 200, int(self.lengths.sum()))
@@ -72,7 +87,17 @@ class Asked:
         self.lookups: list[Lookup] = []
         at, row_bytes = 0, 4 * (WIDE.dim + NARROW.dim) if together else None
         for table, precision in zip((WIDE, NARROW), precisions, strict=True):
-            lk = Lookup(placed(table), Pooling.SUM, 0, self.ids.size, at, precision, bags, lengths_at, out_row_bytes=row_bytes)
+            lk = Lookup(
+                placed(table),
+                Pooling.SUM,
+                0,
+                self.ids.size,
+                at,
+                precision,
+                bags,
+                lengths_at,
+                out_row_bytes=row_bytes,
+            )
             self.lookups.append(lk)
             at += lk.vector_bytes if together else bags * lk.vector_bytes
         self.out_bytes = at if not together else bags * (row_bytes or 0)
@@ -103,12 +128,17 @@ class Asked:
     def check(self, matrices: Sequence[np.ndarray], start: int) -> None:
         rows = slice(start, start + self.bags)
         for table, lk, found in zip((WIDE, NARROW), self.lookups, matrices, strict=False):
-            expect(table, self.ids, self.lengths, pooling=Pooling.SUM, precision=lk.precision).check(found[rows])
+            expect(table, self.ids, self.lengths, pooling=Pooling.SUM, precision=lk.precision).check(
+                found[rows]
+            )
         np.testing.assert_array_equal(matrices[2][rows], self.context)
 
 
 def look_up(
-    asked: Sequence[Asked], stays: Sequence[bool], planned: bool = False, precision: Precision = Precision.FP32
+    asked: Sequence[Asked],
+    stays: Sequence[bool],
+    planned: bool = False,
+    precision: Precision = Precision.FP32,
 ) -> tuple[list[Any], Gathers]:
     """planned: requests are laid out by a planner, as a server's are, and not one by one."""
     backend: Any = gpu_backend()
@@ -121,7 +151,8 @@ def look_up(
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 def test_matrices_hold_every_request(together: bool, planned: bool) -> None:
-    """Vectors of two precisions and dense tensors of requests of several sizes, one of none; all outputs come to the host too."""
+    """Vectors of two precisions and dense tensors of requests of several sizes, one of none; all outputs
+    come to the host too."""
     rng = np.random.default_rng(0)
     asked = [Asked(rng, bags, together) for bags in (3, 1, 0, 70)]
     found, follower = look_up(asked, [False] * 4, planned)
@@ -136,7 +167,8 @@ def test_matrices_hold_every_request(together: bool, planned: bool) -> None:
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
 def test_matrices_are_written_in_their_precision(precision: Precision) -> None:
-    """Each value is rounded once, to the nearest; in Triton's interpreter, which cuts, bf16 is towards zero."""
+    """Each value is rounded once, to the nearest; in Triton's interpreter, which cuts, bf16 is towards
+    zero."""
     rng = np.random.default_rng(5)
     asked = [Asked(rng, bags) for bags in (5, 2, 40)]
     _, wide = look_up(asked, [True] * 3)
@@ -191,7 +223,8 @@ def test_rows_of_refused_requests_are_finite_and_disturb_no_others(what: str) ->
 
 
 def test_batches_begin_before_others_are_finished() -> None:
-    """Through a cache, of which each of them has a ticket: every one reads its own ids, and gives its own buffers back."""
+    """Through a cache, of which each of them has a ticket: every one reads its own ids, and gives its own
+    buffers back."""
     backend = GpuBackend(tables.DEVICE, choose())
     rng = np.random.default_rng(4)
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
@@ -235,7 +268,8 @@ def test_a_single_request_again_and_again() -> None:
 
 
 def test_jobs_of_many_programs() -> None:
-    """Each program knows its job, and how many programs of the job come before it; of failed requests zeros are taken."""
+    """Each program knows its job, and how many programs of the job come before it; of failed requests
+    zeros are taken."""
     direct: Any = SimpleNamespace(is_direct=True)
     taken = [
         FollowerInputs(
@@ -255,7 +289,9 @@ def test_jobs_of_many_programs() -> None:
     np.testing.assert_array_equal(jobs[:, FillField.IS_HALF], [0, 1, 0, 0])
     np.testing.assert_array_equal(jobs[:2, [FillField.WIDTH, FillField.STEP]], [(8, 8), (4, 9)])
     np.testing.assert_array_equal(jobs[:, FillField.FIRST_PROGRAM], [0, 3, 4, 5])
-    np.testing.assert_array_equal(jobs[:, FillField.PRECISION], [Precision.FP32, Precision.BF16, Precision.FP32, Precision.FP32])
+    np.testing.assert_array_equal(
+        jobs[:, FillField.PRECISION], [Precision.FP32, Precision.BF16, Precision.FP32, Precision.FP32]
+    )
     np.testing.assert_array_equal(np.frombuffer(written[fills.programs_at :], np.int32), [0, 0, 0, 1, 2, 3])
     assert fills.programs == 6 and fills.bytes >= len(written)
     assert taken[0] is not None and taken[0].input_bytes == 48

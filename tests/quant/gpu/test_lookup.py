@@ -1,5 +1,5 @@
-"""What the GPU backend does beyond the contract of all backends (test_backends.py): batches of requests, tables on the host,
-rows in place and gathered, cache slots, bf16, tables beyond 2^32 bytes."""
+"""What the GPU backend does beyond the contract of all backends (test_backends.py): batches of requests,
+tables on the host, rows in place and gathered, cache slots, bf16, tables beyond 2^32 bytes."""
 
 import mmap
 import os
@@ -21,7 +21,18 @@ from reference import REFERENCE, backend_of
 from rounding import expect
 from tables import expected_of, gpu_backend, placed, table_of
 
-from tableside.quant import BadIds, Lookup, MissingBackend, Pooling, Precision, QuantError, RowFormat, RowSource, Table, choose
+from tableside.quant import (
+    BadIds,
+    Lookup,
+    MissingBackend,
+    Pooling,
+    Precision,
+    QuantError,
+    RowFormat,
+    RowSource,
+    Table,
+    choose,
+)
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.kernels import lookup as k
 from tableside.quant.gpu.kernels.job import JobField, LookupJob
@@ -50,7 +61,8 @@ INPUTS = IDS.tobytes() + LENGTHS.tobytes()
 
 
 def test_bf16_vectors() -> None:
-    """The fp32 sums with 8 bits of mantissa (the interpreter cuts where a GPU rounds); CPU backends refuse to write them."""
+    """The fp32 sums with 8 bits of mantissa (the interpreter cuts where a GPU rounds); CPU backends refuse
+    to write them."""
     table = table_of(RowFormat.INT8, 36)
     lk = summed(placed(table), Precision.BF16)
     out = np.empty(lk.out_bytes, np.uint8)
@@ -96,7 +108,11 @@ def test_requests_of_a_batch_are_answered_each_on_its_own() -> None:
         (plan, IDS[::-1].tobytes() + LENGTHS.tobytes()),
     ]
     results = tables.run_batch(backend, requests)
-    assert isinstance(results[1], BadIds) and (results[1].position, results[1].value, results[1].bound) == (5, 200, 200)
+    assert isinstance(results[1], BadIds) and (results[1].position, results[1].value, results[1].bound) == (
+        5,
+        200,
+        200,
+    )
     assert isinstance(results[3], BadIds) and results[3].value == 8
     assert not results[2].view(np.float32).any() and results[2].size == 2 * 32 * 4
     for n, ids in ((0, IDS), (4, IDS[::-1].copy())):
@@ -112,13 +128,23 @@ def test_tables_of_host_and_device_in_one_plan() -> None:
     out = np.empty(600, np.uint8)
     gpu_backend().plan(lookups).run(INPUTS, out)
     for at in (0, 240):
-        expect(table, IDS, LENGTHS, pooling=Pooling.SUM).check(out[at : at + 240].view(np.float32).reshape(3, 20))
+        expect(table, IDS, LENGTHS, pooling=Pooling.SUM).check(
+            out[at : at + 240].view(np.float32).reshape(3, 20)
+        )
     halves = out[480:].view(np.float16).reshape(3, 20)
     expect(table, IDS, LENGTHS, pooling=Pooling.SUM, precision=Precision.FP16).check(halves)
     short = Table(table.packed[:100], table.row_format, table.dim)
     for number in range(3):
         cut = [
-            Lookup(short if n != 1 else placed(short), Pooling.SUM, 0, IDS.size, lk.out_at, bags=3, lengths_at=IDS.nbytes)
+            Lookup(
+                short if n != 1 else placed(short),
+                Pooling.SUM,
+                0,
+                IDS.size,
+                lk.out_at,
+                bags=3,
+                lengths_at=IDS.nbytes,
+            )
             if n == number
             else lk
             for n, lk in enumerate(lookups)
@@ -164,7 +190,8 @@ def test_a_bad_id_among_gathered_rows(position: int) -> None:
 
 @needs_interpreter
 def test_rows_beyond_4_gib_are_found() -> None:
-    """A table of 10^9 rows over memory that is not there but for a few pages: offsets pass 2^31 and 2^32 bytes."""
+    """A table of 10^9 rows over memory that is not there but for a few pages: offsets pass 2^31 and 2^32
+    bytes."""
     rows, row_bytes = 10**9, RowFormat.INT2.row_bytes(16)
     fd = os.memfd_create("sparse")
     os.ftruncate(fd, rows * row_bytes)
@@ -197,7 +224,9 @@ def test_models_of_other_formats_and_widths_in_one_batch() -> None:
         table_of(RowFormat.INT8, 6),
         table_of(RowFormat.FP16, 8),
     ]
-    plans = [backend.plan([summed(placed(t)), Lookup(placed(t), Pooling.NONE, 0, 7, 12 * t.dim)]) for t in tables_]
+    plans = [
+        backend.plan([summed(placed(t)), Lookup(placed(t), Pooling.NONE, 0, 7, 12 * t.dim)]) for t in tables_
+    ]
     bad = IDS.copy()
     bad[4] = 1000
     results = tables.run_batch(
@@ -248,11 +277,14 @@ def test_the_rows_of_many_ids_are_gathered() -> None:
 )
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
-    """Walked by several threads each: of one length and of their own, an empty one among them, and with a bad id in the last."""
+    """Walked by several threads each: of one length and of their own, an empty one among them, and with a
+    bad id in the last."""
     table = table_of(row_format, 36)
     rng = np.random.default_rng(3)
     ids, weights = rng.integers(0, 200, 600), rng.random(600, np.float32)
-    how: dict[str, Any] = {"pooling": Pooling.SUM, "weights": weights} if is_weighted else {"pooling": Pooling.MEAN}
+    how: dict[str, Any] = (
+        {"pooling": Pooling.SUM, "weights": weights} if is_weighted else {"pooling": Pooling.MEAN}
+    )
     for lengths in (np.array([423, 0, 177], np.int32), np.array([200, 200, 200], np.int32)):
         found = gpu_backend().lookup(placed(table), ids, lengths, **how)
         expect(table, ids, lengths, **how).check(found)
@@ -263,11 +295,14 @@ def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "row_format", [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.FP16], ids=lambda f: f.label
+    "row_format",
+    [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.FP16],
+    ids=lambda f: f.label,
 )
 @pytest.mark.parametrize("share", [1, 300, 1023])
 def test_split_tables(row_format: RowFormat, share: int) -> None:
-    """Some rows of every block on the device, the others on the host: pooled, not pooled, more ids than would be gathered."""
+    """Some rows of every block on the device, the others on the host: pooled, not pooled, more ids than
+    would be gathered."""
     backend: Any = gpu_backend()
     table = table_of(row_format, 24, rows=2500)
     memory = None
@@ -275,7 +310,9 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
         memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
         memory.numpy()[:] = table.packed.reshape(-1)
     split = backend.split(table, memory, share)
-    ids = np.concatenate([[0, 1023, 1024, 2047, 2048, 2499], np.random.default_rng(1).integers(0, 2500, 6000)])
+    ids = np.concatenate(
+        [[0, 1023, 1024, 2047, 2048, 2499], np.random.default_rng(1).integers(0, 2500, 6000)]
+    )
     np.testing.assert_array_equal(backend.lookup(split, ids, pooling=Pooling.NONE), expected_of(table, ids))
     lengths = np.array([*[100] * 59, 0, 106], np.int32)
     found = backend.lookup(split, ids, lengths, pooling=Pooling.SUM)
@@ -305,11 +342,24 @@ def test_the_interpreter_is_asked_for_openly() -> None:
 
 
 @triton.jit
-def addresses_of(ids, locations, out, table, row_bytes, hbm_rows, share, staging, INDIRECT: tl.constexpr, BLOCK: tl.constexpr):
+def addresses_of(
+    ids,
+    locations,
+    out,
+    table,
+    row_bytes,
+    hbm_rows,
+    share,
+    staging,
+    INDIRECT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The kernel's row addresses, int64 [BLOCK], of ids int64 [BLOCK] and locations int32 [BLOCK]."""
     at = tl.arange(0, BLOCK)
     location = tl.load(locations + at).to(tl.int64)
-    address = k._row_address(tl.load(ids + at), table, row_bytes, location, hbm_rows, share, staging, INDIRECT)
+    address = k._row_address(
+        tl.load(ids + at), table, row_bytes, location, hbm_rows, share, staging, INDIRECT
+    )
     tl.store(out + at, address)
 
 
@@ -325,7 +375,8 @@ def addresses_of(ids, locations, out, table, row_bytes, hbm_rows, share, staging
     ids=["table", "slots", "staging", "split", "nearly whole"],
 )
 def test_row_addresses_are_those_of_the_reference(locations: list[int], share: int) -> None:
-    """Each kind of residence, by the one function of the kernel that says where a row lies. Addresses pass 2^32 bytes."""
+    """Each kind of residence, by the one function of the kernel that says where a row lies. Addresses pass
+    2^32 bytes."""
     ids, where = [0, 2, 1024 * 5 + 2, 10**9], (1 << 40, 48, 1 << 41, 1 << 42)
     table, row_bytes, hbm_rows, staging = where
     device = gpu_backend().device.torch_device  # type: ignore[attr-defined]
@@ -342,11 +393,19 @@ def test_row_addresses_are_those_of_the_reference(locations: list[int], share: i
 @pytest.mark.sanitized_gpu
 @pytest.mark.parametrize(
     ("lengths", "ids"),
-    [([2, 0, 5], 7), ([2, 0, 5], 8), ([3, -1, 5], 7), ([], 0), ([1] * 3000, 3000), ([2**31 - 1] * 3, 3 * (2**31 - 1))],
+    [
+        ([2, 0, 5], 7),
+        ([2, 0, 5], 8),
+        ([3, -1, 5], 7),
+        ([], 0),
+        ([1] * 3000, 3000),
+        ([2**31 - 1] * 3, 3 * (2**31 - 1)),
+    ],
     ids=["right", "a sum that is not the ids", "negative", "no bags", "more than one block", "beyond int32"],
 )
 def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int) -> None:
-    """Verdict, starts and flag of one job; starts that int32 does not hold are never read, since plans refuse as many ids."""
+    """Verdict, starts and flag of one job; starts that int32 does not hold are never read, since plans
+    refuse as many ids."""
     device = gpu_backend().device.torch_device  # type: ignore[attr-defined]
     job = LookupJob()
     job[JobField.LENGTHS_AT], job[JobField.VECTORS], job[JobField.IDS] = 0, len(lengths), ids
@@ -371,7 +430,9 @@ def test_vectors_are_those_of_the_reference() -> None:
         vectors = []
         for first, end in pairwise(starts):
             own = None if given is None else given[first:end].tolist()
-            vectors.append(kernel_steps.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12))
+            vectors.append(
+                kernel_steps.pooled(rows[IDS[first:end]].tolist(), own, pooling is Pooling.MEAN, 12)
+            )
         wanted = expect(table, IDS, LENGTHS, pooling=pooling, weights=given)
         replace(wanted, vectors=np.array(vectors)).check(found)
 
@@ -381,7 +442,9 @@ def test_a_warm_up_reaches_every_configuration_of_pooled_lookups() -> None:
     configs = LaunchConfigs()
     found = {configs.of_pooled(ids, bags=1, bag_columns=1) for ids in GpuBackend.warm_up_bags}
     assert found == {configs.long, configs.short, configs.few}
-    assert gpu_backend().warm_up_bags == GpuBackend.warm_up_bags[: 1 if tables.DEVICE == "interpreter" else None]
+    assert (
+        gpu_backend().warm_up_bags == GpuBackend.warm_up_bags[: 1 if tables.DEVICE == "interpreter" else None]
+    )
 
 
 COMPILE = """
@@ -417,7 +480,11 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-W", "ignore", "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.strip() == "compiled"

@@ -33,7 +33,9 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def written(one: BatchLayout | NativeBatchLayout, inputs: list[bytes], with_header: bool) -> tuple[Any, bytes]:
+def written(
+    one: BatchLayout | NativeBatchLayout, inputs: list[bytes], with_header: bool
+) -> tuple[Any, bytes]:
     """What is launched, and the bytes that are sent to the device. Gaps between parts hold 0xEE."""
     at, launches = one.sizes.inputs, None
     size, launches = one.launches(0) if with_header else (0, None)
@@ -45,7 +47,8 @@ def written(one: BatchLayout | NativeBatchLayout, inputs: list[bytes], with_head
 def check_alike(layouts: list[Layout], inputs: list[bytes], extras: list[int], stays: list[bool]) -> None:
     for with_header in (True, False):
         native, python = (
-            batch_layout(layouts, extras, stays, tables.gpu_backend().device, natively) for natively in (True, False)
+            batch_layout(layouts, extras, stays, tables.gpu_backend().device, natively)
+            for natively in (True, False)
         )
         assert isinstance(native, NativeBatchLayout) and isinstance(python, BatchLayout)
         assert native.sizes == python.sizes
@@ -69,7 +72,9 @@ def test_requests_of_several_planners(seed: int, count: int) -> None:
     rng = drawn[0].rng
     planners = []
     for one in drawn:
-        sources = [backend.to_hbm(t) if rng.random() < 0.5 else backend.split(t, None, 512) for t in one.tables]
+        sources = [
+            backend.to_hbm(t) if rng.random() < 0.5 else backend.split(t, None, 512) for t in one.tables
+        ]
         planners.append(backend.planner(one.over(sources)))
     layouts, inputs = [], []
     for _ in range(count):
@@ -77,7 +82,9 @@ def test_requests_of_several_planners(seed: int, count: int) -> None:
         places, given, out_bytes = drawn[n].request()
         layouts.append(planners[n].plan(places.tobytes(), out_bytes).layout)
         inputs.append(given)
-    check_alike(layouts, inputs, [rng.choice([0, 16, 48]) for _ in layouts], [rng.random() < 0.3 for _ in layouts])
+    check_alike(
+        layouts, inputs, [rng.choice([0, 16, 48]) for _ in layouts], [rng.random() < 0.3 for _ in layouts]
+    )
 
 
 @needs_interpreter
@@ -93,7 +100,10 @@ def test_requests_whose_ids_become_row_numbers(how: str) -> None:
     planner = backend.planner([LookupKind(dense, Pooling.NONE), LookupKind(held, Pooling.MEAN)])
     layouts, inputs = [], []
     for count in (3, 0, 1500):  # the last one takes several programs of each kernel
-        places = np.array([Place(0, count, -1, 0, 0, -1, 0), Place(8 * count, count, -1, count, 1, -1, 32 * count)], np.int64)
+        places = np.array(
+            [Place(0, count, -1, 0, 0, -1, 0), Place(8 * count, count, -1, count, 1, -1, 32 * count)],
+            np.int64,
+        )
         layouts.append(planner.plan(places.tobytes()).layout)
         inputs.append(np.arange(2 * count, dtype=np.int64).tobytes())
     check_alike(layouts, inputs, [0] * 3, [False] * 3)
@@ -118,13 +128,21 @@ def test_what_the_c_routines_are_not_meant_for_is_refused() -> None:
     kinds, measured, *shared = layout.native
     host, inputs = np.zeros(4096, np.uint8), bytes(4096)
     bases = _native.place_batch([layout.native], None, None)[0]
-    for wrong in ((kinds, measured), (kinds, measured[:-8], *shared), (bytearray(kinds), measured, *shared), [*layout.native]):
+    for wrong in (
+        (kinds, measured),
+        (kinds, measured[:-8], *shared),
+        (bytearray(kinds), measured, *shared),
+        [*layout.native],
+    ):
         with pytest.raises(TypeError, match="a request of a batch is kinds"):
             _native.place_batch([wrong], None, None)
     for extras, stays in (([], None), (None, [False] * 2), (None, (False,))):
         with pytest.raises(TypeError, match="are lists of an item for each request"):
             _native.place_batch([layout.native], extras, stays)
-    for wrong in (([layout.native], bases[:-8], [inputs], host, 64, []), ([layout.native], bases, [], host, 64, [])):
+    for wrong in (
+        ([layout.native], bases[:-8], [inputs], host, 64, []),
+        ([layout.native], bases, [], host, 64, []),
+    ):
         with pytest.raises(TypeError, match="bases are bytes, sources a list"):
             _native.write_batch(*wrong, 0)
     with pytest.raises(TypeError, match="a range of memory is its begin and its end"):
@@ -143,7 +161,9 @@ def in_memory(size: int) -> np.ndarray:
 def large_request(backend: Any, ids: int) -> tuple[Any, np.ndarray]:
     """A plan, and as its inputs that many ids."""
     planner = backend.planner([LookupKind(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE)])
-    return planner.plan(np.array([Place(8, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()), np.arange(-1, ids) % 200
+    return planner.plan(np.array([Place(8, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()), np.arange(
+        -1, ids
+    ) % 200
 
 
 def test_large_inputs_in_locked_memory_are_left_to_the_device() -> None:
@@ -160,9 +180,9 @@ def test_large_inputs_in_locked_memory_are_left_to_the_device() -> None:
     assert left == [Copy(one.bases[n].inputs, begin + 8, LOCKED_FROM) for n in (0, 3)]
     staged = host.view(np.int64).reshape(4, -1)
     assert [bool((staged[n] == inputs[1:]).all()) for n in range(4)] == [False, True, True, False]
-    (small,) = batch_layout([large_request(tables.gpu_backend(), 9)[0].layout], [0], [False], tables.gpu_backend().device).write(
-        [view[:80]], host, 0, [(begin, begin + 2 * size)]
-    ) or [None]
+    (small,) = batch_layout(
+        [large_request(tables.gpu_backend(), 9)[0].layout], [0], [False], tables.gpu_backend().device
+    ).write([view[:80]], host, 0, [(begin, begin + 2 * size)]) or [None]
     assert small is None
     with pytest.raises(ValueError, match="does not lie in its buffer"):
         one.write([view[: size - 1], *asked[1:]], host, one.sizes.inputs, [(begin, begin + 2 * size)])
@@ -179,8 +199,12 @@ def test_what_the_device_copies_by_itself_gives_the_same_vectors() -> None:
     view = memory.data
     del memory
     assert len(backend.batches.locked.ranges) == 1
-    inside, beside, outside = tables.run_batch(backend, [(plan, view), (other, few.tobytes()), (plan, inputs.tobytes())])
-    assert isinstance(inside, np.ndarray) and isinstance(outside, np.ndarray) and isinstance(beside, np.ndarray)
+    inside, beside, outside = tables.run_batch(
+        backend, [(plan, view), (other, few.tobytes()), (plan, inputs.tobytes())]
+    )
+    assert (
+        isinstance(inside, np.ndarray) and isinstance(outside, np.ndarray) and isinstance(beside, np.ndarray)
+    )
     np.testing.assert_array_equal(inside, outside)
     np.testing.assert_array_equal(beside[: 5 * 32], inside[: 5 * 32])
     del view

@@ -1,4 +1,5 @@
-"""Tables with overlays on the GPU backend: the oracle is a dictionary of rows, wherever the table's own rows live."""
+"""Tables with overlays on the GPU backend: the oracle is a dictionary of rows, wherever the table's own
+rows live."""
 
 import gc
 import weakref
@@ -15,7 +16,18 @@ from reference import REFERENCE
 from rounding import expect
 from tables import expected_of, table_of
 
-from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, Precision, QuantError, RowFormat, RowSource, Table
+from tableside.quant import (
+    BadIds,
+    Lookup,
+    LookupKind,
+    Place,
+    Pooling,
+    Precision,
+    QuantError,
+    RowFormat,
+    RowSource,
+    Table,
+)
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
@@ -34,7 +46,11 @@ from tableside.quant.gpu.tensors.tensors import TensorInput, TensorLookup
 pytestmark = pytest.mark.gpu
 
 PLACES = ["hbm", "stashable", "mapped", "cached", "split", "host"]
-LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT4, 24), (RowFormat.FP16, 32)]  # the last has no room for ids in its rows
+LAYOUTS = [
+    (RowFormat.INT8, 64),
+    (RowFormat.INT4, 24),
+    (RowFormat.FP16, 32),
+]  # the last has no room for ids in its rows
 
 
 def new_backend() -> GpuBackend:
@@ -73,13 +89,16 @@ def vectors_of(backend: GpuBackend, table: RowSource, ids: np.ndarray) -> np.nda
 
 
 def check_rows(backend: GpuBackend, held: RowSource, made: Overlaid, asked: np.ndarray) -> None:
-    np.testing.assert_array_equal(vectors_of(backend, held, asked), expected_of(made.plain, made.expected_rows(asked)))
+    np.testing.assert_array_equal(
+        vectors_of(backend, held, asked), expected_of(made.plain, made.expected_rows(asked))
+    )
 
 
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(("row_format", "dim"), LAYOUTS, ids=lambda x: getattr(x, "label", x))
 def test_raw_ids_of_every_layout_and_residence(where: str, row_format: RowFormat, dim: int) -> None:
-    """Rows overwritten, inserted and deleted by two levels; a cache answers alike when it is cold and when it is warm."""
+    """Rows overwritten, inserted and deleted by two levels; a cache answers alike when it is cold and when
+    it is warm."""
     made, backend = raw(row_format, dim), new_backend()
     backend.gather_from = 1
     held = placed(backend, made.table, where)
@@ -93,7 +112,8 @@ def test_raw_ids_of_every_layout_and_residence(where: str, row_format: RowFormat
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
 def test_row_numbers(where: str, default: bool) -> None:
-    """A table without a row map of its own gets one with its overlay; that of the CPU refuses the same ids."""
+    """A table without a row map of its own gets one with its overlay; that of the CPU refuses the same
+    ids."""
     made, backend = dense(default=default), new_backend()
     held = placed(backend, made.table, where)
     check_rows(backend, held, made, asked_of(made, np.arange(300)))
@@ -109,7 +129,9 @@ def test_row_numbers(where: str, default: bool) -> None:
 def test_raw_ids_of_other_kinds(kind: str) -> None:
     """An empty table among them, over which all ids are an overlay's."""
     base, new = raw_table(KINDS[kind]), np.setdiff1d(np.arange(50), KINDS[kind])
-    made = overlaid(base.table, base.plain, base.numbers, [changed(KINDS[kind], 1), (new, np.zeros(new.size, np.bool_))])
+    made = overlaid(
+        base.table, base.plain, base.numbers, [changed(KINDS[kind], 1), (new, np.zeros(new.size, np.bool_))]
+    )
     backend = new_backend()
     check_rows(backend, backend.to_hbm(made.table), made, asked_of(made, KINDS[kind]))
 
@@ -121,7 +143,11 @@ def test_bags_weights_and_precisions(where: str) -> None:
     asked = asked_of(made, KINDS["random"], 90)
     rows, lengths = made.expected_rows(asked), np.array([30, 0, 59, 1], np.int32)
     weights = np.random.default_rng(0).standard_normal(90).astype(np.float32)
-    for pooling, weighted, half in ((Pooling.SUM, None, False), (Pooling.MEAN, weights, True), (Pooling.SUM, weights, False)):
+    for pooling, weighted, half in (
+        (Pooling.SUM, None, False),
+        (Pooling.MEAN, weights, True),
+        (Pooling.SUM, weights, False),
+    ):
         found = backend.lookup(held, asked, lengths, pooling=pooling, weights=weighted, half=half)
         precision = Precision.FP16 if half else Precision.FP32
         expect(made.plain, rows, lengths, pooling=pooling, weights=weighted, precision=precision).check(found)
@@ -143,7 +169,8 @@ def test_rows_of_an_overlay_are_neither_in_the_cache_nor_counted_by_it() -> None
 
 
 def test_found_masks_and_counts_of_states_in_one_batch() -> None:
-    """The state without changes, one with and the newest answer beside a table that has none; each request by its own state."""
+    """The state without changes, one with and the newest answer beside a table that has none; each request
+    by its own state."""
     ids = KINDS["random"]
     base = raw_table(ids, backfilled=np.arange(ids.size) % 2 == 0)
     changes = [changed(ids, 1), changed(ids, 2, 5)]
@@ -155,7 +182,10 @@ def test_found_masks_and_counts_of_states_in_one_batch() -> None:
     requests, wanted = [], []
     for n, table in enumerate(held):
         asked = np.random.default_rng(n).choice(np.concatenate([ids, ids ^ 1]), 50)
-        lookups = [Lookup(plain, Pooling.NONE, 0, 2, 0), Lookup(table, Pooling.NONE, 16, 50, 512, found_at=512 + 50 * 256)]
+        lookups = [
+            Lookup(plain, Pooling.NONE, 0, 2, 0),
+            Lookup(table, Pooling.NONE, 16, 50, 512, found_at=512 + 50 * 256),
+        ]
         requests.append((backend.plan(lookups), np.array([3, 4]).tobytes() + asked.tobytes()))
         found = np.array([i in dictionaries[n] for i in asked.tolist()])
         old = [base.numbers.get(i) == dictionaries[n].get(i) is not None for i in asked.tolist()]
@@ -206,14 +236,19 @@ def test_tensors() -> None:
     rows, lengths = made.expected_rows(asked), np.array([4, 8], np.int32)
     expected = expect(made.plain, rows, lengths, pooling=Pooling.SUM)
     lookup = TensorLookup(
-        backend, ["a", "b"], [LookupKind(held, Pooling.SUM), LookupKind(plain, Pooling.SUM)], reports := Reports(backend.launcher)
+        backend,
+        ["a", "b"],
+        [LookupKind(held, Pooling.SUM), LookupKind(plain, Pooling.SUM)],
+        reports := Reports(backend.launcher),
     )
     ids, ends, one = (torch.tensor(x, device=backend.device.torch_device) for x in (asked, [0, 4], [3]))
     each = lookup(lookup.stage_each([TensorInput(ids, ends, 0, 2, None), TensorInput(one, None, 1, 1, None)]))
     expected.check(each[:128].view(2, 64).cpu().numpy())
     together = torch.cat([ids, one, one])
     packed = lookup(
-        lookup.stage_packed(together, torch.tensor([0, 4, 12, 13, 14], device=backend.device.torch_device), 2, (0, 1), None)
+        lookup.stage_packed(
+            together, torch.tensor([0, 4, 12, 13, 14], device=backend.device.torch_device), 2, (0, 1), None
+        )
     )
     expected.check(packed[:, :64].cpu().numpy())
     assert reports.take() is None
@@ -231,12 +266,18 @@ def test_a_refused_id_of_a_tensor_is_told() -> None:
     reports.wait()
     wrong = reports.take()
     assert wrong is not None and wrong.cause is not None
-    assert (wrong.cause.problem, wrong.cause.position, wrong.cause.value, wrong.cause.bound) == (Problem.ID, 1, 300, 300)
+    assert (wrong.cause.problem, wrong.cause.position, wrong.cause.value, wrong.cause.bound) == (
+        Problem.ID,
+        1,
+        300,
+        300,
+    )
 
 
 @pytest.mark.parametrize("where", ["hbm", "cached", "split", "mapped", "host"])
 def test_states_share_the_table_and_the_layers(where: str) -> None:
-    """A state that adds a level copies that one alone, and finds what the cache held; the states before it answer as ever."""
+    """A state that adds a level copies that one alone, and finds what the cache held; the states before it
+    answer as ever."""
     made, backend = raw(), new_backend()
     base = placed(backend, without_layers(made.table), where)
     older, table = without_layers(made.table, 1), made.table
@@ -269,7 +310,11 @@ def test_a_level_in_host_memory(in_host: InHost) -> None:
     assert made.table.row_map is not None and made.table.row_map.overlay is not None
     for level, kept in zip(held.layers, made.table.row_map.overlay.layers, strict=True):
         rows = (kept.index.slots + 1) * made.table.row_bytes
-        assert level.bytes == layer_bytes(kept, in_host) == (0 if in_host is InHost.ALL else layer_bytes(kept) - rows)
+        assert (
+            level.bytes
+            == layer_bytes(kept, in_host)
+            == (0 if in_host is InHost.ALL else layer_bytes(kept) - rows)
+        )
 
 
 def test_a_level_goes_with_the_last_state_that_has_it() -> None:
@@ -302,7 +347,8 @@ def test_numbers_lead_to_the_rows_of_a_level(is_above: bool, dim: int) -> None:
 
 
 def test_nothing_more_is_launched_without_overlays() -> None:
-    """A table's state without one, and a batch of such, take the kernels that they took before there were any."""
+    """A table's state without one, and a batch of such, take the kernels that they took before there were
+    any."""
     made, backend = dense(default=False), new_backend()
     base = backend.to_hbm(without_layers(made.table))
     lookups: Any = [Lookup(base, Pooling.NONE, 0, 3, 0)]

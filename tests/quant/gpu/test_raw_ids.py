@@ -1,4 +1,5 @@
-"""Ids that are not row numbers, on the GPU backend: raw ids, and dense tables with a default row. The oracle is a dictionary."""
+"""Ids that are not row numbers, on the GPU backend: raw ids, and dense tables with a default row. The
+oracle is a dictionary."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -38,7 +39,8 @@ needs_interpreter = pytest.mark.skipif(
 
 
 class Case(NamedTuple):
-    """A table of raw ids. padding of int8 rows of 64 values has room for an id, that of fp16 rows of 32 has none."""
+    """A table of raw ids. padding of int8 rows of 64 values has room for an id, that of fp16 rows of 32
+    has none."""
 
     row_format: RowFormat
     dim: int
@@ -135,7 +137,9 @@ def test_rows_masks_and_counts_are_the_dictionarys(name: str) -> None:
     np.testing.assert_array_equal(vectors, expected_of(known.twin, known.twins(ids)))
     np.testing.assert_array_equal(out[ids.size * size : ids.size * (size + 1)], known.found(ids))
     means = out[ids.size * (size + 1) :].tobytes()
-    expect(known.twin, known.twins(ids), lengths, pooling=Pooling.MEAN).check(np.frombuffer(means, np.float32).reshape(3, -1))
+    expect(known.twin, known.twins(ids), lengths, pooling=Pooling.MEAN).check(
+        np.frombuffer(means, np.float32).reshape(3, -1)
+    )
     assert unfound == [Unfound(*known.unfound(ids))] * 2
 
 
@@ -176,7 +180,9 @@ def test_a_dense_table_without_a_default_row_refuses_ids_beside_its_own() -> Non
 
 @pytest.mark.parametrize("ids", [[], [-1]], ids=["no id", "one id"])
 def test_tables_of_hardly_any_ids(ids: list[int]) -> None:
-    table = raw_table(ids, values_of(2, 64)[: len(ids)], RowFormat.INT8, missing=np.full(64, DEFAULT, np.float32))
+    table = raw_table(
+        ids, values_of(2, 64)[: len(ids)], RowFormat.INT8, missing=np.full(64, DEFAULT, np.float32)
+    )
     backend: Any = tables.gpu_backend()
     found = backend.lookup(backend.to_hbm(table), np.array([0, -1, 5]), pooling=Pooling.NONE)
     assert ((found == DEFAULT).all(1) == [True, not ids, True]).all()
@@ -193,17 +199,22 @@ NOT_IN_HBM = [
 @pytest.mark.parametrize("case", [PADDED, ARRAY], ids=["in padding", "in an array"])
 @pytest.mark.parametrize("how", [*PLACES, *NOT_IN_HBM])
 def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) -> None:
-    """More ids than would be gathered of a table without a row map; a cache answers alike when it is cold and when it is warm."""
+    """More ids than would be gathered of a table without a row map; a cache answers alike when it is cold
+    and when it is warm."""
     table, known = made(case)
     backend = backend_with_cache()
     backend.gather_from = 1
     held = placed(backend, table, how)
     for seed in (0, 1, 0):
         ids = asked(known, True, seed=seed)
-        np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids)))
+        np.testing.assert_array_equal(
+            backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids))
+        )
     if how == "stashable":
         assert backend.stash() > 0
-        np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids)))
+        np.testing.assert_array_equal(
+            backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids))
+        )
 
 
 @pytest.mark.parametrize(
@@ -225,7 +236,8 @@ def test_ids_are_copied_only_where_no_rows_in_hbm_hold_them(case: Case, how: str
 
 @pytest.mark.parametrize("how", ["hbm", "cached", "mapped"])
 def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
-    """By lookup, position and value, from a batch whose other requests are answered; with bags and without."""
+    """By lookup, position and value, from a batch whose other requests are answered; with bags and
+    without."""
     table, known = made(CASES["refuses"])
     backend = backend_with_cache()
     held = placed(backend, table, how)
@@ -250,7 +262,8 @@ def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
 
 
 def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
-    """Raw, dense with a default row, dense, and raw on the CPU; each mask and count goes to its own lookup of its own request."""
+    """Raw, dense with a default row, dense, and raw on the CPU; each mask and count goes to its own lookup
+    of its own request."""
     backend = GpuBackend(tables.DEVICE, REFERENCE)
     (padded, known), (array, known_array) = made(PADDED), made(ARRAY)
     default = dense_table(50, RowFormat.INT8, 8, missing=np.full(8, DEFAULT, np.float32), first=-20, own=40)
@@ -267,7 +280,11 @@ def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
         ]
         lookups, at, out_at = [], 0, 0
         for source, some in zip(held, ids, strict=True):
-            lookups.append(Lookup(source, Pooling.NONE, at, some.size, out_at, found_at=out_at + some.size * source.dim * 4))
+            lookups.append(
+                Lookup(
+                    source, Pooling.NONE, at, some.size, out_at, found_at=out_at + some.size * source.dim * 4
+                )
+            )
             at, out_at = at + some.nbytes, out_at + some.size * (source.dim * 4 + 1) + 3  # at any alignment
         requests.append((backend.plan(lookups), inputs_of(*ids)))
         masks = [
@@ -277,7 +294,13 @@ def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
             known_array.found(ids[3]),
             known_array.found(ids[4]),
         ]
-        counts = [known.unfound(ids[0]), (0, 0), (4, 2), known_array.unfound(ids[3]), known_array.unfound(ids[4])]
+        counts = [
+            known.unfound(ids[0]),
+            (0, 0),
+            (4, 2),
+            known_array.unfound(ids[3]),
+            known_array.unfound(ids[4]),
+        ]
         wanted.append((lookups, masks, [Unfound(*c) for c in counts]))
     results, _ = backend.batches.run(requests)
     for result, (lookups, masks, counts) in zip(results, wanted, strict=True):
@@ -288,7 +311,9 @@ def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
         assert result.unfound == counts
     last = results[2]
     assert isinstance(last, LookupResult)
-    default_rows = np.frombuffer(last.outputs[wanted[2][0][2].out_at :][: 8 * 32].tobytes(), np.float32).reshape(8, 8)
+    default_rows = np.frombuffer(
+        last.outputs[wanted[2][0][2].out_at :][: 8 * 32].tobytes(), np.float32
+    ).reshape(8, 8)
     assert ((default_rows == DEFAULT).all(1) == [True, False, False, False, False, True, True, True]).all()
 
 
@@ -312,7 +337,8 @@ def test_tables_whose_ids_are_row_numbers_launch_nothing_more() -> None:
 
 
 def steady_requests(known: Known, count: int) -> list[tuple[np.ndarray, bytes, int, np.ndarray]]:
-    """(places, inputs, out_bytes, ids) of a pooled lookup of a raw table and an unpooled one, and a dense one before them."""
+    """(places, inputs, out_bytes, ids) of a pooled lookup of a raw table and an unpooled one, and a dense
+    one before them."""
     requests = []
     for seed in range(count):
         ids, lengths = asked(known, True, 10 + seed, seed), np.array([4, 0, 3], np.int32)
@@ -339,15 +365,23 @@ def test_a_planner_gives_what_plans_give(how: str) -> None:
     planner, requests = backend.planner(kinds), steady_requests(known, 3)
     plans: list[Any] = [planner.plan(places.tobytes(), size) for places, _, size, _ in requests]
     assert all(len(plan.layout.resolved) == 2 for plan in plans)
-    results, _ = backend.batches.run([(plan, inputs) for plan, (_, inputs, _, _) in zip(plans, requests, strict=True)])
+    results, _ = backend.batches.run(
+        [(plan, inputs) for plan, (_, inputs, _, _) in zip(plans, requests, strict=True)]
+    )
     for result, (_, _, size, ids), plan in zip(results, requests, plans, strict=True):
         assert isinstance(result, LookupResult) and result.outputs.size >= size
         at = plan.layout.lookups()[1].out_at
         sums = result.outputs[at : at + 3 * 256].view(np.float32).reshape(3, 64)
-        expect(known.twin, known.twins(ids[:7]), np.array([4, 0, 3], np.int32), pooling=Pooling.SUM).check(sums)
+        expect(known.twin, known.twins(ids[:7]), np.array([4, 0, 3], np.int32), pooling=Pooling.SUM).check(
+            sums
+        )
         vectors = result.outputs[at + 3 * 256 : size].view(np.float32).reshape(-1, 64)
         np.testing.assert_array_equal(vectors, expected_of(known.twin, known.twins(ids)))
-        assert result.unfound == [Unfound(0, 0), Unfound(*known.unfound(ids[:7])), Unfound(*known.unfound(ids))]
+        assert result.unfound == [
+            Unfound(0, 0),
+            Unfound(*known.unfound(ids[:7])),
+            Unfound(*known.unfound(ids)),
+        ]
 
 
 def test_a_planner_lays_found_masks_out_too() -> None:
@@ -366,14 +400,21 @@ def test_a_planner_lays_found_masks_out_too() -> None:
 
 @pytest.mark.parametrize("how", ["hbm", "cached"])
 def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
-    """Two batches are prefetched before the first is looked up, and each is looked up twice: all get their own vectors."""
+    """Two batches are prefetched before the first is looked up, and each is looked up twice: all get their
+    own vectors."""
     table, known = made(PADDED)
     backend = backend_with_cache()
     plain = table_of(RowFormat.INT4, 8)
-    kinds = [LookupKind(placed(backend, table, how), Pooling.SUM), LookupKind(backend.to_hbm(plain), Pooling.SUM)]
+    kinds = [
+        LookupKind(placed(backend, table, how), Pooling.SUM),
+        LookupKind(backend.to_hbm(plain), Pooling.SUM),
+    ]
     reports = Reports(backend.launcher)
     lookup = TensorLookup(backend, ["raw", "plain"], kinds, reports)
-    lengths, ends = np.array([4, 0, 5], np.int32), torch.tensor([0, 4, 4, 9], device=backend.device.torch_device)
+    lengths, ends = (
+        np.array([4, 0, 5], np.int32),
+        torch.tensor([0, 4, 4, 9], device=backend.device.torch_device),
+    )
     batches = []
     for seed in range(2):
         ids, weights = asked(known, True, 20, seed)[:9], np.random.default_rng(seed).random(9, np.float32)
@@ -401,18 +442,24 @@ def test_rows_are_dequantized_by_their_numbers() -> None:
     table, _ = made(PADDED)
     backend: Any = tables.gpu_backend()
     by_number = Table(table.packed, table.row_format, table.dim)
-    np.testing.assert_array_equal(backend.dequantize(backend.to_hbm(table), 3, 9), REFERENCE.dequantize(by_number, 3, 9))
+    np.testing.assert_array_equal(
+        backend.dequantize(backend.to_hbm(table), 3, 9), REFERENCE.dequantize(by_number, 3, 9)
+    )
 
 
 @needs_interpreter
 def test_rows_of_raw_ids_are_not_gathered() -> None:
-    """The CPU gathers by row numbers, which the device alone makes; rows of other tables in the request are gathered as ever."""
+    """The CPU gathers by row numbers, which the device alone makes; rows of other tables in the request
+    are gathered as ever."""
     table, _ = made(PADDED)
     backend = GpuBackend("interpreter", choose(), gather_from=5)
     raw, plain = backend.map_host(table, None), backend.map_host(table_of(RowFormat.INT8, 64), None)
 
     def gathered(raw_ids: int, plain_ids: int) -> int:
-        lookups = [Lookup(raw, Pooling.NONE, 0, raw_ids, 0), Lookup(plain, Pooling.NONE, 0, plain_ids, 256 * raw_ids)]
+        lookups = [
+            Lookup(raw, Pooling.NONE, 0, raw_ids, 0),
+            Lookup(plain, Pooling.NONE, 0, plain_ids, 256 * raw_ids),
+        ]
         return backend.plan(lookups).layout.rows_bytes
 
     assert gathered(10, 4) == 0

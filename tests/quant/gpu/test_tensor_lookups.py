@@ -1,5 +1,5 @@
-"""Lookups of tensors where they lie: each feature's own, and all features' in one, over every residence, raw ids and masks of
-offsets. The oracle is the reference, one feature at a time."""
+"""Lookups of tensors where they lie: each feature's own, and all features' in one, over every residence,
+raw ids and masks of offsets. The oracle is the reference, one feature at a time."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -41,7 +41,9 @@ class Feature(NamedTuple):
 @cache
 def features() -> tuple[Feature, ...]:
     """One for each residence, with and without raw ids, in formats and widths of their own."""
-    raw = raw_table(random_ids(COUNT), values_of(COUNT, 64), RowFormat.INT8, missing=np.full(64, 4.0, np.float32))
+    raw = raw_table(
+        random_ids(COUNT), values_of(COUNT, 64), RowFormat.INT8, missing=np.full(64, 4.0, np.float32)
+    )
     return (
         Feature("dense", table_of(RowFormat.INT8, 64), "hbm", Pooling.SUM),
         Feature("raw", raw, "cached", Pooling.MEAN),
@@ -96,7 +98,9 @@ def ids_for(feature: Feature, count: int, rng: np.random.Generator) -> np.ndarra
     return np.where(rng.random(count) < 0.2, STRANGER + rng.integers(0, 9, count), rng.choice(known, count))
 
 
-def check(feature: Feature, found: torch.Tensor, ids: np.ndarray, lengths: np.ndarray | None, weights: Any = None) -> None:
+def check(
+    feature: Feature, found: torch.Tensor, ids: np.ndarray, lengths: np.ndarray | None, weights: Any = None
+) -> None:
     """The vectors of a feature, within the rounding of the reference's."""
     rows, _, _ = rows_of(feature.table, ids, None)
     twin = Table(feature.table.packed, feature.table.row_format, feature.table.dim)
@@ -105,8 +109,8 @@ def check(feature: Feature, found: torch.Tensor, ids: np.ndarray, lengths: np.nd
 
 
 def test_tensors_of_each_feature() -> None:
-    """Offsets of both widths, with and without the end, bags of one length, weights, empty features; twice, as rows are cached
-    then."""
+    """Offsets of both widths, with and without the end, bags of one length, weights, empty features;
+    twice, as rows are cached then."""
     lookup, rng = lookup_of(features()), np.random.default_rng(0)
     for _ in range(2):
         lengths = [np.array(n, np.int32) for n in ([3, 0, 5], [1, 20], [], [2, 2, 2, 2], [0, 7])]
@@ -115,7 +119,9 @@ def test_tensors_of_each_feature() -> None:
         weights = rng.standard_normal(ids[0].size).astype(np.float32)
         offsets = [ends[0].astype(np.int32), ends[1][:-1], ends[2], None, ends[4]]
         inputs = [
-            TensorInput(there(i), None if o is None else there(o), 2, n.size, there(weights) if at == 0 else None)
+            TensorInput(
+                there(i), None if o is None else there(o), 2, n.size, there(weights) if at == 0 else None
+            )
             for at, (i, o, n) in enumerate(zip(ids, offsets, lengths, strict=True))
         ]
         vectors = lookup(lookup.stage_each(inputs))
@@ -128,7 +134,8 @@ def test_tensors_of_each_feature() -> None:
 @pytest.mark.parametrize("chosen", [features, plain], ids=["mixed", "plain"])
 @pytest.mark.parametrize("offset_type", [np.int32, np.int64])
 def test_ids_of_all_features_in_one_tensor(chosen: Any, offset_type: type) -> None:
-    """In another order than the lookup's, with a feature that it does not have; other lengths the second time."""
+    """In another order than the lookup's, with a feature that it does not have; other lengths the second
+    time."""
     mine, rng = chosen(), np.random.default_rng(1)
     lookup = lookup_of(mine)
     order = tuple(int(n) for n in rng.permutation(len(mine) + 1)[: len(mine)])
@@ -140,7 +147,9 @@ def test_ids_of_all_features_in_one_tensor(chosen: Any, offset_type: type) -> No
         offsets = np.concatenate([[0], np.cumsum(lengths.reshape(-1))]).astype(offset_type)
         weights = rng.random(int(offsets[-1])).astype(np.float32) if turn else None
         told = there(np.concatenate(ids))
-        staged = lookup.stage_packed(told, there(offsets), len(mine) + 1, order, None if weights is None else there(weights))
+        staged = lookup.stage_packed(
+            told, there(offsets), len(mine) + 1, order, None if weights is None else there(weights)
+        )
         found = lookup(lookup.prefetch(staged))
         starts = np.concatenate([[0], np.cumsum(lengths.sum(1))])
         for part, place, f in zip(found.split([f.table.dim for f in mine], 1), order, mine, strict=True):
@@ -185,7 +194,8 @@ def test_vectors_of_ids() -> None:
 def test_what_is_wrong_is_told(
     at: int, ids: list[int], offsets: list[int], problem: Problem, position: int, value: int, bound: int
 ) -> None:
-    """By a call of each way, with the feature and the position among its own ids; a right call after it has nothing told."""
+    """By a call of each way, with the feature and the position among its own ids; a right call after it
+    has nothing told."""
     lookup = lookup_of(plain())
     right = np.array([1, 2, 3], np.int64)
     ends = np.array([0, 2, 3], np.int64)
@@ -229,7 +239,9 @@ def test_a_wrong_offset_is_told(offsets: list[int], at: tuple[int, int]) -> None
 
 def test_an_id_that_is_refused_is_told_as_it_came() -> None:
     """Not as the row number that it has not."""
-    refuses = Feature("refuses", raw_table(random_ids(COUNT), values_of(COUNT, 64), RowFormat.INT8), "hbm", Pooling.SUM)
+    refuses = Feature(
+        "refuses", raw_table(random_ids(COUNT), values_of(COUNT, 64), RowFormat.INT8), "hbm", Pooling.SUM
+    )
     lookup = lookup_of((refuses, plain()[0]))
     ids = random_ids(COUNT)[:3].copy()
     ids[2] = STRANGER
@@ -243,7 +255,11 @@ def test_an_id_that_is_refused_is_told_as_it_came() -> None:
         lookup._reports.wait()
         wrong = lookup._reports.take()
         assert wrong is not None and wrong.name == "refuses" and wrong.cause is not None
-        assert (wrong.cause.problem, wrong.cause.position, wrong.cause.value) == (Problem.MISSING, 2, STRANGER)
+        assert (wrong.cause.problem, wrong.cause.position, wrong.cause.value) == (
+            Problem.MISSING,
+            2,
+            STRANGER,
+        )
         assert wrong.cause.bound == COUNT
 
 

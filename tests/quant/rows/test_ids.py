@@ -1,4 +1,5 @@
-"""The specification of ids that become rows (`quant.rows.ids`), and the native kernel, which must do the same."""
+"""The specification of ids that become rows (`quant.rows.ids`), and the native kernel, which must do the
+same."""
 
 from typing import Any
 
@@ -43,7 +44,10 @@ def place_by_hand(index: IdIndex, id_: int) -> int:
     """The formulas of quant/rows/ids.py for one id, in Python's integers."""
     word, h = 1 << 64, _mixed(id_)
     bucket = id_ // index.bucket_ids if index.bucket_ids else h & index.buckets - 1
-    if not 0 <= bucket < index.buckets or not 0 <= (here := bucket - index.first_bucket) < len(index.directory) - 1:
+    if (
+        not 0 <= bucket < index.buckets
+        or not 0 <= (here := bucket - index.first_bucket) < len(index.directory) - 1
+    ):
         return -1
     first, seed = map(int, index.directory[here])
     slots = int(index.directory[here + 1, 0]) - first
@@ -63,16 +67,19 @@ def test_mix_is_what_it_says_and_loses_nothing(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "slots"), [(0, 0), (1, 2), (2, 3), (63, 64), (64, 66), (127, 129), (128, 131), (6400, 6501), (10**6, 1_015_626)]
+    ("ids", "slots"),
+    [(0, 0), (1, 2), (2, 3), (63, 64), (64, 66), (127, 129), (128, 131), (6400, 6501), (10**6, 1_015_626)],
 )
 def test_slots_of_a_bucket(ids: int, slots: int) -> None:
-    """One more than the ids, and one more for each 64 of them, none where there are none: docs/format.md says so."""
+    """One more than the ids, and one more for each 64 of them, none where there are none: docs/format.md
+    says so."""
     assert slots_for(ids) == slots
 
 
 @pytest.mark.parametrize("counts", [[0], [1], [0, 0, 1], [3, 3, 3, 3, 3], [64, 0, 63, 1, 129]])
 def test_pilots_of_buckets_do_not_overlap(counts: list[int]) -> None:
-    """However the sums of slots are rounded: each bucket's pilots end before the next one's, and the last's within the table."""
+    """However the sums of slots are rounded: each bucket's pilots end before the next one's, and the
+    last's within the table."""
     end = total = 0
     for bucket, count in enumerate(counts):
         first = total * 5 // 16 + bucket
@@ -124,7 +131,8 @@ def numbered(row_map: RowMap, row_format: RowFormat, dim: int, rows: int) -> Tab
 
 
 def check_resolved(table: Table, asked: np.ndarray, isa: str) -> None:
-    """The rows that the native kernel reads are those of `RowMap.find`, the default row for ids that it lacks."""
+    """The rows that the native kernel reads are those of `RowMap.find`, the default row for ids that it
+    lacks."""
     row_map = table.row_map
     assert row_map is not None and row_map.default_row is not None
     rows = row_map.find(asked)
@@ -139,7 +147,8 @@ def check_resolved(table: Table, asked: np.ndarray, isa: str) -> None:
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_native_kernel_resolves_ids_as_specified(data: st.DataObject) -> None:
-    """What it reads is the row of `RowMap.find`, on every instruction set, for any number of ids of a request."""
+    """What it reads is the row of `RowMap.find`, on every instruction set, for any number of ids of a
+    request."""
     ids = np.array(data.draw(st.lists(IDS, max_size=200, unique=True)), np.int64)
     others = np.array(data.draw(st.lists(IDS, max_size=40)), np.int64)
     asked = np.random.default_rng(len(ids)).permutation(np.concatenate([ids, others]))
@@ -153,7 +162,8 @@ def test_the_native_kernel_resolves_ids_as_specified(data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("isa", _native.isas())
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 5), (0, 0), (3, 5), (-2, 5), (-(2**63), 3), (2**63 - 3, 3), (2**63 - 1, 1), (2**62, 7)]
+    ("first", "count"),
+    [(0, 5), (0, 0), (3, 5), (-2, 5), (-(2**63), 3), (2**63 - 3, 3), (2**63 - 1, 1), (2**62, 7)],
 )
 def test_ids_that_are_row_numbers_from_a_first_one_on(first: int, count: int, isa: str) -> None:
     """Up to both ends of 64 bits, where sums and differences wrap."""
@@ -180,7 +190,9 @@ def test_an_id_whose_hash_is_chosen_is_not_taken_for_its_neighbour() -> None:
 def test_which_rows_were_backfilled(own: int | None) -> None:
     """Of row numbers those from `own` on; of raw ids those whose bit is set."""
     rows = np.arange(7)
-    assert RowMap(7, None, None, 0, own).is_backfilled(rows).tolist() == [n >= (7 if own is None else own) for n in range(7)]
+    assert RowMap(7, None, None, 0, own).is_backfilled(rows).tolist() == [
+        n >= (7 if own is None else own) for n in range(7)
+    ]
     mask = np.arange(700) % 3 == 0
     raw = raw_table(KINDS["a dense run"], RowFormat.FP32, 2, 4, backfilled=mask)
     assert raw.table.row_map is not None
@@ -189,7 +201,8 @@ def test_which_rows_were_backfilled(own: int | None) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "a dense run", "zero alone", "none"])
 def test_which_rows_have_an_id(kind: str) -> None:
-    """Each id is told for the row in which it is found; slots without an id, whatever they keep, and rows outside have none."""
+    """Each id is told for the row in which it is found; slots without an id, whatever they keep, and rows
+    outside have none."""
     ids = KINDS[kind]
     raw = raw_table(ids, RowFormat.FP32, 2, 4)
     row_map: Any = raw.table.row_map
@@ -199,18 +212,28 @@ def test_which_rows_have_an_id(kind: str) -> None:
     middle = raw.index.slots // 2
     for start, stop in ((0, raw.index.slots), (0, middle), (middle, raw.index.slots)):
         rows, of = row_map.rows_with_ids(start, stop)
-        assert dict(zip(rows.tolist(), of.tolist(), strict=True)) == {r: i for r, i in expected.items() if start <= r < stop}
+        assert dict(zip(rows.tolist(), of.tolist(), strict=True)) == {
+            r: i for r, i in expected.items() if start <= r < stop
+        }
 
 
 def test_which_row_numbers_are_ids() -> None:
     """Counted from the first id; the default row is of no id."""
     found, has_id = RowMap(3, 3, None, 10).ids_of(np.arange(-1, 5))
-    assert found[has_id].tolist() == [10, 11, 12] and has_id.tolist() == [False, True, True, True, False, False]
+    assert found[has_id].tolist() == [10, 11, 12] and has_id.tolist() == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("row_format", "dim", "step"), [(RowFormat.INT8, 64, 80), (RowFormat.INT8, 60, 8)])
 def test_a_kernel_reads_the_map_at_its_address(row_format: RowFormat, dim: int, step: int) -> None:
-    """The fields lie at `native_address` in the order of NativeRowMap, with the step from one kept id to the next."""
+    """The fields lie at `native_address` in the order of NativeRowMap, with the step from one kept id to
+    the next."""
     raw = raw_table(KINDS["random"], row_format, dim, 4)
     row_map: Any = raw.table.row_map
     fields = native_row_map(row_map)

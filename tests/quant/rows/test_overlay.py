@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 from indexed_tables import raw_table
-from overlays import KINDS, Overlaid, asked_of, changed, dense, fill_filter, fill_marks, marks_of, overlaid, raw
+from overlays import (
+    KINDS,
+    Overlaid,
+    asked_of,
+    changed,
+    dense,
+    fill_filter,
+    fill_marks,
+    marks_of,
+    overlaid,
+    raw,
+)
 from reference import backend_of
 from tables import check_vectors
 
@@ -17,8 +28,27 @@ from tableside.quant.errors import Problem
 from tableside.quant.rows.overlay import Overlay, are_marks_worth_it, filter_bits, filter_words
 
 BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
-LAYOUTS = [(RowFormat.INT8, 64), (RowFormat.INT8, 60), (RowFormat.INT4, 24), (RowFormat.FP16, 32), (RowFormat.FP32, 20)]
-COUNTS = (0, 1, 15, 16, 17, 31, 180, 511, 513, 2047, 2049, 6000)  # around blocks of 16 ids, stretches of 512, pieces of 2048
+LAYOUTS = [
+    (RowFormat.INT8, 64),
+    (RowFormat.INT8, 60),
+    (RowFormat.INT4, 24),
+    (RowFormat.FP16, 32),
+    (RowFormat.FP32, 20),
+]
+COUNTS = (
+    0,
+    1,
+    15,
+    16,
+    17,
+    31,
+    180,
+    511,
+    513,
+    2047,
+    2049,
+    6000,
+)  # around blocks of 16 ids, stretches of 512, pieces of 2048
 
 
 @pytest.fixture(params=BACKENDS)
@@ -36,7 +66,9 @@ def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
 
 @pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
 @pytest.mark.parametrize(("row_format", "dim"), LAYOUTS, ids=lambda x: getattr(x, "label", x))
-def test_raw_ids_of_every_layout(backend: CpuBackend, row_format: RowFormat, dim: int, is_above: bool) -> None:
+def test_raw_ids_of_every_layout(
+    backend: CpuBackend, row_format: RowFormat, dim: int, is_above: bool
+) -> None:
     """Rows overwritten, inserted and deleted by two layers, at addresses above and below the table's."""
     made = raw(row_format, dim, is_above=is_above)
     check(backend, made, asked_of(made, KINDS["random"]))
@@ -47,7 +79,9 @@ def test_raw_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
     """An empty table among them, over which all ids are an overlay's."""
     base = raw_table(KINDS[kind])
     new = np.setdiff1d(np.arange(50), KINDS[kind])
-    made = overlaid(base.table, base.plain, base.numbers, [changed(KINDS[kind], 1), (new, np.zeros(new.size, np.bool_))])
+    made = overlaid(
+        base.table, base.plain, base.numbers, [changed(KINDS[kind], 1), (new, np.zeros(new.size, np.bool_))]
+    )
     check(backend, made, asked_of(made, KINDS[kind]))
 
 
@@ -68,7 +102,8 @@ def test_requests_of_every_length(backend: CpuBackend) -> None:
 
 
 def test_refused_ids_are_told(backend: CpuBackend) -> None:
-    """An id that an overlay deleted is refused like any that is missing, and one outside rows as without an overlay."""
+    """An id that an overlay deleted is refused like any that is missing, and one outside rows as without
+    an overlay."""
     made = raw()
     row_map = made.table.row_map
     assert row_map is not None
@@ -78,7 +113,11 @@ def test_refused_ids_are_told(backend: CpuBackend) -> None:
     backend.lookup(refusing, there, np.array([there.size], np.int32))
     with pytest.raises(BadIds) as caught:
         backend.lookup(refusing, np.append(there, gone), np.array([there.size + 1], np.int32))
-    assert (caught.value.problem, caught.value.position, caught.value.value) == (Problem.MISSING, there.size, gone)
+    assert (caught.value.problem, caught.value.position, caught.value.value) == (
+        Problem.MISSING,
+        there.size,
+        gone,
+    )
     plain = dense(default=False)
     with pytest.raises(BadIds) as caught:
         backend.lookup(plain.table, np.array([1, 2, 300]), np.array([3], np.int32))
@@ -87,7 +126,8 @@ def test_refused_ids_are_told(backend: CpuBackend) -> None:
 
 @pytest.mark.parametrize("make", [raw, dense], ids=["raw", "dense"])
 def test_found_masks_and_counts(backend: CpuBackend, make: Any) -> None:
-    """A found mask says which ids have a row, and what was not found is counted; an overlay's rows are not backfilled."""
+    """A found mask says which ids have a row, and what was not found is counted; an overlay's rows are not
+    backfilled."""
     made = make()
     asked = asked_of(made, KINDS["random"] if make is raw else np.arange(300), 333)
     plan = backend.plan([Lookup(made.table, Pooling.NONE, 0, asked.size, 0, found_at=asked.size * 256)])
@@ -103,7 +143,9 @@ def test_backfilled_rows_that_are_overwritten_are_so_no_more(backend: CpuBackend
     change = ids[:100], np.zeros(100, np.bool_)
     made = overlaid(base.table, base.plain, base.numbers, [change])
     place = np.array([Place(0, ids.size, -1, ids.size, 1, -1, 0)], np.int64)
-    unfound = backend.planner([LookupKind(made.table, Pooling.SUM)]).run(place, ids.tobytes(), np.zeros(256, np.uint8))
+    unfound = backend.planner([LookupKind(made.table, Pooling.SUM)]).run(
+        place, ids.tobytes(), np.zeros(256, np.uint8)
+    )
     assert unfound is not None and tuple(unfound[0]) == (0, ids.size - 100)
 
 
@@ -116,7 +158,9 @@ def test_calls_that_threads_share(backend: CpuBackend, default: bool, is_marked:
     lengths = np.full(2000, 20, np.int32)
     expected = backend.lookup(made.plain, made.expected_rows(asked), lengths)
     for threads in (1, 2, 4):
-        np.testing.assert_array_equal(backend.lookup(made.table, asked, lengths, threads=threads), expected, f"{threads} threads")
+        np.testing.assert_array_equal(
+            backend.lookup(made.table, asked, lengths, threads=threads), expected, f"{threads} threads"
+        )
 
 
 def test_row_numbers_from_another_first_id_on(backend: CpuBackend) -> None:
@@ -181,6 +225,9 @@ def test_the_native_kernel_fills_marks_as_specified(share: float) -> None:
     rng, first, count = np.random.default_rng(0), -500, 10_001
     ids = first + rng.permutation(count)[: int(share * count)]
     slots = rng.permutation(ids.size + 7)[: ids.size]
-    expected, found = (marks_of(first, count, ids, slots, ids.size + 7, fill) for fill in (fill_marks, index_builder.fill_marks))
+    expected, found = (
+        marks_of(first, count, ids, slots, ids.size + 7, fill)
+        for fill in (fill_marks, index_builder.fill_marks)
+    )
     for of_found, of_expected in zip(found, expected, strict=True):
         np.testing.assert_array_equal(of_found, of_expected)

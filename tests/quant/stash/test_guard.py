@@ -1,4 +1,5 @@
-"""What reads weights that are away: copies and pickles raise with a sentence, methods bring the weights back first."""
+"""What reads weights that are away: copies and pickles raise with a sentence, methods bring the weights
+back first."""
 
 import copy
 import io
@@ -30,10 +31,15 @@ def saved(it: Any) -> None:
     torch.save(it, io.BytesIO())
 
 
-@pytest.mark.parametrize("made", [copy.deepcopy, pickle.dumps, saved], ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "made", [copy.deepcopy, pickle.dumps, saved], ids=["deepcopy", "pickle", "torch.save"]
+)
 @pytest.mark.parametrize("of", [lambda m: m, lambda m: m[0], lambda m: m[0].weight, lambda m: [m[0].weight]])
-def test_copies_and_pickles_are_refused_until_the_weights_are_back(made: Callable[..., Any], of: Callable[..., Any]) -> None:
-    """The model, its embedding, the weights: an error while they are away, or on their way; then a copy as ever."""
+def test_copies_and_pickles_are_refused_until_the_weights_are_back(
+    made: Callable[..., Any], of: Callable[..., Any]
+) -> None:
+    """The model, its embedding, the weights: an error while they are away, or on their way; then a copy as
+    ever."""
     held = model()
     before = held[0].weight.detach().clone()
     restore = stash_embedding_weights(held)
@@ -46,7 +52,10 @@ def test_copies_and_pickles_are_refused_until_the_weights_are_back(made: Callabl
     made(of(held))
     assert torch.equal(copy.deepcopy(held)[0].weight, before)
     assert torch.equal(pickle.loads(pickle.dumps(held))[0].weight, before)
-    assert not held[0]._forward_pre_hooks and not {"__deepcopy__", "_apply", "_stash_guards"} & vars(held[0]).keys()
+    assert (
+        not held[0]._forward_pre_hooks
+        and not {"__deepcopy__", "_apply", "_stash_guards"} & vars(held[0]).keys()
+    )
 
 
 def test_a_module_is_not_sent_to_another_process_either() -> None:
@@ -97,7 +106,8 @@ def test_two_stashes_in_one_module_are_guarded_each() -> None:
 
 
 class Fbgemm(torch.nn.Module):
-    """FBGEMM's names, where its module cannot be made without a GPU: rows in weights_uvm, a cache of them on the device."""
+    """FBGEMM's names, where its module cannot be made without a GPU: rows in weights_uvm, a cache of them
+    on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +117,9 @@ class Fbgemm(torch.nn.Module):
         self.register_buffer("lxu_cache_weights", torch.arange(32.0, device=device).view(8, 4))
 
     def cache(self) -> torch.Tensor:
-        there = self.lxu_cache_weights.untyped_storage().nbytes()  # pytest would print, and so read, what an assertion names
+        there = (
+            self.lxu_cache_weights.untyped_storage().nbytes()
+        )  # pytest would print, and so read, what an assertion names
         assert there == 128
         return self.lxu_cache_weights
 
@@ -123,9 +135,14 @@ class Fbgemm(torch.nn.Module):
 METHODS = ("flush", "split_embedding_weights", "reset_cache_states", "init_embedding_weights_uniform")
 
 
-@pytest.mark.parametrize(("method", "args", "found"), [("prefetch", (1,), 22.0), *((name, (), 496.0) for name in METHODS)])
-def test_a_cache_of_uvm_weights_leaves_and_comes_back_as_it_was(method: str, args: tuple[int, ...], found: float) -> None:
-    """Before whatever reads it. Rows that only the cache has are not lost; the rows in host memory stay there."""
+@pytest.mark.parametrize(
+    ("method", "args", "found"), [("prefetch", (1,), 22.0), *((name, (), 496.0) for name in METHODS)]
+)
+def test_a_cache_of_uvm_weights_leaves_and_comes_back_as_it_was(
+    method: str, args: tuple[int, ...], found: float
+) -> None:
+    """Before whatever reads it. Rows that only the cache has are not lost; the rows in host memory stay
+    there."""
     module = Fbgemm()
     restore = stash_embedding_weights(module)
     assert restore.bytes == 128 and module.weights_uvm.untyped_storage().nbytes() == 400

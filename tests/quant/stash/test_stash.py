@@ -1,4 +1,5 @@
-"""Embedding weights out of memory and back: the same bits as without, nothing lost on the way, and room while they are away."""
+"""Embedding weights out of memory and back: the same bits as without, nothing lost on the way, and room
+while they are away."""
 
 import gc
 import io
@@ -132,7 +133,8 @@ def holds(model: Model, before: list[torch.Tensor]) -> bool:
 
 
 def test_what_is_called_while_away_comes_back() -> None:
-    """The next lookup, without a backward in between; each module's weights with all that were stashed with them."""
+    """The next lookup, without a backward in between; each module's weights with all that were stashed
+    with them."""
     model, before, restore = stashed()
     with torch.no_grad():
         model.bag(torch.zeros(1, 1, dtype=torch.long, device=device()))
@@ -187,7 +189,10 @@ def test_no_room_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patched:
         patched.setattr(torch.UntypedStorage, "resize_", full)
-        with pytest.raises(StashError, match=r"768,000 bytes of embedding weights have no room on .*; the host's copy is whole"):
+        with pytest.raises(
+            StashError,
+            match=r"768,000 bytes of embedding weights have no room on .*; the host's copy is whole",
+        ):
             restore()
         assert model.sizes() == [0, 0]
     restore()
@@ -236,7 +241,9 @@ def test_an_optimizer_finds_what_it_changes() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.zeros(1, 2, dtype=torch.long, device=device())).backward()
     stash_embedding_weights(model)
-    optimizer.register_step_pre_hook(lambda *_: is_back(model))  # after the registry's, which is one of all optimizers
+    optimizer.register_step_pre_hook(
+        lambda *_: is_back(model)
+    )  # after the registry's, which is one of all optimizers
     optimizer.step()
     assert model.sizes() == FULL
     assert model.bag.weight.isfinite().all()
@@ -296,7 +303,10 @@ def test_closing_the_registry_brings_all_back_and_ends_the_watch() -> None:
 
 
 def test_modules_without_embeddings_are_refused() -> None:
-    with pytest.raises(StashError, match=r"Linear: no embedding weights; expected nn\.EmbeddingBag, nn\.Embedding or a module"):
+    with pytest.raises(
+        StashError,
+        match=r"Linear: no embedding weights; expected nn\.EmbeddingBag, nn\.Embedding or a module",
+    ):
         stash_embedding_weights(torch.nn.Linear(2, 2))
 
 
@@ -314,7 +324,8 @@ def test_weights_of_fbgemm_modules_are_found() -> None:
 
 
 def test_points_by_measured_times() -> None:
-    """Freed where the copy out is done; begun where what is left of the backward is as long as the copy back."""
+    """Freed where the copy out is done; begun where what is left of the backward is as long as the copy
+    back."""
     assert points([1, 1, 1, 1], [2, 2, 2, 2], 2.5) == (3, 1)
     assert points([1, 1, 1, 1], [2, 2, 2, 2], 0.0) == (0, 0)
     assert points([1, 1], [1, 1], 9.0) == (1, 1)
@@ -323,7 +334,8 @@ def test_points_by_measured_times() -> None:
 @pytest.mark.sanitized_gpu
 @pytest.mark.parametrize("restores", [False, True])
 def test_tables_that_are_served_leave_and_come_back(restores: bool) -> None:
-    """Their rows lie with the host: nothing is copied out; the next lookup finds them, asked for before or not."""
+    """Their rows lie with the host: nothing is copied out; the next lookup finds them, asked for before or
+    not."""
     backend = GpuBackend(tables.DEVICE, choose())
     held = [table_of(RowFormat.INT8, 24), table_of(RowFormat.FP16, 36)]
     placed = [backend.to_hbm(t, stashable=True) for t in held]

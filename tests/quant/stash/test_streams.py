@@ -1,4 +1,5 @@
-"""Stashing on a GPU: copies run on the side stream, from and to page-locked memory, and whoever needs one waits for its event.
+"""Stashing on a GPU: copies run on the side stream, from and to page-locked memory, and whoever needs one
+waits for its event.
 
 Gates hold streams back (tests/helpers/gates.py), so each test sees an order. All need a GPU.
 """
@@ -22,7 +23,10 @@ from tableside.quant.stash.registry import Weights
 from tableside.quant.stash.stash import Restore, StashError, registry, stash_embedding_weights
 from tableside.quant.stash.training import TrainingStash
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU's streams")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", reason="needs a GPU's streams"),
+]
 
 ROWS, DIM = 1 << 16, 64  # 16 MiB: the allocator gives such memory a block of its own
 
@@ -30,7 +34,8 @@ ROWS, DIM = 1 << 16, 64  # 16 MiB: the allocator gives such memory a block of it
 class Stashed:
     """Weights that were stashed and restored once, so that all memory is there and every kernel is compiled.
 
-    before: the weights, on the host. host: the copy of them that every stash writes and every restore reads, fp32 [rows, dim].
+    before: the weights, on the host. host: the copy of them that every stash writes and every restore reads,
+    fp32 [rows, dim].
     """
 
     def __init__(self) -> None:
@@ -174,12 +179,15 @@ def test_weights_come_back_after_the_work_before(stashed: Stashed) -> None:
 
 
 def test_a_transfer_that_is_held_is_an_error_after_its_time(stashed: Stashed) -> None:
-    """Out and back; what the main stream waited for the weights is counted when the wait is over, and not before."""
+    """Out and back; what the main stream waited for the weights is counted when the wait is over, and not
+    before."""
     waited = registry.counts().wait_s
     with gate() as closed:
         closed.hold(stashed.side)
         restore = stashed.stash(frees=False)
-        with pytest.raises(StashError, match=r"16,777,216 bytes of embedding weights were to be copied out .* still are not"):
+        with pytest.raises(
+            StashError, match=r"16,777,216 bytes of embedding weights were to be copied out .* still are not"
+        ):
             restore.finish(0.05)
         closed.open()
         restore.finish(10.0)
@@ -187,7 +195,9 @@ def test_a_transfer_that_is_held_is_an_error_after_its_time(stashed: Stashed) ->
     with gate() as closed:
         closed.hold(stashed.side)
         restore()
-        with pytest.raises(StashError, match=r"16,777,216 bytes of embedding weights were to be copied back .* still are not"):
+        with pytest.raises(
+            StashError, match=r"16,777,216 bytes of embedding weights were to be copied back .* still are not"
+        ):
             restore.finish(0.05)
         assert registry.counts().wait_s == waited
         closed.open()
@@ -197,10 +207,13 @@ def test_a_transfer_that_is_held_is_an_error_after_its_time(stashed: Stashed) ->
 
 
 def test_a_training_stashes_on_the_stream_that_it_was_given(stashed: Stashed) -> None:
-    """As on a pipeline's memcpy stream: while that is held the main stream runs on after the lookup, and nothing was copied."""
+    """As on a pipeline's memcpy stream: while that is held the main stream runs on after the lookup, and
+    nothing was copied."""
     stashing = TrainingStash(stashed.module, stream=stashed.side)
     ids = torch.zeros(1, 1, dtype=torch.long, device=tables.DEVICE)
-    stashed.module(ids).sum().backward()  # nothing is compiled or allocated for the first time while the gate is closed
+    stashed.module(
+        ids
+    ).sum().backward()  # nothing is compiled or allocated for the first time while the gate is closed
     torch.cuda.synchronize()
     stashed.host.fill_(-1.0)
     with gate() as closed:
@@ -219,9 +232,11 @@ def test_a_training_stashes_on_the_stream_that_it_was_given(stashed: Stashed) ->
 
 @pytest.mark.filterwarnings("ignore:.*Failed to import.*:DeprecationWarning")
 def test_fbgemms_cache_of_uvm_rows_leaves_and_comes_back_in_a_training() -> None:
-    """Its module with rows in weights_uvm and a cache in HBM (EMO), stashed in each step (EMS): the same rows, bit for bit.
+    """Its module with rows in weights_uvm and a cache in HBM (EMO), stashed in each step (EMS): the same
+    rows, bit for bit.
 
-    The cache is smaller than what is looked up over the steps, so that rows are evicted while others are dirty.
+    The cache is smaller than what is looked up over the steps, so that rows are evicted while others are
+    dirty.
     """
     common = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_common")
     if not trains():
@@ -231,7 +246,10 @@ def test_fbgemms_cache_of_uvm_rows_leaves_and_comes_back_in_a_training() -> None
     found = []
     for stashes in (False, True):
         module = training.SplitTableBatchedEmbeddingBagsCodegen(
-            [(5000, 64, managed, cuda)], optimizer=training.OptimType.EXACT_ADAGRAD, learning_rate=0.1, cache_load_factor=0.1
+            [(5000, 64, managed, cuda)],
+            optimizer=training.OptimType.EXACT_ADAGRAD,
+            learning_rate=0.1,
+            cache_load_factor=0.1,
         )
         generator = torch.Generator().manual_seed(0)
         for weights in module.split_embedding_weights():
@@ -257,7 +275,8 @@ def pinned(table: Table) -> torch.Tensor:
 
 
 def test_served_tables_come_back_beside_other_work_and_a_lookup_waits_for_them() -> None:
-    """`restore` returns while nothing was copied yet, the current stream runs on, and the next lookup reads what was copied.
+    """`restore` returns while nothing was copied yet, the current stream runs on, and the next lookup reads
+    what was copied.
 
     The copy reads registered memory: rows that change before its turn come as they are then.
     """

@@ -25,7 +25,8 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     fused = {id(p) for p in model.fused_optimizer.params.values()}
     names = set(model.fused_optimizer.params)
     return torch.optim.Adagrad(
-        [p for n, p in model.named_parameters() if n not in names and id(p) not in fused and p.numel()], lr=0.01
+        [p for n, p in model.named_parameters() if n not in names and id(p) not in fused and p.numel()],
+        lr=0.01,
     )
 
 
@@ -35,7 +36,8 @@ def storages_of(model: Any) -> list[torch.UntypedStorage]:
 
 
 def trained(rank: int, stashes: bool, dense: str, pipelined: bool = False) -> dict[str, Any]:
-    """A few steps: losses, weights, and bytes of weights before each backward and after it (without a pipeline)."""
+    """A few steps: losses, weights, and bytes of weights before each backward and after it (without a
+    pipeline)."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
     model = sharded(dense)
@@ -80,9 +82,11 @@ def runs() -> dict[str, list[tuple[dict[str, Any], dict[str, Any]]]]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_training_gives_the_same_bits(runs: Any, kind: str) -> None:
-    """Table-, row- and column-wise and data-parallel bags, table- and row-wise sequences, Adagrad inside FBGEMM; two ranks.
+    """Table-, row- and column-wise and data-parallel bags, table- and row-wise sequences, Adagrad inside
+    FBGEMM; two ranks.
 
-    The dense part behind DDP and FSDP2; torch's loop, and TorchRec's pipeline, whose input distribution runs ahead.
+    The dense part behind DDP and FSDP2; torch's loop, and TorchRec's pipeline, whose input distribution runs
+    ahead.
     """
     for plain, stashed in runs[kind]:
         assert stashed["losses"] == plain["losses"]
@@ -139,7 +143,14 @@ def away(rank: int) -> dict[str, Any]:
     state = model.state_dict()
     found["state dict"] = restore.is_out
     file = io.BytesIO()
-    torch.save({k: v.local_shards()[0].tensor.clone() for k, v in state.items() if getattr(v, "local_shards", list)()}, file)
+    torch.save(
+        {
+            k: v.local_shards()[0].tensor.clone()
+            for k, v in state.items()
+            if getattr(v, "local_shards", list)()
+        },
+        file,
+    )
     restore = stash_embedding_weights(model)
     model.load_state_dict(state)
     found["load"] = restore.is_out
@@ -154,11 +165,15 @@ def away(rank: int) -> dict[str, Any]:
 
 @pytest.mark.thorough
 def test_what_is_done_to_a_sharded_model_while_its_weights_are_away() -> None:
-    """Copies and pickles are errors that leave them away; saving, loading and a lookup bring them back, and no bit is lost."""
+    """Copies and pickles are errors that leave them away; saving, loading and a lookup bring them back,
+    and no bit is lost."""
     for found in run_ranks(away):
         for name in ("deepcopy", "a collection", "pickle", "a slice"):
             said, is_out = found[name]
-            assert "are stashed, and cannot be copied or pickled; call what stash_embedding_weights returned first" in said
+            assert (
+                "are stashed, and cannot be copied or pickled; call what stash_embedding_weights returned "
+                "first" in said
+            )
             assert is_out
         assert (found["state dict"], found["load"]) == (False, False)
         assert all(found["lookup"]) and found["kept"]

@@ -1,4 +1,5 @@
-"""Stashing in every step by hooks: the same bits as without, points that are found by themselves, and nothing left behind."""
+"""Stashing in every step by hooks: the same bits as without, points that are found by themselves, and
+nothing left behind."""
 
 from typing import Any
 
@@ -34,7 +35,9 @@ class Model(torch.nn.Module):
         return sum(m.weight.untyped_storage().nbytes() == 0 for m in (self.bag, self.sequence))
 
 
-def train(stashes: bool, with_layers: bool = True, steps: int = 6) -> tuple[list[float], Model, TrainingStash | None, list[int]]:
+def train(
+    stashes: bool, with_layers: bool = True, steps: int = 6
+) -> tuple[list[float], Model, TrainingStash | None, list[int]]:
     """Losses, the model, and how many weights were away before each step's backward."""
     model = Model()
     stashing = TrainingStash(model, model.layers if with_layers else (), timeout_s=60.0) if stashes else None
@@ -53,19 +56,24 @@ def train(stashes: bool, with_layers: bool = True, steps: int = 6) -> tuple[list
 
 @pytest.mark.parametrize("with_layers", [True, False], ids=["layers", "no layers"])
 def test_every_step_stashes_and_the_bits_are_the_same(with_layers: bool) -> None:
-    """Three watched steps and three at the points that were found; both weights are away before each backward."""
+    """Three watched steps and three at the points that were found; both weights are away before each
+    backward."""
     wanted, plain, _, _ = train(False)
     losses, model, stashing, away = train(True, with_layers)
     assert losses == wanted and away == [2] * 6
     assert stashing is not None and stashing.points is not None
-    assert (stashing.points.free_at is None, stashing.points.start_at is None) == (not with_layers, not with_layers)
+    assert (stashing.points.free_at is None, stashing.points.start_at is None) == (
+        not with_layers,
+        not with_layers,
+    )
     assert stashing.points.needed_by == "the gradient of Embedding 1"
     stashing.remove()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def test_restores_start_at_the_gradient_of_the_layer_that_was_found() -> None:
-    """And not before: at the layer after it in the backward they are on their way, at the one before it they are away."""
+    """And not before: at the layer after it in the backward they are on their way, at the one before it
+    they are away."""
     _, model, stashing, _ = train(True)
     assert stashing is not None
     stashing.points = StashPoints(2, 1, 0.0, 0.0, "")
@@ -73,17 +81,30 @@ def test_restores_start_at_the_gradient_of_the_layer_that_was_found() -> None:
     for n, layer in enumerate(model.layers):
         layer.register_forward_pre_hook(lambda *_, n=n: found.update({f"forward {n}": model.away()}))
         layer.register_forward_hook(
-            lambda _m, _i, out, n=n: (out.register_hook(lambda _: found.update({f"backward {n}": model.away()})), None)[1]
+            lambda _m, _i, out, n=n: (
+                out.register_hook(lambda _: found.update({f"backward {n}": model.away()})),
+                None,
+            )[1]
         )
     model(torch.zeros(2, 2, dtype=torch.long, device=model.bag.weight.device)).backward()
-    assert found == {"forward 0": 0, "forward 1": 0, "forward 2": 0, "backward 2": 2, "backward 1": 0, "backward 0": 0}
+    assert found == {
+        "forward 0": 0,
+        "forward 1": 0,
+        "forward 2": 0,
+        "backward 2": 2,
+        "backward 1": 0,
+        "backward 0": 0,
+    }
     stashing.remove()
 
 
 def test_passes_without_gradients_stash_nothing_and_removing_ends_it() -> None:
     model = Model()
     stashing = TrainingStash(model)
-    ids, before = torch.zeros(2, 2, dtype=torch.long, device=model.bag.weight.device), registry.counts().stashes
+    ids, before = (
+        torch.zeros(2, 2, dtype=torch.long, device=model.bag.weight.device),
+        registry.counts().stashes,
+    )
     with torch.no_grad():
         model(ids)
     assert registry.counts().stashes == before
@@ -95,7 +116,9 @@ def test_passes_without_gradients_stash_nothing_and_removing_ends_it() -> None:
     assert model.away() == 0
 
 
-def times(forward: dict[int, float], backward: dict[int, float], out: float = 4.0, back: float = 4.0) -> StepTimes:
+def times(
+    forward: dict[int, float], backward: dict[int, float], out: float = 4.0, back: float = 4.0
+) -> StepTimes:
     return StepTimes(forward, backward, out, back, "it")
 
 
@@ -109,25 +132,32 @@ def times(forward: dict[int, float], backward: dict[int, float], out: float = 4.
             (2, 2),
         ),  # the worst step
         ([times({0: 1, 1: 2}, {0: 1, 1: 2})], (1, 1)),  # too short: the last layer, the first gradient
-        ([times({0: 5, 1: 9}, {}), times({0: 5}, {0: 9})], (0, None)),  # of a layer that does not run in every step: nothing
+        (
+            [times({0: 5, 1: 9}, {}), times({0: 5}, {0: 9})],
+            (0, None),
+        ),  # of a layer that does not run in every step: nothing
         ([times({}, {})], (None, None)),
     ],
 )
 def test_points_by_the_times_of_steps(steps: list[StepTimes], found: tuple[Any, Any]) -> None:
-    """Freed by the first layer after the copies out; started by the last gradient that leaves a copy's time and a tenth."""
+    """Freed by the first layer after the copies out; started by the last gradient that leaves a copy's
+    time and a tenth."""
     points = _points_of(steps)
     assert (points.free_at, points.start_at) == found
 
 
 @pytest.mark.parametrize(("steps", "away"), [(2, 0), (0, 1)], ids=["the step before", "this step"])
-def test_a_copy_that_does_not_end_is_an_error_at_a_later_lookup(monkeypatch: pytest.MonkeyPatch, steps: int, away: int) -> None:
+def test_a_copy_that_does_not_end_is_an_error_at_a_later_lookup(
+    monkeypatch: pytest.MonkeyPatch, steps: int, away: int
+) -> None:
     """Of the step before at the first lookup, when nothing is away yet; of this step at its second one."""
     _, model, stashing, _ = train(True, steps=steps)
     assert stashing is not None
     monkeypatch.setattr(Transfer, "is_done", lambda _: False)
     monkeypatch.setattr(stashing, "_timeout_s", 0.0)
     with pytest.raises(
-        StashError, match=r"bytes of embedding weights were to be copied out .* ago and still are not; expected at most"
+        StashError,
+        match=r"bytes of embedding weights were to be copied out .* ago and still are not; expected at most",
     ):
         model(torch.zeros(2, 2, dtype=torch.long, device=model.bag.weight.device))
     assert model.away() == away
@@ -135,6 +165,7 @@ def test_a_copy_that_does_not_end_is_an_error_at_a_later_lookup(monkeypatch: pyt
 
 def test_a_model_without_embeddings_is_refused() -> None:
     with pytest.raises(
-        StashError, match=r"Linear has no embeddings; expected embedding modules or TorchRec's sharded collections"
+        StashError,
+        match=r"Linear has no embeddings; expected embedding modules or TorchRec's sharded collections",
     ):
         TrainingStash(torch.nn.Linear(2, 2))

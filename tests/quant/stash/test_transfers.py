@@ -1,4 +1,5 @@
-"""Transfers of stashed weights: counted, timed out, and refused with a sentence where the host has no memory for them."""
+"""Transfers of stashed weights: counted, timed out, and refused with a sentence where the host has no
+memory for them."""
 
 import gc
 import subprocess
@@ -24,7 +25,8 @@ def device() -> torch.device:
 
 
 def test_stashes_restores_and_bytes_are_counted() -> None:
-    """What is away now by what has no memory; what the host holds by its copies, until the registry is closed."""
+    """What is away now by what has no memory; what the host holds by its copies, until the registry is
+    closed."""
     registry.close()
     before = registry.counts()
     big, small = torch.nn.Embedding(50, 4, device=device()), torch.nn.Embedding(10, 4, device=device())
@@ -68,7 +70,8 @@ def test_the_time_that_callers_stood_still_is_counted() -> None:
 
 
 class Held:
-    """An event of a stream that is held: it does not happen. On a GPU it is a real one (test_stash_streams.py)."""
+    """An event of a stream that is held: it does not happen. On a GPU it is a real one
+    (test_stash_streams.py)."""
 
     def query(self) -> bool:
         return False
@@ -93,7 +96,9 @@ def test_what_was_restored_is_finished_in_time() -> None:
     restore = stash_embedding_weights(torch.nn.Embedding(50, 4, device=device()))
     restore()
     restore.finish(10.0)
-    assert [t.direction for t in restore.transfers] == ["out", "back"] and all(t.is_done() for t in restore.transfers)
+    assert [t.direction for t in restore.transfers] == ["out", "back"] and all(
+        t.is_done() for t in restore.transfers
+    )
     registry.close()
 
 
@@ -123,9 +128,12 @@ WITHOUT_MEMORY = """
 
 
 def test_a_host_without_memory_for_the_copies_is_an_error_and_loses_nothing() -> None:
-    """A real limit of the process. The copy that it had room for is let go, so that stashing less succeeds."""
+    """A real limit of the process. The copy that it had room for is let go, so that stashing less
+    succeeds."""
     code = textwrap.dedent(WITHOUT_MEMORY)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=TOP, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=TOP, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     said, counts, stashed = done.stdout.splitlines()
     assert said.startswith("the host has no 134,217,728 bytes to page-lock for embedding weights (")
@@ -159,9 +167,15 @@ RSS = """
 
 
 def test_the_host_pays_one_copy_of_the_weights_until_the_registry_is_closed() -> None:
-    """Private memory of a process, from /proc: the copy stays between steps, and nothing beyond it (2 MiB for allocators)."""
+    """Private memory of a process, from /proc: the copy stays between steps, and nothing beyond it (2 MiB
+    for allocators)."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(RSS)], capture_output=True, text=True, cwd=TOP, check=False, timeout=120
+        [sys.executable, "-c", textwrap.dedent(RSS)],
+        capture_output=True,
+        text=True,
+        cwd=TOP,
+        check=False,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     out, back, closed = (int(line) for line in done.stdout.splitlines())

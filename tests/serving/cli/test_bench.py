@@ -67,19 +67,23 @@ def test_same_lengths_have_one_header() -> None:
 
 
 def test_ids_are_those_that_the_table_has() -> None:
-    """Not its default row's number, and from its first id on; raw ids cannot be drawn, and a sentence says so."""
+    """Not its default row's number, and from its first id on; raw ids cannot be drawn, and a sentence says
+    so."""
     tables = [{"name": "t", "rows": 4, "ids": "row", "first_id": 7, "id_count": 3}, {"name": "u", "rows": 3}]
     requests = bench.make_requests({**MODEL, "tables": tables}, URL, bench.Shape(16, 5), count=20)
     assert {int(i) for r in requests for i in tensors(r)["a.values"]} == {7, 8, 9}
     tables[1]["ids"] = "raw"
-    with pytest.raises(ServingError, match="table 'u' of model 'm' has raw ids, which a server does not tell"):
+    with pytest.raises(
+        ServingError, match="table 'u' of model 'm' has raw ids, which a server does not tell"
+    ):
         bench.make_requests({**MODEL, "tables": tables}, URL, bench.Shape(16, 5))
 
 
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("zipf", [None, 1.2])
 def test_both_forms_hold_the_same_ids(same: bool, zipf: float | None) -> None:
-    """The compact form's values are the named ones feature by feature, and all ids are rows of their feature's table."""
+    """The compact form's values are the named ones feature by feature, and all ids are rows of their
+    feature's table."""
     shape = bench.Shape(7, 3, same, zipf)
     named, compact = (bench.make_requests(MODEL, URL, shape, form, count=5) for form in bench.FORMS)
     for one, other in zip(map(tensors, named), map(tensors, compact), strict=True):
@@ -198,10 +202,17 @@ def test_a_request_larger_than_the_sockets_take() -> None:
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_other_statuses_are_failures_and_the_first_is_told(is_checked: bool) -> None:
     """`check` waits for the first answer that is 200."""
-    answers = iter([b"HTTP/1.1 400 Bad\r\ncontent-length: 3\r\n\r\nwhy", b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n"])
+    answers = iter(
+        [
+            b"HTTP/1.1 400 Bad\r\ncontent-length: 3\r\n\r\nwhy",
+            b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n",
+        ]
+    )
     checked: list[bytes] = []
     with scripted(lambda sock, _: sock.sendall(next(answers, OK))) as url:
-        load = generator.run(url, REQUESTS, concurrency=1, seconds=0.1, check=checked.append if is_checked else None)
+        load = generator.run(
+            url, REQUESTS, concurrency=1, seconds=0.1, check=checked.append if is_checked else None
+        )
     assert (load.failed, load.failure) == (2, "400: why")
     assert load.latencies_s.size > 2
     assert checked == [b"hello"] * is_checked
@@ -228,7 +239,9 @@ def test_a_connection_that_breaks_is_a_failure(answer: bytes, failure: str) -> N
     assert load.seconds < 30
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"SSH-2.0-x\r\n\r\n"])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"SSH-2.0-x\r\n\r\n"]
+)
 def test_an_answer_that_cannot_be_followed(answer: bytes) -> None:
     with (
         scripted(lambda sock, _: sock.sendall(answer)) as url,
@@ -240,7 +253,9 @@ def test_an_answer_that_cannot_be_followed(answer: bytes) -> None:
 def test_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(ServingError, match=r"cannot connect to .* refused; is `tableside serve` running there"):
+    with pytest.raises(
+        ServingError, match=r"cannot connect to .* refused; is `tableside serve` running there"
+    ):
         generator.run(url, REQUESTS, concurrency=1, seconds=1)
 
 
@@ -275,7 +290,8 @@ def test_every_request_that_is_due_is_sent(arrivals: generator.Arrivals) -> None
 
 
 def test_the_wait_for_a_connection_counts() -> None:
-    """All requests are due before a slow server answers the first one, so each one's latency holds that answer's time."""
+    """All requests are due before a slow server answers the first one, so each one's latency holds that
+    answer's time."""
     slow = iter([0.2])
 
     def answer(sock: socket.socket, data: bytes) -> None:
@@ -319,7 +335,10 @@ def test_no_connection_is_left() -> None:
 
 
 def test_measurements_are_merged() -> None:
-    loads = [generator.Load(1.0, 10, 0, np.array([1.0, 3.0])), generator.Load(3.0, 20, 2, np.array([2.0]), "why")]
+    loads = [
+        generator.Load(1.0, 10, 0, np.array([1.0, 3.0])),
+        generator.Load(3.0, 20, 2, np.array([2.0]), "why"),
+    ]
     load = generator.merged(loads)
     assert (load.seconds, load.requests, load.failed, load.failure) == (4.0, 30, 2, "why")
     assert load.latencies_s.tolist() == [1.0, 2.0, 3.0]

@@ -23,7 +23,9 @@ from tableside.serving.cli.cli import main
 DCP = Path(__file__).parents[2] / "fixtures" / "torchrec_dcp"
 
 
-def test_from_a_checkpoint_to_published_versions(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_a_checkpoint_to_published_versions(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """init, load, list, inspect, verify, activate, gc, remove: each says what it did."""
     monkeypatch.chdir(tmp_path)
     tensors = {
@@ -86,15 +88,27 @@ def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
         (("init", "nothing.pt"), "checkpoint nothing.pt does not exist"),
         (("inspect", "nope"), "model 'nope'"),
         (("verify", "nope"), "model 'nope'"),
-        (("gc", "nope"), "it was never published (versions there: none); publish one with: tableside load model.toml"),
-        (("load", "t.npy"), "t.npy is a checkpoint; expected a model.toml, which `tableside init t.npy` writes"),
+        (
+            ("gc", "nope"),
+            "it was never published (versions there: none); publish one with: tableside load model.toml",
+        ),
+        (
+            ("load", "t.npy"),
+            "t.npy is a checkpoint; expected a model.toml, which `tableside init t.npy` writes",
+        ),
         (("load", "folder"), "folder is a folder; expected the model.toml in it: folder/model.toml"),
         (("load", "dcp"), "dcp is a checkpoint; expected a model.toml, which `tableside init dcp` writes"),
         (("load", "/"), "/: model.toml is a folder; expected a regular file"),
         (("inspect", "x.toml"), "x.toml is a file; expected the name of the model that it describes: m"),
-        (("export", "t.npy", "t", "--to", "o.npz"), "t.npy is a file; expected the name of a published model, which `tableside"),
+        (
+            ("export", "t.npy", "t", "--to", "o.npz"),
+            "t.npy is a file; expected the name of a published model, which `tableside",
+        ),
         (("reshard", "./dcp", "--owners", "2"), "./dcp is a file; expected the name of a published model"),
-        (("eval", "t.npy", "data.jsonl", "--out", "o"), "t.npy is a file; expected the name of a published model"),
+        (
+            ("eval", "t.npy", "data.jsonl", "--out", "o"),
+            "t.npy is a file; expected the name of a published model",
+        ),
         (("activate", "../x", "1"), "model name '../x'"),
         (("remove", "nope", "1"), "version 1 is not published"),
         (("lookup", "m", "user=x", "--url", "http://127.0.0.1:9"), "expected FEATURE=IDS"),
@@ -126,7 +140,10 @@ def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Pa
         assert run_tableside("load", tmp_path / "m.toml", root=root).returncode == 0
     refused = run_tableside("load", tmp_path / "m.toml", "--keep", found, root=root)
     assert refused.returncode == 2
-    assert f"--keep: found '{found}'; expected a whole number from 0 on; 0 keeps the live version alone" in refused.stderr
+    assert (
+        f"--keep: found '{found}'; expected a whole number from 0 on; 0 keeps the live version alone"
+        in refused.stderr
+    )
     assert sorted(p.name for p in (root / "m").glob("*.segment")) == ["1.segment", "2.segment"]
     with pytest.raises(VersionError, match="keep is -1; expected how many versions stay"):
         Model(root, "m").collect(-1)
@@ -164,13 +181,22 @@ def test_arguments_out_of_range_are_exit_code_2(arguments: tuple[str, ...], root
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("serve", "m", "--prot", "80"), "serve: error: found --prot 80, which means nothing here; did you mean '--port'?"),
+        (
+            ("serve", "m", "--prot", "80"),
+            "serve: error: found --prot 80, which means nothing here; did you mean '--port'?",
+        ),
         (("load", "m.toml", "--onyl=t"), "found --onyl=t, which means nothing here; did you mean '--only'?"),
         (("list", "all"), "found all, which means nothing here; tableside list --help says what does"),
         (("lod", "m.toml"), "did you mean 'load'?"),
         (("serve", "m", "--placement", "hmb"), "found 'hmb'; expected one of: auto, hbm, cached,"),
-        (("load", "m.toml", "--max-memory", "lots"), "--max-memory: 'lots' is not a number of bytes; expected such as 64MiB"),
-        (("serve", "m", "--max-body-bytes", "3Q"), "--max-body-bytes: '3Q' is not a number of bytes; expected such as 64MiB"),
+        (
+            ("load", "m.toml", "--max-memory", "lots"),
+            "--max-memory: 'lots' is not a number of bytes; expected such as 64MiB",
+        ),
+        (
+            ("serve", "m", "--max-body-bytes", "3Q"),
+            "--max-body-bytes: '3Q' is not a number of bytes; expected such as 64MiB",
+        ),
     ],
 )
 def test_a_wrong_command_line_says_what_was_meant(
@@ -215,7 +241,9 @@ def test_an_unknown_variable_is_refused(
     assert said.startswith(f"tableside: the environment has {name}, ") and remedy in said
 
 
-def test_a_mistyped_model_is_answered_with_the_nearest(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_model_is_answered_with_the_nearest(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     np.save(tmp_path / "t.npy", rows_of(10, 8))
     (tmp_path / "m.toml").write_text('name = "clicks"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
     assert code_of("load", str(tmp_path / "m.toml"), "--root", str(root)) == 0
@@ -280,16 +308,25 @@ def test_lookup_and_bench_against_a_server(server: Any) -> None:
     found = run_tableside("lookup", "demo", "user=1", "--json", "--url", server.url)
     assert found.stdout.startswith('{"user":[[')
     assert "id 5000 at position 0" in run_tableside("lookup", "demo", "user=5000", "--url", server.url).stderr
-    found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--zipf", 1.2)
+    found = run_tableside(
+        "bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--zipf", 1.2
+    )
     assert found.returncode == 0, found.stderr
     assert "p99.9 ms" in found.stdout
-    assert "demo: 4 features x batch 32 x 20 ids (on average, 0 to 40 a bag, drawn anew for each request)" in found.stdout
+    assert (
+        "demo: 4 features x batch 32 x 20 ids (on average, 0 to 40 a bag, drawn anew for each request)"
+        in found.stdout
+    )
     assert "512 different named requests of" in found.stdout
-    found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.2, "--same", "--rate", 100, "--arrivals", "even")
+    found = run_tableside(
+        "bench", "demo", "--url", server.url, "--seconds", 0.2, "--same", "--rate", 100, "--arrivals", "even"
+    )
     assert found.returncode == 0, found.stderr
     assert "the same in every bag" in found.stdout
     assert "100 requests/s due at even times" in found.stdout
-    found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--json")
+    found = run_tableside(
+        "bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--json"
+    )
     told = json.loads(found.stdout)
     assert found.returncode == 0 and told["features"] == 4 and keys_of(told) == documented_keys("bench")
     (form,) = told["forms"]
@@ -297,7 +334,8 @@ def test_lookup_and_bench_against_a_server(server: Any) -> None:
 
 
 def test_bench_tells_why_requests_fail(server: Any) -> None:
-    """The pooled features of demo give fp32 and fp16, which the compact form does not put side by side: exit code 1."""
+    """The pooled features of demo give fp32 and fp16, which the compact form does not put side by side:
+    exit code 1."""
     found = run_tableside("bench", "demo", "--url", server.url, "--seconds", 0.2, "--form", "compact")
     assert found.returncode == 1
     assert "failed, the first of: 400: {" in found.stdout
@@ -315,20 +353,27 @@ def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> N
         assert described["backend"].startswith(backend)
         import httpx
 
-        reply = httpx.post(server.url + "/v1/lookup", json={"model": "demo", "features": {"user": [[1, 2, 3]]}}, timeout=300)
+        reply = httpx.post(
+            server.url + "/v1/lookup", json={"model": "demo", "features": {"user": [[1, 2, 3]]}}, timeout=300
+        )
         answers.append(np.array(reply.json()["vectors"]["user"]))
     np.testing.assert_allclose(answers[0], answers[1], rtol=0, atol=1e-5)
 
 
-def test_compile_says_what_it_needs(root: Path, publish: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """An architecture, where no GPU is here to ask; one that there is; and no interpreter in Triton's place."""
+def test_compile_says_what_it_needs(
+    root: Path, publish: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An architecture, where no GPU is here to ask; one that there is; and no interpreter in Triton's
+    place."""
     publish({"t": np.zeros((4, 8), np.float32)})
     environment = {**os.environ, "TABLESIDE_ROOT": str(root)}
     environment.pop("TRITON_INTERPRET", None)
 
     def run(*arguments: str, **more: str) -> str:
         command = [sys.executable, "-m", "tableside", "compile", "demo", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env={**environment, **more}, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**environment, **more}, check=False
+        )
         assert done.returncode != 0
         return done.stderr
 

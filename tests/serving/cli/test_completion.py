@@ -21,8 +21,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def completed(*words: str) -> list[str]:
     """What bash offers for the last word."""
-    code = script(parser(), "bash") + 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tableside; printf "%s\\n" "${COMPREPLY[@]}"'
-    found = subprocess.run(["bash", "-uc", code, "bash", "tableside", *words], capture_output=True, text=True, check=False)
+    code = (
+        script(parser(), "bash")
+        + 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _tableside; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    found = subprocess.run(
+        ["bash", "-uc", code, "bash", "tableside", *words], capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stderr) == (0, "")
     return found.stdout.split()
 
@@ -61,11 +66,17 @@ def test_every_command_and_option_is_known(shell: str, capsys: pytest.CaptureFix
     for name, command in parser().commands().items():
         for option in command.option_names():
             long = option.removeprefix("--")
-            assert option == "-h" or f"__fish_seen_subcommand_from {name}' -l {long}" in said or f" {option}" in said
+            assert (
+                option == "-h"
+                or f"__fish_seen_subcommand_from {name}' -l {long}" in said
+                or f" {option}" in said
+            )
 
 
 @pytest.mark.parametrize("shell", [s for s in SHELLS if shutil.which(s)])
 def test_a_shell_reads_its_script(shell: str) -> None:
     """Of the shells that this machine has."""
-    found = subprocess.run([shell, "-n"], input=script(parser(), shell), capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [shell, "-n"], input=script(parser(), shell), capture_output=True, text=True, check=False
+    )
     assert (found.returncode, found.stderr) == (0, "")

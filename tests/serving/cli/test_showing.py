@@ -61,7 +61,8 @@ def test_a_load_whose_scorer_takes_all_says_no_more(folder: Path, capsys: pytest
 
 
 def test_list_and_inspect_as_json(folder: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The documented_keys keys and no others, with what was loaded; a damaged and an unfinished version have them too."""
+    """The documented_keys keys and no others, with what was loaded; a damaged and an unfinished version
+    have them too."""
     write("kind = 'dot'\nfeatures = ['user', 'item']", "user", "item")
     for _ in range(2):
         say(capsys, "load", "m.toml")
@@ -70,9 +71,16 @@ def test_list_and_inspect_as_json(folder: Path, root: Path, capsys: pytest.Captu
     text = say(capsys, "list", "--json")
     listed = json.loads(text)
     assert text.count("\n") == 1 and keys_of(listed) == documented_keys("list") | documented_keys("scorer")
-    assert [(v["version"], v["state"]) for v in listed["versions"]] == [(1, "damaged"), (2, "live"), (7, "loading")]
+    assert [(v["version"], v["state"]) for v in listed["versions"]] == [
+        (1, "damaged"),
+        (2, "live"),
+        (7, "loading"),
+    ]
     assert len({frozenset(v) for v in listed["versions"]}) == 1
-    assert "activate another version" in listed["versions"][0]["error"] and listed["versions"][2]["bytes"] is None
+    assert (
+        "activate another version" in listed["versions"][0]["error"]
+        and listed["versions"][2]["bytes"] is None
+    )
     found = json.loads(say(capsys, "inspect", "m", "--json"))
     keys = documented_keys("inspect") | documented_keys("inspect`: `tables") | documented_keys("scorer")
     assert keys_of(found) == keys - {"number", "owners"}  # of an owner, which this version has not

@@ -28,7 +28,9 @@ def test_lists_arrays_and_jagged_give_the_same(server: Any) -> None:
 
 def test_weights_unpooled_and_fp16(server: Any) -> None:
     with Client(server.url) as client:
-        found = client.lookup("demo", {"text": Jagged([1, 2, 3]), "liked": [[1]], "clicked": Jagged([1, 1], [2], [1.0, -1.0])})
+        found = client.lookup(
+            "demo", {"text": Jagged([1, 2, 3]), "liked": [[1]], "clicked": Jagged([1, 1], [2], [1.0, -1.0])}
+        )
         assert found["text"].shape == (3, 16)
         assert found["liked"].dtype == np.float16
         np.testing.assert_array_equal(found["clicked"], np.zeros((1, 32)))
@@ -39,7 +41,9 @@ def test_torch_in_torch_out(server: Any) -> None:
     with Client(server.url) as client:
         found = client.lookup("demo", {"user": torch.tensor([[1, 2], [3, 4]])})["user"]
         assert isinstance(found, torch.Tensor)
-        np.testing.assert_array_equal(found.numpy(), client.lookup("demo", {"user": [[1, 2], [3, 4]]})["user"])
+        np.testing.assert_array_equal(
+            found.numpy(), client.lookup("demo", {"user": [[1, 2], [3, 4]]})["user"]
+        )
 
 
 def test_async(server: Any) -> None:

@@ -22,7 +22,12 @@ from tableside.serving.client import AsyncClient, Client, ClientError, FeatureEr
 from tableside.serving.client.calls import Calls
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 
-TABLES = {"user": rows_of(400, 8, 1), "item": rows_of(300, 8, 2), "place": rows_of(200, 4, 3), "word": rows_of(50, 16, 4)}
+TABLES = {
+    "user": rows_of(400, 8, 1),
+    "item": rows_of(300, 8, 2),
+    "place": rows_of(200, 4, 3),
+    "word": rows_of(50, 16, 4),
+}
 FEATURES = {
     "clicked": {"table": "item", "pooling": "mean"},
     "user": {"table": "user"},
@@ -37,7 +42,10 @@ ALL_POOLED = ("clicked", "user", "near")
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server with two workers for a model with a scorer of its own, `dot`."""
-    root, folder = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}", tmp_path_factory.mktemp("compact")
+    root, folder = (
+        Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}",
+        tmp_path_factory.mktemp("compact"),
+    )
     np.savez(folder / "c.npz", **TABLES)
     raw = {
         "name": "ads",
@@ -55,7 +63,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         shutil.rmtree(root)
 
 
-def draw(rng: np.random.Generator, name: str, bags: int, weights: bool = False, dtype: type = np.int64) -> Jagged:
+def draw(
+    rng: np.random.Generator, name: str, bags: int, weights: bool = False, dtype: type = np.int64
+) -> Jagged:
     lengths = rng.integers(0, 5, bags, dtype=np.int32)
     ids = rng.integers(0, len(TABLES[FEATURES[name]["table"]]), int(lengths.sum())).astype(dtype)
     return Jagged(ids, lengths, rng.random(len(ids)).astype(np.float32) if weights else None)
@@ -83,8 +93,11 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("bags", [0, 1, 7])
-def test_both_forms_answer_the_same(served: Server, names: tuple[str, ...], weights: bool, dtype: type, bags: int) -> None:
-    """Bit for bit, for every mixture of pooled and unpooled features, with and without weights, from both clients."""
+def test_both_forms_answer_the_same(
+    served: Server, names: tuple[str, ...], weights: bool, dtype: type, bags: int
+) -> None:
+    """Bit for bit, for every mixture of pooled and unpooled features, with and without weights, from both
+    clients."""
     rng = np.random.default_rng(bags)
 
     async def ask(features: dict[str, Jagged]) -> dict[str, Any]:
@@ -97,7 +110,10 @@ def test_both_forms_answer_the_same(served: Server, names: tuple[str, ...], weig
             expected = client.lookup("ads", features, compact=False)
             same(client.lookup("ads", features, compact=True), expected)
             same(asyncio.run(ask(features)), expected)
-            tensors = {n: Jagged(torch.from_numpy(j.values), torch.from_numpy(j.lengths), j.weights) for n, j in features.items()}
+            tensors = {
+                n: Jagged(torch.from_numpy(j.values), torch.from_numpy(j.lengths), j.weights)
+                for n, j in features.items()
+            }
             same(client.lookup("ads", tensors, compact=True), client.lookup("ads", tensors, compact=False))
 
 
@@ -111,7 +127,9 @@ def test_outputs_and_scores_of_the_compact_form(served: Server) -> None:
             same(client.lookup("ads", features, outputs=outputs, compact=True), expected)
         assert "score" in expected
         scored = {n: features[n] for n in ("user", "clicked")}
-        np.testing.assert_array_equal(client.score("ads", scored, compact=True), client.score("ads", scored, compact=False))
+        np.testing.assert_array_equal(
+            client.score("ads", scored, compact=True), client.score("ads", scored, compact=False)
+        )
         with pytest.raises(ClientError, match=r"400: .*output 'nope' is unknown"):
             client.lookup("ads", features, outputs=["near", "nope"], compact=True)
 
@@ -124,19 +142,30 @@ def test_bad_ids_are_named_in_the_compact_form(served: Server) -> None:
 
 
 def ask_compact(served: Server, lengths: list[list[int]], ids: int, also: str = "") -> tuple[int, str]:
-    """Status and error of a request for `user` and `words` in the compact form, and by name for the feature `also`.
+    """Status and error of a request for `user` and `words` in the compact form, and by name for the feature
+    `also`.
 
     `words` is not pooled, so no kernel reads its lengths.
     """
-    tensors: dict[str, np.ndarray] = {"kjt.values": np.zeros(ids, np.int64), "kjt.lengths": np.array(lengths, np.int32)}
+    tensors: dict[str, np.ndarray] = {
+        "kjt.values": np.zeros(ids, np.int64),
+        "kjt.lengths": np.array(lengths, np.int32),
+    }
     if also:
         tensors[also] = np.zeros((2, 1), np.int64)
     kinds = {"<i8": "INT64", "<i4": "INT32"}
     inputs = [
-        {"name": n, "datatype": kinds[a.dtype.str], "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+        {
+            "name": n,
+            "datatype": kinds[a.dtype.str],
+            "shape": a.shape,
+            "parameters": {"binary_data_size": a.nbytes},
+        }
         for n, a in tensors.items()
     ]
-    head = orjson.dumps({"inputs": inputs, "parameters": {"kjt.features": "user,words", "binary_data_output": True}})
+    head = orjson.dumps(
+        {"inputs": inputs, "parameters": {"kjt.features": "user,words", "binary_data_output": True}}
+    )
     answer = httpx.post(
         f"{served.url}/v2/models/ads/infer",
         content=head + b"".join(a.tobytes() for a in tensors.values()),
@@ -158,7 +187,8 @@ def ask_compact(served: Server, lengths: list[list[int]], ids: int, also: str = 
 def test_bad_lengths_are_named_in_the_compact_form(
     served: Server, lengths: list[list[int]], ids: int, also: str, why: str
 ) -> None:
-    """Before any row is read; the same with the lengths right is answered, twice, so that a template answers as well."""
+    """Before any row is read; the same with the lengths right is answered, twice, so that a template
+    answers as well."""
     for _ in range(3):
         assert ask_compact(served, [[1, 1], [0, 1]], 3) == (200, "")
         status, error = ask_compact(served, lengths, ids, also)
@@ -177,7 +207,10 @@ def test_bad_lengths_are_named_in_the_compact_form(
 )
 def test_what_the_compact_form_cannot_say(served: Server, features: dict[str, Jagged], why: str) -> None:
     """Where it was asked for, the error says why not."""
-    with Client(served.url) as client, pytest.raises(FeatureError, match=f"cannot be sent in the compact form: {why}"):
+    with (
+        Client(served.url) as client,
+        pytest.raises(FeatureError, match=f"cannot be sent in the compact form: {why}"),
+    ):
         client.lookup("ads", features, compact=True)
 
 
@@ -202,7 +235,9 @@ class Sent:
         return self._send(request)
 
 
-def test_many_jagged_features_go_compact_and_others_by_name(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_jagged_features_go_compact_and_others_by_name(
+    served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without being told, and what the compact form cannot say goes by name with the same answer as ever."""
     monkeypatch.setattr(calls, "COMPACT_FEATURES", 3)
     rng = np.random.default_rng(0)
@@ -225,7 +260,9 @@ def test_many_jagged_features_go_compact_and_others_by_name(served: Server, monk
         for features in by_name:
             assert set(client.lookup("ads", features)) >= set(features)
         client.lookup("ads", three, outputs=["user"])
-        assert not any("kjt.values" in inputs for inputs in sent.inputs) and len(sent.inputs) == len(by_name) + 1
+        assert (
+            not any("kjt.values" in inputs for inputs in sent.inputs) and len(sent.inputs) == len(by_name) + 1
+        )
         with pytest.raises(ClientError, match="feature 'nope' is unknown"):
             client.lookup("ads", {**three, "nope": three["user"]})
 
@@ -248,7 +285,9 @@ def respond(status: int, value: Any) -> HttpResponse:
 def step(call: Any, response: HttpResponse | None) -> str:
     """The next request of a call: its method and path, and its schema."""
     request = call.send(response)
-    header = orjson.loads(b"".join(request.parts)[: request.json_bytes]) if request.parts else {"parameters": {}}
+    header = (
+        orjson.loads(b"".join(request.parts)[: request.json_bytes]) if request.parts else {"parameters": {}}
+    )
     return f"{request.method} {request.path} {header['parameters'].get('kjt.schema')}"
 
 
@@ -272,10 +311,14 @@ def test_a_schema_that_is_not_known_is_read_again_once() -> None:
 
 
 def test_features_that_came_later_are_looked_for_in_new_metadata() -> None:
-    """Where the compact form is the only way; and only once, so that what is wrong does not cost a request each time."""
+    """Where the compact form is the only way; and only once, so that what is wrong does not cost a request
+    each time."""
     made, metadata = Calls("http://x", 0), respond(200, METADATA)
     call = made.lookup("m", {"a": Jagged([1], [1])}, None, None, True)
-    assert [step(call, None), step(call, metadata)] == ["GET /v2/models/m None", "POST /v2/models/m/infer one"]
+    assert [step(call, None), step(call, metadata)] == [
+        "GET /v2/models/m None",
+        "POST /v2/models/m/infer one",
+    ]
     call = made.lookup("m", {"b": Jagged([1], [1])}, None, None, True)
     assert step(call, None) == "GET /v2/models/m None"
     with pytest.raises(FeatureError, match="the model has no feature 'b'"):
@@ -302,10 +345,13 @@ def test_a_version_with_other_dims(start: Callable[..., Server], root: Path, tmp
     server = start("--workers", 2)
     with Client(server.url) as client, Client(server.url) as other:
         assert client.lookup("demo", features, compact=True)["user"].shape == (2, 64)
-        publish_demo(root, tmp_path, {"user": rows_of(1000, 16), "item": rows_of(300, 24), "word": rows_of(50, 16)})
+        publish_demo(
+            root, tmp_path, {"user": rows_of(1000, 16), "item": rows_of(300, 24), "word": rows_of(50, 16)}
+        )
 
         def is_new() -> bool:
-            # Workers take the new version one by one. Metadata and lookups may come from different ones, which is refused.
+            # Workers take the new version one by one. Metadata and lookups may come from different ones,
+            # which is refused.
             try:
                 found = client.lookup("demo", features, compact=True)
             except ClientError as error:
@@ -359,7 +405,9 @@ class KeyedJaggedTensor:
         self._parts = keys, values, lengths, weights, stride
 
     @classmethod
-    def from_lengths_sync(cls, keys: list[str], values: Any, lengths: Any, weights: Any = None) -> "KeyedJaggedTensor":
+    def from_lengths_sync(
+        cls, keys: list[str], values: Any, lengths: Any, weights: Any = None
+    ) -> "KeyedJaggedTensor":
         return cls(keys, values, lengths, weights, len(lengths) // len(keys) if keys else 0)
 
     def keys(self) -> list[str]:
@@ -382,7 +430,9 @@ def real_torchrec() -> Any:
     """TorchRec's module of jagged tensors. It warns when it is imported on a machine without a GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("torchrec.sparse.jagged_tensor", reason="make dev installs TorchRec").KeyedJaggedTensor
+        return pytest.importorskip(
+            "torchrec.sparse.jagged_tensor", reason="make dev installs TorchRec"
+        ).KeyedJaggedTensor
 
 
 @pytest.fixture(params=["stand-in", "torchrec"])
@@ -405,8 +455,11 @@ def kjt_of(kjt_class: Any, features: dict[str, Jagged]) -> Any:
         (("seen", "words"), False, np.int64),
     ],
 )
-def test_a_keyed_jagged_tensor(served: Server, kjt_class: Any, names: tuple[str, ...], weights: bool, dtype: type) -> None:
-    """The answer is a KeyedTensor of the pooled features and a JaggedTensor for each other, with the dict's very vectors."""
+def test_a_keyed_jagged_tensor(
+    served: Server, kjt_class: Any, names: tuple[str, ...], weights: bool, dtype: type
+) -> None:
+    """The answer is a KeyedTensor of the pooled features and a JaggedTensor for each other, with the
+    dict's very vectors."""
     rng = np.random.default_rng(7)
     features = {n: draw(rng, n, 5, weights, dtype) for n in names}
     given = kjt_of(kjt_class, features)
@@ -457,11 +510,16 @@ def test_outputs_of_a_keyed_jagged_tensor(served: Server, kjt_class: Any) -> Non
 def test_what_no_keyed_jagged_tensor_can_ask(
     served: Server, keys: list[str], lengths: list[int], stride: int, options: dict[str, Any], why: str
 ) -> None:
-    given = KeyedJaggedTensor(keys, torch.ones(sum(lengths), dtype=torch.int64), torch.tensor(lengths), None, stride)
+    given = KeyedJaggedTensor(
+        keys, torch.ones(sum(lengths), dtype=torch.int64), torch.tensor(lengths), None, stride
+    )
     with Client(served.url) as client, pytest.raises(FeatureError, match=why):
         client.lookup("ads", given, **options)
 
 
 def test_what_is_neither_a_dict_nor_a_keyed_jagged_tensor() -> None:
-    with Client("http://127.0.0.1:9") as client, pytest.raises(FeatureError, match="are a list; expected a dict of features"):
+    with (
+        Client("http://127.0.0.1:9") as client,
+        pytest.raises(FeatureError, match="are a list; expected a dict of features"),
+    ):
         client.lookup("ads", [1, 2])  # type: ignore[call-overload]

@@ -18,10 +18,13 @@ CHILDREN, CALLS = 4, 300
 
 
 def ask(client: Client, number: int, calls: int = CALLS) -> None:
-    """Asks for other ids than each other process does, and compares the rows. AssertionError: they are another's."""
+    """Asks for other ids than each other process does, and compares the rows. AssertionError: they are
+    another's."""
     for call in range(calls):
         ids = np.array([[(number * 197 + call) % 1000]])
-        assert np.array_equal(client.lookup("demo", {"user": ids})["user"], ROWS[ids[0]]), f"process {number}, call {call}"
+        assert np.array_equal(client.lookup("demo", {"user": ids})["user"], ROWS[ids[0]]), (
+            f"process {number}, call {call}"
+        )
 
 
 async def ask_all(client: AsyncClient, number: int, calls: int = CALLS) -> None:
@@ -102,7 +105,9 @@ class Looked(torch.utils.data.Dataset[Any]):
 def test_workers_of_a_data_loader(server: Any) -> None:
     with Client(server.url) as client:
         learn_rows(client)
-        loader = torch.utils.data.DataLoader(Looked(client), num_workers=2, batch_size=1, multiprocessing_context="fork")
+        loader = torch.utils.data.DataLoader(
+            Looked(client), num_workers=2, batch_size=1, multiprocessing_context="fork"
+        )
         for item, vector in loader:
             assert np.array_equal(vector[0].numpy(), ROWS[int(item)])
 
@@ -111,7 +116,9 @@ def test_a_fork_in_a_thread_while_others_ask(server: Any) -> None:
     """A connection that another thread holds at the fork is not the child's."""
     with Client(server.url) as client:
         learn_rows(client)
-        fillers = [threading.Thread(target=ask, args=(client, n, 20)) for n in range(6)]  # so that connections are idle
+        fillers = [
+            threading.Thread(target=ask, args=(client, n, 20)) for n in range(6)
+        ]  # so that connections are idle
         for filler in fillers:
             filler.start()
         for filler in fillers:
@@ -143,7 +150,8 @@ def test_a_fork_in_a_thread_while_others_ask(server: Any) -> None:
 
 
 def test_async_clients_in_forked_processes(server: Any) -> None:
-    """The parent's loop goes on with its connections. A child's loop makes its own, and closes none of the parent's."""
+    """The parent's loop goes on with its connections. A child's loop makes its own, and closes none of the
+    parent's."""
     client, loop = AsyncClient(server.url), asyncio.new_event_loop()
     with Client(server.url) as plain:
         learn_rows(plain)

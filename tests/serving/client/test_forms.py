@@ -53,14 +53,20 @@ def draw(rng: np.random.Generator, kind: str) -> tuple[Any, dict[str, Any]]:
     """Ids of a kind, as a caller gives them, and the tensors that they are: suffix -> values."""
     bags = int(rng.integers(0, 5))
     lengths = rng.integers(0, 4, bags)
-    ids, weights = rng.integers(0, 2**40, int(lengths.sum())), rng.random(int(lengths.sum())).astype(np.float32)
+    ids, weights = (
+        rng.integers(0, 2**40, int(lengths.sum())),
+        rng.random(int(lengths.sum())).astype(np.float32),
+    )
     ends = np.cumsum(lengths)
     match kind:
         case "rectangle":
             ids = rng.integers(0, 2**40, (bags, 3))
             return ids, {"": ids}
         case "lists":
-            return [ids[e - n : e].tolist() for e, n in zip(ends, lengths, strict=True)], {".values": ids, ".lengths": lengths}
+            return [ids[e - n : e].tolist() for e, n in zip(ends, lengths, strict=True)], {
+                ".values": ids,
+                ".lengths": lengths,
+            }
         case "ids":
             return Jagged(ids), {".values": ids}
         case "jagged":
@@ -71,7 +77,10 @@ def draw(rng: np.random.Generator, kind: str) -> tuple[Any, dict[str, Any]]:
             given = Jagged(ids.tolist(), lengths.tolist(), weights.tolist())
             return given, {".values": ids, ".lengths": lengths, ".weights": weights}
         case "strided":
-            return Jagged(np.repeat(ids, 2)[::2], np.repeat(lengths, 2)[::2]), {".values": ids, ".lengths": lengths}
+            return Jagged(np.repeat(ids, 2)[::2], np.repeat(lengths, 2)[::2]), {
+                ".values": ids,
+                ".lengths": lengths,
+            }
         case "tensors":
             return Jagged(torch.tensor(ids), torch.tensor(lengths)), {".values": ids, ".lengths": lengths}
     raise AssertionError(kind)
@@ -82,7 +91,8 @@ KINDS = ("rectangle", "lists", "ids", "jagged", "weighted", "weighted lists", "s
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_kind_of_feature_is_named_right(seed: int) -> None:
-    """Features of mixed kinds, or all of one, become exactly their tensors, behind JSON whose length is a multiple of 8."""
+    """Features of mixed kinds, or all of one, become exactly their tensors, behind JSON whose length is a
+    multiple of 8."""
     rng = np.random.default_rng(seed)
     kinds = rng.choice(KINDS, 6) if seed >= len(KINDS) else [KINDS[seed]] * 6
     drawn = {f"f{i}": draw(rng, kind) for i, kind in enumerate(kinds)}
@@ -92,7 +102,9 @@ def test_every_kind_of_feature_is_named_right(seed: int) -> None:
     json_bytes = int(headers[wire.HEADER_LENGTH])
     assert json_bytes % 8 == 0
     header, found = parse(body[:json_bytes], body[json_bytes:])
-    expected = {f"{name}{suffix}": values for name, (_, parts) in drawn.items() for suffix, values in parts.items()}
+    expected = {
+        f"{name}{suffix}": values for name, (_, parts) in drawn.items() for suffix, values in parts.items()
+    }
     same(found, {**expected, "context": dense["context"].astype(np.float32)})
     assert header["parameters"] == {"binary_data_output": True}
     assert header["outputs"] == [{"name": "f0"}, {"name": "score"}]
@@ -106,7 +118,9 @@ def test_a_template_takes_any_sizes() -> None:
     for _ in range(20):
         features = {"a": draw(rng, "jagged")[0], "b": draw(rng, "rectangle")[0]}
         given = columns(features)
-        assert split(form.encode(given, {})) == split(NamedForm(given.names, given.kinds, (), None).encode(given, {}))
+        assert split(form.encode(given, {})) == split(
+            NamedForm(given.names, given.kinds, (), None).encode(given, {})
+        )
 
 
 NAMES = ('"quoted"', "100%d %b %%", "ключ", "a.values", "back\\slash", "", "\n")
@@ -130,7 +144,8 @@ def test_names_may_hold_anything() -> None:
 def response(outputs: list[tuple[str, str, np.ndarray]]) -> HttpResponse:
     """An infer response of these outputs: name, datatype, values."""
     described = [
-        {"name": n, "datatype": d, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}} for n, d, a in outputs
+        {"name": n, "datatype": d, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}}
+        for n, d, a in outputs
     ]
     head = orjson.dumps({"model_name": "m", "model_version": "1", "outputs": described})
     data = bytearray(head + b"".join(a.tobytes() for _, _, a in outputs))
@@ -138,17 +153,26 @@ def response(outputs: list[tuple[str, str, np.ndarray]]) -> HttpResponse:
 
 
 def test_vectors_are_views_of_the_response() -> None:
-    """Whatever types and shapes follow each other, and again where the next response is laid out otherwise."""
+    """Whatever types and shapes follow each other, and again where the next response is laid out
+    otherwise."""
     rng, form = np.random.default_rng(2), NamedForm(("a",), "j", (), None)
     for shapes in ([(2, 4)] * 5, [(2, 4), (2, 4), (3, 1), (0, 4), (2, 4)], [(1, 8)], [(2, 4)] * 5):
         outputs = [
-            (f"f{i}", d, rng.random(s).astype(DTYPES[d])) for i, s in enumerate(shapes) for d in ("FP32" if i % 3 else "FP16",)
+            (f"f{i}", d, rng.random(s).astype(DTYPES[d]))
+            for i, s in enumerate(shapes)
+            for d in ("FP32" if i % 3 else "FP16",)
         ]
         got = response(outputs)
-        found = {name: array for names, block in form.outputs.read(got) for name, array in zip(names, block, strict=True)}
+        found = {
+            name: array
+            for names, block in form.outputs.read(got)
+            for name, array in zip(names, block, strict=True)
+        }
         same(found, {n: a for n, _, a in outputs})
         assert all(found[n].dtype == a.dtype for n, _, a in outputs)
-        assert all(np.shares_memory(a, np.frombuffer(got.content, np.uint8)) for a in found.values() if a.size)
+        assert all(
+            np.shares_memory(a, np.frombuffer(got.content, np.uint8)) for a in found.values() if a.size
+        )
 
 
 # ---- the compact form ----
@@ -165,14 +189,16 @@ SCHEMA = schema_of(A, S, B, T, C)
 
 def jagged(lengths: list[int], dtype: type = np.int64, weights: bool = False) -> Jagged:
     ids = np.arange(sum(lengths), dtype=dtype) + 10 * len(lengths)
-    return Jagged(ids, np.array(lengths, np.int32), np.linspace(0, 1, len(ids), dtype=np.float32) if weights else None)
+    return Jagged(
+        ids, np.array(lengths, np.int32), np.linspace(0, 1, len(ids), dtype=np.float32) if weights else None
+    )
 
 
 @pytest.mark.parametrize(("dtype", "datatype"), [(np.int64, "INT64"), (np.int32, "INT32")])
 @pytest.mark.parametrize("weights", [False, True])
 def test_the_compact_request(dtype: type, datatype: str, weights: bool) -> None:
-    """All ids in one tensor, feature by feature and bag by bag; int32 ids are not widened; the features are named where they are
-    not all of the model's in its order.
+    """All ids in one tensor, feature by feature and bag by bag; int32 ids are not widened; the features are
+    named where they are not all of the model's in its order.
     """
     features = {"b": jagged([2, 0], dtype, weights), "a": jagged([1, 3], dtype, weights)}
     given = columns(features)
@@ -183,11 +209,21 @@ def test_the_compact_request(dtype: type, datatype: str, weights: bool) -> None:
     header, found = parse(head, body)
     assert len(head) % 8 == 0
     assert [t["datatype"] for t in header["inputs"]] == [datatype, "INT32", *["FP32"] * weights, "FP32"]
-    assert header["parameters"] == {"binary_data_output": True, "kjt.schema": "0123abcd", "kjt.features": ["b", "a"]}
+    assert header["parameters"] == {
+        "binary_data_output": True,
+        "kjt.schema": "0123abcd",
+        "kjt.features": ["b", "a"],
+    }
     assert "outputs" not in header
     both = [features["b"], features["a"]]
-    expected = {"kjt.values": np.concatenate([j.values for j in both]), "kjt.lengths": [[2, 0], [1, 3]], **dense}
-    same(found, {**expected, "kjt.weights": np.concatenate([j.weights for j in both])} if weights else expected)
+    expected = {
+        "kjt.values": np.concatenate([j.values for j in both]),
+        "kjt.lengths": [[2, 0], [1, 3]],
+        **dense,
+    }
+    same(
+        found, {**expected, "kjt.weights": np.concatenate([j.weights for j in both])} if weights else expected
+    )
 
 
 def test_all_features_in_order_are_not_named() -> None:
@@ -201,17 +237,27 @@ def test_rectangles_become_jagged() -> None:
     given = columns({"a": np.array([[1, 2], [3, 4]]), "b": jagged([0, 1])})
     assert obstacle(given) == ""
     _, found = parse(*split(CompactForm(SCHEMA, given.names, False, (), None).encode(keyed(given), {})))
-    assert found["kjt.lengths"].tolist() == [[2, 2], [0, 1]] and found["kjt.values"].tolist() == [1, 2, 3, 4, 20]
+    assert found["kjt.lengths"].tolist() == [[2, 2], [0, 1]] and found["kjt.values"].tolist() == [
+        1,
+        2,
+        3,
+        4,
+        20,
+    ]
 
 
 @pytest.mark.parametrize("as_torch", [False, True])
 @pytest.mark.parametrize("names", ["abc", "cab", "st", "ts", "asbtc", "tcbsa", "b"])
 def test_the_compact_response(names: str, as_torch: bool) -> None:
-    """Pooled vectors are cut by dims and unpooled ones by offsets, whatever the order; they come in the request's order."""
+    """Pooled vectors are cut by dims and unpooled ones by offsets, whatever the order; they come in the
+    request's order."""
     rng = np.random.default_rng(4)
     asked = [SCHEMA.features[n] for n in names]
     bags, ids = 3, {"s": 2, "t": 5}
-    expected = {f.name: rng.random((bags if f.is_pooled else ids[f.name], f.dim)).astype(DTYPES[f.datatype]) for f in asked}
+    expected = {
+        f.name: rng.random((bags if f.is_pooled else ids[f.name], f.dim)).astype(DTYPES[f.datatype])
+        for f in asked
+    }
     outputs = []
     if pooled := [expected[f.name] for f in asked if f.is_pooled]:
         outputs.append(("kjt", "FP32", np.concatenate(pooled, 1)))
@@ -224,7 +270,9 @@ def test_the_compact_response(names: str, as_torch: bool) -> None:
     assert list(found) == [*names, "score"]
     assert all(isinstance(v, torch.Tensor) for v in found.values()) is as_torch
     same({n: np.asarray(v) for n, v in found.items()}, {**expected, "score": np.ones(bags)})
-    assert {n: np.asarray(v).dtype for n, v in found.items() if n in expected} == {n: v.dtype for n, v in expected.items()}
+    assert {n: np.asarray(v).dtype for n, v in found.items() if n in expected} == {
+        n: v.dtype for n, v in expected.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -263,7 +311,9 @@ def test_a_mask_that_does_not_fit() -> None:
     with pytest.raises(ClientError, match=r"the response has no output kjt\.found"):
         CompactForm(SCHEMA, ("a",), False, (), None, found=True).read(response([pooled]))
     with pytest.raises(ClientError, match=r"the response has an unasked output kjt\.found"):
-        CompactForm(SCHEMA, ("a",), False, (), None).read(response([pooled, ("kjt.found", "BOOL", np.ones(3, bool))]))
+        CompactForm(SCHEMA, ("a",), False, (), None).read(
+            response([pooled, ("kjt.found", "BOOL", np.ones(3, bool))])
+        )
     with pytest.raises(ClientError, match=r"output kjt\.found has shape \[3\]; expected \[4\], one an id"):
         cut(np.ones(3, bool), ("a", "b"), [(2,), (1, 2)], ["a"], as_torch=False)
     with pytest.raises(ClientError, match=r"output a\.found has shape \[2\]; expected \[1\]"):
@@ -313,7 +363,10 @@ def test_schemas_of_metadata() -> None:
         ({"a": Jagged([1, 2], [2], [[1.0, 2.0]])}, r"a.weights: shape \[1, 2\]; expected \[ids\]"),
         ({"a": Jagged([1.0])}, "a.values: float64; expected int64"),
         ({"a": Jagged(np.array([True]))}, "a.values: bool; expected int64"),
-        ({"a": jagged([1]), "b": Jagged(np.array([2**63], np.uint64), np.array([1]))}, "b.values: values do not fit in int64"),
+        (
+            {"a": jagged([1]), "b": Jagged(np.array([2**63], np.uint64), np.array([1]))},
+            "b.values: values do not fit in int64",
+        ),
         ({"a": jagged([1]), "b": Jagged([1], [2**31])}, "b.lengths: values do not fit in int32"),
         ({"a": Jagged([1], [1], ["x"])}, "a.weights: <U1; expected float32"),
         ({"a": Jagged([[1], [2, 3]], [1])}, "a.values: not an array of numbers"),

@@ -1,4 +1,5 @@
-"""The client's connections: reuse, broken ones, silence, refusals, TLS. The server is a script on a socket."""
+"""The client's connections: reuse, broken ones, silence, refusals, TLS. The server is a script on a
+socket."""
 
 import asyncio
 import gc
@@ -24,7 +25,8 @@ OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class Script:
-    """A server whose connections are handled by `handle(script, connection)`, each in a thread. heads: of the requests read."""
+    """A server whose connections are handled by `handle(script, connection)`, each in a thread. heads: of
+    the requests read."""
 
     def __init__(self, handle: Callable[["Script", socket.socket], None]) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -154,8 +156,11 @@ def test_a_connection_that_the_server_ends_is_not(connect: Callable[..., Both]) 
 
 
 @pytest.mark.parametrize("broken", [b"", OK, MODELS[:-1]], ids=["nothing", "half a head", "half a body"])
-def test_a_request_is_sent_again_where_its_connection_broke(connect: Callable[..., Both], broken: bytes) -> None:
-    """As often as `retries` says, on a new connection each time; then the error says that the server cannot be reached."""
+def test_a_request_is_sent_again_where_its_connection_broke(
+    connect: Callable[..., Both], broken: bytes
+) -> None:
+    """As often as `retries` says, on a new connection each time; then the error says that the server
+    cannot be reached."""
 
     def handle(script: Script, connection: socket.socket) -> None:
         script.read(connection)
@@ -164,7 +169,9 @@ def test_a_request_is_sent_again_where_its_connection_broke(connect: Callable[..
     with scripted(handle) as script:
         assert connect(script.url, retries=2).ask("models") == []
         assert len(script.heads) == 3
-        with pytest.raises(ClientError, match=r"cannot be reached \(Connection.*is `tableside serve` running there\?") as caught:
+        with pytest.raises(
+            ClientError, match=r"cannot be reached \(Connection.*is `tableside serve` running there\?"
+        ) as caught:
             connect(script.url, retries=1).ask("models")
         assert caught.value.status == 0
         assert len(script.heads) == 5
@@ -199,26 +206,32 @@ def test_a_slow_response_is_waited_for(connect: Callable[..., Both]) -> None:
 
 
 def test_a_refusal_before_the_request_was_read(connect: Callable[..., Both]) -> None:
-    """The server answers and closes while the body is still being sent, which resets the connection: its reason arrives."""
+    """The server answers and closes while the body is still being sent, which resets the connection: its
+    reason arrives."""
     error = orjson.dumps({"error": "the body is too large"})
 
     def handle(script: Script, connection: socket.socket) -> None:
         received(connection)
-        connection.sendall(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(error) + error)
+        connection.sendall(
+            b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(error) + error
+        )
 
     with scripted(handle) as script, pytest.raises(ClientError, match="413: the body is too large"):
         connect(script.url, retries=0).ask("lookup", "m", {"a": np.zeros((1000, 1000), np.int64)})
 
 
 @pytest.mark.parametrize(
-    ("body", "message"), [(b"", "503: Service Unavailable"), (b"busy", "503: busy"), (b'{"detail": 1}', '503: {"detail": 1}')]
+    ("body", "message"),
+    [(b"", "503: Service Unavailable"), (b"busy", "503: busy"), (b'{"detail": 1}', '503: {"detail": 1}')],
 )
 def test_refusals_in_other_shapes(connect: Callable[..., Both], body: bytes, message: str) -> None:
     """A proxy's error has no {"error": ...}: its text is told, or else what its status means."""
 
     def handle(script: Script, connection: socket.socket) -> None:
         script.read(connection)
-        connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(
+            b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
 
     with scripted(handle) as script, pytest.raises(ClientError) as caught:
         connect(script.url).ask("models")
@@ -234,7 +247,9 @@ def test_an_answer_that_is_no_infer_response(connect: Callable[..., Both]) -> No
         connect(script.url).ask("lookup", "m", {"a": [[1]]})
 
 
-def test_no_proxy_of_the_environment_is_used(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_of_the_environment_is_used(
+    connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
@@ -248,7 +263,8 @@ def test_no_proxy_of_the_environment_is_used(connect: Callable[..., Both], monke
 
 @needs_openssl
 def test_https(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Bodies larger than a TLS record arrive, connections are used again, and a certificate that nobody signed is refused."""
+    """Bodies larger than a TLS record arrive, connections are used again, and a certificate that nobody
+    signed is refused."""
     certificate = make_certificate(tmp_path)
     context = server_context(certificate)
     large = answer({"models": ["x" * 300_000]})
@@ -256,7 +272,9 @@ def test_https(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch, tm
     def handle(script: Script, connection: socket.socket) -> None:
         with context.wrap_socket(connection, server_side=True) as secret:
             while path := script.read(secret):
-                secret.sendall(large if path == b"/v1/models" else answer({"error": "no"}).replace(b"200 OK", b"400 No"))
+                secret.sendall(
+                    large if path == b"/v1/models" else answer({"error": "no"}).replace(b"200 OK", b"400 No")
+                )
 
     with scripted(handle) as script:
         url = script.url.replace("http://127.0.0.1", "https://localhost")
@@ -288,7 +306,8 @@ def echo(script: Script, connection: socket.socket) -> None:
 
 
 def test_threads_share_a_client() -> None:
-    """Each gets its own answers, and there are no more connections than threads. They ask at the same time, round by round."""
+    """Each gets its own answers, and there are no more connections than threads. They ask at the same
+    time, round by round."""
     wrong: list[Any] = []
     round_of_all = threading.Barrier(8)
     with scripted(echo) as script, Client(script.url) as client:
@@ -329,7 +348,10 @@ def test_connections_that_were_idle_for_long_are_closed(monkeypatch: pytest.Monk
         assert [c.fileno() == -1 for c in script.connections] == [False, False]
         monkeypatch.setattr(sockets, "_IDLE_S", 0.0)
         client.models()
-        until(lambda: sum(c.fileno() == -1 for c in script.connections) == 1, what="the idle connection to be closed")
+        until(
+            lambda: sum(c.fileno() == -1 for c in script.connections) == 1,
+            what="the idle connection to be closed",
+        )
         assert len(script.connections) == 2
 
 
@@ -360,7 +382,9 @@ def test_tasks_share_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def ask(url: str) -> list[str]:
         async with AsyncClient(url) as client:
-            return [found["name"] for found in await asyncio.gather(*(client.metadata(str(i)) for i in range(60)))]
+            return [
+                found["name"] for found in await asyncio.gather(*(client.metadata(str(i)) for i in range(60)))
+            ]
 
     with scripted(echo) as script:
         assert asyncio.run(ask(script.url)) == [f"/v2/models/{i}" for i in range(60)]
@@ -384,7 +408,9 @@ def test_a_cancelled_call_leaves_no_answer_behind() -> None:
             call.cancel()
             with suppress(asyncio.CancelledError):
                 await call
-            await asyncio.to_thread(until, lambda: script.connections[0].fileno() == -1, what="the connection to be closed")
+            await asyncio.to_thread(
+                until, lambda: script.connections[0].fileno() == -1, what="the connection to be closed"
+            )
             return str((await client.metadata("next"))["name"])
 
     with scripted(handle) as script:
@@ -407,7 +433,9 @@ def test_a_client_of_a_loop_that_ended() -> None:
             return str(found["name"])
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # nobody can close a connection of a loop that has ended
+            warnings.simplefilter(
+                "ignore", ResourceWarning
+            )  # nobody can close a connection of a loop that has ended
             client = asyncio.run(make())
             assert asyncio.run(ask(client)) == "/v2/models/b"
             del client

@@ -1,4 +1,5 @@
-"""An unchanged kserve client is a first-class user: health, readiness, lookups with INT64 and INT32 ids in either encoding."""
+"""An unchanged kserve client is a first-class user: health, readiness, lookups with INT64 and INT32 ids in
+either encoding."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -27,7 +28,11 @@ def ask(server: Any, calls: Callable[[Any], Awaitable[Any]]) -> Any:
 def test_health_is_read_from_the_bodies(server: Any) -> None:
     async def health(client: Any) -> list[Any]:
         found = [await client.is_server_live(server.url), await client.is_server_ready(server.url)]
-        return [*found, await client.is_model_ready(server.url, "demo"), await client.is_model_ready(server.url, "nothing")]
+        return [
+            *found,
+            await client.is_model_ready(server.url, "demo"),
+            await client.is_model_ready(server.url, "nothing"),
+        ]
 
     assert ask(server, health) == [True, True, True, False]
 

@@ -1,4 +1,5 @@
-"""How the client reads responses: any framing, any cutting into packets, and what is no response; and server addresses."""
+"""How the client reads responses: any framing, any cutting into packets, and what is no response; and
+server addresses."""
 
 import numpy as np
 import pytest
@@ -38,11 +39,19 @@ def read(data: bytes, step: int, ends: bool = False) -> HttpResponse | None:
         (b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello", 200, b"hello", True),
         (OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n", 200, b"hello", False),
         (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", False),
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno", 404, b"no", False),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 Not Found\r\nContent-Length: 2\r\n\r\nno",
+            404,
+            b"no",
+            False,
+        ),
     ],
 )
-def test_a_body_is_read_whatever_its_framing(data: bytes, status: int, body: bytes, is_last: bool, step: int) -> None:
-    """However a response is cut into packets, its status and body are the same, and so is what becomes of the connection."""
+def test_a_body_is_read_whatever_its_framing(
+    data: bytes, status: int, body: bytes, is_last: bool, step: int
+) -> None:
+    """However a response is cut into packets, its status and body are the same, and so is what becomes of
+    the connection."""
     response = read(data, step)
     assert response is not None
     assert (response.status, bytes(response.content), response.is_last) == (status, body, is_last)
@@ -57,8 +66,14 @@ def test_a_body_may_end_with_the_connection(step: int) -> None:
 def test_a_large_body_is_read_whole() -> None:
     """More than the buffer of heads, and more than one buffer in chunks."""
     body = np.random.default_rng(1).bytes(300_000)
-    chunked = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:150_000], body[150_000:])) + b"0\r\n\r\n"
-    for data in (OK + b"Content-Length: 300000\r\n\r\n" + body, OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked):
+    chunked = (
+        b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (body[:150_000], body[150_000:]))
+        + b"0\r\n\r\n"
+    )
+    for data in (
+        OK + b"Content-Length: 300000\r\n\r\n" + body,
+        OK + b"Transfer-Encoding: chunked\r\n\r\n" + chunked,
+    ):
         for step in (1000, 65_536, 1 << 20):
             response = read(data, step)
             assert response is not None and bytes(response.content) == body
@@ -73,7 +88,10 @@ def test_bytes_after_a_response_end_the_connection() -> None:
 @pytest.mark.parametrize("json_bytes", [1, 15, 16, 17, 100])
 def test_tensors_begin_at_a_multiple_of_sixteen(json_bytes: int) -> None:
     """Vectors are aligned in memory whatever the length of the JSON before them."""
-    head = OK + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (json_bytes, json_bytes + 64)
+    head = OK + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % (
+        json_bytes,
+        json_bytes + 64,
+    )
     response = read(head + bytes(json_bytes + 64), 1 << 20)
     assert response is not None and response.json_bytes == json_bytes
     assert np.frombuffer(response.content, np.uint8, 64, json_bytes).ctypes.data % 16 == 0
@@ -100,7 +118,8 @@ def test_what_is_no_response_is_a_broken_connection(data: bytes, message: str) -
 
 
 def test_addresses() -> None:
-    """A prefix, a user and an IPv6 address of the base URL are used; what is no HTTP URL is refused at once."""
+    """A prefix, a user and an IPv6 address of the base URL are used; what is no HTTP URL is refused at
+    once."""
     address = Address.parse("http://me:p%40ss@[::1]:81/models/")
     assert (address.host, address.port, address.is_tls) == ("::1", 81, False)
     head = address.head(HttpRequest("GET", "/metrics"))

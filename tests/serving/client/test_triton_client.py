@@ -19,10 +19,17 @@ def client(server: Any) -> Iterator[Any]:
 
 
 def expected(
-    server: Any, table: str, ids: np.ndarray, lengths: np.ndarray | None, pooling: Pooling, weights: Any = None
+    server: Any,
+    table: str,
+    ids: np.ndarray,
+    lengths: np.ndarray | None,
+    pooling: Pooling,
+    weights: Any = None,
 ) -> np.ndarray:
     segment = Model(server.root, "demo").attach()
-    return choose("native").lookup(segment.tables[table], ids.reshape(-1), lengths, pooling=pooling, weights=weights)
+    return choose("native").lookup(
+        segment.tables[table], ids.reshape(-1), lengths, pooling=pooling, weights=weights
+    )
 
 
 def tensor(name: str, values: np.ndarray, binary: bool) -> Any:
@@ -51,7 +58,8 @@ def test_health_and_metadata(client: Any) -> None:
 @pytest.mark.parametrize("binary_out", [False, True], ids=["json out", "binary out"])
 @pytest.mark.parametrize("binary_in", [False, True], ids=["json in", "binary in"])
 def test_infer(client: Any, server: Any, binary_in: bool, binary_out: bool) -> None:
-    """Dense and jagged inputs, weights, pooled and unpooled, fp32 and fp16, in one request, in either encoding."""
+    """Dense and jagged inputs, weights, pooled and unpooled, fp32 and fp16, in one request, in either
+    encoding."""
     rng = np.random.default_rng(0)
     user = rng.integers(0, 1000, (4, 5))
     lengths = np.array([2, 0, 3, 1], np.int32)
@@ -66,24 +74,32 @@ def test_infer(client: Any, server: Any, binary_in: bool, binary_out: bool) -> N
         tensor("liked.lengths", lengths, binary_in),
         tensor("text.values", text, binary_in),
     ]
-    outputs = [triton.InferRequestedOutput(n, binary_data=binary_out) for n in ("text", "user", "clicked", "liked")]
+    outputs = [
+        triton.InferRequestedOutput(n, binary_data=binary_out) for n in ("text", "user", "clicked", "liked")
+    ]
     for _ in range(2):  # the second one finds the header remembered
         result = client.infer("demo", inputs, outputs=outputs, request_id="r1")
         assert result.get_response()["id"] == "r1"
         assert result.get_response()["model_version"] == "1"
         fives = np.full(4, 5, np.int32)
-        np.testing.assert_array_equal(result.as_numpy("user"), expected(server, "user", user, fives, Pooling.SUM))
+        np.testing.assert_array_equal(
+            result.as_numpy("user"), expected(server, "user", user, fives, Pooling.SUM)
+        )
         np.testing.assert_array_equal(
             result.as_numpy("clicked"), expected(server, "item", clicked, lengths, Pooling.MEAN, weights)
         )
-        np.testing.assert_array_equal(result.as_numpy("text"), expected(server, "word", text, None, Pooling.NONE))
+        np.testing.assert_array_equal(
+            result.as_numpy("text"), expected(server, "word", text, None, Pooling.NONE)
+        )
         liked = expected(server, "item", clicked, lengths, Pooling.SUM)
         if binary_out:  # JSON carries the fp16 values as numbers; the client decodes FP16 only from bytes
             np.testing.assert_array_equal(result.as_numpy("liked"), liked.astype(np.float16))
 
 
 def test_without_named_outputs_every_input_is_answered(client: Any) -> None:
-    result = client.infer("demo", [tensor("user", np.zeros((2, 1), np.int64), True), tensor("text.values", np.arange(3), True)])
+    result = client.infer(
+        "demo", [tensor("user", np.zeros((2, 1), np.int64), True), tensor("text.values", np.arange(3), True)]
+    )
     assert result.as_numpy("user").shape == (2, 64)
     assert result.as_numpy("text").shape == (3, 16)
 
@@ -98,18 +114,23 @@ def test_a_version_by_number(client: Any) -> None:
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
 def test_compressed_requests(client: Any, algorithm: str) -> None:
     inputs = [tensor("user", np.zeros((2, 3), np.int64), True)]
-    result = client.infer("demo", inputs, request_compression_algorithm=algorithm, response_compression_algorithm=algorithm)
+    result = client.infer(
+        "demo", inputs, request_compression_algorithm=algorithm, response_compression_algorithm=algorithm
+    )
     assert result.as_numpy("user").shape == (2, 64)
 
 
 def test_errors_are_decoded(client: Any) -> None:
     """The client shows our message, since it comes as {"error": ...}."""
     with pytest.raises(
-        InferenceServerException, match=r"feature 'user': id 1000 at position 1 is outside the table's rows \[0, 1000\)"
+        InferenceServerException,
+        match=r"feature 'user': id 1000 at position 1 is outside the table's rows \[0, 1000\)",
     ) as caught:
         client.infer("demo", [tensor("user", np.array([[0, 1000]]), True)])
     assert caught.value.message().startswith("feature 'user'")  # else the client shows the whole JSON
-    with pytest.raises(InferenceServerException, match="model 'nope' is not served here; this server has: demo"):
+    with pytest.raises(
+        InferenceServerException, match="model 'nope' is not served here; this server has: demo"
+    ):
         client.get_model_metadata("nope")
 
 
@@ -117,7 +138,10 @@ def test_statistics_count_requests_of_all_workers(client: Any) -> None:
     def counts() -> tuple[int, int, int]:
         (stats,) = client.get_inference_statistics("demo")["model_stats"]
         of = stats["inference_stats"]
-        assert of["success"]["ns"] == of["compute_input"]["ns"] + of["compute_infer"]["ns"] + of["compute_output"]["ns"]
+        assert (
+            of["success"]["ns"]
+            == of["compute_input"]["ns"] + of["compute_infer"]["ns"] + of["compute_output"]["ns"]
+        )
         return stats["inference_count"], of["fail"]["count"], of["compute_infer"]["ns"]
 
     before = counts()

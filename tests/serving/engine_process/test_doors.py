@@ -1,4 +1,5 @@
-"""The engine's end of its doors' connections, without an engine: what is no message of a door ends its connection."""
+"""The engine's end of its doors' connections, without an engine: what is no message of a door ends its
+connection."""
 
 import asyncio
 import os
@@ -115,7 +116,8 @@ def test_what_is_no_message_after_hello_ends_the_connection(told: Any) -> None:
 
 
 def test_parts_add_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that sends more is ended; one that sends less is read, and descriptors that came with a part are closed."""
+    """A connection that sends more is ended; one that sends less is read, and descriptors that came with a
+    part are closed."""
     monkeypatch.setattr(messages, "MOST_PARTS", 200_000)
 
     async def test(address: str, engine: Doors) -> None:
@@ -173,7 +175,8 @@ def test_doors_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Holding(Nothing):
-    """Stands for an engine that keeps what it is asked. It is its own batcher, and lays requests out itself."""
+    """Stands for an engine that keeps what it is asked. It is its own batcher, and lays requests out
+    itself."""
 
     state = 0
 

@@ -1,4 +1,5 @@
-"""The engine process and its doors: what either survives of the other's end, versions, memory, and messages that are none."""
+"""The engine process and its doors: what either survives of the other's end, versions, memory, and
+messages that are none."""
 
 import asyncio
 import os
@@ -44,7 +45,9 @@ class Load:
         self.wrong: list[Exception] = []
         self._stop = threading.Event()
         self._url, self._rows = url, Model(root, "demo").attach()
-        self._threads = [threading.Thread(target=self._ask, args=(seed,), daemon=True) for seed in range(clients)]
+        self._threads = [
+            threading.Thread(target=self._ask, args=(seed,), daemon=True) for seed in range(clients)
+        ]
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
@@ -69,7 +72,9 @@ class Load:
                 ids = rng.integers(0, 50, (2, 3))
                 try:
                     found = client.lookup("demo", {"text": ids.tolist()})["text"]
-                    np.testing.assert_array_equal(found, TABLES["word"].astype(np.float16).astype(np.float32)[ids.reshape(-1)])
+                    np.testing.assert_array_equal(
+                        found, TABLES["word"].astype(np.float16).astype(np.float32)[ids.reshape(-1)]
+                    )
                     self.answered += 1
                 except (ClientError, AssertionError, httpx.HTTPError) as error:
                     self.wrong.append(error)
@@ -77,7 +82,9 @@ class Load:
 
 def counted(server: Any, what: str) -> float:
     """What /metrics says of the lookups of table `user` through the cache."""
-    (found,) = re.findall(rf'tableside_cache_{what}_total{{table="demo/user"}} (\S+)', server.get("/metrics").text) or ["0"]
+    (found,) = re.findall(
+        rf'tableside_cache_{what}_total{{table="demo/user"}} (\S+)', server.get("/metrics").text
+    ) or ["0"]
     return float(found)
 
 
@@ -101,7 +108,10 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
     with Client(server.url) as client:
         for _ in range(3):
             before = client.lookup("demo", ids)
-    until(lambda: counted(server, "ids") >= 180 and counted(server, "fetched_rows") >= 60, what="counts of the cache")
+    until(
+        lambda: counted(server, "ids") >= 180 and counted(server, "fetched_rows") >= 60,
+        what="counts of the cache",
+    )
     fetched, engines, (door,) = counted(server, "fetched_rows"), server.engines(), server.workers()
     os.kill(door, signal.SIGKILL)
     until(lambda: server.workers() not in ([], [door]), what="another door")
@@ -110,7 +120,10 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
     until(lambda: counted(server, "ids") >= 240, what="counts of the cache")
     assert server.engines() == engines and counted(server, "fetched_rows") == fetched
     maps = Path(f"/proc/{engines[0]}/maps")
-    until(lambda: maps.read_text().count("memfd:tableside-requests") == 1, what="the memory of the door that died to go")
+    until(
+        lambda: maps.read_text().count("memfd:tableside-requests") == 1,
+        what="the memory of the door that died to go",
+    )
 
 
 def test_an_engine_that_hangs_is_replaced(start: Start) -> None:
@@ -135,14 +148,17 @@ def test_while_there_is_no_engine_the_server_is_not_ready(start: Start) -> None:
 
 
 def test_versions_that_requests_name(start: Start, root: Path, tmp_path: Path) -> None:
-    """The engine attaches them; one that is not published is refused; after the engine was replaced they are there again."""
+    """The engine attaches them; one that is not published is refused; after the engine was replaced they
+    are there again."""
     server = start(*on_gpu())
     publish_demo(root, tmp_path, {name: -values for name, values in TABLES.items()})
     until(lambda: server.get("/v1/models").json()["models"][0]["version"] == 2, what="version 2")
 
     def ask(version: int) -> httpx.Response:
         inputs = [{"name": "text.values", "datatype": "INT64", "shape": [1], "data": [7]}]
-        return httpx.post(f"{server.url}/v2/models/demo/versions/{version}/infer", json={"inputs": inputs}, timeout=300)
+        return httpx.post(
+            f"{server.url}/v2/models/demo/versions/{version}/infer", json={"inputs": inputs}, timeout=300
+        )
 
     wanted = TABLES["word"].astype(np.float16)[7]
     for _ in range(2):
@@ -156,7 +172,9 @@ def test_versions_that_requests_name(start: Start, root: Path, tmp_path: Path) -
         until(lambda gone=engine: server.engines() not in ([], [gone]), what="a successor")
 
 
-def test_answers_that_nobody_reads_make_the_next_ones_wait_and_then_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_nobody_reads_make_the_next_ones_wait_and_then_be_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Room comes back when the last array over an answer goes."""
     monkeypatch.setattr("tableside.serving.engine_process.doors._WAIT_S", 0.05)
     answers = AnswerMemory(1 << 20)
@@ -211,11 +229,17 @@ def test_memory_that_could_be_truncated_is_not_taken() -> None:
 @settings(deadline=None)
 def test_answers_are_read_as_they_were_written(fields: list[tuple[int, int, int, bytes]]) -> None:
     sent = [messages.AnswerMessage(*f) for f in fields]
-    assert messages.read_answers(bytes([messages.MessageKind.ANSWERS]) + b"".join(map(messages.write_answer, sent))) == sent
+    assert (
+        messages.read_answers(
+            bytes([messages.MessageKind.ANSWERS]) + b"".join(map(messages.write_answer, sent))
+        )
+        == sent
+    )
 
 
 def test_what_another_thread_sends_at_once_arrives() -> None:
-    """Also what the other end had no room for, in whatever order; and nothing once the connection is closed."""
+    """Also what the other end had no room for, in whatever order; and nothing once the connection is
+    closed."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     theirs.settimeout(20)
@@ -223,7 +247,9 @@ def test_what_another_thread_sends_at_once_arrives() -> None:
 
     async def run() -> list[bytes]:
         connection = messages.Connection(ours, lambda *_: None, lambda: None)
-        await asyncio.to_thread(connection.send_now, messages.MessageKind.ANSWERS, records)  # far more than a socket holds
+        await asyncio.to_thread(
+            connection.send_now, messages.MessageKind.ANSWERS, records
+        )  # far more than a socket holds
         received: list[bytes] = []
         while sum(map(len, received)) < sum(map(len, records)):
             received.append((await asyncio.to_thread(theirs.recv, 1 << 17))[1:])
@@ -243,9 +269,19 @@ def address(start: Start) -> Iterator[tuple[Any, str]]:
     server = start(*on_gpu())
     lines = Path("/proc/net/unix").read_text().splitlines()
     (engine,) = server.engines()
-    inodes = {os.readlink(f"/proc/{engine}/fd/{fd}")[8:-1] for fd in os.listdir(f"/proc/{engine}/fd") if _is_socket(engine, fd)}
-    listening = {line.split()[-1] for line in lines if line.split()[6] in inodes and line.split()[3:5] == ["00010000", "0005"]}
-    (found,) = (name for name in listening if not name.startswith("@cuda"))  # which the driver has, for itself
+    inodes = {
+        os.readlink(f"/proc/{engine}/fd/{fd}")[8:-1]
+        for fd in os.listdir(f"/proc/{engine}/fd")
+        if _is_socket(engine, fd)
+    }
+    listening = {
+        line.split()[-1]
+        for line in lines
+        if line.split()[6] in inodes and line.split()[3:5] == ["00010000", "0005"]
+    }
+    (found,) = (
+        name for name in listening if not name.startswith("@cuda")
+    )  # which the driver has, for itself
     yield server, ("\0" + found[1:]).encode().hex()
 
 
@@ -257,13 +293,16 @@ def _is_socket(pid: int, fd: str) -> bool:
 
 
 def test_nonsense_ends_a_connection_and_nothing_else(address: tuple[Any, str]) -> None:
-    """Messages that are none, requests outside of the memory, and a door that leaves in the midst of its requests."""
+    """Messages that are none, requests outside of the memory, and a door that leaves in the midst of its
+    requests."""
     server, at = address
     engines = server.engines()
     memory = SharedMemory.create("nonsense", 1 << 20)
     hello = bytes([messages.MessageKind.CONTROL]) + b'{"hello": ["demo"]}'
     far = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 1 << 40, 8, 64, 0, 0)
-    memory.bytes[8:48] = np.frombuffer(struct.pack("<5q", 99, 1, 0, 0, 0), np.uint8)  # of a model that there is not
+    memory.bytes[8:48] = np.frombuffer(
+        struct.pack("<5q", 99, 1, 0, 0, 0), np.uint8
+    )  # of a model that there is not
     nothing = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0)
     for said in (
         [b"\x09"],
@@ -289,7 +328,9 @@ def test_nonsense_ends_a_connection_and_nothing_else(address: tuple[Any, str]) -
         while received := connection.recv(1 << 17):
             if received[0] == messages.MessageKind.ANSWERS:
                 (answer,) = messages.read_answers(received)
-                assert said[1] == nothing and b"the model of this request is not served any more" in answer.told
+                assert (
+                    said[1] == nothing and b"the model of this request is not served any more" in answer.told
+                )
         connection.close()
     with Client(server.url, retries=0) as client:
         assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)

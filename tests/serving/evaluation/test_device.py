@@ -1,4 +1,5 @@
-"""Evaluations on a GPU: the CPU's scores and figures, from batches that go there together, tables resident or away."""
+"""Evaluations on a GPU: the CPU's scores and figures, from batches that go there together, tables resident
+or away."""
 
 import json
 from pathlib import Path
@@ -36,7 +37,10 @@ def publish(root: Path, folder: Path, *formats: str) -> None:
             "name": "ctr",
             "checkpoint": "c.npz",
             "tables": {name: {"key": name, "row_format": row_format} for name in TABLES},
-            "features": {"user": {"table": "user"}, "clicked": {"table": "item", "pooling": "mean", "output": "fp16"}},
+            "features": {
+                "user": {"table": "user"},
+                "clicked": {"table": "item", "pooling": "mean", "output": "fp16"},
+            },
             "scorer": {"program": "scorer.pt2"},
             "eval": {"label": "label", "columns": {"user": "user_id", "context": ["a", "b", "c"]}},
         }
@@ -44,7 +48,8 @@ def publish(root: Path, folder: Path, *formats: str) -> None:
 
 
 def data(folder: Path, **change: Any) -> Path:
-    """Files of both kinds: one id a row, lists of ids with empty and missing ones, numbers, kinds and labels."""
+    """Files of both kinds: one id a row, lists of ids with empty and missing ones, numbers, kinds and
+    labels."""
     rng = np.random.default_rng(0)
     clicked: list[Any] = [rng.integers(0, 300, rng.integers(0, 6)).tolist() for _ in range(ROWS)]
     clicked[3] = None
@@ -56,7 +61,9 @@ def data(folder: Path, **change: Any) -> Path:
     path = folder / "data"
     path.mkdir()
     half = ROWS // 2
-    pq.write_table(pa.table({k: v[:half] for k, v in columns.items()}), path / "a.parquet", row_group_size=100)
+    pq.write_table(
+        pa.table({k: v[:half] for k, v in columns.items()}), path / "a.parquet", row_group_size=100
+    )
     lines = [json.dumps({k: v[n] for k, v in columns.items()}) for n in range(half, ROWS)]
     (path / "b.jsonl").write_text("\n".join(lines) + "\n")
     return path
@@ -80,16 +87,22 @@ def candidates(root: Path, *versions: int) -> list[Candidate]:
     ],
     ids=["resident", "stashed", "host", "cached"],
 )
-def test_figures_are_those_of_the_cpu(root: Path, tmp_path: Path, options: dict[str, Any], server: dict[str, Any]) -> None:
+def test_figures_are_those_of_the_cpu(
+    root: Path, tmp_path: Path, options: dict[str, Any], server: dict[str, Any]
+) -> None:
     """Two candidates, slices, shards of several batches; every row's scores, and what is made of them."""
     publish(root, tmp_path, "fp32", "int4")
     path = data(tmp_path)
     given = {"slice_by": "kind", "shard_rows": 250, "batch_rows": 60}
     names = candidates(root, 1, 2)
     on_cpu = evaluate(names, EvalSettings(path, tmp_path / "cpu", **given), settings_of(root, False))
-    on_gpu = evaluate(names, EvalSettings(path, tmp_path / "gpu", **given, **options), settings_of(root, True, **server))
+    on_gpu = evaluate(
+        names, EvalSettings(path, tmp_path / "gpu", **given, **options), settings_of(root, True, **server)
+    )
     for cpu, gpu in zip(
-        sorted((tmp_path / "cpu/parts").glob("*.parquet")), sorted((tmp_path / "gpu/parts").glob("*.parquet")), strict=True
+        sorted((tmp_path / "cpu/parts").glob("*.parquet")),
+        sorted((tmp_path / "gpu/parts").glob("*.parquet")),
+        strict=True,
     ):
         wanted, found = pq.read_table(cpu), pq.read_table(gpu)
         assert wanted.drop(["score_0", "score_1"]).equals(found.drop(["score_0", "score_1"]))
@@ -114,21 +127,28 @@ def job_of(root: Path, folder: Path, **more: Any) -> tuple[Job, list[Any]]:
     return job, plan_shards([settings.data / "a.parquet"], 450)
 
 
-def test_tables_are_away_while_the_dense_part_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They leave once for several batches, and they are on their way back when the next ones are looked up."""
+def test_tables_are_away_while_the_dense_part_runs(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave once for several batches, and they are on their way back when the next ones are looked
+    up."""
     publish(root, tmp_path, "fp32")
     job, (shard,) = job_of(root, tmp_path, stash=True)
     monkeypatch.setattr(on_device, "GROUP_ROWS", 50)
     evaluator = Evaluator(job)
     device, gpu = evaluator._device, evaluator._device._gpu  # type: ignore[union-attr]
-    assert device is not None and device._bytes == 64 << 20, "of vectors, as a quarter of these tables is less"
+    assert device is not None and device._bytes == 64 << 20, (
+        "of vectors, as a quarter of these tables is less"
+    )
     scorer = evaluator.served[0].scorer
     assert scorer is not None and scorer.calls is not None
     away: list[list[bool]] = []
     stashed: list[int] = []
     run, stash = scorer.calls._run, gpu.stash
     scorer.calls._captures = False  # so that each call is seen
-    scorer.calls._run = lambda inputs: away.append([t.is_away for t in gpu.launcher.stashable.all]) or run(inputs)  # type: ignore[func-returns-value]
+    scorer.calls._run = lambda inputs: (
+        away.append([t.is_away for t in gpu.launcher.stashable.all]) or run(inputs)
+    )  # type: ignore[func-returns-value]
     monkeypatch.setattr(gpu, "stash", lambda: stashed.append(stash()) or stashed[-1])
     batch_bytes = next(evaluator._reader.batches(shard)).requests[0][0].out_bytes
     device._bytes = 4 * batch_bytes
@@ -146,7 +166,9 @@ def _without_stash(job: Job) -> Job:
     return replace(job, stash=False)
 
 
-def test_batches_go_to_the_device_together(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_go_to_the_device_together(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As many as there are rows for; a larger one goes alone; none is left out."""
     publish(root, tmp_path, "fp32")
     job, (shard,) = job_of(root, tmp_path)
@@ -166,8 +188,11 @@ def test_batches_go_to_the_device_together(root: Path, tmp_path: Path, monkeypat
     assert [len(g) for g in device.groups(batches)] == [3, 3, 3]
 
 
-def test_rows_that_are_scored_alone_are_laid_out_together(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a response, a scorer, and a group of batches may have them; never fewer than were asked for."""
+def test_rows_that_are_scored_alone_are_laid_out_together(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as a response, a scorer, and a group of batches may have them; never fewer than were asked
+    for."""
     publish(root, tmp_path, "fp32")
     job, (shard,) = job_of(root, tmp_path)
     evaluator = Evaluator(job)
@@ -201,7 +226,9 @@ def test_a_footer_is_read_once(root: Path, tmp_path: Path, monkeypatch: pytest.M
     seen.clear()
 
     def rows() -> int:
-        return sum(r.size for shard in shards for whole in (False, True) for r in read(shard, ["label"], 60, whole))
+        return sum(
+            r.size for shard in shards for whole in (False, True) for r in read(shard, ["label"], 60, whole)
+        )
 
     assert len(shards) == 5 and rows() == ROWS and seen == [str(path)]
     pq.write_table(pq.read_table(path).slice(0, 450), path, row_group_size=90)
@@ -233,7 +260,10 @@ def test_shards_to_come_are_decoded_meanwhile(root: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"user_id": [*range(17), 500, *range(ROWS - 18)]}, "row 17, of a batch from row 0 on: feature 'user': id 500 at"),
+        (
+            {"user_id": [*range(17), 500, *range(ROWS - 18)]},
+            "row 17, of a batch from row 0 on: feature 'user': id 500 at",
+        ),
         (
             {"a": [0.0] * 60 + [float("inf")] + [0.0] * (ROWS - 61)},
             "row 50 and on, a batch of 50: dense tensor 'context' is not finite",

@@ -1,4 +1,5 @@
-"""`tableside eval`: Parquet and JSON Lines, one process and several, killed and stopped, compared and gated."""
+"""`tableside eval`: Parquet and JSON Lines, one process and several, killed and stopped, compared and
+gated."""
 
 import fcntl
 import json
@@ -98,7 +99,8 @@ def publish(root: Path, folder: Path, row_format: str = "fp32", **change: Any) -
 
 
 def data(rows: int = ROWS) -> dict[str, Any]:
-    """One id a row, lists of ids with empty and missing ones, numbers, a kind, and labels that follow the model's scores."""
+    """One id a row, lists of ids with empty and missing ones, numbers, a kind, and labels that follow the
+    model's scores."""
     rng = np.random.default_rng(0)
     clicked = [rng.integers(0, 300, rng.integers(0, 6)).tolist() for _ in range(rows)]
     clicked[3] = None
@@ -109,10 +111,14 @@ def data(rows: int = ROWS) -> dict[str, Any]:
     return columns
 
 
-def vectors_of(columns: dict[str, Any], tables: dict[str, np.ndarray] = TABLES) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def vectors_of(
+    columns: dict[str, Any], tables: dict[str, np.ndarray] = TABLES
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What the model's scorer takes, from the original rows."""
     item, user = tables["item"].astype(np.float64), tables["user"][columns["user_id"]]
-    clicked = np.stack([item[ids].mean(0) if ids else np.zeros(4) for ids in columns["clicked"]]).astype(np.float32)
+    clicked = np.stack([item[ids].mean(0) if ids else np.zeros(4) for ids in columns["clicked"]]).astype(
+        np.float32
+    )
     return user, clicked, np.stack([columns[name] for name in "abc"], 1).astype(np.float32)
 
 
@@ -120,7 +126,9 @@ def scores_of(columns: dict[str, Any], tables: dict[str, np.ndarray] = TABLES) -
     """What the model gives, from the original rows."""
     user, clicked, context = vectors_of(columns, tables)
     with torch.inference_mode():
-        found: np.ndarray = Sharp(8, 4, 3).eval()(*map(torch.from_numpy, (user, clicked, context))).numpy()[:, 0]
+        found: np.ndarray = (
+            Sharp(8, 4, 3).eval()(*map(torch.from_numpy, (user, clicked, context))).numpy()[:, 0]
+        )
     return found
 
 
@@ -154,7 +162,19 @@ def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: 
     out = tmp_path / "out"
     path = write(tmp_path, columns, kind)
     result = evaluate(
-        root, "ctr", path, "--out", out, "--workers", workers, "--shard-rows", 700, "--batch", 300, "--slice", "kind"
+        root,
+        "ctr",
+        path,
+        "--out",
+        out,
+        "--workers",
+        workers,
+        "--shard-rows",
+        700,
+        "--batch",
+        300,
+        "--slice",
+        "kind",
     )
     assert result.returncode == 0, result.stderr
     found = parts(out)
@@ -172,27 +192,38 @@ def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: 
 
 
 def publish_raw_ids(root: Path, folder: Path, missing: str) -> dict[str, np.ndarray]:
-    """The same model with tables of raw ids, whose default row is zero unless ids that are missing are refused; its ids."""
+    """The same model with tables of raw ids, whose default row is zero unless ids that are missing are
+    refused; its ids."""
     (folder / "scorer.pt2").write_bytes(exported(Sharp(8, 4, 3), user=8, clicked=4, context=3))
     features = (FeatureSpec("user", "user", "sum", "fp32"), FeatureSpec("clicked", "item", "mean", "fp32"))
     ids = {name: random_ids(len(rows), seed) for seed, (name, rows) in enumerate(TABLES.items())}
-    default = {name: None if missing == "error" else np.zeros(rows.shape[1], np.float32) for name, rows in TABLES.items()}
+    default = {
+        name: None if missing == "error" else np.zeros(rows.shape[1], np.float32)
+        for name, rows in TABLES.items()
+    }
     demo = {n: DemoTable(ids[n], rows, default[n], "fp32", missing=missing) for n, rows in TABLES.items()}
     spec = ModelSpec("ctr", folder, (), features, ScorerSpec("program", folder / "scorer.pt2"))
     evaluation = EvalSpec("label", (("user", ("user_id",)), ("context", ("a", "b", "c"))))
-    publish_raw(root, "ctr", demo, features, stored_scorer(spec, {n: t.dim for n, t in demo.items()}), evaluation)
+    publish_raw(
+        root, "ctr", demo, features, stored_scorer(spec, {n: t.dim for n, t in demo.items()}), evaluation
+    )
     return ids
 
 
 @pytest.mark.parametrize("missing", ["zero", "error"])
 def test_missing_ids_are_scored_with_the_default_row(root: Path, tmp_path: Path, missing: str) -> None:
-    """Some rows hold ids that no table has: scored as if these were rows of zeros, or refused by feature, position and id."""
+    """Some rows hold ids that no table has: scored as if these were rows of zeros, or refused by feature,
+    position and id."""
     ids = publish_raw_ids(root, tmp_path, missing)
     rng, rows = np.random.default_rng(0), 400
-    lacking = {name: len(table) for name, table in TABLES.items()}  # the row of zeros that ids which are missing get
+    lacking = {
+        name: len(table) for name, table in TABLES.items()
+    }  # the row of zeros that ids which are missing get
     columns: dict[str, Any] = {"user_id": rng.integers(0, lacking["user"] + 1, rows)}
     columns["user_id"][7] = lacking["user"]
-    columns["clicked"] = [rng.integers(lacking["item"] - 50, lacking["item"] + 1, n) for n in rng.integers(0, 6, rows)]
+    columns["clicked"] = [
+        rng.integers(lacking["item"] - 50, lacking["item"] + 1, n) for n in rng.integers(0, 6, rows)
+    ]
     columns |= {name: rng.standard_normal(rows).astype(np.float32).tolist() for name in "abc"}
     columns["label"] = rng.integers(0, 2, rows).tolist()
     wanted = scores_of(
@@ -203,9 +234,13 @@ def test_missing_ids_are_scored_with_the_default_row(root: Path, tmp_path: Path,
     columns["user_id"] = raw["user"][columns["user_id"]].tolist()
     columns["clicked"] = [raw["item"][clicked].tolist() for clicked in columns["clicked"]]
     out = tmp_path / "out"
-    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--batch", 150, "--shard-rows", 200)
+    result = evaluate(
+        root, "ctr", write(tmp_path, columns), "--out", out, "--batch", 150, "--shard-rows", 200
+    )
     if missing == "error":
-        assert result.returncode == 1 and "feature 'user': id 4242 at position" in result.stderr, result.stderr
+        assert result.returncode == 1 and "feature 'user': id 4242 at position" in result.stderr, (
+            result.stderr
+        )
         return
     assert result.returncode == 0, result.stderr
     np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), wanted, rtol=1e-4, atol=1e-6)
@@ -213,12 +248,15 @@ def test_missing_ids_are_scored_with_the_default_row(root: Path, tmp_path: Path,
     report = json.loads((out / "report.json").read_text())
     assert report["ids_without_row_total"] == [{table: {"missing": count} for table, count in lacks.items()}]
     assert f"ctr@1: ids_without_row_total of table user: missing {lacks['user']}" in result.stdout
-    again = evaluate(root, "ctr", tmp_path / "data-parquet", "--out", out, "--batch", 150, "--shard-rows", 200)
+    again = evaluate(
+        root, "ctr", tmp_path / "data-parquet", "--out", out, "--batch", 150, "--shard-rows", 200
+    )
     assert again.returncode == 0 and f"of table item: missing {lacks['item']}" in again.stdout, again.stderr
 
 
 def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
-    """int8 passes; int2 does not, with exit code 3. The model.toml of a format is loaded for it, not activated."""
+    """int8 passes; int2 does not, with exit code 3. The model.toml of a format is loaded for it, not
+    activated."""
     publish(root, tmp_path)
     path = write(tmp_path, data())
     gate = ("--against", "ctr@1", "--max-ne-increase", 0.0005, "--shard-rows", 2000)
@@ -234,13 +272,16 @@ def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
     assert told.returncode == 3 and told.stdout.count("\n") == 1, told.stderr
     assert keys_of(json.loads(told.stdout)) == documented_keys("eval")
     written = json.loads((tmp_path / "told" / "report.json").read_text())
-    assert json.loads(told.stdout) == {key: value for key, value in written.items() if key != "xxh3"}  # its checksum
+    assert json.loads(told.stdout) == {
+        key: value for key, value in written.items() if key != "xxh3"
+    }  # its checksum
     assert report["ne_increase"] == pytest.approx(report["overall"][0]["ne"] - report["overall"][1]["ne"])
     assert Model(root, "ctr").current() == 1
 
 
 def test_a_change_is_evaluated_before_and_after(root: Path, tmp_path: Path) -> None:
-    """A state is named, scored as its rows were then, and held against the one before it; later changes do not matter."""
+    """A state is named, scored as its rows were then, and held against the one before it; later changes do
+    not matter."""
     publish(root, tmp_path)
     path, columns = write(tmp_path, data(1000)), data(1000)
     changed = {**TABLES, "user": TABLES["user"].copy()}
@@ -253,23 +294,32 @@ def test_a_change_is_evaluated_before_and_after(root: Path, tmp_path: Path) -> N
     assert after.returncode == 3, after.stderr
     found = parts(out)
     for column, rows_then in (("score_0", changed), ("score_1", TABLES)):
-        np.testing.assert_allclose(found.column(column).to_numpy(), scores_of(columns, rows_then), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            found.column(column).to_numpy(), scores_of(columns, rows_then), rtol=1e-4, atol=1e-6
+        )
     assert json.loads((out / "report.json").read_text())["candidates"] == ["ctr@1+1", "ctr@1"]
-    back = evaluate(root, "ctr@1+0", path, "--out", tmp_path / "back", "--against", "ctr@1+1", "--max-ne-increase", 0.001)
+    back = evaluate(
+        root, "ctr@1+0", path, "--out", tmp_path / "back", "--against", "ctr@1+1", "--max-ne-increase", 0.001
+    )
     assert back.returncode == 0, back.stderr
     wrong = evaluate(root, "ctr@1-1", path, "--out", tmp_path / "wrong")
-    assert wrong.returncode == 1 and "expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml" in wrong.stderr
+    assert (
+        wrong.returncode == 1
+        and "expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml" in wrong.stderr
+    )
 
 
 def test_the_same_command_goes_on_with_what_it_loaded(root: Path, tmp_path: Path) -> None:
-    """A model.toml is loaded once for an evaluation, also where it was stopped; again where a file of it changed."""
+    """A model.toml is loaded once for an evaluation, also where it was stopped; again where a file of it
+    changed."""
     path, toml, out = write(tmp_path, data(100)), model(tmp_path, "int8"), tmp_path / "out"
     first = evaluate(root, toml, path, "--out", out)
     assert first.returncode == 0 and "loaded ctr version 1, not activated" in first.stdout, first.stderr
     again = evaluate(root, toml, path, "--out", out)
     assert again.returncode == 0, again.stderr
     assert (
-        "was loaded as ctr version 1 when this evaluation began" in again.stdout and "100 of them by an earlier" in again.stdout
+        "was loaded as ctr version 1 when this evaluation began" in again.stdout
+        and "100 of them by an earlier" in again.stdout
     )
     assert Model(root, "ctr").versions() == [1]
     os.utime(toml)
@@ -330,7 +380,9 @@ def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Si
     columns = data(20_000)
     path, out = write(tmp_path, columns), tmp_path / "out"
     arguments = ("ctr", path, "--out", out, "--shard-rows", 400, "--batch", 4)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, as would this one's
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore it, as would this one's
     process = begin(root, *arguments)
     signal.signal(signal.SIGINT, before)
     until(lambda: len(list((out / "parts").glob("*.parquet"))) > 3, what="some shards")
@@ -346,7 +398,9 @@ def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Si
     assert "of them by an earlier run" in result.stdout
     assert all(p.stat().st_mtime_ns == at for p, at in kept.items())
     assert parts(out).num_rows == 20_000
-    np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_out_of_another_evaluation_is_left_alone(root: Path, tmp_path: Path) -> None:
@@ -379,7 +433,8 @@ def test_a_damaged_part_is_made_again(root: Path, tmp_path: Path) -> None:
 
 
 def test_columns_that_cannot_be_meant_are_refused(root: Path, tmp_path: Path) -> None:
-    """Two models that read a feature from different columns, a feature of two columns, and data inside OUT."""
+    """Two models that read a feature from different columns, a feature of two columns, and data inside
+    OUT."""
     publish(root, tmp_path)
     header = Model(root, "ctr").attach().header
     assert header.evaluation
@@ -408,21 +463,31 @@ def change(name: str, value: Any, row: int = 17) -> Callable[[dict[str, Any]], N
     ("damage", "message"),
     [
         (change("label", 2), "0.{0}, row 17: label 'label' is 2.0; expected 0 or 1"),
-        (change("user_id", 500), "0.{0}, row 17, of a batch from row 0 on: feature 'user': id 500 at position 17 is outside"),
-        (change("clicked", [1, 500], 17), "0.{0}, row 17, of a batch from row 0 on: feature 'clicked': id 500 at position"),
+        (
+            change("user_id", 500),
+            "0.{0}, row 17, of a batch from row 0 on: feature 'user': id 500 at position 17 is outside",
+        ),
+        (
+            change("clicked", [1, 500], 17),
+            "0.{0}, row 17, of a batch from row 0 on: feature 'clicked': id 500 at position",
+        ),
         (change("a", None), "column 'a' holds"),
         (lambda c: c.pop("b"), "has no column 'b'"),
         (lambda c: c.update(clicked=["x"] * 100), "column 'clicked' holds string; expected ids (int64)"),
     ],
     ids=["label", "id", "id in a list", "null", "column", "type"],
 )
-def test_data_that_does_not_fit_is_named(root: Path, tmp_path: Path, damage: Any, message: str, kind: str) -> None:
+def test_data_that_does_not_fit_is_named(
+    root: Path, tmp_path: Path, damage: Any, message: str, kind: str
+) -> None:
     publish(root, tmp_path)
     columns = data(100)
     damage(columns)
     settings = EvalSettings(write(tmp_path, columns, kind), tmp_path / "out")
     segment = Model(root, "ctr").attach()
-    job = _job([Candidate("ctr", 1, segment.content())], [segment.header], settings, ServerSettings(root=root))
+    job = _job(
+        [Candidate("ctr", 1, segment.content())], [segment.header], settings, ServerSettings(root=root)
+    )
     evaluator = Evaluator(job)
     with pytest.raises(DataError) as caught:
         for shard in plan_shards(data_files(settings.data), 1000):
@@ -444,9 +509,13 @@ def test_scores_that_are_no_probabilities_are_named(root: Path, tmp_path: Path) 
     load(read_model(path), root)
     segment = Model(root, "ctr").attach()
     settings = EvalSettings(write(tmp_path, data(100)), tmp_path / "out")
-    job = _job([Candidate("ctr", 1, segment.content())], [segment.header], settings, ServerSettings(root=root))
+    job = _job(
+        [Candidate("ctr", 1, segment.content())], [segment.header], settings, ServerSettings(root=root)
+    )
     (shard, *_) = plan_shards(data_files(settings.data), 1000)
-    with pytest.raises(DataError, match=r"row 0 and on: scores of ctr lie in \[7.* expected probabilities: .* sigmoid"):
+    with pytest.raises(
+        DataError, match=r"row 0 and on: scores of ctr lie in \[7.* expected probabilities: .* sigmoid"
+    ):
         Evaluator(job).score(shard)
 
 
@@ -477,7 +546,10 @@ def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
         (("nothing", path), "nothing"),
         (("plain@x", path), "expected MODEL, MODEL@VERSION, MODEL@VERSION+SEQUENCE or a model.toml"),
         (("plain", path, "--max-ne-increase", 0), "say --against"),
-        (("plain", path, "--stash"), "--stash gives back what tables take of a GPU's memory; name one with --devices"),
+        (
+            ("plain", path, "--stash"),
+            "--stash gives back what tables take of a GPU's memory; name one with --devices",
+        ),
     ):
         result = evaluate(root, *arguments, "--out", tmp_path / "out")
         assert result.returncode == 1
@@ -486,14 +558,19 @@ def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), ("--stash", "--placement", "hbm")], ids=["resident", "stashed"])
 def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Workers spread over devices, lookups by the fused kernel; tables in place, and away while the dense part runs."""
+    """Workers spread over devices, lookups by the fused kernel; tables in place, and away while the dense
+    part runs."""
     publish(root, tmp_path)
     columns = data(600)
     device = tables.serve_device()
     out = tmp_path / "out"
-    result = evaluate(root, "ctr", write(tmp_path, columns), "--out", out, "--devices", device, "--batch", 200, *options)
+    result = evaluate(
+        root, "ctr", write(tmp_path, columns), "--out", out, "--devices", device, "--batch", 200, *options
+    )
     assert result.returncode == 0, result.stderr
-    np.testing.assert_allclose(parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        parts(out).column("score_0").to_numpy(), scores_of(columns), rtol=1e-3, atol=1e-5
+    )
 
 
 def test_an_evaluation_in_bf16(root: Path, tmp_path: Path) -> None:
@@ -507,7 +584,10 @@ def test_an_evaluation_in_bf16(root: Path, tmp_path: Path) -> None:
     user, clicked, context = vectors_of(columns)
     # One more rounding for each product by 20, and for vectors that were pooled in another order.
     expected, bounds = dense(
-        Sharp(8, 4, 3).deep, np.concatenate([20 * user, 20 * clicked, context], 1), Precision.BF16, filled(Precision.BF16) + 2
+        Sharp(8, 4, 3).deep,
+        np.concatenate([20 * user, 20 * clicked, context], 1),
+        Precision.BF16,
+        filled(Precision.BF16) + 2,
     )
     difference = np.abs(parts(narrow).column("score_0").to_numpy() - expected[:, 0])
     assert (difference <= bounds[:, 0]).all() and (difference > 1e-5).any()
@@ -530,14 +610,17 @@ def test_ray_gives_what_the_processes_give(root: Path, tmp_path: Path) -> None:
 
 
 def test_a_machine_that_has_not_the_model_publishes_it_once(root: Path, tmp_path: Path) -> None:
-    """From its model.toml, and only where the bytes are the same; whoever else asks attaches what is there."""
+    """From its model.toml, and only where the bytes are the same; whoever else asks attaches what is
+    there."""
     publish(root, tmp_path)
     source = model(tmp_path)
     content = Model(root, "ctr").attach().content()
     other = Path(f"{root}-other-machine")
     try:
         job: Any = type("Job", (), {"root": other, "settings": ServerSettings(root=other)})
-        with pytest.raises(ServingError, match=r"is not published on this machine .* name its model.toml with --source"):
+        with pytest.raises(
+            ServingError, match=r"is not published on this machine .* name its model.toml with --source"
+        ):
             attach_or_publish(job, Candidate("ctr", 1, content))
         for _ in range(2):
             found, state = attach_or_publish(job, Candidate("ctr", 7, content, source))
@@ -560,11 +643,16 @@ def test_shards_hold_every_row_once(tmp_path: Path) -> None:
         assert b"".join(content[s.first : s.last] for s in shards) == content
     pq.write_table(pa.table({"n": range(1000)}), tmp_path / "a.parquet", row_group_size=130)
     shards = plan_shards([tmp_path / "a.parquet"], 300)
-    assert [(s.start, s.rows, s.first, s.last) for s in shards] == [(0, 390, 0, 3), (390, 390, 3, 6), (780, 220, 6, 8)]
+    assert [(s.start, s.rows, s.first, s.last) for s in shards] == [
+        (0, 390, 0, 3),
+        (390, 390, 3, 6),
+        (780, 220, 6, 8),
+    ]
 
 
 def test_columns_of_other_kinds(tmp_path: Path) -> None:
-    """Dictionaries are read as what they hold; ids that are no int64 are an error; hidden files and OUT are no data."""
+    """Dictionaries are read as what they hold; ids that are no int64 are an error; hidden files and OUT
+    are no data."""
     ids = pa.array([1, 2, 1]).dictionary_encode()
     pq.write_table(pa.table({"x": ids, "big": pa.array([1, 2**63, 3], pa.uint64())}), tmp_path / "a.parquet")
     for name in (".hidden.parquet", "_SUCCESS.parquet", "out/parts/00000.parquet"):

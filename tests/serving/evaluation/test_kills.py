@@ -1,4 +1,5 @@
-"""Evaluations whose processes are killed: what is said, what is made good, and what is left behind (nothing)."""
+"""Evaluations whose processes are killed: what is said, what is made good, and what is left behind
+(nothing)."""
 
 import json
 import os
@@ -22,7 +23,8 @@ TOP = Path(__file__).resolve().parents[3]
 
 @pytest.mark.thorough
 def test_killed_and_resumed_evaluations_give_the_same_report() -> None:
-    """A short campaign: kills and flips at random instants; it says how many, and finds no difference, file or process left."""
+    """A short campaign: kills and flips at random instants; it says how many, and finds no difference,
+    file or process left."""
     seed = int(time.time()) % 1000
     print(f"seed {seed}")
     code = "import sys, json; from campaigns.evals import run; print(json.dumps(run(float('inf'), int(sys.argv[1]), 8)))"
@@ -31,7 +33,14 @@ def test_killed_and_resumed_evaluations_give_the_same_report() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kills"] >= 8 and found["flips"] >= 1, found
-    for name in ("wrong reports", "rows not once", "flips not named", "partial files left", "processes left", "tracebacks"):
+    for name in (
+        "wrong reports",
+        "rows not once",
+        "flips not named",
+        "partial files left",
+        "processes left",
+        "tracebacks",
+    ):
         assert found[name] == 0, found
 
 
@@ -45,7 +54,8 @@ def command(root: Path, tmp_path: Path) -> list[str]:
 
 
 def kill_forkservers(process: "subprocess.Popen[str]", times: int) -> int:
-    """Kills the process that workers are forked from as soon as it is there, that many times over; how many were killed."""
+    """Kills the process that workers are forked from as soon as it is there, that many times over; how
+    many were killed."""
     killed: set[int] = set()
     while process.poll() is None and len(killed) < times:
         for pid in set(processes_below(process.pid)) - killed:
@@ -62,7 +72,8 @@ def kill_forkservers(process: "subprocess.Popen[str]", times: int) -> int:
 
 @pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
 def test_a_forkserver_that_is_killed_as_it_starts(command: list[str], times: int) -> None:
-    """Once: it is started again. Each time: lines that say what failed, and the last one where and the remedy."""
+    """Once: it is started again. Each time: lines that say what failed, and the last one where and the
+    remedy."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     killed = kill_forkservers(process, times)
     out, error = process.communicate(timeout=300)
@@ -73,7 +84,10 @@ def test_a_forkserver_that_is_killed_as_it_starts(command: list[str], times: int
     assert process.returncode == 1
     *tries, last = error.splitlines()
     assert tries and all("a process of the pool did not start (" in line for line in tries)
-    assert last.startswith("tableside: a process of the pool did not start, 3 times over") and "is there enough memory" in last
+    assert (
+        last.startswith("tableside: a process of the pool did not start, 3 times over")
+        and "is there enough memory" in last
+    )
 
 
 def test_a_long_name_of_the_folder_of_temporary_files(command: list[str], tmp_path: Path) -> None:
@@ -84,7 +98,8 @@ def test_a_long_name_of_the_folder_of_temporary_files(command: list[str], tmp_pa
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
     assert found.returncode == 1 and "Traceback" not in found.stderr
     assert (
-        f"AF_UNIX path too long); is there enough memory, and is the folder of temporary files, TMPDIR ({folder})" in found.stderr
+        "AF_UNIX path too long); is there enough memory, and is the folder of temporary files, TMPDIR "
+        f"({folder})" in found.stderr
     )
 
 
@@ -97,11 +112,14 @@ def forked(process: "subprocess.Popen[str]") -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("victim", ["main", "forkserver"])
 def test_workers_end_with_what_they_belong_to(command: list[str], tmp_path: Path, victim: str) -> None:
-    """In the middle of a shard: where the pool is killed no part appears later; where the forkserver is, both are replaced."""
+    """In the middle of a shard: where the pool is killed no part appears later; where the forkserver is,
+    both are replaced."""
     rows = 40_000
     ids = np.zeros(rows, np.int64)
     pq.write_table(pa.table({"user": ids, "item": ids, "label": ids}), tmp_path / "data.parquet")
-    process = subprocess.Popen([*command, "--batch", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--batch", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         until(lambda: forked(process)[0], what="a worker")
         (worker,), (forkserver,) = forked(process)

@@ -32,7 +32,11 @@ def data(root: Path, tmp_path: Path) -> Path:
     """A model of two towers is published; where its data set lies."""
     publish_towers(root, tmp_path)
     values = np.random.default_rng(0)
-    columns = {"user": values.integers(0, 50, ROWS), "item": values.integers(0, 40, ROWS), "label": values.integers(0, 2, ROWS)}
+    columns = {
+        "user": values.integers(0, 50, ROWS),
+        "item": values.integers(0, 40, ROWS),
+        "label": values.integers(0, 2, ROWS),
+    }
     pq.write_table(pa.table(columns), tmp_path / "data.parquet", row_group_size=50)
     return tmp_path / "data.parquet"
 
@@ -70,8 +74,11 @@ def test_any_byte_of_a_part_and_of_its_checksum(tmp_path: Path) -> None:
             flip(path, bit)
 
 
-def test_a_part_that_is_damaged_is_named_and_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So is one without a checksum, one cut short, and one of another shard; one that is not there is no news."""
+def test_a_part_that_is_damaged_is_named_and_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So is one without a checksum, one cut short, and one of another shard; one that is not there is no
+    news."""
     job, shard = part_of(tmp_path, 5)
     path, checksum = job.part(shard), tmp_path / "00003.parquet.xxh3"
     content = path.read_bytes()
@@ -90,7 +97,10 @@ def test_a_part_that_is_damaged_is_named_and_removed(tmp_path: Path, caplog: pyt
 
 def test_any_bit_of_a_record(tmp_path: Path) -> None:
     """Is found, or changes nothing of what is read."""
-    path, record = tmp_path / "plan.json", {"files": {"é.parquet": [1, 2.5e-7]}, "slice": None, "shards": [{"rows": 12}]}
+    path, record = (
+        tmp_path / "plan.json",
+        {"files": {"é.parquet": [1, 2.5e-7]}, "slice": None, "shards": [{"rows": 12}]},
+    )
     write_record(path, record)
     found = 0
     for bit in range(8 * path.stat().st_size):
@@ -105,7 +115,8 @@ def test_any_bit_of_a_record(tmp_path: Path) -> None:
 
 
 def test_flips_between_two_runs(root: Path, tmp_path: Path, data: Path) -> None:
-    """One bit in each part: every part is named, and the report is the same. One in plan.json: a line with the remedy."""
+    """One bit in each part: every part is named, and the report is the same. One in plan.json: a line with
+    the remedy."""
     out = tmp_path / "out"
     first = run_tableside("eval", "towers", data, "--out", out, *OPTIONS, root=root)
     assert first.returncode == 0, first.stderr
@@ -123,7 +134,10 @@ def test_flips_between_two_runs(root: Path, tmp_path: Path, data: Path) -> None:
     flip(out / "plan.json", 8 * 30)
     refused = run_tableside("eval", "towers", data, "--out", out, *OPTIONS, root=root)
     assert refused.returncode == 1 and len(refused.stderr.splitlines()) == 1
-    assert f"{out / 'plan.json'} is damaged" in refused.stderr and f"remove {out}, or choose another --out" in refused.stderr
+    assert (
+        f"{out / 'plan.json'} is damaged" in refused.stderr
+        and f"remove {out}, or choose another --out" in refused.stderr
+    )
 
 
 FLIPPED_BEFORE_THE_REPORT = """
@@ -146,8 +160,11 @@ evaluate([Candidate("towers", 1)], EvalSettings(data, out, 2, shard_rows=50), Se
 
 
 @pytest.mark.parametrize("times", [1, 9])
-def test_flips_between_the_last_shard_and_the_report(root: Path, tmp_path: Path, data: Path, times: int) -> None:
-    """The part is made again and the report is right; where it never reads as it was written, an error names it."""
+def test_flips_between_the_last_shard_and_the_report(
+    root: Path, tmp_path: Path, data: Path, times: int
+) -> None:
+    """The part is made again and the report is right; where it never reads as it was written, an error
+    names it."""
     calm, out = tmp_path / "calm", tmp_path / "out"
     assert run_tableside("eval", "towers", data, "--out", calm, *OPTIONS, root=root).returncode == 0
     command = [sys.executable, "-c", FLIPPED_BEFORE_THE_REPORT, str(root), str(data), str(out), str(times)]
@@ -157,11 +174,15 @@ def test_flips_between_the_last_shard_and_the_report(root: Path, tmp_path: Path,
         assert found.returncode == 0, found.stderr
         assert figures(out) == figures(calm)
     else:
-        assert "00005.parquet was not read as it had been written, 3 times over; check the disk" in found.stderr
+        assert (
+            "00005.parquet was not read as it had been written, 3 times over; check the disk" in found.stderr
+        )
         assert not (out / "report.json").exists()
 
 
-def test_what_was_loaded_is_loaded_again_where_its_record_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_loaded_is_loaded_again_where_its_record_is_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from tableside.serving.evaluation import sources
 
     write_record(tmp_path / sources.FILE, {"model.toml": {"version": 1}})
@@ -178,5 +199,8 @@ def test_a_disk_that_is_full_is_a_line_with_the_remedy(root: Path, tmp_path: Pat
     command = [*on_small_tmpfs(out, "size=64k"), *map(str, wide)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 1 and len(found.stderr.splitlines()) == 1, found.stderr
-    assert ".parquet cannot be written (No space left on device); free some space, and give the same command" in found.stderr
+    assert (
+        ".parquet cannot be written (No space left on device); free some space, and give the same command"
+        in found.stderr
+    )
     assert Model(root, "towers").versions() == [1]

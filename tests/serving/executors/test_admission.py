@@ -57,7 +57,8 @@ class Request:
 
 
 def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first() -> None:
-    """Order is for those who have waited for a moment; beyond that the newest has the best chance of still being wanted."""
+    """Order is for those who have waited for a moment; beyond that the newest has the best chance of still
+    being wanted."""
 
     async def test() -> None:
         for late, expected in ((False, ["a", "b", "c", "d"]), (True, ["a", "d", "c", "b"])):
@@ -77,10 +78,15 @@ def test_who_waits_for_too_long_or_is_one_too_many_is_refused() -> None:
     async def test() -> None:
         slots, log = Slots(1, 2, 0.05), list[str]()
         turns = [Request(slots, name, log, is_whole=True).turn for name in "abcd"]
-        assert log[1].startswith("b: 2 requests wait for this worker, its limit (max_waiting); try again later")
+        assert log[1].startswith(
+            "b: 2 requests wait for this worker, its limit (max_waiting); try again later"
+        )
         while len(log) < 4:
             await asyncio.sleep(0.01)
-        assert [line.partition(" s for")[0] for line in log[2:]] == ["c: the request waited 0.05", "d: the request waited 0.05"]
+        assert [line.partition(" s for")[0] for line in log[2:]] == [
+            "c: the request waited 0.05",
+            "d: the request waited 0.05",
+        ]
         turns[0].end()
         assert len(log) == 4
 
@@ -136,11 +142,15 @@ async def answer_at_once(scope: Any, receive: Any, send: Any) -> None:
 
 
 @contextlib.asynccontextmanager
-async def without_a_free_slot(in_flight: Bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def without_a_free_slot(
+    in_flight: Bytes,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection to a worker's protocol in this loop, all of whose slots are taken."""
     config = uvicorn.Config(answer_at_once, lifespan="off")
     config.load()
-    protocol = limited_protocol(ServerSettings(models=("demo",)), in_flight, Slots(0, 10, 60.0), Slices(), NoDoor())  # type: ignore[arg-type]
+    protocol = limited_protocol(
+        ServerSettings(models=("demo",)), in_flight, Slots(0, 10, 60.0), Slices(), NoDoor()
+    )  # type: ignore[arg-type]
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
         lambda: protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
@@ -168,8 +178,11 @@ def test_requests_without_a_body_do_not_wait() -> None:
 
 
 @pytest.mark.parametrize("turn_s", [60, 0])
-def test_requests_that_wait_leave_their_bodies_in_the_kernel(turn_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a body of 64 MiB the worker holds what came with the head alone; its client can send what the sockets take.
+def test_requests_that_wait_leave_their_bodies_in_the_kernel(
+    turn_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a body of 64 MiB the worker holds what came with the head alone; its client can send what the
+    sockets take.
 
     That is so where the rest of what was read waits for another turn of the loop, as on a busy machine."""
     body_bytes = 64 << 20
@@ -178,7 +191,9 @@ def test_requests_that_wait_leave_their_bodies_in_the_kernel(turn_s: float, monk
     async def test() -> None:
         in_flight = Bytes(1 << 30)
         async with without_a_free_slot(in_flight) as (_, writer):
-            writer.write(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % body_bytes)
+            writer.write(
+                b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % body_bytes
+            )
             writer.write(bytes(body_bytes))
             unsent = [body_bytes, body_bytes + 1]
             while unsent[-1] != unsent[-2]:  # until no more is taken
@@ -192,7 +207,8 @@ def test_requests_that_wait_leave_their_bodies_in_the_kernel(turn_s: float, monk
 
 
 def test_the_sockets_are_read_between_two_slices() -> None:
-    """Requests that each take a slice do not keep the loop: what else is ready runs between any two, and all are taken."""
+    """Requests that each take a slice do not keep the loop: what else is ready runs between any two, and
+    all are taken."""
 
     async def test() -> None:
         slices, seen = Slices(), list[int]()
@@ -222,7 +238,9 @@ def test_bytes_are_counted_until_they_are_let_go() -> None:
     total = Bytes(100)
     first, second = Hold(total), Hold(total)
     first.grow(60)
-    with pytest.raises(ApiError, match=r"requests hold 60 bytes of this worker, this one needs 41 more; the limit is 100"):
+    with pytest.raises(
+        ApiError, match=r"requests hold 60 bytes of this worker, this one needs 41 more; the limit is 100"
+    ):
         second.grow(41)
     second.grow(40)
     assert total.held == 100
@@ -251,12 +269,16 @@ def unread(port: int, bags: int) -> socket.socket:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", port))
-    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    connection.sendall(
+        b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        + body
+    )
     return connection
 
 
 def test_responses_that_nobody_reads_are_bounded(narrow: Any) -> None:
-    """Two of 8 MiB fit in 20 MiB; the third is refused, small requests are answered, and what was read or reset is free again."""
+    """Two of 8 MiB fit in 20 MiB; the third is refused, small requests are answered, and what was read or
+    reset is free again."""
     held = [unread(narrow.port, 32_000) for _ in range(2)]
     with Client(narrow.url) as client:
         until(lambda: refused(narrow, 32_000), what="a third large response to be refused")
@@ -292,7 +314,8 @@ def sent_back(connection: socket.socket) -> bytes:
 
 
 def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
-    """Thirty clients that send all but the last byte of 1 MiB: the worker holds 20 MiB of it, refuses the rest, and frees it."""
+    """Thirty clients that send all but the last byte of 1 MiB: the worker holds 20 MiB of it, refuses the
+    rest, and frees it."""
     head = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (1 << 20)
     (worker,) = narrow.workers()
     before = pss_bytes(worker)["private"]
@@ -313,14 +336,17 @@ def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
         assert client.get("/health").status_code == 200
     refusals = [c for c in connections if b" 503 " in sent_back(c)]
     assert len(refusals) >= 10  # 20 of them fit
-    assert pss_bytes(worker)["private"] - before < 3 * (20 << 20)  # a body lies there once, and once more as it is joined
+    assert pss_bytes(worker)["private"] - before < 3 * (
+        20 << 20
+    )  # a body lies there once, and once more as it is joined
     for connection in connections:
         connection.close()
     until(lambda: not refused(narrow, 32_000), what="the room to be free again")
 
 
 def test_json_has_a_limit_of_its_own(narrow: Any) -> None:
-    """Text takes ten times the time of bytes; what is too long is refused with the way to send it, packed or not."""
+    """Text takes ten times the time of bytes; what is too long is refused with the way to send it, packed
+    or not."""
     ids = list(range(1000)) * 60
     body = json.dumps({"model": "demo", "features": {"user": [ids]}}).encode()
     assert 200_000 < len(body) < 1 << 20
@@ -338,7 +364,10 @@ def test_json_answers_have_a_limit_too(narrow: Any) -> None:
     features = {"user": [[1]] * 1000}
     found = httpx.post(narrow.url + "/v1/lookup", json={"model": "demo", "features": features})
     assert found.status_code == 400
-    assert "asks for 256,000 bytes of vectors as JSON; the limit is 200,000 (max_json_bytes)" in found.json()["error"]
+    assert (
+        "asks for 256,000 bytes of vectors as JSON; the limit is 200,000 (max_json_bytes)"
+        in found.json()["error"]
+    )
 
 
 def test_large_json_is_parsed_beside_the_loop_and_is_right(start: Start) -> None:
@@ -348,9 +377,13 @@ def test_large_json_is_parsed_beside_the_loop_and_is_right(start: Start) -> None
     assert len(json.dumps(ids.tolist())) > 1 << 16
     with Client(server.url) as client:
         expected = client.lookup("demo", {"user": ids})["user"]
-    v1 = httpx.post(server.url + "/v1/lookup", json={"model": "demo", "features": {"user": ids.tolist()}}).json()
+    v1 = httpx.post(
+        server.url + "/v1/lookup", json={"model": "demo", "features": {"user": ids.tolist()}}
+    ).json()
     np.testing.assert_array_equal(np.array(v1["vectors"]["user"], np.float32), expected)
-    inputs = [{"name": "user", "datatype": "INT64", "shape": list(ids.shape), "data": ids.reshape(-1).tolist()}]
+    inputs = [
+        {"name": "user", "datatype": "INT64", "shape": list(ids.shape), "data": ids.reshape(-1).tolist()}
+    ]
     v2 = httpx.post(server.url + "/v2/models/demo/infer", json={"inputs": inputs}).json()
     np.testing.assert_array_equal(np.array(v2["outputs"][0]["data"], np.float32).reshape(-1, 64), expected)
 

@@ -1,4 +1,5 @@
-"""Batches on a GPU when things go wrong, and what a worker's tables may take of one: what a GPU does is played."""
+"""Batches on a GPU when things go wrong, and what a worker's tables may take of one: what a GPU does is
+played."""
 
 import asyncio
 import gc
@@ -55,7 +56,9 @@ class Device:
         return requests
 
     def wait(self, requests: list[Any]) -> Any:
-        return [found if isinstance(found, BadIds | tuple) else (found, None) for found in self.answer(requests)], None
+        return [
+            found if isinstance(found, BadIds | tuple) else (found, None) for found in self.answer(requests)
+        ], None
 
     def is_lost(self) -> bool:
         return self.lost
@@ -171,9 +174,12 @@ def test_memory_that_runs_out_does_not_end_the_worker(kills: list[int]) -> None:
 
 
 def test_batches_are_bounded_and_leave_out_who_left() -> None:
-    """By number, by bytes (one that is larger alone runs alone), and without requests whose client is gone."""
+    """By number, by bytes (one that is larger alone runs alone), and without requests whose client is
+    gone."""
     device = Device()
-    device.answer = lambda requests: [BadIds(Problem.ID, 0, 0, 7, 5) if n else np.zeros(4) for n in range(len(requests))]
+    device.answer = lambda requests: [
+        BadIds(Problem.ID, 0, 0, 7, 5) if n else np.zeros(4) for n in range(len(requests))
+    ]
     batcher = Batcher(device, 3)  # type: ignore[arg-type]
 
     async def run() -> list[Any]:
@@ -229,7 +235,8 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
 
 
 def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
-    """Where the futures allow that; the event loop has no part in it. What cannot be told does not stop the batches after it."""
+    """Where the futures allow that; the event loop has no part in it. What cannot be told does not stop
+    the batches after it."""
     device, told, all_told = Device(), [], threading.Event()
 
     def tell(results: Any) -> None:
@@ -258,7 +265,8 @@ def test_a_closed_batcher_refuses() -> None:
 
 @pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="plays a GPU in the interpreter")
 def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publish, root: Path) -> None:
-    """What one took is not there for the next; a live version's successor may take its place; what goes gives back."""
+    """What one took is not there for the next; a live version's successor may take its place; what goes
+    gives back."""
     publish({"t": rows_of(100, 12)}, name="a")  # 1,600 bytes
     publish({"t": rows_of(100, 12)}, name="b")
     settings = ServerSettings(devices=("interpreter",), hbm_budget=2000)
@@ -294,8 +302,8 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
 def test_scores_of_a_batch_are_computed_together(
     bad: int | None, error: Exception | None, is_row_wise: bool, calls: list[int]
 ) -> None:
-    """One call for the requests of a scorer that sees each row alone; where it fails, each is asked alone, and only the one at
-    fault is told so."""
+    """One call for the requests of a scorer that sees each row alone; where it fails, each is asked alone,
+    and only the one at fault is told so."""
     scorer = Halves()
     scorer.is_row_wise = is_row_wise
     scorer.error = error or scorer.error
@@ -305,7 +313,9 @@ def test_scores_of_a_batch_are_computed_together(
         waiting = []
         for n in range(3):
             values = np.full((n + 1, 1), 0.0 if n == bad else 2.0 * n + 2, np.float32)
-            scoring = Scoring(scorer, (DenseInput("x", 0, n + 1, 1),), Output("score", 0, 4 * (n + 1), (n + 1,), False))
+            scoring = Scoring(
+                scorer, (DenseInput("x", 0, n + 1, 1),), Output("score", 0, 4 * (n + 1), (n + 1,), False)
+            )
             waiting.append(batcher.run(Request(scoring=scoring), values.tobytes()))  # type: ignore[arg-type]
         found = await asyncio.gather(*waiting, return_exceptions=True)
         batcher.close()
@@ -335,7 +345,9 @@ def test_whatever_a_device_raises_is_a_version_that_cannot_be_served(
 
     monkeypatch.setattr(placer, "place", fail)
     engine = Engine(Model(root, "demo"), ServerSettings(), placer)
-    with pytest.raises(ServingError, match=r"demo version 1 cannot be served: RuntimeError\('ptxas failed'\)"):
+    with pytest.raises(
+        ServingError, match=r"demo version 1 cannot be served: RuntimeError\('ptxas failed'\)"
+    ):
         engine.attach()
 
 
@@ -344,11 +356,17 @@ def test_cache_metrics_count_what_came_since() -> None:
 
     def now(tickets: int, name: str, ids: int, hits: int) -> Statistics:
         table = TableStatistics(name, ids, hits, ids - hits, 0, 16)
-        return Statistics(tickets, 100, 50, inserted=ids, evicted=0, padded=0, locked_out=0, tables={0: table})
+        return Statistics(
+            tickets, 100, 50, inserted=ids, evicted=0, padded=0, locked_out=0, tables={0: table}
+        )
 
     kept = metrics.CacheMetrics("played")
     first = now(1, "ads/played", 10, 4)
     for statistics in (first, first, now(2, "ads/played", 30, 20), now(3, "ads/next", 5, 1)):
         kept.update(statistics)
-    for name, table, value in (("hits", "ads/played", 20), ("ids", "ads/played", 30), ("bus_bytes", "ads/next", 4 * 16)):
+    for name, table, value in (
+        ("hits", "ads/played", 20),
+        ("ids", "ads/played", 30),
+        ("bus_bytes", "ads/next", 4 * 16),
+    ):
         assert metrics.CACHE_TABLES[name].labels(table)._values[0] == value

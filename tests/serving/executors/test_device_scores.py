@@ -1,4 +1,5 @@
-"""Scores that are computed where a GPU's lookups wrote the vectors: they are the CPU's, whatever shares the batch."""
+"""Scores that are computed where a GPU's lookups wrote the vectors: they are the CPU's, whatever shares
+the batch."""
 
 import asyncio
 import gc
@@ -42,7 +43,8 @@ def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path) -> None:
-    """Every kind of scorer, scores alone and with vectors, lookups beside them, ids that are wrong, several models."""
+    """Every kind of scorer, scores alone and with vectors, lookups beside them, ids that are wrong,
+    several models."""
     names = ("ctr", "wide", "centred", "dot", "cosine")
     publish(root, tmp_path, *names)
     both = Both(root, *names)
@@ -64,12 +66,17 @@ def test_scores_are_of_the_state_that_a_request_took(root: Path, tmp_path: Path)
     on_cpu: list[tuple[Request, bytes]] = []
     for state in range(2):
         if state:
-            apply(Model(root, "ctr"), ChangeBatch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]))
+            apply(
+                Model(root, "ctr"),
+                ChangeBatch([TableChanges("user", np.arange(0, 200, 2), rows_of(100, 8, 9))]),
+            )
         for engine, requests in zip(engines, (on_device, on_cpu), strict=True):
             engine.swap(engine.attach(as_successor=True))
             requests += [a.of({"ctr": engine.served()}) for a in asked]
     scores = []
-    for (request, _), answer, wanted in zip(on_device, both.on_device(on_device), both.on_cpu(on_cpu), strict=True):
+    for (request, _), answer, wanted in zip(
+        on_device, both.on_device(on_device), both.on_cpu(on_cpu), strict=True
+    ):
         assert isinstance(answer, Answer) and isinstance(wanted, Answer)
         (output,) = (o for o in request.outputs if o.feature == "score")
         scores.append(output.view(answer.buffer))
@@ -84,7 +91,9 @@ def test_a_request_at_fault_is_refused_alone(root: Path, tmp_path: Path) -> None
     asked = [Asked("ctr", rows, rows) for rows in (4, 3, 6)]
     asked[1].parts[-1][2, 1] = np.inf
     found = check(asked, both)
-    assert isinstance(found[1], ApiError) and "dense tensor 'context' is not finite in row 2" in found[1].message
+    assert (
+        isinstance(found[1], ApiError) and "dense tensor 'context' is not finite in row 2" in found[1].message
+    )
 
 
 def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tmp_path: Path) -> None:
@@ -107,7 +116,9 @@ def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tm
     assert calls == [18], "the call for all failed"
 
 
-def test_scores_alone_bring_no_vectors_to_the_host(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_alone_bring_no_vectors_to_the_host(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(root, tmp_path, "ctr")
     both = Both(root, "ctr")
     gpu: Any = both.placer.gpu
@@ -134,11 +145,17 @@ def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -
 def test_features_that_come_together_are_scored(root: Path, tmp_path: Path, alone: bool) -> None:
     """Their vectors lie side by side for the caller, and one feature after another on the device."""
     publish(root, tmp_path, "dot")
-    check([Asked("dot", rows, rows, together=rows != 5, alone=alone) for rows in (4, 5, 1, 17)], Both(root, "dot"))
+    check(
+        [Asked("dot", rows, rows, together=rows != 5, alone=alone) for rows in (4, 5, 1, 17)],
+        Both(root, "dot"),
+    )
 
 
-def test_a_late_scorer_on_a_device_refuses_all_that_wait(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its call is watched, the wait for its scores included; who is told of it refuses the batch and what comes later."""
+def test_a_late_scorer_on_a_device_refuses_all_that_wait(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call is watched, the wait for its scores included; who is told of it refuses the batch and what
+    comes later."""
     publish(root, tmp_path, "ctr")
     both = Both(root, "ctr")
     began, let_go, tells = threading.Event(), threading.Event(), []
@@ -187,10 +204,15 @@ def test_a_device_that_is_lost_to_a_scorer_fails_its_batch(
     scorer.calls._run = fail
     found = both.on_device([Asked("ctr", 3, n, score=n > 0).of(both.device) for n in range(3)])
     if is_lost:
-        assert all(isinstance(f, RuntimeError) and "the device was lost to the scorer of ctr version 1" in str(f) for f in found)
+        assert all(
+            isinstance(f, RuntimeError) and "the device was lost to the scorer of ctr version 1" in str(f)
+            for f in found
+        )
         assert signals == [signal.SIGTERM]
     else:
-        assert isinstance(found[0], Answer) and all(isinstance(f, TypeError) for f in found[1:]) and not signals
+        assert (
+            isinstance(found[0], Answer) and all(isinstance(f, TypeError) for f in found[1:]) and not signals
+        )
 
 
 # ---- calls of a scorer ----
@@ -252,7 +274,9 @@ def test_parts_of_a_batch_and_many_rows_are_called_as_they_are(monkeypatch: pyte
     room = fill(calls, 7, 1.0)
     np.testing.assert_array_equal(calls.score(room, 2, 3, False), np.full(3, 6.0))
     for count in (9, 40, 9):
-        np.testing.assert_array_equal(calls.score(fill(calls, count, 2.0), 0, count, True), np.full(count, 12.0))
+        np.testing.assert_array_equal(
+            calls.score(fill(calls, count, 2.0), 0, count, True), np.full(count, 12.0)
+        )
     assert rows == [3, 9, 40, 9] and not calls.captured
     assert sorted(calls._rooms) == [8, 16]
 
@@ -272,7 +296,9 @@ def test_a_scorer_that_is_not_captured_runs_without(caplog: pytest.LogCaptureFix
     calls, _ = calls_of(fails=True)
     with caplog.at_level(logging.WARNING, "tableside"):
         for count in (5, 30, 5):
-            np.testing.assert_array_equal(calls.score(fill(calls, count, 1.0), 0, count, True), np.full(count, 6.0))
+            np.testing.assert_array_equal(
+                calls.score(fill(calls, count, 1.0), 0, count, True), np.full(count, 6.0)
+            )
     assert [r.getMessage() for r in caplog.records] == [
         "the scorer of played version 3 is not captured as a CUDA graph, and runs without: "
         "operation not permitted when stream is capturing"
@@ -322,14 +348,17 @@ def infer(server: Server, names: Sequence[str] | None, values: np.ndarray) -> di
     for output in orjson.loads(reply.content[:start])["outputs"]:
         size = output["parameters"]["binary_data_size"]
         dtype = np.float16 if output["datatype"] == "FP16" else np.float32
-        found[output["name"]] = np.frombuffer(reply.content[start : start + size], dtype).reshape(output["shape"])
+        found[output["name"]] = np.frombuffer(reply.content[start : start + size], dtype).reshape(
+            output["shape"]
+        )
         start += size
     assert start == len(reply.content)
     return found
 
 
 def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, tmp_path: Path) -> None:
-    """Binary and JSON; headers that are new, and those that templates know; scores with vectors, alone, and vectors alone."""
+    """Binary and JSON; headers that are new, and those that templates know; scores with vectors, alone,
+    and vectors alone."""
     publish(root, tmp_path, "ctr", "cosine")
     on_gpu = start("--devices", tables.serve_device(), "--gpu-from-ids", 0, models=("ctr", "cosine"))
     on_cpu = start(models=("ctr", "cosine"))
@@ -339,17 +368,23 @@ def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, t
             found, expected = (infer(server, names, values) for server in (on_gpu, on_cpu))
             assert list(found) == list(expected) == (names or ["user", "clicked", "score"])
             for name in found:
-                np.testing.assert_allclose(found[name], expected[name], rtol=1e-3 if name == "clicked" else 1e-5)
+                np.testing.assert_allclose(
+                    found[name], expected[name], rtol=1e-3 if name == "clicked" else 1e-5
+                )
     near = {"user": IDS["user"], "near": [[7], [8, 9], [10]]}
     with Client(on_gpu.url, retries=0) as gpu, Client(on_cpu.url, retries=0) as cpu:
         for model, ids, dense in (("ctr", IDS, {"context": CONTEXT}), ("cosine", near, {})):
-            np.testing.assert_allclose(gpu.score(model, ids, dense), cpu.score(model, ids, dense), rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                gpu.score(model, ids, dense), cpu.score(model, ids, dense), rtol=1e-5, atol=1e-7
+            )
         for turn in range(4):
             ids = {"user": [[1] * turn, [3], [5]], "near": [[7], [8] * turn, [10, 11]]}
             found, expected = (client.score("cosine", ids, compact=True) for client in (gpu, cpu))
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
         body = {"model": "ctr", "features": IDS, "dense": {"context": CONTEXT.tolist()}}
-        scores = [httpx.post(f"{s.url}/v1/score", json=body, timeout=300).json()["scores"] for s in (on_gpu, on_cpu)]
+        scores = [
+            httpx.post(f"{s.url}/v1/score", json=body, timeout=300).json()["scores"] for s in (on_gpu, on_cpu)
+        ]
         np.testing.assert_allclose(*scores, rtol=1e-5)
         for client in (gpu, cpu):
             with pytest.raises(ClientError, match=r"400.*feature 'clicked': id 100 at position 2"):

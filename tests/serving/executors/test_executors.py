@@ -41,7 +41,8 @@ def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attach(root: Path, folder: Path, device: str | None) -> tuple[ServedVersion, Placer]:
-    """A model with two features whose dot product is the score, on a device or on the CPU; and an unpooled feature."""
+    """A model with two features whose dot product is the score, on a device or on the CPU; and an unpooled
+    feature."""
     np.savez(folder / "c.npz", **VALUES)
     raw = {
         "name": "demo",
@@ -65,8 +66,11 @@ def scored(version: ServedVersion, bags: int) -> tuple[Request, bytes, np.ndarra
     return version.lay_out(inputs, score=True), ids.tobytes() * 2, expected
 
 
-def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers of a batch are parts of one host buffer that have room for scores: no request's vectors are copied for them."""
+def test_scores_of_a_gpu_are_written_where_its_vectors_lie(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers of a batch are parts of one host buffer that have room for scores: no request's vectors
+    are copied for them."""
     version, placer = attach(root, tmp_path, tables.serve_device())
     assert placer.gpu is not None
     given: list[list[np.ndarray]] = []
@@ -95,7 +99,9 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(root: Path, tmp_path:
         assert answer.buffer is buffer
         assert buffer.size == request.out_bytes
         np.testing.assert_allclose(request.outputs[-1].view(buffer), expected, rtol=1e-4)
-        np.testing.assert_allclose(request.outputs[0].view(buffer), VALUES["user"][: len(expected)], rtol=1e-6)
+        np.testing.assert_allclose(
+            request.outputs[0].view(buffer), VALUES["user"][: len(expected)], rtol=1e-6
+        )
 
 
 def test_both_executors_give_the_same(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +128,12 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path, monkeypatch: p
         np.testing.assert_allclose(found[0].view(np.float32), other.view(np.float32), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("ids", "out_bytes", "is_beside"), [(1, 8, True), (0, 8, False), (0, 17 << 20, True)])
+@pytest.mark.parametrize(
+    ("ids", "out_bytes", "is_beside"), [(1, 8, True), (0, 8, False), (0, 17 << 20, True)]
+)
 def test_large_lookups_run_beside_the_event_loop(ids: int, out_bytes: int, is_beside: bool) -> None:
-    """A request with more than INLINE_IDS ids, or with large vectors of empty bags, is looked up on the other thread."""
+    """A request with more than INLINE_IDS ids, or with large vectors of empty bags, is looked up on the
+    other thread."""
     seen: list[str] = []
 
     def look_up(inputs: bytes) -> Answer:
@@ -168,7 +177,8 @@ class PlayedDevice:
 
 
 def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Path, tmp_path: Path) -> None:
-    """No kernel reads them, so both executors refuse those that are negative or do not add up, before anything runs."""
+    """No kernel reads them, so both executors refuse those that are negative or do not add up, before
+    anything runs."""
     version, _ = attach(root, tmp_path, None)
     request = version.lay_out([FeatureInput("words", 0, 2, bags=2, lengths_at=16)])
 
@@ -241,8 +251,11 @@ async def until_began(scorer: Stuck) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(tells: list[Callable[[Scorer], object]]) -> None:
-    """On the CPU: who waits for scores is told while the scorer still runs, and so is who asks later; lookups are answered."""
+def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(
+    tells: list[Callable[[Scorer], object]],
+) -> None:
+    """On the CPU: who waits for scores is told while the scorer still runs, and so is who asks later;
+    lookups are answered."""
     scorer = Stuck()
 
     async def run() -> None:
@@ -251,7 +264,9 @@ def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(tells: list[Ca
             waiting = asyncio.ensure_future(executor.run(played(scoring_of(scorer)), bytes(8)))
             await until_began(scorer)
             tells[0](scorer)  # as the deadline's thread does
-            with pytest.raises(ApiError, match="the scorer of played version 3 took longer than 60 s") as error:
+            with pytest.raises(
+                ApiError, match="the scorer of played version 3 took longer than 60 s"
+            ) as error:
                 await waiting
             assert error.value.status == 503 and not scorer.let_go.is_set()
             with pytest.raises(ApiError, match="this worker is being replaced"):
@@ -264,12 +279,15 @@ def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(tells: list[Ca
 
 
 def test_a_late_scorer_stops_all_that_a_gpu_does(tells: list[Callable[[Scorer], object]]) -> None:
-    """The thread that drives the GPU is stuck: requests of its batch, those that wait and those that come later are refused."""
+    """The thread that drives the GPU is stuck: requests of its batch, those that wait and those that come
+    later are refused."""
     scorer = Stuck()
 
     async def run() -> None:
         batcher = Batcher(PlayedDevice(), 1)
-        running = [asyncio.ensure_future(batcher.run(played(s), bytes(8))) for s in (scoring_of(scorer), None)]
+        running = [
+            asyncio.ensure_future(batcher.run(played(s), bytes(8))) for s in (scoring_of(scorer), None)
+        ]
         await until_began(scorer)
         tells[0](scorer)
         for error in await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 20):
@@ -291,7 +309,8 @@ class Failing(Stuck):
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_device_that_a_scorer_loses_ends_the_worker(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the scorer raised; where the device is well the request alone is refused, with what the scorer raised."""
+    """Whatever the scorer raised; where the device is well the request alone is refused, with what the
+    scorer raised."""
     signals: list[int] = []
     monkeypatch.setattr("os.kill", lambda pid, sig: signals.append(sig))
 

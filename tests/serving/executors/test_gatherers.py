@@ -1,4 +1,5 @@
-"""What a worker's settings say of a GPU's cache: its policy, and how many threads of the CPU gather what it misses."""
+"""What a worker's settings say of a GPU's cache: its policy, and how many threads of the CPU gather what
+it misses."""
 
 import os
 from typing import Any
@@ -30,7 +31,8 @@ GIB = 1 << 30
 def test_gather_threads(
     settings: dict[str, Any], cores: int, cached_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A GPU's share of the cores that workers leave, from 1 to 8, where tables span 4 GiB; or what the setting says."""
+    """A GPU's share of the cores that workers leave, from 1 to 8, where tables span 4 GiB; or what the
+    setting says."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert Placer(ServerSettings(**settings), choose())._gatherers(cached_bytes) == threads
 

@@ -1,4 +1,5 @@
-"""Bounds of scorers: their time, their memory, what is no score, and programs that were put into shared memory past the load."""
+"""Bounds of scorers: their time, their memory, what is no score, and programs that were put into shared
+memory past the load."""
 
 import os
 import subprocess
@@ -30,7 +31,8 @@ Start = Callable[..., Server]
 
 
 class Squares(torch.nn.Module):
-    """Every row against every other, `times` times over: bytes and work grow with the batch's square and cube."""
+    """Every row against every other, `times` times over: bytes and work grow with the batch's square and
+    cube."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -69,15 +71,25 @@ def request(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_scores_that_are_not_finite_are_an_error(start: Start, root: Path, tmp_path: Path) -> None:
-    """500 that names the row and the version, counted as its own kind: the scorer's fault. 400 where the request brought it."""
+    """500 that names the row and the version, counted as its own kind: the scorer's fault. 400 where the
+    request brought it."""
     publish_scored(root, tmp_path, exported(Logarithm(), user=8, context=2))
     server = start()
-    body = {"model": "demo", "features": {"user": [[1], [2], [3]]}, "dense": {"context": [[1, 1], [1, 0], [2, 2]]}}
+    body = {
+        "model": "demo",
+        "features": {"user": [[1], [2], [3]]},
+        "dense": {"context": [[1, 1], [1, 0], [2, 2]]},
+    }
     answer = httpx.post(f"{server.url}/v1/score", json=body, timeout=300)
     assert answer.status_code == 500
-    assert answer.json()["error"] == "the score of row 1 is -inf, from demo version 1; expected a finite number"
+    assert (
+        answer.json()["error"] == "the score of row 1 is -inf, from demo version 1; expected a finite number"
+    )
     body["dense"] = {"context": [[-1, 1], [1, 1], [2, 2]]}
-    assert "the score of row 0 is nan" in httpx.post(f"{server.url}/v1/score", json=body, timeout=300).json()["error"]
+    assert (
+        "the score of row 0 is nan"
+        in httpx.post(f"{server.url}/v1/score", json=body, timeout=300).json()["error"]
+    )
     with Client(server.url) as client:
         features, dense = request(3)
         dense["context"][2, 1] = np.inf
@@ -93,14 +105,17 @@ def test_a_call_that_takes_too_much_memory_is_refused(start: Start, root: Path, 
     server = start("--max-scorer-bytes", "4MiB")
     with Client(server.url) as client:
         assert client.score("demo", *request(64)).shape == (64,)
-        with pytest.raises(ClientError, match=r"413.*4,096 rows are too many.*bytes or more; the limit is 4,194,304"):
+        with pytest.raises(
+            ClientError, match=r"413.*4,096 rows are too many.*bytes or more; the limit is 4,194,304"
+        ):
             client.score("demo", *request(4096))
         assert 'tableside_errors_total{kind="too_large",model="demo"} 1.0' in client.metrics()
         assert client.score("demo", *request(64)).shape == (64,)
 
 
 def test_a_call_that_takes_too_long_costs_its_worker(start: Start, root: Path, tmp_path: Path) -> None:
-    """It is answered 503 and counted; the worker whose thread is stuck is replaced, lookups go on, small calls work after."""
+    """It is answered 503 and counted; the worker whose thread is stuck is replaced, lookups go on, small
+    calls work after."""
     publish_scored(root, tmp_path, exported(Squares(20), user=8, context=2))
     server = start("--workers", 1, "--scorer-timeout-s", 1, "--shutdown-timeout-s", 1)
     (before,) = server.workers()
@@ -108,7 +123,10 @@ def test_a_call_that_takes_too_long_costs_its_worker(start: Start, root: Path, t
         with pytest.raises(ClientError, match=r"503.*demo version 1 took longer than 1 s"):
             client.score("demo", *request(8192))
         until(lambda: server.workers() and before not in server.workers(), what="a replacement")
-        until(lambda: httpx.get(f"{server.url}/v2/health/ready", timeout=300).status_code == 200, what="readiness")
+        until(
+            lambda: httpx.get(f"{server.url}/v2/health/ready", timeout=300).status_code == 200,
+            what="readiness",
+        )
         assert client.score("demo", *request(3)).shape == (3,)
         assert 'tableside_errors_total{kind="scorer_timeout",model="demo"} 1.0' in client.metrics()
 
@@ -130,11 +148,20 @@ print("done")
 
 
 @pytest.mark.parametrize(("timeout_s", "takes_s", "status"), [(0.2, 60, 70), (60, 0, 0)])
-def test_a_call_that_blocks_the_event_loop_ends_the_worker(timeout_s: float, takes_s: float, status: int, tmp_path: Path) -> None:
+def test_a_call_that_blocks_the_event_loop_ends_the_worker(
+    timeout_s: float, takes_s: float, status: int, tmp_path: Path
+) -> None:
     """Nobody could be answered: the process ends at once, to be replaced. One in time goes on."""
     code = STUCK.format(timeout_s=timeout_s, takes_s=takes_s)
     environment = {**os.environ, "TABLESIDE_METRICS": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == status, done.stderr
     assert ("done" in done.stdout) == (status == 0)
     assert ("the scorer of demo version 3 runs for more than 0.2 s" in done.stderr) == (status != 0)
@@ -147,7 +174,9 @@ def test_a_program_that_came_past_the_load_is_checked_where_it_is_attached(
 
     def smaller(data: bytes) -> Program:
         found = read_program(data)
-        weights = tuple(replace(w, sizes=(2,), content=w.content[:8]) if w.sizes == (64,) else w for w in found.weights)
+        weights = tuple(
+            replace(w, sizes=(2,), content=w.content[:8]) if w.sizes == (64,) else w for w in found.weights
+        )
         return replace(found, weights=weights)
 
     publish_scored(root, tmp_path, exported(Norm(), user=8, context=2))
@@ -167,11 +196,15 @@ def test_an_operator_that_came_past_the_load_is_refused_where_it_is_attached(
 
     def with_another(program: Program) -> bytes:
         first, *others = program.nodes
-        return write_program(replace(program, nodes=(replace(first, target="torch.ops.aten.from_file.default"), *others)))
+        return write_program(
+            replace(program, nodes=(replace(first, target="torch.ops.aten.from_file.default"), *others))
+        )
 
     monkeypatch.setattr("tableside.loader.load.scorer.write_program", with_another)
     publish_scored(root, tmp_path, exported(Norm(), user=8, context=2))
-    with pytest.raises(ServingError, match=r"its graph calls 'torch\.ops\.aten\.from_file\.default'; expected ATen operators"):
+    with pytest.raises(
+        ServingError, match=r"its graph calls 'torch\.ops\.aten\.from_file\.default'; expected ATen operators"
+    ):
         open_scorer(Model(root, "demo").attach())
 
 
@@ -182,8 +215,11 @@ class Large(torch.nn.Module):
         return user.sum(1) + context.sum(1) + torch.full((270 << 20,), 1.0)[0]
 
 
-def test_shapes_are_propagated_where_a_program_is_attached(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no single check refuses is found there as at the load: here, more memory than any program gets for two rows."""
+def test_shapes_are_propagated_where_a_program_is_attached(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What no single check refuses is found there as at the load: here, more memory than any program gets
+    for two rows."""
     with monkeypatch.context() as patch:
         patch.setattr("tableside.loader.program.measure.check_shapes", lambda program: None)
         publish_scored(root, tmp_path, exported(Large(), user=8, context=2))

@@ -1,4 +1,5 @@
-"""A change that the model refuses takes no other with it: those before it are applied, and it is named by its own place."""
+"""A change that the model refuses takes no other with it: those before it are applied, and it is named by
+its own place."""
 
 import json
 import re
@@ -34,13 +35,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.fixture
 def model(publish: Callable[..., Any], root: Path) -> Model:
-    publish({"user": np.zeros((100, DIM), np.float32), "item": np.zeros((100, DIM), np.float32)}, formats={"user": "fp32"})
+    publish(
+        {"user": np.zeros((100, DIM), np.float32), "item": np.zeros((100, DIM), np.float32)},
+        formats={"user": "fp32"},
+    )
     return Model(root, "demo")
 
 
 @pytest.fixture(params=["folder", pytest.param("redis", marks=needs_redis)])
-def send(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[dict[str, Any]], ChangeSource]]:
-    """send(change) -> 20 good changes, this one, 9 good ones as a source; good change n sets row n of `user` to n."""
+def send(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[dict[str, Any]], ChangeSource]]:
+    """send(change) -> 20 good changes, this one, 9 good ones as a source; good change n sets row n of
+    `user` to n."""
 
     def changes(bad: dict[str, Any]) -> list[dict[str, Any]]:
         good = [{"table": "user", "id": n, "vector": [float(n)] * DIM} for n in range(1, PLACES + 1)]
@@ -92,8 +99,11 @@ def applied(model: Model) -> list[int]:
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_what_comes_before_a_bad_change_is_applied(model: Model, send: Callable[..., ChangeSource], bad: str) -> None:
-    """The follower ends with the place and the reason; one that is started again says the same, and nothing is lost."""
+def test_what_comes_before_a_bad_change_is_applied(
+    model: Model, send: Callable[..., ChangeSource], bad: str
+) -> None:
+    """The follower ends with the place and the reason; one that is started again says the same, and
+    nothing is lost."""
     change, reason = BAD[bad]
     place = f"what lies at {GOOD_BEFORE + 1}(-0)? was refused: "
     with pytest.raises(SourceError, match=f"{place}.*({reason})"):
@@ -101,7 +111,9 @@ def test_what_comes_before_a_bad_change_is_applied(model: Model, send: Callable[
     assert applied(model) == [*range(1, GOOD_BEFORE + 1)]
 
 
-def test_a_follower_that_is_started_again_says_it_again(model: Model, send: Callable[..., ChangeSource]) -> None:
+def test_a_follower_that_is_started_again_says_it_again(
+    model: Model, send: Callable[..., ChangeSource]
+) -> None:
     source = send(BAD["dim"][0])
     with pytest.raises(SourceError, match="was refused"):
         follow(model, source, 1000, 0.2, lambda: False, lambda step: None)

@@ -1,4 +1,5 @@
-"""A folder of files of changes: each file once, in order, and a number that is left out is an error that names both."""
+"""A folder of files of changes: each file once, in order, and a number that is left out is an error that
+names both."""
 
 import json
 import os
@@ -23,7 +24,9 @@ def put(folder: Path, number: int | str, ids: list[int], suffix: str = "jsonl") 
         with partial.open("wb") as file:
             np.savez(file, **{"user.ids": ids, "user.vectors": np.ones((len(ids), 2))})  # type: ignore[arg-type]
     else:
-        partial.write_text("".join(json.dumps({"table": "user", "id": i, "vector": [1, 2]}) + "\n" for i in ids))
+        partial.write_text(
+            "".join(json.dumps({"table": "user", "id": i, "vector": [1, 2]}) + "\n" for i in ids)
+        )
     partial.rename(path)
     return path
 
@@ -80,14 +83,17 @@ def test_a_number_that_is_left_out_is_an_error(tmp_path: Path) -> None:
     for number in (1, 2, 5):
         put(tmp_path, number, [number], "npz")
     source = opened(tmp_path)
-    with pytest.raises(SourceError, match=r"the file after number 2 is number 5; expected 3; .* --reset --from 4"):
+    with pytest.raises(
+        SourceError, match=r"the file after number 2 is number 5; expected 3; .* --reset --from 4"
+    ):
         source.read("2", 1, 0)
     put(tmp_path, 3, [3], "npz")
     assert ids(source.read("2", 1, 0)) == [3], "and is read when it comes after all"
 
 
 def test_a_file_that_the_folder_did_not_show_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that is read while files come may show a later one alone; it is read again before that is called a gap."""
+    """A folder that is read while files come may show a later one alone; it is read again before that is
+    called a gap."""
     source = opened(tmp_path)
     put(tmp_path, 4, [4], "npz")
     later = put(tmp_path, 5, [5], "npz")

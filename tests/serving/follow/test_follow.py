@@ -1,4 +1,5 @@
-"""`tableside apply` and `tableside follow`, as processes: what they apply, what they say, and what a kill leaves behind."""
+"""`tableside apply` and `tableside follow`, as processes: what they apply, what they say, and what a kill
+leaves behind."""
 
 import json
 import os
@@ -47,7 +48,8 @@ def model(publish: Callable[..., Any], root: Path) -> Model:
 
 
 def values(model: Model) -> np.ndarray:
-    """The rows of the table `user` as they are now, fp32 [rows, dim]; those of ids that are deleted are zeros."""
+    """The rows of the table `user` as they are now, fp32 [rows, dim]; those of ids that are deleted are
+    zeros."""
     return rows_now(model, "user")
 
 
@@ -61,7 +63,10 @@ def test_a_file_is_applied_once_for_its_number(model: Model, tmp_path: Path, roo
     assert found.returncode == 0, found.stderr
     assert "demo 1+1: 2 changes" in found.stdout
     again = run_tableside("apply", "demo", first, "--number", 1, root=root)
-    assert (again.returncode, again.stdout) == (0, "number 1 was applied before, as the last one is 1; nothing was done\n")
+    assert (again.returncode, again.stdout) == (
+        0,
+        "number 1 was applied before, as the last one is 1; nothing was done\n",
+    )
     gap = run_tableside("apply", "demo", second, "--number", 3, root=root)
     assert gap.returncode == 1
     assert "--number 3 from 'apply': number 1 was applied last, so expected 2" in gap.stderr
@@ -70,7 +75,9 @@ def test_a_file_is_applied_once_for_its_number(model: Model, tmp_path: Path, roo
     assert keys_of(said) == documented_keys("apply") - {"last_number"}
     assert (said["sequence"], said["tables"]) == (2, [{"name": "user", "rows": 2, "deleted": 0}])
     again = json.loads(run_tableside("apply", "demo", first, "--number", 1, "--json", root=root).stdout)
-    assert again == {"model": "demo", "applied": False, "number": 1, "last_number": 2} and set(again) <= documented_keys("apply")
+    assert again == {"model": "demo", "applied": False, "number": 1, "last_number": 2} and set(
+        again
+    ) <= documented_keys("apply")
     expected = START.copy()
     expected[[5, 6, 7]] = told(1, [5]) + told(2, [6, 7])
     np.testing.assert_array_equal(values(model), expected)
@@ -81,7 +88,10 @@ def test_where_a_count_begins(model: Model, tmp_path: Path, root: Path) -> None:
     file = put(tmp_path, 7, [1])
     found = run_tableside("apply", "demo", file, "--number", 7, root=root)
     assert found.returncode == 1
-    assert "nothing was applied yet, so expected 1; apply what lies between first, or give --first" in found.stderr
+    assert (
+        "nothing was applied yet, so expected 1; apply what lies between first, or give --first"
+        in found.stderr
+    )
     assert run_tableside("apply", "demo", file, "--number", 7, "--first", root=root).returncode == 0
     assert run_tableside("apply", "demo", file, "--number", 9, "--first", root=root).returncode == 1
     assert run_tableside("apply", "demo", file, "--number", 1, "--source", "other", root=root).returncode == 0
@@ -92,13 +102,17 @@ def test_a_bad_file_changes_nothing(model: Model, tmp_path: Path, root: Path) ->
     file = put(tmp_path, 1, [1, 2])
     file.write_text(file.read_text() + '{"table": "user", "id": 3, "vector": [1]}\n')
     found = run_tableside("apply", "demo", file, root=root)
-    assert found.returncode == 1 and f"{file}: line 3: a vector of table 'user' with 1 values; expected 4" in found.stderr
+    assert (
+        found.returncode == 1
+        and f"{file}: line 3: a vector of table 'user' with 1 values; expected 4" in found.stderr
+    )
     np.testing.assert_array_equal(values(model), START)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "npz", "parquet"])
 def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:
-    """A file of them need not say how many values a vector has. The ids become what the table says of missing ones."""
+    """A file of them need not say how many values a vector has. The ids become what the table says of
+    missing ones."""
     np.savez(tmp_path / "rows.npz", user=np.ones((ROWS, DIM), np.float32))
     table = {"key": "user", "row_format": "fp32", "missing": "zero"}
     load(parse_model({"name": "demo", "checkpoint": "rows.npz", "tables": {"user": table}}, tmp_path), root)
@@ -111,7 +125,9 @@ def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:
         pa = pytest.importorskip("pyarrow", reason="the eval extra brings pyarrow")
         import pyarrow.parquet as pq
 
-        pq.write_table(pa.table({"id": [3, 5], "vector": pa.array([None, None], pa.list_(pa.float32()))}), file)
+        pq.write_table(
+            pa.table({"id": [3, 5], "vector": pa.array([None, None], pa.list_(pa.float32()))}), file
+        )
     found = run_tableside("apply", "demo", file, "--json", root=root)
     assert json.loads(found.stdout)["tables"] == [{"name": "user", "rows": 2, "deleted": 2}], found.stderr
     assert np.flatnonzero(values(Model(root, "demo"))[:, 0] == 0).tolist() == [3, 5]
@@ -134,7 +150,17 @@ def test_a_table_that_was_exported_is_a_file_of_changes(model: Model, tmp_path: 
 @contextmanager
 def following(root: Path, source: str, *options: Any) -> Iterator["subprocess.Popen[str]"]:
     """`tableside follow`, which is killed at the end where it still runs."""
-    command = [sys.executable, "-m", "tableside", "follow", "demo", source, "--root", str(root), *map(str, options)]
+    command = [
+        sys.executable,
+        "-m",
+        "tableside",
+        "follow",
+        "demo",
+        source,
+        "--root",
+        str(root),
+        *map(str, options),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -175,14 +201,22 @@ def test_a_folder_is_followed_until_a_signal(model: Model, tmp_path: Path, root:
         out, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
     steps = [json.loads(line) for line in out.splitlines()]
-    assert [(s["sequence"], s["rows"], s["position"]) for s in steps] == [(1, 1, "1"), (2, 0, "2"), (3, 1, "3")]
-    assert [s["skipped"] for s in steps] == [0, 1, 1] and json.loads(bad.read_text())["file"] == str(tmp_path / "2.jsonl")
+    assert [(s["sequence"], s["rows"], s["position"]) for s in steps] == [
+        (1, 1, "1"),
+        (2, 0, "2"),
+        (3, 1, "3"),
+    ]
+    assert [s["skipped"] for s in steps] == [0, 1, 1] and json.loads(bad.read_text())["file"] == str(
+        tmp_path / "2.jsonl"
+    )
     assert keys_of(steps) == documented_keys("follow") and all(s["lag_s"] > 0 for s in steps if s["rows"])
     assert f"demo follows {name}, from start" in said and "no longer" in said
 
 
 @pytest.mark.parametrize(("options", "more"), [((), 10), (("--nice", 0), 0)], ids=["default", "none"])
-def test_servers_come_first(model: Model, tmp_path: Path, root: Path, options: tuple[Any, ...], more: int) -> None:
+def test_servers_come_first(
+    model: Model, tmp_path: Path, root: Path, options: tuple[Any, ...], more: int
+) -> None:
     """A follower gives way to other processes; threads that it starts do as it does."""
     put(tmp_path, 1, [5])
     with following(root, str(tmp_path), "--every-s", 0.1, "--json", *options) as process:
@@ -248,7 +282,8 @@ def test_two_followers_of_one_stream(model: Model, tmp_path: Path, root: Path) -
 @pytest.mark.thorough
 @needs_redis
 def test_a_follower_that_is_killed_goes_on_where_it_was(model: Model, tmp_path: Path, root: Path) -> None:
-    """With Redis killed and started again in between: at the end each entry is applied, once, and in order."""
+    """With Redis killed and started again in between: at the end each entry is applied, once, and in
+    order."""
     pytest.importorskip("hiredis", reason="the redis extra brings it")
     rng, number, seen = np.random.default_rng(4), 0, [0]
     expected = START.copy()

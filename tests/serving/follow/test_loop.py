@@ -18,7 +18,8 @@ from tableside.serving.follow.loop import Step, follow
 
 
 class Counting:
-    """A source whose positions are 1, 2 and so on; batch n writes row n. before: what is done before batch n is given."""
+    """A source whose positions are 1, 2 and so on; batch n writes row n. before: what is done before batch
+    n is given."""
 
     name = "counting"
 
@@ -26,7 +27,9 @@ class Counting:
         self.asked: list[str | None] = []
         self._before = before
 
-    def read(self, after: str | None, rows: int, wait_s: float, most: int | None = None) -> ChangeBatch | None:
+    def read(
+        self, after: str | None, rows: int, wait_s: float, most: int | None = None
+    ) -> ChangeBatch | None:
         self.asked.append(after)
         number = int(after or 0) + 1
         self._before(number)
@@ -79,8 +82,8 @@ def test_a_batch_without_a_row_keeps_its_position(model: Model) -> None:
 def test_room_in_shared_memory_is_waited_for(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a server that is away: said once, and the batch is applied once where there is room again; a follower that shall stop
-    stops."""
+    """As a server that is away: said once, and the batch is applied once where there is room again; a
+    follower that shall stop stops."""
     free = [0, 0, 0]
 
     def available(where: Path) -> int:
@@ -101,7 +104,8 @@ def test_room_in_shared_memory_is_waited_for(
 
 
 def test_a_version_that_becomes_live_meanwhile(model: Model, publish: Callable[..., Any], root: Path) -> None:
-    """Nothing of the batch is applied to it; the follower ends, as the new version says nothing of its source."""
+    """Nothing of the batch is applied to it; the follower ends, as the new version says nothing of its
+    source."""
 
     def publish_another(number: int) -> None:
         if number == 2:
@@ -118,8 +122,8 @@ def test_a_version_that_becomes_live_meanwhile(model: Model, publish: Callable[.
 
 
 def test_another_state_becomes_live_meanwhile(model: Model) -> None:
-    """As one does when an operator goes back by a file that was applied, in the moment before the batch is visible: the batch
-    lies over that state."""
+    """As one does when an operator goes back by a file that was applied, in the moment before the batch is
+    visible: the batch lies over that state."""
     run(model, Counting(), 1)
     apply(model, ChangeBatch([TableChanges("user", np.array([9]), np.ones((1, 4), np.float32))]))
 
@@ -153,7 +157,8 @@ def test_a_batch_is_read_again_where_a_compaction_ended_meanwhile(model: Model) 
 
 
 def test_a_window_takes_several_reads_and_packs_what_comes(model: Model) -> None:
-    """One state for all that came until it was time, with the place of the last read and the time of the first."""
+    """One state for all that came until it was time, with the place of the last read and the time of the
+    first."""
     source = Counting()
     steps: list[Step] = []
     follow(model, source, 5, 60.0, lambda: bool(steps), steps.append)
@@ -169,7 +174,11 @@ def test_what_came_before_a_bad_read_is_applied(model: Model) -> None:
     class Wrong(Counting):
         def _changes(self, number: int) -> list[TableChanges]:
             good = super()._changes(number)
-            return good if number != 3 else [*good, TableChanges("user", np.array([99]), np.zeros((1, 4), np.float32))]
+            return (
+                good
+                if number != 3
+                else [*good, TableChanges("user", np.array([99]), np.zeros((1, 4), np.float32))]
+            )
 
     with pytest.raises(SourceError, match=r"what lies at 3 was refused: .*id 99 is outside"):
         follow(model, Wrong(), 100, 60.0, lambda: False, lambda _: None)
@@ -185,7 +194,9 @@ def test_a_reset_begins_anew_once(model: Model) -> None:
 
 def test_a_position_that_somebody_else_moved_ends_a_follower(model: Model) -> None:
     """Between two of its batches."""
-    with pytest.raises(SourceError, match="counting: this follower applied it up to 1, and the model's state says 2; another"):
+    with pytest.raises(
+        SourceError, match="counting: this follower applied it up to 1, and the model's state says 2; another"
+    ):
         follow(model, Counting(), 1, 0.0, lambda: False, lambda _: print(run(model, Counting(), 1)))
     assert position_of(model, "counting") == "2"
 

@@ -1,4 +1,5 @@
-"""Entries of a Redis stream: the three forms become changes in their order, and a bad one is refused with its id."""
+"""Entries of a Redis stream: the three forms become changes in their order, and a bad one is refused with
+its id."""
 
 import json
 from typing import Any
@@ -15,7 +16,11 @@ def entries(*found: dict[str, Any], table: str | None = None) -> Entries:
     """Entries whose ids are 1-0, 2-0 and so on."""
     all_ = Entries(RowRules("Redis stream 'k'", "entry", table))
     for number, fields in enumerate(found, 1):
-        flat = [part if isinstance(part, bytes) else str(part).encode() for pair in fields.items() for part in pair]
+        flat = [
+            part if isinstance(part, bytes) else str(part).encode()
+            for pair in fields.items()
+            for part in pair
+        ]
         all_.add(f"{number}-0", flat)
     return all_
 
@@ -32,7 +37,13 @@ def read(found: Entries) -> list[tuple[str, list[int], list[list[float] | None]]
     out = []
     for c in found.changes():
         gone = np.zeros(c.rows, bool) if c.deleted is None else c.deleted
-        out.append((c.table, c.ids.tolist(), [None if g else v.tolist() for g, v in zip(gone, c.vectors, strict=True)]))
+        out.append(
+            (
+                c.table,
+                c.ids.tolist(),
+                [None if g else v.tolist() for g, v in zip(gone, c.vectors, strict=True)],
+            )
+        )
     return out
 
 
@@ -57,7 +68,9 @@ def test_forms_of_one_table_are_joined_in_order() -> None:
 def test_widths_are_not_mixed() -> None:
     """fp16 stays fp16, in changes of its own between those of fp32."""
     found = entries(
-        rows([1], np.ones((1, 2), "<f4"), dtype="fp32"), rows([1], np.full((1, 2), 2, "<f2"), dtype="fp16"), row(1, [3, 3])
+        rows([1], np.ones((1, 2), "<f4"), dtype="fp32"),
+        rows([1], np.full((1, 2), 2, "<f2"), dtype="fp16"),
+        row(1, [3, 3]),
     )
     assert [(c.vectors.dtype.name, c.vectors.tolist()) for c in found.changes()] == [
         ("float32", [[1, 1]]),
@@ -67,7 +80,9 @@ def test_widths_are_not_mixed() -> None:
 
 
 def test_deletions_alone_and_a_table_that_is_known() -> None:
-    found = entries({"ids": np.array([1, 2], "<i8").tobytes(), "deleted": 1}, {"id": 3, "vector": "null"}, table="user")
+    found = entries(
+        {"ids": np.array([1, 2], "<i8").tobytes(), "deleted": 1}, {"id": 3, "vector": "null"}, table="user"
+    )
     assert read(found) == [("user", [1, 2, 3], [None, None, None])]
 
 
@@ -86,11 +101,20 @@ ONE = np.ones((1, 2), np.float32)
         (row(1, 7), "its vector is a JSON int; expected a list of numbers, or null"),
         ({"table": "user", "id": 1, "vector": "[1, 2"}, r"its vector is not JSON"),
         ({"table": "user", "id": 1, "vector": "[1, 2], [3, 4]"}, r"its vector is not JSON"),
-        ({"table": "user", "id": "1_0", "vector": "null"}, "its id is '1_0'; expected an integer that int64 holds"),
-        ({"table": "user", "id": 2**63, "vector": "null"}, "its id is '9223372036854775808'; expected an integer"),
+        (
+            {"table": "user", "id": "1_0", "vector": "null"},
+            "its id is '1_0'; expected an integer that int64 holds",
+        ),
+        (
+            {"table": "user", "id": 2**63, "vector": "null"},
+            "its id is '9223372036854775808'; expected an integer",
+        ),
         ({"table": "user", "id": "x", "vector": "null"}, "its id is 'x'"),
         ({"id": 1, "vector": "null"}, "it names no table"),
-        ({"table": "user", "id": 1}, r"found the fields id \(and table\); expected the fields table and ids, vectors"),
+        (
+            {"table": "user", "id": 1},
+            r"found the fields id \(and table\); expected the fields table and ids, vectors",
+        ),
         ({"table": "user", "id": 1, "vector": "null", "x": 1}, r"found the fields id, vector, x"),
         (rows([1], ONE, dtype="fp64"), "its dtype is 'fp64'; expected fp32 or fp16"),
         (rows([1, 2, 3], ONE), "its vectors are 8 bytes for 3 ids; expected a multiple of 12, as fp32"),

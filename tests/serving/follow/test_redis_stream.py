@@ -1,4 +1,5 @@
-"""A Redis stream, of a real server: batches, positions, what is gone or came anew, a server that is away and comes back."""
+"""A Redis stream, of a real server: batches, positions, what is gone or came anew, a server that is away
+and comes back."""
 
 import logging
 import signal
@@ -38,7 +39,9 @@ def add(server: RedisServer, *ids: int, **options: Any) -> str:
     """One entry with rows of these ids; its id."""
     client = server.client()
     vectors = np.ones((len(ids), 2), "<f4").tobytes()
-    entry: str = client.xadd("k", {"ids": np.array(ids, "<i8").tobytes(), "vectors": vectors}, **options).decode()
+    entry: str = client.xadd(
+        "k", {"ids": np.array(ids, "<i8").tobytes(), "vectors": vectors}, **options
+    ).decode()
     client.close()
     return entry
 
@@ -59,7 +62,9 @@ def test_a_batch_ends_with_its_rows_or_its_time(server: RedisServer) -> None:
     assert source.read(last, 10, 0.05) is None
     batch, found = source.read(None, 5, 30), []
     while batch is not None:
-        assert len(ids(batch)) <= 10 or batch.position == last, "as many as are asked for, by what an entry had"
+        assert len(ids(batch)) <= 10 or batch.position == last, (
+            "as many as are asked for, by what an entry had"
+        )
         found += ids(batch)
         batch = source.read(batch.position, 5, 0)
     assert found == [x for i in range(30) for x in (i, i + 100)]
@@ -91,7 +96,10 @@ def test_an_entry_that_was_trimmed_before_it_was_read(server: RedisServer) -> No
     client.xtrim("k", minid=entries[2], approximate=False)
     assert ids(source.read(entries[2], 9, 0)) == [3, 4, 5]
     client.xtrim("k", minid=entries[4], approximate=False)
-    with pytest.raises(SourceError, match=rf"entry {entries[2]}, which was applied last, is gone, .* it and {entries[4]} may be"):
+    with pytest.raises(
+        SourceError,
+        match=rf"entry {entries[2]}, which was applied last, is gone, .* it and {entries[4]} may be",
+    ):
         source.read(entries[2], 9, 0)
     client.xtrim("k", maxlen=0, approximate=False)
     assert source.read(entries[5], 9, 0) is None, "nothing came behind it"
@@ -106,7 +114,10 @@ def test_an_entry_that_was_deleted_before_it_was_read(server: RedisServer) -> No
     entries = [add(server, i) for i in range(4)]
     server.client().xdel("k", entries[2])
     source = opened(server, entries[2])
-    with pytest.raises(SourceError, match=rf"entry {entries[2]} was deleted before it was read; {entries[1]} was applied last"):
+    with pytest.raises(
+        SourceError,
+        match=rf"entry {entries[2]} was deleted before it was read; {entries[1]} was applied last",
+    ):
         source.read(entries[1], 9, 0)
     assert ids(source.read(None, 9, 0)) == [3], "--from goes past it"
     assert ids(source.read(entries[3], 9, 0) or source.read(None, 9, 0)) == [3]
@@ -114,7 +125,8 @@ def test_an_entry_that_was_deleted_before_it_was_read(server: RedisServer) -> No
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_server_that_is_killed_and_started_again(keeps: bool, tmp_path: Path) -> None:
-    """With its data it goes on; without, what was applied is named beside what is there, whether it is less or more."""
+    """With its data it goes on; without, what was applied is named beside what is there, whether it is
+    less or more."""
     with redis_server(tmp_path, keeps) as server:
         source, last = opened(server), [add(server, i) for i in range(3)][-1]
         server.end(signal.SIGKILL)
@@ -129,7 +141,9 @@ def test_a_server_that_is_killed_and_started_again(keeps: bool, tmp_path: Path) 
         with pytest.raises(SourceError, match=f"its last entry is 1-1, and what was applied ends at {last}"):
             source.read(last, 9, 0)
         newer = add(server, 9)
-        with pytest.raises(SourceError, match=rf"entry {last}, which was applied last, is gone, .* between it and {newer}"):
+        with pytest.raises(
+            SourceError, match=rf"entry {last}, which was applied last, is gone, .* between it and {newer}"
+        ):
             source.read(last, 9, 0)
 
 
@@ -163,7 +177,9 @@ def test_a_server_that_hangs_is_away(
     assert ids(source.read(last, 1, 60)) == [2]
 
 
-def test_what_was_read_before_a_server_went_is_not_lost(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_read_before_a_server_went_is_not_lost(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It makes a batch of its own: the server may come back without it."""
     monkeypatch.setattr(redis_stream, "FIRST", 1)
     source, (first, *_) = opened(server), [add(server, i) for i in range(3)]
@@ -204,7 +220,10 @@ def test_what_is_no_stream(server: RedisServer) -> None:
 
 def test_urls() -> None:
     """A password is shown by no error."""
-    assert split_url("redis://u:p@h:1/2?stream=a%2Fb&ssl_cert_reqs=none") == ("redis://u:p@h:1/2?ssl_cert_reqs=none", "a/b")
+    assert split_url("redis://u:p@h:1/2?stream=a%2Fb&ssl_cert_reqs=none") == (
+        "redis://u:p@h:1/2?ssl_cert_reqs=none",
+        "a/b",
+    )
     assert split_url("unix:///tmp/x?stream=k") == ("unix:///tmp/x", "k")
     with pytest.raises(SourceError, match=r"^redis://h:1 names 0 streams"):
         split_url("redis://u:p@h:1")

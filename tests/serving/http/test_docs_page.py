@@ -40,14 +40,21 @@ def test_every_operation_tells_what_it_refuses(described: dict[str, Any]) -> Non
 
 
 def test_both_protocols_are_described(server: Any, described: dict[str, Any]) -> None:
-    """Every path that is described is there: what is asked of it without anything is no 404 of an unknown path."""
-    assert {"/v1/lookup", "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= set(described["paths"])
+    """Every path that is described is there: what is asked of it without anything is no 404 of an unknown
+    path."""
+    assert {"/v1/lookup", "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= set(
+        described["paths"]
+    )
     values = {"{model}": "demo", "{version}": "1", "{region}": "r"}
     for path, operations in described["paths"].items():
         for method in operations:
             asked = re.sub(r"{\w+}", lambda m: values[m[0]], path)
             found = httpx.request(method, server.url + asked)
-            assert found.status_code != 405 and "is not a path of this server" not in found.text, (method, path, found.text)
+            assert found.status_code != 405 and "is not a path of this server" not in found.text, (
+                method,
+                path,
+                found.text,
+            )
 
 
 def test_the_page_names_no_other_host(server: Any) -> None:
@@ -61,7 +68,8 @@ def test_the_page_names_no_other_host(server: Any) -> None:
 @pytest.mark.thorough
 @needs_chromium
 def test_the_page_renders_without_a_network(server: Any) -> None:
-    """In a browser that reaches this server alone: the operations of both protocols are shown, and no error."""
+    """In a browser that reaches this server alone: the operations of both protocols are shown, and no
+    error."""
     shown = page_of(f"{server.url}/docs")
     for text in ("/v1/lookup", "Open Inference Protocol V2", "Model repository", "Tableside"):
         assert text in shown
@@ -70,14 +78,31 @@ def test_the_page_renders_without_a_network(server: Any) -> None:
 
 @pytest.mark.thorough
 def test_schemathesis_finds_nothing(start: Any, tmp_path: Path) -> None:
-    """Generated requests, right and wrong: statuses, bodies and headers are those that the description has, and no 500 comes.
+    """Generated requests, right and wrong: statuses, bodies and headers are those that the description has,
+    and no 500 comes.
 
-    One of its checks is left out: that whatever the schema allows is answered. A schema does not know a model's features.
+    One of its checks is left out: that whatever the schema allows is answered. A schema does not know a
+    model's features.
     """
     server: Server = start("--allow-client-shm", "--admin-token", "a-token-of-an-operator")
     report = tmp_path / "report.json"
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--no-color", "--seed", "1"]
-    command += ["--phases", "examples,coverage,fuzzing", "--exclude-checks", "positive_data_acceptance", "--continue-on-failure"]
+    command = [
+        sys.executable,
+        "-m",
+        "schemathesis.cli",
+        "run",
+        f"{server.url}/openapi.json",
+        "--no-color",
+        "--seed",
+        "1",
+    ]
+    command += [
+        "--phases",
+        "examples,coverage,fuzzing",
+        "--exclude-checks",
+        "positive_data_acceptance",
+        "--continue-on-failure",
+    ]
     command += ["--max-examples", "5", "--generation-database", "none", "--no-shrink"]
     command += ["--report", "json", "--report-json-path", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)

@@ -1,4 +1,5 @@
-"""Infer requests that do not go through ASGI: they are answered as those that do, in order, whoever else waits."""
+"""Infer requests that do not go through ASGI: they are answered as those that do, in order, whoever else
+waits."""
 
 import gzip
 import socket
@@ -14,7 +15,9 @@ from tableside.serving.client import Client
 IDS = [[1, 2], [3]]
 
 
-def plain(ids: Any = IDS, extra: str = "", version: str = "1.1", path: str = "/v2/models/demo/infer") -> bytes:
+def plain(
+    ids: Any = IDS, extra: str = "", version: str = "1.1", path: str = "/v2/models/demo/infer"
+) -> bytes:
     """An infer request for the feature `user`, as bytes."""
     headers, body = encode({"user": ids})
     lines = [
@@ -56,7 +59,9 @@ def vectors(body: bytes, count: int) -> np.ndarray:
     return np.frombuffer(body[-256 * count :], np.float32).reshape(count, 64)
 
 
-def test_a_thousand_requests_in_one_write_are_answered_in_order(connection: socket.socket, reader: Reader, server: Any) -> None:
+def test_a_thousand_requests_in_one_write_are_answered_in_order(
+    connection: socket.socket, reader: Reader, server: Any
+) -> None:
     """Each with its own vectors, with GETs between them, however deep they are stacked."""
     with Client(server.url) as client:
         expected = {n: client.lookup("demo", {"user": [[n]]})["user"] for n in range(10)}
@@ -71,7 +76,8 @@ def test_a_thousand_requests_in_one_write_are_answered_in_order(connection: sock
 
 
 def test_a_refusal_waits_for_a_large_answer_before_it(connection: socket.socket, reader: Reader) -> None:
-    """A large lookup runs beside the event loop, and the request behind it is no HTTP: first its answer, then the refusal."""
+    """A large lookup runs beside the event loop, and the request behind it is no HTTP: first its answer,
+    then the refusal."""
     connection.sendall(plain([[1] * 250_000]) + b"NONSENSE\r\n\r\n")
     assert [reader.response()[0] for _ in range(2)] == [200, 400]
     assert reader.file.read() == b""
@@ -86,16 +92,26 @@ def test_a_refused_body_waits_for_a_large_answer_before_it(connection: socket.so
 
 
 def test_what_goes_through_asgi_gets_the_same_answer(connection: socket.socket, reader: Reader) -> None:
-    """Compressed, chunked, with a query, with 100-continue: the bytes of the response are those of the plain request."""
+    """Compressed, chunked, with a query, with 100-continue: the bytes of the response are those of the
+    plain request."""
     connection.sendall(plain())
     wanted = reader.response()[2]
     head, _, body = plain().partition(b"\r\n\r\n")
     packed = gzip.compress(body)
     lines = [line for line in head.split(b"\r\n") if not line.startswith(b"Content-Length")]
-    zipped = b"\r\n".join([*lines, b"Content-Encoding: gzip", b"Content-Length: %d" % len(packed)]) + b"\r\n\r\n" + packed
+    zipped = (
+        b"\r\n".join([*lines, b"Content-Encoding: gzip", b"Content-Length: %d" % len(packed)])
+        + b"\r\n\r\n"
+        + packed
+    )
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     chunked = b"\r\n".join([*lines, b"Transfer-Encoding: chunked"]) + b"\r\n\r\n" + chunks
-    for request in (zipped, chunked, plain(path="/v2/models/demo/infer?x=1"), plain(path="/v2/models/d%65mo/infer")):
+    for request in (
+        zipped,
+        chunked,
+        plain(path="/v2/models/demo/infer?x=1"),
+        plain(path="/v2/models/d%65mo/infer"),
+    ):
         connection.sendall(request)
         status, _, found = reader.response()
         assert (status, found) == (200, wanted)
@@ -117,10 +133,15 @@ def test_the_connection_closes_where_the_client_says_so(
 
 
 def test_refusals_are_those_of_asgi(connection: socket.socket, reader: Reader) -> None:
-    """Unknown models and versions, wrong ids, a wrong header length: status, message and an open connection."""
+    """Unknown models and versions, wrong ids, a wrong header length: status, message and an open
+    connection."""
     cases = [
         (plain(path="/v2/models/nobody/infer"), 404, b"model 'nobody' is not served here"),
-        (plain(path="/v2/models/demo/versions/77/infer"), 404, b"version 77 of model 'demo' is not published"),
+        (
+            plain(path="/v2/models/demo/versions/77/infer"),
+            404,
+            b"version 77 of model 'demo' is not published",
+        ),
         (plain(path="/v2/models//infer"), 404, b"is not served here"),
         (plain(path="/v2/models/demo/x/y/z/infer"), 404, b"is not a path of this server"),
         (plain([[5000]]), 400, b"feature 'user': id 5000 at position 0 is outside the table's rows"),

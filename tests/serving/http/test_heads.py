@@ -1,4 +1,5 @@
-"""Heads of infer requests that came before: what they mean is known, and where a request ends stays the parser's decision."""
+"""Heads of infer requests that came before: what they mean is known, and where a request ends stays the
+parser's decision."""
 
 import asyncio
 import contextlib
@@ -94,12 +95,20 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def request(body: bytes, *lines: bytes) -> bytes:
-    head = [b"POST /v2/models/demo/infer HTTP/1.1", b"Host: localhost", b"Content-Length: %d" % len(body), *lines, b"", b""]
+    head = [
+        b"POST /v2/models/demo/infer HTTP/1.1",
+        b"Host: localhost",
+        b"Content-Length: %d" % len(body),
+        *lines,
+        b"",
+        b"",
+    ]
     return b"\r\n".join(head) + body
 
 
 def test_a_head_that_came_before_is_not_parsed_again(parsed: list[int]) -> None:
-    """Its bodies are other ones. A head that differs in a byte, has an id, or says that the connection closes, is parsed."""
+    """Its bodies are other ones. A head that differs in a byte, has an id, or says that the connection
+    closes, is parsed."""
 
     async def test() -> None:
         async with talk() as one:
@@ -132,7 +141,8 @@ def test_a_head_that_came_before_is_not_parsed_again(parsed: list[int]) -> None:
     ],
 )
 def test_where_a_known_request_ends_the_parser_says(pieces: Sequence[bytes], parsed: list[int]) -> None:
-    """Requests that come together, in parts, or with blank lines between them are answered one by one, in order."""
+    """Requests that come together, in parts, or with blank lines between them are answered one by one, in
+    order."""
 
     async def test() -> None:
         async with talk() as one:
@@ -170,7 +180,9 @@ def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert head_of(b"x" * 5000 + b"\r\n\r\n") == head_of(b"POST / HTTP/1.1\r\n") == b""
 
 
-def test_a_known_request_that_waits_for_a_slice_keeps_its_body(monkeypatch: pytest.MonkeyPatch, parsed: list[int]) -> None:
+def test_a_known_request_that_waits_for_a_slice_keeps_its_body(
+    monkeypatch: pytest.MonkeyPatch, parsed: list[int]
+) -> None:
     """What comes behind it is read into the same buffer before it is answered."""
     waiting: list[Any] = []
 
@@ -204,7 +216,8 @@ class Late(Echo):
 
 @pytest.mark.parametrize("count", [3, 40_000])
 def test_pipelined_requests_wait_unparsed_and_counted(count: int, parsed: list[int]) -> None:
-    """While the first one has no answer no other is parsed; what was read of them is held. All are answered in order."""
+    """While the first one has no answer no other is parsed; what was read of them is held. All are
+    answered in order."""
 
     async def test() -> None:
         door = Late()
@@ -230,7 +243,8 @@ def test_pipelined_requests_wait_unparsed_and_counted(count: int, parsed: list[i
 
 
 def test_what_is_pipelined_beyond_the_limit_is_refused() -> None:
-    """The request before it gets its answer; what follows would hold more than all requests may, and gets a 503."""
+    """The request before it gets its answer; what follows would hold more than all requests may, and gets
+    a 503."""
 
     async def test() -> None:
         door = Late()
@@ -259,7 +273,13 @@ def test_a_body_in_the_smallest_chunks_takes_no_more_than_its_bytes(monkeypatch:
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         body = (await receive())["body"]
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % len(body))],
+            }
+        )
         await send({"type": "http.response.body", "body": body})
 
     async def test() -> None:
@@ -273,7 +293,8 @@ def test_a_body_in_the_smallest_chunks_takes_no_more_than_its_bytes(monkeypatch:
 
 
 def test_a_body_that_nobody_reads_goes_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An application that refuses a request unread would leave its body with the connection, as long as that is open."""
+    """An application that refuses a request unread would leave its body with the connection, as long as
+    that is open."""
     connections: list[Any] = []
     made = connection._LimitedProtocol.connection_made
 

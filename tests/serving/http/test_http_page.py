@@ -18,11 +18,15 @@ def test_there_are_blocks_for_each_client() -> None:
     assert len(BLOCKS) == 3 and all(client in text for client in ("curl", "tritonclient", "kserve"))
 
 
-@pytest.mark.parametrize(("language", "block"), BLOCKS, ids=[f"{k} {language}" for k, (language, _) in enumerate(BLOCKS)])
+@pytest.mark.parametrize(
+    ("language", "block"), BLOCKS, ids=[f"{k} {language}" for k, (language, _) in enumerate(BLOCKS)]
+)
 def test_a_block_runs(server: Any, language: str, block: str) -> None:
     if "kserve" in block and importlib.util.find_spec("kserve") is None:
         pytest.skip("KServe's client is not installed; the dev extra brings it")
-    text = block.replace("localhost:8000", f"127.0.0.1:{server.port}").replace("curl -s", "curl -sS --fail-with-body")
+    text = block.replace("localhost:8000", f"127.0.0.1:{server.port}").replace(
+        "curl -s", "curl -sS --fail-with-body"
+    )
     text += "" if language == "bash" else "\nassert vectors.shape == (1, 64)\n"
     program = ["bash", "-euc"] if language == "bash" else [sys.executable, "-c"]
     done = subprocess.run([*program, text], capture_output=True, text=True, timeout=300)

@@ -1,4 +1,5 @@
-"""Large JSON and compressed bodies: what is not looked at, what is counted, and that the event loop has its turn."""
+"""Large JSON and compressed bodies: what is not looked at, what is counted, and that the event loop has
+its turn."""
 
 import asyncio
 import gzip
@@ -20,8 +21,14 @@ NUMBERS = b"[" + b"7," * 100_000 + b"7]"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"[" + b"{}," * 400 + b"{}]", "the JSON has 401 objects; expected at most 304, as the model has 3 inputs"),
-        (b"[" + b'"",' * 500 + b'""]', "the JSON has 501 strings; expected at most 448, as the model has 3 inputs"),
+        (
+            b"[" + b"{}," * 400 + b"{}]",
+            "the JSON has 401 objects; expected at most 304, as the model has 3 inputs",
+        ),
+        (
+            b"[" + b'"",' * 500 + b'""]',
+            "the JSON has 501 strings; expected at most 448, as the model has 3 inputs",
+        ),
     ],
 )
 def test_more_than_a_model_has_inputs_for_is_refused_unread(text: bytes, said: str) -> None:
@@ -89,7 +96,9 @@ def test_a_turn_is_given_back_where_the_client_left() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 8), (5,), (3, 4), (40_000,), (5000, 8), (3, 40_000), (16_385, 1)])
+@pytest.mark.parametrize(
+    "shape", [(0,), (0, 8), (5,), (3, 4), (40_000,), (5000, 8), (3, 40_000), (16_385, 1)]
+)
 def test_text_in_pieces_is_the_text(shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(1).normal(size=shape).astype(np.float32)
     wanted = orjson.dumps({"a": array}, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -17,7 +17,16 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose limits are small enough to be met quickly, for all tests of this file."""
     options = (
         *("--header-timeout-s", 1, "--body-timeout-s", 2, "--idle-timeout-s", 1, "--write-timeout-s", 0.5),
-        *("--max-body-bytes", 100_000, "--max-header-bytes", 2000, "--max-connections", 8, "--max-response-bytes", 1 << 28),
+        *(
+            "--max-body-bytes",
+            100_000,
+            "--max-header-bytes",
+            2000,
+            "--max-connections",
+            8,
+            "--max-response-bytes",
+            1 << 28,
+        ),
     )
     with running(tmp_path_factory.mktemp("demo"), *options) as server:
         yield server
@@ -139,7 +148,9 @@ def test_headers_that_are_too_large(connect: Callable[[], socket.socket], parts:
 def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket]) -> None:
     """Refused before the body comes; a client that sends on still gets the answer."""
     connection = connect()
-    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100001\r\n\r\n" + bytes(60_000))
+    connection.sendall(
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100001\r\n\r\n" + bytes(60_000)
+    )
     status, error = answer(connection)
     assert status == 413
     assert "the limit is 100,000 (max_body_bytes)" in error
@@ -147,7 +158,9 @@ def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket])
 
 def test_a_chunked_body_that_grows_too_large(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+    connection.sendall(
+        b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     for _ in range(11):
         connection.sendall(b"2710\r\n" + bytes(10_000) + b"\r\n")
     status, _ = answer(connection)
@@ -155,7 +168,8 @@ def test_a_chunked_body_that_grows_too_large(connect: Callable[[], socket.socket
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 3, b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"]
+    "garbage",
+    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 3, b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"],
 )
 def test_what_is_not_http(connect: Callable[[], socket.socket], garbage: bytes) -> None:
     connection = connect()
@@ -164,7 +178,8 @@ def test_what_is_not_http(connect: Callable[[], socket.socket], garbage: bytes) 
 
 
 def test_too_many_connections(connect: Callable[[], socket.socket], tight: Server) -> None:
-    """Where all have a request under way the ninth gets 503; when others leave, requests are answered again."""
+    """Where all have a request under way the ninth gets 503; when others leave, requests are answered
+    again."""
     held = [connect() for _ in range(8)]
     for one in held:
         one.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
@@ -190,7 +205,10 @@ def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight
             "outputs": [{"name": "user", "parameters": {"binary_data": True}}],
         }
     ).encode()
-    connection.sendall(b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    connection.sendall(
+        b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        + body
+    )
     assert bags * 64 * 4 > 4 << 20
     assert tight.get("/health").status_code == 200
 
@@ -207,7 +225,9 @@ def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight
 def test_trailers_without_end(connect: Callable[[], socket.socket]) -> None:
     """Trailers of a chunked body are limited like headers, and are not taken for headers."""
     connection = connect()
-    connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
+    connection.sendall(
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+    )
     for _ in range(10):
         connection.sendall(b"X-T: " + b"y" * 500 + b"\r\n")
     assert answer(connection)[0] == 431
@@ -225,7 +245,9 @@ def test_garbage_after_a_request_does_not_eat_its_answer(connect: Callable[[], s
     body = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
     connection = connect()
     connection.sendall(
-        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body + b"GARBAGE\r\n\r\n"
+        b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        + body
+        + b"GARBAGE\r\n\r\n"
     )
     assert everything(connection).startswith(b"HTTP/1.1 200")
 
@@ -246,12 +268,17 @@ LOOKUP = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
 def smuggled(name: bytes, value: bytes = b"h2c") -> bytes:
     """A request that offers to upgrade, whose body is a request."""
     body = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    head = b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive, " + name.lower() + b"\r\n"
+    head = (
+        b"POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\nConnection: keep-alive, "
+        + name.lower()
+        + b"\r\n"
+    )
     return head + name + b": " + value + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def test_a_body_is_never_a_request(connect: Callable[[], socket.socket]) -> None:
-    """However an offer to upgrade is written, however the bytes are cut, whatever comes before: one request, one answer."""
+    """However an offer to upgrade is written, however the bytes are cut, whatever comes before: one
+    request, one answer."""
     ask = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP
     last = ask.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close")
     for name, piece, pipelined in product((b"Upgrade", b"UPGRADE", b"uPgRaDe"), (1, 7, 90, 1000), (0, 2)):
@@ -262,7 +289,9 @@ def test_a_body_is_never_a_request(connect: Callable[[], socket.socket]) -> None
         answers = everything(connection).split(b"HTTP/1.1 ")[1:]
         # The body is no JSON, which only the request that it belongs to says.
         assert [a[:3] for a in answers] == [b"200"] * pipelined + [b"400", b"200"], (name, piece, pipelined)
-        assert [b"the request is not JSON" in a for a in answers] == [n == pipelined for n in range(pipelined + 2)]
+        assert [b"the request is not JSON" in a for a in answers] == [
+            n == pipelined for n in range(pipelined + 2)
+        ]
 
 
 def test_an_offer_with_a_chunked_body(connect: Callable[[], socket.socket]) -> None:
@@ -293,7 +322,12 @@ def test_a_body_whose_end_is_in_doubt(connect: Callable[[], socket.socket]) -> N
     """Refused, and the connection closes: nothing after it is taken for a request."""
     for framing, expected in FRAMINGS.items():
         connection = connect()
-        connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\n" + framing + b"\r\n\r\nhello" + smuggled(b"Upgrade"))
+        connection.sendall(
+            b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\n"
+            + framing
+            + b"\r\n\r\nhello"
+            + smuggled(b"Upgrade")
+        )
         found = everything(connection)
         assert (found.count(b"HTTP/1.1 "), int(found.split()[1])) == (1, expected), framing
 
@@ -306,7 +340,9 @@ def test_chunks_of_an_old_client(connect: Callable[[], socket.socket]) -> None:
 
 def test_a_proxy_is_not_here(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
-    connection.sendall(b"CONNECT example:443 HTTP/1.1\r\nHost: example:443\r\n\r\nGET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    connection.sendall(
+        b"CONNECT example:443 HTTP/1.1\r\nHost: example:443\r\n\r\nGET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    )
     assert answer(connection) == (405, "CONNECT: this server is no proxy")
 
 

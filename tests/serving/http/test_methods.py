@@ -6,9 +6,27 @@ from typing import Any
 import httpx
 import pytest
 
-GETS = ("/v1/models", "/health", "/metrics", "/openapi.json", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/demo")
-GETS += (*(f"/v2/models/demo/{what}" for what in ("ready", "config", "stats", "versions/1")), "/v2/models/stats")
-POSTS = ("/v1/lookup", "/v1/score", "/v2/models/demo/infer", "/v2/repository/index", "/v2/repository/models/demo/load")
+GETS = (
+    "/v1/models",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/v2",
+    "/v2/health/live",
+    "/v2/health/ready",
+    "/v2/models/demo",
+)
+GETS += (
+    *(f"/v2/models/demo/{what}" for what in ("ready", "config", "stats", "versions/1")),
+    "/v2/models/stats",
+)
+POSTS = (
+    "/v1/lookup",
+    "/v1/score",
+    "/v2/models/demo/infer",
+    "/v2/repository/index",
+    "/v2/repository/models/demo/load",
+)
 
 
 @pytest.mark.parametrize("path", GETS)
@@ -25,7 +43,9 @@ def test_head_is_get_without_its_body(server: Any, path: str) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
 def test_what_is_got_is_not_posted(server: Any, path: str, method: str) -> None:
     found = httpx.request(method, server.url + path)
-    assert found.status_code == 405 and found.headers["allow"] == "GET, HEAD" and list(found.json()) == ["error"]
+    assert (
+        found.status_code == 405 and found.headers["allow"] == "GET, HEAD" and list(found.json()) == ["error"]
+    )
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -45,4 +65,6 @@ def test_health_has_the_bodies_of_the_protocol(server: Any) -> None:
     assert server.get("/v2/health/ready").json() == {"ready": True}
     assert server.get("/v2/models/demo/ready").json() == {"name": "demo", "ready": True}
     assert server.get("/v2/models/demo/versions/1/ready").json() == {"name": "demo", "ready": True}
-    assert json.loads(server.get("/v2/models/nothing/ready").content)["error"].startswith("model 'nothing' is not served here")
+    assert json.loads(server.get("/v2/models/nothing/ready").content)["error"].startswith(
+        "model 'nothing' is not served here"
+    )

@@ -1,4 +1,5 @@
-"""Pages of other sites may neither write through a server on loopback nor read from it under a name of their own."""
+"""Pages of other sites may neither write through a server on loopback nor read from it under a name of
+their own."""
 
 import json
 import socket
@@ -22,7 +23,16 @@ def origins(**settings: Any) -> Origins:
 
 
 @pytest.mark.parametrize(
-    "host", [b"localhost", b"LocalHost:8000", b"127.0.0.1:8000", b"[::1]:8000", b"[::1]", b"10.0.0.7", b"127.0.0.2:1"]
+    "host",
+    [
+        b"localhost",
+        b"LocalHost:8000",
+        b"127.0.0.1:8000",
+        b"[::1]:8000",
+        b"[::1]",
+        b"10.0.0.7",
+        b"127.0.0.2:1",
+    ],
 )
 def test_a_server_on_loopback_has_its_own_names(host: bytes) -> None:
     for address in ("127.0.0.1", "::1", "localhost"):
@@ -36,8 +46,11 @@ def test_a_server_on_loopback_has_its_own_names(host: bytes) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("method", [b"GET", b"POST"])
 def test_other_names_are_refused_on_loopback(host: bytes, method: bytes) -> None:
-    """A page whose name points at this server (DNS rebinding) is of the same site, and is known by its name alone."""
-    said = origins().refusal(method, [(b"host", host), (b"origin", b"http://" + host), (b"sec-fetch-site", b"same-origin")])
+    """A page whose name points at this server (DNS rebinding) is of the same site, and is known by its
+    name alone."""
+    said = origins().refusal(
+        method, [(b"host", host), (b"origin", b"http://" + host), (b"sec-fetch-site", b"same-origin")]
+    )
     assert said is not None and "--allowed-hosts" in said and "localhost" in said
     assert origins().refusal(method, [(b"host", b"localhost"), (b"host", host)]) is not None
 
@@ -45,7 +58,13 @@ def test_other_names_are_refused_on_loopback(host: bytes, method: bytes) -> None
 def test_allowed_hosts() -> None:
     """They are named, or any is; elsewhere than on loopback any is without being named."""
     evil: Head = [(b"host", b"evil.example")]
-    for settings in ({"host": "0.0.0.0"}, {"host": "::"}, {"uds": "/tmp/s"}, {"allowed_hosts": "*"}, {"host": "tables"}):
+    for settings in (
+        {"host": "0.0.0.0"},
+        {"host": "::"},
+        {"uds": "/tmp/s"},
+        {"allowed_hosts": "*"},
+        {"host": "tables"},
+    ):
         assert origins(**settings).refusal(b"POST", evil) is None
     named = origins(host="0.0.0.0", allowed_hosts="Tables.example,other")
     assert named.refusal(b"POST", evil) is not None
@@ -80,7 +99,9 @@ def test_pages_of_other_sites_do_not_write(headers: Head, is_taken: bool) -> Non
     assert origins().refusal(b"GET", head) is None and origins().refusal(b"HEAD", head) is None
 
 
-@pytest.mark.parametrize("kind", [b"text/plain", b"Text/Plain;charset=UTF-8", b"multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", [b"text/plain", b"Text/Plain;charset=UTF-8", b"multipart/form-data; boundary=x"]
+)
 def test_regions_are_not_registered_by_text_of_a_page(kind: bytes) -> None:
     with pytest.raises(ApiError, match="expected application/json") as error:
         check_type(kind)
@@ -89,9 +110,17 @@ def test_regions_are_not_registered_by_text_of_a_page(kind: bytes) -> None:
     check_type(b"application/json")
 
 
-def ask(server: Server, method: str, path: str, body: bytes, *lines: str, host: str = "localhost") -> tuple[int, bytes]:
+def ask(
+    server: Server, method: str, path: str, body: bytes, *lines: str, host: str = "localhost"
+) -> tuple[int, bytes]:
     with socket.create_connection(("127.0.0.1", server.port), timeout=300) as connection:
-        head = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}", "Connection: close", *lines]
+        head = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {host}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+            *lines,
+        ]
         connection.sendall("\r\n".join([*head, "", ""]).encode() + body)
         found = connection.makefile("rb").read()
     return int(found.split()[1]), found.partition(b"\r\n\r\n")[2]
@@ -106,8 +135,11 @@ def memory() -> Iterator[Path]:
     path.unlink()
 
 
-def test_another_program_s_memory_is_not_written_by_a_page(start: Callable[..., Server], memory: Path) -> None:
-    """A page registers what another program of this user has in /dev/shm, and asks for vectors to be written there."""
+def test_another_program_s_memory_is_not_written_by_a_page(
+    start: Callable[..., Server], memory: Path
+) -> None:
+    """A page registers what another program of this user has in /dev/shm, and asks for vectors to be
+    written there."""
     server = start("--allow-client-shm")
     page = ("Content-Type: text/plain", "Origin: http://evil.example", "Sec-Fetch-Site: cross-site")
     register = json.dumps({"key": memory.name, "offset": 0, "byte_size": 4096}).encode()
@@ -130,9 +162,15 @@ def test_another_program_s_memory_is_not_written_by_a_page(start: Callable[..., 
 
 def test_a_name_that_points_here_reads_nothing(start: Callable[..., Server]) -> None:
     """By DNS rebinding: the page's own name is its Host."""
-    infer = json.dumps({"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 1], "data": [1]}]}).encode()
+    infer = json.dumps(
+        {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 1], "data": [1]}]}
+    ).encode()
     server = start()
-    for method, path, body in (("POST", "/v2/models/demo/infer", infer), ("GET", "/v1/models", b""), ("GET", "/", b"")):
+    for method, path, body in (
+        ("POST", "/v2/models/demo/infer", infer),
+        ("GET", "/v1/models", b""),
+        ("GET", "/", b""),
+    ):
         assert ask(server, method, path, body, host=f"evil.example:{server.port}")[0] == 403
         assert ask(server, method, path, body)[0] == 200
     named = start("--allowed-hosts", "evil.example")

@@ -1,4 +1,5 @@
-"""The page for people at `/`: what it shows is what the server says, live, in light and dark, and it can change nothing."""
+"""The page for people at `/`: what it shows is what the server says, live, in light and dark, and it can
+change nothing."""
 
 import json
 import re
@@ -41,12 +42,18 @@ def test_it_names_no_other_host_and_asks_by_get_alone() -> None:
 
 def test_models_say_what_the_page_shows(server: Any) -> None:
     told = server.get("/v1/models").json()
-    assert told["server"]["devices"] == [] and told["server"]["doors"][0].startswith("HTTP") and told["server"]["version"]
+    assert (
+        told["server"]["devices"] == []
+        and told["server"]["doors"][0].startswith("HTTP")
+        and told["server"]["version"]
+    )
     tables = {t["name"]: t for t in told["models"][0]["tables"]}
     assert (tables["user"]["bytes"], tables["user"]["placement"]) == (1000 * 80, "host")
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed (Debian: apt-get install nodejs)")
+@pytest.mark.skipif(
+    shutil.which("node") is None, reason="node is not installed (Debian: apt-get install nodejs)"
+)
 def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
     """Rates, quantiles and units of the script, from texts that a server wrote."""
     with Client(server.url) as client:
@@ -60,7 +67,9 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[2] / "fixtures" / "page_figures.js", tmp_path)
     (tmp_path / "before.txt").write_text(before)
     (tmp_path / "now.txt").write_text(now)
-    done = subprocess.run(["node", "page_figures.js"], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
+    done = subprocess.run(
+        ["node", "page_figures.js"], capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     shown, model = found["overview"], found["model"]
@@ -68,7 +77,11 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
     assert 0 < shown["p50"] <= shown["p99"] < 10 and shown["hits"] is None
     assert (model["requests"], model["ids"], model["refused"], model["lag"]) == (10, 40, 0, "")
     assert found["odd"] == ['q"\\\n}', 2.5, False]
-    assert found["quantiles"] == pytest.approx([0.1, 0.2, 0.3]) and found["nothing"] is None and found["restarted"] == 0
+    assert (
+        found["quantiles"] == pytest.approx([0.1, 0.2, 0.3])
+        and found["nothing"] is None
+        and found["restarted"] == 0
+    )
     assert found["lag"] == "version 4 is live and not taken"
     assert found["units"] == (
         "999|1.23 M|0.50|–|1.00 M|1.50 KiB|3.00 GiB|98.7 %|310 µs|42.1 ms|2 s".split("|")  # noqa: SIM905
@@ -79,7 +92,8 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @needs_chromium
 def test_a_browser_shows_what_the_server_says(server: Any) -> None:
-    """Models, tables with format, rows, dim, bytes and place, errors, workers; and charts that grow without a reload."""
+    """Models, tables with format, rows, dim, bytes and place, errors, workers; and charts that grow
+    without a reload."""
     with Client(server.url) as client:
         client.lookup("demo", {"user": [[1, 2]]})
     shown = page_of(server.url + "/", wait_ms=12_000)
@@ -97,7 +111,9 @@ def test_a_browser_shows_what_the_server_says(server: Any) -> None:
 @needs_chromium
 def test_light_and_dark(server: Any, tmp_path: Path) -> None:
     """The page follows what the user prefers."""
-    image = pytest.importorskip("matplotlib.image", reason="the dev extra brings matplotlib, which reads the screenshots")
+    image = pytest.importorskip(
+        "matplotlib.image", reason="the dev extra brings matplotlib, which reads the screenshots"
+    )
     corners = {}
     for name, options in (("light", ()), ("dark", ("--blink-settings=preferredColorScheme=0",))):
         screenshot(server.url + "/", tmp_path / f"{name}.png", (1280, 1000), *options)
@@ -110,7 +126,8 @@ def test_light_and_dark(server: Any, tmp_path: Path) -> None:
 @pytest.mark.thorough
 @needs_chromium
 def test_a_server_that_is_gone_is_told(tmp_path: Path) -> None:
-    """Where nothing answers, the page says so: here its files are served by one that has no models and metrics."""
+    """Where nothing answers, the page says so: here its files are served by one that has no models and
+    metrics."""
     import http.server
     import threading
 

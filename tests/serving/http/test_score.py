@@ -1,4 +1,5 @@
-"""Scores: over JSON, the binary protocol, the client and the command, with versions that are swapped, beside lookups."""
+"""Scores: over JSON, the binary protocol, the client and the command, with versions that are swapped,
+beside lookups."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,9 @@ IDS = {"user": [[1, 2], [3], []], "clicked": [[4, 5], [], [99]]}
 CONTEXT = [[0.5, 1.0, -1.0], [0.0, 2.0, 0.25], [1.0, 1.0, 1.0]]
 
 
-def publish(root: Path, folder: Path, scorer: Any, name: str = "ctr", module: torch.nn.Module | None = None) -> None:
+def publish(
+    root: Path, folder: Path, scorer: Any, name: str = "ctr", module: torch.nn.Module | None = None
+) -> None:
     np.savez(folder / "c.npz", **TABLES)
     (folder / "scorer.pt2").write_bytes(exported(module or Ctr(8, 4, 3), user=8, clicked=4, context=3))
     raw = {
@@ -50,9 +53,14 @@ def publish(root: Path, folder: Path, scorer: Any, name: str = "ctr", module: to
 def vectors(root: Path, name: str, feature: str, bags: list[list[int]]) -> np.ndarray:
     """A feature's pooled vectors, as the scorer gets them."""
     table = Model(root, name).attach().tables[FEATURES[feature]["table"]]
-    ids, lengths = np.array([i for b in bags for i in b], np.int64), np.array([len(b) for b in bags], np.int32)
+    ids, lengths = (
+        np.array([i for b in bags for i in b], np.int64),
+        np.array([len(b) for b in bags], np.int32),
+    )
     half = FEATURES[feature].get("output") == "fp16"
-    found = choose().lookup(table, ids, lengths, pooling=Pooling.parse(FEATURES[feature].get("pooling", "sum")), half=half)
+    found = choose().lookup(
+        table, ids, lengths, pooling=Pooling.parse(FEATURES[feature].get("pooling", "sum")), half=half
+    )
     return found.astype(np.float32)
 
 
@@ -69,7 +77,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     import shutil
     import uuid
 
-    root, folder = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}", tmp_path_factory.mktemp("score")
+    root, folder = (
+        Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}",
+        tmp_path_factory.mktemp("score"),
+    )
     publish(root, folder, {"program": "scorer.pt2"})
     publish(root, folder, {"kind": "dot", "features": ["user", "near"]}, "dot")
     publish(root, folder, {"kind": "cosine", "features": ["user", "near"]}, "cosine")
@@ -115,9 +126,13 @@ def test_the_clients_and_the_command(served: Server) -> None:
         assert isinstance(as_tensors, torch.Tensor)
     np.testing.assert_allclose(asyncio.run(_async_score(served.url)), wanted, rtol=1e-5)
     dense = "context=" + ";".join(",".join(map(str, row)) for row in CONTEXT)
-    result = run_tableside("score", "ctr", "user=1,2;3;", "clicked=4,5;;99", "--dense", dense, "--url", served.url)
+    result = run_tableside(
+        "score", "ctr", "user=1,2;3;", "clicked=4,5;;99", "--dense", dense, "--url", served.url
+    )
     assert result.returncode == 0, result.stderr
-    np.testing.assert_allclose([float(line.split()[1]) for line in result.stdout.splitlines()], wanted, atol=1e-6)
+    np.testing.assert_allclose(
+        [float(line.split()[1]) for line in result.stdout.splitlines()], wanted, atol=1e-6
+    )
 
 
 def test_two_towers(served: Server) -> None:
@@ -133,7 +148,9 @@ def test_two_towers(served: Server) -> None:
         assert cosine[2] == 0
 
 
-def infer(server: Server, model: str, inputs: list[dict[str, Any]], outputs: list[str] | None = None) -> httpx.Response:
+def infer(
+    server: Server, model: str, inputs: list[dict[str, Any]], outputs: list[str] | None = None
+) -> httpx.Response:
     body: dict[str, Any] = {"inputs": inputs}
     if outputs is not None:
         body["outputs"] = [{"name": o} for o in outputs]
@@ -146,7 +163,8 @@ DENSE = {"name": "context", "datatype": "FP32", "shape": [2, 3], "data": [[0.5, 
 
 
 def test_what_is_asked_for_is_computed(served: Server) -> None:
-    """Scores where they are named, or where nothing is named and all that they need is there; the rest stays lookups."""
+    """Scores where they are named, or where nothing is named and all that they need is there; the rest
+    stays lookups."""
 
     def names(*arguments: Any) -> list[str]:
         response = infer(served, "ctr", *arguments)
@@ -168,7 +186,11 @@ def test_what_is_asked_for_is_computed(served: Server) -> None:
         ([USER, DENSE], ["score"], "the request lacks clicked"),
         ([DENSE], None, "no feature is asked for; model 'ctr' has: user, clicked"),
         ([DENSE], ["score"], "no feature is asked for"),
-        ([USER, CLICKED, {**DENSE, "shape": [3, 2]}], ["score"], r"input 'context': shape is [3, 2]; expected [batch, 3]"),
+        (
+            [USER, CLICKED, {**DENSE, "shape": [3, 2]}],
+            ["score"],
+            r"input 'context': shape is [3, 2]; expected [batch, 3]",
+        ),
         ([USER, CLICKED, {**DENSE, "shape": [6]}], ["score"], r"shape is [6]; expected [batch, 3]"),
         ([USER, CLICKED, {**DENSE, "datatype": "FP16"}], ["score"], "datatype is 'FP16'; expected FP32"),
         ([USER, CLICKED, DENSE, DENSE], ["score"], "input 'context' came twice"),
@@ -189,7 +211,10 @@ def test_requests_that_cannot_be_scored(served: Server, inputs: Any, outputs: An
     ("change", "message"),
     [
         ({"model": "plain"}, "dense tensor 'context' is unknown; the scorer has: none"),
-        ({"model": "plain", "dense": {}}, "model 'plain' has no scorer; publish one with [scorer] in model.toml"),
+        (
+            {"model": "plain", "dense": {}},
+            "model 'plain' has no scorer; publish one with [scorer] in model.toml",
+        ),
         ({"dense": {}}, "the request lacks context"),
         ({"dense": {"context": [[1, 2]]}}, "expected a list of rows of 3 numbers each"),
         ({"dense": {"context": [["1", 2, 3]] * 3}}, "value '1' at position 0 is not a number"),
@@ -237,7 +262,9 @@ class Centred(Ctr):
 
 
 @pytest.mark.parametrize(("module", "is_row_wise"), [(Ctr, True), (Centred, False)])
-def test_scorers_that_look_at_other_rows_are_known(root: Path, tmp_path: Path, module: type[Ctr], is_row_wise: bool) -> None:
+def test_scorers_that_look_at_other_rows_are_known(
+    root: Path, tmp_path: Path, module: type[Ctr], is_row_wise: bool
+) -> None:
     """They are not asked about several requests at once."""
     publish(root, tmp_path, {"program": "scorer.pt2"}, module=module(8, 4, 3))
     scorer = open_scorer(Model(root, "ctr").attach())
@@ -247,7 +274,8 @@ def test_scorers_that_look_at_other_rows_are_known(root: Path, tmp_path: Path, m
 def test_scorer_and_tables_are_swapped_as_one(
     start: Callable[..., Server], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version of another scorer, with several scores a row, is taken; one whose scorer does not run is not."""
+    """A version of another scorer, with several scores a row, is taken; one whose scorer does not run is
+    not."""
     publish(root, tmp_path, {"program": "scorer.pt2"}, "demo")
     server = start()
     other = Ctr(8, 4, 3, scores=2)
@@ -256,17 +284,26 @@ def test_scorer_and_tables_are_swapped_as_one(
         publish(root, tmp_path, {"program": "scorer.pt2"}, "demo", other)
         until(lambda: client.models()[0]["version"] == 2, what="version 2")
         found = client.score("demo", IDS, {"context": CONTEXT})
-        inputs = [vectors(root, "demo", f, IDS[f]) for f in ("user", "clicked")] + [np.array(CONTEXT, np.float32)]
-        np.testing.assert_allclose(found, other.eval()(*map(torch.from_numpy, inputs)).detach().numpy(), rtol=1e-5)
+        inputs = [vectors(root, "demo", f, IDS[f]) for f in ("user", "clicked")] + [
+            np.array(CONTEXT, np.float32)
+        ]
+        np.testing.assert_allclose(
+            found, other.eval()(*map(torch.from_numpy, inputs)).detach().numpy(), rtol=1e-5
+        )
 
         class Transposed(Ctr):
-            def forward(self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+            def forward(
+                self, user: torch.Tensor, clicked: torch.Tensor, context: torch.Tensor
+            ) -> torch.Tensor:
                 return super().forward(user, clicked, context).t()
 
         # Refused where it is published, too; so that is left out, as by who can write to shared memory.
         monkeypatch.setattr("tableside.loader.program.measure.check_shapes", lambda program: None)
         publish(root, tmp_path, {"program": "scorer.pt2"}, "demo", Transposed(8, 4, 3))
-        until(lambda: 'tableside_errors_total{kind="swap",model="demo"} 1.0' in client.metrics(), what="a refusal")
+        until(
+            lambda: 'tableside_errors_total{kind="swap",model="demo"} 1.0' in client.metrics(),
+            what="a refusal",
+        )
         assert client.models()[0]["version"] == 2
         with pytest.raises(ClientError, match="404"):
             client.score("demo", IDS, {"context": CONTEXT}, version=9)

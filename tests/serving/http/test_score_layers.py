@@ -1,4 +1,5 @@
-"""Scorers that are dense layers alone: which scorer a program gets, its bounds, and scores written where they are sent from."""
+"""Scorers that are dense layers alone: which scorer a program gets, its bounds, and scores written where
+they are sent from."""
 
 import subprocess
 import sys
@@ -53,7 +54,8 @@ def opened(root: Path, device: str = "cpu", limits: ScorerLimits | None = None) 
 
 
 def one(scorer: Scorer, rows: int, seed: int = 0, half: bool = False) -> ToScore:
-    """A request that was looked up: vectors at byte 0 of its output buffer, scores behind them, `context` in its inputs."""
+    """A request that was looked up: vectors at byte 0 of its output buffer, scores behind them, `context`
+    in its inputs."""
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((rows, USER)).astype(np.float16 if half else np.float32)
     shape = (rows,) if scorer.width is None else (rows, scorer.width)
@@ -82,10 +84,15 @@ def test_dense_layers_run_without_torch_and_others_with_it(root: Path, tmp_path:
     publish(root, tmp_path)
     scorer = opened(root)
     assert isinstance(scorer, LayersScorer) and scorer.describe()["runs_on"].startswith("dense layers (")
-    assert not needs_torch(Model(root, "demo").attach()) and needs_torch(Model(root, "demo").attach(), "cuda:0")
+    assert not needs_torch(Model(root, "demo").attach()) and needs_torch(
+        Model(root, "demo").attach(), "cuda:0"
+    )
     publish(root, tmp_path, Product())
     scorer = opened(root)
-    assert isinstance(scorer, ProgramScorer) and scorer.describe()["runs_on"] == f"torch {torch.__version__} on cpu"
+    assert (
+        isinstance(scorer, ProgramScorer)
+        and scorer.describe()["runs_on"] == f"torch {torch.__version__} on cpu"
+    )
     assert needs_torch(Model(root, "demo").attach())
 
 
@@ -101,14 +108,17 @@ import numpy as np
 scorer = open_scorer(Model(Path({str(root)!r}), "demo").attach())
 print(scorer.run([np.ones((2, 8), np.float32), np.ones((2, 3), np.float32)]).shape, "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout == "(2,) False\n", done.stderr
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("count", [1, 5])
 def test_scores_are_torchs_but_for_rounding(count: int, half: bool, root: Path, tmp_path: Path) -> None:
-    """Sums of 11 and 16 products of values of about 1, and a sigmoid: far within 2^-18 (tests/loader holds the exact bound)."""
+    """Sums of 11 and 16 products of values of about 1, and a sigmoid: far within 2^-18 (tests/loader holds
+    the exact bound)."""
     publish(root, tmp_path, Two(count))
     scorer = opened(root)
     assert scorer.width == (None if count == 1 else count)
@@ -117,11 +127,15 @@ def test_scores_are_torchs_but_for_rounding(count: int, half: bool, root: Path, 
     score_together([request])
     assert scores_of(request).shape == expected.shape
     assert np.abs(scores_of(request) - expected).max() < 2**-18
-    run = scorer.run([np.ascontiguousarray(a) for a in request.scoring.arrays(request.inputs, request.buffer)])
+    run = scorer.run(
+        [np.ascontiguousarray(a) for a in request.scoring.arrays(request.inputs, request.buffer)]
+    )
     assert np.array_equal(run, scores_of(request))
 
 
-def test_requests_that_are_scored_together_get_the_scores_that_they_get_alone(root: Path, tmp_path: Path) -> None:
+def test_requests_that_are_scored_together_get_the_scores_that_they_get_alone(
+    root: Path, tmp_path: Path
+) -> None:
     publish(root, tmp_path)
     scorer = opened(root)
     together, alone = ([one(scorer, rows, rows) for rows in (3, 70, 1)] for _ in range(2))
@@ -143,7 +157,8 @@ def test_one_layout_scores_every_request_that_has_it(root: Path, tmp_path: Path)
 
 
 def test_scores_that_are_not_finite_are_an_error(root: Path, tmp_path: Path) -> None:
-    """400 where a dense tensor of the request is not finite, with its row; else 500 with the score's row and the version."""
+    """400 where a dense tensor of the request is not finite, with its row; else 500 with the score's row
+    and the version."""
     publish(root, tmp_path)
     scorer = opened(root)
     request = one(scorer, 70)
@@ -153,7 +168,9 @@ def test_scores_that_are_not_finite_are_an_error(root: Path, tmp_path: Path) -> 
         score_together([request._replace(inputs=context.tobytes())])
     assert (refused.value.status, refused.value.kind) == (400, ErrorKind.BAD_REQUEST)
     request.buffer[:4] = np.array([np.nan], np.float32).view(np.uint8)
-    with pytest.raises(ApiError, match="the score of row 0 is nan, from demo version 1; expected a finite number") as refused:
+    with pytest.raises(
+        ApiError, match="the score of row 0 is nan, from demo version 1; expected a finite number"
+    ) as refused:
         score_together([request])
     assert (refused.value.status, refused.value.kind) == (500, ErrorKind.SCORER)
 
@@ -190,7 +207,9 @@ def test_an_input_of_another_width_is_refused(root: Path, tmp_path: Path) -> Non
     request = one(opened(root), 4)
     user, context = request.scoring.sources
     scoring = replace(request.scoring, sources=(user, context._replace(width=2)))
-    with pytest.raises(ApiError, match=r"does not take these 4 rows: input 'context' is \[4, 2\]; expected \[4, 3\]") as refused:
+    with pytest.raises(
+        ApiError, match=r"does not take these 4 rows: input 'context' is \[4, 2\]; expected \[4, 3\]"
+    ) as refused:
         score_together([request._replace(scoring=scoring)])
     assert refused.value.status == 400
 

@@ -1,4 +1,5 @@
-"""Templates against the slow path: what a template says of a body is what the slow path says, byte for byte, or nothing.
+"""Templates against the slow path: what a template says of a body is what the slow path says, byte for byte,
+or nothing.
 
 Headers are drawn, varied in their numbers as clients vary them, and mutated as nobody should.
 """
@@ -69,7 +70,13 @@ def answer(served: ServedVersion, infer: InferRequest) -> bytes | str:
         return error.message
     assert buffer.size == infer.request.out_bytes
     head, parts = v2_request.encode(infer, buffer)
-    return b"|".join([head, b"".join(parts), repr((infer.request.ids, infer.request.vectors, infer.request.row_bytes)).encode()])
+    return b"|".join(
+        [
+            head,
+            b"".join(parts),
+            repr((infer.request.ids, infer.request.vectors, infer.request.row_bytes)).encode(),
+        ]
+    )
 
 
 def slowly(served: ServedVersion, body: bytes, header_bytes: int) -> InferRequest | str:
@@ -125,7 +132,9 @@ class Drawn:
         found = []
         if self.is_kjt:
             lengths = rng.integers(0, 4, (len(self.names), same_bags)).astype(np.int32)
-            ids = rng.integers(0, 40, int(lengths.sum())).astype(np.int32 if self.narrow["user"] else np.int64)
+            ids = rng.integers(0, 40, int(lengths.sum())).astype(
+                np.int32 if self.narrow["user"] else np.int64
+            )
             found = [("kjt.values", ids), ("kjt.lengths", lengths)]
             if self.kjt_weights:
                 found.append(("kjt.weights", rng.random(ids.size).astype(np.float32)))
@@ -151,7 +160,12 @@ class Drawn:
             random.Random(3).shuffle(found)
         kinds = {np.dtype(dtype): name for name, dtype in PARTS.items()}
         inputs = [
-            {"name": n, "datatype": kinds[a.dtype], "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}}
+            {
+                "name": n,
+                "datatype": kinds[a.dtype],
+                "shape": list(a.shape),
+                "parameters": {"binary_data_size": a.nbytes},
+            }
             for n, a in found
         ]
         header: dict[str, Any] = {"inputs": inputs, "parameters": {"binary_data_output": True, "priority": 3}}
@@ -171,7 +185,8 @@ class Drawn:
 @settings(max_examples=250, deadline=None)
 @given(st.integers(0, 2**32))
 def test_a_template_says_what_the_slow_path_says(session_version: ServedVersion, seed: int) -> None:
-    """For lengths that differ each time, in every form; and each body but those with escapes is taken by the template."""
+    """For lengths that differ each time, in every form; and each body but those with escapes is taken by
+    the template."""
     drawn, memory = Drawn(random.Random(seed)), Templates()
     learn(memory, session_version, *drawn.body())
     for _ in range(6):
@@ -180,27 +195,38 @@ def test_a_template_says_what_the_slow_path_says(session_version: ServedVersion,
 
 
 MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
-    lambda r, h: re.sub(rb"\d+", lambda m: r.choice([m[0], b"0", b"-1", b"1e3", b"2.0", b"007", b"9" * r.randint(1, 40)]), h),
+    lambda r, h: re.sub(
+        rb"\d+", lambda m: r.choice([m[0], b"0", b"-1", b"1e3", b"2.0", b"007", b"9" * r.randint(1, 40)]), h
+    ),
     lambda r, h: re.sub(rb"\d+", lambda m: b"%d" % (int(m[0]) + r.choice([0, 0, 0, 1, -1, 8])), h),
     lambda r, h: h.replace(b",", r.choice([b" ,\n", b",\t", b",,"])),
     lambda r, h: h.replace(b"user", r.choice([b"\\u0075ser", b"u\xc3\xbcser", b"us\\er", b"item", b"\xff"])),
-    lambda r, h: h.replace(b'"shape":[', r.choice([b'"shape":[1,', b'"shape":[[', b'"shape":5,"shape":[', b'"shape" : [ '])),
+    lambda r, h: h.replace(
+        b'"shape":[', r.choice([b'"shape":[1,', b'"shape":[[', b'"shape":5,"shape":[', b'"shape" : [ '])
+    ),
     lambda r, h: h.replace(
         b'{"inputs"', r.choice([b'{"id":"x","inputs"', b'{"id":5,"inputs"', b'{"inputs":[],"inputs"', b"{'a"])
     ),
-    lambda r, h: h.replace(b"binary_data_size", r.choice([b"binary_data_size ", b"data", b'x":1,"binary_data_size'])),
+    lambda r, h: h.replace(
+        b"binary_data_size", r.choice([b"binary_data_size ", b"data", b'x":1,"binary_data_size'])
+    ),
     lambda r, h: h[: r.randint(0, len(h))] + bytes([r.randint(0, 255)]) + h[r.randint(0, len(h)) :],
     lambda r, h: b"".join(bytes([r.randint(0, 255)]) if r.random() < 0.005 else bytes([b]) for b in h),
     lambda r, h: h + r.choice([b" ", b"\n", b"0", b"}", b"\0"]),
     lambda r, h: h.replace(b"INT64", b"INT32") if r.random() < 0.5 else h.replace(b"FP32", b"INT32"),
-    lambda r, h: h.replace(b'"kjt.features":[', r.choice([b'"kjt.features":["user",', b'"kjt.schema":"x","kjt.features":['])),
+    lambda r, h: h.replace(
+        b'"kjt.features":[', r.choice([b'"kjt.features":["user",', b'"kjt.schema":"x","kjt.features":['])
+    ),
 ]
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32))
-def test_mutated_headers_are_understood_alike_or_not_by_a_template(session_version: ServedVersion, seed: int) -> None:
-    """Numbers, whitespace, escapes, unicode, keys that come twice, nesting, single bytes; and lengths that do not add up."""
+def test_mutated_headers_are_understood_alike_or_not_by_a_template(
+    session_version: ServedVersion, seed: int
+) -> None:
+    """Numbers, whitespace, escapes, unicode, keys that come twice, nesting, single bytes; and lengths that
+    do not add up."""
     rng = random.Random(seed)
     drawn, memory = Drawn(rng), Templates()
     learn(memory, session_version, *drawn.body())
@@ -226,7 +252,12 @@ def request(tensors: dict[str, np.ndarray], change: Callable[[bytes], bytes] = b
     """A request of these tensors, which asks for everything; its header changed."""
     kinds = {np.dtype(dtype): name for name, dtype in PARTS.items()}
     inputs = [
-        {"name": n, "datatype": kinds[a.dtype], "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}}
+        {
+            "name": n,
+            "datatype": kinds[a.dtype],
+            "shape": list(a.shape),
+            "parameters": {"binary_data_size": a.nbytes},
+        }
         for n, a in tensors.items()
     ]
     header = change(orjson.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}))
@@ -255,7 +286,8 @@ def together(lengths: list[list[int]], ids: int, weights: int) -> dict[str, np.n
 
 def of_three(header: bytes) -> bytes:
     return header.replace(
-        b'"parameters":{"binary_data_output"', b'"parameters":{"kjt.features":"user,item,a:b-c","binary_data_output"'
+        b'"parameters":{"binary_data_output"',
+        b'"parameters":{"kjt.features":"user,item,a:b-c","binary_data_output"',
     )
 
 
@@ -283,7 +315,11 @@ LIES: dict[str, tuple[tuple[bytes, int], tuple[bytes, int]]] = {
         request({"user": np.zeros((2, 1), int), "item": np.zeros((1, 1), int)}),
         request(
             {"user": np.zeros((2, 1), int), "item": np.zeros((1, 1), int)},
-            lambda h: h.replace(b'size":16', b'size":0').replace(b'size":8', b'size":16').replace(b'size":0', b'size":8'),
+            lambda h: (
+                h.replace(b'size":16', b'size":0')
+                .replace(b'size":8', b'size":16')
+                .replace(b'size":0', b'size":8')
+            ),
         ),
     ),
     "a bag of more ids than a length can say": (
@@ -310,14 +346,18 @@ LIES: dict[str, tuple[tuple[bytes, int], tuple[bytes, int]]] = {
         request(together([[1], [1], [0]], 2, 2), of_three),
         request(together([[1], [1]], 2, 2), of_three),
     ),
-    "an unpooled feature's lengths that do not add up": (request(unpooled(2, [1, 1])), request(unpooled(2, [1, 2]))),
+    "an unpooled feature's lengths that do not add up": (
+        request(unpooled(2, [1, 1])),
+        request(unpooled(2, [1, 2])),
+    ),
     "an unpooled feature's negative length": (request(unpooled(2, [1, 1])), request(unpooled(2, [3, -1]))),
 }
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_no_template_takes_what_is_refused(session_version: ServedVersion, lie: str) -> None:
-    """One test for each check of the C routine: the true request is taken, the false one is left to the slow path's words."""
+    """One test for each check of the C routine: the true request is taken, the false one is left to the
+    slow path's words."""
     memory, (true, false) = Templates(), LIES[lie]
     learn(memory, session_version, *true)
     assert check_equal(memory, session_version, *true)
@@ -335,11 +375,17 @@ def session_version(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tableside.loader.load.load import load
     from tableside.loader.model.model import parse_model
 
-    root, folder = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}", tmp_path_factory.mktemp("templates")
+    root, folder = (
+        Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}",
+        tmp_path_factory.mktemp("templates"),
+    )
     values = {"t": rows_of(50, 8), "u": rows_of(40, 6)}
     np.savez(folder / "c.npz", **values)
     tables = {t: {"key": t, "row_format": "int8"} for t in values}
-    load(parse_model({"name": "demo", "checkpoint": "c.npz", "tables": tables, "features": FEATURES}, folder), root)
+    load(
+        parse_model({"name": "demo", "checkpoint": "c.npz", "tables": tables, "features": FEATURES}, folder),
+        root,
+    )
     served = engine_of(root, MOST_BYTES).attach()
     served.scorer = Sum()
     yield served
@@ -348,7 +394,12 @@ def session_version(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def named(bags: int) -> tuple[bytes, int]:
     """A header with one feature of `bags` bags of one id."""
-    entry = {"name": "user", "datatype": "INT64", "shape": [bags, 1], "parameters": {"binary_data_size": 8 * bags}}
+    entry = {
+        "name": "user",
+        "datatype": "INT64",
+        "shape": [bags, 1],
+        "parameters": {"binary_data_size": 8 * bags},
+    }
     header = {"inputs": [entry], "parameters": {"binary_data_output": True}}
     return body_of(orjson.dumps(header), [np.arange(bags)])
 
@@ -416,7 +467,9 @@ def test_templates_are_bounded(version: ServedVersion, monkeypatch: pytest.Monke
     infer = slowly(version, *learn_once)
     assert isinstance(infer, InferRequest)
     fresh.learn(version, learn_once[0][: learn_once[1]], json_object(learn_once[0][: learn_once[1]]), infer)
-    assert fresh.match(version, *learn_once) is None, "a skeleton that came once was remembered beyond the bound"
+    assert fresh.match(version, *learn_once) is None, (
+        "a skeleton that came once was remembered beyond the bound"
+    )
 
 
 def test_templates_keep_no_replaced_version(version: ServedVersion, root: Path) -> None:
@@ -458,7 +511,9 @@ def shared() -> Iterator[tuple[Regions, Path]]:
 
 
 @pytest.mark.parametrize("item_at", [16384 + 3 * 32, 16384 + 3 * 32 + 8])
-def test_vectors_are_written_into_their_region(version: ServedVersion, shared: tuple[Regions, Path], item_at: int) -> None:
+def test_vectors_are_written_into_their_region(
+    version: ServedVersion, shared: tuple[Regions, Path], item_at: int
+) -> None:
     """In one piece and in two; ids are copied before, and where one is wrong nothing is written."""
     known, path = shared
     version.scorer = None
@@ -467,7 +522,9 @@ def test_vectors_are_written_into_their_region(version: ServedVersion, shared: t
     def at(offset: int, size: int) -> dict[str, Any]:
         return {"shared_memory_region": "r", "shared_memory_byte_size": size, "shared_memory_offset": offset}
 
-    inputs = [{"name": n, "datatype": "INT64", "shape": [3, 4], "parameters": at(0, 96)} for n in ("user", "item")]
+    inputs = [
+        {"name": n, "datatype": "INT64", "shape": [3, 4], "parameters": at(0, 96)} for n in ("user", "item")
+    ]
     outputs = [
         {"name": "user", "parameters": at(16384, 96)},
         {"name": "item", "parameters": at(item_at, 72)},
@@ -500,8 +557,11 @@ def test_vectors_are_written_into_their_region(version: ServedVersion, shared: t
 
 
 @pytest.mark.parametrize("more", [b',"junk":[' + b"1," * 20_000 + b"1]", b" " * 70_000])
-def test_a_header_that_is_longer_than_the_model_needs_has_no_template(version: ServedVersion, more: bytes) -> None:
-    """The slow path reads it each time. With numbers that nobody reads a template was made of each of them."""
+def test_a_header_that_is_longer_than_the_model_needs_has_no_template(
+    version: ServedVersion, more: bytes
+) -> None:
+    """The slow path reads it each time. With numbers that nobody reads a template was made of each of
+    them."""
     entry = {"name": "user", "datatype": "INT64", "shape": [1, 1], "parameters": {"binary_data_size": 8}}
     header = orjson.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}})
     memory = Templates()
@@ -521,7 +581,12 @@ def test_large_int32_ids_are_widened_beside_the_event_loop(version: ServedVersio
     """A template leaves such a body to the slow path, and takes a smaller one of the same skeleton."""
     memory = Templates()
     for ids in (1, 1 << 21):
-        entry = {"name": "words.values", "datatype": "INT32", "shape": [ids], "parameters": {"binary_data_size": 4 * ids}}
+        entry = {
+            "name": "words.values",
+            "datatype": "INT32",
+            "shape": [ids],
+            "parameters": {"binary_data_size": 4 * ids},
+        }
         header = orjson.dumps({"inputs": [entry], "parameters": {"binary_data_output": True}})
         body, header_bytes = body_of(header, [np.zeros(ids, np.int32)])
         version.max_response_bytes = None
@@ -543,7 +608,12 @@ def test_weights_that_are_no_numbers_are_left_to_the_slow_path(version: ServedVe
                 "weights": ("FP32", np.array([1, last], np.float32)),
             }
             entries = [
-                {"name": f"{feature}.{n}", "datatype": d, "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+                {
+                    "name": f"{feature}.{n}",
+                    "datatype": d,
+                    "shape": a.shape,
+                    "parameters": {"binary_data_size": a.nbytes},
+                }
                 for n, (d, a) in tensors.items()
             ]
             asked = {"binary_data_output": True, **({"kjt.features": ["user"]} if feature == "kjt" else {})}

@@ -1,4 +1,5 @@
-"""JSON that is laid out all at once against features taken one by one: the same answer byte for byte, or the same error."""
+"""JSON that is laid out all at once against features taken one by one: the same answer byte for byte, or
+the same error."""
 
 import asyncio
 import gc
@@ -35,7 +36,12 @@ FEATURES = {
     "words": {"table": "u", "pooling": "none"},
     "true": {"table": "t"},
 }
-GOOD = {"user": [[1, 2], [], [7]], "item": [[3], [4, 4, 4], []], "half": [[0], [49], [1]], "words": [[5], [], [6, 7]]}
+GOOD = {
+    "user": [[1, 2], [], [7]],
+    "item": [[3], [4, 4, 4], []],
+    "half": [[0], [49], [1]],
+    "words": [[5], [], [6, 7]],
+}
 
 
 def attached(publish: Publish, root: Path) -> ServedVersion:
@@ -103,7 +109,9 @@ POOLED = {name: bags for name, bags in GOOD.items() if name != "words"}
 def test_features_of_one_form_are_laid_out_together(version: ServedVersion, features: Any) -> None:
     """That is the fast way; it gives what the slow one gives, the counts for the metrics too."""
     text = text_of(features)
-    body = v1_request.Body(orjson.loads(text), has_booleans=False)  # a feature's name is no boolean, if it looks like one
+    body = v1_request.Body(
+        orjson.loads(text), has_booleans=False
+    )  # a feature's name is no boolean, if it looks like one
     fast = JsonLayouts().lay_out(version, body, False)
     assert fast.vectors is not None
     slow = v1_request._one_by_one(version, features, {}, False)
@@ -113,12 +121,34 @@ def test_features_of_one_form_are_laid_out_together(version: ServedVersion, feat
         assert getattr(fast.request, count) == getattr(slow.request, count)
 
 
-ODD: list[Any] = [None, True, False, 1.0, 1.5, "1", "", {}, [], [1], [[]], [[1]], [1, 2], -1, 50, 2**31, 2**63, 2**63 - 1, 1e300]
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    1.0,
+    1.5,
+    "1",
+    "",
+    {},
+    [],
+    [1],
+    [[]],
+    [[1]],
+    [1, 2],
+    -1,
+    50,
+    2**31,
+    2**63,
+    2**63 - 1,
+    1e300,
+]
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_is_wrong_the_error_is_that_of_the_slow_way(version: ServedVersion, data: st.DataObject) -> None:
+def test_whatever_is_wrong_the_error_is_that_of_the_slow_way(
+    version: ServedVersion, data: st.DataObject
+) -> None:
     """A value, a length, a bag, a feature or a key is replaced by something odd, or dropped."""
     names = data.draw(st.lists(st.sampled_from([*FEATURES]), min_size=1, max_size=4, unique=True))
     form = data.draw(st.sampled_from([lambda bags: bags, jagged, lambda bags: jagged(bags, weights=True)]))
@@ -140,7 +170,9 @@ def test_whatever_is_wrong_the_error_is_that_of_the_slow_way(version: ServedVers
 
 
 @pytest.mark.parametrize(("bags", "is_refused"), [(128, False), (129, True)])
-def test_answers_beyond_the_limit_say_what_the_limit_is(version: ServedVersion, bags: int, is_refused: bool) -> None:
+def test_answers_beyond_the_limit_say_what_the_limit_is(
+    version: ServedVersion, bags: int, is_refused: bool
+) -> None:
     """4096 bytes are 128 vectors of 8 fp32 values."""
     found, expected = both(version, text_of({"user": [[]] * bags}))
     assert found == expected
@@ -200,7 +232,9 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
     sent = orjson.loads(v1_request.encode(version, found, buffer))["vectors"]
     slow = v1_request._one_by_one(version, GOOD, {}, False).request
     for output in slow.outputs:
-        np.testing.assert_array_equal(np.array(sent[output.feature], np.float32).reshape(output.shape), output.view(buffer))
+        np.testing.assert_array_equal(
+            np.array(sent[output.feature], np.float32).reshape(output.shape), output.view(buffer)
+        )
     assert all(repr(np.float32(x)) == f"np.float32({x!r})" for x in sent["user"][0])
 
 

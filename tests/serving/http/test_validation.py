@@ -1,4 +1,5 @@
-"""Bad requests: a 4xx with {"error": ...} that names field, value and bound, over both protocols; the server stays well."""
+"""Bad requests: a 4xx with {"error": ...} that names field, value and bound, over both protocols; the
+server stays well."""
 
 import gzip
 import json
@@ -39,7 +40,10 @@ V1 = [
     ({"clicked": [[5], [300]]}, "feature 'clicked': id 300 at position 1"),
     ({"clicked": [[2**63]]}, "is outside INT64's"),
     ({"clicked": [[10**30]]}, "is outside INT64's [-9223372036854775808, 9223372036854775807]"),
-    ({"clicked": [[1, -(2**63) - 1]]}, "at position 1 is outside INT64's [-9223372036854775808, 9223372036854775807]"),
+    (
+        {"clicked": [[1, -(2**63) - 1]]},
+        "at position 1 is outside INT64's [-9223372036854775808, 9223372036854775807]",
+    ),
     ({"clicked": [1, 2]}, "expected a list of bags"),
     ({"clicked": [[1], 2]}, "expected a list of bags"),
     ({"clicked": "1"}, "expected a list of bags"),
@@ -75,7 +79,11 @@ def test_v1_refuses(server: Any, features: Any, message: str) -> None:
         ({"model": "demo", "features": {"user": [[1]]}, "outputs": []}, 400, "field 'outputs' is unknown"),
         ({"model": "nope", "features": {"user": [[1]]}}, 404, "model 'nope' is not served here"),
         ({"model": ["demo"], "features": {"user": [[1]]}}, 404, "is not served here"),
-        ({"model": "demo", "version": 9, "features": {"user": [[1]]}}, 404, "version 9 of model 'demo' is not published"),
+        (
+            {"model": "demo", "version": 9, "features": {"user": [[1]]}},
+            404,
+            "version 9 of model 'demo' is not published",
+        ),
         ({"model": "demo", "version": True, "features": {"user": [[1]]}}, 400, "version is True"),
         ({"model": "demo", "version": -1, "features": {"user": [[1]]}}, 400, "expected a number from 1"),
     ],
@@ -94,7 +102,10 @@ def test_v1_answers(server: Any) -> None:
 
 
 def binary(inputs: list[tuple[str, str, list[int], bytes]], **request: Any) -> tuple[bytes, dict[str, str]]:
-    described = [{"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}} for n, d, s, b in inputs]
+    described = [
+        {"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}}
+        for n, d, s, b in inputs
+    ]
     head = json.dumps({"inputs": described, **request}).encode()
     return head + b"".join(b for *_, b in inputs), {"Inference-Header-Content-Length": str(len(head))}
 
@@ -151,7 +162,11 @@ def test_v2_refuses(server: Any, inputs: Any, request_: dict[str, Any], message:
 @pytest.mark.parametrize("length", ["0", "-1", "x", "99999999", "1.5", "", "1e2", "9" * 5000])
 def test_v2_header_lengths_that_lie(server: Any, length: str) -> None:
     body, _ = binary([("user", "INT64", [1, 1], ONE)])
-    refused(post(server, INFER, body, **{"Inference-Header-Content-Length": length}), 400, "Inference-Header-Content-Length is")
+    refused(
+        post(server, INFER, body, **{"Inference-Header-Content-Length": length}),
+        400,
+        "Inference-Header-Content-Length is",
+    )
 
 
 def test_v2_bytes_too_few_and_too_many(server: Any) -> None:
@@ -167,7 +182,9 @@ def test_v2_json_data(server: Any) -> None:
     """Strict as v1; data and shape must agree."""
 
     def infer(**entry: Any) -> httpx.Response:
-        return post(server, INFER, {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 2], **entry}]})
+        return post(
+            server, INFER, {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 2], **entry}]}
+        )
 
     assert infer(data=[1, 2]).json()["outputs"][0]["shape"] == [1, 64]
     assert infer(data=[[1, 2]]).status_code == 200
@@ -177,7 +194,11 @@ def test_v2_json_data(server: Any) -> None:
     refused(infer(data=7), 400, "expected a list of numbers")
     refused(infer(), 400, "neither data nor a binary_data_size")
     refused(infer(data=[1, 2], parameters={"binary_data_size": 16}), 400, "has both")
-    refused(infer(data=[1, 2], parameters={"shared_memory_region": "x"}), 400, "shared memory regions are not supported")
+    refused(
+        infer(data=[1, 2], parameters={"shared_memory_region": "x"}),
+        400,
+        "shared memory regions are not supported",
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,10 +224,22 @@ def test_paths(server: Any, method: str, path: str, status: int, message: str) -
 def test_compressed_bodies_that_lie(server: Any) -> None:
     body, headers = binary([("user", "INT64", [1, 1], ONE)])
     refused(post(server, INFER, body, **headers, **{"Content-Encoding": "gzip"}), 400, "the body is not gzip")
-    refused(post(server, INFER, gzip.compress(body)[:-4], **headers, **{"Content-Encoding": "gzip"}), 400, "ends early")
-    refused(post(server, INFER, body, **headers, **{"Content-Encoding": "br"}), 415, "expected gzip, deflate or none")
+    refused(
+        post(server, INFER, gzip.compress(body)[:-4], **headers, **{"Content-Encoding": "gzip"}),
+        400,
+        "ends early",
+    )
+    refused(
+        post(server, INFER, body, **headers, **{"Content-Encoding": "br"}),
+        415,
+        "expected gzip, deflate or none",
+    )
     bomb = gzip.compress(bytes(80 << 20))
-    refused(post(server, INFER, bomb, **headers, **{"Content-Encoding": "gzip"}), 413, "the limit (max_body_bytes)")
+    refused(
+        post(server, INFER, bomb, **headers, **{"Content-Encoding": "gzip"}),
+        413,
+        "the limit (max_body_bytes)",
+    )
 
 
 json_values = st.recursive(
@@ -224,7 +257,10 @@ json_values = st.recursive(
 def test_no_json_breaks_the_server(server: Any, features: Any, where: str) -> None:
     """Whatever the JSON is, the answer is 200 or a 4xx with an error, never a 5xx."""
     inputs = [{"name": "user", "datatype": "INT64", "shape": [1, 1], "data": [1]}]
-    for path, body in (("/v1/lookup", {"model": "demo", "features": features}), (INFER, {"inputs": inputs, where: features})):
+    for path, body in (
+        ("/v1/lookup", {"model": "demo", "features": features}),
+        (INFER, {"inputs": inputs, where: features}),
+    ):
         response = post(server, path, body)
         assert response.status_code in (200, 400, 404), response.text
 

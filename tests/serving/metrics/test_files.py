@@ -1,4 +1,5 @@
-"""Files of counts: what killed processes counted is counted once, and memory that is full costs metrics, not requests."""
+"""Files of counts: what killed processes counted is counted once, and memory that is full costs metrics,
+not requests."""
 
 import fcntl
 import os
@@ -61,7 +62,8 @@ def counting(code: str, folder: Path, *arguments: object) -> "subprocess.Popen[s
 
 
 def test_a_file_is_taken_over_with_its_counts(tmp_path: Path) -> None:
-    """By one process, and only when its own has ended; names of before are counted on, and new ones come behind them."""
+    """By one process, and only when its own has ended; names of before are counted on, and new ones come
+    behind them."""
     first = CountsFile(tmp_path)
     add(first, "requests", 3)
     add(first, "seconds", 0.5, 1, 0)
@@ -91,7 +93,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_scrapes_beside_processes_that_end_see_every_count_once(tmp_path: Path) -> None:
-    """Sums never fall and never rise by more than was counted; there are no more files than processes at once."""
+    """Sums never fall and never rise by more than was counted; there are no more files than processes at
+    once."""
     counted = seen = 0.0
     for turn in range(8):
         processes = [counting(ENDING, tmp_path, f"b{turn}") for _ in range(3)]
@@ -103,7 +106,10 @@ def test_scrapes_beside_processes_that_end_see_every_count_once(tmp_path: Path) 
             out, error = process.communicate()
             assert (process.returncode, out) == (-signal.SIGKILL, "counted\n"), error
         counted += 9
-        assert sums(tmp_path)["tableside_one_total"] == {("a",): [counted], **{(f"b{t}",): [6] for t in range(turn + 1)}}
+        assert sums(tmp_path)["tableside_one_total"] == {
+            ("a",): [counted],
+            **{(f"b{t}",): [6] for t in range(turn + 1)},
+        }
     assert {p.name for p in tmp_path.iterdir()} <= {"counts_0", "counts_1", "counts_2"}
 
 
@@ -143,7 +149,9 @@ def test_a_process_that_is_killed_loses_and_doubles_nothing(tmp_path: Path) -> N
             assert process.returncode in (0, -signal.SIGKILL), error
             counted = [value + (label < out.count("\n")) for label, value in enumerate(counted)]
             found = sums(folder).get("tableside_one_total", {})
-            assert found == {(str(label),): [value] for label, value in enumerate(counted) if value}, f"killed at step {step}"
+            assert found == {(str(label),): [value] for label, value in enumerate(counted) if value}, (
+                f"killed at step {step}"
+            )
             statuses.append(process.returncode)
         assert statuses[-1] == 0
         assert [p.name for p in folder.iterdir()] == ["counts_0"]
@@ -224,7 +232,8 @@ def shown(metric: Metric) -> dict[tuple[str, ...], float]:
 
 
 def test_buckets_count_those_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Prometheus has it: cumulative, the last one being the count. A value that is a bound counts under it."""
+    """As Prometheus has it: cumulative, the last one being the count. A value that is a bound counts under
+    it."""
     monkeypatch.setattr(LabelledMetric, "declared", [])
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     histogram = Histogram("s", "h", ["model"], (1e-5, 0.1, 1))
@@ -288,7 +297,8 @@ print(len(found), found["first",][0])
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, NAMES_AT + 10_000], ids=["room", "no room"])
 def test_names_without_room_are_left_out(tmp_path: Path, limit: int) -> None:
-    """The kernel refuses that a file grows: what has its place counts on, what has none is logged once and left out."""
+    """The kernel refuses that a file grows: what has its place counts on, what has none is logged once and
+    left out."""
     process = counting(FULL, tmp_path, limit, tmp_path)
     out, error = process.communicate(timeout=300)
     assert process.returncode == 0, error
@@ -302,7 +312,9 @@ def test_names_without_room_are_left_out(tmp_path: Path, limit: int) -> None:
 def test_doubles_without_room_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is reserved is used up; their name is not written. A file has an end as well."""
     one = CountsFile(tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: exec("raise OSError(28, 'No space left on device')"))
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda *_: exec("raise OSError(28, 'No space left on device')")
+    )
     place = one.place(line("first"), 1)
     assert place is not None
     assert one.place(line("large", count=9000), 9000) is None
@@ -340,8 +352,11 @@ def test_a_folder_that_is_just_made_is_not_taken_for_a_stale_one(tmp_path: Path)
 
 
 @contextmanager
-def small_server(root: Path, folder: Path, options: str, before: str = "true") -> Iterator[tuple[Server, Path]]:
-    """A server with its models on a small tmpfs, and its log. before: a command of sh that runs before it serves."""
+def small_server(
+    root: Path, folder: Path, options: str, before: str = "true"
+) -> Iterator[tuple[Server, Path]]:
+    """A server with its models on a small tmpfs, and its log. before: a command of sh that runs before it
+    serves."""
     publish_demo(folder / "source", folder)
     serve = f"{sys.executable} -m tableside serve demo --root {root} --port 0 --drain-s 0 --workers 2 --verify header"
     script = f"cp -a {folder}/source/. {root} && {before} && exec {serve}"
@@ -361,20 +376,27 @@ def small_server(root: Path, folder: Path, options: str, before: str = "true") -
 
 
 def test_workers_on_a_full_memory_are_replaced_by_ones_that_count_on(tmp_path: Path) -> None:
-    """In the files of those that were killed. One more worker has no room for its counts: it says so with the remedy, and
-    answers."""
+    """In the files of those that were killed. One more worker has no room for its counts: it says so with
+    the remedy, and answers."""
     root = tmp_path / "shm"
     with small_server(root, tmp_path, "size=16m") as (server, log):
 
         def counted() -> float:
             with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as client:
                 text = client.get(f"{server.url}/metrics").text
-            return float(re.findall(r'tableside_requests_total{model="demo",outcome="ok",protocol="v1"} (\S+)', text)[0])
+            return float(
+                re.findall(r'tableside_requests_total{model="demo",outcome="ok",protocol="v1"} (\S+)', text)[
+                    0
+                ]
+            )
 
         def ask(times: int) -> None:
             for _ in range(times):
                 with httpx.Client(transport=httpx.HTTPTransport(retries=3)) as client:
-                    assert client.post(f"{server.url}/v1/lookup", json={"model": "demo", **REQUEST}).status_code == 200
+                    assert (
+                        client.post(f"{server.url}/v1/lookup", json={"model": "demo", **REQUEST}).status_code
+                        == 200
+                    )
 
         ask(40)  # so that both workers have names for their counts
         assert counted() == 40
@@ -400,7 +422,8 @@ def test_workers_on_a_full_memory_are_replaced_by_ones_that_count_on(tmp_path: P
 
 
 def test_a_server_starts_where_no_folder_can_be_made(tmp_path: Path) -> None:
-    """A tmpfs without one more inode: counters are missing, which the log says; lookups and gauges are not."""
+    """A tmpfs without one more inode: counters are missing, which the log says; lookups and gauges are
+    not."""
     root = tmp_path / "shm"
     code = f"i=0; while true > {root}/file$i; do i=$((i+1)); done 2>/dev/null; true"
     with small_server(root, tmp_path, "size=16m,nr_inodes=100", f"({code})") as (server, log):

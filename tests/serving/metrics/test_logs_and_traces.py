@@ -29,9 +29,24 @@ def served(root: Path, tmp_path: Path, *options: str) -> tuple["subprocess.Popen
     """A server whose stdout and stderr are files."""
     publish_demo(root, tmp_path)
     out, err = tmp_path / "out", tmp_path / "err"
-    command = [sys.executable, "-m", "tableside", "serve", "demo", "--root", str(root), "--port", "0", "--drain-s", "0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "tableside",
+        "serve",
+        "demo",
+        "--root",
+        str(root),
+        "--port",
+        "0",
+        "--drain-s",
+        "0",
+        *options,
+    ]
     with out.open("w") as a, err.open("w") as b:
-        process = subprocess.Popen(command, stdout=a, stderr=b, text=True, env={**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "50"})
+        process = subprocess.Popen(
+            command, stdout=a, stderr=b, text=True, env={**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "50"}
+        )
     until(lambda: "http://" in out.read_text() or process.poll() is not None, what="the announcement")
     return process, out, err
 
@@ -55,9 +70,15 @@ def test_the_log_as_json(root: Path, tmp_path: Path) -> None:
     assert end(process) == 0
     lines = [json.loads(line) for line in err.read_text().splitlines()]
     assert all({"time", "level", "pid", "logger", "message"} <= set(line) for line in lines)
-    assert {"INFO", "WARNING"} <= {line["level"] for line in lines} and all(line["time"].endswith("+00:00") for line in lines)
-    assert any(line["message"].startswith("serving demo version 1") and line["pid"] == worker for line in lines)
-    assert f"worker {worker} ended; it is replaced" in [line["message"] for line in lines if line["pid"] == process.pid]
+    assert {"INFO", "WARNING"} <= {line["level"] for line in lines} and all(
+        line["time"].endswith("+00:00") for line in lines
+    )
+    assert any(
+        line["message"].startswith("serving demo version 1") and line["pid"] == worker for line in lines
+    )
+    assert f"worker {worker} ended; it is replaced" in [
+        line["message"] for line in lines if line["pid"] == process.pid
+    ]
 
 
 def test_tracebacks_stay_in_their_line() -> None:
@@ -68,7 +89,9 @@ def test_tracebacks_stay_in_their_line() -> None:
     try:
         raise ValueError("two\nlines")
     except ValueError:
-        record = logging.LogRecord("tableside", logging.ERROR, "f", 1, "it failed: %s", ("x",), sys.exc_info())
+        record = logging.LogRecord(
+            "tableside", logging.ERROR, "f", 1, "it failed: %s", ("x",), sys.exc_info()
+        )
     (line,) = JsonFormatter().format(record).splitlines()
     found = json.loads(line)
     assert found["message"] == "it failed: x" and found["error"].endswith("ValueError: two\nlines")
@@ -78,7 +101,9 @@ def test_a_line_is_said_once_a_second_with_its_count() -> None:
     """Warnings and errors alone; one with another error is another line."""
     once, made = Once(), logging.getLogger("tableside.test").makeRecord
 
-    def passed(at: float, text: str, level: int = logging.ERROR, error: Exception | None = None) -> str | None:
+    def passed(
+        at: float, text: str, level: int = logging.ERROR, error: Exception | None = None
+    ) -> str | None:
         record = made("tableside.test", level, "", 0, text, (), (type(error), error, None) if error else None)
         record.created = at
         return record.getMessage() if once.filter(record) else None
@@ -93,7 +118,8 @@ def test_a_line_is_said_once_a_second_with_its_count() -> None:
 
 
 def test_a_span_of_each_request(root: Path, tmp_path: Path) -> None:
-    """With its parent, its times and its attributes, whichever way it was answered; refused and unknown ones too."""
+    """With its parent, its times and its attributes, whichever way it was answered; refused and unknown
+    ones too."""
     pytest.importorskip("opentelemetry.sdk", reason="the dev extra brings OpenTelemetry's SDK")
     process, out, _ = served(root, tmp_path, "--traces", "console")
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -106,11 +132,20 @@ def test_a_span_of_each_request(root: Path, tmp_path: Path) -> None:
     assert end(process) == 0  # which sends what waits
     text = out.read_text()
     spans = [json.loads(block + "}") for block in text[text.index("\n{") :].split("\n}")[:-1]]
-    assert [s["name"] for s in spans] == ["POST /v2/models/{model}/infer", "POST /v1/lookup", "POST /v1/lookup", "GET"]
+    assert [s["name"] for s in spans] == [
+        "POST /v2/models/{model}/infer",
+        "POST /v1/lookup",
+        "POST /v1/lookup",
+        "GET",
+    ]
     first, second, third, fourth = (s["attributes"] for s in spans)
     assert (first["tableside.protocol"], first["url.path"]) == ("v2", "/v2/models/demo/infer")
     assert (second["tableside.outcome"], second["tableside.request_id"]) == ("ok", "r-1")
-    assert (third["http.response.status_code"], third["tableside.outcome"], third["url.path"]) == (404, "refused", "/v1/lookup")
+    assert (third["http.response.status_code"], third["tableside.outcome"], third["url.path"]) == (
+        404,
+        "refused",
+        "/v1/lookup",
+    )
     assert fourth["url.path"] == "/some/path" and "http.route" not in fourth
     assert spans[1]["context"]["trace_id"] == f"0x{trace}" and spans[1]["parent_id"] == f"0x{parent}"
     assert spans[0]["parent_id"] is None and all(s["kind"] == "SpanKind.SERVER" for s in spans)
@@ -127,7 +162,9 @@ def test_spans_reach_a_collector(root: Path, tmp_path: Path, monkeypatch: pytest
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            came.append((self.path, gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body))
+            came.append(
+                (self.path, gzip.decompress(body) if self.headers.get("content-encoding") == "gzip" else body)
+            )
             self.send_response(200)
             self.send_header("content-length", "0")
             self.end_headers()
@@ -149,14 +186,19 @@ def test_spans_reach_a_collector(root: Path, tmp_path: Path, monkeypatch: pytest
             collector.shutdown()
             thread.join()
     path, body = came[0]
-    assert path == "/v1/traces" and all(part in body for part in (b"POST /v1/lookup", b"r-7", b"embeddings-of-ads"))
+    assert path == "/v1/traces" and all(
+        part in body for part in (b"POST /v1/lookup", b"r-7", b"embeddings-of-ads")
+    )
 
 
 def test_an_exporter_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
     publish_demo(root, tmp_path)
     done = run_tableside("serve", "demo", "--traces", "nothing", root=root)
     assert done.returncode == 1
-    assert "no OpenTelemetry exporter is called 'nothing'" in done.stderr or "install tableside[otel]" in done.stderr
+    assert (
+        "no OpenTelemetry exporter is called 'nothing'" in done.stderr
+        or "install tableside[otel]" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +209,12 @@ def test_an_exporter_that_is_none_is_refused_at_the_start(root: Path, tmp_path: 
         ("GET", "/v2/health/live", None, 200),
         ("GET", "/metrics", None, 200),
         ("GET", "/nothing", None, 404),
-        ("POST", "/v2/models/demo/infer", {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 1], "data": [1]}]}, 200),
+        (
+            "POST",
+            "/v2/models/demo/infer",
+            {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 1], "data": [1]}]},
+            200,
+        ),
         ("POST", "/v2/models/nothing/infer", {"inputs": []}, 404),
         ("DELETE", "/v2", None, 405),
     ],
@@ -179,4 +226,7 @@ def test_request_ids_are_echoed(server: Any, method: str, path: str, body: Any, 
         assert (found.status_code, found.headers["x-request-id"]) == (status, "id of mine/7")
         assert "x-request-id" not in client.request(method, path, json=body).headers
         for odd in (b"x" * 129, b"\xe9", b"a\tb"):
-            assert "x-request-id" not in client.request(method, path, json=body, headers={"X-Request-Id": odd}).headers
+            assert (
+                "x-request-id"
+                not in client.request(method, path, json=body, headers={"X-Request-Id": odd}).headers
+            )

@@ -59,7 +59,12 @@ def test_every_number_is_there(start: Start) -> None:
 
 def documented() -> set[str]:
     """The names in the table of docs/operations.md. One that begins with "_" is a part of a name."""
-    table = (Path(__file__).parents[3] / "docs/operations.md").read_text().split("## Metrics")[1].split("\n## ")[0]
+    table = (
+        (Path(__file__).parents[3] / "docs/operations.md")
+        .read_text()
+        .split("## Metrics")[1]
+        .split("\n## ")[0]
+    )
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
 
@@ -80,13 +85,17 @@ def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.
         cache=CacheState("cuda:0", 1, 1, 1),
         behind_s=0.0,
     )
-    there = {counted.name for counted in LabelledMetric.declared} | {f.name for f in metrics._Now([engine]).collect()}
+    there = {counted.name for counted in LabelledMetric.declared} | {
+        f.name for f in metrics._Now([engine]).collect()
+    }
     told = documented()
     assert len(there) > 25
     for name in told:
         assert any(name in one for one in there), f"{name} is in the table, and no metric"
     for name in there:
-        assert any(part == name or (part.startswith("_") and part in name) for part in told), f"{name} is not in the table"
+        assert any(part == name or (part.startswith("_") and part in name) for part in told), (
+            f"{name} is not in the table"
+        )
 
 
 def test_errors_by_kind_without_invented_labels(start: Start) -> None:
@@ -119,7 +128,12 @@ def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
     server = start("--workers", 2)
 
     def count(protocol: str, outcome: str, what: str = "count") -> float:
-        return quiet_sum(server.get("/metrics").text, f"tableside_request_seconds_{what}", protocol=protocol, outcome=outcome)
+        return quiet_sum(
+            server.get("/metrics").text,
+            f"tableside_request_seconds_{what}",
+            protocol=protocol,
+            outcome=outcome,
+        )
 
     with Client(server.url) as client:
         for _ in range(7):
@@ -129,7 +143,12 @@ def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
         httpx.post(f"{server.url}/v1/lookup", json=asked)
     httpx.post(f"{server.url}/v1/lookup", json={**asked, "model": "nothing"})
     httpx.post(f"{server.url}/v2/models/demo/infer", content=b"{")
-    assert [count("v2", "ok"), count("v1", "ok"), count("v1", "refused"), count("v2", "refused")] == [7, 3, 1, 1]
+    assert [count("v2", "ok"), count("v1", "ok"), count("v1", "refused"), count("v2", "refused")] == [
+        7,
+        3,
+        1,
+        1,
+    ]
     assert count("http", "ok") >= 4  # the scrapes
     body, before = json.dumps(asked).encode(), count("v1", "ok", "sum")
     with socket.create_connection(("127.0.0.1", server.port), timeout=300) as late:
@@ -150,7 +169,8 @@ def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
 
 
 def test_what_workers_do_now_is_summed(start: Start, root: Path) -> None:
-    """Connections and requests of all workers, whichever is asked; a worker that was killed is in no sum, and counted."""
+    """Connections and requests of all workers, whichever is asked; a worker that was killed is in no sum,
+    and counted."""
     server = start("--workers", 2)
 
     def now(name: str) -> float:
@@ -174,7 +194,9 @@ def test_what_workers_do_now_is_summed(start: Start, root: Path) -> None:
     used = sample(text, 'tableside_cpu_seconds_total{process="worker"}')
     os.kill(server.workers()[0], signal.SIGKILL)
     until(lambda: now("worker_restarts_total") == 1 and now("workers") == 2, what="the successor to tell")
-    assert 0 < used <= sample(server.get("/metrics").text, 'tableside_cpu_seconds_total{process="worker"}') < 60
+    assert (
+        0 < used <= sample(server.get("/metrics").text, 'tableside_cpu_seconds_total{process="worker"}') < 60
+    )
     (folder,) = root.glob(".metrics-*")
     assert len(list(folder.iterdir())) == 3  # the supervisor's, and one that the successor took over
 
@@ -186,11 +208,14 @@ def test_a_damaged_metrics_file_does_not_fail_the_scrape(start: Start, root: Pat
         client.lookup("demo", {"user": [[1]]})
         (folder,) = root.glob(".metrics-*")
         (folder / "counts_99").write_bytes(b"\xff\xff\x00\x00" + b"garbage\n" * (NAMES_AT // 8 + 1))
-        assert sample(client.metrics(), 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}') == 1
+        assert (
+            sample(client.metrics(), 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}') == 1
+        )
 
 
 def test_counters_survive_kills(start: Start, root: Path) -> None:
-    """What a killed worker counted is still counted, at once and after its replacement; its file is taken over."""
+    """What a killed worker counted is still counted, at once and after its replacement; its file is taken
+    over."""
     server = start("--workers", 2)
     name = 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}'
     with Client(server.url, retries=3) as client:

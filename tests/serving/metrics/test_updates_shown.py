@@ -22,7 +22,9 @@ Start = Callable[..., Any]
 def oracle(root: Path) -> Oracle:
     made = Oracle(root)
     for n in range(3):
-        apply(made.model, ChangeBatch(made.change(50), "stream", str(n + 1), str(n) if n else None, made_at=1e9))
+        apply(
+            made.model, ChangeBatch(made.change(50), "stream", str(n + 1), str(n) if n else None, made_at=1e9)
+        )
     return made
 
 
@@ -76,7 +78,10 @@ def test_metrics_and_models(oracle: Oracle, start: Start) -> None:
     assert float(values["tableside_sequence"]) == 4 and float(values["tableside_updates_total"]) == 1
     assert float(values["tableside_delta_rows"]) == sum(d["rows"] for d in shown()["deltas"])
     assert float(values["tableside_delta_bytes"]) == sum(d["bytes"] for d in shown()["deltas"])
-    assert float(values["tableside_update_lag_seconds_sum"]) > 5e8 and float(values["tableside_behind_seconds"]) == 0
+    assert (
+        float(values["tableside_update_lag_seconds_sum"]) > 5e8
+        and float(values["tableside_behind_seconds"]) == 0
+    )
 
 
 def test_a_worker_that_falls_behind_is_not_ready(oracle: Oracle, start: Start) -> None:
@@ -104,8 +109,14 @@ def test_a_worker_that_falls_behind_is_not_ready(oracle: Oracle, start: Start) -
 
 def test_what_reads_versions_alone_says_so(oracle: Oracle, root: Path, tmp_path: Path) -> None:
     """Rows that changed are not left out silently."""
-    for command in (("export", "demo", "raw", "--to", tmp_path / "raw.npz"), ("reshard", "demo", "--owners", 2)):
+    for command in (
+        ("export", "demo", "raw", "--to", tmp_path / "raw.npz"),
+        ("reshard", "demo", "--owners", 2),
+    ):
         refused = run_tableside(*command, "--root", root)
         assert refused.returncode == 1, command
-        assert re.search(r"changes up to 1\+3 lie over version 1 of model 'demo', .* tableside compact demo", refused.stderr)
+        assert re.search(
+            r"changes up to 1\+3 lie over version 1 of model 'demo', .* tableside compact demo",
+            refused.stderr,
+        )
     assert not (tmp_path / "raw.npz").exists()

@@ -1,4 +1,5 @@
-"""How a version is attached on a device: rows are verified while they are placed, and nothing damaged is served."""
+"""How a version is attached on a device: rows are verified while they are placed, and nothing damaged is
+served."""
 
 import threading
 from collections.abc import Callable
@@ -31,7 +32,9 @@ def engine(root: Path, publish: Publish) -> Engine:
 
 
 def publish_rows(publish: Publish) -> None:
-    publish({"t": rows_of(3000, 256)}, formats={"t": "fp32"}, features={"f": {"table": "t", "pooling": "none"}})
+    publish(
+        {"t": rows_of(3000, 256)}, formats={"t": "fp32"}, features={"f": {"table": "t", "pooling": "none"}}
+    )
 
 
 def engine_of(root: Path) -> Engine:
@@ -52,7 +55,9 @@ def damage(engine: Engine, at: int) -> None:
     path.chmod(0o400)
 
 
-def test_rows_are_verified_while_they_are_placed(engine: Engine, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_verified_while_they_are_placed(
+    engine: Engine, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each waits for the other to have begun; and the version is there only when both are done."""
     verifying, placing = threading.Event(), threading.Event()
     verify, place = Segment.verify, Placer.place
@@ -84,15 +89,21 @@ def test_a_version_with_a_damaged_row_is_refused(engine: Engine) -> None:
     (stored,) = engine.model.attach().header.tables
     for row in (0, 1700, 2999):
         damage(engine, stored.offset + row * stored.row_bytes + 7)
-        with pytest.raises(SegmentError, match=r"table 't', rows \[\d+, \d+\): the checksum is wrong") as refused:
+        with pytest.raises(
+            SegmentError, match=r"table 't', rows \[\d+, \d+\): the checksum is wrong"
+        ) as refused:
             engine.attach()
         first, after = map(int, str(refused.value).partition("rows [")[2].partition(")")[0].split(", "))
         assert first <= row < after
         damage(engine, stored.offset + row * stored.row_bytes + 7)
-    np.testing.assert_array_equal(engine.attach().segment.tables["t"].packed, engine.model.attach().tables["t"].packed)
+    np.testing.assert_array_equal(
+        engine.attach().segment.tables["t"].packed, engine.model.attach().tables["t"].packed
+    )
 
 
-def test_a_damaged_index_is_found_before_anything_reads_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_index_is_found_before_anything_reads_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would lead kernels anywhere."""
     publish_tables(root, {"t": RawTable(np.arange(100, 400) * 977, rows_of(300, 8))})
     engine = engine_of(root)

@@ -1,4 +1,5 @@
-"""Kernels compiled once for a machine, before they are launched. No GPU: a stand-in for the driver says which one there is."""
+"""Kernels compiled once for a machine, before they are launched. No GPU: a stand-in for the driver says
+which one there is."""
 
 import logging
 import threading
@@ -26,7 +27,9 @@ from tableside.serving.model.compiled_kernels import (
 from tableside.serving.settings import ServerSettings
 
 Publish = Callable[..., Any]
-WANTED = WantedKernels(KernelKey(1 << 2), pooled=False, unpooled=False, has_maps=True, is_indirect=(False,))  # one kernel
+WANTED = WantedKernels(
+    KernelKey(1 << 2), pooled=False, unpooled=False, has_maps=True, is_indirect=(False,)
+)  # one kernel
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,9 @@ def triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_one_compiles_and_the_others_wait_for_it(triton_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_compiles_and_the_others_wait_for_it(
+    triton_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever comes later finds everything there, and does nothing."""
     caplog.set_level(logging.INFO)
     found: list[list[Any] | None] = []
@@ -63,7 +68,9 @@ def test_what_kernels_depend_on_is_in_their_name(monkeypatch: pytest.MonkeyPatch
     assert len(names) == 5
 
 
-def test_a_cache_that_cannot_be_written_to_is_told(triton_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_to_is_told(
+    triton_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """And nothing else happens: first launches compile."""
     triton_cache.write_text("no folder")
     compile_ahead(WANTED, 90)
@@ -71,12 +78,18 @@ def test_a_cache_that_cannot_be_written_to_is_told(triton_cache: Path, caplog: p
 
 
 def test_a_server_compiles_what_its_engines_will_launch(
-    tmp_path: Path, root: Path, publish: Publish, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    root: Path,
+    publish: Publish,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """While they start: an engine that asks for the same finds it there."""
     caplog.set_level(logging.INFO)
     stand_in_driver(tmp_path, monkeypatch, 8, 0)
-    monkeypatch.setattr(compiled_kernels, "has_driver", lambda: True)  # which this process would find had it begun with it
+    monkeypatch.setattr(
+        compiled_kernels, "has_driver", lambda: True
+    )  # which this process would find had it begun with it
     publish({"t": rows_of(10, 8)}, features={"f": {"table": "t", "pooling": "none"}})
     segment = Model(root, "demo").attach()
     settings = ServerSettings(devices=("0", "1"), workers=2, placement="hbm")
@@ -85,13 +98,20 @@ def test_a_server_compiles_what_its_engines_will_launch(
     thread.join()
     assert "kernels for sm_80: 3 in" in caplog.text  # the lookup, what deltas need, and what launches them
     assert compile_once(kernels_of_server(settings, segment), 80) is None
-    for others in (ServerSettings(), ServerSettings(devices=("0",), placement="host"), ServerSettings(devices=("interpreter",))):
+    for others in (
+        ServerSettings(),
+        ServerSettings(devices=("0",), placement="host"),
+        ServerSettings(devices=("interpreter",)),
+    ):
         assert begin_to_compile(others, [segment]) is None and not are_compiled(others)
 
 
 def test_settings_say_which_kernels_are_wanted(root: Path, publish: Publish) -> None:
     """Those of the placement, the cache's policy, and of whoever gathers."""
-    publish({"a": rows_of(10, 8), "b": rows_of(10, 64)}, features={"f": {"table": "a", "pooling": "sum"}, "g": {"table": "b"}})
+    publish(
+        {"a": rows_of(10, 8), "b": rows_of(10, 64)},
+        features={"f": {"table": "a", "pooling": "sum"}, "g": {"table": "b"}},
+    )
     segment = Model(root, "demo").attach()
 
     def wanted(**settings: Any) -> WantedKernels:
@@ -101,7 +121,10 @@ def test_settings_say_which_kernels_are_wanted(root: Path, publish: Publish) -> 
     assert wanted() == kernels_wanted(segment, "auto") and wanted().cached_row_bytes == widths
     assert wanted().is_indirect == (False, True) and wanted().gathers == (False, True)
     assert wanted(placement="hbm").is_indirect == (False,) and not wanted(placement="hbm").cached_row_bytes
-    assert wanted(placement="cached").is_indirect == (True,) and wanted(placement="hybrid").is_indirect == (False, True)
+    assert wanted(placement="cached").is_indirect == (True,) and wanted(placement="hybrid").is_indirect == (
+        False,
+        True,
+    )
     assert wanted(placement="cached", gather_threads=0).gathers == (False,)
     assert wanted(placement="cached", gather_threads=3).gathers == (True,)
     assert not wanted(cache_policy="lru").is_lfu and not wanted().tensor_features

@@ -1,5 +1,5 @@
-"""States of a version on a GPU: each answers as a dictionary of rows says, and shares what the version has. The kernels run in
-Triton's interpreter, or on the GPU that --device names."""
+"""States of a version on a GPU: each answers as a dictionary of rows says, and shares what the version
+has. The kernels run in Triton's interpreter, or on the GPU that --device names."""
 
 import gc
 from pathlib import Path
@@ -36,7 +36,9 @@ class Worker:
     def __init__(self, root: Path, placement: str, begins: bool = True, **settings: Any) -> None:
         settings = {"hbm_budget": 1 << 20, "gather_threads": 0, "gpu_from_ids": 0, **settings}
         self.oracle = Oracle(root)
-        self.placer = Placer(ServerSettings(devices=(tables.serve_device(),), placement=placement, **settings), choose())
+        self.placer = Placer(
+            ServerSettings(devices=(tables.serve_device(),), placement=placement, **settings), choose()
+        )
         self.placer.open()
         model = self.oracle.model
         self.engine = Engine(model, ServerSettings(), self.placer)
@@ -54,7 +56,8 @@ class Worker:
     def rows(self) -> dict[str, np.ndarray]:
         """What a lookup of each table must give now."""
         return {
-            name: np.stack([self.oracle.rows.get((name, i), MISSING) for i in asked.tolist()]) for name, asked in ASKED.items()
+            name: np.stack([self.oracle.rows.get((name, i), MISSING) for i in asked.tolist()])
+            for name, asked in ASKED.items()
         }
 
     def check(self, served: ServedVersion, rows: dict[str, np.ndarray]) -> None:
@@ -66,7 +69,9 @@ class Worker:
 
 
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy", "host"])
-def test_states_answer_as_a_dictionary_does(root: Path, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_answer_as_a_dictionary_does(
+    root: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each for itself, while later ones are taken, deltas are merged, and the changes become a version."""
     monkeypatch.setattr(applying, "SMALL_BYTES", 1 << 15)
     worker = Worker(root, placement, hbm_budget=200_000 if placement == "hybrid" else 1 << 20)
@@ -87,8 +92,8 @@ def test_states_answer_as_a_dictionary_does(root: Path, placement: str, monkeypa
 
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> None:
-    """Rows in HBM and in the cache are those of the version, and stay; what a delta takes is counted, and given back with the
-    last state that has it."""
+    """Rows in HBM and in the cache are those of the version, and stay; what a delta takes is counted, and
+    given back with the last state that has it."""
     worker = Worker(root, placement)
     before = worker.engine.served()
     worker.check(before, worker.rows())
@@ -99,8 +104,12 @@ def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> N
     size = first.placed.hbm_bytes - before.placed.hbm_bytes
     assert worker.placer._held - held == size > 3 * 90 * DIM * 4
     assert first.placed.base is before.placed
-    assert all(table.residence is before.placed.on_gpu[name].residence for name, table in first.placed.on_gpu.items())
-    assert set(hot) <= set(first.placed.on_gpu["raw"].residence.hot()) and (hot.size > 0) == (placement == "cached")
+    assert all(
+        table.residence is before.placed.on_gpu[name].residence for name, table in first.placed.on_gpu.items()
+    )
+    assert set(hot) <= set(first.placed.on_gpu["raw"].residence.hot()) and (hot.size > 0) == (
+        placement == "cached"
+    )
     again = worker.engine.attach(State(1, 1))
     assert again.placed.base is before.placed and worker.placer._held - held == size
     back = worker.engine.attach(State(1))
@@ -112,7 +121,9 @@ def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> N
 
 
 @pytest.mark.parametrize("placement", ["hbm", "cached", "zero_copy"])
-def test_a_state_is_served_where_the_budget_leaves_nothing(root: Path, placement: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_is_served_where_the_budget_leaves_nothing(
+    root: Path, placement: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its deltas are read in host memory, with what finds them; the log says so."""
     worker = Worker(root, placement)
     worker.placer._budget = worker.placer._held
@@ -125,11 +136,16 @@ def test_a_state_is_served_where_the_budget_leaves_nothing(root: Path, placement
 
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy"])
 @pytest.mark.parametrize("share", [1.1, 0.3])
-def test_states_and_versions_go_on_where_the_budget_is_small(root: Path, placement: str, share: float) -> None:
-    """Changes and compactions one after another: each live state is taken, whatever the one before it takes of the budget."""
+def test_states_and_versions_go_on_where_the_budget_is_small(
+    root: Path, placement: str, share: float
+) -> None:
+    """Changes and compactions one after another: each live state is taken, whatever the one before it
+    takes of the budget."""
     if placement == "hbm" and share < 1:
         pytest.skip("tables that the budget does not hold are refused at the start")
-    size = sum(t.packed.nbytes for t in Worker(root / "sized", placement).engine.served().segment.tables.values())
+    size = sum(
+        t.packed.nbytes for t in Worker(root / "sized", placement).engine.served().segment.tables.values()
+    )
     worker = Worker(root, placement, hbm_budget=int(share * size) + 50_000)
     for _ in range(4):
         for _ in range(3):
@@ -167,7 +183,9 @@ def test_rows_that_the_budget_does_not_hold_are_read_in_host_memory(
     worker.change(150)
     served = worker.take()
     assert "1+1.delta are read in host memory" in caplog.text
-    assert all(level.in_host is InHost.SOME for table in served.placed.on_gpu.values() for level in table.layers)
+    assert all(
+        level.in_host is InHost.SOME for table in served.placed.on_gpu.values() for level in table.layers
+    )
     assert served.placed.hbm_bytes - served.placed.base.hbm_bytes < 20_000
     worker.check(served, worker.rows())
     worker.placer._budget += 1 << 20
@@ -178,7 +196,8 @@ def test_rows_that_the_budget_does_not_hold_are_read_in_host_memory(
 
 
 def test_what_deltas_need_is_compiled_with_the_version(root: Path) -> None:
-    """The kernel that looks into deltas was launched before there is any, and no other one is launched for the first."""
+    """The kernel that looks into deltas was launched before there is any, and no other one is launched for
+    the first."""
     worker = Worker(root, "hbm", begins=False)
     assert worker.placer.gpu is not None
     resolvers, launched = worker.placer.gpu.launcher.resolvers, []
@@ -211,7 +230,8 @@ def test_a_full_budget_leaves_room_for_deltas(root: Path, placement: str) -> Non
 
 
 def test_requests_get_masks_and_counts_of_their_state(root: Path) -> None:
-    """As a server lays them out: of each table some ids, of which a delta deleted some and inserted others."""
+    """As a server lays them out: of each table some ids, of which a delta deleted some and inserted
+    others."""
     worker = Worker(root, "cached")
     worker.placer._budget += 1 << 20
     states = [(worker.engine.served(), set(worker.oracle.rows))]
@@ -228,6 +248,8 @@ def test_requests_get_masks_and_counts_of_their_state(root: Path) -> None:
         missing = []
         for mask, (name, asked) in zip(request.outputs[len(ASKED) :], ASKED.items(), strict=True):
             expected = np.array([(name, i) in there for i in asked.tolist()])
-            np.testing.assert_array_equal(answer.buffer[mask.at : mask.at + mask.bytes].astype(bool), expected)
+            np.testing.assert_array_equal(
+                answer.buffer[mask.at : mask.at + mask.bytes].astype(bool), expected
+            )
             missing.append((int((~expected).sum()), 0))
         assert [*map(tuple, answer.unfound)] == missing

@@ -1,4 +1,5 @@
-"""Id indexes in a GPU's memory: what the budget counts, where ids lie that it does not hold, and caches over a swap."""
+"""Id indexes in a GPU's memory: what the budget counts, where ids lie that it does not hold, and caches
+over a swap."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,9 @@ PADDED, ARRAY = (
     raw_table(IDS, values_of(COUNT, 32), RowFormat.FP16, missing=DEFAULT[:32]),
 )
 
-needs_interpreter = pytest.mark.skipif("__import__('tables').DEVICE != 'interpreter'", reason="places tables on the CPU's memory")
+needs_interpreter = pytest.mark.skipif(
+    "__import__('tables').DEVICE != 'interpreter'", reason="places tables on the CPU's memory"
+)
 
 
 def stored_of(held: dict[str, Table]) -> tuple[StoredTable, ...]:
@@ -39,7 +42,9 @@ def stored_of(held: dict[str, Table]) -> tuple[StoredTable, ...]:
         planned.append((name, name, table.row_format, table.rows, table.dim))
         if (row_map := table.row_map) is not None:
             index = row_map.index
-            stored = None if index is None else plan_index(table.row_format, table.dim, index.slots, index.buckets)
+            stored = (
+                None if index is None else plan_index(table.row_format, table.dim, index.slots, index.buckets)
+            )
             ids[name] = StoredIds(row_map.count, "zero", row_map.default_row, row_map.first, 0, stored)
     return plan_tables(planned, ids=ids)
 
@@ -52,7 +57,8 @@ def attach(root: Path) -> Callable[[dict[str, Table]], Segment]:
         root.mkdir(exist_ok=True)
         path = root / f"segment-{len(list(root.iterdir()))}"
         writer = SegmentWriter(
-            path, Header("demo", 1, "now", stored_of(held), (FeatureSpec("f", next(iter(held)), "none", "fp32"),))
+            path,
+            Header("demo", 1, "now", stored_of(held), (FeatureSpec("f", next(iter(held)), "none", "fp32"),)),
         )
         for stored in writer.header.tables:
             table = held[stored.name]
@@ -77,7 +83,9 @@ def attach(root: Path) -> Callable[[dict[str, Table]], Segment]:
 
 def placer(budget: int, placement: str) -> Placer:
     made = Placer(
-        ServerSettings(devices=(tables.serve_device(),), hbm_budget=budget, placement=placement, gather_threads=0),
+        ServerSettings(
+            devices=(tables.serve_device(),), hbm_budget=budget, placement=placement, gather_threads=0
+        ),
         REFERENCE,
     )
     made.open()
@@ -86,11 +94,14 @@ def placer(budget: int, placement: str) -> Placer:
 
 @needs_interpreter
 @pytest.mark.parametrize("table", [PADDED, ARRAY], ids=["in padding", "in an array"])
-@pytest.mark.parametrize(("placement", "copies_ids"), [("hbm", True), ("zero_copy", True), ("zero_copy", False)])
+@pytest.mark.parametrize(
+    ("placement", "copies_ids"), [("hbm", True), ("zero_copy", True), ("zero_copy", False)]
+)
 def test_the_budget_counts_what_an_index_takes(
     table: Table, placement: str, copies_ids: bool, attach: Callable[[dict[str, Table]], Segment]
 ) -> None:
-    """But for the zeros between its parts in the segment. A budget that does not hold the ids leaves them in host memory."""
+    """But for the zeros between its parts in the segment. A budget that does not hold the ids leaves them
+    in host memory."""
     stored = stored_of({"t": table})[0]
     counted = index_bytes(stored, placement == "hbm", copies_ids)
     held = placer(counted + (stored.bytes if placement == "hbm" else 0), placement)
@@ -107,14 +118,17 @@ def test_the_budget_counts_what_an_index_takes(
 
 
 def test_placements_count_indexes() -> None:
-    """All in hbm to the byte; one byte less, and auto leaves a table where it is, while hbm is refused with what is needed."""
+    """All in hbm to the byte; one byte less, and auto leaves a table where it is, while hbm is refused
+    with what is needed."""
     stored = stored_of({"padded": PADDED, "array": ARRAY})
     total = sum(t.bytes + index_bytes(t, True) for t in stored)
     assert total > sum(t.bytes for t in stored)
     assert set(plan_placements(stored, "auto", total).values()) == {Placement.HBM}
     assert plan_placements(stored, "hbm", total)["array"] is Placement.HBM
     assert Placement.ZERO_COPY in plan_placements(stored, "auto", total - 1).values()
-    with pytest.raises(ServingError, match=f"placement hbm needs {total:,} bytes, the budget of this worker is {total - 1:,}"):
+    with pytest.raises(
+        ServingError, match=f"placement hbm needs {total:,} bytes, the budget of this worker is {total - 1:,}"
+    ):
         plan_placements(stored, "hbm", total - 1)
 
 
@@ -133,13 +147,17 @@ def test_a_budget_that_holds_no_index_is_refused(attach: Callable[[dict[str, Tab
     """With what it needs, what there is, and what to do."""
     stored = stored_of({"t": PADDED})[0]
     least = index_bytes(stored, False, copies_ids=False)
-    with pytest.raises(ServingError, match=rf"take {least:,} bytes of HBM at least; .* leaves {least - 1:,}; raise --hbm-budget"):
+    with pytest.raises(
+        ServingError,
+        match=rf"take {least:,} bytes of HBM at least; .* leaves {least - 1:,}; raise --hbm-budget",
+    ):
         placer(least - 1, "zero_copy").place(attach({"t": PADDED}))
 
 
 @needs_interpreter
 def test_a_swap_brings_the_hot_ids_to_their_new_rows(attach: Callable[[dict[str, Table]], Segment]) -> None:
-    """A next version has some of the ids, at other rows: of those that were hot, half are in the cache before a lookup."""
+    """A next version has some of the ids, at other rows: of those that were hot, half are in the cache
+    before a lookup."""
     kept = IDS[: COUNT // 2][::-1].copy()
     values = values_of(COUNT, 64, seed=1)
     held = placer(200_000, "cached")
@@ -156,5 +174,6 @@ def test_a_swap_brings_the_hot_ids_to_their_new_rows(attach: Callable[[dict[str,
     assert np.isin(cached, newer.row_map.find(hot)).all()
     known = Known.of(kept.tolist(), values[: kept.size], RowFormat.INT8, DEFAULT)
     np.testing.assert_array_equal(
-        held.gpu.lookup(second.on_gpu["t"], IDS[:200], pooling=Pooling.NONE), expected_of(known.twin, known.twins(IDS[:200]))
+        held.gpu.lookup(second.on_gpu["t"], IDS[:200], pooling=Pooling.NONE),
+        expected_of(known.twin, known.twins(IDS[:200])),
     )

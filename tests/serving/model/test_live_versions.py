@@ -1,4 +1,5 @@
-"""New versions while requests run: each answer whole from one version, none failed, and no version again after a later one."""
+"""New versions while requests run: each answer whole from one version, none failed, and no version again
+after a later one."""
 
 import threading
 from collections.abc import Callable
@@ -22,7 +23,11 @@ def publish_constant(root: Path, folder: Path, value: float) -> int:
     """A version whose every value of every table is `value`."""
     tables = {"user": np.full((1000, 64), value, np.float32), "item": np.full((300, 32), value, np.float32)}
     np.savez(folder / "constant.npz", **tables)
-    raw = {"name": "demo", "checkpoint": "constant.npz", "tables": {t: {"key": t, "row_format": "fp32"} for t in tables}}
+    raw = {
+        "name": "demo",
+        "checkpoint": "constant.npz",
+        "tables": {t: {"key": t, "row_format": "fp32"} for t in tables},
+    }
     return load(parse_model(raw, folder), root).version
 
 
@@ -37,7 +42,9 @@ def versions_of_workers(server: Any, workers: int) -> set[int]:
     return set(heard.values())
 
 
-def test_a_new_version_is_taken_by_all_workers_while_requests_run(start: Start, root: Path, tmp_path: Path) -> None:
+def test_a_new_version_is_taken_by_all_workers_while_requests_run(
+    start: Start, root: Path, tmp_path: Path
+) -> None:
     """Every answer has one value in all its features, that of one version, in their order. None fails."""
     publish_constant(root, tmp_path, 1.0)
     server = start("--workers", 2)
@@ -52,7 +59,13 @@ def test_a_new_version_is_taken_by_all_workers_while_requests_run(start: Start, 
                 except Exception as error:  # noqa: BLE001  (any failure fails the test)
                     failures.append(error)
                     return
-                to.append({float(found["user"].max()) / 2, float(found["user"].min()) / 2, *map(float, np.unique(found["item"]))})
+                to.append(
+                    {
+                        float(found["user"].max()) / 2,
+                        float(found["user"].min()) / 2,
+                        *map(float, np.unique(found["item"])),
+                    }
+                )
 
     threads = [threading.Thread(target=ask, args=(one,), daemon=True) for one in answers]
     for t in threads:
@@ -61,7 +74,10 @@ def test_a_new_version_is_taken_by_all_workers_while_requests_run(start: Start, 
     for value in values:
         if value > 1:
             publish_constant(root, tmp_path, value)
-        until(lambda v=value: failures or all(a[-1:] == [{v}] for a in answers), what=f"version of value {value}")
+        until(
+            lambda v=value: failures or all(a[-1:] == [{v}] for a in answers),
+            what=f"version of value {value}",
+        )
     stop.set()
     for t in threads:
         t.join()
@@ -90,7 +106,11 @@ def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path
     publish_constant(root, tmp_path, 1.0)
     server = start("--workers", 1)
     model = Model(root, "demo")
-    spec = {"name": "demo", "checkpoint": "constant.npz", "tables": {"user": {"key": "user", "row_format": "fp32"}}}
+    spec = {
+        "name": "demo",
+        "checkpoint": "constant.npz",
+        "tables": {"user": {"key": "user", "row_format": "fp32"}},
+    }
     from tableside.loader.load.load import LoadSettings
 
     staged = load(parse_model(spec, tmp_path), root, LoadSettings(activate=False))
@@ -99,27 +119,39 @@ def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path
     staged.path.chmod(0o644)
     staged.path.write_bytes(data)
     (model.folder / "current").write_text(f'{{"current": {staged.version}, "latest": {staged.version}}}')
-    until(lambda: 'tableside_errors_total{kind="swap",model="demo"} 1.0' in server.get("/metrics").text, what="the failed swap")
+    until(
+        lambda: 'tableside_errors_total{kind="swap",model="demo"} 1.0' in server.get("/metrics").text,
+        what="the failed swap",
+    )
     assert server.get("/health").json()["models"] == {"demo": 1}
     publish_constant(root, tmp_path, 5.0)
     until(lambda: server.get("/health").json()["models"] == {"demo": 3}, what="the next version")
 
 
 def test_a_removed_model_is_served_on(start: Start, root: Path, tmp_path: Path) -> None:
-    """What is mapped stays; the server answers from it until there is another version, which has another number."""
+    """What is mapped stays; the server answers from it until there is another version, which has another
+    number."""
     np.save(tmp_path / "t.npy", np.ones((5, 8), np.float32))
     other = parse_model({"name": "other", "checkpoint": "t.npy", "tables": {"t": {"key": "t"}}}, tmp_path)
     load(other, root)
     server = start("--workers", 1, models=("demo", "other"))
     Model(root, "demo").remove_all()
-    for version in (2, 3):  # once the server has taken the second one it has looked at all models since the removal
+    for version in (
+        2,
+        3,
+    ):  # once the server has taken the second one it has looked at all models since the removal
         load(other, root)
-        until(lambda v=version: server.get("/health").json()["models"]["other"] == v, what=f"other's version {version}")
+        until(
+            lambda v=version: server.get("/health").json()["models"]["other"] == v,
+            what=f"other's version {version}",
+        )
     with Client(server.url) as client:
         assert client.lookup("demo", {"user": [[1]]})["user"].shape == (1, 64)
     assert server.get("/health").status_code == 200
     publish_constant(root, tmp_path, 7.0)
-    until(lambda: server.get("/health").json()["models"]["demo"] == 2, what="a version loaded after the removal")
+    until(
+        lambda: server.get("/health").json()["models"]["demo"] == 2, what="a version loaded after the removal"
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -1,4 +1,5 @@
-"""Ids that a table lacks, over every door: vectors, found masks, refusals and counts, held against a dictionary."""
+"""Ids that a table lacks, over every door: vectors, found masks, refusals and counts, held against a
+dictionary."""
 
 import asyncio
 import gzip
@@ -37,7 +38,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Server]:
     inputs = tuple(ScorerInput(f.name, f.name, 16) for f in PAIR)
     try:
         publish_raw(root, "raw", TABLES, FEATURES)
-        publish_raw(root, "scored", {f.table: TABLES[f.table] for f in PAIR}, PAIR, (StoredScorer("dot", inputs), b""))
+        publish_raw(
+            root, "scored", {f.table: TABLES[f.table] for f in PAIR}, PAIR, (StoredScorer("dot", inputs), b"")
+        )
         server = start_server(root, "--backend", request.param, models=("raw", "scored"))
         yield server
         assert end(server.process) == 0
@@ -72,15 +75,20 @@ def keyed(url: str, request: Request) -> Answer:
         torchrec = pytest.importorskip("torchrec.sparse.jagged_tensor", reason="make dev installs TorchRec")
     lengths = [len(bag) for bags in request.values() for bag in bags]
     values = torch.tensor([i for bags in request.values() for i in flat(bags)], dtype=torch.int64)
-    given = torchrec.KeyedJaggedTensor.from_lengths_sync(list(request), values, torch.tensor(lengths, dtype=torch.int32))
+    given = torchrec.KeyedJaggedTensor.from_lengths_sync(
+        list(request), values, torch.tensor(lengths, dtype=torch.int32)
+    )
     with Client(url) as client:
         found = client.lookup("raw", given, found=True)
-    vectors = dict(found.vectors.pooled.to_dict()) | {n: j.values() for n, j in found.vectors.sequences.items()}
+    vectors = dict(found.vectors.pooled.to_dict()) | {
+        n: j.values() for n, j in found.vectors.sequences.items()
+    }
     return {n: v.numpy() for n, v in vectors.items()}, {n: m.numpy() for n, m in found.found.items()}
 
 
 def infer(url: str, request: Request, binary: bool = False, compressed: bool = False) -> Answer:
-    """The protocol's own JSON, with the tensors in it or, of the response, behind it. compressed: by way of ASGI."""
+    """The protocol's own JSON, with the tensors in it or, of the response, behind it. compressed: by way
+    of ASGI."""
     inputs = []
     for name, bags in request.items():
         values, lengths = flat(bags), [len(bag) for bag in bags]
@@ -88,7 +96,9 @@ def infer(url: str, request: Request, binary: bool = False, compressed: bool = F
             {"name": f"{name}.values", "datatype": "INT64", "shape": [len(values)], "data": values},
             {"name": f"{name}.lengths", "datatype": "INT32", "shape": [len(lengths)], "data": lengths},
         ]
-    outputs = [{"name": n + part, "parameters": {"binary_data": binary}} for n in request for part in ("", ".found")]
+    outputs = [
+        {"name": n + part, "parameters": {"binary_data": binary}} for n in request for part in ("", ".found")
+    ]
     body = json.dumps({"inputs": inputs, "outputs": outputs}).encode()
     content, headers = (gzip.compress(body), {"content-encoding": "gzip"}) if compressed else (body, {})
     response = httpx.post(f"{url}/v2/models/raw/infer", content=content, headers=headers)
@@ -115,7 +125,9 @@ def v1(url: str, request: Request, is_jagged: bool) -> Answer:
     assert response.status_code == 200, response.text
     vectors, found = response.json()["vectors"], response.json()["found"]
     if not is_jagged:
-        assert {n: list(map(len, f)) for n, f in found.items()} == {n: list(map(len, bags)) for n, bags in request.items()}
+        assert {n: list(map(len, f)) for n, f in found.items()} == {
+            n: list(map(len, bags)) for n, bags in request.items()
+        }
         found = {n: flat(f) for n, f in found.items()}
     dims = {f.name: TABLES[f.table].dim for f in FEATURES}
     return {n: np.array(v, np.float32).reshape(-1, dims[n]) for n, v in vectors.items()}, found
@@ -137,8 +149,9 @@ DOORS: dict[str, Callable[[str, Request], Answer]] = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> None:
-    """Of raw tables with ids in the rows' padding and beside them, by hash and in ranges, with default rows of every kind,
-    backfilled and empty ones, and of dense tables; the extremes and repeated ids among the ids. Whole numbers: bit for bit."""
+    """Of raw tables with ids in the rows' padding and beside them, by hash and in ranges, with default
+    rows of every kind, backfilled and empty ones, and of dense tables; the extremes and repeated ids among
+    the ids. Whole numbers: bit for bit."""
     for seed in range(4):
         request = draw(seed, bags=1 + seed)
         vectors, masks = DOORS[door](served.url, request)
@@ -151,13 +164,16 @@ def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> Non
 
 @pytest.mark.parametrize("way", ["named", "compact", "v1"])
 def test_without_masks_the_answer_is_a_dict_as_ever(served: Server, way: str) -> None:
-    """Masks are never sent unasked, by a template or without one; missing ids get the default row all the same."""
+    """Masks are never sent unasked, by a template or without one; missing ids get the default row all the
+    same."""
     with Client(served.url) as client:
         for seed in range(4):
             request = draw(seed)
             wanted = expected(request)[0]
             if way == "v1":
-                found = httpx.post(f"{served.url}/v1/lookup", json={"model": "raw", "features": request}).json()["vectors"]
+                found = httpx.post(
+                    f"{served.url}/v1/lookup", json={"model": "raw", "features": request}
+                ).json()["vectors"]
                 found = {n: np.array(v, np.float32).reshape(wanted[n].shape) for n, v in found.items()}
             else:
                 found = client.lookup("raw", request, compact=way == "compact")
@@ -168,24 +184,37 @@ def test_without_masks_the_answer_is_a_dict_as_ever(served: Server, way: str) ->
 
 @pytest.mark.parametrize("is_compact", [False, True])
 def test_masks_have_the_shape_of_the_ids(served: Server, is_compact: bool) -> None:
-    """[bags, ids a bag] where the ids came so, else [ids]; torch tensors where the ids are; of the wanted outputs alone."""
+    """[bags, ids a bag] where the ids came so, else [ids]; torch tensors where the ids are; of the wanted
+    outputs alone."""
     import torch
 
     there, lacking = int(TABLES["user"].ids[0]), 12345
     array = np.array([[there, lacking, there], [lacking, lacking, there]])
     with Client(served.url) as client:
-        answer = client.lookup("raw", {"user": array, "item": [[1], []]}, compact=is_compact, found=True, outputs=["user"])
+        answer = client.lookup(
+            "raw", {"user": array, "item": [[1], []]}, compact=is_compact, found=True, outputs=["user"]
+        )
         assert list(answer.vectors) == list(answer.found) == ["user"]
-        assert answer.found["user"].dtype == np.bool_ and answer.found["user"].tolist() == (array == there).tolist()
-        vectors, found = client.lookup("raw", {"user": torch.from_numpy(array)}, compact=is_compact, found=True)
-        assert torch.equal(found["user"], torch.from_numpy(array == there)) and vectors["user"].shape == (2, 64)
+        assert (
+            answer.found["user"].dtype == np.bool_
+            and answer.found["user"].tolist() == (array == there).tolist()
+        )
+        vectors, found = client.lookup(
+            "raw", {"user": torch.from_numpy(array)}, compact=is_compact, found=True
+        )
+        assert torch.equal(found["user"], torch.from_numpy(array == there)) and vectors["user"].shape == (
+            2,
+            64,
+        )
         empty = client.lookup("raw", {"user": np.zeros((2, 0), np.int64)}, compact=is_compact, found=True)
         assert empty.found["user"].shape == (2, 0) and not empty.vectors["user"].any()
 
 
 def test_only_a_mask_may_be_asked_for(served: Server) -> None:
     """And a mask whose input did not come, or that comes twice, is refused by its name."""
-    told: dict[str, Any] = {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 2], "data": [0, 12345]}]}
+    told: dict[str, Any] = {
+        "inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 2], "data": [0, 12345]}]
+    }
     url = f"{served.url}/v2/models/raw/infer"
     response = httpx.post(url, json={**told, "outputs": [{"name": "user.found"}]}).json()
     assert response["outputs"] == [
@@ -203,11 +232,17 @@ def test_only_a_mask_may_be_asked_for(served: Server) -> None:
 
 
 def test_v1_takes_true_or_false(served: Server) -> None:
-    """Without `found` or with false the answer has no masks; anything else is refused, and so is a mask beside scores."""
+    """Without `found` or with false the answer has no masks; anything else is refused, and so is a mask
+    beside scores."""
     request = {"model": "raw", "features": {"user": [[0, 12345]]}}
     url = f"{served.url}/v1/lookup"
     for more in ({}, {"found": False}):
-        assert set(httpx.post(url, json={**request, **more}).json()) == {"model", "version", "sequence", "vectors"}
+        assert set(httpx.post(url, json={**request, **more}).json()) == {
+            "model",
+            "version",
+            "sequence",
+            "vectors",
+        }
     refused = httpx.post(url, json={**request, "found": "yes"})
     assert refused.status_code == 400 and refused.json()["error"] == "found is 'yes'; expected true or false"
     scored = {"model": "scored", "features": {"old": [[1]], "chunked": [[1]]}, "found": True}
@@ -228,13 +263,23 @@ def test_an_id_that_is_refused_is_named(served: Server, door: str) -> None:
 def counted(url: str, model: str = "raw") -> dict[tuple[str, str], float]:
     with Client(url) as client:
         text = client.metrics()
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples if s.labels.get("model") == model]
-    return {(s.labels["table"], s.labels["reason"]): s.value for s in samples if s.name == "tableside_ids_without_row_total"}
+    samples = [
+        s
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+        if s.labels.get("model") == model
+    ]
+    return {
+        (s.labels["table"], s.labels["reason"]): s.value
+        for s in samples
+        if s.name == "tableside_ids_without_row_total"
+    }
 
 
 @pytest.mark.parametrize("door", DOORS)
 def test_every_id_without_a_row_is_counted(served: Server, door: str) -> None:
-    """By table and reason, over every door; ids that have a row are not. A refused request counts its first one, and no other."""
+    """By table and reason, over every door; ids that have a row are not. A refused request counts its
+    first one, and no other."""
     if door == "TorchRec":
         pytest.importorskip("torchrec")
     before = counted(served.url)
@@ -244,23 +289,30 @@ def test_every_id_without_a_row_is_counted(served: Server, door: str) -> None:
     with pytest.raises((ClientError, AssertionError)):
         DOORS[door](served.url, {"user": [[4242]], "strict": [[4242, 4243]]})
     after = counted(served.url)
-    added = {key: value - before.get(key, 0.0) for key, value in after.items() if value != before.get(key, 0.0)}
+    added = {
+        key: value - before.get(key, 0.0) for key, value in after.items() if value != before.get(key, 0.0)
+    }
     assert added == {**unfound(requests), ("strict", "refused"): 1.0}
 
 
 @pytest.mark.parametrize("way", ["named", "compact", "v1"])
 def test_requests_of_the_short_paths_are_counted(served: Server, way: str) -> None:
-    """Those that ask for no masks, by a template that parses no header, or all features at a time, count as the others do."""
+    """Those that ask for no masks, by a template that parses no header, or all features at a time, count
+    as the others do."""
     before = counted(served.url)
     requests = [draw(seed) for seed in range(20, 26)]
     with Client(served.url) as client:
         for request in requests:
             if way == "v1":
-                httpx.post(f"{served.url}/v1/lookup", json={"model": "raw", "features": request}).raise_for_status()
+                httpx.post(
+                    f"{served.url}/v1/lookup", json={"model": "raw", "features": request}
+                ).raise_for_status()
             else:
                 client.lookup("raw", request, compact=way == "compact")
     after = counted(served.url)
-    assert {k: v - before.get(k, 0.0) for k, v in after.items() if v != before.get(k, 0.0)} == unfound(requests)
+    assert {k: v - before.get(k, 0.0) for k, v in after.items() if v != before.get(k, 0.0)} == unfound(
+        requests
+    )
 
 
 def test_a_gauge_says_how_many_rows_were_backfilled(served: Server) -> None:
@@ -273,14 +325,17 @@ def test_a_gauge_says_how_many_rows_were_backfilled(served: Server) -> None:
 
 @pytest.mark.parametrize("way", ["v1", "client", "compact"])
 def test_scores_of_missing_ids(served: Server, way: str) -> None:
-    """A missing id's default row is scored as any other. The products are whole numbers below 2^24: bit for bit."""
+    """A missing id's default row is scored as any other. The products are whole numbers below 2^24: bit
+    for bit."""
     for seed in range(3):
         request = draw(seed, PAIR, bags=3)
         request = {n: [bag[:2] for bag in bags] for n, bags in request.items()}
         old, chunked = expected(request, PAIR)[0].values()
         wanted = (old.astype(np.float64) * chunked).sum(1).tolist()
         if way == "v1":
-            found = httpx.post(f"{served.url}/v1/score", json={"model": "scored", "features": request}).json()["scores"]
+            found = httpx.post(
+                f"{served.url}/v1/score", json={"model": "scored", "features": request}
+            ).json()["scores"]
         else:
             with Client(served.url) as client:
                 found = client.score("scored", request, compact=way == "compact").tolist()
@@ -289,7 +344,8 @@ def test_scores_of_missing_ids(served: Server, way: str) -> None:
 
 
 def test_metadata_tells_of_ids(served: Server) -> None:
-    """/v1/models and the protocol's metadata say which ids a table has, what becomes of others, and which masks there are."""
+    """/v1/models and the protocol's metadata say which ids a table has, what becomes of others, and which
+    masks there are."""
     with Client(served.url) as client:
         (raw,) = (m for m in client.models() if m["name"] == "raw")
         metadata = client.metadata("raw")

@@ -1,4 +1,5 @@
-"""A request that names no version is answered from the present state, whatever state, version or engine went meanwhile."""
+"""A request that names no version is answered from the present state, whatever state, version or engine
+went meanwhile."""
 
 import os
 import signal
@@ -31,7 +32,8 @@ MOST = 2000  # whole numbers up to which are exact in fp16
 
 
 class Changing:
-    """A model of which a thread changes row 7 of the table `word` all the time, and keeps no state but the live one.
+    """A model of which a thread changes row 7 of the table `word` all the time, and keeps no state but the
+    live one.
 
     values: what the row is in each state.
     """
@@ -66,7 +68,8 @@ class Changing:
 
 
 class Asking:
-    """Clients that ask for row 7 without naming a version. found: (state, value) of each answer; refused: what was refused."""
+    """Clients that ask for row 7 without naming a version. found: (state, value) of each answer; refused:
+    what was refused."""
 
     def __init__(self, url: str, clients: int = 3) -> None:
         self.found: list[tuple[State, int]] = []
@@ -101,8 +104,11 @@ class Asking:
             thread.join()
 
 
-def test_a_process_begins_with_the_next_state_where_the_first_one_goes(publish: Callable[..., Any], root: Path) -> None:
-    """As it does where changes come while it starts; a state that is live and cannot be attached is an error."""
+def test_a_process_begins_with_the_next_state_where_the_first_one_goes(
+    publish: Callable[..., Any], root: Path
+) -> None:
+    """As it does where changes come while it starts; a state that is live and cannot be attached is an
+    error."""
     publish({"user": np.zeros((10, 4), np.float32)}, formats={"user": "fp32"})
     engine = engine_of(root, 1 << 20)
     states = [State(1, 7), State(1, 8), State(1)]
@@ -122,8 +128,11 @@ class Told:
 
 
 @pytest.mark.parametrize("now", [State(1, 7), State(1, 8), State(2)])
-def test_a_door_asks_again_for_what_the_next_engine_process_serves(publish: Callable[..., Any], root: Path, now: State) -> None:
-    """An engine process that took another one's place may not know the state that the door asked that one for."""
+def test_a_door_asks_again_for_what_the_next_engine_process_serves(
+    publish: Callable[..., Any], root: Path, now: State
+) -> None:
+    """An engine process that took another one's place may not know the state that the door asked that one
+    for."""
     publish({"user": np.zeros((10, 4), np.float32)}, formats={"user": "fp32"})
     door = DoorEngine(Told(now), Model(root, "demo"), choose(), ServerSettings())  # type: ignore[arg-type]
     unknown = not_found("version 1 of model 'demo' cannot be served")
@@ -132,9 +141,11 @@ def test_a_door_asks_again_for_what_the_next_engine_process_serves(publish: Call
 
 
 @pytest.mark.parametrize("device", [True, False], ids=["engine", "cpu"])
-def test_requests_without_a_version_are_answered(start: Callable[..., Any], root: Path, tmp_path: Path, device: bool) -> None:
-    """While states and versions go as soon as newer ones come, and engine processes or workers are killed. Each answer has the
-    rows of the state that it names."""
+def test_requests_without_a_version_are_answered(
+    start: Callable[..., Any], root: Path, tmp_path: Path, device: bool
+) -> None:
+    """While states and versions go as soon as newer ones come, and engine processes or workers are killed.
+    Each answer has the rows of the state that it names."""
     options = ("--devices", tables.serve_device(), "--gpu-from-ids", 0) if device else ()
     server = start(*options, "--workers", 2)
     model = Model(root, "demo")
@@ -146,7 +157,10 @@ def test_requests_without_a_version_are_answered(start: Callable[..., Any], root
             asking.go_on()
         changed = len(changing.values)
         until(lambda: len(changing.values) > changed + 10, what="changes")
-        until(lambda: len({state for state, _ in asking.found[:]} & set(changing.values)) > 3, what="answers of several states")
+        until(
+            lambda: len({state for state, _ in asking.found[:]} & set(changing.values)) > 3,
+            what="answers of several states",
+        )
     assert [str(error) for error in asking.refused] == []
     wrong = [(state, value) for state, value in asking.found if changing.values.get(state, value) != value]
     assert wrong == []

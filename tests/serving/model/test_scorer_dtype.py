@@ -1,4 +1,5 @@
-"""Scorers in bf16 and fp16 on a device: scores are the CPU's in fp32 within what rounding may do, or the program is refused."""
+"""Scorers in bf16 and fp16 on a device: scores are the CPU's in fp32 within what rounding may do, or the
+program is refused."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -40,21 +41,34 @@ def answers(asked: Sequence[Asked], both: Both) -> list[tuple[dict[str, np.ndarr
     """Outputs by name of each request, on the device in one batch and on the CPU."""
     on_device, on_cpu = [a.of(both.device) for a in asked], [a.of(both.cpu) for a in asked]
     found = []
-    for (request, _), answer, wanted in zip(on_device, both.on_device(on_device), both.on_cpu(on_cpu), strict=True):
+    for (request, _), answer, wanted in zip(
+        on_device, both.on_device(on_device), both.on_cpu(on_cpu), strict=True
+    ):
         assert isinstance(answer, Answer) and isinstance(wanted, Answer), (answer, wanted)
-        outputs = [o for o in request.outputs if o.feature == "score" or not request.scoring or not request.scoring.is_alone]
-        found.append(tuple({o.feature: o.view(a.buffer).astype(np.float64) for o in outputs} for a in (answer, wanted)))
+        outputs = [
+            o
+            for o in request.outputs
+            if o.feature == "score" or not request.scoring or not request.scoring.is_alone
+        ]
+        found.append(
+            tuple({o.feature: o.view(a.buffer).astype(np.float64) for o in outputs} for a in (answer, wanted))
+        )
     return found  # type: ignore[return-value]
 
 
-def check_ctr(a: Asked, precision: Precision, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    """Scores lie within their bounds of those of fp64 from the vectors that the device looked up, and so of the CPU's in fp32."""
+def check_ctr(
+    a: Asked, precision: Precision, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]
+) -> None:
+    """Scores lie within their bounds of those of fp64 from the vectors that the device looked up, and so
+    of the CPU's in fp32."""
     context = np.asarray(a.parts[-1], np.float64)
     inputs = np.concatenate([found["user"], found["clicked"], context], 1)
     expected, bounds = dense(MODELS[a.model].deep, inputs, precision, filled(precision))
     expected, bounds = expected.reshape(found["score"].shape), bounds.reshape(found["score"].shape)
     assert (np.abs(found["score"] - expected) <= bounds).all()
-    np.testing.assert_allclose(expected, wanted["score"], rtol=1e-3)  # fp16 vectors may differ by their last bit
+    np.testing.assert_allclose(
+        expected, wanted["score"], rtol=1e-3
+    )  # fp16 vectors may differ by their last bit
     assert (np.abs(found["score"] - expected) > 1e-5).any(), "they are those of fp32"
 
 
@@ -71,12 +85,18 @@ def test_scores_lie_within_their_bounds(root: Path, tmp_path: Path, precision: P
         else:
             check_ctr(a, precision, found, wanted)
     dtypes = {name: version.scorer.dtype for name, version in both.device.items()}  # type: ignore[union-attr]
-    assert dtypes == {"ctr": precision.name.lower(), "wide": precision.name.lower(), "dot": "fp32", "cosine": "fp32"}
+    assert dtypes == {
+        "ctr": precision.name.lower(),
+        "wide": precision.name.lower(),
+        "dot": "fp32",
+        "cosine": "fp32",
+    }
 
 
 @pytest.mark.parametrize("precision", NARROW)
 def test_scores_alone_are_those_with_vectors(root: Path, tmp_path: Path, precision: Precision) -> None:
-    """Vectors go to the scorer's matrices in its precision, from device memory, wherever its rows stand in the batch."""
+    """Vectors go to the scorer's matrices in its precision, from device memory, wherever its rows stand in
+    the batch."""
     publish(root, tmp_path, "ctr")
     both = Both(root, "ctr", precision=precision)
     asked = [Asked("ctr", rows, rows, alone=alone) for rows in (3, 8, 2) for alone in (True, False)]
@@ -85,7 +105,9 @@ def test_scores_alone_are_those_with_vectors(root: Path, tmp_path: Path, precisi
         np.testing.assert_array_equal(alone["score"], other["score"])
     calls: Any = both.device["ctr"].scorer.calls  # type: ignore[union-attr]
     room = calls.room(26)
-    assert {i.dtype for i in room.inputs} == {torch.bfloat16 if precision is Precision.BF16 else torch.float16}
+    assert {i.dtype for i in room.inputs} == {
+        torch.bfloat16 if precision is Precision.BF16 else torch.float16
+    }
     np.testing.assert_array_equal(calls.row_bytes, [2 * 8, 2 * 4, 2 * 3])
 
 
@@ -106,7 +128,10 @@ def test_a_score_beyond_fp16_is_refused(root: Path, tmp_path: Path) -> None:
     narrow, wide = (Both(root, "ctr", precision=p) for p in (Precision.FP16, Precision.BF16))
     found = narrow.on_device([a.of(narrow.device) for a in asked])
     assert isinstance(found[0], Answer) and isinstance(found[1], ApiError)
-    assert re.search(r"the score of row 1 is .*in fp16, whose largest number is 65,504 \(--scorer-dtype\)", found[1].message)
+    assert re.search(
+        r"the score of row 1 is .*in fp16, whose largest number is 65,504 \(--scorer-dtype\)",
+        found[1].message,
+    )
     assert all(isinstance(f, Answer) for f in wide.on_device([a.of(wide.device) for a in asked]))
 
 
@@ -177,11 +202,21 @@ def opened(root: Path, folder: Path, module: torch.nn.Module, precision: Precisi
 @pytest.mark.parametrize(
     ("module", "named"),
     [
-        (Widened(), r"its call torch\.ops\.aten\.linear\.default takes 'to' \(of torch\.ops\.aten\.to\.dtype\) as float32 and "),
-        (Masked(False), r"its call torch\.ops\.aten\.mul\.Tensor takes 'user' \(an input\) as bfloat16 and 'to' \(of torch"),
+        (
+            Widened(),
+            r"its call torch\.ops\.aten\.linear\.default takes 'to' \(of torch\.ops\.aten\.to\.dtype\) as "
+            r"float32 and ",
+        ),
+        (
+            Masked(False),
+            r"its call torch\.ops\.aten\.mul\.Tensor takes 'user' \(an input\) as bfloat16 and 'to' \(of "
+            r"torch",
+        ),
     ],
 )
-def test_a_program_that_mixes_types_is_refused(root: Path, tmp_path: Path, module: torch.nn.Module, named: str) -> None:
+def test_a_program_that_mixes_types_is_refused(
+    root: Path, tmp_path: Path, module: torch.nn.Module, named: str
+) -> None:
     """By the call that does, with what to write instead; in fp32 it runs."""
     remedy = r".*x\.type_as\(y\) follows y.*take fp32.*--scorer-dtype"
     with pytest.raises(ServingError, match="the scorer does not run in bf16 .*" + named + remedy):
@@ -199,8 +234,11 @@ def test_a_program_that_follows_its_inputs_runs(root: Path, tmp_path: Path, modu
     with torch.inference_mode():
         expected = module(torch.from_numpy(rows)).numpy()[:, 0]
     assert found.dtype == np.float32
-    # A score passes through 8 products of a rounded value and a rounded weight, and three roundings of its own.
-    largest = np.abs(rows) @ module.last.weight.detach().abs().numpy()[0] + np.abs(module.last.bias.detach().numpy())  # type: ignore[union-attr, operator]
+    # A score passes through 8 products of a rounded value and a rounded weight, and three roundings of its
+    # own.
+    largest = np.abs(rows) @ module.last.weight.detach().abs().numpy()[0] + np.abs(
+        module.last.bias.detach().numpy()
+    )  # type: ignore[union-attr, operator]
     assert (np.abs(found - expected) <= 6 * 2.0**-8 * largest).all() and (found != expected).any()
 
 
@@ -218,16 +256,22 @@ def test_a_kernel_that_torch_has_not_is_named() -> None:
     def relu(*_: Any) -> Any:
         raise NotImplementedError("\"clamp_min\" not implemented for 'Half'")
 
-    runner: Any = Runner(program, weight_tensors(program.weights, torch.device("cpu")), torch.device("cpu"), 1 << 30)
+    runner: Any = Runner(
+        program, weight_tensors(program.weights, torch.device("cpu")), torch.device("cpu"), 1 << 30
+    )
     (call,) = (c for c in runner._calls if "relu" in c.target)
     object.__setattr__(call, "function", relu)
-    with pytest.raises(NotImplementedError, match=r"its call torch\.ops\.aten\.relu\.default cannot be made: .*'Half'"):
+    with pytest.raises(
+        NotImplementedError, match=r"its call torch\.ops\.aten\.relu\.default cannot be made: .*'Half'"
+    ):
         runner(*(torch.zeros(2, n) for n in (8, 4, 3)))
 
 
 def test_memory_of_a_call_is_that_of_its_precision(root: Path, tmp_path: Path) -> None:
     """What `max_scorer_bytes` bounds counts two bytes a value."""
-    wide, narrow = (opened(root, tmp_path, Large(), p)._cost(1024).bytes for p in (Precision.FP32, Precision.BF16))
+    wide, narrow = (
+        opened(root, tmp_path, Large(), p)._cost(1024).bytes for p in (Precision.FP32, Precision.BF16)
+    )
     assert narrow < 0.6 * wide
 
 
@@ -236,7 +280,10 @@ def test_memory_of_a_call_is_that_of_its_precision(root: Path, tmp_path: Path) -
 
 def test_the_cpu_scores_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server without a GPU refuses another type; the environment may say it, too."""
-    with pytest.raises(ValidationError, match=r"scorer_dtype bf16 is for GPUs.*say which ones with --devices, or leave it out"):
+    with pytest.raises(
+        ValidationError,
+        match=r"scorer_dtype bf16 is for GPUs.*say which ones with --devices, or leave it out",
+    ):
         ServerSettings(scorer_dtype="bf16")
     monkeypatch.setenv("TABLESIDE_SCORER_DTYPE", "fp16")
     assert ServerSettings(devices=("0",)).scorer_precision is Precision.FP16
@@ -249,15 +296,22 @@ def test_a_server_says_in_what_it_scores(start: Start, root: Path, tmp_path: Pat
     publish(root, tmp_path, "ctr", "dot")
     models = ("ctr", "dot")
     on_gpu = start("--devices", tables.serve_device(), "--scorer-dtype", "bf16", models=models)
-    described = {m["name"]: m["scorer"]["dtype"] for m in httpx.get(f"{on_gpu.url}/v1/models").json()["models"]}
+    described = {
+        m["name"]: m["scorer"]["dtype"] for m in httpx.get(f"{on_gpu.url}/v1/models").json()["models"]
+    }
     assert described == {"ctr": "bf16", "dot": "fp32"}
     metrics = on_gpu.get("/metrics").text
     assert 'tableside_scorer_info{dtype="bf16",kind="program",model="ctr"} 1.0' in metrics
     assert 'tableside_scorer_info{dtype="fp32",kind="dot",model="dot"} 1.0' in metrics
-    ids, context = np.arange(12).reshape(6, 2), np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32)
+    ids, context = (
+        np.arange(12).reshape(6, 2),
+        np.random.default_rng(0).standard_normal((6, 3)).astype(np.float32),
+    )
     bags = {"user": ids.tolist(), "clicked": ids.tolist()}
     with Client(on_gpu.url, retries=0) as client:
         found, vectors = client.score("ctr", bags, {"context": context}), client.lookup("ctr", bags)
     inputs = np.concatenate([vectors["user"], vectors["clicked"], context], 1)
     expected, bounds = dense(MODELS["ctr"].deep, inputs, Precision.BF16, filled(Precision.BF16))
-    assert (np.abs(found - expected[:, 0]) <= bounds[:, 0]).all() and (np.abs(found - expected[:, 0]) > 1e-5).any()
+    assert (np.abs(found - expected[:, 0]) <= bounds[:, 0]).all() and (
+        np.abs(found - expected[:, 0]) > 1e-5
+    ).any()

@@ -1,4 +1,5 @@
-"""Rows that change while requests run: no answer mixes two states, none goes back, and each says which state it is from."""
+"""Rows that change while requests run: no answer mixes two states, none goes back, and each says which
+state it is from."""
 
 import threading
 from collections.abc import Callable
@@ -25,7 +26,11 @@ ROWS = {"user": (1000, 64), "item": (300, 32)}
 def publish_ones(root: Path, folder: Path) -> None:
     """A version whose every value is 1."""
     np.savez(folder / "ones.npz", **{t: np.ones(shape, np.float32) for t, shape in ROWS.items()})
-    raw = {"name": "demo", "checkpoint": "ones.npz", "tables": {t: {"key": t, "row_format": "fp32"} for t in ROWS}}
+    raw = {
+        "name": "demo",
+        "checkpoint": "ones.npz",
+        "tables": {t: {"key": t, "row_format": "fp32"} for t in ROWS},
+    }
     load(parse_model(raw, folder), root)
 
 
@@ -40,7 +45,9 @@ class Writer:
         for table, (rows, dim) in ROWS.items():
             ids = np.unique(np.concatenate([[1, 2, 3], self.rng.integers(0, rows, rows // 3)]))
             changes.append(TableChanges(table, ids, np.full((ids.size, dim), self.sequence + 1, np.float32)))
-        self.sequence = apply(self.model, ChangeBatch(changes), ApplySettings(keep=Retention(2))).state.sequence
+        self.sequence = apply(
+            self.model, ChangeBatch(changes), ApplySettings(keep=Retention(2))
+        ).state.sequence
         return self.sequence
 
 
@@ -49,11 +56,17 @@ def ask(url: str, stop: threading.Event, seen: list[int], wrong: list[str]) -> N
     with Client(url, retries=0) as client, httpx.Client(timeout=300) as plain:
         while not stop.is_set():
             found = client.lookup("demo", {"user": [[1, 2], [3]], "item": [[3, 1]]})
-            values = {*np.unique(found["user"][1]), *np.unique(found["user"][0] / 2), *np.unique(found["item"] / 2)}
+            values = {
+                *np.unique(found["user"][1]),
+                *np.unique(found["user"][0] / 2),
+                *np.unique(found["item"] / 2),
+            }
             said = client.answered_by()
             if said.version != 1 or {float(said.sequence or 1)} != values:
                 wrong.append(f"{said} answered {values}")
-            body = plain.post(f"{url}/v1/lookup", json={"model": "demo", "features": {"user": [[1]], "item": [[2]]}}).json()
+            body = plain.post(
+                f"{url}/v1/lookup", json={"model": "demo", "features": {"user": [[1]], "item": [[2]]}}
+            ).json()
             told = {v for vectors in body["vectors"].values() for vector in vectors for v in vector}
             if len(values) != 1 or told != {body["sequence"] or 1.0}:
                 wrong.append(f"mixed: {sorted(values)}, {sorted(told)} of sequence {body['sequence']}")
@@ -61,12 +74,25 @@ def ask(url: str, stop: threading.Event, seen: list[int], wrong: list[str]) -> N
 
 
 ENGINE = ("--devices", "interpreter", "--max-wait-s", 30)  # which is slow
-KERNELS = (*ENGINE, "--gpu-from-ids", 0, "--placement", "cached", "--hbm-budget", "1MiB")  # every request goes to them
+KERNELS = (
+    *ENGINE,
+    "--gpu-from-ids",
+    0,
+    "--placement",
+    "cached",
+    "--hbm-budget",
+    "1MiB",
+)  # every request goes to them
 
 
-@pytest.mark.parametrize("flags", [("--workers", 2), ENGINE, KERNELS], ids=["workers", "engine process", "its kernels"])
-def test_changes_come_while_requests_run(start: Start, root: Path, tmp_path: Path, flags: tuple[Any, ...]) -> None:
-    """Rows carry the number of the delta that wrote them, so an answer says itself which states it is made of."""
+@pytest.mark.parametrize(
+    "flags", [("--workers", 2), ENGINE, KERNELS], ids=["workers", "engine process", "its kernels"]
+)
+def test_changes_come_while_requests_run(
+    start: Start, root: Path, tmp_path: Path, flags: tuple[Any, ...]
+) -> None:
+    """Rows carry the number of the delta that wrote them, so an answer says itself which states it is made
+    of."""
     publish_ones(root, tmp_path)
     server = start(*flags)
     writer, stop, wrong = Writer(root), threading.Event(), list[str]()
@@ -77,7 +103,9 @@ def test_changes_come_while_requests_run(start: Start, root: Path, tmp_path: Pat
     for _ in range(25):
         writer.write()
     last = writer.sequence
-    until(lambda: all(one and one[-1] == last for one in seen), 300, what="every connection saw the last state")
+    until(
+        lambda: all(one and one[-1] == last for one in seen), 300, what="every connection saw the last state"
+    )
     stop.set()
     for t in threads:
         t.join(300)

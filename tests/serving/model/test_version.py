@@ -26,11 +26,18 @@ from tableside.serving.model.version import ServedVersion, _end_ids
 from tableside.serving.settings import ServerSettings
 
 Publish = Callable[..., Any]
-FEATURES = {"pooled": {"table": "t"}, "half": {"table": "t", "output": "fp16"}, "words": {"table": "t", "pooling": "none"}}
+FEATURES = {
+    "pooled": {"table": "t"},
+    "half": {"table": "t", "output": "fp16"},
+    "words": {"table": "t", "pooling": "none"},
+}
 
 
-def test_a_version_is_warmed_up_with_ids_that_its_tables_have(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First and last row of raw tables and of dense ones; any id where all get the default row; none where each is refused."""
+def test_a_version_is_warmed_up_with_ids_that_its_tables_have(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First and last row of raw tables and of dense ones; any id where all get the default row; none where
+    each is refused."""
     tables = {
         **{name: raw_demo.TABLES[name] for name in ("strict", "old", "empty", "word", "plain")},
         "nothing": raw_demo.DemoTable(raw_demo.random_ids(0, 1), raw_demo.whole_rows(0, 8, 1)),
@@ -62,7 +69,11 @@ def version(publish: Publish, root: Path) -> ServedVersion:
 
 def test_outputs_lie_one_after_another_in_the_order_of_the_inputs(version: ServedVersion) -> None:
     """Vectors of 8 values in 4 or 2 bytes; the request counts ids, vectors and bytes of rows."""
-    inputs = [FeatureInput("half", 0, 3, bags=3, bag_length=1), FeatureInput("words", 24, 2), FeatureInput("pooled", 40, 2, 1, 2)]
+    inputs = [
+        FeatureInput("half", 0, 3, bags=3, bag_length=1),
+        FeatureInput("words", 24, 2),
+        FeatureInput("pooled", 40, 2, 1, 2),
+    ]
     request = version.lay_out(inputs)
     assert [(o.feature, o.at, o.bytes, o.shape) for o in request.outputs] == [
         ("half", 0, 48, (3, 8)),
@@ -82,13 +93,20 @@ def test_outputs_lie_one_after_another_in_the_order_of_the_inputs(version: Serve
 
 
 def test_masks_lie_behind_vectors_and_scores(publish: Publish, root: Path) -> None:
-    """A byte for each id of the features that are asked for, and of no other; as JSON it takes as much as half an fp32."""
+    """A byte for each id of the features that are asked for, and of no other; as JSON it takes as much as
+    half an fp32."""
     features = {"user": {"table": "t"}, "item": {"table": "u"}, "words": {"table": "t", "pooling": "none"}}
     publish({"t": rows_of(10, 8), "u": rows_of(10, 6)}, features=features)
     version = engine_of(root, 1000).attach()
     version.scorer = Sum()
-    inputs = [FeatureInput("user", 0, 1, 1, 1), FeatureInput("item", 8, 1, 1, 1), FeatureInput("words", 16, 2)]
-    request = version.lay_out(inputs, [DenseInput("context", 32, 1, 3)], score=True, found={"words", "user", "nothing"})
+    inputs = [
+        FeatureInput("user", 0, 1, 1, 1),
+        FeatureInput("item", 8, 1, 1, 1),
+        FeatureInput("words", 16, 2),
+    ]
+    request = version.lay_out(
+        inputs, [DenseInput("context", 32, 1, 3)], score=True, found={"words", "user", "nothing"}
+    )
     at = 8 * 4 + 6 * 4 + 2 * 8 * 4
     shown = [(o.feature, o.datatype, o.at, o.shape, o.json_bytes) for o in request.outputs[3:]]
     assert shown == [
@@ -101,12 +119,17 @@ def test_masks_lie_behind_vectors_and_scores(publish: Publish, root: Path) -> No
 
 def test_an_output_beyond_the_limit_is_refused(version: ServedVersion) -> None:
     """Before anything is planned, with both numbers."""
-    with pytest.raises(ApiError, match=r"asks for 224 bytes of vectors; the limit is 200 \(max_response_bytes\)"):
+    with pytest.raises(
+        ApiError, match=r"asks for 224 bytes of vectors; the limit is 200 \(max_response_bytes\)"
+    ):
         version.lay_out([FeatureInput("words", 0, 7)])
 
 
-def test_a_record_that_cannot_be_read_changes_nothing(publish: Publish, root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The engine goes on with the version that it serves, says so once, and takes the next one when the record is whole again."""
+def test_a_record_that_cannot_be_read_changes_nothing(
+    publish: Publish, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine goes on with the version that it serves, says so once, and takes the next one when the
+    record is whole again."""
     publish({"t": rows_of(10, 8)})
     placer = Placer(ServerSettings(), choose())
     engine = Engine(Model(root, "demo"), ServerSettings(), placer)
@@ -117,7 +140,9 @@ def test_a_record_that_cannot_be_read_changes_nothing(publish: Publish, root: Pa
     assert [engine.changed() for _ in range(3)] == [None, None, None]
     assert engine.served().version == 1
     # pytest listens at loggers that do not propagate, too, so one record may be there twice.
-    assert len({id(r) for r in caplog.records if "cannot see which version of demo is live" in r.message}) == 1
+    assert (
+        len({id(r) for r in caplog.records if "cannot see which version of demo is live" in r.message}) == 1
+    )
     record.write_text(whole)
     publish({"t": rows_of(10, 8)})
     assert engine.changed() == State(2)
@@ -148,7 +173,8 @@ def test_a_version_is_warmed_up_with_the_bags_that_its_backend_names(
 
 
 def test_an_owner_is_warmed_up_with_ids_of_its_own() -> None:
-    """A row that no id has may keep an id that another owner has; such ids are not asked for at either end."""
+    """A row that no id has may keep an id that another owner has; such ids are not asked for at either
+    end."""
     ids = np.arange(40, dtype=np.int64) * 7
     table = raw_table(ids, np.ones((40, 32), np.float32), RowFormat.FP16, buckets=1)
     assert table.row_map is not None and table.row_map.index is not None

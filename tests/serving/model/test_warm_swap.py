@@ -1,5 +1,5 @@
-"""A GPU's cache over a swap of versions: rows whose bytes did not change are kept, the others go. The kernels run in Triton's
-interpreter, or on the GPU that --device names."""
+"""A GPU's cache over a swap of versions: rows whose bytes did not change are kept, the others go. The
+kernels run in Triton's interpreter, or on the GPU that --device names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,10 @@ from tableside.serving.settings import ServerSettings
 
 Publish = Callable[..., Any]
 ROWS, DIM = 400, 64
-SAME, CHANGED = np.arange(100, 140), np.arange(200, 230)  # both are in the cache when the second version comes
+SAME, CHANGED = (
+    np.arange(100, 140),
+    np.arange(200, 230),
+)  # both are in the cache when the second version comes
 FEATURES = {"t": {"table": "t", "pooling": "none"}, "u": {"table": "u", "pooling": "none"}}
 
 
@@ -39,7 +42,11 @@ class Worker:
 
     def __init__(self, root: Path) -> None:
         settings = ServerSettings(
-            devices=(tables.serve_device(),), hbm_budget=1 << 20, placement="cached", gather_threads=0, gpu_from_ids=0
+            devices=(tables.serve_device(),),
+            hbm_budget=1 << 20,
+            placement="cached",
+            gather_threads=0,
+            gpu_from_ids=0,
         )
         self.placer = Placer(settings, choose())
         self.placer.open()
@@ -56,7 +63,9 @@ class Worker:
         before = cache.statistics(wait=True).tables[number]
         found = gpu.lookup(table, ids, pooling=Pooling.NONE)
         expected = choose().lookup(served.segment.tables[name], ids, pooling=Pooling.NONE)
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)  # two roundings of fp32, at a bias of up to 4
+        np.testing.assert_allclose(
+            found, expected, rtol=1e-6, atol=1e-6
+        )  # two roundings of fp32, at a bias of up to 4
         after = cache.statistics(wait=True).tables[number]
         return after.hits - before.hits, after.fetched - before.fetched
 
@@ -65,7 +74,8 @@ class Worker:
         self.engine.swap(self.engine.attach(State(version), as_successor=True))
 
     def check(self) -> None:
-        """Every slot holds the bytes of a row of the version that is served: of no other version is there any."""
+        """Every slot holds the bytes of a row of the version that is served: of no other version is there
+        any."""
         cache = self.placer.cache
         assert cache is not None
         names = {n: t.name.removeprefix("demo/") for n, t in cache.statistics(wait=True).tables.items()}
@@ -86,8 +96,8 @@ def worker(publish: Publish, root: Path) -> Worker:
 
 
 def test_unchanged_rows_hit_at_once(worker: Worker, publish: Publish) -> None:
-    """The first batch after the swap finds each of them, and fetches nothing; rows that changed and were not hot are fetched, and
-    none is answered as it was."""
+    """The first batch after the swap finds each of them, and fetches nothing; rows that changed and were
+    not hot are fetched, and none is answered as it was."""
     publish(tables_of(CHANGED), features=FEATURES)
     worker.take(2)
     assert worker.look_up(SAME) == (SAME.size, 0)
@@ -105,8 +115,11 @@ def test_a_table_that_was_taken_over_stays_warm(worker: Worker, publish: Publish
     worker.check()
 
 
-def test_the_served_version_keeps_its_rows_until_the_next_one_takes_over(worker: Worker, publish: Publish, root: Path) -> None:
-    """While the next version is placed, requests to the present one hit; its rows change hands in one step."""
+def test_the_served_version_keeps_its_rows_until_the_next_one_takes_over(
+    worker: Worker, publish: Publish, root: Path
+) -> None:
+    """While the next version is placed, requests to the present one hit; its rows change hands in one
+    step."""
     publish(tables_of(CHANGED), features=FEATURES)
     present = worker.engine.served()
     segment = Model(root, "demo").attach(2)
@@ -126,7 +139,8 @@ def test_hot_rows_that_changed_are_fetched_before_the_swap(worker: Worker, publi
     publish(tables_of(SAME), features=FEATURES)
     worker.take(2)
     hits, fetched = worker.look_up(SAME)
-    # The hotter half of SAME, CHANGED and the first and last row, which the warm-up looks up: at least 34 rows of SAME.
+    # The hotter half of SAME, CHANGED and the first and last row, which the warm-up looks up: at least 34
+    # rows of SAME.
     assert hits >= (SAME.size + CHANGED.size) // 2 - 2 and hits + fetched == SAME.size
     assert worker.look_up(CHANGED) == (CHANGED.size, 0)
     worker.check()
@@ -148,12 +162,17 @@ def publish_raw(root: Path, folder: Path, ids: np.ndarray, values: np.ndarray) -
     np.savez(folder / "raw.npz", **{"t.weight": values, "t.ids": ids})
     table = {"key": "t.weight", "ids": "raw", "missing": "zero", "buckets": 4}
     features = {"t": {"table": "t", "pooling": "none"}}
-    load(parse_model({"name": "demo", "checkpoint": "raw.npz", "tables": {"t": table}, "features": features}, folder), root)
+    load(
+        parse_model(
+            {"name": "demo", "checkpoint": "raw.npz", "tables": {"t": table}, "features": features}, folder
+        ),
+        root,
+    )
 
 
 def test_raw_ids_keep_their_rows_wherever_these_lie_now(root: Path, tmp_path: Path) -> None:
-    """The next version has more ids in another order, so rows have other numbers; what is cached of ids whose rows did not change
-    hits at once. An id that is gone is answered by the policy."""
+    """The next version has more ids in another order, so rows have other numbers; what is cached of ids
+    whose rows did not change hits at once. An id that is gone is answered by the policy."""
     ids, values = ids_of(ROWS), rows_of(ROWS, DIM, 1)
     publish_raw(root, tmp_path, ids, values)
     worker = Worker(root)
@@ -165,11 +184,20 @@ def test_raw_ids_keep_their_rows_wherever_these_lie_now(root: Path, tmp_path: Pa
     before = worker.engine.served().segment.tables["t"].row_map
     stays = np.setdiff1d(np.arange(ROWS), gone)[::-1]
     more = np.setdiff1d(np.arange(50), ids)
-    publish_raw(root, tmp_path, np.concatenate([ids[stays], more]), np.concatenate([values[stays], rows_of(more.size, DIM, 3)]))
+    publish_raw(
+        root,
+        tmp_path,
+        np.concatenate([ids[stays], more]),
+        np.concatenate([values[stays], rows_of(more.size, DIM, 3)]),
+    )
     worker.take(2)
     after = worker.engine.served().segment.tables["t"].row_map
-    assert before is not None and after is not None and (before.find(ids[SAME]) != after.find(ids[SAME])).any()
+    assert (
+        before is not None and after is not None and (before.find(ids[SAME]) != after.find(ids[SAME])).any()
+    )
     assert worker.look_up(ids[SAME]) == (SAME.size, 0)
-    assert sum(worker.look_up(ids[CHANGED])) == CHANGED.size  # hot ones may have been fetched anew; none is stale
+    assert (
+        sum(worker.look_up(ids[CHANGED])) == CHANGED.size
+    )  # hot ones may have been fetched anew; none is stale
     assert worker.look_up(ids[gone])[1] <= 1  # the default row
     worker.check()

@@ -1,4 +1,5 @@
-"""A published model with one table for each case that modules know, in fp32 rows, so that results are exact."""
+"""A published model with one table for each case that modules know, in fp32 rows, so that results are
+exact."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -69,9 +69,13 @@ def test_a_pickle_holds_names(model: str, follow: Any, tables: Tables) -> None:
     assert torch.load(file, weights_only=False).version == 1
 
 
-def test_a_pinned_pickle_stays_at_its_version(model: str, publish_again: Callable[..., Any], tables: Tables) -> None:
+def test_a_pinned_pickle_stays_at_its_version(
+    model: str, publish_again: Callable[..., Any], tables: Tables
+) -> None:
     """Though another version is live where it is read; a live one follows."""
-    pinned, live = (pickle.dumps(Embeddings("ads", ["user_ids"], root=model, follow=f)) for f in (None, "live"))
+    pinned, live = (
+        pickle.dumps(Embeddings("ads", ["user_ids"], root=model, follow=f)) for f in (None, "live")
+    )
     publish_again(tables)
     assert (pickle.loads(pinned).version, pickle.loads(live).version) == (1, 2)
 
@@ -86,7 +90,9 @@ def test_a_state_dict_holds_names(model: str) -> None:
     assert state["bags._extra_state"] == {"model": "ads", "version": 1}
     assert Model(model).load_state_dict(state).missing_keys == []
     state["bags._extra_state"]["model"] = "other"
-    with pytest.raises(ModuleError, match="the state is of model 'other' version 1; this module reads 'ads' version 1"):
+    with pytest.raises(
+        ModuleError, match="the state is of model 'other' version 1; this module reads 'ads' version 1"
+    ):
         whole.load_state_dict(state)
     assert not list(whole.bags.parameters()) and not list(whole.bags.buffers())
 
@@ -98,7 +104,9 @@ def test_a_pinned_module_refuses_the_state_of_another_version(
     state = Embeddings("ads", ["user_ids"], root=model, follow=None).state_dict()
     publish_again(tables)
     Embeddings("ads", ["user_ids"], root=model).load_state_dict(state)
-    with pytest.raises(ModuleError, match="the state is of model 'ads' version 1; this module reads 'ads' version 2"):
+    with pytest.raises(
+        ModuleError, match="the state is of model 'ads' version 1; this module reads 'ads' version 2"
+    ):
         Embeddings("ads", ["user_ids"], root=model, follow=None).load_state_dict(state)
 
 
@@ -107,16 +115,23 @@ def test_tables_do_not_move(model: str) -> None:
     whole = Model(model)
     assert whole.to("cpu").float().eval().share_memory() is whole
     assert whole.bags.share_memory() is whole.bags
-    with pytest.raises(ModuleError, match=r"stay on cpu and give torch\.float32; for meta and torch\.float32 make another"):
+    with pytest.raises(
+        ModuleError, match=r"stay on cpu and give torch\.float32; for meta and torch\.float32 make another"
+    ):
         whole.to("meta")
-    with pytest.raises(ModuleError, match=r"make another module, with device='cpu' and output=torch\.float16"):
+    with pytest.raises(
+        ModuleError, match=r"make another module, with device='cpu' and output=torch\.float16"
+    ):
         whole.half()
 
 
 def test_a_module_shows_what_it_reads(model: str) -> None:
     """Its repr, for people."""
     module = EmbeddingBags("ads", ["user_sum"], root=model)
-    assert repr(module) == "EmbeddingBags('ads', live, features=['user_sum'], device='cpu', output=torch.float32)"
+    assert (
+        repr(module)
+        == "EmbeddingBags('ads', live, features=['user_sum'], device='cpu', output=torch.float32)"
+    )
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -141,7 +156,9 @@ def follow_in_a_child(module: Embeddings, published: Any, answers: Any) -> None:
     answers.put(module({"user_ids": IDS})["user_ids"].tolist())
 
 
-def test_a_forked_child_follows_versions(model: str, publish_again: Callable[..., Any], tables: Tables) -> None:
+def test_a_forked_child_follows_versions(
+    model: str, publish_again: Callable[..., Any], tables: Tables
+) -> None:
     """By a thread of its own: its parent's is not in it."""
     module = Embeddings("ads", ["user_ids"], root=model)
     first = module({"user_ids": IDS})["user_ids"]  # the parent's thread runs
@@ -166,6 +183,8 @@ def test_processes_share_one_copy(model: str) -> None:
     """The rows that a module reads are pages of the published file."""
     module = Embeddings("ads", ["user_ids"], root=model)
     table = module._published.now().served.features["user_ids"].table
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("/ads/1.segment")]
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("/ads/1.segment")
+    ]
     bounds = [tuple(int(a, 16) for a in line.split()[0].split("-")) for line in mapped]
     assert any(low <= table.address < high for low, high in bounds)  # type: ignore[attr-defined]

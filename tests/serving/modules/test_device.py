@@ -1,4 +1,5 @@
-"""Modules on a GPU, or on Triton's interpreter (--device): the vectors of the CPU, and wrong ids that are said later."""
+"""Modules on a GPU, or on Triton's interpreter (--device): the vectors of the CPU, and wrong ids that are
+said later."""
 
 import gc
 import warnings
@@ -35,12 +36,18 @@ def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
     """Every form, weights, and a second call of the same shapes with other ids."""
     pooled = ["user_sum", "item_mean", "page_sum"]
     host = EmbeddingBags("ads", pooled, root=model)
-    module = EmbeddingBags("ads", pooled, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
+    module = EmbeddingBags(
+        "ads", pooled, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20
+    )
     for shift in (0, 1):
         ids = (IDS + shift) % ROWS
         weights = torch.linspace(0, 1, 49)
         lengths = torch.tensor([40, 0, 9], dtype=torch.int32)
-        told = {"user_sum": (ids, OFFSETS, weights), "item_mean": Bags(ids, lengths=lengths), "page_sum": ids[:48].view(12, 4)}
+        told = {
+            "user_sum": (ids, OFFSETS, weights),
+            "item_mean": Bags(ids, lengths=lengths),
+            "page_sum": ids[:48].view(12, 4),
+        }
         moved = {
             "user_sum": tuple(there(t) for t in told["user_sum"]),
             "item_mean": Bags(there(ids), lengths=there(lengths)),
@@ -54,7 +61,8 @@ def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
 
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
 def test_sequences_are_those_of_the_cpu(model: str, output: torch.dtype) -> None:
-    """In ids of any shape and in each dtype: bit for bit, but for bfloat16, which the interpreter rounds worse, by an ulp."""
+    """In ids of any shape and in each dtype: bit for bit, but for bfloat16, which the interpreter rounds
+    worse, by an ulp."""
     told = {"user_ids": IDS[:48].view(2, 3, 8), "item_ids": IDS[:0]}
     module = Embeddings("ads", ["user_ids", "item_ids"], root=model, device=devices.DEVICE, output=output)
     found = module({n: there(t) for n, t in told.items()})
@@ -76,11 +84,14 @@ def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
         if devices.DEVICE != "interpreter":
             torch.cuda.synchronize()
         with pytest.raises(
-            BadFeatureIds, match=r"feature 'page_sum': id 500 at position 11 is outside the table's rows \[0, 500\)"
+            BadFeatureIds,
+            match=r"feature 'page_sum': id 500 at position 11 is outside the table's rows \[0, 500\)",
         ):
             later()
     module({**right, "user_sum": Bags(there(IDS), lengths=there(torch.tensor([40, 8])))})
-    with pytest.raises(BadFeatureIds, match="feature 'user_sum': the 2 lengths add up to 48, but there are 49 ids"):
+    with pytest.raises(
+        BadFeatureIds, match="feature 'user_sum': the 2 lengths add up to 48, but there are 49 ids"
+    ):
         module.check()
     module(right)
     module.check()
@@ -89,10 +100,13 @@ def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
 @pytest.mark.usefixtures("by_refresh")
 def test_a_module_follows_changes_of_rows(model: str, placement: str) -> None:
-    """State after state; one that was let go is not read by calls that began before it went. A refused id is told as ever."""
+    """State after state; one that was let go is not read by calls that began before it went. A refused id
+    is told as ever."""
     names = ["user_sum", "item_mean"]
     host = EmbeddingBags("ads", names, root=model)
-    module = EmbeddingBags("ads", names, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
+    module = EmbeddingBags(
+        "ads", names, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20
+    )
     rng = np.random.default_rng(0)
     for state in range(3):
         told = dict.fromkeys(names, (IDS, OFFSETS))
@@ -140,7 +154,9 @@ def packed_offsets(lengths: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_ids_of_all_features_in_one_tensor(model: str, placement: str) -> None:
     """Side by side what a dict gives apart; by prefetched rows too."""
-    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
+    module = EmbeddingBags(
+        "ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20
+    )
     host = EmbeddingBags("ads", KEYS, root=model)
     weights = torch.linspace(0, 1, 49)
     found = module.packed(there(IDS), packed_offsets(LENGTHS), there(weights))
@@ -171,7 +187,9 @@ def test_packed_ids_that_are_wrong(model: str) -> None:
     wrong = IDS.clone()
     wrong[12] = -7
     module.packed(there(wrong), packed_offsets(LENGTHS))
-    with pytest.raises(BadFeatureIds, match=r"feature 'user_sum': id -7 at position 2 is outside the table's rows \[0, 500\)"):
+    with pytest.raises(
+        BadFeatureIds, match=r"feature 'user_sum': id -7 at position 2 is outside the table's rows \[0, 500\)"
+    ):
         module.check()
     module.packed(there(IDS), there(torch.tensor([0, 9, 8, 19, 49])))
     with pytest.raises(BadFeatureIds, match="feature 'page_sum': length -1 at position 1 is negative"):
@@ -187,8 +205,11 @@ on_a_gpu = pytest.mark.skipif("__import__('tables').DEVICE == 'interpreter'", re
 @on_a_gpu
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy"])
 def test_captured_calls(model: str, placement: str) -> None:
-    """A graph over a dict and one over packed ids answer what the tensors hold at each replay; wrong ids of a replay are told."""
-    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20)
+    """A graph over a dict and one over packed ids answer what the tensors hold at each replay; wrong ids
+    of a replay are told."""
+    module = EmbeddingBags(
+        "ads", KEYS, root=model, device=devices.DEVICE, placement=placement, hbm_budget=1 << 20
+    )
     host = EmbeddingBags("ads", KEYS, root=model)
     ids, offsets, ends = there(IDS.clone()), there(OFFSETS), packed_offsets(LENGTHS)
 
@@ -199,7 +220,10 @@ def test_captured_calls(model: str, placement: str) -> None:
     def packed() -> torch.Tensor:
         return module.packed(ids, ends)
 
-    with warnings.catch_warnings(), pytest.raises(ModuleError, match="a first call of a module cannot be captured"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ModuleError, match="a first call of a module cannot be captured"),
+    ):
         warnings.simplefilter("ignore")  # that the graph is empty
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             packed()
@@ -237,14 +261,19 @@ def test_a_tensor_of_another_device_is_refused(model: str) -> None:
 
 
 def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
-    """The call takes what was prefetched for its tensors; for others, or for tensors that changed, it does without."""
-    module = EmbeddingBags("ads", ["user_sum"], root=model, device=devices.DEVICE, placement="cached", hbm_budget=1 << 20)
+    """The call takes what was prefetched for its tensors; for others, or for tensors that changed, it does
+    without."""
+    module = EmbeddingBags(
+        "ads", ["user_sum"], root=model, device=devices.DEVICE, placement="cached", hbm_budget=1 << 20
+    )
     host = EmbeddingBags("ads", ["user_sum"], root=model)
     ids, other, offsets = there(IDS.clone()), there((IDS + 5) % ROWS), there(OFFSETS)
 
     def call(of: torch.Tensor) -> None:
         found = module({"user_sum": (of, offsets)})["user_sum"].cpu()
-        torch.testing.assert_close(found, host({"user_sum": (of.cpu(), OFFSETS)})["user_sum"], rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(
+            found, host({"user_sum": (of.cpu(), OFFSETS)})["user_sum"], rtol=0, atol=TOLERANCE
+        )
 
     module.prefetch({"user_sum": (ids, offsets)})
     lookup = module._published.now().lookups[module._call]
@@ -262,10 +291,15 @@ def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
 @on_a_gpu
 def test_calls_through_a_cache_are_not_captured(model: str) -> None:
     """They are answered without a graph, before and after."""
-    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE, placement="cached", hbm_budget=1 << 20)
+    module = EmbeddingBags(
+        "ads", KEYS, root=model, device=devices.DEVICE, placement="cached", hbm_budget=1 << 20
+    )
     ids, ends = there(IDS), packed_offsets(LENGTHS)
     before = module.packed(ids, ends)
-    with warnings.catch_warnings(), pytest.raises(ModuleError, match="rows behind a cache move from call to call"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ModuleError, match="rows behind a cache move from call to call"),
+    ):
         warnings.simplefilter("ignore")  # that the graph is empty
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             module.packed(ids, ends)
@@ -274,9 +308,12 @@ def test_calls_through_a_cache_are_not_captured(model: str) -> None:
 
 
 @on_a_gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")  # of torch's own
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)  # of torch's own
 def test_compiled_calls_are_replayed(model: str) -> None:
-    """torch.compile captures them where it is asked to, after one call; the graph reads what the tensors hold at each call."""
+    """torch.compile captures them where it is asked to, after one call; the graph reads what the tensors
+    hold at each call."""
     module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE)
     host = EmbeddingBags("ads", KEYS, root=model)
     compiled = torch.compile(module.packed, fullgraph=True, mode="reduce-overhead")
@@ -284,12 +321,16 @@ def test_compiled_calls_are_replayed(model: str) -> None:
     module.packed(there(IDS), ends)
     for shift in range(4):
         told = (IDS + shift) % ROWS
-        torch.testing.assert_close(compiled(there(told), ends).cpu(), host.packed(told, ends.cpu()), rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(
+            compiled(there(told), ends).cpu(), host.packed(told, ends.cpu()), rtol=0, atol=TOLERANCE
+        )
     module.check()
 
 
 @pytest.mark.usefixtures("by_refresh")
-def test_a_replaced_version_leaves_the_device(model: str, publish_again: Callable[..., Any], tables: Tables) -> None:
+def test_a_replaced_version_leaves_the_device(
+    model: str, publish_again: Callable[..., Any], tables: Tables
+) -> None:
     """Its tables go with the last call that reads them, without the garbage collector."""
     module = Embeddings("ads", ["user_ids"], root=model, device=devices.DEVICE)
     told = {"user_ids": there(IDS)}

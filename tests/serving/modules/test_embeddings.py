@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("reading")
 LENGTHS = torch.tensor([3, 0, 5, 1, 0, 40], dtype=torch.int32)
 OFFSETS = torch.tensor([0, 3, 3, 8, 9, 9])
 ENDS = torch.tensor([0, 3, 3, 8, 9, 9, 49])
-# Sums of up to 40 fp32 values below 5 in magnitude, in any order: 40 additions, each rounded to half an ulp of at most 200.
+# Sums of up to 40 fp32 values below 5 in magnitude, in any order: 40 additions, each rounded to half an ulp
+# of at most 200.
 TOLERANCE = 40 * 200 * 2.0**-24
 
 
@@ -38,13 +39,22 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_bags_are_those_of_torch_in_every_form(model: str, tables: Tables, dtype: torch.dtype) -> None:
     """Offsets, lengths of both integer types, fixed lengths; sums and means of several dims in one call."""
-    bags, ids, pages = EmbeddingBags("ads", root=model), ids_of().to(dtype), ids_of(12, 1).to(dtype).view(6, 2)
+    bags, ids, pages = (
+        EmbeddingBags("ads", root=model),
+        ids_of().to(dtype),
+        ids_of(12, 1).to(dtype).view(6, 2),
+    )
     expected = {
         "user_sum": torch_bag(tables["user"])(ids, OFFSETS.to(dtype)),
         "item_mean": torch_bag(tables["item"], "mean")(ids, OFFSETS.to(dtype)),
         "page_sum": torch_bag(tables["page"])(pages),
     }
-    for told in ((ids, OFFSETS.to(dtype)), Bags(ids, OFFSETS), Bags(ids, lengths=LENGTHS), Bags(ids, lengths=LENGTHS.long())):
+    for told in (
+        (ids, OFFSETS.to(dtype)),
+        Bags(ids, OFFSETS),
+        Bags(ids, lengths=LENGTHS),
+        Bags(ids, lengths=LENGTHS.long()),
+    ):
         found = bags({"user_sum": told, "item_mean": told, "page_sum": pages})
         assert list(found) == ["user_sum", "item_mean", "page_sum"]
         for name, vectors in expected.items():
@@ -62,7 +72,9 @@ def test_one_bag_is_found_by_its_offset(model: str, tables: Tables) -> None:
 def test_the_last_offset_may_be_included(model: str, tables: Tables) -> None:
     """include_last_offset means what it means in torch."""
     bags = EmbeddingBags("ads", ["user_sum"], root=model, include_last_offset=True)
-    close(bags({"user_sum": (ids_of(), ENDS)})["user_sum"], torch_bag(tables["user"], ends=True)(ids_of(), ENDS))
+    close(
+        bags({"user_sum": (ids_of(), ENDS)})["user_sum"], torch_bag(tables["user"], ends=True)(ids_of(), ENDS)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -85,7 +97,9 @@ def test_ids_of_any_shape_give_a_vector_each(model: str, tables: Tables, shape: 
     ids = torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(1))
     found = Embeddings("ads", root=model)({"user_ids": ids, "item_ids": ids})
     for feature, table in (("user_ids", "user"), ("item_ids", "item")):
-        assert torch.equal(found[feature], torch.nn.functional.embedding(ids, torch.from_numpy(tables[table])))
+        assert torch.equal(
+            found[feature], torch.nn.functional.embedding(ids, torch.from_numpy(tables[table]))
+        )
 
 
 @pytest.mark.parametrize("output", [torch.float16, torch.bfloat16])
@@ -114,7 +128,9 @@ def test_strided_tensors_are_looked_up_as_what_they_say(model: str, tables: Tabl
     """A column of ids and every second length; nothing is read past them."""
     ids, lengths = ids_of(98).view(49, 2)[:, 1], LENGTHS.repeat_interleave(2)[::2]
     assert not ids.is_contiguous() and not lengths.is_contiguous()
-    found = EmbeddingBags("ads", ["user_sum"], root=model)({"user_sum": Bags(ids, lengths=lengths)})["user_sum"]
+    found = EmbeddingBags("ads", ["user_sum"], root=model)({"user_sum": Bags(ids, lengths=lengths)})[
+        "user_sum"
+    ]
     close(found, torch_bag(tables["user"])(ids.contiguous(), OFFSETS))
 
 
@@ -134,13 +150,20 @@ def test_a_bad_id_is_named_with_its_feature_position_and_bound(model: str) -> No
     ids = ids_of()
     ids[17] = ROWS
     with pytest.raises(
-        BadFeatureIds, match=r"feature 'item_mean': id 500 at position 17 is outside the table's rows \[0, 500\)"
+        BadFeatureIds,
+        match=r"feature 'item_mean': id 500 at position 17 is outside the table's rows \[0, 500\)",
     ) as e:
         EmbeddingBags("ads", ["user_sum", "item_mean"], root=model)(
             {"user_sum": (ids_of(), OFFSETS), "item_mean": (ids, OFFSETS)}
         )
     found = e.value
-    assert (found.feature, found.problem, found.position, found.value, found.bound) == ("item_mean", Problem.ID, 17, ROWS, ROWS)
+    assert (found.feature, found.problem, found.position, found.value, found.bound) == (
+        "item_mean",
+        Problem.ID,
+        17,
+        ROWS,
+        ROWS,
+    )
     assert isinstance(found, ValueError)
 
 
@@ -148,13 +171,22 @@ def test_a_bad_id_is_named_with_its_feature_position_and_bound(model: str) -> No
     ("told", "message"),
     [
         (Bags(ids_of(), lengths=torch.tensor([50, -1])), "length -1 at position 1 is negative"),
-        (Bags(ids_of(), lengths=torch.tensor([50, -1], dtype=torch.int32)), "length -1 at position 1 is negative"),
+        (
+            Bags(ids_of(), lengths=torch.tensor([50, -1], dtype=torch.int32)),
+            "length -1 at position 1 is negative",
+        ),
         (Bags(ids_of(), lengths=torch.tensor([24, 24])), "the 2 lengths add up to 48, but there are 49 ids"),
-        (Bags(ids_of(), lengths=torch.tensor([2**32 + 24, 25])), "the 2 lengths add up to 4294967345, but there are 49 ids"),
+        (
+            Bags(ids_of(), lengths=torch.tensor([2**32 + 24, 25])),
+            "the 2 lengths add up to 4294967345, but there are 49 ids",
+        ),
         (Bags(ids_of(), torch.tensor([0, 20, 10])), "length -10 at position 1 is negative"),
         (Bags(ids_of(), torch.tensor([1, 20])), "the first offset is 1; expected 0"),
         (Bags(ids_of(), torch.tensor([1])), "the first offset is 1; expected 0"),
-        (Bags(ids_of(), torch.tensor([0, 2**32 + 3, 5])), r"the offset 4294967299 at position 1 is outside the ids \[0, 49\]"),
+        (
+            Bags(ids_of(), torch.tensor([0, 2**32 + 3, 5])),
+            r"the offset 4294967299 at position 1 is outside the ids \[0, 49\]",
+        ),
         (Bags(ids_of(), torch.tensor([0, -5])), r"the offset -5 at position 1 is outside the ids \[0, 49\]"),
     ],
 )
@@ -172,9 +204,15 @@ def test_bags_that_are_not_those_ids_are_refused(model: str, told: Bags, message
         ({"user_sum": ids_of()}, "is pooled and came as a tensor of 1 dimensions"),
         ({"user_sum": Bags(ids_of())}, "has neither offsets nor lengths"),
         ({"user_sum": Bags(ids_of(), OFFSETS, LENGTHS)}, "with offsets and lengths; expected"),
-        ({"user_sum": (ids_of().float(), OFFSETS)}, r"ids are torch.float32; expected torch.int64 or torch.int32"),
+        (
+            {"user_sum": (ids_of().float(), OFFSETS)},
+            r"ids are torch.float32; expected torch.int64 or torch.int32",
+        ),
         ({"user_sum": (ids_of(), OFFSETS.float())}, r"lengths or offsets are torch.float32"),
-        ({"user_sum": (ids_of(), OFFSETS, torch.ones(48))}, r"weights are torch.float32 \[48\]; expected 49 floats"),
+        (
+            {"user_sum": (ids_of(), OFFSETS, torch.ones(48))},
+            r"weights are torch.float32 \[48\]; expected 49 floats",
+        ),
         ({"user_sum": ids_of().view(7, 7).to("meta")}, "ids are on meta, the module's tables on the CPU"),
     ],
 )
@@ -186,7 +224,9 @@ def test_inputs_of_another_form_are_refused(model: str, told: dict[str, object],
 
 def test_features_and_models_that_are_not_there_are_named(model: str) -> None:
     """With what is there; a feature of another pooling belongs to the other module."""
-    with pytest.raises(ModuleError, match=r"no feature 'user_ids' of pooling sum or mean; it has: user_sum \(sum\)"):
+    with pytest.raises(
+        ModuleError, match=r"no feature 'user_ids' of pooling sum or mean; it has: user_sum \(sum\)"
+    ):
         EmbeddingBags("ads", ["user_ids"], root=model)
     with pytest.raises(ModuleError, match="no feature 'user_sum' of pooling none"):
         Embeddings("ads", ["user_sum"], root=model)
@@ -207,10 +247,13 @@ def test_the_default_folder_is_that_of_the_commands(model: str, monkeypatch: pyt
 
 
 def test_quantized_rows_are_what_the_segment_holds(root: Path, publish: object) -> None:
-    """int8 rows: the vectors are those of FBGEMM's dequantized rows, bit for bit, as the specification has them."""
+    """int8 rows: the vectors are those of FBGEMM's dequantized rows, bit for bit, as the specification has
+    them."""
     publish(tables_of(), "q", {"user": "int8", "item": "int4"}, {"u": {"table": "user", "pooling": "none"}})  # type: ignore[operator]
     ours = Embeddings("q", ["u"], root=str(root))({"u": torch.arange(ROWS)})["u"]
-    np.testing.assert_array_equal(ours.numpy(), REFERENCE.dequantize(Model(root, "q").attach().tables["user"]))
+    np.testing.assert_array_equal(
+        ours.numpy(), REFERENCE.dequantize(Model(root, "q").attach().tables["user"])
+    )
     assert not torch.equal(ours, torch.from_numpy(tables_of()["user"]))
 
 
@@ -224,8 +267,12 @@ IN_LISTS: dict[str, Callable[[EmbeddingBags, Embeddings], object]] = {
     "offsets, a list": lambda bags, ids: bags({"user_sum": (torch.arange(3), [0])}),
     "offsets, an array": lambda bags, ids: bags({"user_sum": (torch.arange(3), np.array([0]))}),
     "lengths, a list": lambda bags, ids: bags({"user_sum": Bags(torch.arange(3), lengths=[3])}),
-    "weights, a list": lambda bags, ids: bags({"user_sum": (torch.arange(3), torch.tensor([0]), [1.0, 1.0, 1.0])}),
-    "weights, an array": lambda bags, ids: bags({"user_sum": (torch.arange(3), torch.tensor([0]), np.ones(3))}),
+    "weights, a list": lambda bags, ids: bags(
+        {"user_sum": (torch.arange(3), torch.tensor([0]), [1.0, 1.0, 1.0])}
+    ),
+    "weights, an array": lambda bags, ids: bags(
+        {"user_sum": (torch.arange(3), torch.tensor([0]), np.ones(3))}
+    ),
     "packed ids": lambda bags, ids: bags.packed([1, 2], torch.tensor([0, 2])),
     "packed offsets": lambda bags, ids: bags.packed(torch.arange(2), np.array([0, 2])),
     "packed weights": lambda bags, ids: bags.packed(torch.arange(2), torch.tensor([0, 2]), [1.0, 1.0]),

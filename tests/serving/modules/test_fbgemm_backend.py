@@ -1,4 +1,5 @@
-"""Modules whose lookups FBGEMM's operator makes (backend="fbgemm"): what the native kernel takes, with its vectors."""
+"""Modules whose lookups FBGEMM's operator makes (backend="fbgemm"): what the native kernel takes, with its
+vectors."""
 
 import warnings
 from collections.abc import Callable
@@ -25,7 +26,8 @@ POOLED = [f"{table}_{pooling}" for table in DIMS for pooling in ("sum", "mean")]
 LENGTHS = torch.tensor([3, 0, 5, 1, 0, 40], dtype=torch.int32)
 OFFSETS, ENDS = torch.tensor([0, 3, 3, 8, 9, 9]), torch.tensor([0, 3, 3, 8, 9, 9, 49])
 IDS = torch.randint(0, ROWS, (49,), generator=torch.Generator().manual_seed(0))
-# Sums of up to 40 values below 5 in magnitude, in another order: 40 additions, each rounded to half an ulp of at most 200.
+# Sums of up to 40 values below 5 in magnitude, in another order: 40 additions, each rounded to half an ulp of
+# at most 200.
 TOLERANCE = 40 * 200 * 2.0**-24
 HALVES = 200 * 2.0**-11  # sums are rounded to fp16 once more
 
@@ -35,13 +37,18 @@ def formats(root: Path, publish: Callable[..., Any]) -> str:
     """The folder of a model with a table of each row format, at odd dims where the format has them."""
     features = {f"{t}_{p}": {"table": t, "pooling": p} for t in DIMS for p in ("sum", "mean", "none")}
     publish(
-        {t: rows_of(ROWS, dim, n) for n, (t, dim) in enumerate(DIMS.items())}, "ads", dict(zip(DIMS, DIMS, strict=True)), features
+        {t: rows_of(ROWS, dim, n) for n, (t, dim) in enumerate(DIMS.items())},
+        "ads",
+        dict(zip(DIMS, DIMS, strict=True)),
+        features,
     )
     return str(root)
 
 
 def both(kind: type[Any], root: str, features: list[str], **options: Any) -> tuple[Any, Any]:
-    native, theirs = (kind("ads", features, root=root, backend=backend, **options) for backend in ("native", "fbgemm"))
+    native, theirs = (
+        kind("ads", features, root=root, backend=backend, **options) for backend in ("native", "fbgemm")
+    )
     assert theirs._published.now().served.backend.name == "fbgemm"
     return native, theirs
 
@@ -88,11 +95,15 @@ def test_sequences_of_any_shape(formats: str, output: torch.dtype) -> None:
     for ids in (IDS, IDS[:48].view(2, 3, 8), IDS[:0], IDS[0]):
         expected = native(dict.fromkeys(features, ids))
         for name, found in theirs(dict.fromkeys(features, ids)).items():
-            torch.testing.assert_close(found, expected[name], rtol=0, atol=2.0**-22 if output is torch.float32 else 2.0**-9)
+            torch.testing.assert_close(
+                found, expected[name], rtol=0, atol=2.0**-22 if output is torch.float32 else 2.0**-9
+            )
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_keyed_tensors_are_one_call_of_the_operator(formats: str, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyed_tensors_are_one_call_of_the_operator(
+    formats: str, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of sums and of means each, whatever the order of the keys; the operator is bound once."""
     bound, called = [], []
     real = fbgemm.operator
@@ -127,7 +138,9 @@ def test_raw_ids_and_missing_ids(root: Path, tmp_path: Path) -> None:
     told = torch.tensor([[-1, 5], [2**62, 7]])
     native, theirs = both(EmbeddingBags, str(root), ["t"])
     torch.testing.assert_close(theirs({"t": told})["t"], native({"t": told})["t"], rtol=0, atol=TOLERANCE)
-    with pytest.raises(BadFeatureIds, match="feature 't': id 5 at position 1 is not among the table's 4 ids") as error:
+    with pytest.raises(
+        BadFeatureIds, match="feature 't': id 5 at position 1 is not among the table's 4 ids"
+    ) as error:
         EmbeddingBags("strict", root=str(root), backend="fbgemm")({"t": told})
     assert error.value.problem is Problem.MISSING
 
@@ -135,7 +148,12 @@ def test_raw_ids_and_missing_ids(root: Path, tmp_path: Path) -> None:
 def test_a_wrong_id_is_refused_and_a_wrong_length_too(formats: str) -> None:
     """FBGEMM's operator would read other memory; the error is that of the native kernel."""
     native, theirs = both(EmbeddingBags, formats, POOLED[:2])
-    for wrong in ((IDS + ROWS, OFFSETS), Bags(IDS, lengths=LENGTHS + 1), Bags(IDS, lengths=-LENGTHS), (IDS - 400, OFFSETS)):
+    for wrong in (
+        (IDS + ROWS, OFFSETS),
+        Bags(IDS, lengths=LENGTHS + 1),
+        Bags(IDS, lengths=-LENGTHS),
+        (IDS - 400, OFFSETS),
+    ):
         errors = []
         for module in (native, theirs):
             with pytest.raises(BadFeatureIds) as error:

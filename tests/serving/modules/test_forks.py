@@ -1,4 +1,5 @@
-"""Modules that were called before a fork, in four forked children at once, under load: each answers rightly, none waits."""
+"""Modules that were called before a fork, in four forked children at once, under load: each answers
+rightly, none waits."""
 
 import multiprocessing
 import os
@@ -25,7 +26,8 @@ Tables = dict[str, np.ndarray]
 
 
 class Answers:
-    """Modules whose every answer is checked against the trained rows, by numpy: torch's own threads do not survive a second fork.
+    """Modules whose every answer is checked against the trained rows, by numpy: torch's own threads do not
+    survive a second fork.
 
     The ids of a seed are its own.
     """
@@ -43,7 +45,9 @@ class Answers:
             ids = chance.integers(0, ROWS, IDS)
             told = torch.from_numpy(ids)
             assert np.array_equal(self.ids({"user_ids": told})["user_ids"].numpy(), self.user[ids])
-            assert np.array_equal(self.bags({"item_mean": told.view(-1, 1)})["item_mean"].numpy(), self.item[ids])
+            assert np.array_equal(
+                self.bags({"item_mean": told.view(-1, 1)})["item_mean"].numpy(), self.item[ids]
+            )
         with pytest.raises(BadFeatureIds):
             self.bags({"item_mean": torch.tensor([[ROWS]])})
         self.ids.refresh()
@@ -118,7 +122,9 @@ def test_os_fork(busy: Answers, where: str) -> None:
 
     def forks() -> None:
         for turn in range(4):
-            codes.extend(codes_of([forked(lambda seed=seed: once(seed)) for seed in range(turn, turn + CHILDREN)]))  # type: ignore[misc]
+            codes.extend(
+                codes_of([forked(lambda seed=seed: once(seed)) for seed in range(turn, turn + CHILDREN)])
+            )  # type: ignore[misc]
 
     codes: list[int] = []
     if where == "the main thread":
@@ -140,7 +146,9 @@ class Looks(torch.utils.data.Dataset[torch.Tensor]):
         return CHILDREN * CALLS
 
     def __getitem__(self, at: int) -> torch.Tensor:
-        found: torch.Tensor = self.answers.ids({"user_ids": torch.from_numpy(np.arange(at, at + IDS) % ROWS)})["user_ids"]
+        found: torch.Tensor = self.answers.ids(
+            {"user_ids": torch.from_numpy(np.arange(at, at + IDS) % ROWS)}
+        )["user_ids"]
         return found
 
 

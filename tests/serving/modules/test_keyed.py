@@ -1,4 +1,5 @@
-"""TorchRec's real KeyedJaggedTensor in, KeyedTensor and JaggedTensor out, against TorchRec's collections of the same rows."""
+"""TorchRec's real KeyedJaggedTensor in, KeyedTensor and JaggedTensor out, against TorchRec's collections
+of the same rows."""
 
 import warnings
 
@@ -11,7 +12,13 @@ from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, Modu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+    from torchrec import (
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        KeyedJaggedTensor,
+    )
     from torchrec.modules.embedding_configs import PoolingType
 
 Tables = dict[str, np.ndarray]
@@ -25,7 +32,9 @@ def keyed(keys: list[str], bags: int = 5, weighted: bool = False, seed: int = 0)
     lengths = torch.randint(0, 8, (len(keys) * bags,), generator=generator, dtype=torch.int32)
     count = int(lengths.sum())
     values = torch.randint(0, ROWS, (count,), generator=generator)
-    return KeyedJaggedTensor(keys, values, torch.rand(count, generator=generator) if weighted else None, lengths)
+    return KeyedJaggedTensor(
+        keys, values, torch.rand(count, generator=generator) if weighted else None, lengths
+    )
 
 
 def collection(tables: Tables, features: list[str], weighted: bool = False) -> EmbeddingBagCollection:
@@ -50,18 +59,26 @@ def test_a_keyed_tensor_is_that_of_torchrec(model: str, tables: Tables) -> None:
     """Sums and means of several dims: keys, dims and values."""
     told = keyed(POOLED)
     found, expected = EmbeddingBags("ads", POOLED, root=model)(told), collection(tables, POOLED)(told)
-    assert (found.keys(), found.length_per_key(), found.key_dim()) == (expected.keys(), expected.length_per_key(), 1)
+    assert (found.keys(), found.length_per_key(), found.key_dim()) == (
+        expected.keys(),
+        expected.length_per_key(),
+        1,
+    )
     torch.testing.assert_close(found.values(), expected.values(), rtol=0, atol=TOLERANCE)
     for name in POOLED:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("keys", [["page_sum", "other", "user_sum", "item_mean"], ["page_sum", "item_mean", "user_sum"]])
+@pytest.mark.parametrize(
+    "keys", [["page_sum", "other", "user_sum", "item_mean"], ["page_sum", "item_mean", "user_sum"]]
+)
 def test_features_are_found_by_their_keys(model: str, keys: list[str]) -> None:
     """In another order and among others, as if they came alone."""
     bags, told = EmbeddingBags("ads", POOLED, root=model), keyed(keys)
     alone = KeyedJaggedTensor(
-        POOLED, torch.cat([told[k].values() for k in POOLED]), lengths=torch.cat([told[k].lengths() for k in POOLED])
+        POOLED,
+        torch.cat([told[k].values() for k in POOLED]),
+        lengths=torch.cat([told[k].lengths() for k in POOLED]),
     )
     assert torch.equal(bags(told).values(), bags(alone).values())
 
@@ -73,7 +90,8 @@ def test_packed_ids_are_those_of_a_dict_and_of_a_keyed_tensor(model: str, weight
     found = bags.packed(told.values(), told.offsets(), told.weights_or_none())
     assert torch.equal(found, bags(told).values())
     apart = {
-        name: Bags(told[name].values(), lengths=told[name].lengths(), weights=told[name].weights_or_none()) for name in POOLED
+        name: Bags(told[name].values(), lengths=told[name].lengths(), weights=told[name].weights_or_none())
+        for name in POOLED
     }
     assert torch.equal(found, torch.cat(list(bags(apart).values()), 1))
     if weighted:
@@ -118,7 +136,8 @@ def test_a_batch_of_none_and_of_empty_bags_is_answered(model: str) -> None:
 
 
 def test_sequences_are_those_of_torchrec(model: str, tables: Tables) -> None:
-    """A JaggedTensor for each feature with a vector for each id, as an EmbeddingCollection gives, where dims are equal."""
+    """A JaggedTensor for each feature with a vector for each id, as an EmbeddingCollection gives, where
+    dims are equal."""
     configs = [EmbeddingConfig(name="t", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_ids"])]
     ec = EmbeddingCollection(tables=configs)
     ec.embeddings["t"].weight.data.copy_(torch.from_numpy(tables["user"]))
@@ -126,7 +145,9 @@ def test_sequences_are_those_of_torchrec(model: str, tables: Tables) -> None:
     found, expected = Embeddings("ads", ["user_ids", "item_ids"], root=model)(told), ec(told)
     assert torch.equal(found["user_ids"].values(), expected["user_ids"].values())
     assert torch.equal(found["user_ids"].lengths(), expected["user_ids"].lengths())
-    assert torch.equal(found["item_ids"].values(), torch.from_numpy(tables["item"])[told["item_ids"].values()])
+    assert torch.equal(
+        found["item_ids"].values(), torch.from_numpy(tables["item"])[told["item_ids"].values()]
+    )
 
 
 def test_a_bad_id_is_named_with_the_feature_that_it_is_of(model: str) -> None:
@@ -134,7 +155,10 @@ def test_a_bad_id_is_named_with_the_feature_that_it_is_of(model: str) -> None:
     told = keyed(POOLED)
     start = int(told.offset_per_key()[1])
     told.values()[start + 2] = -4
-    with pytest.raises(BadFeatureIds, match=r"feature 'item_mean': id -4 at position 2 is outside the table's rows \[0, 500\)"):
+    with pytest.raises(
+        BadFeatureIds,
+        match=r"feature 'item_mean': id -4 at position 2 is outside the table's rows \[0, 500\)",
+    ):
         EmbeddingBags("ads", POOLED, root=model)(told)
 
 
@@ -146,7 +170,9 @@ def test_a_bad_id_is_named_with_the_feature_that_it_is_of(model: str) -> None:
         (4, [2**32 + 1, 1, 1, 1, 0, 0], "add up to 4294967300, but there are 4 ids"),
     ],
 )
-def test_lengths_that_are_not_those_ids_are_refused(model: str, values: int, lengths: list[int], message: str) -> None:
+def test_lengths_that_are_not_those_ids_are_refused(
+    model: str, values: int, lengths: list[int], message: str
+) -> None:
     """Before any id is read."""
     told = KeyedJaggedTensor(POOLED, torch.zeros(values, dtype=torch.int64), lengths=torch.tensor(lengths))
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,5 @@
-"""`prefetch` with a KeyedJaggedTensor: the call that comes next takes the rows that were brought, on a GPU (--device)."""
+"""`prefetch` with a KeyedJaggedTensor: the call that comes next takes the rows that were brought, on a GPU
+(--device)."""
 
 import warnings
 from typing import Any
@@ -14,9 +15,17 @@ from tableside.torch import EmbeddingBags, Embeddings, ModuleError, swap_embeddi
 pytest.importorskip("triton")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+    from torchrec import (
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        KeyedJaggedTensor,
+    )
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)  # torch's
 TOLERANCE = 40 * 200 * 2.0**-24  # as in test_embeddings.py
 POOLED, BARE = ["user_sum", "item_mean"], ["user_ids", "item_ids"]
 
@@ -49,13 +58,20 @@ def vectors_of(found: Any) -> list[torch.Tensor]:
     return [found.values()] if hasattr(found, "key_dim") else [one.values() for one in found.values()]
 
 
-@pytest.mark.parametrize(("kind", "features", "weighted"), [(EmbeddingBags, POOLED, True), (Embeddings, BARE, False)])
-def test_a_call_takes_what_was_prefetched(model: str, kind: type[Any], features: list[str], weighted: bool) -> None:
-    """For the same KeyedJaggedTensor, its keys in another order and among others; for another one it does without."""
+@pytest.mark.parametrize(
+    ("kind", "features", "weighted"), [(EmbeddingBags, POOLED, True), (Embeddings, BARE, False)]
+)
+def test_a_call_takes_what_was_prefetched(
+    model: str, kind: type[Any], features: list[str], weighted: bool
+) -> None:
+    """For the same KeyedJaggedTensor, its keys in another order and among others; for another one it does
+    without."""
     module = kind("ads", features, root=model, device=devices.DEVICE, placement="cached", hbm_budget=1 << 20)
     keys = [features[1], "other", features[0]]
     calls = [told(keys, devices.DEVICE, weighted, seed) for seed in range(2)]
-    expected = [vectors_of(kind("ads", features, root=model)(told(keys, "cpu", weighted, seed))) for seed in range(2)]
+    expected = [
+        vectors_of(kind("ads", features, root=model)(told(keys, "cpu", weighted, seed))) for seed in range(2)
+    ]
     module(calls[0])
     notes = ticketed(module)
     for ahead, call in ((0, 0), (0, 1)):

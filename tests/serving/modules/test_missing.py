@@ -1,4 +1,5 @@
-"""Counts of ids without a row of their own, as modules tell them: on the CPU and on a GPU (--device), against sums by hand."""
+"""Counts of ids without a row of their own, as modules tell them: on the CPU and on a GPU (--device),
+against sums by hand."""
 
 import sys
 import threading
@@ -23,10 +24,13 @@ NONE = Unfound(0, 0)
 
 @pytest.fixture
 def publish_tables(root: Path, tmp_path: Path) -> Callable[..., str]:
-    """Publishes a next version of `demo`: tables of the raw ids 0, 2, 4 ... with a default row, and one that refuses others."""
+    """Publishes a next version of `demo`: tables of the raw ids 0, 2, 4 ... with a default row, and one
+    that refuses others."""
 
     def run(ids: int = 50) -> str:
-        tables = {name: (2 * np.arange(ids), rows_of(ids, 8, n)) for n, name in enumerate(("a", "b", "strict"))}
+        tables = {
+            name: (2 * np.arange(ids), rows_of(ids, 8, n)) for n, name in enumerate(("a", "b", "strict"))
+        }
         publish_raw(tmp_path, root, tables, {"a": {"missing": "zero"}, "b": {"missing": "mean"}})
         return str(root)
 
@@ -58,7 +62,13 @@ def test_ids_without_a_row_are_counted_by_feature(publish_tables: Callable[..., 
     bags(dict.fromkeys(("a", "b", "strict"), even))
     assert set(bags.missing_ids().values()) == {NONE}
     bags({"a": even + 1, "b": even, "strict": even})
-    bags({"a": even[:1] + torch.tensor([0, 1, 1], device=even.device), "b": even[:1] * 1001 + 1, "strict": even[:1]})
+    bags(
+        {
+            "a": even[:1] + torch.tensor([0, 1, 1], device=even.device),
+            "b": even[:1] * 1001 + 1,
+            "strict": even[:1],
+        }
+    )
     assert bags.missing_ids() == {"a": Unfound(8, 0), "b": Unfound(3, 0), "strict": NONE}
     other = EmbeddingBags("demo", ["b"], root=root, device=device)
     other({"b": even - 1})
@@ -70,7 +80,9 @@ def test_ids_of_keyed_tensors_are_counted(publish_tables: Callable[..., str], de
     torchrec = pytest.importorskip("torchrec")
     bags = EmbeddingBags("demo", ["a", "b"], root=publish_tables(), device=device)
     values, lengths = torch.tensor([0, 1, 3, 2, 4, 5, 99, 6]), torch.tensor([1, 2, 1, 1, 2, 1])
-    told = torchrec.KeyedJaggedTensor(["b", "other", "a"], there(values, device), lengths=there(lengths.int(), device))
+    told = torchrec.KeyedJaggedTensor(
+        ["b", "other", "a"], there(values, device), lengths=there(lengths.int(), device)
+    )
     for _ in range(2):
         bags(told)
     assert bags.missing_ids() == {"a": Unfound(4, 0), "b": Unfound(4, 0)}
@@ -127,8 +139,11 @@ def test_threads_lose_no_count() -> None:
 
 
 @pytest.mark.usefixtures("by_refresh")
-def test_versions_that_were_let_go_stay_counted(publish_tables: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU each version has counts of its own there; those of versions that are gone are added up, and are not kept."""
+def test_versions_that_were_let_go_stay_counted(
+    publish_tables: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each version has counts of its own there; those of versions that are gone are added up, and
+    are not kept."""
     pytest.importorskip("triton")
     monkeypatch.setattr(missing, "_FOLLOWED", 2)
     bags = EmbeddingBags("demo", ["a"], root=publish_tables(), device=devices.DEVICE)

@@ -1,4 +1,5 @@
-"""Modules under torch.compile, torch.export and AOTInductor: same vectors, no rows in the program, attached by name again."""
+"""Modules under torch.compile, torch.export and AOTInductor: same vectors, no rows in the program,
+attached by name again."""
 
 import gc
 import os
@@ -37,7 +38,12 @@ class Towers(torch.nn.Module):
         self.top = torch.nn.Linear(16 + 8 + 16, 4)
 
     def forward(
-        self, users: torch.Tensor, offsets: torch.Tensor, items: torch.Tensor, lengths: torch.Tensor, last: torch.Tensor
+        self,
+        users: torch.Tensor,
+        offsets: torch.Tensor,
+        items: torch.Tensor,
+        lengths: torch.Tensor,
+        last: torch.Tensor,
     ) -> Any:
         pooled = self.bags({"user_sum": (users, offsets), "item_mean": Bags(items, lengths=lengths)})
         vectors = self.ids({"user_ids": last})["user_ids"]
@@ -136,10 +142,16 @@ def in_a_process(root: str, code: str) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_an_exported_program_holds_no_rows(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its state is the dense layer and names of models; its file is smaller than the tables; it takes batches of any size."""
+def test_an_exported_program_holds_no_rows(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state is the dense layer and names of models; its file is smaller than the tables; it takes
+    batches of any size."""
     towers, program = exported(model, monkeypatch)
-    assert {name for name in program.state_dict if "top" not in name} <= {"bags._extra_state", "ids._extra_state"}
+    assert {name for name in program.state_dict if "top" not in name} <= {
+        "bags._extra_state",
+        "ids._extra_state",
+    }
     torch.export.save(program, tmp_path / "m.pt2")
     assert (tmp_path / "m.pt2").stat().st_size < MOST_BYTES < sum(t.nbytes for t in tables_of().values())
     loaded = torch.export.load(tmp_path / "m.pt2").module()
@@ -161,8 +173,11 @@ assert tableside.torch.release() == 1 and not _all
 """
 
 
-def test_a_program_attaches_the_model_where_it_is_loaded(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fresh process, which made no module, by the model's name and the folder of its own settings: another one than here."""
+def test_a_program_attaches_the_model_where_it_is_loaded(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh process, which made no module, by the model's name and the folder of its own settings:
+    another one than here."""
     towers, program = exported(model, monkeypatch)
     torch.export.save(program, tmp_path / "m.pt2")
     told = batch(9, 50, 20)
@@ -170,7 +185,10 @@ def test_a_program_attaches_the_model_where_it_is_loaded(model: str, tmp_path: P
     elsewhere = Path(model) / "elsewhere"
     elsewhere.mkdir()
     (Path(model) / "ads").rename(elsewhere / "ads")
-    in_a_process(str(elsewhere), LOADS.format(folder=str(tmp_path), load='torch.export.load(folder + "/m.pt2").module()'))
+    in_a_process(
+        str(elsewhere),
+        LOADS.format(folder=str(tmp_path), load='torch.export.load(folder + "/m.pt2").module()'),
+    )
 
 
 def test_an_inductor_package_attaches_the_model_where_it_is_loaded(
@@ -182,7 +200,10 @@ def test_an_inductor_package_attaches_the_model_where_it_is_loaded(
     torch._inductor.aoti_compile_and_package(program, package_path=package)
     told = batch(9, 50, 20)
     torch.save((told, towers(*told)), tmp_path / "told.pt")
-    in_a_process(model, LOADS.format(folder=str(tmp_path), load="torch._inductor.aoti_load_package(folder + '/package.pt2')"))
+    in_a_process(
+        model,
+        LOADS.format(folder=str(tmp_path), load="torch._inductor.aoti_load_package(folder + '/package.pt2')"),
+    )
 
 
 def test_released_tables_are_attached_again(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +235,9 @@ def test_a_program_reads_the_live_version_or_the_one_that_was_pinned(
 ) -> None:
     """Where no module is left that could say it."""
     ids = torch.tensor([1, 2])
-    program = torch.export.export(Follower(Embeddings("ads", ["user_ids"], root=model, follow=follow)), (ids,)).module()
+    program = torch.export.export(
+        Follower(Embeddings("ads", ["user_ids"], root=model, follow=follow)), (ids,)
+    ).module()
     release()
     gc.collect()  # torch.export leaves cycles
     publish_again({name: 2 * values for name, values in tables.items()})
@@ -230,13 +253,17 @@ def test_a_program_is_not_run_over_tables_of_other_dims(
     call = EmbeddingBags("ads", ["user_sum"], root=model)._call
     gc.collect()
     publish_again({**tables, "user": tables["user"][:, :8].copy()})
-    with pytest.raises(ModuleError, match=r"made for feature 'user_sum' of dim 16; model 'ads' version 2 has dim 8; export the"):
+    with pytest.raises(
+        ModuleError,
+        match=r"made for feature 'user_sum' of dim 16; model 'ads' version 2 has dim 8; export the",
+    ):
         torch.ops.tableside.look_up(call, "1-", [torch.tensor([[1, 2]])])
     release()
 
 
 def test_operators_are_sound(model: str) -> None:
-    """torch's own checks of custom operators, for every form of input: schema, fake kernels, dynamic shapes."""
+    """torch's own checks of custom operators, for every form of input: schema, fake kernels, dynamic
+    shapes."""
     bags = EmbeddingBags("ads", ["user_sum", "item_mean"], root=model)
     users, offsets, items, lengths, _ = batch(6, 40, 30)
     told = (bags._call, "3w2-", [users, offsets, torch.rand(40), items, lengths])

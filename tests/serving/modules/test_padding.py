@@ -1,4 +1,5 @@
-"""`padding_idx`: torch's vectors, bit for bit those of the bags without padding, in every form, backend and program."""
+"""`padding_idx`: torch's vectors, bit for bit those of the bags without padding, in every form, backend
+and program."""
 
 import warnings
 from pathlib import Path
@@ -19,7 +20,10 @@ with warnings.catch_warnings():
 
 Tables = dict[str, np.ndarray]
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+    "ignore::DeprecationWarning",
+    "ignore::UserWarning",
+    "ignore::FutureWarning",
+    "ignore::torch.jit.TracerWarning",
 )  # of torch's own
 TOLERANCE = 40 * 200 * 2.0**-24  # as in test_embeddings.py
 PADDING, POOLED = 7, {"user_sum": ("user", "sum"), "item_mean": ("item", "mean")}
@@ -32,7 +36,9 @@ def ids_of(seed: int = 0) -> torch.Tensor:
     """20 ids, half of them padding: some at the ends of bags, and one bag of nothing else."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, ROWS, (20,), generator=generator)
-    return torch.where(torch.rand(20, generator=generator) < 0.5, PADDING, ids).index_fill(0, torch.tensor([0, 8, 19]), PADDING)
+    return torch.where(torch.rand(20, generator=generator) < 0.5, PADDING, ids).index_fill(
+        0, torch.tensor([0, 8, 19]), PADDING
+    )
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,13 +47,20 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
 
 def of_torch(tables: Tables, name: str) -> torch.nn.EmbeddingBag:
     table, mode = POOLED[name]
-    return torch.nn.EmbeddingBag.from_pretrained(torch.from_numpy(tables[table]), mode=mode, padding_idx=PADDING)
+    return torch.nn.EmbeddingBag.from_pretrained(
+        torch.from_numpy(tables[table]), mode=mode, padding_idx=PADDING
+    )
 
 
 def by_hand(ids: torch.Tensor, weights: torch.Tensor | None = None) -> Bags:
     """The bags of `LENGTHS` without the padding."""
     bags = [bag[bag != PADDING] for bag in ids.split(LENGTHS.tolist())]
-    return Bags(torch.cat(bags), None, torch.tensor([len(b) for b in bags]), None if weights is None else weights[ids != PADDING])
+    return Bags(
+        torch.cat(bags),
+        None,
+        torch.tensor([len(b) for b in bags]),
+        None if weights is None else weights[ids != PADDING],
+    )
 
 
 def forms(ids: torch.Tensor, weights: torch.Tensor | None = None) -> list[Any]:
@@ -55,21 +68,30 @@ def forms(ids: torch.Tensor, weights: torch.Tensor | None = None) -> list[Any]:
 
 
 def padded(model: str, **options: Any) -> EmbeddingBags:
-    return EmbeddingBags("ads", list(POOLED), root=model, padding_idx=dict.fromkeys(POOLED, PADDING), **options)
+    return EmbeddingBags(
+        "ads", list(POOLED), root=model, padding_idx=dict.fromkeys(POOLED, PADDING), **options
+    )
 
 
 @pytest.mark.parametrize("backend", ["native", "fbgemm"])
 @pytest.mark.usefixtures("reading")
-def test_vectors_are_those_of_torch_and_of_bags_without_padding(model: str, tables: Tables, backend: str) -> None:
+def test_vectors_are_those_of_torch_and_of_bags_without_padding(
+    model: str, tables: Tables, backend: str
+) -> None:
     """By offsets and lengths of both integer types, with and without weights."""
-    plain, module = EmbeddingBags("ads", list(POOLED), root=model, backend=backend), padded(model, backend=backend)
+    plain, module = (
+        EmbeddingBags("ads", list(POOLED), root=model, backend=backend),
+        padded(model, backend=backend),
+    )
     ids = ids_of()
     expected = plain(dict.fromkeys(POOLED, by_hand(ids)))
     for told in forms(ids):
         found = module(dict.fromkeys(POOLED, told))
         for name in POOLED:
             assert torch.equal(found[name], expected[name])
-            torch.testing.assert_close(found[name], of_torch(tables, name)(ids, OFFSETS), rtol=0, atol=TOLERANCE)
+            torch.testing.assert_close(
+                found[name], of_torch(tables, name)(ids, OFFSETS), rtol=0, atol=TOLERANCE
+            )
     weights = torch.linspace(-1, 1, 20)
     expected = plain(dict.fromkeys(POOLED, by_hand(ids, weights)))
     for told in forms(ids, weights):
@@ -83,7 +105,10 @@ def test_vectors_are_those_of_torch_and_of_bags_without_padding(model: str, tabl
 def test_bags_of_a_tensor(model: str, tables: Tables) -> None:
     """[bags, n], weighted as well; no padding among them changes nothing."""
     module, ids, weights = padded(model), ids_of().view(5, 4), torch.linspace(0, 1, 20).view(5, 4)
-    found, weighted = module(dict.fromkeys(POOLED, ids)), module(dict.fromkeys(POOLED, Bags(ids, weights=weights)))
+    found, weighted = (
+        module(dict.fromkeys(POOLED, ids)),
+        module(dict.fromkeys(POOLED, Bags(ids, weights=weights))),
+    )
     for name in POOLED:
         torch.testing.assert_close(found[name], of_torch(tables, name)(ids), rtol=0, atol=TOLERANCE)
     of_it = of_torch(tables, "user_sum")(ids, per_sample_weights=weights)
@@ -104,7 +129,11 @@ def test_ids_of_all_features_in_one_tensor(model: str, device: str) -> None:
     each = module({"user_sum": (move(ids), move(OFFSETS)), "item_mean": (move(more), move(OFFSETS))})
     expected = torch.cat([each["user_sum"], each["item_mean"]], 1)
     packed = module.packed(move(torch.cat([ids, more])), move(torch.cat([OFFSETS, ENDS + 20])))
-    keyed = module(KeyedJaggedTensor(["item_mean", "user_sum"], move(torch.cat([more, ids])), lengths=move(LENGTHS.repeat(2))))
+    keyed = module(
+        KeyedJaggedTensor(
+            ["item_mean", "user_sum"], move(torch.cat([more, ids])), lengths=move(LENGTHS.repeat(2))
+        )
+    )
     assert torch.equal(packed, expected) and torch.equal(keyed.values(), expected)
     module.check()
 
@@ -124,11 +153,17 @@ def test_a_gpu_leaves_padding_out(model: str, placement: str) -> None:
     """In every form, prefetched or not: as bags without it, bit for bit."""
     pytest.importorskip("triton")
     options: dict[str, Any] = {"device": devices.DEVICE, "placement": placement, "hbm_budget": 1 << 20}
-    plain, module, ids = EmbeddingBags("ads", list(POOLED), root=model, **options), padded(model, **options), ids_of()
+    plain, module, ids = (
+        EmbeddingBags("ads", list(POOLED), root=model, **options),
+        padded(model, **options),
+        ids_of(),
+    )
     weights = torch.linspace(-1, 1, 20)
     for weighted in (None, weights):
         bags = by_hand(ids, weighted)
-        moved = Bags(there(bags.values), None, there(bags.lengths), None if weighted is None else there(bags.weights))
+        moved = Bags(
+            there(bags.values), None, there(bags.lengths), None if weighted is None else there(bags.weights)
+        )
         expected = plain(dict.fromkeys(POOLED, moved))
         for one in forms(ids, weighted):
             tensors = [None if tensor is None else there(tensor) for tensor in one]
@@ -150,11 +185,15 @@ def test_traced_programs_leave_padding_out(model: str, name: str) -> None:
 
         def forward(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
             found = self.bags({"user_sum": ids.view(5, 4), "item_mean": Bags(ids, lengths=lengths)})
-            packed = self.bags(KeyedJaggedTensor(list(POOLED), torch.cat([ids, ids]), lengths=torch.cat([lengths, lengths])))
+            packed = self.bags(
+                KeyedJaggedTensor(list(POOLED), torch.cat([ids, ids]), lengths=torch.cat([lengths, lengths]))
+            )
             return torch.cat([*(one.flatten() for one in found.values()), packed.values().flatten()])
 
     tower = Tower().eval()
-    assert torch.equal(TRACERS[name](tower, (torch.arange(20), LENGTHS), (ids_of(), LENGTHS)), tower(ids_of(), LENGTHS))
+    assert torch.equal(
+        TRACERS[name](tower, (torch.arange(20), LENGTHS), (ids_of(), LENGTHS)), tower(ids_of(), LENGTHS)
+    )
 
 
 def test_a_wrong_id_has_its_place_among_all(model: str) -> None:

@@ -24,7 +24,9 @@ def test_two_processes_share_every_row(root: Path, publish: Callable[..., Any]) 
     assert table <= sum(found["pss_shmem"] for found in together) <= table + SLACK_BYTES
     for found in together:
         assert found["pss_shmem"] <= table / 2 + SLACK_BYTES
-        assert found["private"] - without["private"] <= table / 2  # buffers of lookups and their kernel, not the rows
+        assert (
+            found["private"] - without["private"] <= table / 2
+        )  # buffers of lookups and their kernel, not the rows
 
 
 def test_a_process_that_ends_is_said() -> None:

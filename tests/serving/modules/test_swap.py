@@ -19,17 +19,29 @@ from tableside.torch import EmbeddingBags, ModuleError, swap_embeddings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torchrec_ranks
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+    from torchrec import (
+        EmbeddingBagCollection,
+        EmbeddingBagConfig,
+        EmbeddingCollection,
+        EmbeddingConfig,
+        KeyedJaggedTensor,
+    )
     from torchrec.modules.embedding_configs import PoolingType
     from torchrec.modules.embedding_modules import get_embedding_names_by_table
     from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-    from torchrec.modules.mc_modules import DistanceLFU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
+    from torchrec.modules.mc_modules import (
+        DistanceLFU_EvictionPolicy,
+        ManagedCollisionCollection,
+        MCHManagedCollisionModule,
+    )
     from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantizedBags
     from torchrec.quant.embedding_modules import EmbeddingCollection as QuantizedEmbeddings
 
 Tables = dict[str, np.ndarray]
 TOLERANCE = 40 * 200 * 2.0**-24  # as in test_embeddings.py
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)  # torch's
 IDS = torch.tensor([3, 499, 0, 3, 7, 7, 2])
 OFFSETS = torch.tensor([0, 2, 2, 5])
 
@@ -62,7 +74,8 @@ MAPPING = {"inner.page": "page_sum"}
 
 
 def test_torchs_modules_are_called_as_before(model: str, tables: Tables) -> None:
-    """Every way of calling them gives what it gave; what was replaced comes back by its path, and nothing else changed."""
+    """Every way of calling them gives what it gave; what was replaced comes back by its path, and nothing
+    else changed."""
     module = Plain(tables)
     expected, top = module(), module.top
     old = {name: module.get_submodule(name) for name in ("user_sum", "inner.page", "user_ids")}
@@ -75,8 +88,12 @@ def test_torchs_modules_are_called_as_before(model: str, tables: Tables) -> None
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_padding_is_served(root: Path, publish: Any, tables: Tables, mode: str) -> None:
-    """Of an EmbeddingBag, one whose index counts from the end as well: torch's vectors. An Embedding gives the row itself."""
-    features = {"user_sum": {"table": "user", "pooling": mode}, "user_ids": {"table": "user", "pooling": "none"}}
+    """Of an EmbeddingBag, one whose index counts from the end as well: torch's vectors. An Embedding gives
+    the row itself."""
+    features = {
+        "user_sum": {"table": "user", "pooling": mode},
+        "user_ids": {"table": "user", "pooling": "none"},
+    }
     publish({"user": tables["user"]}, "ads", {"user": "fp32"}, features)
     for padding in (3, -1):
         module = torch.nn.Module()
@@ -86,7 +103,9 @@ def test_padding_is_served(root: Path, publish: Any, tables: Tables, mode: str) 
             one.weight.data.copy_(torch.from_numpy(tables["user"]))
         expected = module.user_sum(IDS, OFFSETS), module.user_ids(IDS)
         swap_embeddings(module, "ads", root=str(root))
-        for found, before in zip((module.user_sum(IDS, OFFSETS), module.user_ids(IDS)), expected, strict=True):
+        for found, before in zip(
+            (module.user_sum(IDS, OFFSETS), module.user_ids(IDS)), expected, strict=True
+        ):
             torch.testing.assert_close(found, before, rtol=0, atol=TOLERANCE)
 
 
@@ -94,8 +113,14 @@ def test_what_modules_say_of_themselves_is_kept(model: str, tables: Tables) -> N
     """What code around them reads; copies and pickles have it too."""
     module = Plain(tables, padding_idx=2)
     names = ("num_embeddings", "embedding_dim", "mode", "padding_idx", "include_last_offset")
-    paths = {"user_sum": names, "inner.page": names, "user_ids": ("num_embeddings", "embedding_dim", "padding_idx")}
-    expected = {path: [getattr(module.get_submodule(path), n) for n in of_it] for path, of_it in paths.items()}
+    paths = {
+        "user_sum": names,
+        "inner.page": names,
+        "user_ids": ("num_embeddings", "embedding_dim", "padding_idx"),
+    }
+    expected = {
+        path: [getattr(module.get_submodule(path), n) for n in of_it] for path, of_it in paths.items()
+    }
     swap_embeddings(module, "ads", MAPPING, root=model)
     for path, of_it in paths.items():
         swapped = module.get_submodule(path)
@@ -117,7 +142,9 @@ def test_the_state_of_the_trained_model_loads_and_says_what_it_ignores(model: st
     for name in ("ebc.embedding_bags.users.weight", "ebc.embedding_bags.things.weight", "user_sum.weight"):
         assert name in text
     assert "ignored, since user_sum reads the published model 'ads'" in text and "top" not in text
-    assert torch.equal(module.top.weight, trained["top.weight"]) and torch.equal(module.user_sum(IDS, OFFSETS), vectors)
+    assert torch.equal(module.top.weight, trained["top.weight"]) and torch.equal(
+        module.user_sum(IDS, OFFSETS), vectors
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module.load_state_dict(module.state_dict())
@@ -138,7 +165,10 @@ def test_a_sharded_model_is_refused(model: str) -> None:
     """With what to do: a rank has shards, which no table takes the place of."""
     for text in torchrec_ranks.run_ranks(swap_sharded, model):
         for name in ("ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection"):
-            assert f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it" in text
+            assert (
+                f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"
+                in text
+            )
 
 
 def test_a_module_at_two_paths_is_one_afterwards(model: str, tables: Tables) -> None:
@@ -153,7 +183,10 @@ def test_modules_can_be_left_alone(model: str, tables: Tables) -> None:
     """A mapping of None."""
     module = Plain(tables)
     kept = module.user_ids
-    assert set(swap_embeddings(module, "ads", {**MAPPING, "user_ids": None}, root=model)) == {"user_sum", "inner.page"}
+    assert set(swap_embeddings(module, "ads", {**MAPPING, "user_ids": None}, root=model)) == {
+        "user_sum",
+        "inner.page",
+    }
     assert module.user_ids is kept
 
 
@@ -169,9 +202,11 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_replaced(model: str, tab
         "model 'ads' version 1 does not fit the module",
         "gone: no embedding module is there",
         "user_sum: max_norm 1.0 changes rows as they are read",
-        "inner.page: feature 'page_sum' has rows 500 where the module has 501, dim 24 where the module has 25, pooling sum where "
+        "inner.page: feature 'page_sum' has rows 500 where the module has 501, dim 24 where the module has "
+        "25, pooling sum where "
         "the module has mean",
-        "other: looked for feature other, and for a table of other.weight: found none of these; name it in `mapping`",
+        "other: looked for feature other, and for a table of other.weight: found none of these; name it in "
+        "`mapping`",
     ):
         assert line in str(error.value)
     assert dict(module.named_modules()) == before
@@ -185,14 +220,20 @@ def test_a_mode_that_is_not_served_is_refused(model: str, tables: Tables) -> Non
 
 def test_a_collection_that_maps_ids_itself_is_refused(model: str) -> None:
     """TorchRec's managed collisions: the ids that come are not those of the rows."""
-    configs = [EmbeddingBagConfig(name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_sum"])]
-    maps = MCHManagedCollisionModule(ROWS, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=1)
+    configs = [
+        EmbeddingBagConfig(name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_sum"])
+    ]
+    maps = MCHManagedCollisionModule(
+        ROWS, torch.device("cpu"), DistanceLFU_EvictionPolicy(), eviction_interval=1
+    )
     holder = torch.nn.Module()
     holder.ebc = ManagedCollisionEmbeddingBagCollection(
         EmbeddingBagCollection(tables=configs), ManagedCollisionCollection({"users": maps}, configs)
     )
     inner = holder.ebc._embedding_module
-    with pytest.raises(ModuleError, match="ManagedCollisionCollection maps or weighs ids itself, which is not served"):
+    with pytest.raises(
+        ModuleError, match="ManagedCollisionCollection maps or weighs ids itself, which is not served"
+    ):
         swap_embeddings(holder, "ads", root=model)
     assert holder.ebc._embedding_module is inner
 
@@ -205,8 +246,11 @@ def test_what_holds_no_embeddings_is_said(model: str) -> None:
         swap_embeddings(torch.nn.Embedding(2, 2), "ads", root=model)
 
 
-def test_features_are_found_by_the_tensor_that_their_table_was_loaded_from(root: Path, tmp_path: Path) -> None:
-    """As in a model.toml that `tableside init` wrote, whose features have the tables' names. The pooling tells two apart."""
+def test_features_are_found_by_the_tensor_that_their_table_was_loaded_from(
+    root: Path, tmp_path: Path
+) -> None:
+    """As in a model.toml that `tableside init` wrote, whose features have the tables' names. The pooling
+    tells two apart."""
     np.savez(tmp_path / "c.npz", **{"towers.left.weight": np.eye(8, 4, dtype=np.float32)})
     raw = {
         "name": "keyed",
@@ -222,17 +266,24 @@ def test_features_are_found_by_the_tensor_that_their_table_was_loaded_from(root:
 
 
 def test_names_that_tell_more_come_first(model: str, publish_again: Any, tables: Tables) -> None:
-    """A collection's feature is sought with its path and table, with its table, then alone; `_` is what a name cannot hold."""
+    """A collection's feature is sought with its path and table, with its table, then alone; `_` is what a
+    name cannot hold."""
     same = {name: tables["user"] * n for n, name in enumerate(("one", "two", "three"), 1)}
     sums = {"clicked": "one", "clicked:users": "two", "b_clicked:users": "three", "deep_my_bag": "two"}
     publish_again(same, {name: {"table": table, "pooling": "sum"} for name, table in sums.items()})
     module = torch.nn.Module()
     for name, table in (("a", "users"), ("b", "users"), ("c", "others")):
-        config = EmbeddingBagConfig(name=table, embedding_dim=16, num_embeddings=ROWS, feature_names=["clicked"])
+        config = EmbeddingBagConfig(
+            name=table, embedding_dim=16, num_embeddings=ROWS, feature_names=["clicked"]
+        )
         setattr(module, name, EmbeddingBagCollection(tables=[config]))
     module.deep = torch.nn.ModuleDict({"my bag": torch.nn.EmbeddingBag(ROWS, 16, mode="sum")})
     swap_embeddings(module, "ads", root=model)
-    assert [getattr(module, n).bags.features for n in "abc"] == [("clicked:users",), ("b_clicked:users",), ("clicked",)]
+    assert [getattr(module, n).bags.features for n in "abc"] == [
+        ("clicked:users",),
+        ("b_clicked:users",),
+        ("clicked",),
+    ]
     assert module.deep["my bag"].bags.features == ("deep_my_bag",)
     assert module.a(keyed(["clicked"])).keys() == ["clicked"]
 
@@ -244,10 +295,18 @@ def bag_configs() -> list[EmbeddingBagConfig]:
     """Two tables, of which the first has two features; the feature `shared` is read from both."""
     return [
         EmbeddingBagConfig(
-            name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_sum", "shared"], pooling=PoolingType.SUM
+            name="users",
+            embedding_dim=16,
+            num_embeddings=ROWS,
+            feature_names=["user_sum", "shared"],
+            pooling=PoolingType.SUM,
         ),
         EmbeddingBagConfig(
-            name="things", embedding_dim=8, num_embeddings=ROWS, feature_names=["item_mean", "shared"], pooling=PoolingType.MEAN
+            name="things",
+            embedding_dim=8,
+            num_embeddings=ROWS,
+            feature_names=["item_mean", "shared"],
+            pooling=PoolingType.MEAN,
         ),
     ]
 
@@ -256,7 +315,9 @@ def keyed(keys: list[str], weighted: bool = False) -> KeyedJaggedTensor:
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(0, 8, (len(keys) * 5,), generator=generator, dtype=torch.int32)
     values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-    return KeyedJaggedTensor(keys, values, torch.rand(values.numel(), generator=generator) if weighted else None, lengths)
+    return KeyedJaggedTensor(
+        keys, values, torch.rand(values.numel(), generator=generator) if weighted else None, lengths
+    )
 
 
 COLLECTION = {"ebc": {"shared@users": "user_sum", "shared@things": "item_mean"}}
@@ -289,7 +350,8 @@ def test_a_weighted_collection_wants_weights(model: str, tables: Tables) -> None
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_an_embedding_bag_collection_is_called_as_before(model: str, tables: Tables, weighted: bool) -> None:
-    """Keys, dims and values, of features that two tables share too; weights are ignored, as by a collection that has none."""
+    """Keys, dims and values, of features that two tables share too; weights are ignored, as by a
+    collection that has none."""
     holder = bag_collection(tables)
     old, told = holder.ebc, keyed(["shared", "item_mean", "user_sum"], weighted)
     expected = old(told)
@@ -325,9 +387,15 @@ def test_a_quantized_bag_collection_is_replaced(model: str, tables: Tables) -> N
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("need_indices", [False, True])
-def test_an_embedding_collection_is_called_as_before(model: str, tables: Tables, quantized: bool, need_indices: bool) -> None:
+def test_an_embedding_collection_is_called_as_before(
+    model: str, tables: Tables, quantized: bool, need_indices: bool
+) -> None:
     """JaggedTensors with lengths and, where they were asked for, ids."""
-    configs = [EmbeddingConfig(name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_ids", "other"])]
+    configs = [
+        EmbeddingConfig(
+            name="users", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_ids", "other"]
+        )
+    ]
     holder = torch.nn.Module()
     holder.ec = EmbeddingCollection(tables=configs, need_indices=need_indices)
     holder.ec.embeddings["users"].weight.data.copy_(torch.from_numpy(tables["user"]))
@@ -354,7 +422,9 @@ def test_a_swapped_model_compiles_whole(model: str, tables: Tables) -> None:
     told = keyed(["shared", "item_mean", "user_sum"])
 
     def call(values: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        of_ebc = holder.ebc(KeyedJaggedTensor(["shared", "item_mean", "user_sum"], values, lengths=lengths)).values()
+        of_ebc = holder.ebc(
+            KeyedJaggedTensor(["shared", "item_mean", "user_sum"], values, lengths=lengths)
+        ).values()
         return of_ebc, holder.bag(values, torch.zeros(1, dtype=torch.int64))
 
     torch.compiler.reset()

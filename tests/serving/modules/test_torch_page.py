@@ -9,7 +9,10 @@ from support import rows_of
 
 
 def test_the_examples_of_the_documentation(
-    root: Path, publish: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    root: Path,
+    publish: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One after another, in the default folder of the commands."""
     features = {
@@ -23,4 +26,6 @@ def test_the_examples_of_the_documentation(
     names: dict[str, Any] = {}
     for block in text.split("```python\n")[1:]:
         exec(compile(block.split("```")[0], "docs/torch.md", "exec"), names)
-    assert capsys.readouterr().out == ("torch.Size([2, 8])\ntorch.Size([1, 3, 8])\n['clicked'] torch.Size([2, 1])\n")
+    assert capsys.readouterr().out == (
+        "torch.Size([2, 8])\ntorch.Size([1, 3, 8])\n['clicked'] torch.Size([2, 1])\n"
+    )

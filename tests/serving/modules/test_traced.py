@@ -1,4 +1,5 @@
-"""Modules under all that looks at torch's operators: the vectors of an eager call for other ids than the traced, or an error."""
+"""Modules under all that looks at torch's operators: the vectors of an eager call for other ids than the
+traced, or an error."""
 
 import copy
 import pickle
@@ -21,22 +22,33 @@ with warnings.catch_warnings():
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning", "ignore::torch.jit.TracerWarning"
+    "ignore::DeprecationWarning",
+    "ignore::UserWarning",
+    "ignore::FutureWarning",
+    "ignore::torch.jit.TracerWarning",
 )  # of torch's own
 
 
 class Whole(torch.nn.Module):
-    """All forms of input: bags by offsets, by lengths, weighted, of a KeyedJaggedTensor and packed, and ids."""
+    """All forms of input: bags by offsets, by lengths, weighted, of a KeyedJaggedTensor and packed, and
+    ids."""
 
     def __init__(self, root: str) -> None:
         super().__init__()
         self.bags = EmbeddingBags("ads", ["user_sum", "item_mean"], root=root)
         self.ids = Embeddings("ads", ["user_ids"], root=root)
 
-    def forward(self, ids: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         of_dict = self.bags({"user_sum": (ids, offsets, weights), "item_mean": Bags(ids, lengths=lengths)})
-        twice, ends = torch.cat([ids, ids]), torch.cat([offsets, offsets + 20, torch.full_like(offsets[:1], 40)])
-        keyed = self.bags(KeyedJaggedTensor(["item_mean", "user_sum"], twice, lengths=torch.cat([lengths, lengths])))
+        twice, ends = (
+            torch.cat([ids, ids]),
+            torch.cat([offsets, offsets + 20, torch.full_like(offsets[:1], 40)]),
+        )
+        keyed = self.bags(
+            KeyedJaggedTensor(["item_mean", "user_sum"], twice, lengths=torch.cat([lengths, lengths]))
+        )
         fixed = self.bags({"user_sum": ids.view(5, 4), "item_mean": ids.view(5, 4)})
         vectors = self.ids({"user_ids": ids.view(5, 4)})["user_ids"]
         found = [*of_dict.values(), keyed.values(), self.bags.packed(twice, ends), *fixed.values(), vectors]
@@ -49,12 +61,18 @@ def inputs(seed: int) -> Inputs:
     offsets = torch.randint(0, 21, (8,), generator=generator).sort().values
     offsets[0] = 0
     lengths = torch.diff(offsets, append=torch.tensor([20]))
-    return torch.randint(0, ROWS, (20,), generator=generator), offsets, lengths, torch.rand(20, generator=generator)
+    return (
+        torch.randint(0, ROWS, (20,), generator=generator),
+        offsets,
+        lengths,
+        torch.rand(20, generator=generator),
+    )
 
 
 @pytest.mark.parametrize("name", TRACERS)
 def test_a_traced_call_is_the_eager_one(model: str, name: str) -> None:
-    """For other ids, offsets and weights than those that it was traced with. Eager calls before let the kernel be found."""
+    """For other ids, offsets and weights than those that it was traced with. Eager calls before let the
+    kernel be found."""
     whole = Whole(model).eval()
     expected = [whole(*inputs(seed)) for seed in (1, 2, 3)][-1]
     assert torch.equal(TRACERS[name](whole, inputs(4), inputs(3)), expected)
@@ -62,7 +80,8 @@ def test_a_traced_call_is_the_eager_one(model: str, name: str) -> None:
 
 @pytest.mark.parametrize("where", ["inside", "outside", "with real inputs"])
 def test_fake_tensors_give_fake_vectors(model: str, where: str) -> None:
-    """In their mode and outside of it, and real ids where a mode takes them: the shape and the dtype, and nothing is read."""
+    """In their mode and outside of it, and real ids where a mode takes them: the shape and the dtype, and
+    nothing is read."""
     whole = Whole(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         given = inputs(1) if where == "with real inputs" else tuple(map(mode.from_tensor, inputs(1)))
@@ -114,7 +133,9 @@ def test_sequences_of_a_keyed_jagged_tensor_are_not_traced(model: str) -> None:
     module = Embeddings("ads", ["user_ids", "item_ids"], root=model)
 
     def call(ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = module(KeyedJaggedTensor(["item_ids", "user_ids"], ids, lengths=lengths))["user_ids"].values()
+        found: torch.Tensor = module(KeyedJaggedTensor(["item_ids", "user_ids"], ids, lengths=lengths))[
+            "user_ids"
+        ].values()
         return found * 2
 
     ids, lengths = torch.arange(20), torch.tensor([3, 0, 7, 10])
@@ -126,13 +147,20 @@ def test_sequences_of_a_keyed_jagged_tensor_are_not_traced(model: str) -> None:
 
 
 @pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, torchrec.fx.symbolic_trace])
-def test_torch_fx_records_a_call(model: str, trace: Callable[[torch.nn.Module], torch.fx.GraphModule]) -> None:
-    """Modules and swapped ones are leaves, as those of torch.nn are; a copy of what was recorded too. Pickles are as ever."""
+def test_torch_fx_records_a_call(
+    model: str, trace: Callable[[torch.nn.Module], torch.fx.GraphModule]
+) -> None:
+    """Modules and swapped ones are leaves, as those of torch.nn are; a copy of what was recorded too.
+    Pickles are as ever."""
 
     class Tower(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            configs = [EmbeddingBagConfig(name="user", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_sum"])]
+            configs = [
+                EmbeddingBagConfig(
+                    name="user", embedding_dim=16, num_embeddings=ROWS, feature_names=["user_sum"]
+                )
+            ]
             self.ebc, self.user_ids = EmbeddingBagCollection(tables=configs), torch.nn.Embedding(ROWS, 16)
             self.bags = EmbeddingBags("ads", ["user_sum"], root=model)
 
@@ -145,7 +173,11 @@ def test_torch_fx_records_a_call(model: str, trace: Callable[[torch.nn.Module], 
     ids, _, lengths, _ = inputs(1)
     given = (KeyedJaggedTensor(["user_sum"], ids, lengths=lengths[:4] * 0 + 5), ids, lengths[:4] * 0 + 5)
     recorded = trace(tower)
-    assert [node.target for node in recorded.graph.nodes if node.op == "call_module"] == ["bags", "ebc", "user_ids"]
+    assert [node.target for node in recorded.graph.nodes if node.op == "call_module"] == [
+        "bags",
+        "ebc",
+        "user_ids",
+    ]
     for one in (recorded, copy.deepcopy(recorded)):
         assert torch.equal(one(*given), tower(*given))
     assert isinstance(pickle.loads(pickle.dumps(tower.bags)), EmbeddingBags)

@@ -32,8 +32,11 @@ def scaled(tables: Tables, by: float) -> Tables:
     return {name: by * values for name, values in tables.items()}
 
 
-def test_a_live_module_takes_a_new_version_by_itself(model: str, publish_again: PublishAgain, tables: Tables) -> None:
-    """The thread that looks takes it, without a call of `refresh`; all modules of the source change together."""
+def test_a_live_module_takes_a_new_version_by_itself(
+    model: str, publish_again: PublishAgain, tables: Tables
+) -> None:
+    """The thread that looks takes it, without a call of `refresh`; all modules of the source change
+    together."""
     bags, other = EmbeddingBags("ads", root=model), Embeddings("ads", ["user_ids"], root=model)
     before = bags({"user_sum": IDS, "item_mean": IDS, "page_sum": IDS})["user_sum"]
     publish_again(scaled(tables, 2))
@@ -46,7 +49,10 @@ def test_a_pinned_module_stays(model: str, publish_again: PublishAgain, tables: 
     """follow=None keeps the version of its making, and `version` names any other."""
     pinned = Embeddings("ads", ["user_ids"], root=model, follow=None)
     publish_again(scaled(tables, 2))
-    live, first = Embeddings("ads", ["user_ids"], root=model), Embeddings("ads", ["user_ids"], root=model, follow=None, version=1)
+    live, first = (
+        Embeddings("ads", ["user_ids"], root=model),
+        Embeddings("ads", ["user_ids"], root=model, follow=None, version=1),
+    )
     assert not pinned.refresh()
     assert (pinned.version, live.version, first.version) == (1, 2, 1)
     told = {"user_ids": IDS}
@@ -131,13 +137,18 @@ def test_a_version_that_modules_cannot_read_is_not_taken(
     publish_again({**tables, "user": tables["user"][:, :8].copy()} if change == "dim" else tables, features)
     assert not module.refresh()
     assert module.version == 1
-    assert "version 2 of ads is not taken by modules: feature 'user_sum' has dim 16 and pooling sum" in caplog.text
+    assert (
+        "version 2 of ads is not taken by modules: feature 'user_sum' has dim 16 and pooling sum"
+        in caplog.text
+    )
     publish_again(tables)
     assert module.refresh() and module.version == 3
 
 
 @pytest.mark.usefixtures("by_refresh")
-def test_features_that_no_module_reads_may_change(model: str, publish_again: PublishAgain, tables: Tables) -> None:
+def test_features_that_no_module_reads_may_change(
+    model: str, publish_again: PublishAgain, tables: Tables
+) -> None:
     """Only what was asked for is held to its dims and pooling."""
     module = EmbeddingBags("ads", ["user_sum"], root=model)
     publish_again({"user": tables["user"]}, {"user_sum": FEATURES["user_sum"]})
@@ -214,13 +225,16 @@ def test_raw_ids_follow_the_policy_of_their_table(root: Path, tmp_path: Path, mi
     if missing == "zero":
         assert torch.equal(module(told)[feature], torch.from_numpy(values[2:3]))
         return
-    with pytest.raises(BadFeatureIds, match=f"feature '{feature}': id 8 at position 1 is not among the table's 4 ids") as error:
+    with pytest.raises(
+        BadFeatureIds, match=f"feature '{feature}': id 8 at position 1 is not among the table's 4 ids"
+    ) as error:
         module(told)
     assert error.value.problem is Problem.MISSING
 
 
 def test_the_thread_that_looks_ends_with_the_process(model: str) -> None:
-    """Before Python takes its threads away, which in the middle of torch's code ends the process with SIGABRT."""
+    """Before Python takes its threads away, which in the middle of torch's code ends the process with
+    SIGABRT."""
     script = (
         "import atexit, torch\n"
         "from tableside.serving.modules.published import watch\n"

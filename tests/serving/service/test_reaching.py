@@ -1,4 +1,5 @@
-"""Ways to a server: https with an authority and headers, TABLESIDE_URL, a Unix socket; for the client and for every command."""
+"""Ways to a server: https with an authority and headers, TABLESIDE_URL, a Unix socket; for the client and
+for every command."""
 
 import asyncio
 import json
@@ -29,15 +30,20 @@ def secured(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @needs_openssl
 def test_commands_reach_a_server_behind_tls(secured: tuple[Proxy, Path], tmp_path: Path) -> None:
-    """bench, top, list, lookup: certificates are checked against --ca, and headers are in every connection's first request."""
+    """bench, top, list, lookup: certificates are checked against --ca, and headers are in every
+    connection's first request."""
     proxy, certificate = secured
     (tmp_path / "headers").write_text("Authorization: Bearer file\n\nX-Team: ads\n")
     reach = ["--url", proxy.url, "--ca", certificate]
     proxy.heads.clear()
-    bench = run_tableside("bench", "demo", *reach, "--header", f"Authorization: {TOKEN}", "--seconds", 0.5, "--json")
+    bench = run_tableside(
+        "bench", "demo", *reach, "--header", f"Authorization: {TOKEN}", "--seconds", 0.5, "--json"
+    )
     assert bench.returncode == 0, bench.stderr
     assert all(form["failed"] == 0 and form["requests"] > 0 for form in json.loads(bench.stdout)["forms"])
-    assert len(proxy.heads) > 16 and all(f"Authorization: {TOKEN}\r\n".encode() in head for head in proxy.heads)
+    assert len(proxy.heads) > 16 and all(
+        f"Authorization: {TOKEN}\r\n".encode() in head for head in proxy.heads
+    )
     proxy.heads.clear()
     listed = run_tableside("list", *reach, "--header", f"@{tmp_path / 'headers'}")
     assert listed.returncode == 0 and "demo" in listed.stdout, listed.stderr
@@ -60,11 +66,16 @@ def test_clients_trust_an_authority_of_their_own(secured: tuple[Proxy, Path]) ->
 
     proxy.heads.clear()
     with Client(proxy.url, headers={"Authorization": TOKEN}, ca=certificate) as client:
-        vectors = client.lookup("demo", {"user": np.zeros((2000, 8), np.int64)})["user"]  # more than one TLS record, both ways
+        vectors = client.lookup("demo", {"user": np.zeros((2000, 8), np.int64)})[
+            "user"
+        ]  # more than one TLS record, both ways
         assert vectors.shape == (2000, 64)
     assert asyncio.run(ask()) == ["demo"]
     assert all(TOKEN.encode() in head for head in proxy.heads) and len(proxy.heads) == 2
-    with Client(proxy.url, retries=0) as client, pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"):
+    with (
+        Client(proxy.url, retries=0) as client,
+        pytest.raises(ClientError, match="CERTIFICATE_VERIFY_FAILED"),
+    ):
         client.models()
 
 
@@ -90,14 +101,17 @@ def test_the_commands_refuse_headers_without_a_name(tmp_path: Path) -> None:
     """With what a header looks like; a file of headers is named."""
     assert "expected Name: value" in run_tableside("list", "--url", "http://h", "--header", "x").stderr
     (tmp_path / "h").write_text("nothing\n")
-    assert f"a line of {tmp_path}/h without a colon" in run_tableside("top", "--header", f"@{tmp_path}/h").stderr
+    assert (
+        f"a line of {tmp_path}/h without a colon" in run_tableside("top", "--header", f"@{tmp_path}/h").stderr
+    )
     assert "cannot be read" in run_tableside("top", "--header", f"@{tmp_path}/nosuch").stderr
     bad = run_tableside("top", "--header", "Host: elsewhere")
     assert bad.returncode == 1 and "the client's own to write" in bad.stderr
 
 
 def test_the_environment_names_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TABLESIDE_URL is where clients and commands ask when nothing else is named; `list` alone still shows shared memory."""
+    """TABLESIDE_URL is where clients and commands ask when nothing else is named; `list` alone still shows
+    shared memory."""
     monkeypatch.setenv("TABLESIDE_URL", server.url)
     with Client() as client:
         assert client.is_ready()
@@ -119,7 +133,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def test_a_unix_socket_takes_the_place_of_a_port(server: Server, path: Path, start_on: Start) -> None:
-    """Client, load generator and curl's way; user and group alone may connect; the path goes when the server ends."""
+    """Client, load generator and curl's way; user and group alone may connect; the path goes when the
+    server ends."""
     process = start_on(server.root, path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     url = f"unix:{path}"
@@ -138,8 +153,11 @@ def test_a_unix_socket_takes_the_place_of_a_port(server: Server, path: Path, sta
     assert not path.exists()
 
 
-def test_a_socket_that_is_taken_is_refused_and_a_dead_one_replaced(server: Server, path: Path, start_on: Start) -> None:
-    """A server that listens there keeps its socket; one that a killed server left, and nobody hears, goes; a file stays."""
+def test_a_socket_that_is_taken_is_refused_and_a_dead_one_replaced(
+    server: Server, path: Path, start_on: Start
+) -> None:
+    """A server that listens there keeps its socket; one that a killed server left, and nobody hears, goes;
+    a file stays."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
         other.bind(str(path))
         other.listen()
@@ -160,8 +178,22 @@ def start_on() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(root: Path, path: Path) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "tableside", "serve", "demo", "--root", str(root), "--uds", str(path), "--drain-s", "0"]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        command = [
+            sys.executable,
+            "-m",
+            "tableside",
+            "serve",
+            "demo",
+            "--root",
+            str(root),
+            "--uds",
+            str(path),
+            "--drain-s",
+            "0",
+        ]
+        started.append(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        )
         stdout = started[-1].stdout
         assert stdout is not None and f" on unix:{path} " in stdout.readline()
         return started[-1]

@@ -1,4 +1,5 @@
-"""The model repository extension: operators load and unload models in every worker, through an unchanged tritonclient."""
+"""The model repository extension: operators load and unload models in every worker, through an unchanged
+tritonclient."""
 
 import os
 import signal
@@ -41,14 +42,17 @@ def answers(server: Server, model: str, count: int = 30) -> list[int]:
 
 
 def test_a_model_is_loaded_and_unloaded_in_every_worker(both: Server) -> None:
-    """When a call returns all workers have followed: none refuses the model that is loaded, none answers the one that is gone."""
+    """When a call returns all workers have followed: none refuses the model that is loaded, none answers
+    the one that is gone."""
     with triton.InferenceServerClient(f"127.0.0.1:{both.port}") as client:
         assert "model_repository" in client.get_server_metadata()["extensions"]
         assert client.get_model_repository_index(headers=OPERATOR) == [
             {"name": "demo", "version": "1", "state": "READY"},
             {"name": "other", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
         ]
-        assert [m["name"] for m in client.get_model_repository_index()] == ["demo"]  # others are an operator's to see
+        assert [m["name"] for m in client.get_model_repository_index()] == [
+            "demo"
+        ]  # others are an operator's to see
         assert set(answers(both, "other")) == {404}
         client.load_model("other", headers=OPERATOR)
         assert set(answers(both, "other")) == {200} and client.is_model_ready("other")
@@ -56,7 +60,9 @@ def test_a_model_is_loaded_and_unloaded_in_every_worker(both: Server) -> None:
         ids = np.array([[7]])
         asked = triton.InferInput("user", [1, 1], "INT64")
         asked.set_data_from_numpy(ids)
-        np.testing.assert_allclose(client.infer("other", [asked]).as_numpy("user")[0], OTHER["user"][7], atol=0.05)
+        np.testing.assert_allclose(
+            client.infer("other", [asked]).as_numpy("user")[0], OTHER["user"][7], atol=0.05
+        )
         client.unload_model("demo", headers=OPERATOR)
         assert set(answers(both, "demo")) == {404} and set(answers(both, "other")) == {200}
         client.unload_model("other", headers=OPERATOR)
@@ -70,7 +76,9 @@ def test_workers_that_start_later_serve_what_was_loaded(both: Server) -> None:
     os.kill(before[0], signal.SIGKILL)
     until(lambda: len(set(both.workers()) - set(before)) == 1, what="the successor")
     both.process.send_signal(signal.SIGHUP)
-    until(lambda: not set(both.workers()) & set(before) and len(both.workers()) == 3, what="all to be replaced")
+    until(
+        lambda: not set(both.workers()) & set(before) and len(both.workers()) == 3, what="all to be replaced"
+    )
     assert set(answers(both, "other")) == {200} and set(answers(both, "demo")) == {404}
 
 
@@ -89,7 +97,9 @@ def test_the_scheme_is_written_in_any_case(start: Start, scheme: str) -> None:
     server = start("--admin-token", TOKEN)
     for token, status in ((TOKEN, 200), (TOKEN.swapcase(), 401)):
         headers = {"Authorization": f"{scheme} {token}"}
-        assert httpx.post(f"{server.url}/v2/repository/models/demo/load", headers=headers).status_code == status
+        assert (
+            httpx.post(f"{server.url}/v2/repository/models/demo/load", headers=headers).status_code == status
+        )
 
 
 def test_without_a_token_nothing_can_be_loaded(start: Start) -> None:
@@ -99,7 +109,9 @@ def test_without_a_token_nothing_can_be_loaded(start: Start) -> None:
         found = httpx.post(f"{server.url}/v2/repository/{call}", headers=OPERATOR)
         assert found.status_code == 403 and "--admin-token-file" in found.json()["error"]
     assert "model_repository" not in server.get("/v2").json()["extensions"]
-    assert httpx.post(f"{server.url}/v2/repository/index").json() == [{"name": "demo", "version": "1", "state": "READY"}]
+    assert httpx.post(f"{server.url}/v2/repository/index").json() == [
+        {"name": "demo", "version": "1", "state": "READY"}
+    ]
 
 
 def test_what_cannot_be_loaded_is_refused_and_leaves_all_as_it_was(both: Server, root: Path) -> None:
@@ -130,7 +142,9 @@ def test_the_index_may_leave_out_what_is_not_ready(both: Server) -> None:
 
 def test_a_server_with_a_token_may_begin_without_a_model(start: Start, root: Path) -> None:
     server = start("--admin-token", TOKEN, models=())
-    assert server.get("/v2/health/ready").status_code == 200 and server.get("/v1/models").json()["models"] == []
+    assert (
+        server.get("/v2/health/ready").status_code == 200 and server.get("/v1/models").json()["models"] == []
+    )
     assert httpx.post(f"{server.url}/v2/repository/models/demo/load", headers=OPERATOR).status_code == 200
     assert set(answers(server, "demo", 3)) == {200}
 
@@ -174,17 +188,35 @@ def test_the_token_is_nowhere_to_be_seen(both: Server) -> None:
 
 
 def test_models_come_and_go_on_a_gpu(start: Start, root: Path, tmp_path: Path) -> None:
-    """With a cache that models share: the rows of each are its own, also when one comes back to what another one left."""
+    """With a cache that models share: the rows of each are its own, also when one comes back to what
+    another one left."""
     publish_demo(root, tmp_path, OTHER, "other")
-    device = ("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--placement", "cached", "--hbm-budget", "1MiB")
+    device = (
+        "--devices",
+        tables.serve_device(),
+        "--gpu-from-ids",
+        0,
+        "--placement",
+        "cached",
+        "--hbm-budget",
+        "1MiB",
+    )
     server = start(*device, "--admin-token", TOKEN)
     with Client(server.url) as client:
         for _ in range(2):
-            assert httpx.post(f"{server.url}/v2/repository/models/other/load", headers=OPERATOR, timeout=300).status_code == 200
+            assert (
+                httpx.post(
+                    f"{server.url}/v2/repository/models/other/load", headers=OPERATOR, timeout=300
+                ).status_code
+                == 200
+            )
             for model, values in (("demo", TABLES), ("other", OTHER), ("demo", TABLES)):
                 found = client.lookup(model, {"user": [[7], [11]]})["user"]
                 np.testing.assert_allclose(found, values["user"][[7, 11]], atol=0.05)
-            assert httpx.post(f"{server.url}/v2/repository/models/other/unload", headers=OPERATOR).status_code == 200
+            assert (
+                httpx.post(f"{server.url}/v2/repository/models/other/unload", headers=OPERATOR).status_code
+                == 200
+            )
         assert 'tableside_version{model="other"}' not in client.metrics()
 
 
@@ -197,4 +229,7 @@ def test_a_model_that_was_loaded_is_scrubbed(start: Start, root: Path, tmp_path:
     def scrubs() -> str:
         return server.get("/metrics").text.partition("tableside_scrubs_total{")[2]
 
-    until(lambda: 'model="other",outcome="whole"' in scrubs() and 'model="demo",outcome="whole"' in scrubs(), what="scrubs")
+    until(
+        lambda: 'model="other",outcome="whole"' in scrubs() and 'model="demo",outcome="whole"' in scrubs(),
+        what="scrubs",
+    )

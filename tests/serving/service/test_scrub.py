@@ -31,15 +31,21 @@ class Reads:
         self.running -= 1
 
 
-def worker_of(root: Path, every_s: float, reads: Reads, monkeypatch: pytest.MonkeyPatch) -> tuple[Scrubber, Any]:
+def worker_of(
+    root: Path, every_s: float, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Scrubber, Any]:
     """A worker's scrubber of the model, whose rows it never held against their checksums."""
-    engine: Any = SimpleNamespace(model=Model(root, "demo"), attached=lambda: SimpleNamespace(version=1, verified_at=0.0))
+    engine: Any = SimpleNamespace(
+        model=Model(root, "demo"), attached=lambda: SimpleNamespace(version=1, verified_at=0.0)
+    )
     scrubber = Scrubber([engine], every_s)
     monkeypatch.setattr(scrubber, "_read", reads)
     return scrubber, engine
 
 
-def test_one_worker_at_a_time_scrubs_a_model(publish: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_at_a_time_scrubs_a_model(
+    publish: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two workers that find a scrub due at the same time: one reads, the other leaves it."""
     publish({"t": np.ones((4, 8), np.float32)})
     reads = Reads()
@@ -52,7 +58,9 @@ def test_one_worker_at_a_time_scrubs_a_model(publish: Any, root: Path, monkeypat
     assert (reads.count, reads.most) == (1, 1)
 
 
-def test_a_version_that_another_worker_read_is_not_read_again(publish: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_another_worker_read_is_not_read_again(
+    publish: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before scrub_hours are over; then it is."""
     publish({"t": np.ones((4, 8), np.float32)})
     reads = Reads()
@@ -70,9 +78,12 @@ def test_rows_are_read_where_a_core_is_idle() -> None:
     """The process that reads has the scheduling policy SCHED_IDLE."""
     script = (
         "import os; from tableside.serving import scrub; "
-        "scrub.damage_of = lambda *_: str(os.sched_getscheduler(0)); scrub.main(['/dev/shm', 'demo', '1', ''])"
+        "scrub.damage_of = lambda *_: str(os.sched_getscheduler(0)); scrub.main(['/dev/shm', 'demo', '1', "
+        "''])"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=300
+    )
     assert found.stdout == f'{{"damage": "{os.SCHED_IDLE}"}}\n'
 
 

@@ -27,7 +27,9 @@ REGISTER = "/v2/systemsharedmemory/region/r/register"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("demo"), "--workers", 2, "--allow-client-shm", "--max-body-bytes", BYTES) as one:
+    with running(
+        tmp_path_factory.mktemp("demo"), "--workers", 2, "--allow-client-shm", "--max-body-bytes", BYTES
+    ) as one:
         yield one
 
 
@@ -39,7 +41,8 @@ def client(server: Server) -> Iterator[Any]:
 
 
 class Shared:
-    """An object of shared memory of BYTES bytes that tritonclient made, registered as a region of the same name."""
+    """An object of shared memory of BYTES bytes that tritonclient made, registered as a region of the same
+    name."""
 
     def __init__(self, client: Any, name: str, size: int = BYTES) -> None:
         self.client, self.name, self.key = client, name, f"test-{uuid.uuid4().hex[:12]}"
@@ -67,7 +70,9 @@ class Shared:
         described = result.get_output(name)
         assert "data" not in described
         assert described["parameters"]["shared_memory_region"] == self.name
-        dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_, "INT64": np.int64}[described["datatype"]]
+        dtype = {"FP32": np.float32, "FP16": np.float16, "BOOL": np.bool_, "INT64": np.int64}[
+            described["datatype"]
+        ]
         values = shm.get_contents_as_numpy(self.handle, dtype, described["shape"], offset)
         assert described["parameters"]["shared_memory_byte_size"] == values.nbytes
         return np.array(values)
@@ -75,7 +80,8 @@ class Shared:
 
 @pytest.fixture
 def share(client: Any) -> Iterator[Callable[..., Shared]]:
-    """share(name) -> an object of shared memory that goes with the test, registered unless is_registered is false."""
+    """share(name) -> an object of shared memory that goes with the test, registered unless is_registered
+    is false."""
     made: list[Shared] = []
 
     def run(name: str = "r", size: int = BYTES, is_registered: bool = True) -> Shared:
@@ -126,7 +132,8 @@ def test_register_status_unregister(client: Any, share: Callable[..., Shared]) -
 
 
 def test_all_tensors_in_regions(client: Any, share: Callable[..., Shared]) -> None:
-    """Of every kind, in one region or two; with lengths that differ, so that later requests go by a template."""
+    """Of every kind, in one region or two; with lengths that differ, so that later requests go by a
+    template."""
     given, taken = share("in"), share("out")
     rng = np.random.default_rng(0)
     for k in range(8):
@@ -145,7 +152,9 @@ def test_all_tensors_in_regions(client: Any, share: Callable[..., Shared]) -> No
             at += values.nbytes + 4 * (k % 2)
         offsets = {"user": 0, "clicked": 2048, "liked": 2048 + 5 * 32 * 4, "text": 4096 + k}
         sizes = {"user": 1280, "clicked": 640, "liked": 320 + k, "text": 4000}
-        outputs = [taken.ask(name, sizes[name], offsets[name]) for name in ("text", "user", "liked", "clicked")]
+        outputs = [
+            taken.ask(name, sizes[name], offsets[name]) for name in ("text", "user", "liked", "clicked")
+        ]
         result = client.infer("demo", inputs, outputs=outputs, request_id=f"r{k}")
         assert result.get_response()["id"] == f"r{k}"
         expected = client.infer("demo", [body(name, values) for name, values in arrays.items()])
@@ -164,7 +173,9 @@ def test_the_compact_form(client: Any, share: Callable[..., Shared]) -> None:
         places = {"kjt": 1024, "kjt.sequences": 8192, "kjt.offsets": 16384}
         outputs = [one.ask(name, 8000 if name != "kjt.offsets" else 16, at) for name, at in places.items()]
         result = client.infer("demo", inputs, outputs=outputs, parameters=parameters)
-        expected = client.infer("demo", [body("kjt.values", values), body("kjt.lengths", lengths)], parameters=parameters)
+        expected = client.infer(
+            "demo", [body("kjt.values", values), body("kjt.lengths", lengths)], parameters=parameters
+        )
         for name, at in places.items():
             np.testing.assert_array_equal(one.get(result, name, at), expected.as_numpy(name))
 
@@ -174,7 +185,11 @@ def test_some_tensors_in_the_body(client: Any, share: Callable[..., Shared], bin
     """Inputs and outputs of either way in one request, the body's as JSON or as bytes."""
     one, rng = share(), np.random.default_rng(0)
     for k in range(4):
-        user, clicked, text = rng.integers(0, 1000, (3, k)), rng.integers(0, 300, (3, 2)), rng.integers(0, 50, 5)
+        user, clicked, text = (
+            rng.integers(0, 1000, (3, k)),
+            rng.integers(0, 300, (3, 2)),
+            rng.integers(0, 50, 5),
+        )
         inputs = [body("text.values", text, binary), one.put("user", user), body("clicked", clicked, binary)]
         outputs = [
             triton.InferRequestedOutput("user", binary_data=binary),
@@ -183,7 +198,9 @@ def test_some_tensors_in_the_body(client: Any, share: Callable[..., Shared], bin
             one.ask("user.found", user.size, 3000) if k == 3 else one.ask("text.found", 5, 3000),
         ]
         result = client.infer("demo", inputs, outputs=outputs[: 3 + k // 2])
-        expected = client.infer("demo", [body("user", user), body("clicked", clicked), body("text.values", text)])
+        expected = client.infer(
+            "demo", [body("user", user), body("clicked", clicked), body("text.values", text)]
+        )
         for name in ("user", "text"):
             np.testing.assert_array_equal(result.as_numpy(name), expected.as_numpy(name))
         np.testing.assert_array_equal(one.get(result, "clicked", 4096), expected.as_numpy("clicked"))
@@ -221,10 +238,16 @@ def test_large_tensors(start: Callable[..., Server]) -> None:
             ids = np.random.default_rng(0).integers(0, 1000, (80_000, 8))
             small = client.infer("demo", [body("user", ids[-3:])]).as_numpy("user")
             for _ in range(3):
-                result = client.infer("demo", [one.put("user", ids)], outputs=[one.ask("user", 80_000 * 256, 8 << 20)])
+                result = client.infer(
+                    "demo", [one.put("user", ids)], outputs=[one.ask("user", 80_000 * 256, 8 << 20)]
+                )
                 np.testing.assert_array_equal(one.get(result, "user", 8 << 20)[-3:], small)
-                few = client.infer("demo", [one.put("user", ids[:20_000])], outputs=[one.ask("user", 80_000 * 256, 8 << 20)])
-                np.testing.assert_array_equal(one.get(few, "user", 8 << 20), one.get(result, "user", 8 << 20)[:20_000])
+                few = client.infer(
+                    "demo", [one.put("user", ids[:20_000])], outputs=[one.ask("user", 80_000 * 256, 8 << 20)]
+                )
+                np.testing.assert_array_equal(
+                    one.get(few, "user", 8 << 20), one.get(result, "user", 8 << 20)[:20_000]
+                )
         finally:
             shm.destroy_shared_memory_region(one.handle)
 
@@ -250,7 +273,9 @@ def ask_all_workers(server: Server, one: Shared) -> None:
 
     def ask() -> bool:
         with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
-            result = client.infer("demo", [one.put("user", np.array([[1, 2]]))], outputs=[one.ask("user", 256, 256)])
+            result = client.infer(
+                "demo", [one.put("user", np.array([[1, 2]]))], outputs=[one.ask("user", 256, 256)]
+            )
             assert np.any(one.get(result, "user", 256))
         return len(holders(server, one)) == 2
 
@@ -258,7 +283,8 @@ def ask_all_workers(server: Server, one: Shared) -> None:
 
 
 def test_workers_share_what_is_registered(server: Server, client: Any, share: Callable[..., Shared]) -> None:
-    """A region that one worker registered is known by both, is unregistered for both, and its name may be given to another."""
+    """A region that one worker registered is known by both, is unregistered for both, and its name may be
+    given to another."""
     one = share()
     ask_all_workers(server, one)
     client.unregister_system_shared_memory("r")
@@ -292,7 +318,9 @@ def infer_error(server: Server, inputs: Any, outputs: Any = (), content: bytes |
     """The error of an infer request that is refused with 400, once by the slow path and once more."""
     request = {"inputs": inputs, **({"outputs": outputs} if outputs else {})}
     for _ in range(2):
-        reply = httpx.post(f"{server.url}/v2/models/demo/infer", content=content or json.dumps(request), timeout=300)
+        reply = httpx.post(
+            f"{server.url}/v2/models/demo/infer", content=content or json.dumps(request), timeout=300
+        )
         assert reply.status_code == 400, reply.text
     return str(reply.json()["error"])
 
@@ -326,11 +354,16 @@ R, N, O = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offs
         ),
         ({R: "r", N: 16, O: 2**63 - 1}, "are outside shared memory region 'r'"),
         ({R: "r", N: 16, O: 2**64 - 16}, "are outside shared memory region 'r'"),
-        ({R: "r", N: 16, "binary_data_size": 16}, "has a shared_memory_region and data or a binary_data_size"),
+        (
+            {R: "r", N: 16, "binary_data_size": 16},
+            "has a shared_memory_region and data or a binary_data_size",
+        ),
     ],
     ids=str,
 )
-def test_inputs_are_checked(server: Server, share: Callable[..., Shared], parameters: dict[str, Any], message: str) -> None:
+def test_inputs_are_checked(
+    server: Server, share: Callable[..., Shared], parameters: dict[str, Any], message: str
+) -> None:
     share()
     assert message in infer_error(server, user(**parameters))
 
@@ -349,20 +382,25 @@ def test_inputs_are_checked(server: Server, share: Callable[..., Shared], parame
     ],
     ids=str,
 )
-def test_outputs_are_checked(server: Server, share: Callable[..., Shared], outputs: list[dict[str, Any]], message: str) -> None:
+def test_outputs_are_checked(
+    server: Server, share: Callable[..., Shared], outputs: list[dict[str, Any]], message: str
+) -> None:
     """Two outputs share no byte, also where they name it by two regions of one object."""
     one = share()
     one.client.register_system_shared_memory("s", one.key, BYTES)
     one.put("user", np.zeros((1, 2), np.int64))
     inputs = [*user(**{R: "r", N: 16}), {**user(**{R: "r", N: 16})[0], "name": "text.values", "shape": [2]}]
-    asked = [{"name": name, "parameters": given} for name, given in zip(("user", "text"), outputs, strict=False)]
+    asked = [
+        {"name": name, "parameters": given} for name, given in zip(("user", "text"), outputs, strict=False)
+    ]
     if len(outputs) == 2:
         asked[1]["parameters"]["shared_memory_byte_size"] = 256
     assert message in infer_error(server, inputs, asked)
 
 
 def test_what_a_template_refuses(client: Any, share: Callable[..., Shared]) -> None:
-    """The same faults where the header was learnt: the slow path says what is wrong, and right requests go on being answered."""
+    """The same faults where the header was learnt: the slow path says what is wrong, and right requests go
+    on being answered."""
     one, ids = share(), np.arange(10).reshape(1, 10)
 
     def infer(offset: int = 0, size: int = 256, at: int = 1024, count: int = 10) -> Any:
@@ -404,13 +442,18 @@ def test_inputs_in_regions_count_as_a_body(server: Server, share: Callable[..., 
         ({"key": "KEY", "byte_size": 8, "offset": "0"}, "offset is '0'; expected a number of bytes"),
         ({"key": "KEY", "byte_size": 8, "offset": -1}, "offset is -1; expected a number of bytes"),
         ({"key": "KEY", "byte_size": BYTES + 1}, "its object ends before offset 0 + byte_size 65,537"),
-        ({"key": "KEY", "byte_size": 2**63 - 1, "offset": 2**63 - 1}, "expected an offset from 0 and a byte_size from 1"),
+        (
+            {"key": "KEY", "byte_size": 2**63 - 1, "offset": 2**63 - 1},
+            "expected an offset from 0 and a byte_size from 1",
+        ),
         ({"key": "../etc/passwd", "byte_size": 8}, "its key names no object that may be used"),
         ({"key": "no-such-object", "byte_size": 8}, "its key names no object that may be used"),
     ],
     ids=str,
 )
-def test_registering_is_checked(server: Server, share: Callable[..., Shared], asked: Any, message: str) -> None:
+def test_registering_is_checked(
+    server: Server, share: Callable[..., Shared], asked: Any, message: str
+) -> None:
     """And errors say nothing of keys."""
     one = share(is_registered=False)
     content = asked if isinstance(asked, bytes) else json.dumps(asked).replace("KEY", one.key).encode()
@@ -467,7 +510,10 @@ def test_off_unless_it_is_allowed(start: Callable[..., Server]) -> None:
             lambda: client.infer("demo", [found]),
             lambda: client.infer("demo", [body("user", np.zeros((1, 2), np.int64))], outputs=[asked]),
         ):
-            with refused("shared memory regions are not supported by this server as it was started .* --allow-client-shm"):
+            with refused(
+                "shared memory regions are not supported by this server as it was started .* "
+                "--allow-client-shm"
+            ):
                 call()
 
 
@@ -491,7 +537,9 @@ def test_a_truncated_object_ends_no_worker(server: Server, client: Any, share: C
     assert set(server.workers()) == workers
 
 
-def test_an_object_that_is_truncated_while_it_is_used(server: Server, client: Any, share: Callable[..., Shared]) -> None:
+def test_an_object_that_is_truncated_while_it_is_used(
+    server: Server, client: Any, share: Callable[..., Shared]
+) -> None:
     """Again and again, while requests run: each is answered or refused, and no worker ends."""
     one, workers, stop = share(), set(server.workers()), threading.Event()
 
@@ -535,8 +583,11 @@ def test_a_removed_object_is_let_go(server: Server, client: Any, share: Callable
     assert client.get_system_shared_memory_status() == []
 
 
-def test_ids_that_change_while_they_are_read(server: Server, client: Any, share: Callable[..., Shared]) -> None:
-    """What is looked up is what was checked: a client that writes wrong ids meanwhile gets an answer or an error."""
+def test_ids_that_change_while_they_are_read(
+    server: Server, client: Any, share: Callable[..., Shared]
+) -> None:
+    """What is looked up is what was checked: a client that writes wrong ids meanwhile gets an answer or an
+    error."""
     one, stop = share(), threading.Event()
 
     def write(ids: np.ndarray) -> None:
@@ -547,7 +598,9 @@ def test_ids_that_change_while_they_are_read(server: Server, client: Any, share:
     workers, seen = set(server.workers()), {"right": 0, "refused": 0}
     found = triton.InferInput("user", [16, 256], "INT64")
     found.set_shared_memory("r", 16 * 256 * 8)
-    thread = threading.Thread(target=write, args=(np.ndarray((4096,), np.int64, one.handle._mpsm_handle.buf),))
+    thread = threading.Thread(
+        target=write, args=(np.ndarray((4096,), np.int64, one.handle._mpsm_handle.buf),)
+    )
     thread.start()
     try:
 

@@ -1,5 +1,6 @@
-"""Triton's CUDA shared memory, by an unchanged tritonclient. With --device cuda:0 the regions are those of its cuda_shared_memory
-(cuda-python); in Triton's interpreter a device's memory is the host's, and a handle is the name of an object in /dev/shm."""
+"""Triton's CUDA shared memory, by an unchanged tritonclient. With --device cuda:0 the regions are those of
+its cuda_shared_memory (cuda-python); in Triton's interpreter a device's memory is the host's, and a handle
+is the name of an object in /dev/shm."""
 
 import base64
 import os
@@ -102,7 +103,8 @@ class Region:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two doors and their engine. The smallest requests are for the CPU, but for those with tensors on the device."""
+    """Two doors and their engine. The smallest requests are for the CPU, but for those with tensors on the
+    device."""
     options = ("--workers", 2, "--devices", tables.serve_device(), "--allow-client-shm", "--placement", "hbm")
     with running(tmp_path_factory.mktemp("demo"), *options) as one:
         yield one
@@ -142,7 +144,11 @@ def expected(server: Server) -> Callable[..., Any]:
 
     def run(**features: Any) -> dict[str, np.ndarray]:
         with Client(server.url) as found:
-            return dict(found.lookup("demo", {name: [list(map(int, bag)) for bag in bags] for name, bags in features.items()}))
+            return dict(
+                found.lookup(
+                    "demo", {name: [list(map(int, bag)) for bag in bags] for name, bags in features.items()}
+                )
+            )
 
     return run
 
@@ -179,17 +185,30 @@ def test_ids_and_vectors_in_a_region(server: Server, region: Region, expected: C
                 body("clicked.values", IDS),
                 body("clicked.lengths", LENGTHS),
             ]
-            clicked_too = region.output("clicked", 3 * 32 * 4, 4100) if turn > 1 else triton.InferRequestedOutput("clicked")
-            result = client.infer("demo", inputs, outputs=[region.output("user", 3 * 64 * 4, 1000), clicked_too])
+            clicked_too = (
+                region.output("clicked", 3 * 32 * 4, 4100)
+                if turn > 1
+                else triton.InferRequestedOutput("clicked")
+            )
+            result = client.infer(
+                "demo", inputs, outputs=[region.output("user", 3 * 64 * 4, 1000), clicked_too]
+            )
         np.testing.assert_allclose(region.get(result, "user", 1000), wanted["user"], rtol=1e-5, atol=1e-5)
         clicked = region.get(result, "clicked", 4100) if turn > 1 else result.as_numpy("clicked")
         np.testing.assert_allclose(clicked, wanted["clicked"], rtol=1e-5, atol=1e-5)
     after = region.memory.get(np.uint8, (SIZE,), 0)
-    assert (after[60:1000] == 99).all() and (after[1000 + 768 : 4100] == 99).all() and (after[4100 + 384 :] == 99).all()
+    assert (
+        (after[60:1000] == 99).all()
+        and (after[1000 + 768 : 4100] == 99).all()
+        and (after[4100 + 384 :] == 99).all()
+    )
 
 
-def test_a_request_in_the_same_words_reads_what_is_there_now(client: Any, region: Region, expected: Callable[..., Any]) -> None:
-    """Ids that changed, and memory that was registered anew by the same name. One in other words is not taken for it."""
+def test_a_request_in_the_same_words_reads_what_is_there_now(
+    client: Any, region: Region, expected: Callable[..., Any]
+) -> None:
+    """Ids that changed, and memory that was registered anew by the same name. One in other words is not
+    taken for it."""
     rows = expected(user=[[n] for n in range(6)])["user"]
 
     def ask(first: int, of: Region, size: int = 512) -> np.ndarray:
@@ -226,7 +245,10 @@ def test_the_other_ways_to_send_features(client: Any, region: Region, expected: 
     lengths = np.full((2, 2), 2, np.int32)
     compact = [region.input("kjt.values", values, 8), body("kjt.lengths", lengths)]
     result = client.infer(
-        "demo", compact, outputs=[region.output("kjt", 2 * 96 * 4, 2048)], parameters={"kjt.features": "user,clicked"}
+        "demo",
+        compact,
+        outputs=[region.output("kjt", 2 * 96 * 4, 2048)],
+        parameters={"kjt.features": "user,clicked"},
     )
     together = region.get(result, "kjt", 2048)
     np.testing.assert_allclose(together[:, :64], wanted["user"], rtol=1e-5, atol=1e-5)
@@ -247,7 +269,11 @@ def test_what_cannot_be_there_is_refused(client: Any, region: Region) -> None:
         client.infer("demo", [user], outputs=[region.output("user.found", 5, 512)])
     with refused("two of them have bytes of shared memory in common"):
         clicked = region.input("clicked", IDS.reshape(1, 5), 64)
-        client.infer("demo", [user, clicked], outputs=[region.output("user", 256, 512), region.output("clicked", 128, 600)])
+        client.infer(
+            "demo",
+            [user, clicked],
+            outputs=[region.output("user", 256, 512), region.output("clicked", 128, 600)],
+        )
     with refused("outside CUDA shared memory region 'r', which has 65,536 bytes"):
         client.infer("demo", [user], outputs=[region.output("user", 256, SIZE - 200)])
     with refused("feature 'user': id 1000 at position 1 is outside the table's rows"):
@@ -272,7 +298,9 @@ def test_handles_that_are_none(client: Any, region: Region) -> None:
     client.infer("demo", [region.input("user", IDS.reshape(1, 5), 0)])
 
 
-def test_a_successor_of_the_engine_opens_what_is_registered(server: Server, client: Any, region: Region) -> None:
+def test_a_successor_of_the_engine_opens_what_is_registered(
+    server: Server, client: Any, region: Region
+) -> None:
     """And closes what is unregistered, as did the one before."""
     request = [region.input("user", IDS.reshape(1, 5), 0)], [region.output("user", 256, 512)]
     before = region.get(client.infer("demo", request[0], outputs=request[1]), "user", 512)
@@ -280,7 +308,9 @@ def test_a_successor_of_the_engine_opens_what_is_registered(server: Server, clie
     os.kill(engine, signal.SIGKILL)
     until(lambda: server.engines() not in ([], [engine]), what="a successor")
     region.memory.put(np.zeros(256, np.uint8), 512)
-    np.testing.assert_array_equal(region.get(client.infer("demo", request[0], outputs=request[1]), "user", 512), before)
+    np.testing.assert_array_equal(
+        region.get(client.infer("demo", request[0], outputs=request[1]), "user", 512), before
+    )
     if tables.DEVICE == "interpreter":
         (engine,) = server.engines()
         maps = Path(f"/proc/{engine}/maps")

@@ -1,4 +1,5 @@
-"""Regions of shared memory in one process: which objects are taken, when they end, and the list that workers share."""
+"""Regions of shared memory in one process: which objects are taken, when they end, and the list that
+workers share."""
 
 import gc
 import multiprocessing
@@ -43,7 +44,11 @@ def make() -> Iterator[Callable[..., Path]]:
 
 def descriptors(path: Path) -> int:
     """How many descriptors of this process are of a file, by its name as it was opened."""
-    found = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+    found = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    ]
     return sum(name.removesuffix(" (deleted)") == str(path) for name in found)
 
 
@@ -98,7 +103,8 @@ def test_a_segment_cannot_be_named(publish: Callable[..., Any], root: Path) -> N
 
 @pytest.mark.parametrize("prefix", regions.RESERVED)
 def test_reserved_names(make: Callable[..., Path], prefix: str) -> None:
-    """Objects of ours that lie in /dev/shm itself, semaphores and hidden files are refused though they are files of this user."""
+    """Objects of ours that lie in /dev/shm itself, semaphores and hidden files are refused though they are
+    files of this user."""
     refuses(f"/{make(4096, prefix).name}")
 
 
@@ -150,7 +156,9 @@ def test_names_have_a_length(make: Callable[..., Path], name: str) -> None:
         Regions(RegionRegistry()).register(name, make().name, 0, 8)
 
 
-def test_limits_hold_for_all_regions_together(make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_hold_for_all_regions_together(
+    make: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over all workers; what was unregistered leaves room."""
     monkeypatch.setattr(regions, "MOST_REGIONS", 3)
     monkeypatch.setattr(regions, "MOST_BYTES", 9000)
@@ -191,7 +199,8 @@ def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
 
 
 def test_a_request_under_way_keeps_its_region(make: Callable[..., Path]) -> None:
-    """Unregistering ends no request: its answer goes into the object that it named, and the descriptor goes after that."""
+    """Unregistering ends no request: its answer goes into the object that it named, and the descriptor
+    goes after that."""
     path, one = make(64), Regions(RegionRegistry())
     one.register("r", path.name, 0, 64)
     region = one.find("r")
@@ -207,7 +216,8 @@ def test_a_request_under_way_keeps_its_region(make: Callable[..., Path]) -> None
 
 
 def test_a_name_that_was_given_anew_is_another_object(make: Callable[..., Path]) -> None:
-    """A worker that has not opened a region yet does not take another object for it; one that has does not either."""
+    """A worker that has not opened a region yet does not take another object for it; one that has does not
+    either."""
     path, registry = make(64), RegionRegistry()
     one, other = Regions(registry), Regions(registry)
     one.register("r", path.name, 0, 64)
@@ -254,12 +264,15 @@ def test_a_region_is_forgotten_where_it_is_still_the_same(make: Callable[..., Pa
 
 
 def test_a_truncated_object_is_an_error(make: Callable[..., Path]) -> None:
-    """Found where the region is named, where it is read and where it is written; it is not made longer again by that."""
+    """Found where the region is named, where it is read and where it is written; it is not made longer
+    again by that."""
     path, one = make(8192), Regions(RegionRegistry())
     one.register("r", path.name, 0, 8192)
     region = one.find("r")
     os.truncate(path, 4096)
-    with pytest.raises(ApiError, match="its object is shorter than the 8,192 bytes from byte 0 on that were registered"):
+    with pytest.raises(
+        ApiError, match="its object is shorter than the 8,192 bytes from byte 0 on that were registered"
+    ):
         one.find("r")
     with pytest.raises(ApiError, match="its object is shorter"):
         region.read(0, memoryview(bytearray(8192)))
@@ -300,10 +313,13 @@ print(set(path.read_bytes()))
 
 
 def test_no_room() -> None:
-    """An object with holes takes memory when it is written, and none when it is read. Where there is none it takes no bytes."""
+    """An object with holes takes memory when it is written, and none when it is read. Where there is none
+    it takes no bytes."""
     paths = os.pathsep.join([str(Path(__file__).parent.parent.parent / "helpers"), *sys.path])
     command = [*on_small_tmpfs(Path("/dev/shm"), "size=2m"), sys.executable, "-c", FULL]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths}
+    )
     assert not done.stderr
     refusal = "507 shared memory region 'r' takes no more bytes (No space left on device); free shared memory, then try again"
     assert done.stdout.splitlines() == [refusal, "{2}"]
@@ -364,7 +380,9 @@ def test_processes_change_the_list_at_once() -> None:
     context = multiprocessing.get_context("forkserver")
     registry, names, rounds = RegionRegistry(), ["a" * 9, "b" * 5000, "c"], 300
     begin = context.Barrier(len(names) + 1)
-    processes = [context.Process(target=_add_and_remove, args=(registry, name, rounds, begin)) for name in names]
+    processes = [
+        context.Process(target=_add_and_remove, args=(registry, name, rounds, begin)) for name in names
+    ]
     for process in processes:
         process.start()
     begin.wait()
@@ -407,7 +425,9 @@ def test_a_process_that_dies_in_a_change() -> None:
 def test_the_list_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than it holds is refused, and what it holds is kept; as many regions as may be fit."""
     registry = RegionRegistry()
-    longest = [RegionEntry("\x01" * 255, "\x01" * 255, 1 << 62, 1 << 62, 1 << 62, 1 << 62, "x" * 88)] * regions.MOST_REGIONS
+    longest = [
+        RegionEntry("\x01" * 255, "\x01" * 255, 1 << 62, 1 << 62, 1 << 62, 1 << 62, "x" * 88)
+    ] * regions.MOST_REGIONS
     registry.change(lambda entries: longest)
     assert registry.read()[1] == longest
     monkeypatch.setattr(shared_list, "HALF_BYTES", 1 << 12)

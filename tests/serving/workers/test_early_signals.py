@@ -1,4 +1,5 @@
-"""Signals to `tableside serve` at any moment of its start: no traceback, and only those end it that ask for that."""
+"""Signals to `tableside serve` at any moment of its start: no traceback, and only those end it that ask
+for that."""
 
 import os
 import signal
@@ -18,9 +19,25 @@ from tableside.loader.segment.memory import processes_below
 def starting(root: Path, tmp_path: Path) -> "Iterator[subprocess.Popen[str]]":
     """A server that starts, in a group of processes of its own."""
     publish_demo(root, tmp_path)
-    command = [sys.executable, "-m", "tableside", "serve", "demo", "--root", str(root), "--port", "0", "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "tableside",
+        "serve",
+        "demo",
+        "--root",
+        str(root),
+        "--port",
+        "0",
+        "--workers",
+        "2",
+    ]
     process = subprocess.Popen(
-        [*command, "--drain-s", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, "--drain-s", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     yield process
     end(process)
@@ -41,7 +58,9 @@ STAGES = {
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_end_of_a_start_is_quiet(starting: "subprocess.Popen[str]", stage: str, sig: signal.Signals) -> None:
+def test_the_end_of_a_start_is_quiet(
+    starting: "subprocess.Popen[str]", stage: str, sig: signal.Signals
+) -> None:
     """Ctrl-C in a terminal goes to all processes of the server: each ends, none prints where it was."""
     until(lambda: STAGES[stage](starting), what=stage)
     os.killpg(starting.pid, sig)
@@ -52,8 +71,11 @@ def test_the_end_of_a_start_is_quiet(starting: "subprocess.Popen[str]", stage: s
 
 @pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_other_signals_end_nothing(starting: "subprocess.Popen[str]", stage: str, sig: signal.Signals) -> None:
-    """A reload or a new log that is asked for before the server is there, of it or of all its processes; and then again."""
+def test_other_signals_end_nothing(
+    starting: "subprocess.Popen[str]", stage: str, sig: signal.Signals
+) -> None:
+    """A reload or a new log that is asked for before the server is there, of it or of all its processes;
+    and then again."""
     until(lambda: STAGES[stage](starting), what=stage)
     os.killpg(starting.pid, sig)
     assert starting.stdout is not None

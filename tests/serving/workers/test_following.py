@@ -1,4 +1,5 @@
-"""`tableside serve --all`: models that are published while the server runs are served, those that are removed go."""
+"""`tableside serve --all`: models that are published while the server runs are served, those that are
+removed go."""
 
 import os
 import shutil
@@ -70,7 +71,9 @@ def refusal(client: Client, model: str) -> int:
     return 200
 
 
-def test_what_cannot_be_attached_is_no_model_to_serve(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_attached_is_no_model_to_serve(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It would end every worker. One that is served already stays, and answers with why it cannot."""
     for name in ("good", "torn"):
         publish_demo(root, tmp_path, USER, name)
@@ -88,7 +91,9 @@ def test_what_cannot_be_attached_is_no_model_to_serve(root: Path, tmp_path: Path
     assert published_models(settings) == ()
 
 
-def test_what_a_worker_could_not_take_is_tried_again(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_worker_could_not_take_is_tried_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not sooner than RETRY_S after the list was written last; where all was taken the list stays."""
     monkeypatch.setattr(following, "LOOK_S", 0.0)
     publish_demo(root, tmp_path, USER, "good")
@@ -109,7 +114,8 @@ def test_what_a_worker_could_not_take_is_tried_again(root: Path, tmp_path: Path,
 
 
 def test_models_come_and_go_on_a_gpu(start: Callable[..., Server], root: Path, tmp_path: Path) -> None:
-    """An engine process that takes another one's place serves those that there are now, and needs none that went."""
+    """An engine process that takes another one's place serves those that there are now, and needs none
+    that went."""
     server = start("--all", "--devices", tables.serve_device(), "--gpu-from-ids", 0, models=())
     publish_demo(root, tmp_path, USER, "second")
     until(lambda: served(server) == ["demo", "second"], what="the second model")

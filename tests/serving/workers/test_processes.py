@@ -23,7 +23,8 @@ Start = Callable[..., Any]
 
 
 def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
-    """No wrong row, at most the requests in flight break, the worker is replaced, and counters go on from where they were."""
+    """No wrong row, at most the requests in flight break, the worker is replaced, and counters go on from
+    where they were."""
     server = start("--workers", 2)
     table = Model(root, "demo").attach().tables["user"]
     stop, wrong, broken, answered = threading.Event(), [], [], []
@@ -39,7 +40,9 @@ def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
                     broken.append(error)
                     continue
                 answered.append(1)
-                if not np.array_equal(found, choose("native").lookup(table, ids.reshape(-1), np.full(4, 5, np.int32))):
+                if not np.array_equal(
+                    found, choose("native").lookup(table, ids.reshape(-1), np.full(4, 5, np.int32))
+                ):
                     wrong.append(ids)
 
     threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(4)]
@@ -49,7 +52,9 @@ def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
     before = set(server.workers())
     victim = max(before)
     os.kill(victim, signal.SIGKILL)
-    until(lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2, what="a replacement")
+    until(
+        lambda: len(set(server.workers()) - before) == 1 and len(server.workers()) == 2, what="a replacement"
+    )
     count = len(answered)
     until(lambda: len(answered) > count + 50, what="load after the replacement")
     stop.set()
@@ -58,7 +63,9 @@ def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
     assert not wrong
     assert len(broken) <= 16
     text = server.get("/metrics").text
-    counted = float(text.split('tableside_requests_total{model="demo",outcome="ok",protocol="v2"} ')[1].split("\n")[0])
+    counted = float(
+        text.split('tableside_requests_total{model="demo",outcome="ok",protocol="v2"} ')[1].split("\n")[0]
+    )
     assert len(answered) <= counted <= len(answered) + len(broken)
 
 
@@ -136,7 +143,10 @@ def test_a_taken_port(start: Start, root: Path) -> None:
     server = start("--workers", 1)
     found = run_tableside("serve", "demo", "--port", server.port, root=root)
     assert found.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{server.port}: Address already in use; choose another --port" in found.stderr
+    assert (
+        f"cannot listen on 127.0.0.1:{server.port}: Address already in use; choose another --port"
+        in found.stderr
+    )
     assert found.stderr.count("\n") == 1
     assert server.get("/health").status_code == 200
 
@@ -149,7 +159,8 @@ def test_a_model_that_is_not_published(root: Path) -> None:
 
 
 def test_a_version_that_is_damaged_at_start(start: Start, root: Path) -> None:
-    """Workers refuse it at attach; the server says why and ends with exit code 1 instead of trying for ever."""
+    """Workers refuse it at attach; the server says why and ends with exit code 1 instead of trying for
+    ever."""
     server = start("--workers", 1)
     end(server.process)
     path = Model(root, "demo").path(1)
@@ -194,7 +205,9 @@ def test_a_replaced_version_is_unmapped(start: Start, root: Path, tmp_path: Path
         (worker,) = server.workers()
         until(lambda: "/2.segment" in Path(f"/proc/{worker}/maps").read_text(), what="the new version")
         client.lookup("demo", {"user": [[1, 2]]})
-        until(lambda: "/1.segment" not in Path(f"/proc/{worker}/maps").read_text(), what="the old version to go")
+        until(
+            lambda: "/1.segment" not in Path(f"/proc/{worker}/maps").read_text(), what="the old version to go"
+        )
 
 
 def test_the_metrics_folder_goes_with_the_server(start: Start, root: Path) -> None:
@@ -212,12 +225,16 @@ def test_the_metrics_folder_goes_with_the_server(start: Start, root: Path) -> No
 
 
 def test_a_worker_that_cannot_be_replaced_does_not_end_the_others(start: Start, root: Path) -> None:
-    """The model was removed and a worker dies: the other one serves on, and a later version brings the second back."""
+    """The model was removed and a worker dies: the other one serves on, and a later version brings the
+    second back."""
     server = start("--workers", 2)
     Model(root, "demo").remove_all()
     victim, other = server.workers()
     os.kill(victim, signal.SIGKILL)
-    until(lambda: processes_below(server.process.pid) and server.workers() == [other], what="the worker to be gone")
+    until(
+        lambda: processes_below(server.process.pid) and server.workers() == [other],
+        what="the worker to be gone",
+    )
     end_of_watch = time.monotonic() + 2
     while time.monotonic() < end_of_watch:
         assert server.get("/health").status_code == 200

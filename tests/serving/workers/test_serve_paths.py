@@ -1,4 +1,5 @@
-"""`tableside serve` of a model.toml and of a checkpoint: loaded first where the live version is not what they describe."""
+"""`tableside serve` of a model.toml and of a checkpoint: loaded first where the live version is not what
+they describe."""
 
 import os
 from pathlib import Path
@@ -36,7 +37,8 @@ def versions(settings: RootSettings, *arguments: str) -> dict[str, list[int]]:
 
 
 def test_a_checkpoint_is_served_in_one_command(settings: RootSettings) -> None:
-    """Its tables are looked up as if `init` and `load` had come before; the server's line alone is on stdout."""
+    """Its tables are looked up as if `init` and `load` had come before; the server's line alone is on
+    stdout."""
     with local_server(["c.npz"], root=settings.root) as server, Client(server.url) as client:
         (vectors,) = client.lookup("c", {"user": [[7]]})["user"]
     np.testing.assert_allclose(vectors, rows_of(100, 8)[7], atol=0.02)
@@ -54,7 +56,8 @@ def test_what_is_live_is_not_loaded_again(settings: RootSettings, capfd: pytest.
 
 @pytest.mark.parametrize("change", ["checkpoint", "model.toml", "activate", "damage", "only"])
 def test_what_changed_is_loaded_again(change: str, settings: RootSettings) -> None:
-    """A file of the checkpoint, what model.toml says, which version is live, whether it is whole and was loaded whole."""
+    """A file of the checkpoint, what model.toml says, which version is live, whether it is whole and was
+    loaded whole."""
     root, model = settings.root, Model(settings.root, "m")
     Path("m.toml").write_text(MODEL + '[tables.item]\nkey = "user"\n')
     load(read_model(Path("m.toml")), root)
@@ -85,7 +88,8 @@ def test_a_scorer_that_changed_is_loaded_again(settings: RootSettings) -> None:
 
 
 def test_names_of_models_and_paths_are_told_apart(settings: RootSettings) -> None:
-    """A folder of a published model's name is that model; as ./folder it is the folder. A folder may hold the model.toml."""
+    """A folder of a published model's name is that model; as ./folder it is the folder. A folder may hold
+    the model.toml."""
     Path("ckpt").mkdir()
     os.replace("c.npz", "ckpt/c.npz")
     os.replace("m.toml", "ckpt/model.toml")

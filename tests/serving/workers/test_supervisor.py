@@ -1,4 +1,5 @@
-"""The supervisor waits for no worker: what ends is replaced whatever another one does, and signals are heard at any time."""
+"""The supervisor waits for no worker: what ends is replaced whatever another one does, and signals are
+heard at any time."""
 
 import os
 import signal
@@ -18,7 +19,8 @@ Start = Callable[..., Any]
 
 
 def test_a_worker_is_replaced_while_another_one_hangs(start: Start) -> None:
-    """One is stopped, so that it answers nothing; one that is killed meanwhile has its successor before the first is given up."""
+    """One is stopped, so that it answers nothing; one that is killed meanwhile has its successor before
+    the first is given up."""
     server = start("--workers", 2)
     stopped, victim = server.workers()
     os.kill(stopped, signal.SIGSTOP)
@@ -34,7 +36,8 @@ def test_a_worker_is_replaced_while_another_one_hangs(start: Start) -> None:
 
 
 def test_kills_again_and_again(start: Start) -> None:
-    """Whenever the supervisor is asked to look, both places are filled again, and a client with retries sees nothing of it."""
+    """Whenever the supervisor is asked to look, both places are filled again, and a client with retries
+    sees nothing of it."""
     server = start("--workers", 2)
     with Client(server.url, retries=5) as client:
         for n in range(10):
@@ -46,7 +49,8 @@ def test_kills_again_and_again(start: Start) -> None:
 
 
 def test_a_request_to_end_overtakes_those_to_replace(start: Start) -> None:
-    """SIGTERM after many SIGHUPs, while a successor does not get ready: the server ends, and nothing of it is left."""
+    """SIGTERM after many SIGHUPs, while a successor does not get ready: the server ends, and nothing of it
+    is left."""
     server = start("--workers", 2, "--ready-timeout-s", 600)
     before = set(processes_below(server.process.pid))
     for _ in range(5):
@@ -69,7 +73,8 @@ def test_hangups_are_not_queued(start: Start) -> None:
 
 
 def test_a_successor_is_ready_before_its_predecessor_goes(start: Start) -> None:
-    """The only worker is asked to end when its successor takes requests, and not as long as that one does not."""
+    """The only worker is asked to end when its successor takes requests, and not as long as that one does
+    not."""
     server = start("--workers", 1)
     (predecessor,) = server.workers()
     below = set(processes_below(server.process.pid))
@@ -92,7 +97,10 @@ def test_a_successor_is_ready_before_its_predecessor_goes(start: Start) -> None:
         finally:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-        until(lambda: server.workers() == [pid] or not is_running(pid), what="the successor to be the only worker")
+        until(
+            lambda: server.workers() == [pid] or not is_running(pid),
+            what="the successor to be the only worker",
+        )
         return is_running(pid)
 
     until(is_replaced, what="a successor that is not given up")
