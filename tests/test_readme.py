@@ -99,6 +99,7 @@ class Towers(torch.nn.Module):
         return torch.sigmoid((user * item).sum(1))
 
 
+@pytest.mark.thorough
 def test_a_server_and_an_evaluation(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """init, load, serve and eval work exactly as written, on a checkpoint with the names that TorchRec
     gives."""

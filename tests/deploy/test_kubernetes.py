@@ -275,6 +275,7 @@ def pod(root: Path, tmp_path: Path) -> Iterator[tuple[str, "subprocess.Popen[byt
             p.kill()
 
 
+@pytest.mark.thorough
 def test_probes_see_a_pod_come_and_go(pod: tuple[str, "subprocess.Popen[bytes]"], tmp_path: Path) -> None:
     """Start, readiness and liveness as the manifest asks; readiness goes first when the pod ends, and the
     exit code is 0.

@@ -86,6 +86,7 @@ def live(root: Path, tmp_path: Path) -> Iterator[Server]:
     assert end(server.process) == 0
 
 
+@pytest.mark.thorough
 def test_every_metric_exists_on_a_live_server(live: Server, root: Path, tmp_path: Path) -> None:
     """After lookups, scores, a refusal, a missing id, a swap and a scrub, as a server has them within a
     day."""

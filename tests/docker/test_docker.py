@@ -479,6 +479,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.thorough
 def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path) -> None:
     """A model.toml and a published name are served together; the image's check sees it; SIGTERM ends it
     all with 0."""
@@ -507,6 +508,7 @@ def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path)
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("named", ["model.toml", "ads.safetensors"])
 def test_signal_during_the_load_ends_load_and_container(root: Path, tmp_path: Path, named: str) -> None:
     """SIGTERM that comes while rows are read: both processes end at once, nothing is published, the exit
@@ -531,6 +533,7 @@ def slow_safetensors(path: Path, rows: int, dim: int) -> None:
     os.truncate(path, 8 + len(head) + size)
 
 
+@pytest.mark.thorough
 def test_load_that_fails_is_the_containers_exit_code(root: Path, tmp_path: Path) -> None:
     """Nothing is served then; the load's own line comes before the server's."""
     path = write_model(tmp_path)

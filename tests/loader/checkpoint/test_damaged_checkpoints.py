@@ -80,6 +80,7 @@ def test_a_header_of_a_million_tensors_takes_little_memory(child: Child, tmp_pat
 # ---- what is said ----
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -315,6 +316,7 @@ def test_overlaps_are_those_that_a_plain_comparison_finds(seed: int, tmp_path: P
             matrix.check(tmp_path)
 
 
+@pytest.mark.thorough
 def test_two_tensors_of_one_name_cannot_be_a_table(tmp_path: Path) -> None:
     """A dict's key with a dot in it, beside a dict in a dict."""
     torch.save({"a.b": BIG, "a": {"b": BIG + 1}, "c": BIG}, tmp_path / "c.pt")
@@ -324,6 +326,7 @@ def test_two_tensors_of_one_name_cannot_be_a_table(tmp_path: Path) -> None:
         assert found.matrix("c").rows == 20
 
 
+@pytest.mark.thorough
 def test_metadata_of_safetensors_is_walked_over(tmp_path: Path) -> None:
     """Braces, escapes and quotes in its strings; white space anywhere that JSON allows it."""
     metadata = json.dumps({"format": "pt", "x": 'a "}" b \\ {', "empty": ""}, indent=2)

@@ -11,6 +11,8 @@ from campaigns import flips
 SEED, CHANGES = 3, 40
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", flips.KINDS)
 def test_no_changed_bit_is_served(kind: str) -> None:
     """Of 40 single-bit flips and truncations each is found in one line, or changes nothing that is served."""

@@ -286,6 +286,7 @@ def test_a_column_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_a_row_group(tmp_path: Path) -> None:
     """A row group of 200 MB of vectors takes less than twice what a piece is said to take."""
     count, dim, piece = 400_000, 128, 50_000

@@ -227,6 +227,7 @@ def test_other_files_are_refused(name: str, values: str, message: str, root: Pat
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_the_command(root: Path, tmp_path: Path) -> None:
     """A version by its number, and a file that is there only with --force."""
     tensor, path = raw_tensor(root, RowFormat.FP16), tmp_path / "t.npz"

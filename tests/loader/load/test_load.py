@@ -172,6 +172,7 @@ def test_progress_counts_every_row(publish: Publish, tmp_path: Path, root: Path)
     assert seen[-1] == (50_000, 50_000)
 
 
+@pytest.mark.thorough
 def test_memory_of_a_load_does_not_grow_with_the_table(tmp_path: Path, root: Path) -> None:
     """Private memory of a load of 400 MB stays within 256 MiB of an idle process; it is measured in a
     process of its own."""
@@ -239,6 +240,8 @@ STEPS = {
 }
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_load_killed_at_each_publishing_step(
     step: str, publish: Publish, root: Path, tmp_path: Path
@@ -301,6 +304,7 @@ def test_a_load_killed_at_random_instants(publish: Publish, root: Path, tmp_path
     assert killed > 0, "every load finished before it was killed"
 
 
+@pytest.mark.thorough
 def test_two_loads_at_once(publish: Publish, root: Path, tmp_path: Path) -> None:
     """The second is refused with the reason; the first one, stopped meanwhile, goes on and publishes."""
     path, model = _model_file(tmp_path, rows=1_000_000), Model(root, "demo")
@@ -331,6 +335,7 @@ def small_tmpfs(tmp_path: Path) -> Path:
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.thorough
 def test_shared_memory_that_is_too_small(small_tmpfs: Path, tmp_path: Path) -> None:
     """ENOSPC, not SIGBUS: one line, exit code 1, nothing left, and what was published before still serves."""
     np.save(tmp_path / "small.npy", rows_of(1000, 64))

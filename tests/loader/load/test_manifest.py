@@ -299,6 +299,7 @@ def test_a_manifest_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.safetensors", "c.safetensors.manifest.json"]
 
 
+@pytest.mark.thorough
 def test_the_commands_say_what_verified_the_rows(tmp_path: Path, root: Path) -> None:
     """`manifest` writes it, `load` and `inspect` name it; `--out` puts it elsewhere."""
     path = _safetensors(tmp_path, emb=rows_of(1000, 8))

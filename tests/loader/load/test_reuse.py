@@ -270,6 +270,7 @@ def test_features_come_from_model_toml(first: Loaded, root: Path, tmp_path: Path
     assert loaded.header.scorer is not None and loaded.header.scorer.inputs[1].width == DIM
 
 
+@pytest.mark.thorough
 def test_the_command_names_what_it_took_over(first: Loaded, root: Path, tmp_path: Path) -> None:
     """`tableside load --only`, twice for two tables; `inspect` says the same later."""
     spec = spec_of(tmp_path, 1)

@@ -100,6 +100,7 @@ def test_pages_are_counted_and_given_back(publish: Publish, root: Path) -> None:
     assert available_bytes(root) == (PAGES - 3) * PAGE
 
 
+@pytest.mark.thorough
 def test_a_segment_that_does_not_fit(publish: Publish, root: Path) -> None:
     """NoSpace says which pages to set aside; nothing stays, and what was published still serves."""
     publish({"t": rows_of(1000, 32)})

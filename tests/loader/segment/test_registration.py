@@ -143,6 +143,7 @@ Registration(Segment(Path({path!r})), "cuda:0", Slow(), True)
 """
 
 
+@pytest.mark.thorough
 def test_workers_register_one_by_one(segment: Segment) -> None:
     """A second process waits for the first; where that one is killed, it goes on."""
     here = Path(__file__).parent

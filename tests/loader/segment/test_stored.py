@@ -428,6 +428,7 @@ def test_a_directory_that_ascends_in_another_way_reads_no_other_memory(tmp_path:
     assert (table.row_map.find(asked[asked >= 100]) == -1).all()  # type: ignore[union-attr]
 
 
+@pytest.mark.thorough
 def test_a_hostile_segment_never_ends_the_process(tmp_path: Path) -> None:
     """Bytes of indexes and numbers of the header drawn at random, with right checksums: the file is
     refused, or lookups end with vectors or BadIds. A process of its own tries it; many files must come

@@ -223,6 +223,7 @@ def test_the_command_shows_what_was_there_and_what_is(root: Path) -> None:
     assert bytes_of(Model(root, "demo").attach(1)) == bytes_of(Model(root, "demo").attach(2))
 
 
+@pytest.mark.thorough
 def test_the_command_keeps_as_many_older_owners_as_it_is_told(root: Path) -> None:
     publish_tables(root, {"t": raw(RANDOM[:100])})
     for _ in range(3):

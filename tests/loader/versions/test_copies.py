@@ -63,6 +63,7 @@ def bound(segment: Segment) -> Any:
     return module
 
 
+@pytest.mark.thorough
 def test_what_was_copied_outlives_its_copies_and_they_it(publish: Publish) -> None:
     """Of a mapping, a segment and a bound module: rows are read when the copy is gone, and by the copy
     when the original is."""

@@ -320,6 +320,8 @@ def full(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("command", [("gc", "--keep", 0), ("remove", "demo", 1), ("remove", "demo", "--all")])
 def test_a_full_shared_memory_can_be_emptied(command: tuple[object, ...], full: Path) -> None:
     """Removing needs no room; numbers are not given again afterwards."""
@@ -331,6 +333,7 @@ def test_a_full_shared_memory_can_be_emptied(command: tuple[object, ...], full: 
     assert os.statvfs(full).f_bavail > 0
 
 
+@pytest.mark.thorough
 def test_a_full_shared_memory_without_room_for_a_record(full: Path) -> None:
     """Also where the page that was kept for the next record is gone: what is removed makes room first."""
     (full / "demo" / "current.new").unlink()
@@ -343,6 +346,7 @@ def test_a_full_shared_memory_without_room_for_a_record(full: Path) -> None:
     assert (model.versions(), model.record().latest, model.record().current) == ([], 3, 0)
 
 
+@pytest.mark.thorough
 def test_a_full_shared_memory_can_be_rolled_back(full: Path) -> None:
     """The flip has its page."""
     for version in (1, 3, 2, 1):

@@ -19,6 +19,8 @@ from tableside.quant.device.interpreter import InterpretedDevice
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("policy", "budget", "page_bytes", "held", "threads"),
     [
@@ -95,6 +97,7 @@ def test_lru_evicts_what_was_not_used_for_longest() -> None:
     assert t.hits() - before == slots // 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("policy", "stay"), [(Policy.LFU, True), (Policy.LRU, False)])
 def test_a_scan(policy: Policy, stay: bool) -> None:
     """Rows seen once each flush a cache that admits everything, and pass by one that weighs them."""
@@ -233,6 +236,7 @@ def test_warm_rows_are_there_before_they_are_asked_for() -> None:
     t.check_integrity()
 
 
+@pytest.mark.thorough
 def test_churn_leaves_nothing_behind() -> None:
     """After the cache's content was replaced many times its chains are as long as those of one that was just
     filled.
@@ -248,6 +252,7 @@ def test_churn_leaves_nothing_behind() -> None:
     assert t.mean_chain() < fresh * 1.25
 
 
+@pytest.mark.thorough
 def test_a_prefetch_that_fails_leaves_a_cache_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken off at any kernel, the next batch finds an empty cache, every slot free, and its rows."""
     t = CachedTables(20_000, settings(Policy.LFU), {"a": (1000, 48)})

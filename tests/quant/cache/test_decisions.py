@@ -51,6 +51,7 @@ def test_old_uses_count_less() -> None:
     assert hits_of(t, asked) >= asked.size // 2
 
 
+@pytest.mark.thorough
 def test_pages_go_to_the_rows_that_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one size of rows evicts what was just used and the other what was not used for long, pages
     move from this to that."""

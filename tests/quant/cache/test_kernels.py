@@ -144,6 +144,8 @@ class Steps:
         return expected
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.skipif(
     "__import__('tables').DEVICE != 'interpreter'", reason="reads what kernels wrote at its address"
 )
@@ -252,6 +254,7 @@ print("compiled")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_gpus(
     capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

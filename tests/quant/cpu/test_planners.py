@@ -121,6 +121,7 @@ def sources_of(backend: GpuBackend, held: Sequence[Table], rng: random.Random, h
     return made
 
 
+@pytest.mark.thorough
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(["steady", "any"]))
 def test_a_planner_gives_what_plans_give_on_a_gpu(seed: int, how: str) -> None:

@@ -36,6 +36,7 @@ def compiled(folder: Path) -> dict[str, float]:
     return {str(f.relative_to(folder)): f.stat().st_mtime_ns for f in folder.rglob("*.cubin")}
 
 
+@pytest.mark.thorough
 def test_kernels_are_compiled_once_for_an_architecture(triton_cache: Path) -> None:
     """Binaries of it are in the cache then, and a second run finds them."""
     told: list[tuple[int, int]] = []
@@ -49,12 +50,14 @@ def test_kernels_are_compiled_once_for_an_architecture(triton_cache: Path) -> No
     assert compiled(triton_cache) == before
 
 
+@pytest.mark.thorough
 def test_an_unknown_architecture_is_refused() -> None:
     """By the compiler, with its number."""
     with pytest.raises(QuantError, match=r"^sm_11: .*where this Triton does not know sm_11, name one"):
         compile_all(WANTED, 11, 2)
 
 
+@pytest.mark.thorough
 def test_what_launches_is_compiled_where_the_driver_is(
     tmp_path: Path, triton_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

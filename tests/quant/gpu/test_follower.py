@@ -222,6 +222,7 @@ def test_rows_of_refused_requests_are_finite_and_disturb_no_others(what: str) ->
     assert all(np.isfinite(matrix).all() for matrix in follower.seen)
 
 
+@pytest.mark.thorough
 def test_batches_begin_before_others_are_finished() -> None:
     """Through a cache, of which each of them has a ticket: every one reads its own ids, and gives its own
     buffers back."""

@@ -154,6 +154,7 @@ def test_tables_of_host_and_device_in_one_plan() -> None:
         assert (caught.value.job, caught.value.position, caught.value.value) == (number, 1, 199)
 
 
+@pytest.mark.drawn(3)
 @needs_interpreter
 @pytest.mark.parametrize("cpu", ["native", "reference"])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
@@ -270,6 +271,7 @@ def test_the_rows_of_many_ids_are_gathered() -> None:
     assert gathers(70_000) == [(0, 65_536 * 16), (65_536 * 16, (70_000 - 65_536) * 16)]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "row_format",
     [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.INT2, RowFormat.FP16],
@@ -294,6 +296,7 @@ def test_few_long_bags(row_format: RowFormat, is_weighted: bool) -> None:
     assert (caught.value.position, caught.value.value) == (599, 200)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "row_format",
     [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.FP16],
@@ -475,6 +478,7 @@ print("compiled")
 """
 
 
+@pytest.mark.thorough
 def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For sm_80 and sm_90, without a GPU: no local memory, wide stores."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

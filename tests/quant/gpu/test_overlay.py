@@ -94,6 +94,7 @@ def check_rows(backend: GpuBackend, held: RowSource, made: Overlaid, asked: np.n
     )
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(("row_format", "dim"), LAYOUTS, ids=lambda x: getattr(x, "label", x))
 def test_raw_ids_of_every_layout_and_residence(where: str, row_format: RowFormat, dim: int) -> None:
@@ -136,6 +137,8 @@ def test_raw_ids_of_other_kinds(kind: str) -> None:
     check_rows(backend, backend.to_hbm(made.table), made, asked_of(made, KINDS[kind]))
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("where", ["hbm", "cached", "split"])
 def test_bags_weights_and_precisions(where: str) -> None:
     made, backend = raw(), new_backend()
@@ -274,6 +277,7 @@ def test_a_refused_id_of_a_tensor_is_told() -> None:
     )
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("where", ["hbm", "cached", "split", "mapped", "host"])
 def test_states_share_the_table_and_the_layers(where: str) -> None:
     """A state that adds a level copies that one alone, and finds what the cache held; the states before it

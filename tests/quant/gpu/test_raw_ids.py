@@ -196,6 +196,7 @@ NOT_IN_HBM = [
 ]
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("case", [PADDED, ARRAY], ids=["in padding", "in an array"])
 @pytest.mark.parametrize("how", [*PLACES, *NOT_IN_HBM])
 def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) -> None:
@@ -234,6 +235,8 @@ def test_ids_are_copied_only_where_no_rows_in_hbm_hold_them(case: Case, how: str
     assert held.device_map.bytes == least + 8 * index.slots * copies_ids
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("how", ["hbm", "cached", "mapped"])
 def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
     """By lookup, position and value, from a batch whose other requests are answered; with bags and
@@ -398,6 +401,7 @@ def test_a_planner_lays_found_masks_out_too() -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["hbm", "cached"])
 def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
     """Two batches are prefetched before the first is looked up, and each is looked up twice: all get their

@@ -127,6 +127,7 @@ WITHOUT_MEMORY = """
 """
 
 
+@pytest.mark.thorough
 def test_a_host_without_memory_for_the_copies_is_an_error_and_loses_nothing() -> None:
     """A real limit of the process. The copy that it had room for is let go, so that stashing less
     succeeds."""

@@ -63,6 +63,7 @@ def test_from_a_checkpoint_to_published_versions(
     assert "nothing is published" in run_tableside("list", root=root).stdout
 
 
+@pytest.mark.thorough
 def test_staging_without_activating(tmp_path: Path, root: Path) -> None:
     np.save(tmp_path / "t.npy", rows_of(10, 8))
     (tmp_path / "m.toml").write_text('name = "m"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
@@ -72,6 +73,7 @@ def test_staging_without_activating(tmp_path: Path, root: Path) -> None:
     assert ["live" in line for line in listed if line.split()[:1] == ["m"]] == [True, False]
 
 
+@pytest.mark.thorough
 def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
     """--keep says how many stay for a rollback."""
     np.save(tmp_path / "t.npy", rows_of(10, 8))
@@ -81,6 +83,7 @@ def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
     assert sorted(p.name for p in (root / "m").glob("*.segment")) == ["2.segment", "3.segment"]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -131,6 +134,7 @@ def test_mistakes_are_one_line_and_exit_code_1(
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("found", ["-1", "two", "1.5"])
 def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Path, root: Path) -> None:
     """Before anything is loaded or removed: the versions to roll back to are still there."""
@@ -149,6 +153,7 @@ def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Pa
         Model(root, "m").collect(-1)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -344,6 +349,7 @@ def test_bench_tells_why_requests_fail(server: Any) -> None:
     assert found.returncode == 1 and json.loads(found.stdout)["forms"][0]["failure"].startswith("400: {")
 
 
+@pytest.mark.thorough
 def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> None:
     """The choice is open: it is in the metadata, and answers are the same."""
     answers = []

@@ -88,6 +88,7 @@ def counted(server: Any, what: str) -> float:
     return float(found)
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_killed_is_replaced_while_doors_keep_connections(start: Start, root: Path) -> None:
     """No request fails: what the engine had not answered is asked of its successor."""
     server = start(*on_gpu("--workers", 2))
@@ -101,6 +102,7 @@ def test_an_engine_that_is_killed_is_replaced_while_doors_keep_connections(start
     assert not load.wrong
 
 
+@pytest.mark.thorough
 def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -> None:
     """The engine and what its cache holds stay; the next door's requests hit what the first one's brought."""
     server = start(*on_gpu("--placement", "cached", "--hbm-budget", "1MiB"))
@@ -126,6 +128,7 @@ def test_a_door_that_dies_leaves_the_cache_as_it_was(start: Start, root: Path) -
     )
 
 
+@pytest.mark.thorough
 def test_an_engine_that_hangs_is_replaced(start: Start) -> None:
     """Its successor answers what it had been asked."""
     server = start(*on_gpu())
@@ -136,6 +139,7 @@ def test_an_engine_that_hangs_is_replaced(start: Start) -> None:
     assert server.engines() != [engine]
 
 
+@pytest.mark.thorough
 def test_while_there_is_no_engine_the_server_is_not_ready(start: Start) -> None:
     """And small requests, which the door reads itself, are answered."""
     server = start("--devices", tables.serve_device(), "--gpu-from-ids", 100)
@@ -147,6 +151,7 @@ def test_while_there_is_no_engine_the_server_is_not_ready(start: Start) -> None:
     until(lambda: server.get("/v2/health/ready").status_code == 200, what="ready again")
 
 
+@pytest.mark.thorough
 def test_versions_that_requests_name(start: Start, root: Path, tmp_path: Path) -> None:
     """The engine attaches them; one that is not published is refused; after the engine was replaced they
     are there again."""
@@ -190,6 +195,7 @@ def test_answers_that_nobody_reads_make_the_next_ones_wait_and_then_be_refused(
     assert answers.at(answers.take(300_000)) == at
 
 
+@pytest.mark.thorough
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
 def test_blocks_do_not_overlap_and_come_back_whole(rng: random.Random) -> None:
@@ -292,6 +298,7 @@ def _is_socket(pid: int, fd: str) -> bool:
         return False
 
 
+@pytest.mark.thorough
 def test_nonsense_ends_a_connection_and_nothing_else(address: tuple[Any, str]) -> None:
     """Messages that are none, requests outside of the memory, and a door that leaves in the midst of its
     requests."""

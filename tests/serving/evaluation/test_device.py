@@ -77,6 +77,7 @@ def candidates(root: Path, *versions: int) -> list[Candidate]:
     return [Candidate("ctr", v, Model(root, "ctr").attach(v).content()) for v in versions]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("options", "server"),
     [
@@ -282,6 +283,7 @@ def test_rows_at_fault_are_named(root: Path, tmp_path: Path, change: dict[str, A
         list(Evaluator(job).tables([shard]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("placement", "most"), [("cached", 3), ("hbm", 1)])
 def test_rows_of_batches_to_come_are_on_their_way(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, most: int

@@ -210,6 +210,7 @@ def publish_raw_ids(root: Path, folder: Path, missing: str) -> dict[str, np.ndar
     return ids
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("missing", ["zero", "error"])
 def test_missing_ids_are_scored_with_the_default_row(root: Path, tmp_path: Path, missing: str) -> None:
     """Some rows hold ids that no table has: scored as if these were rows of zeros, or refused by feature,
@@ -254,6 +255,7 @@ def test_missing_ids_are_scored_with_the_default_row(root: Path, tmp_path: Path,
     assert again.returncode == 0 and f"of table item: missing {lacks['item']}" in again.stdout, again.stderr
 
 
+@pytest.mark.thorough
 def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
     """int8 passes; int2 does not, with exit code 3. The model.toml of a format is loaded for it, not
     activated."""
@@ -279,6 +281,7 @@ def test_formats_are_compared_and_gated(root: Path, tmp_path: Path) -> None:
     assert Model(root, "ctr").current() == 1
 
 
+@pytest.mark.thorough
 def test_a_change_is_evaluated_before_and_after(root: Path, tmp_path: Path) -> None:
     """A state is named, scored as its rows were then, and held against the one before it; later changes do
     not matter."""
@@ -309,6 +312,7 @@ def test_a_change_is_evaluated_before_and_after(root: Path, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.thorough
 def test_the_same_command_goes_on_with_what_it_loaded(root: Path, tmp_path: Path) -> None:
     """A model.toml is loaded once for an evaluation, also where it was stopped; again where a file of it
     changed."""
@@ -350,6 +354,7 @@ def workers_of(process: "subprocess.Popen[str]", root: Path) -> list[int]:
     return [p for p in processes_below(process.pid) if maps(p)]
 
 
+@pytest.mark.thorough
 def test_killed_workers_are_replaced(root: Path, tmp_path: Path) -> None:
     """Every row is still there once; what was begun is begun again."""
     publish(root, tmp_path)
@@ -373,6 +378,7 @@ def test_killed_workers_are_replaced(root: Path, tmp_path: Path) -> None:
     assert not list((out / "parts").glob("*.partial*"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Signals) -> None:
     """What is whole is kept, what is not is done again; no process stays behind."""
@@ -403,6 +409,7 @@ def test_a_stopped_evaluation_goes_on(root: Path, tmp_path: Path, how: signal.Si
     )
 
 
+@pytest.mark.thorough
 def test_out_of_another_evaluation_is_left_alone(root: Path, tmp_path: Path) -> None:
     publish(root, tmp_path)
     columns = data(100)
@@ -421,6 +428,7 @@ def test_out_of_another_evaluation_is_left_alone(root: Path, tmp_path: Path) -> 
     assert [p.name for p in other.iterdir()] == ["precious"]
 
 
+@pytest.mark.thorough
 def test_a_damaged_part_is_made_again(root: Path, tmp_path: Path) -> None:
     publish(root, tmp_path)
     columns = data(300)
@@ -537,6 +545,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, name: str, content:
             list(read(shard, ["x"], 10))
 
 
+@pytest.mark.thorough
 def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
     path = write(tmp_path, data(10))
     np.savez(tmp_path / "p.npz", t=rows_of(5, 4))
@@ -556,6 +565,7 @@ def test_models_that_cannot_be_evaluated(root: Path, tmp_path: Path) -> None:
         assert message in result.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [(), ("--stash", "--placement", "hbm")], ids=["resident", "stashed"])
 def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Workers spread over devices, lookups by the fused kernel; tables in place, and away while the dense
@@ -573,6 +583,7 @@ def test_an_evaluation_on_a_gpu(root: Path, tmp_path: Path, options: tuple[str, 
     )
 
 
+@pytest.mark.thorough
 def test_an_evaluation_in_bf16(root: Path, tmp_path: Path) -> None:
     """Its scores are those of fp32 within their bounds, and are not joined to scores of another type."""
     publish(root, tmp_path)
@@ -595,6 +606,7 @@ def test_an_evaluation_in_bf16(root: Path, tmp_path: Path) -> None:
     assert result.returncode == 1 and "holds another evaluation (different: scorer_dtype)" in result.stderr
 
 
+@pytest.mark.thorough
 def test_ray_gives_what_the_processes_give(root: Path, tmp_path: Path) -> None:
     """A Ray of its own with two actors: the same rows, the same scores to the bit, nothing left behind."""
     publish(root, tmp_path)

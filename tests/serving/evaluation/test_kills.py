@@ -70,6 +70,7 @@ def kill_forkservers(process: "subprocess.Popen[str]", times: int) -> int:
     return len(killed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
 def test_a_forkserver_that_is_killed_as_it_starts(command: list[str], times: int) -> None:
     """Once: it is started again. Each time: lines that say what failed, and the last one where and the
@@ -110,6 +111,7 @@ def forked(process: "subprocess.Popen[str]") -> tuple[list[int], list[int]]:
     return sorted(workers), sorted({p for p in below - workers if set(processes_below(p)) & workers})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("victim", ["main", "forkserver"])
 def test_workers_end_with_what_they_belong_to(command: list[str], tmp_path: Path, victim: str) -> None:
     """In the middle of a shard: where the pool is killed no part appears later; where the forkserver is,

@@ -114,6 +114,7 @@ def test_any_bit_of_a_record(tmp_path: Path) -> None:
     assert found > 4 * path.stat().st_size
 
 
+@pytest.mark.thorough
 def test_flips_between_two_runs(root: Path, tmp_path: Path, data: Path) -> None:
     """One bit in each part: every part is named, and the report is the same. One in plan.json: a line with
     the remedy."""
@@ -159,6 +160,7 @@ evaluate([Candidate("towers", 1)], EvalSettings(data, out, 2, shard_rows=50), Se
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", [1, 9])
 def test_flips_between_the_last_shard_and_the_report(
     root: Path, tmp_path: Path, data: Path, times: int

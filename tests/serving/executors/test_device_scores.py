@@ -42,6 +42,7 @@ def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TABLESIDE_METRICS", raising=False)
 
 
+@pytest.mark.thorough
 def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path) -> None:
     """Every kind of scorer, scores alone and with vectors, lookups beside them, ids that are wrong,
     several models."""
@@ -131,6 +132,7 @@ def test_scores_alone_bring_no_vectors_to_the_host(
     assert sizes[1] >= 6 * (8 * 4 + 4 * 2)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("placement", ["host", "zero_copy", "cached", "hybrid"])
 def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -> None:
     """Also tables that the CPU looks up, whose vectors are not on the device."""
@@ -356,6 +358,7 @@ def infer(server: Server, names: Sequence[str] | None, values: np.ndarray) -> di
     return found
 
 
+@pytest.mark.thorough
 def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, tmp_path: Path) -> None:
     """Binary and JSON; headers that are new, and those that templates know; scores with vectors, alone,
     and vectors alone."""

@@ -70,6 +70,7 @@ def request(rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"user": np.zeros((rows, 1), np.int64)}, {"context": np.ones((rows, 2), np.float32)}
 
 
+@pytest.mark.thorough
 def test_scores_that_are_not_finite_are_an_error(start: Start, root: Path, tmp_path: Path) -> None:
     """500 that names the row and the version, counted as its own kind: the scorer's fault. 400 where the
     request brought it."""
@@ -99,6 +100,7 @@ def test_scores_that_are_not_finite_are_an_error(start: Start, root: Path, tmp_p
         assert 'tableside_errors_total{kind="scorer",model="demo"} 2.0' in client.metrics()
 
 
+@pytest.mark.thorough
 def test_a_call_that_takes_too_much_memory_is_refused(start: Start, root: Path, tmp_path: Path) -> None:
     """Before anything is allocated, with the rows, the bytes and the limit; fewer rows are scored."""
     publish_scored(root, tmp_path, exported(Squares(1), user=8, context=2))
@@ -113,6 +115,7 @@ def test_a_call_that_takes_too_much_memory_is_refused(start: Start, root: Path, 
         assert client.score("demo", *request(64)).shape == (64,)
 
 
+@pytest.mark.thorough
 def test_a_call_that_takes_too_long_costs_its_worker(start: Start, root: Path, tmp_path: Path) -> None:
     """It is answered 503 and counted; the worker whose thread is stuck is replaced, lookups go on, small
     calls work after."""

@@ -56,6 +56,7 @@ def values(model: Model) -> np.ndarray:
 # ---- apply ----
 
 
+@pytest.mark.thorough
 def test_a_file_is_applied_once_for_its_number(model: Model, tmp_path: Path, root: Path) -> None:
     """Again: nothing happens. A number that is left out: an error that names both."""
     first, second = put(tmp_path, 1, [5, 6]), put(tmp_path, 2, [6, 7])
@@ -83,6 +84,7 @@ def test_a_file_is_applied_once_for_its_number(model: Model, tmp_path: Path, roo
     np.testing.assert_array_equal(values(model), expected)
 
 
+@pytest.mark.thorough
 def test_where_a_count_begins(model: Model, tmp_path: Path, root: Path) -> None:
     """With 1, or with the number that is said to be the first; each source for itself."""
     file = put(tmp_path, 7, [1])
@@ -109,6 +111,7 @@ def test_a_bad_file_changes_nothing(model: Model, tmp_path: Path, root: Path) ->
     np.testing.assert_array_equal(values(model), START)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("suffix", ["jsonl", "npz", "parquet"])
 def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:
     """A file of them need not say how many values a vector has. The ids become what the table says of
@@ -133,6 +136,7 @@ def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:
     assert np.flatnonzero(values(Model(root, "demo"))[:, 0] == 0).tolist() == [3, 5]
 
 
+@pytest.mark.thorough
 def test_a_table_that_was_exported_is_a_file_of_changes(model: Model, tmp_path: Path, root: Path) -> None:
     pytest.importorskip("pyarrow", reason="the eval extra brings pyarrow")
     written = tmp_path / "user.parquet"

@@ -252,6 +252,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=80, deadline=None)
 @given(features=json_values, where=st.sampled_from(["features", "inputs", "outputs"]))
 def test_no_json_breaks_the_server(server: Any, features: Any, where: str) -> None:

@@ -92,6 +92,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.thorough
 def test_scrapes_beside_processes_that_end_see_every_count_once(tmp_path: Path) -> None:
     """Sums never fall and never rise by more than was counted; there are no more files than processes at
     once."""
@@ -137,6 +138,7 @@ for label in range(4):
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_loses_and_doubles_nothing(tmp_path: Path) -> None:
     """At each step: what it counted until then is there, and whoever takes its file over counts on."""
     for step in range(100):

@@ -28,6 +28,7 @@ def oracle(root: Path) -> Oracle:
     return made
 
 
+@pytest.mark.thorough
 def test_list_and_inspect(oracle: Oracle, root: Path) -> None:
     listed = json.loads(run_tableside("list", "--root", root, "--json").stdout)["versions"][0]
     assert (listed["sequence"], listed["state"], listed["states"]) == (3, "live", ["1", "1+1", "1+2", "1+3"])

@@ -39,6 +39,7 @@ def triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.thorough
 def test_one_compiles_and_the_others_wait_for_it(
     triton_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_cache_that_cannot_be_written_to_is_told(
     assert "kernels are compiled when they are first launched, as they cannot be before" in caplog.text
 
 
+@pytest.mark.thorough
 def test_a_server_compiles_what_its_engines_will_launch(
     tmp_path: Path,
     root: Path,

@@ -93,6 +93,7 @@ REQUEST = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -184,6 +185,7 @@ def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root
     assert re.search(r'tableside_gpu_seconds_count{device="\S+",stage="kernels"} 1.0', text)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy"])
 def test_a_gpu_worker_killed_under_load(start: Start, root: Path, placement: str) -> None:
     """The other one answers on, rightly, and the killed one is replaced. Their engine stays, with what it
@@ -219,6 +221,7 @@ def test_a_gpu_worker_killed_under_load(start: Start, root: Path, placement: str
     assert not wrong and server.engines() == engines and len(engines) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [("hbm",), ("cached", "--hbm-budget", "1MiB")], ids=lambda o: o[0])
 def test_a_new_version_is_taken(start: Start, root: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """The new version's rows are the ones that the GPU reads, and the old one's memory is let go; what was
@@ -281,6 +284,7 @@ def test_counts_of_the_cache_follow_on_a_quiet_server(start: Start) -> None:
     until(lambda: ids() == before + 15, what="the counts")
 
 
+@pytest.mark.thorough
 def test_a_version_that_is_taken_is_warm(start: Start, root: Path, tmp_path: Path) -> None:
     """Its first request finds the hotter half of what the cache held of the version before, and none of
     that one's rows."""

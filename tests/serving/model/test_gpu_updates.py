@@ -68,6 +68,7 @@ class Worker:
             np.testing.assert_array_equal(found, rows[name], name)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy", "host"])
 def test_states_answer_as_a_dictionary_does(
     root: Path, placement: str, monkeypatch: pytest.MonkeyPatch
@@ -90,6 +91,7 @@ def test_states_answer_as_a_dictionary_does(
         worker.check(served, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> None:
     """Rows in HBM and in the cache are those of the version, and stay; what a delta takes is counted, and
@@ -120,6 +122,7 @@ def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> N
     assert worker.placer._held == held
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "zero_copy"])
 def test_a_state_is_served_where_the_budget_leaves_nothing(
     root: Path, placement: str, caplog: pytest.LogCaptureFixture
@@ -134,6 +137,7 @@ def test_a_state_is_served_where_the_budget_leaves_nothing(
     worker.check(served, worker.rows())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy"])
 @pytest.mark.parametrize("share", [1.1, 0.3])
 def test_states_and_versions_go_on_where_the_budget_is_small(
@@ -160,6 +164,7 @@ def test_states_and_versions_go_on_where_the_budget_is_small(
     assert served.version == 5
 
 
+@pytest.mark.thorough
 def test_the_index_of_a_successor_is_read_in_host_memory_where_the_budget_leaves_nothing(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,6 +234,7 @@ def test_a_full_budget_leaves_room_for_deltas(root: Path, placement: str) -> Non
     assert worker.placer._budget - worker.placer._held >= 1 << 14
 
 
+@pytest.mark.thorough
 def test_requests_get_masks_and_counts_of_their_state(root: Path) -> None:
     """As a server lays them out: of each table some ids, of which a delta deleted some and inserted
     others."""

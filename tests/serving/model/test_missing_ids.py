@@ -147,6 +147,7 @@ DOORS: dict[str, Callable[[str, Request], Answer]] = {
 }
 
 
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("door", DOORS)
 def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> None:
     """Of raw tables with ids in the rows' padding and beside them, by hash and in ranges, with default
@@ -363,6 +364,7 @@ def test_metadata_tells_of_ids(served: Server) -> None:
     assert {"name": "user.found", "data_type": "TYPE_BOOL", "dims": [-1]} in config["output"]
 
 
+@pytest.mark.thorough
 def test_top_shows_ids_without_a_row(served: Server) -> None:
     """Of each model, a second."""
     result = run_tableside("top", "--url", served.url, "--once", "--seconds", "0.1")

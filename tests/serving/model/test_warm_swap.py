@@ -95,6 +95,7 @@ def worker(publish: Publish, root: Path) -> Worker:
     return made
 
 
+@pytest.mark.thorough
 def test_unchanged_rows_hit_at_once(worker: Worker, publish: Publish) -> None:
     """The first batch after the swap finds each of them, and fetches nothing; rows that changed and were
     not hot are fetched, and none is answered as it was."""
@@ -105,6 +106,7 @@ def test_unchanged_rows_hit_at_once(worker: Worker, publish: Publish) -> None:
     worker.check()
 
 
+@pytest.mark.thorough
 def test_a_table_that_was_taken_over_stays_warm(worker: Worker, publish: Publish) -> None:
     """After `load --only t` all that the cache held of `u` is there, the coldest row too."""
     held = np.arange(20, 180)
@@ -134,6 +136,7 @@ def test_the_served_version_keeps_its_rows_until_the_next_one_takes_over(
     assert set(placed.on_gpu["t"].residence.hot()) == set(cached)
 
 
+@pytest.mark.thorough
 def test_hot_rows_that_changed_are_fetched_before_the_swap(worker: Worker, publish: Publish) -> None:
     """They are in the cache with their new bytes."""
     publish(tables_of(SAME), features=FEATURES)
@@ -146,6 +149,7 @@ def test_hot_rows_that_changed_are_fetched_before_the_swap(worker: Worker, publi
     worker.check()
 
 
+@pytest.mark.thorough
 def test_a_replaced_version_is_let_go(worker: Worker, publish: Publish) -> None:
     """Nothing that was planned for the swap keeps the older segment mapped, generation after generation."""
     for version in (2, 3):

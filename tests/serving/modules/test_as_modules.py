@@ -134,6 +134,7 @@ def test_a_module_shows_what_it_reads(model: str) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_data_loaders_call_modules(model: str, method: str, tables: Tables) -> None:
     """Forked ones after the parent called with two threads; spawned ones by the pickle."""

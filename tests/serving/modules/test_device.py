@@ -31,6 +31,7 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if devices.DEVICE == "interpreter" else tensor.to(devices.DEVICE)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
 def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
     """Every form, weights, and a second call of the same shapes with other ids."""
@@ -97,6 +98,7 @@ def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
     module.check()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
 @pytest.mark.usefixtures("by_refresh")
 def test_a_module_follows_changes_of_rows(model: str, placement: str) -> None:
@@ -151,6 +153,7 @@ def packed_offsets(lengths: torch.Tensor) -> torch.Tensor:
     return there(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_ids_of_all_features_in_one_tensor(model: str, placement: str) -> None:
     """Side by side what a dict gives apart; by prefetched rows too."""
@@ -260,6 +263,7 @@ def test_a_tensor_of_another_device_is_refused(model: str) -> None:
         module({"user_ids": IDS.to("meta")})
 
 
+@pytest.mark.thorough
 def test_rows_are_prefetched_for_the_next_call(model: str) -> None:
     """The call takes what was prefetched for its tensors; for others, or for tensors that changed, it does
     without."""

@@ -112,6 +112,7 @@ def test_processes_of_multiprocessing(busy: Answers) -> None:
     assert [child.exitcode for child in children] == [0] * CHILDREN
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("where", ["the main thread", "another thread"])
 def test_os_fork(busy: Answers, where: str) -> None:
     """Again and again, and a child's own child as well."""

@@ -78,6 +78,7 @@ class Towers(torch.nn.Module):
         return *pooled, self.words(ids), self.again(ids + 1), self.top(pooled[0])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "form", [lambda program: program, lambda program: program.run_decompositions()], ids=["exported", "core"]
 )
@@ -158,6 +159,7 @@ def as_before(module: torch.nn.Module, root: Path) -> None:
         torch.testing.assert_close(found[name], before, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("apart", [False, True])
 def test_torchrecs_collections_through_their_configurations(
     tmp_path: Path, root: Path, apart: bool, monkeypatch: pytest.MonkeyPatch

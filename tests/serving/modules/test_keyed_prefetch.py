@@ -58,6 +58,7 @@ def vectors_of(found: Any) -> list[torch.Tensor]:
     return [found.values()] if hasattr(found, "key_dim") else [one.values() for one in found.values()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "features", "weighted"), [(EmbeddingBags, POOLED, True), (Embeddings, BARE, False)]
 )
@@ -91,6 +92,7 @@ def test_on_the_cpu_there_is_nothing_to_do(model: str) -> None:
         module.prefetch(told(POOLED[:1], "cpu"))
 
 
+@pytest.mark.thorough
 def test_swapped_collections_prefetch(model: str, tables: dict[str, np.ndarray]) -> None:
     """By the features' own names, and without weights where the collection has none."""
     holder = torch.nn.Module()

@@ -173,6 +173,7 @@ assert tableside.torch.release() == 1 and not _all
 """
 
 
+@pytest.mark.thorough
 def test_a_program_attaches_the_model_where_it_is_loaded(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_a_program_attaches_the_model_where_it_is_loaded(
     )
 
 
+@pytest.mark.thorough
 def test_an_inductor_package_attaches_the_model_where_it_is_loaded(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +278,7 @@ def test_operators_are_sound(model: str) -> None:
     torch.library.opcheck(torch.ops.tableside.look_up_keyed.default, keyed)
 
 
+@pytest.mark.thorough
 def test_packed_calls_compile_and_export(model: str) -> None:
     """By offsets, of any number of bags and ids, with and without weights; as an eager call."""
     bags = EmbeddingBags("ads", ["user_sum", "item_mean"], root=model)

@@ -13,6 +13,7 @@ ROWS, DIM = 500_000, 32  # 64 MB in fp32
 SLACK_BYTES = 4 << 20  # pages of the process itself that are shared memory too
 
 
+@pytest.mark.thorough
 def test_two_processes_share_every_row(root: Path, publish: Callable[..., Any]) -> None:
     """Each has read every row, both together hold them once, and none has a copy of its own."""
     publish({"t": rows_of(ROWS, DIM)}, "ads", {"t": "fp32"}, {"s": {"table": "t", "pooling": "sum"}})
@@ -29,6 +30,7 @@ def test_two_processes_share_every_row(root: Path, publish: Callable[..., Any]) 
         )  # buffers of lookups and their kernel, not the rows
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_is_said() -> None:
     """Nobody waits for it, and the others go."""
     with pytest.raises(RuntimeError, match="a process of ends ended before its memory was measured"):

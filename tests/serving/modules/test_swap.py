@@ -161,6 +161,7 @@ def swap_sharded(rank: int, root: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.thorough
 def test_a_sharded_model_is_refused(model: str) -> None:
     """With what to do: a rank has shards, which no table takes the place of."""
     for text in torchrec_ranks.run_ranks(swap_sharded, model):

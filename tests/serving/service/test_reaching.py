@@ -28,6 +28,7 @@ def secured(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield made
 
 
+@pytest.mark.thorough
 @needs_openssl
 def test_commands_reach_a_server_behind_tls(secured: tuple[Proxy, Path], tmp_path: Path) -> None:
     """bench, top, list, lookup: certificates are checked against --ca, and headers are in every

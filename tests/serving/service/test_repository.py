@@ -41,6 +41,7 @@ def answers(server: Server, model: str, count: int = 30) -> list[int]:
     return [httpx.post(f"{server.url}/v1/lookup", json=asked, timeout=300).status_code for _ in range(count)]
 
 
+@pytest.mark.thorough
 def test_a_model_is_loaded_and_unloaded_in_every_worker(both: Server) -> None:
     """When a call returns all workers have followed: none refuses the model that is loaded, none answers
     the one that is gone."""
@@ -149,6 +150,7 @@ def test_a_server_with_a_token_may_begin_without_a_model(start: Start, root: Pat
     assert set(answers(server, "demo", 3)) == {200}
 
 
+@pytest.mark.thorough
 def test_a_token_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
     (tmp_path / "token").chmod(0o600)
@@ -220,6 +222,7 @@ def test_models_come_and_go_on_a_gpu(start: Start, root: Path, tmp_path: Path) -
         assert 'tableside_version{model="other"}' not in client.metrics()
 
 
+@pytest.mark.thorough
 def test_a_model_that_was_loaded_is_scrubbed(start: Start, root: Path, tmp_path: Path) -> None:
     """As those are that the server began with, and by workers that began after it was loaded."""
     publish_demo(root, tmp_path, OTHER, "other")

@@ -69,6 +69,7 @@ def test_the_end_of_a_start_is_quiet(
     assert "Traceback" not in log and "KeyboardInterrupt" not in log, log
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_signals_end_nothing(

@@ -77,6 +77,7 @@ def test_what_changed_is_loaded_again(change: str, settings: RootSettings) -> No
     assert versions(settings, "m.toml")["m"][-1] == before + 1
 
 
+@pytest.mark.thorough
 def test_a_scorer_that_changed_is_loaded_again(settings: RootSettings) -> None:
     """The program's bytes count, not its name."""
     for name, scores in (("s.pt2", 1), ("t.pt2", 2)):
