@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/program/native/*.[ch] serving/http/v2/native/*.[ch])
 
 .PHONY: help setup dev demo serve minilm dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
-	campaign clean
+	campaign mutants clean
 
 help:            ## what there is
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -123,6 +123,11 @@ plots: dev       ## draws the results: docs/images
 
 figures: dev     ## writes the tables of README.md and docs/ from the results
 	@$(BIN)/python benchmarks/figures.py
+
+# Survivors are printed; some are the same program, the others need a test. Whatever `make test` would draw is drawn.
+SINCE ?= HEAD~1
+mutants: dev     ## mutants of the files that changed since SINCE, against the nearest tests, in a few minutes
+	@$(BIN)/python -m campaigns.mutants --since $(SINCE)
 
 CAMPAIGN_S ?= 600
 campaign: dev    ## kills, damage, hostile requests and files, overload, a soak: CAMPAIGN_S=3600 reaches every count

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from campaigns import strace
 from campaigns.common import DIM, folders, random_of, standalone, version_told
@@ -219,11 +220,9 @@ def _read_until_told(shelf: Shelf, counts: "np.ndarray[tuple[int], np.dtype[np.i
         os._exit(code)
 
 
-def _rows(segment: object) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-    rows: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = segment.tables["user"].packed.view(np.float32)[
-        :, :DIM
-    ]  # type: ignore[attr-defined]
-    return rows
+def _rows(segment: Any) -> NDArray[np.float32]:
+    values: NDArray[np.float32] = segment.tables["user"].packed.view(np.float32)
+    return values[:, :DIM]
 
 
 def run(seconds: float, seed: int) -> dict[str, float]:

@@ -148,7 +148,10 @@ def test_workers_register_one_by_one(segment: Segment) -> None:
     """A second process waits for the first; where that one is killed, it goes on."""
     here = Path(__file__).parent
     code = HOLD.format(top=str(here.parent.parent.parent), here=str(here), path=str(segment.path))
-    environment = {**os.environ, "PYTHONPATH": str(here.parent.parent / "helpers")}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(here.parent.parent / "helpers"), *sys.path]),
+    }
 
     def begin() -> "subprocess.Popen[str]":
         process = subprocess.Popen(

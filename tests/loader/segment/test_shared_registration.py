@@ -24,6 +24,7 @@ WORKER = """
 import gc, sys
 from pathlib import Path
 import numpy as np
+from reference import REFERENCE
 from tableside.loader.segment.registration import Registration
 from tableside.loader.segment.segment import Segment
 from tableside.quant import Pooling, choose
@@ -55,7 +56,9 @@ class Worker:
         top = Path(__file__).parents[3]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(top), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(top), str(top / "tests" / "helpers"), os.environ.get("PYTHONPATH", "")]
+            ),
         }
         command = [sys.executable, "-c", WORKER, str(path), tables.DEVICE]
         self.process = subprocess.Popen(

@@ -324,8 +324,9 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
 
 @pytest.mark.parametrize("share", [0, 1024])
 def test_a_share_that_splits_nothing_is_refused(share: int) -> None:
+    table = table_of(RowFormat.INT8, 24)
     with pytest.raises(QuantError, match=f"a share of {share} of 1024 rows; expected 1 to 1023"):
-        gpu_backend().split(table_of(RowFormat.INT8, 24), None, share)  # type: ignore[attr-defined]
+        gpu_backend().split(table, torch.from_numpy(table.packed), share)
 
 
 def test_a_plan_of_another_backend_is_refused() -> None:
@@ -455,7 +456,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
-from tableside.quant.gpu import lookup_kernel as k
+from tableside.quant.gpu.kernels import lookup as k
 
 names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging")
 VARIANTS = {80: ((4, 1, 0, 0, 1, 1),), 90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8))}

@@ -129,7 +129,7 @@ def dying(function):
     return call
 pwrite = os.pwrite
 os.posix_fallocate, os.ftruncate, os.pwrite = dying(os.posix_fallocate), dying(os.ftruncate), dying(os.pwrite)
-from tableside.serving import metrics_files
+from tableside.serving.metrics import files as metrics_files
 from tableside.serving.metrics.counters import Counter
 one = Counter("tableside_one_total", "", ["label"])
 for label in range(4):
@@ -257,7 +257,7 @@ def test_buckets_count_those_below(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 TALLYING = """
 import sys
 from pathlib import Path
-from tableside.serving import metrics, metrics_files
+from tableside.serving.metrics import files as metrics_files, metrics
 counts, request = metrics.ModelMetrics("first", "v2"), type("R", (), dict(ids=3, vectors=2, row_bytes=5, out_bytes=7))()
 for turn in range(3):
     counts.answered(request, 11, metrics.Stages(0.0, 2e-5, 5e-5, 50.0))
@@ -286,7 +286,7 @@ def test_a_request_is_counted_where_metrics_are_read(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 from pathlib import Path
-from tableside.serving import metrics, metrics_files
+from tableside.serving.metrics import files as metrics_files, metrics
 metrics.IDS.labels("first").inc()
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 for model in range(2000):

@@ -77,7 +77,7 @@ def test_a_version_that_another_worker_read_is_not_read_again(
 def test_rows_are_read_where_a_core_is_idle() -> None:
     """The process that reads has the scheduling policy SCHED_IDLE."""
     script = (
-        "import os; from tableside.serving import scrub; "
+        "import os; from tableside.serving.service import scrub; "
         "scrub.damage_of = lambda *_: str(os.sched_getscheduler(0)); scrub.main(['/dev/shm', 'demo', '1', "
         "''])"
     )

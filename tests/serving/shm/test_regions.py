@@ -288,7 +288,7 @@ import os, sys
 import numpy as np
 from small_memory import fill
 from pathlib import Path
-from tableside.serving import regions
+from tableside.serving.shm import regions
 from tableside.serving.shm.registry import RegionRegistry
 
 path = Path("/dev/shm/holes")
