@@ -29,8 +29,8 @@ from eval_pool import BATCH, make, plain
 
 from tableside.loader.segment.memory import processes_below, pss_bytes
 from tableside.loader.versions.versions import Model
+from tableside.serving.evaluation.batches import Spent
 from tableside.serving.evaluation.run import EvalSettings, evaluate
-from tableside.serving.evaluation.spent import Spent
 from tableside.serving.evaluation.work import Candidate, shards_at_once
 from tableside.serving.settings import ServerSettings
 

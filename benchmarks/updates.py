@@ -29,8 +29,7 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, RowFormat, Source, choose
-from tableside.serving.follow.loop import Step, follow
-from tableside.serving.follow.sources import open_source
+from tableside.serving.follow.loop import Step, follow, open_source
 
 DIM, GROUP = 64, 1 << 17
 FILE_GOAL, REDIS_GOAL = 1_000_000, 200_000  # rows/s

@@ -45,9 +45,7 @@ from tableside.loader.deltas.compact import compact
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
-from tableside.serving.follow.loop import follow
-from tableside.serving.follow.skipped import BadChangeFile
-from tableside.serving.follow.sources import open_source
+from tableside.serving.follow.loop import BadChangeFile, follow, open_source
 
 KEY, SOURCE = "rows", "redis:rows"
 BAD_SHARE = 0.01  # of the entries

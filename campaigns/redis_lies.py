@@ -19,7 +19,7 @@ from campaigns.common import Goal, at_least, console, none, random_of, standalon
 from campaigns.files import mutate
 from tableside.loader.errors import ChangeError
 from tableside.serving.errors import SourceError
-from tableside.serving.follow.sources import open_source
+from tableside.serving.follow.loop import open_source
 
 AFTER = 1  # the entry that is asked from
 ANSWER_S = 0.2  # that a server may take

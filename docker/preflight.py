@@ -16,7 +16,7 @@ from tableside.loader.segment.header import plan_tables
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.versions.versions import DEFAULT_ROOT, Model
 from tableside.quant import QuantError
-from tableside.serving.cli.commands.models import described
+from tableside.serving.cli.output import described
 
 MIB = 1 << 20
 

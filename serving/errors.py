@@ -1,13 +1,13 @@
-"""The errors of this room. One that a request causes becomes {"error": "..."} with a status, and a kind
-for the metrics."""
+"""The errors of `serving`. A request's error becomes {"error": "..."} with a status, and a kind in the
+metrics."""
 
 from enum import StrEnum
 from typing import Any
 
 
 class ErrorKind(StrEnum):
-    """The values of the label `kind` of `tableside_errors_total`. They are fixed, so that no request can
-    grow the metrics."""
+    """Values of the label `kind` of `tableside_errors_total`: fixed, so that requests cannot grow the
+    metrics."""
 
     BAD_REQUEST = "bad_request"
     BAD_ID = "bad_id"
@@ -36,15 +36,12 @@ class ServingError(Exception):
 
 
 class SourceError(ServingError):
-    """A stream of changes that cannot be followed: a part of it is gone or out of order, or it is none."""
+    """A stream of changes is invalid, incomplete or out of order."""
 
 
 class ApiError(ServingError):
-    """A request that is refused. status: of the HTTP response; message: for the client.
-
-    lacking: the table that has no row for an id, where that is why. headers: of the response, beside those
-    that errors have.
-    """
+    """A refused request. status: HTTP's; message: for the client. lacking: the table without a row for an id,
+    if that is why. headers: more of the response."""
 
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
@@ -75,7 +72,7 @@ class DeviceLost(ApiError):
 
 
 def bad_request(message: str, kind: ErrorKind = ErrorKind.BAD_REQUEST) -> ApiError:
-    """400: the request is wrong. `message` names the field, the value and what was expected."""
+    """Makes a 400. `message` names the field, the value and the expectation."""
     return ApiError(400, kind, message)
 
 

@@ -1,6 +1,5 @@
-"""Memory that a process frees stays with it. By default glibc gives pieces of some 100 KB back to the
-kernel at once and asks for them again, a page fault for every 4 KiB of it; kept in the process they cost
-nothing (docs/log.md)."""
+"""Keeps freed memory in the process. glibc returns pieces of some 100 KB to the kernel, and page faults
+follow (docs/log.md)."""
 
 import ctypes
 

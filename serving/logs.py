@@ -11,8 +11,7 @@ _KEPT_LINES = 256  # that `Once` remembers
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object: time (UTC), level, pid, logger, message and, where there is one, error
-    with its traceback."""
+    """Formats a record as JSON: time (UTC), level, pid, logger, message, and error with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, Any] = {
@@ -28,8 +27,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class Once(logging.Filter):
-    """Lets the same warning or error pass once a second. The next one that passes says how often it came
-    meanwhile."""
+    """Lets the same warning or error pass once a second, with the number of repeats since."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +57,8 @@ def log_config(kind: Format) -> dict[str, Any]:
     lines: dict[str, Any] = {"format": "%(asctime)s %(levelname)s [%(process)d] %(message)s"}
     if kind == "json":
         lines = {"()": "tableside.serving.logs.JsonFormatter"}
-    handler = {
-        "class": "logging.StreamHandler",
-        "formatter": "line",
-        "filters": ["once"],
-        "stream": "ext://sys.stderr",
-    }
+    handler = {"class": "logging.StreamHandler", "filters": ["once"], "formatter": "line"}
+    handler["stream"] = "ext://sys.stderr"
     loggers = {
         name: {"handlers": ["stderr"], "level": level, "propagate": False}
         for name, level in (("tableside", "INFO"), ("uvicorn", "WARNING"))

@@ -1,8 +1,5 @@
-"""The server's settings: one frozen object. Defaults, and TABLESIDE_NAME in the environment, are read here
-and nowhere else.
-
-The command line is built from these fields (`add_options`): `drain_s` becomes `--drain-s`.
-"""
+"""The server's settings. Defaults and TABLESIDE_NAME are read here alone; `add_options` makes `--drain-s` of
+`drain_s`."""
 
 import argparse
 import re
@@ -40,53 +37,46 @@ ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
 
 
 class RootSettings(BaseSettings):
-    """What every command needs."""
+    """The settings of every command."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
 
     root: Path = Field(DEFAULT_ROOT, description="folder in shared memory that holds the published models")
-    owner: str | None = Field(
-        None, description="user whose published models are trusted, beside one's own and root's"
-    )
+    owner: str | None = Field(None, description="user whose models are trusted, beside one's own and root's")
 
 
 class ServerSettings(RootSettings):
-    """What `tableside serve` runs with."""
+    """The settings of `tableside serve`."""
 
     models: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="published models to serve, separated by commas"
     )
-    all: bool = Field(
-        False,
-        description="serve every model of the root, those that are published later too, until they are removed",
-    )
+    all: bool = Field(False, description="serve every model of the root, also those published later")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
     workers: int = Field(1, ge=1, le=256, description="worker processes")
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
-        (),
-        description="GPUs that workers are spread over, by number and separated by commas; none: lookups run on the CPU",
+        (), description="numbers of the workers' GPUs, separated by commas; none: lookups run on the CPU"
     )
     placement: Literal["auto", "hbm", "cached", "hybrid", "zero_copy", "host"] = Field(
         "auto",
-        description="where rows lie with --devices: in the GPU's memory, in shared memory with a cache on the GPU, some as hbm "
-        "and some as zero_copy, in shared memory read by the GPU, or with the CPU; auto: hbm where the "
-        "budget holds all tables, "
-        "else the smallest ones, the others cached; uvm is an old name of zero_copy",
+        description="where rows lie with --devices: hbm: in GPU memory; cached: in shared memory, with a "
+        "cache on the GPU; hybrid: some hbm, some zero_copy; zero_copy (or uvm): in shared "
+        "memory, read by the GPU; host: with the CPU; auto: hbm within the budget, smallest "
+        "tables first, the others cached",
     )
     hbm_budget: Bytes | None = Field(
         None,
-        description="GPU memory for tables and cache of one GPU's engine process, as 8GiB; not set: two fifths of it",
+        description="GPU memory for tables and cache of one engine process, as 8GiB; not set: two fifths",
     )
 
     uds: Path | None = Field(
-        None,
-        description="path of a Unix socket to listen on, instead of host and port; the server's user and group may connect to it",
+        None, description="path of a Unix socket instead of host and port, for the server's user and group"
     )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="names that a request's Host may have, separated by commas, beside IP addresses; * allows all; not set: "
-        "localhost on a loopback address, all elsewhere",
+        description="allowed names in a request's Host, separated by commas, beside IP addresses; *: all; not"
+        " set: localhost on a loopback address, else all",
     )
 
     backend: Literal["native", "fbgemm"] = Field("native", description="what looks rows up")
@@ -95,52 +85,42 @@ class ServerSettings(RootSettings):
     )
     verify: Literal["full", "header"] = Field(
         "full",
-        description="check every byte of a version when a worker attaches it, or only its header: then damage to rows is served "
-        "until the scrubber or `tableside verify` finds it",
+        description="on attaching a version, check every byte, or only its header: then damaged rows are "
+        "served until the scrubber or `tableside verify` finds them",
     )
     poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_behind_s: float = Field(
-        0,
-        ge=0,
-        description="seconds that a worker may answer from another state than the live one and be ready; 0: any",
+        0, ge=0, description="seconds that a ready worker may answer from an older state; 0: any"
     )
     scrub_hours: float = Field(
-        24,
-        ge=0,
-        description="hours between two readings of all rows against their checksums, by one worker at a time; 0: never",
+        24, ge=0, description="hours between checks of all rows against their checksums; 0: never"
     )
 
     gather_threads: int | None = Field(
         None,
         ge=0,
         le=64,
-        description="threads of the CPU that gather the rows which a GPU's cache misses; 0: the GPU reads them itself; not set: "
-        "where the tables behind it span 4 GiB or more, a GPU's share of the cores that workers leave, from "
-        "1 to 8",
+        description="CPU threads that gather rows missed by a GPU's cache; 0: the GPU reads them; not set: 1 "
+        "to 8 of the cores left by workers if the tables span 4 GiB or more",
     )
     cache_policy: Literal["lfu", "lru"] = Field(
-        "lfu",
-        description="which rows a GPU's cache lets go: those used least, with old uses counting less, or not used for longest",
+        "lfu", description="which rows a GPU's cache evicts: least frequently or least recently used"
     )
     max_batch: int = Field(64, ge=1, le=1024, description="requests that go to a GPU together")
     gpu_from_ids: int = Field(
-        4096,
-        ge=0,
-        description="ids of a request from which a GPU looks it up; the CPU answers smaller ones sooner; scores apart",
+        4096, ge=0, description="ids of a request from which a GPU looks it up, not the CPU; scores apart"
     )
 
     scorer_dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32",
-        description="what an exported scorer computes in on a GPU; bf16 and fp16: its weights and inputs are rounded to it, "
-        "scores leave as fp32, and a program that mixes it with another type is refused",
+        description="type in which an exported scorer computes on a GPU; bf16 and fp16 round weights and "
+        "inputs, scores stay fp32, and a program that mixes types is refused",
     )
     scorer_timeout_s: float = Field(
-        10,
-        gt=0,
-        description="seconds that one call of a scorer may take; a worker whose scorer takes longer is replaced",
+        10, gt=0, description="seconds of one scorer call, after which the worker is replaced"
     )
     max_scorer_bytes: Bytes = Field(
-        2 << 30, ge=1 << 20, description="memory that one call of an exported scorer may take, as 512MiB"
+        2 << 30, ge=1 << 20, description="memory of one call of an exported scorer, as 512MiB"
     )
 
     max_body_bytes: Bytes = Field(64 << 20, ge=1024, description="largest request body, as 64MiB")
@@ -148,12 +128,10 @@ class ServerSettings(RootSettings):
         256 << 20, ge=1024, description="largest response that a request may ask for"
     )
     max_json_bytes: Bytes = Field(
-        4 << 20,
-        ge=1024,
-        description="largest JSON body, JSON header of a binary one, and vectors of a JSON response",
+        4 << 20, ge=1024, description="largest JSON body, JSON header, and vectors in JSON"
     )
     max_in_flight_bytes: Bytes = Field(
-        1 << 30, ge=1 << 20, description="bodies and responses that a worker holds; beyond, requests get 503"
+        1 << 30, ge=1 << 20, description="bytes of bodies and responses in a worker; beyond, 503"
     )
     max_waiting: int = Field(
         1024, ge=1, description="requests that wait for their turn; beyond, the oldest gets 503"
@@ -164,58 +142,43 @@ class ServerSettings(RootSettings):
 
     max_header_bytes: Bytes = Field(16 << 10, ge=256, description="largest request line and headers together")
     max_connections: int = Field(
-        1024,
-        ge=1,
-        description="connections a worker holds; beyond, the one idle for longest is closed, or the new one gets 503",
+        1024, ge=1, description="connections of a worker; beyond, the longest idle one is closed, or 503"
     )
     header_timeout_s: float = Field(
-        8,
-        gt=0,
-        description="seconds from the first byte of a request to the end of its headers, and from connecting to that byte",
+        8, gt=0, description="seconds from connecting to the first byte, and on to the end of the headers"
     )
     body_timeout_s: float = Field(
-        8, gt=0, description="seconds from the end of the headers to the end of the body"
+        8, gt=0, description="seconds from the end of the headers to that of the body"
     )
-    write_timeout_s: float = Field(
-        8, gt=0, description="seconds that a client may refuse to read its response"
-    )
-    idle_timeout_s: int = Field(
-        75, ge=1, description="seconds that a connection may stay open between two requests"
-    )
+    write_timeout_s: float = Field(8, gt=0, description="seconds that a client may refuse to read")
+    idle_timeout_s: int = Field(75, ge=1, description="seconds between two requests of a connection")
 
     allow_client_shm: bool = Field(
-        False,
-        description="clients on this host may register shared memory of the server's user, for inputs and outputs",
+        False, description="let clients of this host register the server user's shared memory"
     )
     admin_token: SecretStr | None = Field(
         None,
         min_length=TOKEN_LENGTH,
-        description="who brings it may load and unload models while the server runs; a file hides it from other users' ps",
+        description="token for loading and unloading models; a file hides it from ps",
     )
     admin_token_file: Path | None = Field(
-        None, description="file with the admin token; white space around it does not count"
+        None, description="file with the admin token; white space around it is ignored"
     )
 
-    log_format: Literal["text", "json"] = Field(
-        "text", description="the log as lines of text, or as a JSON object a line"
-    )
+    log_format: Literal["text", "json"] = Field("text", description="log lines as text or as JSON objects")
     traces: str = Field(
         "",
-        description="OpenTelemetry exporter that gets a span of each request, as otlp_proto_http or console; needs "
-        "tableside[otel], and OTEL_* variables set it up; empty: no spans",
+        description="OpenTelemetry exporter of request spans, as otlp_proto_http or console; needs "
+        "tableside[otel] and OTEL_* variables; empty: none",
     )
 
     ready_timeout_s: int = Field(
-        600,
-        ge=1,
-        description="seconds that a worker may take to attach and verify before SIGHUP gives its successor up",
+        600, ge=1, description="seconds to attach and verify before SIGHUP gives a successor up"
     )
     drain_s: float = Field(
-        0.5, ge=0, description="seconds between readiness going false and the last accepted connection"
+        0.5, ge=0, description="seconds from readiness going false to the last accepted connection"
     )
-    shutdown_timeout_s: int = Field(
-        10, ge=1, description="seconds that running requests get to finish at shutdown"
-    )
+    shutdown_timeout_s: int = Field(10, ge=1, description="seconds that running requests get at shutdown")
 
     engines: int = Field(
         1, ge=1, exclude=True, description="engine processes of this host's GPUs; the supervisor's to set"
@@ -249,8 +212,7 @@ class ServerSettings(RootSettings):
         if not self.devices and self.scorer_dtype != "fp32":
             raise ValueError(
                 f"scorer_dtype {self.scorer_dtype} is for GPUs, and the CPU scores in fp32; say which ones "
-                "with --devices, or "
-                "leave it out"
+                "with --devices, or leave it out"
             )
         return self
 
@@ -290,8 +252,7 @@ class ServerSettings(RootSettings):
 
 
 def admin_token(settings: ServerSettings) -> str | None:
-    """The admin token; None: this server has none. ServingError: its file cannot be read, or others can,
-    or it holds none."""
+    """Returns the admin token or None. ServingError: its file is unreadable, empty, or readable by others."""
     if settings.admin_token is not None:
         return settings.admin_token.get_secret_value()
     if (file := settings.admin_token_file) is None:
@@ -313,8 +274,7 @@ def admin_token(settings: ServerSettings) -> str | None:
 
 
 def unknown_variables(names: Iterable[str]) -> Iterator[str]:
-    """For each variable of the environment that begins like a setting and is none: what is wrong with it,
-    and the remedy."""
+    """Yields a line for each variable that begins like a setting and is none, with a remedy."""
     known = {
         f"{PREFIX}{name.upper()}" for name, field in ServerSettings.model_fields.items() if not field.exclude
     }
@@ -322,7 +282,8 @@ def unknown_variables(names: Iterable[str]) -> Iterator[str]:
         if not name.upper().startswith(PREFIX) or name.upper() in known | _OTHERS:
             continue
         if _SERVICE_LINK.fullmatch(name):
-            remedy = "; Kubernetes sets it for a Service that is called so: set enableServiceLinks: false for the pod"
+            remedy = "; Kubernetes sets it for a Service that is called so: "
+            remedy += "set enableServiceLinks: false for the pod"
         else:
             remedy = (
                 did_you_mean(name.upper(), sorted(known), PREFIX)
@@ -334,8 +295,7 @@ def unknown_variables(names: Iterable[str]) -> Iterator[str]:
 def add_options(
     parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()
 ) -> None:
-    """Adds an option for each field, in groups. Its default is shown but not set, so that the environment
-    counts without it."""
+    """Adds an option for each field, in groups, without a default, so that the environment counts."""
     title, groups = "", dict[str, argparse._ActionsContainer]({"": parser})
     for name, field in settings.model_fields.items():
         title = _GROUPS.get(name, title)

@@ -1,8 +1,5 @@
-"""Sizes as users write them: 64MiB, 1.5 GiB, 2GB, 512K, 1_000_000.
-
-K, M, G and T alone, or with iB, are powers of 1024, as `docker run --shm-size` and `dd` take them; KB, MB, GB
-and TB are powers of 1000. Case does not matter.
-"""
+"""Sizes as users write them: 64MiB, 1.5 GiB, 2GB, 512K, 1_000_000. K, M, G, T and KiB … are powers of 1024,
+as in `docker run --shm-size`; KB … powers of 1000. Case does not matter."""
 
 import re
 from decimal import Decimal

@@ -1,8 +1,4 @@
-"""The counts of stashed weights for Prometheus, in a training process: `REGISTRY.register(StashCollector())`.
-
-A server stashes nothing, so its /metrics has none of these. The process that trains has a Prometheus client
-of its own.
-"""
+"""Prometheus counts of stashed weights, for a training process: `REGISTRY.register(StashCollector())`."""
 
 from collections.abc import Iterator
 
@@ -29,7 +25,7 @@ _GAUGES = {
 
 
 class StashCollector(Collector):
-    """What stashing did in this process, and what is away now."""
+    """Collects this process's stash counts."""
 
     def __init__(self, stashed: StashRegistry = registry) -> None:
         self._registry = stashed

@@ -1,10 +1,5 @@
-"""What a process does for the supervisor that started it: it says whether it takes requests, and ends when
-that one is gone.
-
-A signal to all processes of a group, as a terminal's Ctrl-C is one, ends no process in the midst of its
-start. The process that workers are forked from keeps such signals off, for as long as it lives. It ends with
-its supervisor.
-"""
+"""A supervised process: it reports readiness, ends with its supervisor, and takes no signals while it
+starts."""
 
 import os
 import pickle
@@ -20,8 +15,7 @@ _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def signals_kept_off() -> Iterator[None]:
-    """Keeps signals off processes that are started in the block, for good. Those for this one wait until
-    it ends."""
+    """Blocks signals in processes started in the block, for good, and delays this process's."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
     try:
         yield
@@ -30,15 +24,14 @@ def signals_kept_off() -> Iterator[None]:
 
 
 def take_signals() -> None:
-    """Has a forked process take signals. SIGINT and SIGHUP are the supervisor's: it ends or replaces its
-    processes."""
+    """Unblocks a forked process's signals, except SIGINT and SIGHUP, which the supervisor handles."""
     for sig in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
 
 
 class SupervisedProcess(Protocol):
-    """What runs in the process. started: it takes requests. is_ending: it was asked to end."""
+    """The child's side. started: it takes requests. is_ending: it was asked to end."""
 
     started: bool
     is_ending: bool

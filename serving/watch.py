@@ -1,5 +1,4 @@
-"""The watch over which versions are live: a process that serves takes a new one into service while
-requests run."""
+"""The watch over live versions: a process takes a new one into service while requests run."""
 
 import asyncio
 import functools
@@ -18,12 +17,9 @@ logger = logging.getLogger("tableside")
 
 
 class Watch:
-    """Looks at engines every `poll_s` seconds. Belongs to one event loop.
-
-    engines: gives those that there are now. look: called at each look. taken: called with an engine that
-    answers from another version now. is_lost: asked after a version could not be taken; where it says True
-    the watch ends.
-    """
+    """Looks at engines every `poll_s` seconds. Belongs to one event loop. engines: returns them. look: called
+    each time. taken: called with an engine that changed version. is_lost: asked after a failure; True ends
+    the watch."""
 
     def __init__(
         self,

@@ -1,19 +1,18 @@
-"""Quantized embedding tables in shared memory: published once, read by every process of the host, served over
+"""Quantized embedding tables in shared memory: published once, read by all processes of a host, served over
 HTTP.
 
     from tableside import Client
     client = Client("http://localhost:8000")
     client.lookup("ads", {"clicked": [[1, 2, 3], [7]]})       # {"clicked": fp32 [2, dim]}
 
-The three rooms are `tableside.quant` (numbers), `tableside.loader` (bytes with names) and `tableside.serving`
-(time). What is listed in `__all__` is the public interface; each name is imported from its room when it is
-first used, so that a client does not import the server.
+`__all__` is the public interface. A name is imported at its first use, so a client does not import the
+server.
 
-    load, read_model, parse_model, LoadSettings     a model.toml into a published version
-    Model, Segment, Table, RowFormat, Pooling       what is published, and how it is read
+    load, read_model, parse_model, LoadSettings             a model.toml into a published version
+    Model, Segment, Table, RowFormat, Pooling               published versions, and their contents
     Client, AsyncClient, Jagged, KeyedVectors, LookedUp     a server's answers
-    stash_embedding_weights                         tables out of a GPU's memory while a training step does without them
-    LoaderError, QuantError, ClientError, FeatureError      what goes wrong, in one line each
+    stash_embedding_weights                                 frees a GPU's tables during a training step
+    LoaderError, QuantError, ClientError, FeatureError      errors, in one line each
 """
 
 from importlib import import_module
@@ -71,9 +70,8 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 
-_EXTRAS = {
-    "stash_embedding_weights": "torch"
-}  # names that need more than the base, and the extra that brings it
+# names that need more than the base, and the extra that brings it
+_EXTRAS = {"stash_embedding_weights": "torch"}
 
 
 def __getattr__(name: str) -> Any:

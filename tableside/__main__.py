@@ -1,15 +1,12 @@
-"""The command `tableside`, and `python -m tableside`: what signals do before the command line takes them."""
+"""The command `tableside`, and `python -m tableside`: sets signals before the imports."""
 
 import signal
 import sys
 
 
 def main() -> int:
-    """Runs one command; returns its exit code.
-
-    While modules are imported SIGINT ends the process without a traceback, and what asks a server for
-    something else than its end does not end one that starts.
-    """
+    """Runs one command; returns its exit code. During imports SIGINT ends the process without a traceback,
+    and a starting server ignores signals that ask for something else."""
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

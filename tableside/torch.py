@@ -1,5 +1,4 @@
-"""PyTorch modules over published tables (docs/torch.md). An import registers the operators of compiled and
-exported programs.
+"""PyTorch modules over published tables (docs/torch.md). Registers the operators of compiled programs.
 
 from tableside.torch import EmbeddingBags
 bags = EmbeddingBags("ads")
@@ -14,8 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings
-from tableside.serving.modules.errors import BadFeatureIds, ModuleError
-from tableside.serving.modules.inputs import Bags
+from tableside.serving.modules.inputs import BadFeatureIds, Bags, ModuleError
 from tableside.serving.modules.published import release
 from tableside.serving.modules.swap import swap_embeddings
 

@@ -1,8 +1,4 @@
-"""Values of the command line, each with the range that it must lie in. An error says what was found and what
-was expected.
-
-argparse puts the option's name before the error and the command's usage above it, and ends with exit code 2.
-"""
+"""Command-line values with their ranges, and options of several commands. argparse ends with exit code 2."""
 
 import argparse
 import math
@@ -11,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tableside.loader.errors import VersionError
+from tableside.loader.versions.retention import DEFAULT as RETENTION
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import parse_state
 from tableside.serving.client.address import Address
@@ -18,8 +15,7 @@ from tableside.serving.sizes import parse_bytes
 
 
 def count(least: int, remedy: str = "") -> Callable[[str], int]:
-    """An argument that is a whole number of at least `least`. remedy: what a user may want instead, for
-    the error."""
+    """An integer argument of at least `least`. remedy: an alternative, for the error."""
 
     def parse(text: str) -> int:
         try:
@@ -87,8 +83,7 @@ def url(text: str) -> str:
 
 
 def header(text: str) -> dict[str, str]:
-    """A header for every request, as Name: value; @FILE: those of a file, one a line, as a secret is best
-    given."""
+    """A request header, "Name: value"; "@FILE": the headers in a file."""
     if text.startswith("@"):
         try:
             lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
@@ -126,3 +121,16 @@ def _number(text: str, is_inside: Callable[[float], bool], expected: str) -> flo
 
 def _unexpected(text: str, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"found {text!r}; expected {expected}")
+
+
+AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+KEEP = count(0, "0 keeps the live version alone")
+
+
+def add_json(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="print JSON, whose keys docs/operations.md lists")
+
+
+def add_keep_states(p: argparse.ArgumentParser) -> None:
+    told = f"states to keep beside the live one: how many, or how long, as 1h (default: {RETENTION.states})"
+    p.add_argument("--keep-states", type=retention, default=RETENTION, metavar="N|AGE", help=told)

@@ -1,7 +1,5 @@
-"""The command `tableside`: its commands, their options, and how it ends.
-
-An error is one line on stderr and exit code 1. A wrong command line ends with 2.
-"""
+"""The command `tableside`. An error is one line on stderr and exit code 1; a wrong command line exits with
+2."""
 
 import argparse
 import os
@@ -14,9 +12,8 @@ from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving import VERSION
 from tableside.serving.cli.commands import evaluation, publishing, servers, shards, updates
-from tableside.serving.cli.completion import SHELLS
-from tableside.serving.cli.completion import completion as print_completion
-from tableside.serving.cli.parser import Parser
+from tableside.serving.cli.parser import SHELLS, Parser
+from tableside.serving.cli.parser import completion as print_completion
 from tableside.serving.client import ClientError, FeatureError
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, add_options, unknown_variables

@@ -1,8 +1,7 @@
 """The load generator's connections: sockets with at most one request each, read by one thread.
 
-All sockets are read into one buffer, and the end of an answer is found by its Content-Length. Answers' heads
-are remembered by their bytes, as most are equal. So an answer costs a core some 12 us, most of them in the
-kernel. TLS costs more.
+All sockets share one read buffer; Content-Length ends an answer; parsed heads are cached by their bytes. An
+answer costs a core some 12 us, most of it in the kernel; TLS costs more.
 """
 
 import re
@@ -28,27 +27,14 @@ _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,18})[ \t]*\r\n", 
 
 
 class LoadConnection:
-    """One socket, with at most one request under way.
-
-    sent_at: from when the latency of the request under way counts; 0 where there is none. unsent: what is
-    left of it to send. begun: the answer's head as far as it came; empty where it came at once. missing:
-    bytes of the answer that are still to come once its head is here. kept: parts of its body; None where
-    nobody looks at it.
-    """
+    """One socket, with at most one request in flight. sent_at: start of the latency; 0: no request. unsent:
+    bytes to send. begun: an incomplete head. missing: body bytes to come. kept: body parts; None: not
+    kept."""
 
     __slots__ = (
-        "begun",
-        "fd",
-        "is_checked",
-        "kept",
-        "missing",
-        "recv_into",
-        "send",
-        "sent_at",
-        "sock",
-        "status",
+        "begun", "fd", "is_checked", "kept", "missing", "recv_into", "send", "sent_at", "sock", "status",
         "unsent",
-    )
+    )  # fmt: skip
 
     def __init__(self, sock: socket.socket, is_checked: bool) -> None:
         self.sock, self.fd = sock, sock.fileno()
@@ -76,12 +62,8 @@ def _blocking(call: Callable[[Any], int]) -> Callable[[Any], int]:
 
 
 class Fleet:
-    """All connections of a run, and what was measured. live: those that did not break. idle: those that may
-    send.
-
-    waiting: how many have a request under way. latencies: seconds, one for each answer. failed: answers that
-    were not 200, connections that broke, and what else did (`fail`). failure: of the first of them.
-    """
+    """The connections and measurements of a run. live: unbroken connections. idle: live ones without a
+    request. waiting: number of requests in flight. latencies: seconds. failed, failure: as in `Load`."""
 
     def __init__(self, sockets: Sequence[socket.socket], check: Check | None) -> None:
         self.idle = deque(LoadConnection(sock, check is None) for sock in sockets)
@@ -97,7 +79,7 @@ class Fleet:
             self._epoll.register(fd, select.EPOLLIN)
 
     def close(self) -> None:
-        """Lets go of what the kernel holds for it; the sockets are the caller's."""
+        """Closes the selector; the caller closes the sockets."""
         self._epoll.close()
 
     def send(self, connection: LoadConnection, request: bytes, at: float) -> None:
@@ -116,8 +98,7 @@ class Fleet:
             self._epoll.modify(connection.fd, select.EPOLLIN | select.EPOLLOUT)
 
     def poll(self, timeout_s: float) -> list[LoadConnection]:
-        """Reads and writes what can be, after waiting up to `timeout_s`; returns the connections whose
-        answers are complete."""
+        """Reads and writes after waiting up to `timeout_s`; returns connections with a complete answer."""
         complete = []
         for fd, event in self._epoll.poll(timeout_s):
             connection = self.live[fd]
@@ -133,14 +114,14 @@ class Fleet:
         return complete
 
     def drain(self) -> None:
-        """Waits for the answers under way, up to PATIENCE_S. What is not answered by then has failed."""
+        """Waits up to PATIENCE_S for answers; the missing ones have failed."""
         end = time.perf_counter() + PATIENCE_S
         while self.waiting and (now := time.perf_counter()) < end:
             self.poll(end - now)
         self.fail(f"no answer within {PATIENCE_S:g} s after the end of the run", self.waiting)
 
     def fail(self, failure: str, count: int = 1) -> None:
-        """Counts failed requests or connections, and keeps what the first one failed of."""
+        """Counts failed requests or connections, and keeps the first reason."""
         self.failed += count
         if count and not self.failure:
             self.failure = failure
@@ -151,15 +132,10 @@ class Fleet:
             self._epoll.modify(connection.fd, select.EPOLLIN)
 
     def _take(self, connection: LoadConnection, count: int) -> bool:
-        """Takes `count` bytes of the buffer as the connection's next ones. Returns whether its answer is
-        complete."""
+        """Takes `count` bytes of the buffer; returns whether the answer is complete."""
         if not count or not connection.sent_at:
-            self._lose(
-                connection,
-                "the server sent what no request had asked for"
-                if count
-                else "the server closed the connection",
-            )
+            why = "sent what no request had asked for" if count else "closed the connection"
+            self._lose(connection, f"the server {why}")
             return False
         data: bytes | bytearray = self._buffer
         missing, body_at = connection.missing, 0
@@ -231,8 +207,7 @@ class Fleet:
 
 @contextmanager
 def connected(where: str | Address, concurrency: int, check: Check | None) -> Iterator[Fleet]:
-    """Connections to the server at a URL or an address, closed at the end. ServingError: there is no
-    server."""
+    """Connects to a URL or an address; closes at the end. ServingError: there is no server."""
     address = where if isinstance(where, Address) else Address.parse(where)
     with ExitStack() as stack:
         sockets = []

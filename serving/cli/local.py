@@ -1,7 +1,4 @@
-"""A server that runs for the length of a `with` block, for examples, notebooks and tests of your own.
-
-with local_server(["demo"], workers=2) as server, Client(server.url) as client: ...
-"""
+"""`with local_server(["demo"], workers=2) as server, Client(server.url) as client: ...`"""
 
 import re
 import subprocess
@@ -28,11 +25,8 @@ class LocalServer:
 def local_server(
     models: Sequence[str], *options: str, root: Path = DEFAULT_ROOT, workers: int = 1, port: int = 0
 ) -> Iterator[LocalServer]:
-    """Serves published models on a loopback port (0: a free one) until the block ends; options: more of
-    `tableside serve`.
-
-    ServingError: the server did not start, with its log.
-    """
+    """Serves published models on a loopback port (0: a free one) until the block ends. options: of `tableside
+    serve`. ServingError: the server did not start, with its log."""
     fixed = ["--root", str(root), "--port", str(port), "--workers", str(workers), "--drain-s", "0"]
     command = [sys.executable, "-m", "tableside", "serve", *models, *fixed, *options]
     with tempfile.TemporaryFile("w+") as log:

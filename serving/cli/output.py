@@ -1,21 +1,34 @@
-"""What the commands print with: tables, lines and JSON on stdout, progress on stderr where that is a
-terminal.
+"""Output of the commands (tables, JSON, progress bars), and the models they name by a path.
 
-A table is as wide as a terminal. Elsewhere, in a pipe or a file, it is as wide as what it says, and nothing
-is cut.
+A table is cut to a terminal's width; in a pipe or a file it is not.
 """
 
+import argparse
 import contextlib
+import os
+import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from tableside.loader.errors import LoaderError
 from tableside.loader.load.load import Progress as LoadProgress
+from tableside.loader.load.origin import is_live
+from tableside.loader.model.first_model import first_model
+from tableside.loader.model.model import NAME, ModelSpec, read_model
+from tableside.loader.model.text import write_model
+from tableside.loader.versions.versions import Model, models
+from tableside.quant import RowFormat
+from tableside.serving.errors import ServingError
+from tableside.serving.settings import RootSettings, given
 
 _UNCUT = 1 << 16  # columns; a table takes no more of them than it needs
 
@@ -46,18 +59,125 @@ class _Rate(ProgressColumn):
 
 @contextlib.contextmanager
 def progress_bar(label: str) -> Iterator[LoadProgress | None]:
-    """A bar with rows/s and the time left on stderr; None where that is no terminal. What it gives takes
-    (rows done, rows)."""
+    """Shows rows/s and the time left on stderr. Yields a function of (rows done, rows); None without a
+    terminal."""
     if not sys.stderr.isatty():
         yield None
         return
-    columns = (
-        TextColumn(label),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        _Rate(),
-        TimeRemainingColumn(),
-    )
+    percentage = TextColumn("{task.percentage:>3.0f} %")
+    columns = (TextColumn(label), BarColumn(), percentage, _Rate(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("load", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def root_settings(options: argparse.Namespace) -> RootSettings:
+    """Returns the root and the trusted owner of a command's options."""
+    return RootSettings(**given(options, RootSettings))
+
+
+def published(options: argparse.Namespace) -> Model:
+    """Returns the model that a command names. ServingError: the name is a path."""
+    name: str = options.model
+    check_no_path(name)
+    settings = root_settings(options)
+    return Model(settings.root, name, settings.owner)
+
+
+def chosen(options: argparse.Namespace) -> list[Model]:
+    """The model that is named, or all models. VersionError: the one that is named was never published."""
+    if not options.model:
+        settings = root_settings(options)
+        return models(settings.root, settings.owner)
+    model = published(options)
+    model.check_known()
+    return [model]
+
+
+def is_path(text: str) -> bool:
+    """Whether an argument is written as a path, or is an existing path and no model name."""
+    return not NAME.fullmatch(text) and (
+        text.endswith(".toml") or "/" in text or ("\0" not in text and os.path.exists(text))
+    )
+
+
+def check_no_path(text: str) -> None:
+    """ServingError: the name is a path, not a published model."""
+    if not is_path(text) or not os.path.exists(text):
+        return  # a name, or what `check_name` refuses
+    try:
+        name = read_model(Path(text)).name
+    except LoaderError:
+        raise ServingError(
+            f"{text} is a file; expected the name of a published model, which `tableside list` shows"
+        ) from None
+    raise ServingError(f"{text} is a file; expected the name of the model that it describes: {name}")
+
+
+class _NamedModel(NamedTuple):
+    """A model to serve. path: None for a published model. spec: None for a published model."""
+
+    name: str
+    path: Path | None = None
+    spec: ModelSpec | None = None
+
+
+def load_where_named(arguments: Sequence[str], settings: RootSettings) -> tuple[str, ...]:
+    """Loads models that are named by a path, each in its own process; returns all names. A model that is live
+    and unchanged is not loaded again. LoaderError, ServingError: a path names no model, or its load
+    failed."""
+    named = [_named(text, settings) for text in arguments]
+    names = tuple(n.name for n in named)
+    if twice := next((name for name in names if names.count(name) > 1 and any(n.spec for n in named)), None):
+        raise ServingError(f"{', '.join(arguments)}: two of them are model {twice!r}; name each once")
+    for name, path, spec in named:
+        if path is None or spec is None:
+            continue
+        model = Model(settings.root, name, settings.owner)
+        if is_live(spec, model):
+            errors.print(f"{path} is published as {name} version {model.current()}", markup=False)
+        else:
+            _load(path, spec, settings)
+    return names
+
+
+def described(path: Path) -> tuple[Path, ModelSpec]:
+    """Reads a model.toml (or its folder) or a checkpoint; returns its path and spec. LoaderError: it is
+    neither."""
+    if os.path.isfile(path / "model.toml"):
+        path /= "model.toml"
+    return path, read_model(path) if path.suffix == ".toml" else first_model(
+        path, None, RowFormat.INT8, Path.cwd()
+    ).spec
+
+
+def _named(text: str, settings: RootSettings) -> _NamedModel:
+    path = Path(text)
+    if NAME.fullmatch(text) and (
+        Model(settings.root, text, settings.owner).versions() or not os.path.exists(path)
+    ):
+        return _NamedModel(text)
+    if not is_path(text) and not os.path.exists(path):
+        return _NamedModel(text)  # which `check_name` refuses
+    path, spec = described(path)
+    return _NamedModel(spec.name, path, spec)
+
+
+def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
+    """Runs `tableside load`. ServingError: it failed, and printed why."""
+    with tempfile.TemporaryDirectory() as folder:
+        toml = path
+        if path.suffix != ".toml":
+            toml = Path(folder) / "model.toml"
+            toml.write_text(write_model(replace(spec, checkpoint=path.resolve()), []), encoding="utf-8")
+            tables = ", ".join(t.name for t in spec.tables)
+            errors.print(
+                f"{path} has no model.toml, so each table that is found is int8 and a sum-pooled feature "
+                f"({tables}); choose otherwise with: tableside init {path}",
+                markup=False,
+            )
+        errors.print(f"loading {path} as {spec.name}", markup=False)
+        command = [sys.executable, "-m", "tableside", "load", str(toml), "--root", str(settings.root)]
+        command += [] if settings.owner is None else ["--owner", settings.owner]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise ServingError(f"{path} was not loaded, so nothing is served")

@@ -20,7 +20,6 @@ def add_server(p: argparse.ArgumentParser) -> None:
 
 
 def add_headers(p: argparse.ArgumentParser) -> None:
-    """The options beside --url."""
     p.add_argument(
         "--header",
         type=header,
@@ -35,7 +34,7 @@ def add_headers(p: argparse.ArgumentParser) -> None:
 
 
 def address(options: argparse.Namespace) -> Address:
-    """Where the server is, as the options say. ServingError: headers or authorities cannot be used."""
+    """Returns the server's address from the options. ServingError: headers or authorities are invalid."""
     try:
         return Address.parse(options.url, _headers(options), options.ca)
     except ValueError as error:

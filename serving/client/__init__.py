@@ -1,19 +1,17 @@
 """The client, sync and async: ids in, vectors out, numpy, torch or TorchRec, over the binary protocol.
 
     from tableside import Client, Jagged
-
     with Client("http://127.0.0.1:8000") as client:
         vectors = client.lookup("demo", {"clicked": [[1, 2, 3], [7]], "user": Jagged(ids, lengths)})
 
-A call is a generator in `calls`: it yields requests, takes responses and returns what the caller gets.
-`Client` runs it over blocking sockets, `AsyncClient` over asyncio. `named` and `compact` are the two ways in
-which features go over the wire.
+A call is a generator in `calls`: it yields requests, takes responses and returns the result. `Client` runs it
+over blocking sockets, `AsyncClient` over asyncio. `named` and `compact` are the two forms on the wire.
 """
 
+from tableside.serving.client.calls import LookedUp
 from tableside.serving.client.clients import AsyncClient, Client
-from tableside.serving.client.errors import ClientError, FeatureError
 from tableside.serving.client.features import Jagged
-from tableside.serving.client.found import LookedUp
 from tableside.serving.client.keyed import KeyedVectors
+from tableside.serving.client.messages import ClientError, FeatureError
 
 __all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged", "KeyedVectors", "LookedUp"]

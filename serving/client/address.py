@@ -1,5 +1,4 @@
-"""Where a server is, and what every request to it says: the base URL, headers of the caller's, the
-authorities that are trusted.
+"""A server's base URL, the headers of every request, and the trusted authorities.
 
 http://HOST:PORT/PREFIX     TCP; https: TLS, its certificate checked
 http://USER:SECRET@HOST     with an Authorization header
@@ -26,25 +25,19 @@ _BINARY = b"Content-Type: application/octet-stream\r\n\r\n"
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
 _VALUE = re.compile(r"[\t -~]*")
 # What the client writes itself: a second one would change where a request ends, or what its body is.
-_OURS = {
-    "connection", "content-encoding", "content-length", "content-type", "host", "inference-header-content-length",
-    "transfer-encoding",
-}  # fmt: skip
+_OURS = {"connection", "content-encoding", "content-length", "content-type", "host", "transfer-encoding"}
+_OURS |= {"inference-header-content-length"}
 
 
 def default_url() -> str:
-    """The server that is asked where none is named: TABLESIDE_URL of the environment, else port 8000 of
-    this machine."""
+    """Returns TABLESIDE_URL of the environment, or port 8000 of this host."""
     return os.environ.get(URL_VARIABLE) or _DEFAULT_URL
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is. authority: host and port as the URL has them. path: of a Unix socket; else None.
-    tls: what checks the server's certificate; None: no TLS.
-
-    lines: what every request's head says behind its first line. headers: those of the caller's among them.
-    """
+    """The address of a server. authority: the URL's host and port. path: of a Unix socket, or None. tls:
+    None: no TLS. lines: the head of each request after its first line. headers: the caller's."""
 
     base_url: str
     host: str
@@ -60,11 +53,8 @@ class Address:
     def parse(
         cls, base_url: str | None, headers: Mapping[str, str] | None = None, ca: str | Path | None = None
     ) -> "Address":
-        """base_url: None: `default_url`. headers: sent with every request. ca: a PEM file of the authorities
-        to trust, for https.
-
-        ValueError: this is no such URL, a header cannot be sent, or the file holds no certificates.
-        """
+        """Parses base_url (None: `default_url`) with headers for every request and `ca`, a PEM file for
+        https. ValueError: the URL, a header or the file is invalid."""
         base_url = base_url if base_url is not None else default_url()
         sent = {name: _checked(name, value) for name, value in (headers or {}).items()}
         url = urlsplit(base_url)
@@ -97,8 +87,7 @@ class Address:
 
     @property
     def http_url(self) -> str:
-        """The base URL as a request's first lines need it: without a user; of a Unix socket,
-        http://localhost."""
+        """The base URL for request lines: without a user; http://localhost for a Unix socket."""
         return f"{'https' if self.is_tls else 'http'}://{self.authority}{self.prefix}"
 
     def head(self, request: HttpRequest) -> bytes:
@@ -107,12 +96,8 @@ class Address:
         if not request.parts:
             return first + self.lines + b"\r\n"
         numbers = request.json_bytes or 0, sum(map(len, request.parts))
-        return (
-            first
-            + self.lines
-            + b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % numbers
-            + _BINARY
-        )
+        sizes = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n" % numbers
+        return first + self.lines + sizes + _BINARY
 
     def connect(self, timeout_s: float) -> socket.socket:
         """A connection, its TLS handshake done. OSError: there is none."""

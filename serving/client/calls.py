@@ -1,14 +1,15 @@
-"""The calls of both clients. Each is a generator: it yields requests, is sent responses, and returns what its
-caller gets.
+"""The calls of both clients, as generators: they yield requests, are sent responses, and return results.
 
-What is learned of a server is kept here: templates of requests, and the schemas of models. All of it is
-bounded, and any thread may call: an entry that is lost or made twice costs time and nothing else.
+Request templates and models' schemas are cached here, bounded. Any thread may call: a lost or repeated entry
+only costs time.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeVar
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -17,22 +18,72 @@ import orjson
 from tableside.loader.model.model import SCORE
 from tableside.serving.client import compact as compact_form
 from tableside.serving.client.compact import CompactAnswer, CompactForm, Keyed, Schema
-from tableside.serving.client.errors import ClientError, FeatureError
 from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns
-from tableside.serving.client.found import LookedUp, cut, take_masks
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors, from_torchrec, to_torchrec
-from tableside.serving.client.messages import Bytes, Call, HttpRequest, HttpResponse, check_status
+from tableside.serving.client.messages import (
+    FOUND,
+    Bytes,
+    Call,
+    ClientError,
+    FeatureError,
+    HttpRequest,
+    HttpResponse,
+    check_status,
+)
 from tableside.serving.client.named import NamedForm, vectors
 
+V = TypeVar("V")
 T = TypeVar("T")
-
 # from as many on the compact form costs client and server less than the named one (benchmarks/client.py)
 COMPACT_FEATURES = 32
 _KEPT = 64
 
 
+class LookedUp(NamedTuple, Generic[V]):
+    """The answer to a lookup with `found=True`. vectors: as without it. found: feature -> bool mask [bags,
+    ids a bag] or [ids], False for an id without a row, which got the default row."""
+
+    vectors: V
+    found: dict[str, Any]
+
+
+def take_masks(arrays: dict[str, Any], given: Columns) -> dict[str, Any]:
+    """Removes the masks from a named response; returns them by feature. ClientError: a mask has another
+    size."""
+    shapes = dict(zip(given.names, (v.shape for v in given.values), strict=True))
+    masks = {name: name.removesuffix(FOUND) for name in arrays if name.endswith(FOUND)}
+    return {feature: _shaped(name, arrays.pop(name), [shapes[feature]])[0] for name, feature in masks.items()}
+
+
+def cut(
+    mask: Array,
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    wanted: Collection[str],
+    as_torch: bool,
+) -> dict[str, Any]:
+    """Splits a compact request's mask [ids] into those of the `wanted` features. shapes: of each feature's
+    ids. ClientError: the mask has another size."""
+    parts = {n: p for n, p in zip(names, _shaped(f"kjt{FOUND}", mask, shapes), strict=True) if n in wanted}
+    if not as_torch:
+        return parts
+    import torch
+
+    return {name: torch.from_numpy(part) for name, part in parts.items()}
+
+
+def _shaped(name: str, mask: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Parts of a mask, numpy's or torch's, one after another, in these shapes."""
+    ends = [0, *accumulate(map(prod, shapes))]
+    if tuple(mask.shape) != (ends[-1],):
+        raise ClientError(
+            200, f"output {name} has shape {list(mask.shape)}; expected [{ends[-1]}], one an id"
+        )
+    return [mask[a:b].reshape(shape) for (a, b), shape in zip(pairwise(ends), shapes, strict=True)]
+
+
 class _Recent(dict[Hashable, T]):
-    """A memory of what was made for a key. Once it is full it is emptied."""
+    """A bounded cache; it is emptied when full."""
 
     def get_or_make(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
         found = self.get(key)
@@ -44,24 +95,19 @@ class _Recent(dict[Hashable, T]):
 
 
 class AnsweredBy(NamedTuple):
-    """Which state of a model answered: its version, and the sequence of the last change that it holds; 0:
-    it holds none."""
+    """The state that answered: a version, and the sequence of its last change; 0: none."""
 
     version: int
     sequence: int
 
 
-_last_head: ContextVar[bytes] = ContextVar(
-    "tableside_last_head"
-)  # the JSON of the last answer in this thread or task
+# the JSON of the last answer in this thread or task
+_last_head: ContextVar[bytes] = ContextVar("tableside_last_head")
 
 
 def answered_by() -> AnsweredBy:
-    """The state that answered the last lookup or score of this thread, or of this asyncio task, whichever
-    client asked.
-
-    ClientError: nothing was answered yet.
-    """
+    """Returns the state that answered this thread's or task's last lookup or score. ClientError: there was
+    none."""
     if (head := _last_head.get(None)) is None:
         raise ClientError(0, "no lookup or score was answered in this thread or task yet; ask first")
     found = orjson.loads(head)
@@ -74,15 +120,14 @@ def _path(model: str, version: int | None) -> str:
 
 
 class Calls:
-    """The calls to one server. retries: how often a request is sent again where its connection broke."""
+    """The calls to one server. retries: after a broken connection."""
 
     def __init__(self, base_url: str, retries: int) -> None:
         self._base_url, self._retries = base_url, max(0, retries)
         self._named: _Recent[NamedForm] = _Recent()
         self._compact: _Recent[CompactForm | str] = _Recent()
-        self._schemas: _Recent[Schema | Literal[False]] = (
-            _Recent()
-        )  # False: the server does not know the compact form
+        # False: the server does not know the compact form
+        self._schemas: _Recent[Schema | Literal[False]] = _Recent()
 
     def lookup(
         self,
@@ -158,13 +203,8 @@ class Calls:
                 obstacle = found
             if compact:
                 raise FeatureError(f"these features cannot be sent in the compact form: {obstacle}")
-        what = (
-            given.names,
-            given.kinds,
-            tuple(dense),
-            None if outputs is None else tuple(outputs),
-            wants_found,
-        )
+        asked = None if outputs is None else tuple(outputs)
+        what = (given.names, given.kinds, tuple(dense), asked, wants_found)
         form = self._named.get_or_make(what, NamedForm, *what)
         response = yield from self._post(path, *form.encode(given, dense))
         by_name = vectors(form.outputs.read(check_status(response)), given.is_torch)
@@ -216,11 +256,8 @@ class Calls:
         is_only_way: bool,
         wants_found: bool,
     ) -> Call[tuple[CompactForm, CompactAnswer] | str]:
-        """Asks in the compact form. Where that cannot be done, a string says why.
-
-        is_only_way: the features are not sent by name instead. So what speaks against it is looked at in new
-        metadata first.
-        """
+        """Asks in the compact form; returns the reason if it cannot. is_only_way: the named form cannot
+        replace it, so stale metadata is read again first."""
         asked = None if outputs is None else tuple(outputs)
         for attempt in (1, 2):
             is_new = path not in self._schemas
@@ -259,7 +296,7 @@ class Calls:
         return response
 
     def _exchange(self, request: HttpRequest) -> Call[HttpResponse]:
-        """The response to a request, which is sent again where a connection broke: it changes nothing."""
+        """Sends a request, again after a broken connection, and returns the response."""
         for attempt in range(self._retries + 1):
             try:
                 return (yield request)
@@ -274,8 +311,7 @@ class Calls:
 
 
 def _pays(given: Columns, outputs: Sequence[str] | None) -> bool:
-    """Whether the compact form is worth its first look at the metadata, and answers with nothing that is
-    not wanted."""
+    """Whether the compact form is worth reading the metadata, and returns only what is wanted."""
     if len(given.names) < COMPACT_FEATURES or not given.is_uniform or given.kinds[0] not in "jJ":
         return False
     return outputs is None or set(outputs) >= set(given.names) or list(outputs) == [SCORE]

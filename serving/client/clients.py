@@ -1,35 +1,35 @@
-"""The two clients: the same calls over blocking sockets and over asyncio.
-
-A lookup changes nothing. So it is tried again, up to `retries` times, where a connection broke because a
-worker was replaced.
-"""
+"""The two clients: the same calls over blocking sockets and over asyncio. A call on a broken connection is
+retried."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from tableside.serving.client import sockets, streams
 from tableside.serving.client.address import Address
-from tableside.serving.client.calls import AnsweredBy, Calls, answered_by
+from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by
 from tableside.serving.client.features import Ids
-from tableside.serving.client.found import LookedUp
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
 from tableside.serving.client.messages import Call
 
 T = TypeVar("T")
 
 
-class Client:
-    """A client of one server. Any thread may call: each call has a connection for itself, which later calls
-    use again.
+class _Options(TypedDict, total=False):
+    """The options of `lookup` that do not change the type of its answer."""
 
-    base_url: http, https, or unix:PATH for a Unix socket; None: TABLESIDE_URL of the environment, else port
-    8000 of this machine. timeout_s: of making a connection, and of each wait for the server. retries: how
-    often a request is sent again where its connection broke; not where it timed out. headers: sent with every
-    request, such as Authorization. ca: a PEM file of the authorities that https trusts; None: the system's.
-    Proxies that the environment names are not used. Close it, or use it as a context manager. ValueError:
-    base_url, headers or ca cannot be used.
+    outputs: Sequence[str] | None
+    version: int | None
+    compact: bool | None
+
+
+class Client:
+    """A client of one server. Any thread may call. Close it, or use it as a context manager.
+
+    base_url: http, https, or unix:PATH; None: TABLESIDE_URL of the environment, else port 8000 of this host.
+    timeout_s: of connecting, and of each wait. retries: after a broken connection, not after a timeout.
+    headers: sent with every request. ca: a PEM file for https; None: the system's. Proxies of the environment
+    are ignored. ValueError: base_url, headers or ca cannot be used.
     """
 
     def __init__(
@@ -51,46 +51,23 @@ class Client:
         model: str,
         features: Mapping[str, Ids],
         *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
         found: Literal[False] = False,
+        **options: Unpack[_Options],
     ) -> dict[str, Any]: ...
 
     @overload
     def lookup(
-        self,
-        model: str,
-        features: Mapping[str, Ids],
-        *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
-        found: Literal[True],
+        self, model: str, features: Mapping[str, Ids], *, found: Literal[True], **options: Unpack[_Options]
     ) -> LookedUp[dict[str, Any]]: ...
 
     @overload
     def lookup(
-        self,
-        model: str,
-        features: KeyedJagged,
-        *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
-        found: Literal[False] = False,
+        self, model: str, features: KeyedJagged, *, found: Literal[False] = False, **options: Unpack[_Options]
     ) -> KeyedVectors: ...
 
     @overload
     def lookup(
-        self,
-        model: str,
-        features: KeyedJagged,
-        *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
-        found: Literal[True],
+        self, model: str, features: KeyedJagged, *, found: Literal[True], **options: Unpack[_Options]
     ) -> LookedUp[KeyedVectors]: ...
 
     def lookup(
@@ -103,17 +80,14 @@ class Client:
         compact: bool | None = None,
         found: bool = False,
     ) -> Any:
-        """feature -> vectors: fp32 or fp16 [bags, dim], [ids, dim] where the feature is not pooled.
+        """Returns feature -> vectors, fp32 or fp16 [bags, dim], or [ids, dim] for an unpooled feature.
 
         features: name -> an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values,
-        lengths, weights). The vectors are torch tensors where any ids are; all of a response share its
-        memory. Or TorchRec's KeyedJaggedTensor: then the answer is KeyedVectors, of a KeyedTensor and
-        JaggedTensors. outputs: the features whose vectors are wanted; None: all. compact: whether all
-        features go in two tensors, which takes less time the more features there are. None: where they are
-        many, and all jagged with the same number of bags. The first time the model's metadata is read for it.
-        found: whether to say which ids the tables have as well: then the answer is LookedUp(vectors, found).
-        FeatureError: ids are no integers, have another shape, or cannot go in the compact form that was asked
-        for. ClientError: the server refused, with its message.
+        lengths, weights); if any is a torch tensor, so are all vectors, which share memory. Or a TorchRec
+        KeyedJaggedTensor: returns KeyedVectors. outputs: the wanted features; None: all. compact: send all
+        features in two tensors, which is faster for many; None: do if there are many, all jagged with equally
+        many bags. found: return LookedUp(vectors, found), with masks of ids that have rows. FeatureError: ids
+        have another type or shape, or do not fit the compact form. ClientError: the server refused.
         """
         return self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
@@ -126,17 +100,13 @@ class Client:
         version: int | None = None,
         compact: bool | None = None,
     ) -> Any:
-        """The scores of a model that has a scorer: fp32 [batch], or [batch, n].
-
-        features: as for `lookup`, with one bag for each row. dense: name -> [batch, n]. The scores are a
-        torch tensor where any input is.
-        """
+        """Returns a model's scores, fp32 [batch] or [batch, n]; a torch tensor if any input is. features: as
+        for `lookup`, one bag a row. dense: name -> [batch, n]."""
         return self._run(self._calls.score(model, features, dense, version, compact))
 
     @staticmethod
     def answered_by() -> AnsweredBy:
-        """The state, version and sequence, that answered the last lookup or score of this thread.
-        ClientError: none was yet."""
+        """Returns the state that answered this thread's last lookup or score. ClientError: there was none."""
         return answered_by()
 
     def models(self) -> list[dict[str, Any]]:
@@ -175,15 +145,12 @@ class Client:
     def __enter__(self) -> "Client":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 class AsyncClient:
-    """`Client` for the tasks of one event loop: the same calls, awaited. At most 100 of them are under way
-    at a time."""
+    """`Client` for one event loop: the same calls, awaited; at most 100 run at a time."""
 
     def __init__(
         self,
@@ -204,46 +171,23 @@ class AsyncClient:
         model: str,
         features: Mapping[str, Ids],
         *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
         found: Literal[False] = False,
+        **options: Unpack[_Options],
     ) -> dict[str, Any]: ...
 
     @overload
     async def lookup(
-        self,
-        model: str,
-        features: Mapping[str, Ids],
-        *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
-        found: Literal[True],
+        self, model: str, features: Mapping[str, Ids], *, found: Literal[True], **options: Unpack[_Options]
     ) -> LookedUp[dict[str, Any]]: ...
 
     @overload
     async def lookup(
-        self,
-        model: str,
-        features: KeyedJagged,
-        *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
-        found: Literal[False] = False,
+        self, model: str, features: KeyedJagged, *, found: Literal[False] = False, **options: Unpack[_Options]
     ) -> KeyedVectors: ...
 
     @overload
     async def lookup(
-        self,
-        model: str,
-        features: KeyedJagged,
-        *,
-        outputs: Sequence[str] | None = None,
-        version: int | None = None,
-        compact: bool | None = None,
-        found: Literal[True],
+        self, model: str, features: KeyedJagged, *, found: Literal[True], **options: Unpack[_Options]
     ) -> LookedUp[KeyedVectors]: ...
 
     async def lookup(
@@ -312,7 +256,5 @@ class AsyncClient:
     async def __aenter__(self) -> "AsyncClient":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()

@@ -1,14 +1,12 @@
 """The compact form: all features of a request in two tensors, in the order of TorchRec's KeyedJaggedTensor.
 
-    request    kjt.values INT64 or INT32 [ids], kjt.lengths INT32 [features, bags], kjt.weights FP32 [ids] where there are weights
+    request    kjt.values INT64 or INT32 [ids], kjt.lengths INT32 [features, bags], kjt.weights FP32 [ids]
     response   kjt [bags, sum of dims]: the pooled features' vectors side by side
-               kjt.sequences [elements], kjt.offsets INT64 [unpooled features + 1]: the unpooled features'
-               vectors, flat kjt.found BOOL [ids], where it is asked for: whether the features' tables have
-               them
+               kjt.sequences [elements], kjt.offsets INT64 [unpooled features + 1]: unpooled vectors, flat
+               kjt.found BOOL [ids]: whether the tables have the ids, if asked for
 
-Which part of `kjt` belongs to a feature follows from the dims, which are the model's. The client learns them
-from its metadata and names them in each request by their digest, so that a version with other dims refuses
-it.
+The client reads the dims from the model's metadata and sends their digest with each request, so a version
+with other dims refuses it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from tableside.serving.client.errors import ClientError
 from tableside.serving.client.features import Array, Columns, joined
 from tableside.serving.client.messages import (
     FOUND,
     Bytes,
+    ClientError,
     HttpResponse,
     Outputs,
     padded,
@@ -37,8 +35,7 @@ SCHEMA = "kjt.schema"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """dim: elements of a vector. is_pooled: it has one vector a bag, else one an id. datatype: FP32 or
-    FP16."""
+    """A feature of a schema. dim: elements of a vector. datatype: FP32 or FP16."""
 
     name: str
     dim: int
@@ -48,14 +45,14 @@ class Feature:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What the compact form needs to know of a model. digest: what its server calls this."""
+    """A model's features for the compact form. digest: the server's."""
 
     features: Mapping[str, Feature]
     digest: str
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> "Schema | None":
-        """The schema that a model's metadata holds; None where its server does not know the compact form."""
+        """Reads the schema of a model's metadata; None: the server lacks the compact form."""
         parameters = metadata.get("parameters", {})
         if "kjt.features" not in parameters or SCHEMA not in parameters:
             return None
@@ -66,7 +63,7 @@ class Schema:
         return cls({f.name: f for f in found}, parameters[SCHEMA])
 
     def obstacle(self, names: Sequence[str], has_weights: bool) -> str:
-        """Why these features cannot go in one compact request; empty where they can."""
+        """Returns why these features do not fit one compact request, or ""."""
         unknown = [n for n in names if n not in self.features]
         if unknown:
             return f"the model has no feature {unknown[0]!r}; it has {', '.join(self.features)}"
@@ -75,7 +72,8 @@ class Schema:
             alike = {f.datatype: f.name for f in asked if f.is_pooled is is_pooled}
             if len(alike) > 1:
                 (one, first), (other, second) = alike.items()
-                return f"{first} has {one} vectors and {second} {other}; ask for them in requests of their own, or by name"
+                why = f"{first} has {one} vectors and {second} {other}"
+                return f"{why}; ask for them in requests of their own, or by name"
         unpooled = [f.name for f in asked if not f.is_pooled]
         if has_weights and unpooled:
             return f"{unpooled[0]} is not pooled, so it takes no weights; ask for it in a request of its own"
@@ -83,11 +81,8 @@ class Schema:
 
 
 class Keyed(NamedTuple):
-    """Features in KeyedJaggedTensor's order: feature by feature, bag by bag.
-
-    values: `ids` numbers of `datatype` INT64 or INT32. lengths: int32 [features, bags]. weights: fp32, one an
-    id.
-    """
+    """Features in KeyedJaggedTensor's order. values: [ids] of `datatype` INT64 or INT32. lengths: int32
+    [features, bags]. weights: fp32 [ids]."""
 
     names: tuple[str, ...]
     bags: int
@@ -99,7 +94,7 @@ class Keyed(NamedTuple):
 
 
 def obstacle(given: Columns) -> str:
-    """Why these features do not make a `Keyed`; empty where they do."""
+    """Returns why these features do not make a `Keyed`, or ""."""
     kinds = {given.kinds[:1]} if given.is_uniform else {*given.kinds}
     if not given.names:
         return "there are no features"
@@ -131,15 +126,10 @@ def keyed(given: Columns) -> Keyed:
     lengths = _lengths(given)
     itemsize = given.values[0].dtype.itemsize
     values = joined(given.values)
-    return Keyed(
-        given.names,
-        len(lengths[0]),
-        len(values) // itemsize,
-        "INT64" if itemsize == 8 else "INT32",
-        values,
-        joined(lengths),
-        joined(given.weights) if given.weights else None,
-    )
+    datatype = "INT64" if itemsize == 8 else "INT32"
+    weights = joined(given.weights) if given.weights else None
+    bags, ids = len(lengths[0]), len(values) // itemsize
+    return Keyed(given.names, bags, ids, datatype, values, joined(lengths), weights)
 
 
 def make_form(
@@ -150,7 +140,7 @@ def make_form(
     outputs: Sequence[str] | None,
     found: bool = False,
 ) -> "CompactForm | str":
-    """The compact form of such requests; why there is none, where there is none."""
+    """Returns the compact form of such requests, or why there is none."""
     if schema is None:
         return "the server does not know it"
     return schema.obstacle(names, has_weights) or CompactForm(
@@ -159,12 +149,9 @@ def make_form(
 
 
 class CompactForm:
-    """The compact form of requests for the same features, outputs and dense tensors, in the same order, of
-    one schema.
-
-    outputs: None: all, with the scores where the features are all that these need. found: whether masks are
-    asked for; then outputs are named, and None is all features.
-    """
+    """The compact form of requests with the same features, outputs, dense tensors and schema. outputs: None:
+    all, with scores if the features suffice. found: also ask for masks; then outputs are named, and None is
+    all features."""
 
     def __init__(
         self,
@@ -225,7 +212,7 @@ class CompactForm:
         return len(head), (head, *(part for part in parts if len(part)))
 
     def read(self, response: HttpResponse) -> "CompactAnswer":
-        """The response's tensors. ClientError: they do not fit what was asked for."""
+        """Reads the response's tensors. ClientError: they do not fit the request."""
         arrays = {
             name: block[i] for names, block in self._outputs.read(response) for i, name in enumerate(names)
         }
@@ -286,12 +273,8 @@ def _as(array: Array, as_torch: bool) -> Any:
 
 
 class CompactAnswer(NamedTuple):
-    """The response to a compact request of a form.
-
-    pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64 [unpooled features + 1], in elements.
-    others: the outputs that are no feature's, which is `score`. found: bool [ids], of all features, where it
-    was asked for.
-    """
+    """The response to a compact request. pooled: [bags, sum of dims]. sequences: [elements]. offsets: int64
+    [unpooled features + 1], in elements. others: `score`. found: bool [ids], if asked for."""
 
     form: CompactForm
     pooled: Array | None

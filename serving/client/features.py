@@ -1,8 +1,5 @@
-"""The features of a request: from what a caller gives to arrays that can be sent.
-
-A request has hundreds of features. So they are checked side by side, a part of all features at a time, and
-only what is not ready to be sent is looked at alone.
-"""
+"""Converts a request's features to arrays that can be sent, all features at a time (a request has
+hundreds)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.serving.client.errors import FeatureError
+from tableside.serving.client.messages import FeatureError
 
 Ids = Any  # an array or tensor [bags, ids a bag], a list of lists, or Jagged
 Array = NDArray[Any]
@@ -25,10 +22,8 @@ _ARRAY = {np.ndarray}
 
 @dataclass(frozen=True)
 class Jagged:
-    """A feature's ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids].
-
-    Each is an array, a tensor or a list. Integers of other sizes are converted.
-    """
+    """Ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids]; arrays, tensors or
+    lists."""
 
     values: Any
     lengths: Any = None
@@ -36,17 +31,13 @@ class Jagged:
 
 
 class _Rectangle(Jagged):
-    """A feature whose bags all have the same number of ids: values [bags, ids a bag]."""
+    """A feature with equally long bags: values [bags, ids a bag]."""
 
 
 class Columns(NamedTuple):
-    """The features of a request, part by part, in the features' order.
-
-    kinds: one character for each feature: "r" for values [bags, ids a bag], "v" for values alone, "j" for
-    values with lengths; upper case where there are weights too. values: one array for each feature, all int64
-    or all int32. lengths: int32 [bags], of each feature that has some. weights: fp32 [ids], of each feature
-    that has some. is_torch: some ids came as a torch tensor.
-    """
+    """A request's features by part, in order. kinds: a character per feature, "r": values [bags, ids a bag],
+    "v": values alone, "j": with lengths; upper case: with weights. values: all int64 or all int32. lengths:
+    int32 [bags]. weights: fp32 [ids]. is_torch: some ids are a torch tensor."""
 
     names: tuple[str, ...]
     kinds: str
@@ -112,7 +103,7 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
 
 
 def _ids(names: Sequence[str], kinds: str, values: list[Any]) -> list[Array]:
-    """Integer arrays of one type: int32 where all are, else int64."""
+    """Converts to integer arrays of one type: int32 if all are, else int64."""
     checked = [
         integers(v, n if k == "r" else f"{n}.values") for n, k, v in zip(names, kinds, values, strict=True)
     ]
@@ -166,15 +157,14 @@ def any_torch(values: Sequence[Any]) -> bool:
 
 
 def integers(value: Any, name: str) -> Array:
-    """An array int64, or int32 where the value is one of that type. FeatureError: no integers, or they do
-    not fit."""
+    """Converts to an int64 array, or keeps int32. FeatureError: they are no integers, or do not fit."""
     found = array(value, None, name)
     return found if found.dtype == _INT32 else array(found, _INT64, name)
 
 
 def array(value: Any, dtype: np.dtype[Any] | None, name: str) -> Array:
-    """A contiguous array of `dtype` (None: as it comes). FeatureError: the values are of another kind, or
-    do not fit."""
+    """Converts to a contiguous array of `dtype` (None: its own). FeatureError: the values are of another
+    kind, or do not fit."""
     try:
         found = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
     except (ValueError, TypeError) as error:

@@ -1,10 +1,5 @@
-"""HTTP/1.1 for both transports: a reader of responses, and a watch over idle connections. The parser is
-httptools (llhttp).
-
-The parser reads a response's head. A body whose length is known then goes from the socket straight into the
-memory in which its vectors are handed out. Any other body (chunked, or up to the connection's end) passes
-through the parser.
-"""
+"""HTTP/1.1 for both transports. httptools parses heads; bodies of known length go from the socket to their
+final memory."""
 
 import select
 from typing import Any
@@ -20,11 +15,8 @@ _ALIGNMENT = 16
 
 
 class ResponseReader:
-    """Reads the responses of one connection, one after another.
-
-    The transport writes what it receives to `buffer()`, tells how much by `take`, and says by `end` that the
-    server closed. ConnectionError: what comes is no response, or not the whole of one.
-    """
+    """Reads the responses of one connection. The transport writes to `buffer()`, then calls `take`; `end`
+    when the server closed. ConnectionError: the response is invalid or incomplete."""
 
     def __init__(self) -> None:
         self._scratch = bytearray(_HEAD_LIMIT)
@@ -45,13 +37,13 @@ class ResponseReader:
         self._chunks: list[bytes] = []
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """Returns the buffer for the next bytes."""
         if self._body is not None:
             return self._body[-self._missing :]
         return self._view[self._filled :]
 
     def take(self, count: int) -> HttpResponse | None:
-        """`count` bytes have come. The response, where that was its last one."""
+        """Takes `count` bytes from the buffer; returns the response once it is complete."""
         if self._body is not None:
             self._missing -= count
             return None if self._missing else self._response(self._body)
@@ -61,7 +53,7 @@ class ResponseReader:
         return self._read_head()
 
     def end(self) -> HttpResponse:
-        """The response, where the end of the connection ends it."""
+        """Returns the response that the connection's end completes."""
         if self._parser is not None and self._length is None and not self._is_chunked:
             return self._response(memoryview(bytearray().join(self._chunks)))
         raise ConnectionResetError("the connection was closed before the response was complete")
@@ -73,9 +65,8 @@ class ResponseReader:
             rest = self._filled - end
             if self._parser.get_status_code() >= 200:
                 return self._begin_body(end, rest)
-            self._scratch[:rest] = self._scratch[
-                end : self._filled
-            ]  # 100 Continue and its like; the response is to come
+            # 100 Continue and its like; the response is to come
+            self._scratch[:rest] = self._scratch[end : self._filled]
             self.begin()
             self._filled = rest
         if self._filled == _HEAD_LIMIT:
@@ -141,8 +132,7 @@ class ResponseReader:
 
 
 class IdleWatch:
-    """Says whether a connection that nobody uses can be read: then the server has closed it, or broken the
-    protocol."""
+    """Says whether an idle connection became readable: the server closed it, or broke the protocol."""
 
     def __init__(self, descriptor: int) -> None:
         self._poll = select.poll()

@@ -1,7 +1,5 @@
-"""TorchRec's tensors: a KeyedJaggedTensor goes in, a KeyedTensor and JaggedTensors come out.
-
-TorchRec is not imported here. The answer is made of the classes that lie beside the one that was given.
-"""
+"""TorchRec's KeyedJaggedTensor in, its KeyedTensor and JaggedTensors out. Takes the classes from the given
+object."""
 
 import sys
 from collections.abc import Sequence
@@ -11,13 +9,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from tableside.serving.client.compact import CompactAnswer, Keyed
-from tableside.serving.client.errors import FeatureError
 from tableside.serving.client.features import Array, array, integers, joined
+from tableside.serving.client.messages import FeatureError
 
 
 @runtime_checkable
 class KeyedJagged(Protocol):
-    """What is used of TorchRec's KeyedJaggedTensor."""
+    """The used part of TorchRec's KeyedJaggedTensor."""
 
     def keys(self) -> list[str]: ...
     def values(self) -> Any: ...
@@ -27,11 +25,8 @@ class KeyedJagged(Protocol):
 
 
 class KeyedVectors(NamedTuple):
-    """The answer to a KeyedJaggedTensor, on the CPU.
-
-    pooled: TorchRec's KeyedTensor [bags, sum of dims] of the pooled features. sequences: name -> TorchRec's
-    JaggedTensor of an unpooled feature, whose values are [ids, dim].
-    """
+    """The answer to a KeyedJaggedTensor, on the CPU. pooled: KeyedTensor [bags, sum of dims]. sequences:
+    unpooled feature -> JaggedTensor with values [ids, dim]."""
 
     pooled: Any
     sequences: dict[str, Any]
@@ -50,23 +45,16 @@ def from_torchrec(given: KeyedJagged) -> tuple[Keyed, Array]:
             "expected one batch size for all keys (no variable stride)"
         )
     weights = given.weights_or_none()
-    keyed = Keyed(
-        names,
-        bags,
-        values.size,
-        "INT64" if values.itemsize == 8 else "INT32",
-        joined([values]),
-        joined([lengths]),
-        None if weights is None else joined([array(weights, np.dtype("<f4"), "weights")]),
-    )
+    datatype = "INT64" if values.itemsize == 8 else "INT32"
+    sent = None if weights is None else joined([array(weights, np.dtype("<f4"), "weights")])
+    keyed = Keyed(names, bags, values.size, datatype, joined([values]), joined([lengths]), sent)
     return keyed, lengths.reshape(len(names), bags)
 
 
 def to_torchrec(
     answer: CompactAnswer, given: KeyedJagged, lengths: Array, wanted: Sequence[str]
 ) -> KeyedVectors:
-    """The answer to the compact request that was made of `given`, whose lengths are `lengths`: the
-    features that are wanted."""
+    """Converts the answer to the compact request made of `given`, with these `lengths`."""
     import torch
 
     classes = _module_of(given)
@@ -87,8 +75,7 @@ def to_torchrec(
 
 
 def _module_of(given: KeyedJagged) -> ModuleType:
-    """TorchRec's module of jagged tensors, which is the one that the given class, or a class below it,
-    comes from."""
+    """Returns the TorchRec module that defines the given class or its base."""
     modules = [sys.modules[c.__module__] for c in type(given).__mro__]
     found = next((m for m in modules if hasattr(m, "KeyedTensor") and hasattr(m, "JaggedTensor")), None)
     if found is None:

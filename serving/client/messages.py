@@ -1,4 +1,4 @@
-"""What a call sends and what it gets: requests and responses, apart from how their bytes travel."""
+"""Requests, responses and errors of a call."""
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -9,18 +9,29 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tableside.serving.client.errors import ClientError
-
 T = TypeVar("T")
-
 Array = NDArray[Any]
 Bytes = bytes | memoryview
 
 
+class ClientError(Exception):
+    """The server refused a request. status: of the HTTP response; 0: the server could not be reached."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message)
+        self.status, self.message = status, message
+
+    def __str__(self) -> str:
+        return self.message if self.status == 0 else f"{self.status}: {self.message}"
+
+
+class FeatureError(ValueError):
+    """A feature's ids, lengths or weights, or a dense tensor, cannot be sent as they were given."""
+
+
 class HttpRequest(NamedTuple):
-    """path: below the server's base URL. parts: the body, buffers of single bytes. json_bytes: how many of
-    them are JSON, where binary tensors follow it.
-    """
+    """path: below the base URL. parts: the body, as byte buffers. json_bytes: size of the JSON before binary
+    tensors."""
 
     method: str
     path: str
@@ -29,11 +40,8 @@ class HttpRequest(NamedTuple):
 
 
 class HttpResponse(NamedTuple):
-    """content: the body. json_bytes: how many of its bytes are JSON; the tensors' begin at a multiple of 16
-    in memory.
-
-    is_last: the connection cannot be used again.
-    """
+    """content: the body. json_bytes: size of its JSON; tensors begin 16-byte aligned. is_last: the connection
+    closes."""
 
     status: int
     content: memoryview
@@ -118,14 +126,13 @@ def read_outputs(head: bytes) -> tuple[TensorRun, ...]:
 
 
 class Outputs:
-    """Reads the responses to requests of one form. One whose JSON is the last one's is not parsed again."""
+    """Reads the responses to requests of one form; JSON equal to the last one's is not parsed again."""
 
     def __init__(self) -> None:
         self._known: tuple[bytes, tuple[TensorRun, ...]] = (b"", ())
 
     def read(self, response: HttpResponse) -> list[tuple[list[str], Array]]:
-        """The outputs, in runs of one type and shape: their names, and an array [outputs, *shape] over the
-        response's bytes."""
+        """Returns the outputs in runs of one type and shape: names, and an array [outputs, *shape]."""
         head = bytes(response.content[: response.json_bytes])
         known, runs = self._known
         if known != head:
@@ -150,5 +157,5 @@ def request_tail(outputs: Sequence[str] | None, parameters: bytes = b"") -> byte
 
 
 def padded(head: bytes) -> bytes:
-    """The JSON with blanks behind it: what begins at a multiple of 8 is read a little faster."""
+    """Pads JSON with blanks to a multiple of 8 bytes, so that the tensors are read faster."""
     return head.ljust(-(-len(head) // 8) * 8)

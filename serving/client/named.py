@@ -1,12 +1,10 @@
-"""Features by name: each feature's ids, lengths and weights are tensors of their own, in a request and its
-response.
+"""The named form: each feature's ids, lengths and weights are separate tensors.
 
     <feature> INT64 [bags, ids a bag]   or   <feature>.values INT64 [ids] and <feature>.lengths INT32 [bags]
     <feature>.weights FP32 [ids]
 
-A request's JSON has a hundred bytes for each tensor, of which only a shape and a size change from one request
-to the next. So the rest is kept as a template. The order of tensors is free: all ids come first, then all
-lengths, then all weights, so that each part is joined in one go and begins where its type wants to.
+Only shapes and sizes change between requests, so the rest of the JSON is a template. All ids come first, then
+all lengths, then all weights, so each part is joined in one go and aligned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,11 +41,8 @@ _EIGHT, _FOUR = _Pieces(8), _Pieces(4)
 
 
 class NamedForm:
-    """The named form of requests for the same features, outputs and dense tensors, in the same order.
-
-    outputs: reads their responses. found: whether the masks of the wanted features are asked for as well;
-    then outputs are named, and None is all features.
-    """
+    """The named form of requests with the same features, outputs and dense tensors. outputs: reads responses.
+    found: also ask for masks; then outputs are named, and None is all features."""
 
     def __init__(
         self,

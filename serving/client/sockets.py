@@ -13,8 +13,7 @@ _IDLE_S = 30.0  # a connection that was not used for longer is closed
 
 
 class _SocketConnection:
-    """One connection, used by one thread at a time. OSError: it broke; TimeoutError: the server did not
-    answer in time."""
+    """One connection, used by one thread at a time. OSError: it broke; TimeoutError: no answer in time."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         made = address.connect(timeout_s)
@@ -30,9 +29,8 @@ class _SocketConnection:
         """Sends a request and reads its response."""
         reader, receive = self._reader, self._socket.recv_into
         reader.begin()
-        with suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # where it was refused before it was whole, the response says why
+        # where it was refused before it was whole, the response says why
+        with suppress(BrokenPipeError, ConnectionResetError):
             self._send(head, request)
         while True:
             count = receive(reader.buffer())

@@ -14,8 +14,7 @@ _CONNECTIONS = 100  # more calls than this at one time wait for each other
 
 
 class _StreamConnection(asyncio.BufferedProtocol):
-    """One connection, used by one task at a time. OSError: it broke; TimeoutError: the server did not
-    answer in time."""
+    """One connection, used by one task at a time. OSError: it broke; TimeoutError: no answer in time."""
 
     def __init__(self, timeout_s: float) -> None:
         self.loop = asyncio.get_running_loop()
@@ -51,7 +50,7 @@ class _StreamConnection(asyncio.BufferedProtocol):
             self._transport.abort()
 
     def _check_deadline(self) -> None:
-        """One timer serves all requests of a connection: where the deadline has moved, it is set anew."""
+        """Fails the request, or sets the connection's one timer to the moved deadline."""
         self._timer = None
         if self._waiter is None or self._waiter.done():
             return
@@ -116,8 +115,7 @@ class StreamPool:
         self._room = asyncio.Semaphore(_CONNECTIONS)
 
     def _leave_inherited(self) -> None:
-        """A forked child leaves its parent's connections alone. Closing them would take them out of the
-        parent's event loop as well, since both processes have one epoll."""
+        """Leaves a parent's connections open in a fork: closing removes them from the shared epoll."""
         if self._process != os.getpid():
             self._inherited.append(self._idle)
             self._begin()

@@ -1,5 +1,4 @@
-"""Offline evaluation: data sets scored by a pool of processes over the published segment, and what the
-scores are worth."""
+"""Offline evaluation: a pool of processes scores data sets over the published segment."""
 
 from tableside.serving.errors import ServingError
 

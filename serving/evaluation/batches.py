@@ -1,11 +1,10 @@
-"""Batches of a shard's rows as requests of every candidate, and the table of a shard's scores.
-
-A batch is laid out before anything of it is looked up. So it can be made on another thread than the one that
-looks up and scores.
-"""
+"""Batches of a shard's rows as requests of every candidate, the table of a shard's scores, and time by stage.
+A batch can be laid out on another thread than the one that scores it."""
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,17 +29,20 @@ from tableside.serving.model.places import DenseInput
 from tableside.serving.model.request import FeatureInput, Request
 from tableside.serving.model.version import ServedVersion
 
-WithoutRow = dict[
-    str, dict[str, int]
-]  # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
+# table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
+WithoutRow = dict[str, dict[str, int]]
 # what a shard's table says of them in its metadata: JSON, a WithoutRow a candidate
 WITHOUT_ROW = b"ids_without_row_total"
+READING = "reading"  # waiting for rows that are not decoded yet
+STAGING = "staging"  # copying batches to page-locked memory, and having them sent
+SCORING = "scoring"  # launching lookups and scorers, and waiting for scores
+WRITING = "writing"  # waiting for the part before to be written
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that are scored together. labels: fp32 [size]. slices: a text for each row, or None. requests:
-    of each candidate, with their inputs. features: where these have ids and lengths, of each candidate."""
+    """Rows that are scored together. labels: fp32 [size]. slices: a text per row, or None. requests: one per
+    candidate. features: ids and lengths, per candidate."""
 
     file: str
     start: int
@@ -51,7 +53,7 @@ class Batch:
     features: tuple[Sequence[FeatureInput], ...]
 
     def error(self, candidate: int, refused: ApiError) -> DataError:
-        """What an evaluation says of a candidate's request that was refused; it names the row of a bad id."""
+        """Describes a candidate's refused request; names the row of a bad id."""
         cause = refused.__cause__
         if not isinstance(cause, BadIds) or cause.problem not in (Problem.ID, Problem.MISSING):
             return DataError(
@@ -75,14 +77,13 @@ class Batch:
         if not np.isfinite(scores).all() or scores.min(initial=0) < 0 or scores.max(initial=0) > 1:
             raise DataError(
                 f"{self.file}, row {self.start} and on: scores of {model} lie in [{scores.min()}, "
-                f"{scores.max()}]; expected "
-                "probabilities: end the scorer with a sigmoid"
+                f"{scores.max()}]; expected probabilities: end the scorer with a sigmoid"
             )
 
 
 @dataclass(frozen=True)
 class BatchScores:
-    """A batch with its scores fp32 [size], and what was not found, of each candidate."""
+    """A batch with its scores fp32 [size] and ids without a row, per candidate."""
 
     batch: Batch
     scores: Sequence[NDArray[np.float32]]
@@ -90,11 +91,9 @@ class BatchScores:
 
 
 class BatchReader:
-    """Reads shards as batches of `batch_rows` rows. Any thread may call.
-
-    columns: feature or dense tensor -> columns of the data. wanted: all columns that are read. whole: a shard
-    is decoded at once, by the thread that reads it; else batch by batch, by Arrow's threads too.
-    """
+    """Reads shards as batches of `batch_rows` rows. Any thread may call. columns: feature or dense tensor ->
+    columns. wanted: the columns to read. whole: the reading thread decodes a shard at once, else Arrow's
+    threads do by batches."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class BatchReader:
             yield Batch(rows.file, rows.start, rows.size, labels, slices, laid_out, features)
 
     def _request(self, served: ServedVersion, rows: Rows) -> tuple[Request, Any, Sequence[FeatureInput]]:
-        """A candidate's request, its inputs, and where these have the features."""
+        """Returns a candidate's request, its inputs, and their features."""
         scorer = served.scorer
         assert scorer is not None
         features, dense, at = [], [], 0
@@ -151,8 +150,7 @@ class BatchReader:
 
 
 class ShardTable:
-    """The table of a shard, batch by batch: row, label, score_0 (and score_1, slice); in its metadata ids
-    without a row."""
+    """A shard's table: row, label, score_0 (and score_1, slice); its metadata counts ids without a row."""
 
     def __init__(self, shard: Shard, candidates: int, has_slices: bool) -> None:
         self._shard, self._candidates, self._has_slices = shard, candidates, has_slices
@@ -187,9 +185,25 @@ class ShardTable:
 
 
 def _count(request: Request, found: Sequence[Unfound] | None, to: WithoutRow) -> None:
-    """Adds what was not found, by the tables that were asked."""
+    """Adds ids without a row, by table."""
     for table, unfound in zip(request.tables, found or (), strict=False):
         for reason, ids in unfound._asdict().items():
             if ids:
                 of_table = to.setdefault(table, {})
                 of_table[reason] = of_table.get(reason, 0) + ids
+
+
+class Spent:
+    """Seconds of one thread, summed by stage."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys((READING, STAGING, SCORING, WRITING), 0.0)
+
+    @contextmanager
+    def on(self, stage: str) -> Iterator[None]:
+        """Counts the block's seconds."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - started

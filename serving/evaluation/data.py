@@ -1,8 +1,8 @@
 """Data sets: Parquet and JSON Lines, cut into shards, read batch by batch into ids, dense tensors and labels.
 
-A shard is a run of rows of one file: whole row groups of a Parquet file, or whole lines of a JSON Lines file.
-A feature's column holds one id a row, or a list of them (null: an empty bag); a dense tensor is one column of
-lists, or several of numbers.
+A shard is a run of whole row groups of a Parquet file, or of lines of a JSON Lines file. A feature's column
+holds an id or a list of ids per row (null: an empty bag); a dense tensor is a column of lists, or several of
+numbers.
 """
 
 import os
@@ -59,11 +59,8 @@ class Rows:
 
 
 def data_files(path: Path, beside: Path | None = None) -> list[Path]:
-    """The files of a data set: `path` itself, or all files of known kinds in the folder, but for those in
-    `beside`.
-
-    Names that begin with "." or "_" are left out, as is usual: they are not data.
-    """
+    """Returns `path` or all data files in the folder, except `beside` and names that begin with "." or
+    "_"."""
     files = [path]
     if path.is_dir():
         found = [
@@ -128,11 +125,8 @@ def _lines(file: Path, rows: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def read(shard: Shard, columns: Sequence[str], batch_rows: int, whole: bool = False) -> Iterator[Rows]:
-    """The rows of a shard, batch by batch, with `columns`. DataError: a column is missing, or a line is no
-    JSON object.
-
-    whole: Parquet is decoded at once, by this thread alone.
-    """
+    """Reads a shard's `columns` batch by batch. whole: this thread decodes Parquet at once. DataError: a
+    column is missing, or a line is no JSON object."""
     try:
         if not shard.file.endswith(".parquet"):
             yield from _json(shard, columns, batch_rows)
@@ -151,8 +145,7 @@ def _opened(file: str) -> pq.ParquetFile:
 
 @lru_cache(8)
 def _footer(file: str, size: int, changed_ns: int) -> pq.FileMetaData:
-    """A file's footer, once for all of its shards: it tells of every row group, and takes 9 µs for each of
-    them (docs/log.md)."""
+    """Reads a file's footer, once for all shards: it takes 9 µs per row group (docs/log.md)."""
     return pq.read_metadata(file)
 
 
@@ -225,14 +218,14 @@ def _is_list(column: Any) -> bool:
 
 
 def _list_lengths(column: Any) -> Any:
-    """Of each list; null where there is none."""
+    """Returns the lists' lengths, with nulls."""
     import pyarrow.compute as pc  # takes as long to import as numpy, and most columns do without
 
     return pc.list_value_length(column)
 
 
 def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
-    """A feature's column -> ids int64 [ids], lengths int32 [rows]; None where each row has one id."""
+    """Converts a column to ids int64 [ids], lengths int32 [rows]; None: one id a row."""
     column = rows.columns[name]
     if pa.types.is_null(column.type):
         return np.empty(0, np.int64), np.zeros(len(column), np.int32)

@@ -1,22 +1,33 @@
-"""Batches of an evaluation on a GPU: looked up and scored there, several together, by what a server's batches
-run by.
+"""Batches of an evaluation on a GPU: looked up and scored there, several together, as in a server.
 
-Where tables are stashed, vectors of several batches are computed first, as many as a quarter of the tables'
-memory holds. Then the tables leave, the dense part scores these batches, and the tables begin to come back
-while later batches are read and laid out: the next lookup waits for them on the device, and nobody on the
-host.
+With stashed tables, the vectors of several batches are computed first, within a quarter of the tables'
+memory. Then the tables leave, the dense part scores these batches, and the tables return while later batches
+are laid out. The next lookup waits on the device; the host does not wait.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from tableside.quant import BadIds
 from tableside.quant.gpu.batch.follower import Follower, FollowerInputs
 from tableside.serving.errors import ApiError
-from tableside.serving.evaluation.batches import Batch, BatchScores
-from tableside.serving.evaluation.spent import SCORING, STAGING, Spent
+from tableside.serving.evaluation.batches import (
+    SCORING,
+    STAGING,
+    Batch,
+    BatchReader,
+    BatchScores,
+    ShardTable,
+    Spent,
+)
+from tableside.serving.evaluation.data import DataError, Shard
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.executors.scoring import ScoreStage
 from tableside.serving.model.hbm_plan import Placement
@@ -27,17 +38,15 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend  # both import torch
     from tableside.quant.gpu.batch.batch import DeviceBatch
 
-GROUP_ROWS, GROUP_BYTES = (
-    32_768,
-    256 << 20,
-)  # of batches that go to the device together: rows, and their vectors
+
+# of batches that go to the device together: rows, and their vectors
+GROUP_ROWS, GROUP_BYTES = (32_768, 256 << 20)
 _SHARE = 4  # a quarter of the tables' memory is for vectors, while the tables are away,
 _LEAST_BYTES = 64 << 20  # and so much at least: what smaller tables give back is no gain to wait for so often
 
 
 class BegunGroup(NamedTuple):
-    """Batches that began together. requests: of all of them; on_device: those that are scored there, by
-    number."""
+    """Batches that began together. requests: of all. on_device: indices of those scored there."""
 
     batches: Sequence[Batch]
     requests: Sequence[tuple[Request, Any]]
@@ -47,11 +56,8 @@ class BegunGroup(NamedTuple):
 
 
 class DeviceScoring:
-    """Looks up and scores batches of candidates that are served on one GPU.
-
-    stashes: their tables leave while they are scored. ahead: groups of batches that begin before the one that
-    is looked up. spent: of the thread that calls.
-    """
+    """Looks up and scores batches of candidates on one GPU. stashes: tables that leave during scoring. ahead:
+    number of groups begun early. spent: of the calling thread."""
 
     def __init__(
         self, gpu: "GpuBackend", served: Sequence[ServedVersion], stashes: bool, ahead: int = 0
@@ -63,13 +69,9 @@ class DeviceScoring:
         )
 
     def batch_rows(self, asked: int) -> int:
-        """Rows of a batch where `asked` were asked for.
-
-        Where each row's score is its own, a batch has as many rows as go to the device together: the host
-        lays out and stages one request in the time of many. No batch is larger than a response may be, or
-        than a scorer takes. With rows in `zero_copy` it is as it was asked for, since what the CPU gathers is
-        bounded for each request.
-        """
+        """Returns the rows of a batch if `asked` were asked for: larger if each score depends on its row
+        alone, within the limits of responses and scorers; unchanged with rows in `zero_copy`, which bound the
+        CPU's gathers."""
         most = GROUP_ROWS
         for served in self._served:
             scorer = served.scorer
@@ -83,12 +85,8 @@ class DeviceScoring:
             # A score, and as much for what parts of a response are aligned to.
             row_bytes = 4 * (2 + sum(i.width for i in scorer.inputs if i.feature is not None))
             response = served.max_response_bytes or self._bytes
-            most = min(
-                most,
-                scorer.calls.rows[1],
-                response // row_bytes,
-                self._bytes // (len(self._served) * row_bytes),
-            )
+            in_stash = self._bytes // (len(self._served) * row_bytes)
+            most = min(most, scorer.calls.rows[1], response // row_bytes, in_stash)
         return max(asked, most)
 
     def groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
@@ -122,10 +120,8 @@ class DeviceScoring:
         return BegunGroup(group, requests, frozenset(scored), scores, begun)
 
     def finish(self, group: BegunGroup) -> list[BatchScores]:
-        """Looks a group up and scores it. Groups are finished in the order in which they began.
-
-        DataError: a request of a batch is refused, or its scores are no probabilities.
-        """
+        """Looks a group up and scores it, in the order of begin. DataError: a request is refused, or scores
+        are no probabilities."""
         with self.spent.on(SCORING):
             answers = iter(self._answers(group))
         found = []
@@ -145,7 +141,7 @@ class DeviceScoring:
         return found
 
     def _answers(self, group: BegunGroup) -> list[Answer | Exception]:
-        """What each request gets."""
+        """Returns the scores of each request."""
         found, _ = self._gpu.batches.finish(group.begun)
         answers: list[Answer | Exception] = []
         for n, ((request, inputs), result) in enumerate(zip(group.requests, found, strict=True)):
@@ -160,7 +156,7 @@ class DeviceScoring:
 
 
 def _on_host(request: Request, inputs: Any, answer: Answer) -> ApiError | None:
-    """Scores a request whose vectors are on the host; returns why it is refused, or None."""
+    """Scores a request with vectors on the host; returns the refusal, or None."""
     assert request.scoring is not None
     try:
         request.scoring.run(inputs, answer.buffer)
@@ -184,3 +180,81 @@ class _WhileAway:
             self._follower.run()
         finally:
             self._gpu.restore()
+
+
+class ShardsAhead:
+    """Reads shards ahead, in order, by `threads`, which the caller shuts down. One thread calls."""
+
+    def __init__(self, shards: Iterable[Shard], threads: ThreadPoolExecutor, reader: BatchReader) -> None:
+        self._taken: queue.SimpleQueue[tuple[Shard, Future[list[Batch]]] | Exception | None] = (
+            queue.SimpleQueue()
+        )
+        self._next: tuple[Shard, Future[list[Batch]]] | None = None
+        self._is_over = False
+        threading.Thread(
+            target=self._take, args=(shards, threads, reader), name="tableside-shards", daemon=True
+        ).start()
+
+    def _take(self, shards: Iterable[Shard], threads: ThreadPoolExecutor, reader: BatchReader) -> None:
+        try:
+            for shard in shards:
+                self._taken.put((shard, threads.submit(lambda s=shard: list(reader.batches(s)))))  # type: ignore[misc]
+            self._taken.put(None)
+        except (EOFError, OSError, RuntimeError) as error:  # the pool is gone, or this process ends
+            self._taken.put(error)
+
+    def get(self, wait: bool) -> tuple[Shard, list[Batch]] | None:
+        """Returns the next shard and its batches; None: the end, or, without `wait`, none is decoded yet.
+        DataError: its data is unreadable or does not fit the models. EOFError, OSError: the giver of shards
+        is gone."""
+        if self._next is None and not self._is_over:
+            try:
+                taken = self._taken.get(block=wait)
+            except queue.Empty:
+                return None
+            if isinstance(taken, Exception):
+                raise taken
+            self._next, self._is_over = taken, taken is None
+        if self._next is None or not (wait or self._next[1].done()):
+            return None
+        (shard, batches), self._next = self._next, None
+        return shard, batches.result()
+
+
+class BatchesUnderWay:
+    """Groups of batches begun on a device, at most `DeviceScoring.ahead`, and their tables. name_fault:
+    raises a more precise error for a faulty shard."""
+
+    def __init__(self, device: "DeviceScoring", name_fault: Callable[[Shard], object]) -> None:
+        self._device, self._name_fault = device, name_fault
+        self._begun: deque[tuple[Shard, ShardTable, BegunGroup, bool]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    def begin(
+        self, shard: Shard, batches: Iterable[Batch], table: ShardTable
+    ) -> Iterator[tuple[Shard, pa.Table]]:
+        """Begins a shard's batches; gives the tables that were finished meanwhile."""
+        groups = list(self._device.groups(batches))
+        for n, group in enumerate(groups):
+            self._begun.append((shard, table, self._device.begin(group), n == len(groups) - 1))
+            while len(self._begun) > self._device.ahead:
+                yield from self.finish_one()
+
+    def finish_one(self) -> Iterator[tuple[Shard, pa.Table]]:
+        """Finishes the oldest group; returns its shard's table if it is the last one."""
+        shard, table, begun, is_last = self._begun.popleft()
+        try:
+            for scored in self._device.finish(begun):
+                table.add(scored)
+        except DataError:
+            self._name_fault(shard)
+            raise
+        if is_last:
+            yield shard, table.finished()
+
+    def finish(self) -> Iterator[tuple[Shard, pa.Table]]:
+        """Finishes all of them."""
+        while self._begun:
+            yield from self.finish_one()

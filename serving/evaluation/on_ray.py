@@ -1,8 +1,7 @@
-"""The pool on Ray: actors of a cluster the user names, or of one that is started here and ends with the
-evaluation.
+"""The pool on Ray: actors of a given cluster, or of one that lasts as long as the evaluation.
 
-Every machine reads the data at the same path, and attaches the model or publishes it once
-(`attach_or_publish`); scores come back to this process, which writes them.
+Each machine reads the data at the same path, and attaches or publishes the model once (`attach_or_publish`).
+This process writes the scores.
 """
 
 import logging
@@ -37,15 +36,14 @@ _TRIES = 3
 
 
 class _Actor:
-    """An Evaluator, made with the first shard: what goes wrong then is an answer and not the end of the
-    actor."""
+    """Makes an `Evaluator` with its first shard, so that errors are answers and do not end the actor."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._evaluator: Evaluator | None = None
 
     def score(self, shard: Shard) -> Any:
-        """(table, None), or (None, what is wrong)."""
+        """Returns (table, None) or (None, error)."""
         try:
             self._evaluator = self._evaluator or Evaluator(self._job)
             return self._evaluator.score(shard), None
@@ -65,13 +63,8 @@ def _cluster(address: str | None, workers: int) -> Iterator[None]:
         return
     folder = tempfile.mkdtemp(prefix="tableside-ray-")
     try:
-        ray.init(
-            num_cpus=workers,
-            include_dashboard=False,
-            _temp_dir=folder,
-            object_store_memory=128 << 20,
-            **quiet,
-        )
+        quiet |= {"include_dashboard": False, "_temp_dir": folder}
+        ray.init(num_cpus=workers, object_store_memory=128 << 20, **quiet)
         yield
     finally:
         ray.shutdown()
@@ -86,8 +79,8 @@ class RayPool:
         self._tries: dict[int, int] = {}
 
     def run(self, shards: Sequence[Shard]) -> None:
-        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every actor
-        that takes it."""
+        """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every
+        actor."""
         if not shards:
             return
         with _cluster(self._address, self._workers):

@@ -1,12 +1,11 @@
-"""Parts of an evaluation: the scores of one shard each, in a file that is whole and as it was written, or
-made again.
+"""Parts of an evaluation: each holds the scores of one shard. A damaged part is made again.
 
-OUT/parts/00000.parquet       row, label, score_0 (and score_1 of --against, slice); metadata: ids without a row
-OUT/parts/00000.parquet.xxh3  "XXH3_", hex xxh3-64 of that file's bytes, its name: what `xxhsum --check` reads
-OUT/parts/00000.partial-PID   what a process is writing
+    OUT/parts/00000.parquet       row, label, score_0 (score_1, slice); metadata: ids without a row
+    OUT/parts/00000.parquet.xxh3  "XXH3_", hex xxh3-64 of that file, its name: what `xxhsum --check` reads
+    OUT/parts/00000.partial-PID   a file being written
 
-The checksum is of the bytes in memory, and is written first; then the part, under another name, and then it
-is renamed. Nobody makes a part that is there, so a kill leaves a checksum without a part at worst.
+The checksum of the bytes in memory is written first, then the part under another name, which is renamed. A
+kill leaves a checksum without a part at worst.
 """
 
 import io
@@ -51,8 +50,7 @@ def write_part(job: Job, shard: Shard, table: pa.Table) -> None:
 
 
 def find_part(job: Job, shard: Shard) -> pa.Table | None:
-    """A shard's scores; None where there are none. A damaged part is logged by its name and removed, so
-    that it is made again."""
+    """Returns a shard's scores, or None. Logs and removes a damaged part."""
     path = job.part(shard)
     try:
         return _read(job, shard)
@@ -65,7 +63,7 @@ def find_part(job: Job, shard: Shard) -> pa.Table | None:
 
 
 def _read(job: Job, shard: Shard) -> pa.Table:
-    """A part, each of whose bytes is as it was written. FileNotFoundError: there is none."""
+    """Reads a part and checks its bytes. FileNotFoundError: there is none."""
     path = job.part(shard)
     content = path.read_bytes()
     try:
@@ -83,12 +81,8 @@ def _read(job: Job, shard: Shard) -> pa.Table:
         part = pq.read_table(pa.BufferReader(content), use_threads=False, pre_buffer=False)
     except pa.ArrowException as error:
         raise DamagedPart(str(error)) from error
-    wanted = [
-        "row",
-        "label",
-        *(f"score_{n}" for n in range(len(job.candidates))),
-        *(["slice"] if job.slice_by else []),
-    ]
+    scores = (f"score_{n}" for n in range(len(job.candidates)))
+    wanted = ["row", "label", *scores, *(["slice"] if job.slice_by else [])]
     if part.column_names != wanted:
         raise DamagedPart(f"its columns are {', '.join(part.column_names)}; expected {', '.join(wanted)}")
     if not np.array_equal(part.column("row").to_numpy(), np.arange(shard.start, shard.start + shard.rows)):
@@ -97,14 +91,13 @@ def _read(job: Job, shard: Shard) -> pa.Table:
 
 
 def without_row(part: pa.Table, candidates: int) -> list[WithoutRow]:
-    """The ids without a row of a part, for each candidate; none where an earlier release wrote it."""
+    """Returns a part's ids without a row per candidate; none in parts of an earlier release."""
     found: list[WithoutRow] = json.loads((part.schema.metadata or {}).get(WITHOUT_ROW, b"[]"))
     return found or [{} for _ in range(candidates)]
 
 
 def remove_partials(parts: Path, pid: int | None = None) -> None:
-    """Removes what a process that ended was writing; without one, what any was. Caller knows that it has
-    ended."""
+    """Removes unfinished files of an ended process; of all processes without one."""
     for partial in parts.glob(f"*.partial-{'*' if pid is None else pid}"):
         partial.unlink(missing_ok=True)
 

@@ -1,11 +1,8 @@
-"""A pool of processes on this machine: each takes shard after shard; one that dies is replaced, and its
-shards done again.
+"""A pool of processes on this machine, each scoring shard after shard. A dead one is replaced, its shards
+repeated.
 
-A process on a GPU has several shards at a time: it decodes those to come, and writes what is scored on a
-thread of its own.
-
-They are forked from a process that has imported what they need (multiprocessing's forkserver). Where that one
-dies they die with it, and it is started again. Where the pool's own process dies, they end at once.
+A GPU's process has several shards at a time: it decodes the next ones and writes on its own thread. Processes
+are forked from one with all imports (multiprocessing's forkserver); they die with it, and end with the pool.
 """
 
 import contextlib
@@ -29,9 +26,9 @@ from typing import Any, NamedTuple
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving.errors import ServingError
+from tableside.serving.evaluation.batches import WRITING, Spent
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import remove_partials, write_part
-from tableside.serving.evaluation.spent import WRITING, Spent
 from tableside.serving.evaluation.work import Evaluator, Job, shards_at_once
 from tableside.serving.kept_memory import keep_freed_memory
 from tableside.serving.model.scorers import TORCH_MODULES
@@ -48,10 +45,7 @@ _SWITCH_S = (
 
 
 class _WorkerReport(NamedTuple):
-    """What a process of the pool says: that it is ready, that a shard's rows were written, or what is wrong.
-
-    spent: seconds by stage since it was ready, where it is on a GPU.
-    """
+    """A message of a process: ready, rows written, or an error. spent: seconds by stage on a GPU."""
 
     rows: int = 0
     error: str | None = None
@@ -59,8 +53,7 @@ class _WorkerReport(NamedTuple):
 
 
 def _work(job: Job, connection: Connection) -> None:
-    """A process of the pool: shards come in, what is `_WorkerReport` goes out, until the pool closes its
-    end or is gone."""
+    """Runs a process of the pool: takes shards, sends `_WorkerReport`s, until the pool closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's, which ends this process
     _end_with_the_pool()
     try:
@@ -80,8 +73,7 @@ def _work(job: Job, connection: Connection) -> None:
 
 
 class _Writer:
-    """Writes the tables of shards, one after another, and tells the pool; on a GPU, where time is `spent`,
-    by its own thread."""
+    """Writes the tables of shards in turn and tells the pool; on a GPU by its own thread."""
 
     def __init__(self, job: Job, connection: Connection, spent: Spent | None) -> None:
         self._job, self._connection, self._spent = job, connection, spent
@@ -118,8 +110,7 @@ class _Writer:
 
 
 def _end_with_the_pool() -> None:
-    """Ends this process, in the middle of a shard too, when the pool's process or the one that it was
-    forked from is gone."""
+    """Ends this process at once when the pool's process or its parent is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     pool = multiprocessing.parent_process()
     assert pool is not None
@@ -133,8 +124,7 @@ def _end_with_the_pool() -> None:
 
 @contextlib.contextmanager
 def _sigint_held() -> Iterator[None]:
-    """Holds Ctrl-C back, for this process until the end of the block, for those that it starts for ever:
-    it is the pool's."""
+    """Blocks Ctrl-C in this process until the block ends, and in processes started in it for good."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -147,18 +137,15 @@ class _Process:
     process: Any
     connection: Connection
     device: str
-    shards: deque[Shard] = field(
-        default_factory=deque
-    )  # that it has not answered, in the order in which it got them
+    # that it has not answered, in the order in which it got them
+    shards: deque[Shard] = field(default_factory=deque)
     is_ready: bool = field(default=False)
     spent: dict[str, float] = field(default_factory=dict)  # as it last told
 
 
 class EvaluationPool:
-    """`workers` processes for one job. on_done(rows): called in this process for each shard that was scored.
-
-    spent: seconds of processes on GPUs by stage, once `run` is done.
-    """
+    """`workers` processes for one job. on_done(rows): called here for each scored shard. spent: seconds by
+    stage on GPUs, after `run`."""
 
     def __init__(self, job: Job, workers: int, on_done: Callable[[int], None]) -> None:
         self._job, self._workers, self._on_done = job, workers, on_done
@@ -171,7 +158,7 @@ class EvaluationPool:
 
     def run(self, shards: Sequence[Shard]) -> None:
         """Scores every shard. ServingError: the data or a version is at fault, or a shard ends every
-        process that takes it."""
+        process."""
         waiting = deque(shards)
         running: list[_Process] = []
         try:
@@ -200,12 +187,8 @@ class EvaluationPool:
 
     def _start(self, device: str) -> _Process:
         sharing = -(-self._workers // max(1, len(self._job.settings.devices)))
-        changed = {
-            "devices": (device,) if device else (),
-            "sharing": sharing,
-            "workers": self._workers,
-            "engines": self._workers,
-        }
+        changed = {"devices": (device,) if device else (), "sharing": sharing}
+        changed |= {"workers": self._workers, "engines": self._workers}
         job = replace(self._job, settings=self._job.settings.model_copy(update=changed))
         failed: Exception | None = None
         for _ in range(_TRIES):
@@ -225,9 +208,8 @@ class EvaluationPool:
                 theirs.close()
         raise ServingError(
             f"a process of the pool did not start, {_TRIES} times over (the last time: {failed}); is there "
-            "enough memory, and is "
-            f"the folder of temporary files, TMPDIR ({tempfile.gettempdir()}), writable and its name shorter "
-            "than 75 bytes?"
+            f"enough memory, and is the folder of temporary files, TMPDIR ({tempfile.gettempdir()}), "
+            "writable and its name shorter than 75 bytes?"
         ) from failed
 
     def _send(self, p: _Process, shard: Shard | None) -> None:
@@ -237,7 +219,7 @@ class EvaluationPool:
             logger.debug("process %s ended before it took a shard", p.process.pid)  # `_receive` sees it too
 
     def _receive(self, p: _Process) -> bool:
-        """Takes what a process says; False: it died. ServingError: it could not go on."""
+        """Takes a process's message; False: it died. ServingError: it failed."""
         try:
             rows, error, spent = p.connection.recv()
         except (EOFError, OSError):

@@ -1,10 +1,9 @@
-"""What scores are worth, against labels of 0 and 1.
+"""Quality of scores against labels of 0 and 1.
 
 log loss     -mean(y log p + (1 - y) log(1 - p)), p cut to [2^-24, 1 - 2^-24]
-NE           normalized entropy: the log loss over that of always predicting the mean of the labels (He et al., 2014,
-             "Practical Lessons from Predicting Clicks on Ads at Facebook"); lower is better, 1 is worth
-             nothing
-AUC          the chance that a random positive is scored above a random negative, ties counting half
+NE           normalized entropy: log loss over that of the labels' mean (He et al., 2014, "Practical
+             Lessons from Predicting Clicks on Ads at Facebook"); lower is better
+AUC          the chance that a random positive scores above a random negative, ties counting half
 calibration  the sum of the scores over the sum of the labels
 """
 
@@ -19,7 +18,7 @@ _CUT = 2.0**-24
 
 @dataclass(frozen=True)
 class Quality:
-    """Figures of a set of rows; None where they are not defined (no rows, or labels of one kind alone)."""
+    """Figures of a set of rows; None if undefined (no rows, or labels of one kind)."""
 
     rows: int
     positives: int
@@ -45,7 +44,8 @@ def quality(labels: NDArray[Any], scores: NDArray[Any]) -> Quality:
 
 
 def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
-    """The area under the ROC curve, from the ranks of the positives; equal scores share their mean rank."""
+    """Returns the area under the ROC curve, from the ranks of the positives; equal scores share their mean
+    rank."""
     order = np.argsort(scores, kind="stable")
     ordered = scores[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

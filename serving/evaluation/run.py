@@ -1,8 +1,7 @@
-"""An evaluation from the command to the report: shards planned, scored by a pool, checked to be whole,
-compared, gated.
+"""Runs an evaluation: plans shards, scores them by a pool, checks all parts, compares and reports.
 
-OUT/plan.json            what is evaluated on what; an evaluation that was stopped goes on where its plan is the same
-OUT/parts/00000.parquet  the scores of one shard, with a checksum beside them (serving/evaluation/parts.py)
+OUT/plan.json            the evaluation's inputs; with the same plan a stopped one continues
+OUT/parts/00000.parquet  the scores of one shard (serving/evaluation/parts.py)
 OUT/report.json          the figures
 """
 
@@ -23,14 +22,12 @@ from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
-from tableside.serving.evaluation import sources
-from tableside.serving.evaluation.batches import WithoutRow
+from tableside.serving.evaluation.batches import Spent, WithoutRow
 from tableside.serving.evaluation.data import Shard, data_files, plan_shards
 from tableside.serving.evaluation.parts import find_part, remove_partials, without_row
 from tableside.serving.evaluation.pool import EvaluationPool
 from tableside.serving.evaluation.quality import Quality, quality
-from tableside.serving.evaluation.records import DamagedRecord, read_record, write_record
-from tableside.serving.evaluation.spent import Spent
+from tableside.serving.evaluation.records import LOADED_FILE, DamagedRecord, read_record, write_record
 from tableside.serving.evaluation.work import Candidate, Job
 from tableside.serving.model.scorers import needs_torch
 from tableside.serving.settings import ServerSettings
@@ -41,12 +38,9 @@ _TRIES = 3  # to read parts back as they were written
 
 @dataclass(frozen=True)
 class EvalSettings:
-    """What `tableside eval` was asked for. shard_rows: about how many rows a shard has; batch_rows: scored at
-    once.
-
-    engine: local, processes of this machine, or ray, actors of the cluster at ray_address (None: one of its
-    own, here). stash: tables leave the GPU's memory while the dense part runs.
-    """
+    """Options of `tableside eval`. shard_rows: approximate; batch_rows: rows scored at once. engine: local,
+    or ray at ray_address (None: a new cluster). stash: tables leave the GPU's memory while the dense part
+    runs."""
 
     data: Path
     out: Path
@@ -63,9 +57,8 @@ class EvalSettings:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of an evaluation. overall, slices, ids_without_row_total: for each candidate, in order;
-    rows_per_s: of the rows scored in this run; stage_seconds: where the time of its processes on GPUs
-    went, added up (`evaluation.spent`); zeros on the CPU."""
+    """The figures of an evaluation. overall, slices, ids_without_row_total: per candidate. rows_per_s: of
+    this run. stage_seconds: summed over GPU processes (`evaluation.batches`); zeros on the CPU."""
 
     candidates: tuple[str, ...]
     rows: int
@@ -80,7 +73,7 @@ class Report:
     stage_seconds: Mapping[str, float] = field(default_factory=lambda: Spent().seconds)
 
     def figures(self) -> dict[str, Any]:
-        """All of it, as OUT/report.json has it (docs/scoring.md)."""
+        """Returns the content of OUT/report.json (docs/scoring.md)."""
         return {**asdict(self), "rows_per_s": self.rows_per_s}
 
     @property
@@ -94,12 +87,8 @@ def evaluate(
     server: ServerSettings,
     progress: Progress | None = None,
 ) -> Report:
-    """Scores a data set with the first candidate, and with a second one to compare it with; writes the
-    report.
-
-    LoaderError, QuantError, ServingError: a version, the data or OUT is not as it should be; what was scored
-    stays in OUT.
-    """
+    """Scores a data set with one or two candidates; writes the report. LoaderError, QuantError, ServingError:
+    a version, the data or OUT is invalid; finished parts stay in OUT."""
     if settings.stash and (not server.devices or server.placement != "hbm"):
         raise ServingError(
             "--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement "
@@ -160,8 +149,7 @@ def _evaluate(job: Job, settings: EvalSettings, shards: Sequence[Shard], progres
 def _score(
     job: Job, settings: EvalSettings, shards: Sequence[Shard], advance: Callable[[int], None]
 ) -> dict[str, float]:
-    """Scores shards; removes what processes that ended did not write to its end. Returns where time went
-    on GPUs, where known."""
+    """Scores shards and removes unfinished files; returns seconds by stage on GPUs, if known."""
     try:
         if settings.engine == "ray":
             from tableside.serving.evaluation.on_ray import RayPool
@@ -178,8 +166,7 @@ def _score(
 def _columns(
     job: Job, shards: Sequence[Shard]
 ) -> tuple[dict[str, NDArray[Any]], list[WithoutRow], list[Shard]]:
-    """The columns of all parts, in order; ids without a row; and the shards whose part was damaged or
-    removed since."""
+    """Returns the columns of all parts, ids without a row, and the shards whose part is damaged or gone."""
     found: dict[str, list[NDArray[Any]]] = {}
     counts: list[WithoutRow] = [{} for _ in job.candidates]
     left = []
@@ -203,16 +190,14 @@ def _columns(
 def check_out(out: Path) -> None:
     """ServingError: it is a folder of something else."""
     names = {p.name for p in out.iterdir()} if out.is_dir() else set()
-    if names and not names & {"plan.json", "lock", sources.FILE}:
+    if names and not names & {"plan.json", "lock", LOADED_FILE}:
         raise ServingError(f"{out} is not empty and holds no evaluation; choose another --out")
 
 
 @contextmanager
 def _own(out: Path) -> Iterator[None]:
-    """Holds OUT: two evaluations would write over each other. The kernel frees it with a killed holder.
-
-    ServingError: another evaluation has it, or it is a folder of something else.
-    """
+    """Locks OUT; the kernel unlocks it when the holder ends. ServingError: it is locked, or another kind of
+    folder."""
     check_out(out)
     out.mkdir(parents=True, exist_ok=True)
     fd = os.open(out / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -249,29 +234,19 @@ def _job(
             if columns.setdefault(name, found) != found:
                 raise ServingError(
                     f"{name} is read from {', '.join(columns[name])} for {headers[0].model} and from "
-                    f"{', '.join(found)} for "
-                    f"{header.model}; let [eval.columns] of both say the same"
+                    f"{', '.join(found)} for {header.model}; let [eval.columns] of both say the same"
                 )
             if i.feature is not None and len(found) != 1:
                 raise ServingError(
                     f"feature {name} is read from one column; [eval.columns] names {', '.join(found)}"
                 )
     parts = settings.out / "parts"
-    return Job(
-        server.root,
-        tuple(candidates),
-        label,
-        columns,
-        settings.slice_by,
-        settings.batch_rows,
-        parts,
-        server,
-        settings.stash,
-    )
+    by, batch, stash = settings.slice_by, settings.batch_rows, settings.stash
+    return Job(server.root, tuple(candidates), label, columns, by, batch, parts, server, stash)
 
 
 def _open_out(settings: EvalSettings, job: Job, headers: Sequence[Header], shards: Sequence[Shard]) -> None:
-    """Makes OUT, or finds the same plan there; ServingError where it is another's."""
+    """Makes OUT, or checks its plan; ServingError: it has another plan."""
     files = sorted({s.file for s in shards})
     stats = {f: [Path(f).stat().st_size, Path(f).stat().st_mtime_ns] for f in files}
     plan = {
@@ -324,9 +299,8 @@ def _report(
     if len(overall) == 2 and overall[0].ne is not None and overall[1].ne is not None:
         increase = overall[0].ne - overall[1].ne
     if settings.max_ne_increase is not None:
-        passed = (
-            increase is not None and increase <= settings.max_ne_increase
-        )  # what is not defined does not pass
+        # what is not defined does not pass
+        passed = increase is not None and increase <= settings.max_ne_increase
     names = tuple(map(str, job.candidates))
     judged = (increase, passed, settings.max_ne_increase)
     report = Report(names, len(labels), resumed, seconds, overall, slices, tuple(counts), *judged, stages)

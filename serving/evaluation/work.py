@@ -1,8 +1,5 @@
-"""What one process of an evaluation does: attach the versions once, then score shard after shard.
-
-On a GPU, shards to come are decoded and laid out on threads of their own meanwhile, as many as there are
-cores for.
-"""
+"""One process of an evaluation: attaches the versions once, then scores shards. On a GPU, threads decode
+ahead."""
 
 import contextlib
 import os
@@ -22,10 +19,9 @@ from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.evaluation.ahead import BatchesUnderWay, ShardsAhead
-from tableside.serving.evaluation.batches import Batch, BatchReader, BatchScores, ShardTable
+from tableside.serving.evaluation.batches import READING, Batch, BatchReader, BatchScores, ShardTable, Spent
 from tableside.serving.evaluation.data import DataError, Shard
-from tableside.serving.evaluation.spent import READING, Spent
+from tableside.serving.evaluation.on_device import BatchesUnderWay, ShardsAhead
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.version import ServedVersion
@@ -44,8 +40,8 @@ _AHEAD = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A state that is evaluated. content: of its segment and deltas, the same on every machine; source:
-    its model.toml, where known. sequence: of the delta over the version; 0: none."""
+    """An evaluated state. content: hash of its segment and deltas; source: its model.toml, if known.
+    sequence: of the delta over the version; 0: none."""
 
     model: str
     version: int
@@ -59,9 +55,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """An evaluation: what every process has to know. columns: feature or dense tensor -> columns of the
-    data. stash: tables leave the GPU's memory while the dense part runs. needs_torch: a scorer runs by
-    torch, which takes seconds to import."""
+    """The description of an evaluation for its processes. columns: feature or dense tensor -> columns. stash:
+    tables leave the GPU's memory while the dense part runs. needs_torch: a scorer runs by torch, whose import
+    takes seconds."""
 
     root: Path
     candidates: tuple[Candidate, ...]
@@ -81,17 +77,13 @@ class Job:
         return tuple(dict.fromkeys([*named, self.label, *([self.slice_by] if self.slice_by else [])]))
 
     def part(self, shard: Shard) -> Path:
-        """Where a shard's scores lie (serving/evaluation/parts.py)."""
+        """Returns the path of a shard's scores (serving/evaluation/parts.py)."""
         return self.parts / f"{shard.number:05}.parquet"
 
 
 def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, State]:
-    """The candidate on this machine: the state of its name, or, where its bytes are not those, a version that
-    has them.
-
-    One that is not there is published from its model.toml, once, whoever asks first; it is not activated.
-    LoaderError, ServingError: it is not here, and cannot be made.
-    """
+    """Attaches the candidate's state, or a version with its bytes; else publishes one from its model.toml,
+    once per machine, not activated. LoaderError, ServingError: none can be made."""
     model = Model(job.root, candidate.model, job.settings.owner)
     if (state := _published(model, candidate)) is not None:
         return model, state
@@ -111,8 +103,7 @@ def attach_or_publish(job: Job, candidate: Candidate) -> tuple[Model, State]:
 
 
 def _published(model: Model, candidate: Candidate) -> State | None:
-    """The state that has the candidate's bytes: the one of its name, or the newest version without a
-    delta."""
+    """Returns the state with the candidate's bytes: its own, or the newest version without a delta."""
     published = model.versions()
     states = [State(version) for version in reversed(published)]
     for state in (State(candidate.version, candidate.sequence), *states):
@@ -125,18 +116,14 @@ def _published(model: Model, candidate: Candidate) -> State | None:
 
 
 class Evaluator:
-    """The versions of a job, attached by this process. LoaderError, QuantError, ServingError: one of them
-    cannot be.
-
-    readers: threads that decode shards to come; 0: shards are decoded where they are scored.
-    """
+    """The attached versions of a job. readers: threads that decode ahead; 0: none. LoaderError, QuantError,
+    ServingError: a version cannot be attached."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         settings = job.settings
-        pa.set_cpu_count(
-            max(1, len(os.sched_getaffinity(0)) // settings.workers)
-        )  # or Parquet takes the others' cores
+        # or Parquet takes the others' cores
+        pa.set_cpu_count(max(1, len(os.sched_getaffinity(0)) // settings.workers))
         placer = Placer(settings, choose(settings.backend), stashable=job.stash, ahead=AHEAD)
         placer.open()
         self.served: list[ServedVersion] = []
@@ -166,8 +153,7 @@ class Evaluator:
 
     @property
     def spent(self) -> Spent | None:
-        """Where the time of the thread that scores went; None: on the CPU, where nothing waits for
-        anything."""
+        """Seconds of the scoring thread by stage; None on the CPU."""
         return None if self._device is None else self._device.spent
 
     def tables(self, shards: Iterable[Shard]) -> Iterator[tuple[Shard, pa.Table]]:
@@ -195,10 +181,8 @@ class Evaluator:
                 yield from begun.begin(shard, batches, self._empty_table(shard))
 
     def score(self, shard: Shard) -> pa.Table:
-        """A shard's rows: row, label, score_0 (and score_1, slice); in its metadata ids without a row.
-
-        DataError: the data does not fit the model.
-        """
+        """Scores a shard; returns its table (see `ShardTable`). DataError: the data does not fit the
+        model."""
         try:
             if self._device is not None:
                 return self._on_device(self._device, shard, self._reader)
@@ -217,8 +201,7 @@ class Evaluator:
         return found[1]
 
     def _name_fault(self, shard: Shard) -> None:
-        """Scores a shard with rows at fault again, by batches as large as was asked for. DataError: names
-        the one at fault."""
+        """Scores a faulty shard again, by batches of the asked size. DataError: names the faulty row."""
         assert self._device is not None
         self._on_device(self._device, shard, self._reads(self.job.batch_rows))
 
@@ -248,8 +231,7 @@ def _device_scoring(gpu: "GpuBackend", served: list[ServedVersion], stashes: boo
 
 
 def readers(settings: ServerSettings) -> int:
-    """Threads that decode for one GPU: the host's cores are shared by the processes of the pool, and one
-    of them is the GPU's."""
+    """Returns the decoding threads of one GPU: a share of the host's cores, less one for the GPU."""
     return max(1, min(_MOST_READERS, len(os.sched_getaffinity(0)) // settings.workers - 1))
 
 

@@ -1,9 +1,7 @@
-"""A folder into which files of changes are renamed: NUMBER.parquet, NUMBER.npz or NUMBER.jsonl, numbers
-ascending by one.
+"""A folder of change files, NUMBER.parquet, NUMBER.npz or NUMBER.jsonl, numbered in steps of one.
 
-A file is written under another name, or elsewhere on the same file system, and renamed when it is whole.
-Other names are not looked at. The position is the number of the last file that was applied; what was applied
-may be removed. When a file was made is its time of modification, which a rename keeps.
+Write a file under another name and rename it when it is whole; other names are ignored. The position is the
+number of the last applied file; applied files may be removed. A file's mtime says when it was made.
 """
 
 import itertools
@@ -21,8 +19,7 @@ _CLOCK_NS = 1_000_000_000  # a change of a folder may have the same time as one 
 
 
 class FolderSource:
-    """The files of a folder. table: of all rows, where files need not name it. start: "start", "end", or a
-    number."""
+    """The files of a folder. table: of files that name none. start: "start", "end", or a number."""
 
     def __init__(
         self, folder: Path, name: str, table: str | None, start: str, is_stopping: IsStopping
@@ -49,9 +46,8 @@ class FolderSource:
         while True:
             while counted < rows and len(found) != most and (path := self._next(position)):
                 try:
-                    counted += (
-                        rows_in(path) or rows
-                    )  # a file that does not say how many it has is a batch of its own
+                    # a file that does not say how many it has is a batch of its own
+                    counted += rows_in(path) or rows
                 except ChangeError as error:
                     if not found:
                         return ChangeBatch(refusing(error), self.name, path.stem, after, path.stat().st_mtime)
@@ -69,7 +65,7 @@ class FolderSource:
         return ChangeBatch(changes, self.name, str(position), after, found[0].stat().st_mtime)
 
     def content(self, position: str) -> dict[str, str]:
-        """The file's path; it stays where it is."""
+        """Returns the file's path; the file stays."""
         return {"file": str(self._scan().get(self._number(position), self._folder))}
 
     def close(self) -> None:
@@ -79,8 +75,7 @@ class FolderSource:
         return read_changes(path, self._table)
 
     def _next(self, position: int | None) -> Path | None:
-        """The file behind a position; None: it is not there yet. position None: the first file that is
-        there."""
+        """Returns the file after a position, or None. position None: the first file."""
         files = self._changed()
         if position is not None and position + 1 in files:
             return files[position + 1]
@@ -100,7 +95,7 @@ class FolderSource:
         return files.get(first)
 
     def _changed(self) -> dict[int, Path]:
-        """Number -> file; the folder is read again where it may have changed."""
+        """Returns number -> file; lists the folder again if it may have changed."""
         changed_ns = self._folder.stat().st_mtime_ns
         if changed_ns != self._seen_ns:
             self._scan()

@@ -1,11 +1,10 @@
-"""Entries of a Redis stream as changes. An entry has the fields of one of these forms; numbers are
-little-endian:
+"""Entries of a Redis stream as changes, in one of these forms; numbers are little-endian:
 
-    table, ids, vectors, dtype   rows: ids int64 [n], vectors [n, dim] of dtype fp32 (which may be left out) or fp16
+    table, ids, vectors, dtype   rows: ids int64 [n], vectors [n, dim] fp32 (the default) or fp16
     table, ids, deleted          deletions: ids int64 [n], deleted is 1
     table, id, vector            one row: id as decimal text, vector as a JSON list, or null for a deletion
 
-`table` may be left out where all rows are of one.
+`table` may be omitted if all rows are of one.
 """
 
 import itertools
@@ -22,12 +21,7 @@ from tableside.loader.deltas.changes import RowRules, TableChanges, changes
 
 _NUMERIC = b"0123456789+-.eE,[] \t\r\n"
 _DTYPES: dict[bytes, np.dtype[Any]] = {b"fp32": np.dtype("<f4"), b"fp16": np.dtype("<f2")}
-_FORMS = (
-    {b"ids", b"vectors"},
-    {b"ids", b"vectors", b"dtype"},
-    {b"ids", b"deleted"},
-    {b"id", b"vector"},
-)
+_FORMS = ({b"ids", b"vectors"}, {b"ids", b"vectors", b"dtype"}, {b"ids", b"deleted"}, {b"id", b"vector"})
 _EXPECTED = "expected the fields table and ids, vectors (and dtype), or ids, deleted, or id, vector"
 
 
@@ -39,8 +33,8 @@ class Entries:
         self._tables: dict[str, _TableRun] = {}
 
     def add(self, entry: str, fields: Sequence[bytes]) -> int:
-        """Adds an entry: its fields and values in turns; returns its rows. ChangeError: they are none of
-        the forms."""
+        """Adds an entry of alternating fields and values; returns its rows. ChangeError: it has none of the
+        forms."""
         found = dict(zip(fields[::2], fields[1::2], strict=True))
         table = self._table(entry, found.pop(b"table", None))
         if set(found) not in _FORMS:
@@ -53,7 +47,7 @@ class Entries:
         return rows
 
     def changes(self) -> list[TableChanges]:
-        """All changes. ChangeError: a vector is not what it must be."""
+        """Returns all changes. ChangeError: a vector is invalid."""
         return [c for run in self._tables.values() for c in run.joined()]
 
     def _table(self, entry: str, name: bytes | None) -> str:
@@ -153,7 +147,7 @@ class _TableRun:
         return self._rules.dim(self._table) == dim
 
     def _parse_singly(self, rows: list[tuple[str, int, bytes]]) -> TableChanges:
-        """As `_parse`, slower; which finds what is wrong where something is."""
+        """As `_parse`, entry by entry, to find the invalid one."""
         found = PythonRows(self._rules, self._table)
         for entry, id_, text in rows:
             try:

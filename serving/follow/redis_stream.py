@@ -1,10 +1,8 @@
-"""A Redis stream of changes: redis://HOST:PORT/DB?stream=KEY, rediss:// with TLS, unix://PATH?stream=KEY.
+"""A Redis stream: redis://HOST:PORT/DB?stream=KEY, rediss:// with TLS, unix://PATH?stream=KEY.
 
-The position is the id of the last entry that was applied, and an entry's id says when it was made. An entry
-that is gone before it was read must not go unnoticed, so behind each answer it is asked whether the entry at
-the position is still in the stream. A stream is trimmed from its front, so as long as that entry is there,
-none behind it was trimmed; and the stream keeps the largest id that XDEL took out. Where Redis is away it is
-asked again, less and less often.
+The position is the id of the last applied entry; ids hold times. To notice trimmed entries, each read also
+checks that the entry at the position still exists (trimming starts at the front) and the largest deleted id.
+While Redis is away, retries back off.
 """
 
 import logging
@@ -32,19 +30,16 @@ _log = logging.getLogger("tableside.follow")
 Id = tuple[int, int]
 T = TypeVar("T")
 Entry = tuple[str, list[bytes]]  # its id, and fields and values in turns
-Found = tuple[
-    list[Entry], bool, tuple[str, str] | None
-]  # entries; is the position there; the last id, and the last deleted one
+# entries; is the position there; the last id, and the last deleted one
+Found = tuple[list[Entry], bool, tuple[str, str] | None]
 _LARGEST = 1 << 64  # above the numbers of an entry's id
 
 
 class RedisStream:
-    """A stream. table: of all rows, where entries need not name it. start: "start", "end", or an entry's
-    id."""
+    """A stream. table: of entries that name none. start: "start", "end", or an entry's id."""
 
     def __init__(self, url: str, name: str, table: str | None, start: str, is_stopping: IsStopping) -> None:
-        """SourceError: the URL names no stream, or `start` is no entry's id. MissingBackend: the client is
-        not installed."""
+        """SourceError: the URL or `start` is invalid. MissingBackend: the client is not installed."""
         self._url, self._key = split_url(url)
         self.name, self._start, self._is_stopping = name, start, is_stopping
         self._begin = start if start not in ("start", "end") else "0-0" if start == "start" else None
@@ -56,10 +51,8 @@ class RedisStream:
         self._most_rows = 0.0  # of one entry
         self._latest: Entry = ("", [])
         self._away_since: float | None = None
-        self._again_s, self._again_at = (
-            _AGAIN_S,
-            0.0,
-        )  # while it is away: the next pause, and when it is asked again
+        # while it is away: the next pause, and when it is asked again
+        self._again_s, self._again_at = (_AGAIN_S, 0.0)
 
     def read(
         self, after: str | None, rows: int, wait_s: float, most: int | None = None
@@ -145,8 +138,7 @@ class RedisStream:
         return found
 
     def _entries(self, position: str, count: int, wait_s: float) -> Found:
-        """The entries; and after them whether the one at the position is still there, and what the stream
-        says of itself."""
+        """Returns the entries, whether the one at the position exists, and the stream's info."""
         block_ms = max(1, int(1000 * min(wait_s, _BLOCK_S)))
         with self._client.pipeline(transaction=False) as line:
             line.execute_command("XREAD", "COUNT", count, "BLOCK", block_ms, "STREAMS", self._key, position)
@@ -164,7 +156,7 @@ class RedisStream:
         return entries, bool(there), self._parsed(_ids_of, info)
 
     def _last(self) -> str:
-        """The id of the last entry that there ever was; 0-0: there is no stream yet."""
+        """Returns the largest id that the stream ever had; 0-0: there is no stream."""
         try:
             info = self._client.execute_command("XINFO", "STREAM", self._key)
         except redis.ResponseError as error:
@@ -174,7 +166,7 @@ class RedisStream:
         return self._parsed(_ids_of, info)[0]
 
     def _parsed(self, parse: Callable[[Any], T], answer: Any) -> T:
-        """SourceError: the answer is not what a stream's commands give."""
+        """SourceError: the answer is none of a stream's."""
         try:
             return parse(answer)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -211,8 +203,7 @@ class RedisStream:
         if self._id(last) < at:
             raise SourceError(
                 f"{self._where}: its last entry is {last}, and what was applied ends at {position}; Redis "
-                "lost what came after "
-                f"{last}, or began anew: {remedy}"
+                f"lost what came after {last}, or began anew: {remedy}"
             )
         if self._id(deleted) > at:
             raise SourceError(
@@ -223,13 +214,12 @@ class RedisStream:
             first = entries[0][0] if entries else last
             raise SourceError(
                 f"{self._where}: entry {position}, which was applied last, is gone, so entries between it "
-                f"and {first} may be: "
-                "the stream was trimmed before it was read, or is another one; let it keep more, and "
-                f"{remedy}"
+                f"and {first} may be: the stream was trimmed before it was read, or is another one; let it "
+                f"keep more, and {remedy}"
             )
 
     def _away(self, error: Exception) -> None:
-        """Redis was not reached: says so once, and when it is asked again."""
+        """Logs once that Redis is away, and waits before the next try."""
         if self._away_since is None:
             self._away_since = time.monotonic()
             _log.warning("%s cannot be reached (%s); trying again", self._where, error)
@@ -300,7 +290,7 @@ def _entries_of(answer: Any) -> list[Entry]:
 
 
 def _ids_of(answer: Any) -> tuple[str, str]:
-    """The last id, and the last one deleted, of an answer to XINFO STREAM. LookupError, TypeError,
-    ValueError: it is none."""
+    """Returns the last id and the last deleted one of an XINFO STREAM answer. LookupError, TypeError,
+    ValueError: invalid."""
     says = dict(zip(answer[::2], answer[1::2], strict=True))
     return says[b"last-generated-id"].decode(), says.get(b"max-deleted-entry-id", b"0-0").decode()

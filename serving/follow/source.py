@@ -1,5 +1,4 @@
-"""What a stream of changes must offer to be followed. A new kind is a file with such a class, and two
-lines in `sources`."""
+"""The interface of a stream of changes; `loop.open_source` chooses one."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,35 +12,30 @@ PAUSE_S = 0.05  # the longest pause after which a source looks whether it shall 
 
 
 class ChangeSource(Protocol):
-    """A stream of changes with positions. name: what the state calls it; two streams of one model have two
-    names."""
+    """A stream of changes with positions. name: its key in the state, unique for a model."""
 
     name: str
 
     def read(
         self, after: str | None, rows: int, wait_s: float, most: int | None = None
     ) -> ChangeBatch | None:
-        """The changes behind the position `after`, as they are after `wait_s` seconds or as soon as they are
-        some `rows`, or of as many positions as `most`.
-
-        after: where the last batch ended; None: none was applied, so begin where the source was told to. None
-        comes back where there are none; sooner where the follower shall stop. What the stream's server lacks
-        for a while is waited for. SourceError: changes behind `after` are gone, or came in another order.
-        ChangeError, while the batch's changes are read: some are not what they must be (`refusing`).
-        """
+        """Returns the changes after a position, within `wait_s` seconds, about `rows` rows or `most`
+        positions; None: there are none, or a stop. after: None: nothing was applied, begin at the start.
+        Waits while the stream's server is away. SourceError: changes are gone or out of order. ChangeError,
+        while the batch is read: changes are invalid (`refusing`)."""
         ...
 
     def content(self, position: str) -> Mapping[str, str]:
-        """What lies at a position, as text by name, to be written aside where it is refused."""
+        """Returns the content of a position as text by name, to record a refused change."""
         ...
 
     def close(self) -> None:
-        """Lets go of what is open."""
+        """Closes what is open."""
         ...
 
 
 def refusing(error: ChangeError) -> Iterator[TableChanges]:
-    """The changes of a position that cannot be read: `error` comes where they are asked for."""
+    """Raises `error` when the changes are read."""
     raise error
     yield
 

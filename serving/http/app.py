@@ -34,8 +34,7 @@ from tableside.serving.http.door import Door
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v2 import routes as v2_routes
 from tableside.serving.http.v2.infer import V2
-from tableside.serving.metrics import gauges as worker_gauges
-from tableside.serving.metrics import metrics
+from tableside.serving.metrics import counters, metrics
 from tableside.serving.service.service import Service
 from tableside.serving.settings import ServerSettings
 
@@ -71,7 +70,7 @@ class Application:
 
     def tell(self) -> None:
         """Writes down what this worker does now, and brings its counters up to date."""
-        worker_gauges.tell(self.service.now(self.door.traffic.connections, self.door.traffic.in_flight))
+        counters.tell(self.service.now(self.door.traffic.connections, self.door.traffic.in_flight))
         used = time.process_time()
         self._cpu_seconds.inc(used - self._counted_cpu_s)
         self._counted_cpu_s = used

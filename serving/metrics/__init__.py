@@ -1,1 +1,1 @@
-"""What /metrics shows: counters, their files, gauges of the processes."""
+"""The content of /metrics: counters, their files, gauges of the processes."""

@@ -1,11 +1,14 @@
-"""Counters and histograms over all processes of a server.
+"""Counters, histograms and workers' gauges over all processes of a server, in its metrics files.
 
-They count in its metrics files. `CountsCollector` shows the sums to prometheus_client.
+Gauges stand at a file's beginning. A worker writes them twice a second and when asked; any worker sums them
+over the running ones. Memory and files are read from /proc.
 """
 
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -16,6 +19,7 @@ from prometheus_client.registry import Collector
 from tableside.serving.metrics import files as metrics_files
 
 _lock = threading.Lock()
+_MEMORY = {"RssAnon": "private", "RssFile": "file", "RssShmem": "shared"}
 
 
 class Count:
@@ -35,10 +39,8 @@ class Count:
 
 
 class Observations:
-    """A histogram under its labels: the sum of all values, then how many each bucket has.
-
-    One thread alone calls `add` and `add_all`, or any threads call `observe`.
-    """
+    """A histogram's sum, then its bucket counts. One thread calls `add` and `add_all`, or any call
+    `observe`."""
 
     __slots__ = ("_bounds", "_values")
 
@@ -65,7 +67,7 @@ Child = TypeVar("Child", Count, Observations)
 
 
 class LabelledMetric(Generic[Child]):
-    """What counts by its labels. A process has a `Child` for each combination of labels that it counted."""
+    """A metric with labels; a process has a `Child` per combination that it counted."""
 
     declared: ClassVar[list[Any]] = []
 
@@ -85,7 +87,7 @@ class LabelledMetric(Generic[Child]):
         raise NotImplementedError
 
     def family(self, sums: Mapping[tuple[str, ...], Sequence[float]]) -> Metric:
-        """What Prometheus is shown. sums: of the doubles by labels."""
+        """Makes Prometheus's family. sums: of the doubles by labels."""
         raise NotImplementedError
 
 
@@ -121,7 +123,7 @@ class Histogram(LabelledMetric[Observations]):
 
 
 class CountsCollector(Collector):
-    """Shows what all processes of a server counted, those that ended included."""
+    """Shows the counts of all processes of a server, ended ones too."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -136,3 +138,48 @@ RESTARTS = Counter(
     "Workers that ended by themselves, or were killed, and were replaced.",
     (),
 )
+
+
+@dataclass(frozen=True)
+class Now:
+    """A worker's gauges. is_ready: 1 or 0. held_bytes: of bodies and responses."""
+
+    is_ready: float
+    in_flight_requests: float
+    waiting_requests: float
+    open_connections: float
+    held_bytes: float
+    max_connections: float
+
+
+@dataclass(frozen=True)
+class WorkerNow:
+    """A running worker. memory_bytes: by kind: private, file (its code), shared (touched tables)."""
+
+    now: Now
+    memory_bytes: dict[str, int]
+    open_files: int
+
+
+def tell(now: Now) -> None:
+    """Writes this worker's gauges."""
+    metrics_files.set_head((1, os.getpid(), *astuple(now)))
+
+
+def workers(folder: Path) -> Iterator[WorkerNow]:
+    """The workers that run."""
+    for is_worker, pid, *now in metrics_files.heads(folder):
+        if is_worker:
+            process = Path(f"/proc/{pid:.0f}")
+            try:
+                memory = dict(_memory((process / "status").read_text()))
+                yield WorkerNow(Now(*now), memory, len(os.listdir(process / "fd")))
+            except OSError:
+                continue  # it ended
+
+
+def _memory(status: str) -> Iterator[tuple[str, int]]:
+    for line in status.splitlines():
+        name, _, value = line.partition(":")
+        if name in _MEMORY:
+            yield _MEMORY[name], int(value.split()[0]) << 10

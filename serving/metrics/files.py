@@ -1,19 +1,15 @@
-"""The files that the processes of a server count in: one folder a server, one file a process.
+"""The files in which a server's processes count: one folder a server, one file a process, an array of
+doubles.
 
-A file is an array of doubles, and the names of what they count:
-
-    byte 0            what a worker does now, in 8 doubles (`serving.metrics.gauges`)
+    byte 0            the worker's gauges, in 8 doubles (`serving.metrics.counters`)
     byte 64           counts: one or several doubles a name, in the names' order
     byte NAMES_AT     a line a name, as JSON: [name, how many doubles, label, ...]
 
-A process maps its file and adds to the doubles in place. Shared memory that is full kills who writes to it
-(SIGBUS), so doubles are reserved by `posix_fallocate` before their name is written. What finds no room is
-counted in the process's own memory: it is missing from /metrics, and requests are answered.
-
-A process locks its file for as long as it lives. It takes over a file that nobody holds, with its counts,
-before it makes a new one. So the counts of processes that ended stay, there are no more files than there were
-processes at once, and a sum over all files has every count once at any time. A kill may cut a name short: it
-has no end of line then, and nothing was counted under it.
+A process maps its file and adds in place. Writing to full shared memory kills (SIGBUS), so `posix_fallocate`
+reserves doubles before their name is written; counts without room stay in the process and are missing from
+/metrics. A process locks its file while it lives, and takes over an unlocked one before it makes another: so
+counts of ended processes stay, and the sum over all files is exact. A name cut short by a kill has no end of
+line and no counts.
 """
 
 import contextlib
@@ -50,13 +46,9 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def metrics_folder(root: Path) -> Iterator[None]:
-    """A folder among the models for the workers' counts: in memory, and out of reach of what cleans temporary
-    folders.
-
-    It lies beside `root` where the models are another user's, and in /dev/shm where `root` is on a hugetlbfs,
-    whose smallest file is a huge page. Folders of servers that were killed are removed: nobody holds their
-    locks. Where no folder can be made the server runs without counts.
-    """
+    """Makes the folder for the workers' counts in `root`; beside it if it is another user's; in /dev/shm if
+    it is on a hugetlbfs, whose smallest file is a huge page. Removes unlocked folders of killed servers.
+    Without a folder the server runs without counts."""
     if not os.access(root, os.W_OK):
         root = root.parent
     if root.is_dir() and huge_page_bytes(root):
@@ -70,8 +62,7 @@ def metrics_folder(root: Path) -> Iterator[None]:
     except OSError as error:
         logger.error(
             "no folder for metrics in %s (%s): served without counters and histograms; free shared memory "
-            "(tableside gc), then "
-            "start the server again",
+            "(tableside gc), then start the server again",
             root,
             error.strerror,
         )
@@ -221,10 +212,7 @@ Sums = dict[str, dict[tuple[str, ...], list[float]]]
 
 
 def sums(folder: Path) -> Sums:
-    """Name -> labels -> the sums of its doubles over all processes, those that ended included.
-
-    A damaged file is left out.
-    """
+    """Returns name -> labels -> sums over all processes, ended ones too. Skips damaged files."""
     found: Sums = {}
     for path in folder.glob(f"{_PREFIX}*"):
         try:
@@ -242,7 +230,7 @@ def sums(folder: Path) -> Sums:
 
 
 def heads(folder: Path) -> Iterator[tuple[float, ...]]:
-    """The 8 doubles at the beginning of each file whose process lives."""
+    """Yields the first 8 doubles of each file of a living process."""
     for path in folder.glob(f"{_PREFIX}*"):
         with path.open("rb") as file:
             head = os.pread(file.fileno(), _HEAD.size, 0)

@@ -1,8 +1,5 @@
-"""Prometheus metrics, summed over all workers, right after any of them was killed.
-
-Workers count in memory-mapped files, where what a killed worker counted stays (`serving.metrics.counters`).
-What is true now, as versions and sizes, is collected by the worker that is asked.
-"""
+"""Prometheus metrics, summed over all workers, ended ones too (`serving.metrics.counters`). The asked worker
+collects gauges such as versions and sizes."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +14,8 @@ from tableside.loader.errors import LoaderError
 from tableside.quant.contract import Unfound
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics import files as metrics_files
-from tableside.serving.metrics import gauges as worker_gauges
 from tableside.serving.metrics.counters import Counter, CountsCollector, Histogram
+from tableside.serving.metrics.counters import workers as running_workers
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.request import Request
 
@@ -164,8 +161,7 @@ class ModelMetrics:
             self._count_unfound(request.tables, unfound)
 
     def _count_unfound(self, tables: Sequence[str], unfound: Sequence[Unfound]) -> None:
-        """The tables are those of versions that are served, so the labels are bounded. They are made when
-        they first count."""
+        """Counts ids without a row. Labels are bounded by the served tables, and made at the first count."""
         for table, counts in zip(tables, unfound, strict=True):
             if not any(counts):
                 continue
@@ -186,8 +182,7 @@ class MetricsOfModels(dict[str, ModelMetrics]):
 
 
 class GpuMetrics:
-    """The histograms of one device. Their labels are resolved once. One thread calls `waited`, and one
-    `answered`."""
+    """The histograms of one device, labels resolved once. One thread calls `waited`, another `answered`."""
 
     def __init__(self, device: str) -> None:
         self._requests = GPU_BATCH.labels(device)
@@ -198,7 +193,7 @@ class GpuMetrics:
         self._stages["queue"].add_all(seconds)
 
     def answered(self, requests: int, times: "Times | None") -> None:
-        """Counts a batch that the GPU answered. times: of its stages, where they were taken."""
+        """Counts a batch that the GPU answered. times: of its stages, if taken."""
         self._requests.add(requests)
         if times is not None:
             for stage, seconds in asdict(times).items():
@@ -213,7 +208,7 @@ class CacheMetrics:
         self._seen: Statistics | None = None
 
     def update(self, now: "Statistics") -> None:
-        """Counts what was added since the last call."""
+        """Counts the increase since the last call."""
         if now is self._seen:
             return
         if self._seen is not None and now.tickets < self._seen.tickets:
@@ -242,7 +237,7 @@ def refused(model: str, protocol: str, kind: ErrorKind, lacking: str | None = No
 
 
 def _live_version(engine: Engine, served: int) -> int:
-    """The version that the record names; the served one where it cannot be read, which the log says."""
+    """Returns the record's live version; logs an unreadable record and returns the served one."""
     try:
         return engine.model.record().current or served
     except (LoaderError, OSError):
@@ -250,7 +245,7 @@ def _live_version(engine: Engine, served: int) -> int:
 
 
 class _Now:
-    """Gauges whose values are taken at the moment of the scrape."""
+    """Gauges that are read at the scrape."""
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self._engines = list(engines)
@@ -258,16 +253,16 @@ class _Now:
     def collect(self) -> Iterator[Metric]:
         names = {
             "tableside_version": "Number of the version that this worker serves.",
-            "tableside_live_version": "Number of the version that is live, and that all workers should serve.",
+            "tableside_live_version": "Number of the live version.",
             "tableside_segment_bytes": "Bytes of the served version's segment.",
             "tableside_fp32_bytes": "Bytes that its tables would take in fp32.",
             "tableside_load_seconds": "Seconds that its load took.",
             "tableside_hbm_bytes": "Bytes of its tables in the memory of this worker's GPU.",
             "tableside_published_versions": "Versions of the model in shared memory.",
-            "tableside_sequence": "Number of the last change that this worker answers from; 0: none was applied.",
+            "tableside_sequence": "Number of the last change in this worker's state; 0: none.",
             "tableside_delta_bytes": "Bytes of the deltas over the served version.",
             "tableside_delta_rows": "Rows that the deltas over the served version change.",
-            "tableside_behind_seconds": "For how long the live state has been another one than this worker answers from.",
+            "tableside_behind_seconds": "Seconds since the live state differs from this worker's.",
         }
         gauges = {name: GaugeMetricFamily(name, text, labels=["model"]) for name, text in names.items()}
         for engine in self._engines:
@@ -301,7 +296,7 @@ class _Now:
                 yield family
 
     def _scorers(self) -> Metric:
-        """What the served versions' scorers are."""
+        """Shows the kinds of the served versions' scorers."""
         text = "1 for the scorer of the served version: its kind, and what it computes in (fp32, bf16, fp16)."
         gauge = GaugeMetricFamily("tableside_scorer_info", text, labels=["model", "kind", "dtype"])
         for engine in self._engines:
@@ -310,7 +305,7 @@ class _Now:
         return gauge
 
     def _backfilled(self) -> Metric:
-        """Of each table whose missing ids are looked for in an older version, also where that gave none."""
+        """Shows backfilled ids per table with an older version for missing ids, zeros too."""
         text = "Rows of the served version's table that came from an older version (missing = backfill)."
         gauge = GaugeMetricFamily("tableside_backfilled_rows", text, labels=["model", "table"])
         for engine in self._engines:
@@ -323,8 +318,8 @@ class _Now:
 
 
 def _of_workers() -> Iterator[Metric]:
-    """What the workers of this server do now, summed over those that run."""
-    seen = list(worker_gauges.workers(_folder()))
+    """Yields the workers' gauges, summed over the running ones."""
+    seen = list(running_workers(_folder()))
     nows = [worker.now for worker in seen]
     for name, text, value in (
         ("workers", "Workers that run.", len(seen)),
@@ -378,8 +373,8 @@ def exposition(engines: Iterable[Engine]) -> bytes:
 
 
 def statistics(model: str) -> dict[str, tuple[int, float]]:
-    """Stage -> (count, seconds) of a model's answered requests, and "refused" -> (count, 0), over all
-    workers and protocols."""
+    """Returns stage -> (count, seconds) of a model's answers, and "refused" -> (count, 0), over all
+    workers."""
     found = dict.fromkeys((*STAGES, "refused"), (0, 0.0))
     sums = metrics_files.sums(_folder())
     for (of, _, stage), (seconds, *buckets) in sums.get(STAGE_SECONDS.name, {}).items():

@@ -1,8 +1,7 @@
-"""Lookups of tensors that are on a GPU: enqueued on the current stream, and nobody waits for the device.
+"""Lookups of tensors on a GPU: enqueued on the current stream, without waiting for the device.
 
-Ids, lengths and offsets are read where they are (`quant.gpu.tensors.tensors`). Of a call in tensors of
-several features the host sends where these are; a packed call, with as many bags as one before, needs nothing
-sent. Calls can be captured as CUDA graphs.
+Kernels read ids, lengths and offsets in place (`quant.gpu.tensors.tensors`). The host sends tensors'
+addresses; a packed call with as many bags as before sends nothing. Calls can be captured as CUDA graphs.
 """
 
 import math
@@ -14,26 +13,25 @@ import torch
 from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, TensorLookup
-from tableside.serving.modules.errors import ModuleError
 from tableside.serving.modules.inputs import (
     FeatureTensors,
     Form,
+    ModuleError,
     PackedInput,
     as_bags,
     as_ids,
     as_weights,
+    check_memory,
     check_tensor,
     offsets_of,
 )
 from tableside.serving.modules.published import AttachedVersion
-from tableside.serving.modules.tracers import check_memory
 
 _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
 
 
 class _Ahead(NamedTuple):
-    """A call that was prefetched. identity: its tensors, as they were then; given: the same, so that they
-    stay."""
+    """A prefetched call. identity: of its tensors; given: keeps them alive."""
 
     given: object
     identity: list[Any]
@@ -68,8 +66,8 @@ class DeviceLookup:
     # ---- tensors of each feature ----
 
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
-        """A tensor for each feature, as `HostLookup`. BadFeatureIds: a call before this one had a wrong id
-        or length."""
+        """Returns a tensor per feature, as `HostLookup`. BadFeatureIds: an earlier call had a wrong id or
+        length."""
         staged = self._begin(given)
         if staged is None:
             inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
@@ -77,8 +75,7 @@ class DeviceLookup:
         return self._cut(self._run(staged), given, staged.is_even)
 
     def prefetch(self, given: Sequence[FeatureTensors]) -> None:
-        """Brings rows to the cache that a call with these tensors reads next. They are not to be changed
-        until then."""
+        """Brings the rows of the next call with these tensors to the cache. Do not change them until then."""
         inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
         self._look_ahead(given, self.lookup.stage_each(inputs))
 
@@ -104,8 +101,7 @@ class DeviceLookup:
         if not features or (count - 1) % features:
             raise ModuleError(
                 f"there are {offsets.dtype} offsets {list(offsets.shape)} for {features} features "
-                f"({self._every}); "
-                "expected [features * bags + 1], or as many lengths for each feature"
+                f"({self._every}); expected [features * bags + 1], or as many lengths for each feature"
             )
         if count == 1 and ids.numel():
             raise ModuleError(
@@ -117,7 +113,7 @@ class DeviceLookup:
     # ---- calls ----
 
     def _begin(self, given: Sequence[Any]) -> StagedLookup | None:
-        """What was prefetched for these tensors; what was for others is let go."""
+        """Takes the prefetched call of these tensors; drops those of others."""
         if not self._backend.device.is_capturing():
             self._pending.raise_first()
         ahead, self._ahead = self._ahead, None
@@ -188,8 +184,7 @@ class DeviceLookup:
         if tensor.device != self._device:
             raise ModuleError(
                 f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {self._device}; "
-                "send it "
-                f"there, or make a module with device={str(tensor.device)!r}"
+                f"send it there, or make a module with device={str(tensor.device)!r}"
             )
         check_memory(name, tensor)
 

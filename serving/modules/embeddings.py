@@ -1,8 +1,7 @@
 """`EmbeddingBags` and `Embeddings`: a published model's features as PyTorch modules.
 
-They hold no weights. Their rows are those of the version in shared memory, for all processes of the host; a
-lookup dequantizes what it reads. Under torch.compile and torch.export a call becomes an operator
-(`serving.modules.operators`).
+They hold no weights: a lookup dequantizes rows of the version in shared memory. Under torch.compile and
+torch.export a call becomes an operator (`serving.modules.operators`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,27 +13,37 @@ from torch._compile import _disable_dynamo
 
 from tableside.quant import Pooling
 from tableside.quant.contract import Unfound
-from tableside.serving.modules import keyed
-from tableside.serving.modules.dispatch import look_up, look_up_packed, prefetch, prefetch_packed
-from tableside.serving.modules.errors import ModuleError, NotATensor
+from tableside.serving.modules.dispatch import Padding, look_up, look_up_packed, prefetch, prefetch_packed
 from tableside.serving.modules.inputs import (
     FeatureInput,
     FeatureTensors,
     Form,
+    Leaf,
+    ModuleError,
+    NotATensor,
+    NotInMemory,
     PackedInput,
     given_bags,
     given_ids,
+    is_traced,
 )
-from tableside.serving.modules.lookups import OUTPUTS
+from tableside.serving.modules.lookups import (
+    OUTPUTS,
+    host_jagged,
+    ids_between,
+    ids_of,
+    is_keyed,
+    jagged_tensors,
+    keyed_tensor,
+    packed_of,
+    places_of,
+)
 from tableside.serving.modules.operators import Call, traced, traced_packed
-from tableside.serving.modules.padding import Padding
-from tableside.serving.modules.published import published
-from tableside.serving.modules.source import ModuleSource
-from tableside.serving.modules.tracers import Leaf, NotInMemory, is_traced
+from tableside.serving.modules.published import ModuleSource, published
 
 
 class SourceOptions(TypedDict, total=False):
-    """Where a module's tables are; `ModuleSource` says what each means."""
+    """Options of a module's tables; see `ModuleSource`."""
 
     root: str | None
     version: int | None
@@ -48,15 +57,12 @@ class SourceOptions(TypedDict, total=False):
 
 
 class PublishedModule(Leaf):
-    """What both modules share: features of one model, in this process's attachment of it.
+    """The base of both modules: features of one model, in this process's attachment.
 
-    features: None: all of the model that are pooled as the module's are. output: dtype of the vectors.
-    follow: "live": a version that is made live is taken between two calls; None: the version stays, the live
-    one of now or `version`.
-
-    Copies share the tables. A pickle holds the names, and attaches where it is read. `.to()` refuses: tables
-    stay where they are. LoaderError, QuantError, ServingError: the model is not there, or has no such
-    features.
+    features: None: all with the module's pooling. output: dtype of the vectors. follow: "live": take a newly
+    live version between two calls; None: keep `version`, or the one live now. Copies share the tables. A
+    pickle holds names, and attaches where it is read. `.to()` refuses to move tables. LoaderError,
+    QuantError, ServingError: the model or a feature is missing.
     """
 
     _poolings: tuple[Pooling, ...]
@@ -94,17 +100,16 @@ class PublishedModule(Leaf):
         ).to_string()
 
     def _choose(self, wanted: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """The features, and the dims of their vectors. ModuleError: one is not there, or pooled as no
-        feature of this module."""
+        """Returns the features and their dims. ModuleError: one is missing, or has another pooling."""
         served = self._published.now().served
         here = {n: b for n, b in served.features.items() if b.pooling in self._poolings}
         names = tuple(here) if wanted is None else tuple(wanted)
         labels = " or ".join(p.label for p in self._poolings)
         if wrong := [n for n in names if n not in here]:
+            there = ", ".join(f"{n} ({b.pooling.label})" for n, b in served.features.items())
             raise ModuleError(
                 f"model {served.header.model!r} version {served.version} has no feature "
-                f"{', '.join(map(repr, wrong))} of pooling "
-                f"{labels}; it has: {', '.join(f'{n} ({b.pooling.label})' for n, b in served.features.items()) or 'none'}"
+                f"{', '.join(map(repr, wrong))} of pooling {labels}; it has: {there or 'none'}"
             )
         if not names:
             raise ModuleError(
@@ -126,36 +131,32 @@ class PublishedModule(Leaf):
         return self._published.version
 
     def refresh(self) -> bool:
-        """Takes the version that is live now, without waiting for the thread that looks; whether it was
-        another one."""
+        """Takes the live version now; returns whether it changed."""
         return self._published.look()
 
     def check(self) -> None:
-        """Waits for the calls on a GPU, of all modules of the source. BadFeatureIds: one had a wrong id or
-        length, which without this a later call says. On the CPU each call says it itself."""
+        """Waits for the calls on a GPU of all modules of the source. BadFeatureIds: one had a wrong id or
+        length, which a later call would report otherwise. CPU calls report their own."""
         self._published.pending.check()
 
     def missing_ids(self) -> dict[str, Unfound]:
-        """For each feature, how many ids had no row of their own: `missing` got the default row,
-        `backfilled` the row of an older version. Of all calls of this process over the same tables so far,
-        as the server's tableside_ids_without_row_total. On a GPU it waits for the device, so it is not for
-        the time of a capture."""
+        """Counts ids without a row per feature, over all calls of this process on these tables: `missing` got
+        the default row, `backfilled` an older version's. Waits for the GPU, so do not call it during a
+        capture."""
         return self._published.missing.of(self.features)
 
     # ---- what PyTorch does with modules ----
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Moves nothing. ModuleError: `fn` would move tables to another device, or make other numbers of
-        the vectors."""
+        """Moves nothing. ModuleError: `fn` would move tables, or change the type of vectors."""
         here = self._published.source.device
         device = torch.device("cpu" if here == "interpreter" else here)
         moved = fn(torch.empty(0, dtype=self.output, device=device))
         if moved.device != device or moved.dtype != self.output:
             raise ModuleError(
                 f"the tables of model {self.model!r} stay on {device} and give {self.output}; for "
-                f"{moved.device} and "
-                f"{moved.dtype} make another module, with device={str(moved.device)!r} and "
-                f"output={moved.dtype}"
+                f"{moved.device} and {moved.dtype} make another module, with device={str(moved.device)!r} "
+                f"and output={moved.dtype}"
             )
         return self
 
@@ -164,7 +165,7 @@ class PublishedModule(Leaf):
         return self
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What a state dict holds: the names, no rows."""
+        """Returns the names for a state dict, no rows."""
         return {"model": self.model, "version": self.version}
 
     def set_extra_state(self, state: Any) -> None:
@@ -174,14 +175,14 @@ class PublishedModule(Leaf):
         if found[0] != self.model or (pinned is not None and found[1] != pinned):
             raise ModuleError(
                 f"the state is of model {found[0]!r} version {found[1]}; this module reads {self.model!r} "
-                "version "
-                f"{self.version}; make a module of that model, or leave its state out (strict=False)"
+                f"version {self.version}; make a module of that model, or leave its state out (strict=False)"
             )
 
     def extra_repr(self) -> str:
         source = self._published.source
         following = "live" if source.version is None else f"version {source.version}"
-        return f"{self.model!r}, {following}, features={list(self.features)}, device={source.device!r}, output={self.output}"
+        where = f"device={source.device!r}, output={self.output}"
+        return f"{self.model!r}, {following}, features={list(self.features)}, {where}"
 
     # ---- calls ----
 
@@ -198,18 +199,16 @@ class PublishedModule(Leaf):
         unknown = [str(n) for n in inputs if n not in self.features]
         raise ModuleError(
             f"the call lacks {', '.join(lacks) or 'nothing'} and has {', '.join(unknown) or 'nothing'} "
-            "besides; expected a "
-            f"dict of {', '.join(self.features)}"
+            f"besides; expected a dict of {', '.join(self.features)}"
         )
 
     def prefetch(self, inputs: Any) -> None:
-        """Brings the rows that a call with this dict or KeyedJaggedTensor reads to the GPU's cache
-        (placement "cached"), beside what the current stream does. The same tensors, unchanged, are to be
-        given to the next call. Nothing to do on the CPU, nor with a `padding_idx`, whose ids are found in
-        the call."""
+        """Brings the rows of the next call with these inputs to the GPU's cache (placement "cached"), beside
+        the current stream. Do not change the tensors before that call. Does nothing on the CPU or with a
+        `padding_idx`."""
         if self._padding:
             return
-        if keyed.is_keyed(inputs):
+        if is_keyed(inputs):
             self.prefetch_keyed(inputs, self.features)
         else:
             prefetch(self._published.now(), self._call, self.features, self.output, self._given_of(inputs))
@@ -233,11 +232,8 @@ class PublishedModule(Leaf):
 
 
 class EmbeddingBags(PublishedModule):
-    """Pooled features, of any dims, row formats and poolings, looked up together.
-
-    include_last_offset: as of torch.nn.EmbeddingBag, for all offsets that come. padding_idx: feature -> an id
-    that is left out of its sums and of its means' counts (`serving.modules.padding`).
-    """
+    """Pooled features of any dims, row formats and poolings, looked up together. include_last_offset: as of
+    torch.nn.EmbeddingBag. padding_idx: feature -> an id excluded from sums and means."""
 
     _poolings = (Pooling.SUM, Pooling.MEAN)
 
@@ -263,37 +259,29 @@ class EmbeddingBags(PublishedModule):
             self._call = self._to_call()
 
     def forward(self, inputs: Any) -> Any:
-        """Vectors of bags: a dict of [bags, dim] for a dict of features (`serving.modules.inputs`), or a
-        KeyedTensor for a KeyedJaggedTensor that has the module's features, in any order.
-
-        BadFeatureIds (a ValueError): an id or a length is wrong. ModuleError: the input has another form.
-        """
-        if keyed.is_keyed(inputs):
-            return keyed.keyed_tensor(self.features, self.dims, self.side_by_side(inputs, self.features))
+        """Returns a dict of [bags, dim] for a dict of features (`serving.modules.inputs`), or a KeyedTensor
+        for a KeyedJaggedTensor with the module's features in any order. BadFeatureIds (a ValueError): an id
+        or a length is wrong. ModuleError: the input has another form."""
+        if is_keyed(inputs):
+            return keyed_tensor(self.features, self.dims, self.side_by_side(inputs, self.features))
         return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
 
     def _given(self, name: str, value: FeatureInput) -> FeatureTensors:
         return given_bags(name, value, self.include_last_offset)
 
     def side_by_side(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> torch.Tensor:
-        """[bags, sum of dims] for a KeyedJaggedTensor. keys: where it has each of the module's features.
-        is_weighted: by its weights, where it has some. Raises as `forward`."""
+        """Returns [bags, sum of dims] for a KeyedJaggedTensor. keys: its names of the module's features.
+        is_weighted: use its weights, if any. Raises as `forward`."""
         by_offsets = self._published.source.on_gpu and not is_traced()
-        order = keyed.places_of(keys, inputs.keys())
-        return self._side_by_side(
-            keyed.packed_of(inputs, order, by_offsets=by_offsets, is_weighted=is_weighted)
-        )
+        order = places_of(keys, inputs.keys())
+        return self._side_by_side(packed_of(inputs, order, by_offsets=by_offsets, is_weighted=is_weighted))
 
     def packed(
         self, values: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[bags, sum of dims], the features' vectors side by side, for the ids of all features one after
-        another, as FBGEMM's modules take them.
-
-        values: int64 [ids], those of the module's first feature first. offsets: int64 or int32 [features *
-        bags + 1], where each bag begins, and the end of the last one. weights: floats [ids]. Raises as
-        `forward`.
-        """
+        """Returns [bags, sum of dims] for the ids of all features in sequence, as FBGEMM's modules. values:
+        int64 [ids], feature by feature. offsets: int64 or int32 [features * bags + 1]. weights: floats [ids].
+        Raises as `forward`."""
         return self._side_by_side(PackedInput([], len(self.features), values, Form.ENDS, offsets, weights))
 
     def _side_by_side(self, packed: PackedInput) -> torch.Tensor:
@@ -307,9 +295,9 @@ class EmbeddingBags(PublishedModule):
             return traced_packed(self._call, self.features, packed)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
-        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
+        attached, order = self._published.now(), places_of(keys, inputs.keys())
         if attached.on_gpu and not self._padding and not is_traced():
-            packed = keyed.packed_of(inputs, order, by_offsets=True, is_weighted=is_weighted)
+            packed = packed_of(inputs, order, by_offsets=True, is_weighted=is_weighted)
             prefetch_packed(attached, self._call, self.features, self.output, packed)
 
 
@@ -319,52 +307,49 @@ class Embeddings(PublishedModule):
     _poolings = (Pooling.NONE,)
 
     def forward(self, inputs: Any) -> Any:
-        """Vectors of ids: a dict of [*shape of the ids, dim] for a dict of tensors, or a dict of
-        JaggedTensor for a KeyedJaggedTensor. Raises as `EmbeddingBags.forward`. Calls with a
-        KeyedJaggedTensor are not compiled."""
-        if keyed.is_keyed(inputs):
+        """Returns a dict of [*shape of the ids, dim] for a dict of tensors, or of JaggedTensor for a
+        KeyedJaggedTensor, which is not compiled. Raises as `EmbeddingBags.forward`."""
+        if is_keyed(inputs):
             return self.jagged(inputs, self.features, self.features)
         return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
 
     def jagged(
         self, inputs: Any, keys: Sequence[str], names: Sequence[str], with_ids: bool = False
     ) -> dict[str, Any]:
-        """JaggedTensors by `names`. keys: where the KeyedJaggedTensor has each of the module's features.
-        with_ids: with the ids as weights. Raises as `forward`."""
+        """Returns JaggedTensors by `names`. keys: the input's names of the module's features. with_ids: with
+        the ids as weights. Raises as `forward`."""
         if is_traced():
             return self._untraced(inputs, keys, names, with_ids)
-        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
+        attached, order = self._published.now(), places_of(keys, inputs.keys())
         if attached.on_gpu:
             given = self._apart(inputs, order)
         else:
-            packed = keyed.packed_of(inputs, order, by_offsets=False, is_weighted=False)
-            jagged = keyed.host_jagged(", ".join(inputs.keys()), packed)
-            given = keyed.ids_of(jagged, order)
+            packed = packed_of(inputs, order, by_offsets=False, is_weighted=False)
+            jagged = host_jagged(", ".join(inputs.keys()), packed)
+            given = ids_of(jagged, order)
         vectors = look_up(attached, self._call, self.features, self.output, given)
         ids = [g.values for g in given] if with_ids else None
-        return keyed.jagged_tensors(names, vectors, inputs, order, ids)
+        return jagged_tensors(names, vectors, inputs, order, ids)
 
     @_disable_dynamo
     def _untraced(self, *given: Any) -> dict[str, Any]:
-        """`jagged` between two graphs of torch.compile. ModuleError: somebody else traces the call."""
+        """Calls `jagged` between two graphs of torch.compile. ModuleError: another tracer is active."""
         if is_traced():
             raise ModuleError(
                 f"a KeyedJaggedTensor of {', '.join(self.features)} is not traced: how many vectors each "
-                "feature gets would be "
-                "that of this call; give a dict of ids"
+                "feature gets would be that of this call; give a dict of ids"
             )
         return self.jagged(*given)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
-        attached, order = self._published.now(), keyed.places_of(keys, inputs.keys())
+        attached, order = self._published.now(), places_of(keys, inputs.keys())
         if attached.on_gpu and not is_traced():
             prefetch(attached, self._call, self.features, self.output, self._apart(inputs, order))
 
     def _apart(self, inputs: Any, order: list[int] | None) -> list[FeatureTensors]:
-        """The ids of each feature, on a GPU. It waits for the device, as TorchRec does: a vector an id,
-        whose number says how many each feature gets."""
-        packed = keyed.packed_of(inputs, order, by_offsets=False)
-        return keyed.ids_between(packed.values, inputs.offset_per_key(), order)
+        """Splits the ids by feature on a GPU. Waits for the device, as TorchRec does, for the sizes."""
+        packed = packed_of(inputs, order, by_offsets=False)
+        return ids_between(packed.values, inputs.offset_per_key(), order)
 
     def _given(self, name: str, value: FeatureInput) -> FeatureTensors:
         return given_ids(name, value)

@@ -1,27 +1,108 @@
-"""What a module is called with, feature by feature: ids, which of them make a bag, and weights.
+"""The inputs of a module by feature, their checks and errors, and whether a call is traced.
 
     tensor [bags, n]            bags of n ids each                     (pooled)
     tensor of any shape         one vector an id                       (not pooled)
     (values, offsets)           as torch.nn.EmbeddingBag takes them    (pooled); a third element: weights
     Bags(values, lengths=…)     by lengths; Bags has offsets and weights too
 
-ids: int64 or int32; lengths and offsets alike. weights: floats, one an id. Values stay where they are:
-nothing is copied but what has another type or is not contiguous.
+ids, lengths, offsets: int64 or int32. weights: floats, one an id. Only tensors of other types or strides are
+copied. C calls are invisible to torch.compile, torch.export, torch.jit.trace, dispatch modes and torch.func,
+so a traced call becomes an operator.
 """
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
+from torch._C import _is_torch_function_mode_enabled, _is_tracing, _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch._compile import _disable_dynamo
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _modes_before_dispatch
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
-from tableside.serving.modules.errors import ModuleError, NotATensor
-from tableside.serving.modules.tracers import check_constant
+from tableside.quant import BadIds, QuantError
+from tableside.serving.errors import ServingError
+
+_PLAIN = torch.Tensor.__torch_dispatch__
+
+
+class ModuleError(ServingError, ValueError):
+    """A module that cannot be made here, or a call that it does not take."""
+
+
+class NotATensor(ModuleError, TypeError):
+    """A call with lists, arrays or numbers instead of tensors."""
+
+
+class BadFeatureIds(QuantError):
+    """Ids or lengths of a feature that cannot be looked up. problem, position, value, bound: as of
+    `quant.BadIds`."""
+
+    def __init__(self, feature: str, cause: BadIds) -> None:
+        super().__init__(feature, cause)
+        self.feature, self.problem = feature, cause.problem
+        self.position, self.value, self.bound = cause.position, cause.value, cause.bound
+
+    def __str__(self) -> str:
+        feature, cause = self.args
+        return str(cause.describe(f"feature {feature!r}"))
+
+
+class NotInMemory(ModuleError):
+    """A tensor without readable memory: only operators can take it."""
+
+
+class Leaf(torch.nn.Module):
+    """A module that torch.fx records as one call, as those of torch.nn: it checks the object's
+    `__module__`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__module__ = "torch.nn"
+
+
+def is_traced() -> bool:
+    """Whether a call must become an operator. Asks torch.compile first: it cannot trace the other checks."""
+    return (
+        is_compiling()
+        or _is_tracing()
+        or _len_torch_dispatch_stack() > 0
+        or peek_interpreter_stack() is not None
+        or (_is_torch_function_mode_enabled() and _modes_before_dispatch() > 0)  # type: ignore[no-untyped-call]  # it is slow
+    )
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """NotInMemory: only operators can read this tensor, such as a FakeTensor outside its mode."""
+    if type(tensor).__torch_dispatch__ is not _PLAIN or (not tensor.data_ptr() and tensor.numel()):
+        raise NotInMemory(
+            f"feature {name!r}: a {type(tensor).__name__} has no memory to read; give a torch.Tensor"
+        )
+
+
+def check_constant(name: str, weights: torch.Tensor | None) -> None:
+    """ModuleError: the weights require a gradient, backward or forward."""
+    if weights is None or not weights.is_floating_point():
+        return
+    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(weights).tangent is not None  # type: ignore[no-untyped-call]
+    if is_dual or (weights.requires_grad and torch.is_grad_enabled()):
+        _refuse(name)
+
+
+@_disable_dynamo
+def _refuse(name: str) -> NoReturn:
+    """Raises between two graphs of torch.compile, which would otherwise compile the code after an error."""
+    raise ModuleError(
+        f"feature {name!r}: weights require a gradient, and published tables have none; detach them, or call "
+        "under torch.no_grad"
+    )
 
 
 class Bags(NamedTuple):
-    """Ids of one feature in bags. values: [ids]. offsets: where each bag begins, [bags], or [bags + 1] in
-    modules with `include_last_offset`; lengths: ids of each bag, [bags]; one of the two. weights: [ids]."""
+    """A feature's ids in bags. values: [ids]. One of offsets: [bags], or [bags + 1] with
+    `include_last_offset`, and lengths: [bags]. weights: [ids]."""
 
     values: torch.Tensor
     offsets: torch.Tensor | None = None
@@ -40,7 +121,7 @@ class Form(IntEnum):
 
 
 class FeatureTensors(NamedTuple):
-    """One feature's input. bags: its lengths or offsets, where `form` has some."""
+    """One feature's input. bags: lengths or offsets, by `form`."""
 
     form: Form
     values: torch.Tensor
@@ -49,12 +130,9 @@ class FeatureTensors(NamedTuple):
 
 
 class PackedInput(NamedTuple):
-    """The input of all pooled features in one tensor, as a KeyedJaggedTensor has it.
-
-    order: where each of the module's features is among the `features` of values and bags; empty: in the same
-    places. values: [ids], those of the first feature first. bags: by `form` lengths [features * bags], or
-    offsets [features * bags + 1]. weights: [ids].
-    """
+    """All pooled features in one tensor, as in a KeyedJaggedTensor. order: the module's features among its
+    `features`; empty: the same. values: [ids]. bags: by `form`, lengths [features * bags] or offsets
+    [features * bags + 1]. weights: [ids]."""
 
     order: list[int]
     features: int
@@ -71,14 +149,13 @@ FeatureInput = torch.Tensor | Bags | Sequence[torch.Tensor | None]
 
 
 def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> FeatureTensors:
-    """The input of a pooled feature. ModuleError: it says nothing about bags, or too much.
-    NotATensor: the ids are none."""
+    """Checks a pooled feature's input. ModuleError: its bags are missing or ambiguous. NotATensor: of the
+    ids."""
     if isinstance(value, torch.Tensor):
         if value.dim() != 2:
             raise ModuleError(
                 f"feature {name!r} is pooled and came as a tensor of {value.dim()} dimensions; expected "
-                "[bags, ids of a bag], "
-                "(values, offsets), or Bags(values, lengths=...)"
+                "[bags, ids of a bag], (values, offsets), or Bags(values, lengths=...)"
             )
         return FeatureTensors(_FIXED, value, None, None)
     values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_torch_takes(name, value)
@@ -92,10 +169,9 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Fea
             )
         return FeatureTensors(_FIXED, values, None, weights)
     if values.dim() != 1 or (offsets is not None and lengths is not None):
+        both = " with offsets and lengths" if offsets is not None and lengths is not None else ""
         raise ModuleError(
-            f"feature {name!r} has values of {values.dim()} dimensions"
-            f"{' with offsets and lengths' if offsets is not None and lengths is not None else ''}; expected "
-            "values [ids] with "
+            f"feature {name!r} has values of {values.dim()} dimensions{both}; expected values [ids] with "
             "offsets or lengths"
         )
     if lengths is not None:
@@ -113,8 +189,7 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise NotATensor(
             f"feature {name!r} came with {type(value).__name__}; expected a torch.Tensor (torch.tensor of a "
-            "list, "
-            "torch.from_numpy of an array)"
+            "list, torch.from_numpy of an array)"
         )
     return value
 
@@ -127,8 +202,7 @@ def as_ids(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def as_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Weights as fp32, contiguous. ModuleError: there are not `count`, they are no floats, or want a
-    gradient."""
+    """Converts to contiguous fp32. ModuleError: not `count` floats, or they require a gradient."""
     if weights.numel() != count or not weights.is_floating_point():
         raise ModuleError(
             f"feature {name!r}: weights are {weights.dtype} {list(weights.shape)}; expected {count} floats, "
@@ -139,8 +213,8 @@ def as_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def as_bags(name: str, bags: torch.Tensor) -> torch.Tensor:
-    """Lengths or offsets, contiguous. ModuleError: they are no integers of 32 or 64 bits, or have several
-    dimensions."""
+    """Makes lengths or offsets contiguous. ModuleError: they are no int32 or int64, or not of one
+    dimension."""
     if bags.dtype not in _INTEGERS or bags.dim() != 1:
         raise ModuleError(
             f"feature {name!r}: lengths or offsets are {bags.dtype} {list(bags.shape)}; expected int64 or "
@@ -150,8 +224,7 @@ def as_bags(name: str, bags: torch.Tensor) -> torch.Tensor:
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Where bags of these lengths begin, and where the last one ends: int64 [bags + 1], on the device of
-    the lengths."""
+    """Returns the offsets of bags of these lengths, int64 [bags + 1], on their device."""
     offsets = lengths.new_zeros(lengths.numel() + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
@@ -163,8 +236,7 @@ def _as_torch_takes(
     """The fields of `Bags`, of (values, offsets, weights)."""
     if not isinstance(value, _SEQUENCES) or not 1 <= len(value) <= 3:
         raise NotATensor(
-            f"feature {name!r} came as {type(value).__name__}; expected a torch.Tensor, or (values, offsets) "
-            "or (…, …, weights) "
-            "of tensors"
+            f"feature {name!r} came as {type(value).__name__}; expected a torch.Tensor, or (values, "
+            "offsets) or (…, …, weights) of tensors"
         )
     return value[0], value[1] if len(value) > 1 else None, None, value[2] if len(value) > 2 else None

@@ -1,24 +1,44 @@
-"""Lookups of tensors on the CPU, where they lie: the kernel gets their addresses, and nothing is copied.
+"""Lookups of tensors on the CPU, in place: the kernel gets their addresses. Also TorchRec's
+KeyedJaggedTensor.
 
-The kernel takes places as offsets into one buffer (`quant.contract.Place`). Here that buffer is the whole
-address space, from `BASE` on, so tensors that were made apart need not be brought together.
+The kernel takes offsets into one buffer (`quant.contract.Place`); here the buffer is the address space from
+`BASE` on, so separate tensors need no copy.
 """
 
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from tableside.quant import BadIds, LookupKind, Precision
 from tableside.quant.contract import Place
-from tableside.quant.cpu.bags import MOST_IDS, lengths_of, tensor_places
+from tableside.quant.cpu.bags import (
+    MOST_IDS,
+    feature_places,
+    lengths_of,
+    parts_of,
+    tensor_parts,
+    tensor_places,
+)
 from tableside.quant.errors import Problem
-from tableside.serving.modules.errors import BadFeatureIds, ModuleError
-from tableside.serving.modules.inputs import FeatureTensors, Form, as_bags, as_ids, as_weights, check_tensor
+from tableside.serving.modules.inputs import (
+    BadFeatureIds,
+    FeatureTensors,
+    Form,
+    ModuleError,
+    PackedInput,
+    as_bags,
+    as_ids,
+    as_weights,
+    check_memory,
+    check_tensor,
+)
 from tableside.serving.modules.published import AttachedVersion
-from tableside.serving.modules.tracers import check_memory
 
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
 MEMORY = (ctypes.c_char * (1 << 62)).from_address(BASE)
@@ -43,10 +63,8 @@ class HostLookup:
         self._pack = struct.Struct(f"={len(names) * _FIELDS}q").pack
 
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
-        """A tensor for each feature: [bags, dim], or [*shape of its ids, dim] where it is not pooled.
-
-        ModuleError: a tensor is of another type, shape or device. BadFeatureIds: an id or a length is wrong.
-        """
+        """Returns a tensor per feature: [bags, dim], or [*shape of its ids, dim] if not pooled. ModuleError:
+        a tensor has another type, shape or device. BadFeatureIds: an id or a length is wrong."""
         places, outputs, held = tensor_places(EXCHANGE, given, self._dims, self._new, BASE) or self._convert(
             given
         )
@@ -62,8 +80,8 @@ class HostLookup:
         return outputs
 
     def _convert(self, given: Sequence[FeatureTensors]) -> tuple[bytes, list[torch.Tensor], list[object]]:
-        """As `tensor_places`, of tensors of any types and strides. ModuleError, BadFeatureIds: one cannot
-        be looked up."""
+        """As `tensor_places`, of any types and strides. ModuleError, BadFeatureIds: one cannot be looked
+        up."""
         places: list[int] = []
         outputs: list[torch.Tensor] = []
         held: list[object] = []
@@ -113,19 +131,14 @@ def host_ids(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def host_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Weights as fp32, contiguous. ModuleError: there are not `count`, they are no floats, or want a
-    gradient."""
+    """Converts to contiguous fp32. ModuleError: not `count` floats, or they require a gradient."""
     _check_host(name, "weights", weights)
     return as_weights(name, weights, count)
 
 
 def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple[object, int, int]:
-    """Lengths int32 of `count` ids, from lengths or offsets of any integer type: what holds them, their
-    address, how many bags.
-
-    ModuleError: they are no integers, or offsets do not begin at 0. BadFeatureIds: a length is negative, or
-    above `count`.
-    """
+    """Converts lengths or offsets to int32 lengths of `count` ids; returns their holder, address and number.
+    ModuleError: no integers, or offsets do not begin at 0. BadFeatureIds: a length is not in [0, count]."""
     _check_host(name, "lengths and offsets", bags)
     bags = as_bags(name, bags)
     items = bags.numel()
@@ -141,7 +154,7 @@ def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple
 
 
 def wrong_bags(name: str, form: Form, bags: list[int], count: int) -> BadFeatureIds | ModuleError:
-    """What is wrong with lengths or offsets of which one is negative or above the number of ids."""
+    """Makes the error for lengths or offsets that are negative or beyond the ids."""
     if count > MOST_IDS:
         return ModuleError(
             f"feature {name!r} has {count:,} ids; a call takes {MOST_IDS:,} of a feature; make smaller "
@@ -167,7 +180,166 @@ def _check_host(name: str, what: str, tensor: torch.Tensor) -> None:
     if not tensor.is_cpu:
         raise ModuleError(
             f"feature {name!r}: {what} are on {tensor.device}, the module's tables on the CPU; send them "
-            "there, or make a module "
-            f"with device='{tensor.device}'"
+            f"there, or make a module with device='{tensor.device}'"
         )
     check_memory(name, tensor)
+
+
+class JaggedFeatures(NamedTuple):
+    """A KeyedJaggedTensor's parts on the CPU. values: int64 [ids]. lengths: holds int32 [features, bags].
+    ids_at, lengths_at: places in `MEMORY`. parts: int64 [2, features], first id and count. weights: fp32
+    [ids]."""
+
+    values: torch.Tensor
+    lengths: object
+    ids_at: int
+    lengths_at: int
+    bags: int
+    parts: bytes
+    weights: torch.Tensor | None
+
+
+def is_keyed(value: Any) -> bool:
+    """Whether this is a KeyedJaggedTensor, of whatever package."""
+    return hasattr(value, "weights_or_none") and hasattr(value, "keys") and hasattr(value, "stride")
+
+
+def places_of(names: Sequence[str], keys: Sequence[str]) -> list[int] | None:
+    """Returns each feature's index among the keys; None: they are equal. ModuleError: one is missing."""
+    if list(keys) == list(names):
+        return None
+    if missing := [name for name in names if name not in keys]:
+        raise ModuleError(f"the KeyedJaggedTensor lacks {', '.join(missing)}; it has: {', '.join(keys)}")
+    return [list(keys).index(name) for name in names]
+
+
+def packed_of(
+    keyed: Any, order: list[int] | None, *, by_offsets: bool, is_weighted: bool = True
+) -> PackedInput:
+    """Returns a KeyedJaggedTensor's parts. by_offsets: with its cached offsets instead of lengths.
+    ModuleError: features have several numbers of bags."""
+    if keyed.variable_stride_per_key() or keyed.inverse_indices_or_none() is not None:
+        raise ModuleError(
+            "the KeyedJaggedTensor has several numbers of bags (variable stride) or inverse indices; give a "
+            "dict of features"
+        )
+    form, bags = (Form.ENDS, keyed.offsets()) if by_offsets else (Form.LENGTHS, keyed.lengths())
+    weights = keyed.weights_or_none() if is_weighted else None
+    return PackedInput(order or [], len(keyed.keys()), keyed.values(), form, bags, weights)
+
+
+def host_jagged(name: str, packed: PackedInput) -> JaggedFeatures:
+    """Returns a KeyedJaggedTensor's checked parts; name: for errors. ModuleError: they have other types, or
+    do not fit together. BadFeatureIds: a length is wrong."""
+    _, features, values, form, bags, weights = packed
+    if weights is not None:
+        weights = host_weights(name, weights, values.numel())
+    if form is Form.LENGTHS and (found := tensor_parts(EXCHANGE, values, bags, features, BASE)) is not None:
+        return JaggedFeatures(values, *found, weights)
+    values = host_ids(name, values)
+    count = values.numel()
+    held, address, size = host_lengths(name, form, bags, count)
+    if not features or size % features:
+        raise ModuleError(
+            f"there are {size} lengths for {features} features ({name}); expected as many for each feature"
+        )
+    of_feature, lengths_at = size // features, address - BASE if size else 0
+    if (parts := parts_of(MEMORY, lengths_at, features, of_feature, count)) is None:
+        raise _wrong_lengths(name, (bags if form is Form.LENGTHS else bags.diff()).tolist(), count)
+    return JaggedFeatures(
+        values, held, values.data_ptr() - BASE if count else 0, lengths_at, of_feature, parts, weights
+    )
+
+
+def _wrong_lengths(name: str, lengths: list[int], count: int) -> BadFeatureIds | ModuleError:
+    """Makes the error for lengths that do not sum to `count`."""
+    if count > MOST_IDS or not all(0 <= length <= count for length in lengths):
+        return wrong_bags(name, Form.LENGTHS, lengths, count)
+    return ModuleError(f"the lengths of {name} add up to {sum(lengths)}, but there are {count} ids")
+
+
+class HostKeyed:
+    """Pooled lookups of a KeyedJaggedTensor's features on the CPU, for one version."""
+
+    def __init__(self, attached: AttachedVersion, names: tuple[str, ...], output: torch.dtype) -> None:
+        bound = [attached.served.features[name] for name in names]
+        dims = [b.table.dim for b in bound]
+        self._names, self._output, self._missing = names, output, attached.missing
+        self._written = torch.float16 if output is torch.float16 else torch.float32
+        item = OUTPUTS[output].bytes
+        kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output], sum(dims) * item) for b in bound]
+        self._planner = attached.served.backend.planner(kinds, attached.threads)
+        self._new = torch.empty(0, dtype=self._written, device="cpu").new_empty
+        self._width = sum(dims)
+        self._columns = np.array([at * item for at in accumulate(dims[:-1], initial=0)], np.int64).tobytes()
+
+    def __call__(self, jagged: JaggedFeatures, order: list[int] | None) -> torch.Tensor:
+        """Returns [bags, sum of dims]. order: of the features in `jagged`; None: the same. BadFeatureIds: an
+        id is wrong."""
+        _, _, ids_at, lengths_at, bags, parts, weights = jagged
+        out = self._new(bags, self._width)
+        weights_at = -1 if weights is None or not weights.numel() else weights.data_ptr() - BASE
+        out_at = out.data_ptr() - BASE if bags else 0
+        places = feature_places(parts, order, self._columns, ids_at, lengths_at, bags, weights_at, out_at)
+        try:
+            unfound = self._planner.run(places, MEMORY, MEMORY)
+        except BadIds as error:
+            raise BadFeatureIds(self._names[error.job], error) from None
+        if unfound is not None:
+            self._missing.add(self._names, unfound)
+        return out if self._written is self._output else out.to(self._output)
+
+
+def host_keyed(attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype) -> HostKeyed:
+    """The lookup of these features, made once for each version, under its key."""
+    if (found := attached.keyed.get(key)) is None:
+        found = attached.keyed[key] = HostKeyed(attached, names, output)
+    assert isinstance(found, HostKeyed)
+    return found
+
+
+def ids_of(jagged: JaggedFeatures, order: list[int] | None) -> list[FeatureTensors]:
+    """Returns each feature's ids, for an unpooled lookup; ignores weights, as TorchRec's
+    EmbeddingCollection."""
+    starts, _ = np.frombuffer(jagged.parts, np.int64).reshape(2, -1).tolist()
+    return ids_between(jagged.values, [*starts, jagged.values.numel()], order)
+
+
+def ids_between(values: torch.Tensor, bounds: Sequence[int], order: list[int] | None) -> list[FeatureTensors]:
+    """As `ids_of`, on any device. bounds: the offsets of the features' ids, and the end."""
+    places = range(len(bounds) - 1) if order is None else order
+    return [FeatureTensors(Form.IDS, values[bounds[at] : bounds[at + 1]], None, None) for at in places]
+
+
+def keyed_tensor(names: Sequence[str], dims: Sequence[int], values: torch.Tensor) -> Any:
+    """A TorchRec KeyedTensor over [bags, sum of dims]."""
+    return _torchrec().KeyedTensor(list(names), list(dims), values, key_dim=1)
+
+
+def jagged_tensors(
+    names: Sequence[str],
+    vectors: Sequence[torch.Tensor],
+    keyed: Any,
+    order: list[int] | None,
+    ids: Sequence[torch.Tensor] | None = None,
+) -> dict[str, Any]:
+    """Returns a JaggedTensor per feature with the input's lengths. ids: become weights."""
+    lengths = keyed.lengths().view(len(keyed.keys()), -1)
+    places = range(len(names)) if order is None else order
+    return {
+        name: _torchrec().JaggedTensor(
+            values=of_it, lengths=lengths[at], weights=None if ids is None else ids[n]
+        )
+        for n, (name, of_it, at) in enumerate(zip(names, vectors, places, strict=True))
+    }
+
+
+@cache
+def _torchrec() -> Any:
+    try:
+        from torchrec.sparse import jagged_tensor
+    except ImportError as error:
+        raise ModuleError(
+            f"a KeyedJaggedTensor came, and TorchRec does not import ({error}); install torchrec"
+        ) from error
+    return jagged_tensor

@@ -3,15 +3,11 @@
     tableside::look_up(str call, str forms, Tensor[] inputs) -> Tensor[]
     tableside::look_up_keyed(str call, str how, Tensor[] inputs) -> Tensor
 
-call: a `Call` as JSON; it names the source, the features and their dims, and holds no rows. forms: two
-characters for each feature, the digit of its `Form`, and `w` where it has weights, else `-`. inputs: for each
-feature its ids, then its lengths or offsets and its weights, where it has some. how: numbers with blanks
-between them: the `Form` of the bags of a KeyedJaggedTensor, how many features it has, and where each of ours
-is among those, if it is not in the same place; its inputs are ids, bags, and weights if there are some. There
-are few arguments, since each costs a call about half a microsecond.
-
-A program that is loaded in another process attaches the model there, by its name. It must have imported
-`tableside.torch` first, which registers the operators. There is no gradient.
+call: a `Call` as JSON. forms: two characters per feature: its `Form`'s digit, then `w` for weights or `-`.
+inputs: per feature its ids, lengths or offsets, and weights. how: numbers separated by blanks: the `Form` of
+the bags, the number of features, and ours among those, if the order differs; its inputs are ids, bags,
+weights. Each argument costs a call half a microsecond. A loaded program attaches the model by name, after an
+import of `tableside.torch`. There is no gradient.
 """
 
 import json
@@ -22,22 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tableside.serving.modules.dispatch import look_up, look_up_packed
-from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import FeatureTensors, Form, PackedInput
-from tableside.serving.modules.padding import Padding
+from tableside.serving.modules.dispatch import Padding, look_up, look_up_packed
+from tableside.serving.modules.inputs import FeatureTensors, Form, ModuleError, PackedInput, check_constant
 from tableside.serving.modules.published import AttachedVersion, PublishedTables, published_by_string
-from tableside.serving.modules.tracers import check_constant
 
 _FORMS_WITH_BAGS = (Form.LENGTHS, Form.OFFSETS, Form.ENDS)
-_attached: "weakref.WeakValueDictionary[str, PublishedTables]" = (
-    weakref.WeakValueDictionary()
-)  # by calls that were held against it
+# by calls that were held against it
+_attached: "weakref.WeakValueDictionary[str, PublishedTables]" = weakref.WeakValueDictionary()
 
 
 class Call(NamedTuple):
-    """What stays the same of a module's calls. dims: of the vectors of each feature; output: name of a
-    torch dtype. padding: the `padding_idx` of each feature."""
+    """The constant part of a module's calls. dims: per feature; output: name of a torch dtype. padding: the
+    `padding_idx` per feature."""
 
     source: str
     names: tuple[str, ...]
@@ -60,13 +52,8 @@ def call_of(text: str) -> Call:
     """ModuleError: the text is none that `Call.to_string` gave."""
     try:
         raw = json.loads(text)
-        return Call(
-            raw["source"],
-            tuple(raw["names"]),
-            tuple(raw["dims"]),
-            raw["output"],
-            tuple(raw.get("padding", ())),
-        )
+        names, dims, padding = tuple(raw["names"]), tuple(raw["dims"]), tuple(raw.get("padding", ()))
+        return Call(raw["source"], names, dims, raw["output"], padding)
     except (ValueError, TypeError, KeyError) as error:
         raise ModuleError(
             f"an operator's call is unreadable ({error!r}); export the program again with this release"

@@ -1,24 +1,29 @@
-"""Calls on a GPU: what was wrong in one is said by a later one, and a version stays until the last call that
-reads it is done.
-
-Nobody waits for the device. The kernels tell in memory of the host what is wrong (`quant.gpu.reports`). A
-version that was replaced is kept with events of the streams that read it, until those are done.
-"""
+"""State of calls that may still run on a GPU: errors to report, versions to keep, and counts of ids without a
+row. Nobody waits for the device: kernels report errors in host memory (`quant.gpu.reports`), and events keep
+versions."""
 
 import sys
 import threading
+import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tableside.serving.modules.errors import BadFeatureIds, ModuleError
+import torch
+
+from tableside.quant.contract import Unfound
+from tableside.serving.modules.inputs import BadFeatureIds, ModuleError
 
 if TYPE_CHECKING:
     from tableside.quant.gpu.backend import GpuBackend
     from tableside.quant.gpu.reports import Reports, WrongInput
 
 
+_FOLLOWED = 256  # counts on a device that are followed before those of lookups that are gone are added up
+
+
 class Pending:
-    """What calls of one source left behind. Any thread may call."""
+    """State of one source's calls on a GPU. Any thread may call."""
 
     def __init__(self) -> None:
         self.reports: Reports | None = None
@@ -26,7 +31,7 @@ class Pending:
         self._lock = threading.Lock()
 
     def reports_of(self, backend: "GpuBackend") -> "Reports":
-        """Where the source's lookups tell what is wrong."""
+        """Returns the reports into which the source's kernels write errors."""
         from tableside.quant.gpu.reports import Reports
 
         with self._lock:
@@ -35,13 +40,12 @@ class Pending:
             return self.reports
 
     def retire(self, streams: list[Any], held: object) -> None:
-        """Keeps what kernels on these streams read until they are done; at the end of the process all
-        goes."""
+        """Keeps memory read by kernels on these streams until they are done, or the process ends."""
         if streams and not sys.is_finalizing():
             self._retired.append(([stream.record_event() for stream in streams], held))
 
     def sweep(self) -> None:
-        """Lets go of what no call reads any more."""
+        """Drops versions that no call reads any more."""
         with self._lock:
             while self._retired and all(event.query() for event in self._retired[0][0]):
                 self._retired.popleft()
@@ -65,3 +69,62 @@ def _error(wrong: "WrongInput") -> BadFeatureIds | ModuleError:
     number, value = wrong.offset
     expected = "expected 0, where the first bag begins" if number == 0 else "expected 0 or more"
     return ModuleError(f"feature {wrong.name!r}: the offset at position {number} is {value}; {expected}")
+
+
+class _OnDevice(NamedTuple):
+    """Counts of a lookup on a device. counts: int64 [names, 2]; lives: None once no call can add to them."""
+
+    names: Sequence[str]
+    counts: torch.Tensor
+    lives: "weakref.ref[torch.Tensor]"
+
+
+class Missing:
+    """The counts of one source. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, Unfound] = {}
+        self._followed: list[_OnDevice] = []
+
+    def add(self, names: Iterable[str], unfound: Iterable[Unfound]) -> None:
+        """Counts a call. unfound: of each feature, as `Plan.run` returns it."""
+        with self._lock:
+            self._add(names, unfound)
+
+    def follow(self, names: Sequence[str], counts: torch.Tensor) -> None:
+        """Counts what a device's lookup adds to `counts`, int64 [names, 2], while another reference
+        exists."""
+        if not names:
+            return
+        with self._lock:
+            if len(self._followed) >= _FOLLOWED:
+                self._fold()
+            self._followed.append(_OnDevice(names, counts.detach(), weakref.ref(counts)))
+
+    def of(self, names: Iterable[str]) -> dict[str, Unfound]:
+        """Returns the counts of these features. Waits for the device if one is counting."""
+        with self._lock:
+            self._fold()
+            found = dict(self._counts)
+            for one in self._followed:
+                for name, counts in zip(one.names, one.counts.tolist(), strict=True):
+                    found[name] = _sum(found.get(name), counts)
+        return {name: found.get(name, Unfound(0, 0)) for name in names}
+
+    def _fold(self) -> None:
+        """Adds up the counts of lookups that are gone, and waits for the calls that were enqueued."""
+        for device in {one.counts.device for one in self._followed if one.counts.is_cuda}:
+            torch.cuda.synchronize(device)
+        gone = [one for one in self._followed if one.lives() is None]
+        self._followed = [one for one in self._followed if one.lives() is not None]
+        for one in gone:
+            self._add(one.names, one.counts.tolist())
+
+    def _add(self, names: Iterable[str], unfound: Iterable[Sequence[int]]) -> None:
+        for name, counts in zip(names, unfound, strict=True):
+            self._counts[name] = _sum(self._counts.get(name), counts)
+
+
+def _sum(before: Unfound | None, counts: Sequence[int]) -> Unfound:
+    return Unfound(*counts) if before is None else Unfound(*map(sum, zip(before, counts, strict=True)))

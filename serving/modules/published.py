@@ -1,49 +1,125 @@
-"""A model as the modules of this process read it: attached once for all of them, and followed to new versions
-between calls.
+"""A model's tables in this process: attached once for all modules, and replaced by new versions between
+calls.
 
     published(source) -> PublishedTables      the one of this process
-    PublishedTables.now() -> AttachedVersion the version of a call; a call takes it once
+    PublishedTables.now() -> AttachedVersion  taken once by each call
 
-One thread of the process looks several times a second for a version that was made live, attaches, places and
-warms it up, and then puts it in the place of the other one. A call that runs meanwhile keeps what it took,
-and the last one frees it.
-
-After a fork a child reads the pages that its parent mapped. It starts a thread of its own with its first
-call.
+A thread looks several times a second for a newly live version, prepares it, and swaps it in. A running call
+keeps its version. A forked child reads its parent's pages, and starts its own thread with its first call.
 """
 
 import atexit
+import json
 import logging
 import os
 import threading
 import weakref
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions.states import State, good_state, resolve
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, QuantError, choose
+from tableside.quant.contract import INTERPRETER
 from tableside.serving.errors import ServingError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.version import BoundFeature, ServedVersion
-from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.missing import Missing
-from tableside.serving.modules.pending import Pending
-from tableside.serving.modules.source import ModuleSource
+from tableside.serving.modules.inputs import ModuleError
+from tableside.serving.modules.pending import Missing, Pending
+from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
-
 POLL_S = 0.2
 _LONGEST_END_S = 5.0  # for which the end of the process waits, where a version is just being taken
 
 
+@dataclass(frozen=True)
+class ModuleSource:
+    """A model's tables in one process; equal sources share one attachment. Exported programs hold it as a
+    string. root, owner: None: the settings'. version: None: the live one. device: "cpu", "cuda:N", or
+    "interpreter" (tests). placement, hbm_budget, backend, verify: as for `tableside serve`. threads: per CPU
+    lookup; None: torch's. ModuleError: a choice is unknown."""
+
+    model: str
+    root: str | None = None
+    version: int | None = None
+    device: str = "cpu"
+    placement: str = "auto"
+    hbm_budget: int | None = None
+    threads: int | None = None
+    backend: str = "native"
+    verify: str = "full"
+    owner: str | None = None
+
+    def __post_init__(self) -> None:
+        is_gpu = self.device.removeprefix("cuda:").isdecimal() and self.device.startswith("cuda:")
+        if not (self.device in ("cpu", INTERPRETER) or is_gpu):
+            raise ModuleError(
+                f"device is {self.device!r}; expected 'cpu' or the GPU by its number, as 'cuda:0'"
+            )
+        if self.device == "cpu" and (self.placement != "auto" or self.hbm_budget is not None):
+            raise ModuleError("placement and hbm_budget are for GPUs; leave them out, or say device='cuda:0'")
+        if self.version is not None and (type(self.version) is not int or self.version < 1):
+            raise ModuleError(f"version is {self.version!r}; expected a number from 1, or None")
+
+    def to_string(self) -> str:
+        """Returns JSON for `from_string`, without None values."""
+        return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
+
+    @staticmethod
+    def from_string(text: str) -> "ModuleSource":
+        """ModuleError: the text is no source."""
+        return _parse(text)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+    def settings(self) -> ServerSettings:
+        """The settings of `tableside serve` with this placement. ModuleError: a setting is wrong."""
+        found: dict[str, Any] = {} if self.root is None else {"root": Path(self.root)}
+        if self.owner is not None:
+            found["owner"] = self.owner
+        try:
+            return ServerSettings(
+                models=(self.model,),
+                devices=(self.device.removeprefix("cuda:"),) if self.on_gpu else (),
+                workers=1,
+                placement=self.placement,
+                hbm_budget=self.hbm_budget,
+                backend=self.backend,
+                verify=self.verify,
+                threads=1 if self.threads is None else self.threads,
+                **found,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the settings"
+            raise ModuleError(
+                f"{where}: {first['msg']} (model {self.model!r} as a PyTorch module)"
+            ) from error
+
+
+@cache
+def _parse(text: str) -> ModuleSource:
+    try:
+        return ModuleSource(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ModuleError(
+            f"{text!r} names no tables ({error}); it was made by another release; export the program again"
+        ) from error
+
+
 class AttachedVersion:
-    """One version as calls take it. lookups, keyed: what was prepared for it, by calls. pending: what
-    calls on a GPU leave behind; streams: those that they were on, by handle. missing: counts of ids
-    without a row."""
+    """A version for calls. lookups, keyed: prepared by calls. pending: state on a GPU; streams: used by
+    calls, by handle. missing: counts of ids without a row."""
 
     def __init__(self, served: ServedVersion, threads: int, pending: Pending, missing: Missing) -> None:
         self.served, self.threads, self.pending, self.missing = served, threads, pending, missing
@@ -57,10 +133,8 @@ class AttachedVersion:
 
 
 class PublishedTables:
-    """The tables of a source in this process. Any thread may call.
-
-    LoaderError, QuantError, ServingError, OSError: the version cannot be read here.
-    """
+    """The tables of a source in this process. Any thread may call. LoaderError, QuantError, ServingError,
+    OSError: the version cannot be read."""
 
     def __init__(self, source: ModuleSource) -> None:
         self.source = source
@@ -102,21 +176,18 @@ class PublishedTables:
         return self.now().version
 
     def require(self, features: dict[str, BoundFeature]) -> None:
-        """Notes what modules rely on: a later version without these features, dims and poolings is not
-        taken."""
+        """Notes features, dims and poolings that modules need; later versions must have them."""
         for name, bound in features.items():
             self._required[name] = (bound.table.dim, bound.pooling.label)
 
     def look(self) -> bool:
-        """Takes the version that is live now, where it is another one; whether it was taken. Where it
-        cannot be read the present one stays, and the log says why."""
+        """Takes the live version; returns whether it changed. Logs a failure and keeps the present one."""
         if not self.follows:
             return False
         with self._attaching:
             state = self._engine.changed()
-            before = (
-                0 if self._current is None else self._current.version
-            )  # its object would outlive the sweep
+            # its object would outlive the sweep
+            before = 0 if self._current is None else self._current.version
             if state is None:
                 return False
             try:
@@ -129,12 +200,8 @@ class PublishedTables:
                 return False
         self.pending.sweep()
         is_new = before != state.version
-        logger.log(
-            logging.INFO if is_new else logging.DEBUG,
-            "modules read %s version %s from now on",
-            self.source.model,
-            state,
-        )
+        level = logging.INFO if is_new else logging.DEBUG
+        logger.log(level, "modules read %s version %s from now on", self.source.model, state)
         return True
 
     def _take(self, state: State, as_successor: bool = False) -> None:
@@ -150,8 +217,7 @@ class PublishedTables:
             if found != (dim, pooling):
                 raise ModuleError(
                     f"feature {name!r} has dim {dim} and pooling {pooling} in the modules of this process; "
-                    "version "
-                    f"{served.version} has "
+                    f"version {served.version} has "
                     f"{'no such feature' if found is None else f'dim {found[0]} and pooling {found[1]}'}; "
                     "make a module for it, or publish the model with this feature"
                 )
@@ -166,8 +232,7 @@ class PublishedTables:
         return published, (self.source,)
 
     def after_fork(self) -> None:
-        """In a child: locks and the engine are those of no other thread, counts begin at 0; tables of a
-        GPU are out of reach."""
+        """Resets locks, engine and counts in a child; a GPU's tables are out of reach."""
         self._attaching, self.missing, self.pending = threading.RLock(), Missing(), Pending()
         if self.source.on_gpu and self.source.device != "interpreter":
             self._current, self.follows = None, False
@@ -190,7 +255,7 @@ class ModuleWatch:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Starts the thread where it does not run yet."""
+        """Starts the thread if it is not running."""
         with self._starting:
             if not self.is_running:
                 self.is_running = True
@@ -198,8 +263,7 @@ class ModuleWatch:
                 self._thread.start()
 
     def end(self) -> None:
-        """Ends the thread, for the end of the process: one that is in torch's code then would end it with
-        SIGABRT."""
+        """Ends the thread before the process ends: inside torch it would raise SIGABRT."""
         self._ending.set()
         if self._thread is not None:
             self._thread.join(_LONGEST_END_S)
@@ -227,8 +291,7 @@ _opening = threading.Lock()
 
 
 def published(source: ModuleSource) -> PublishedTables:
-    """The attachment of this process; it goes with the last module that uses it. Raises as
-    `PublishedTables`."""
+    """Returns this process's attachment, which lasts as long as its modules. Raises as `PublishedTables`."""
     with _opening:
         if (found := _all.get(source)) is None:
             found = _all[source] = PublishedTables(source)
@@ -236,8 +299,7 @@ def published(source: ModuleSource) -> PublishedTables:
 
 
 def published_by_string(text: str) -> PublishedTables:
-    """As `published`, for an operator: where no module uses the source, this process keeps it from now on
-    (`release`)."""
+    """As `published`, for an operator: without a module the process keeps it (`release`)."""
     source = ModuleSource.from_string(text)
     if (found := _all.get(source)) is None:
         found = _held[text] = published(source)
@@ -245,8 +307,7 @@ def published_by_string(text: str) -> PublishedTables:
 
 
 def release() -> int:
-    """Lets go of the tables that programs without a module attached; returns how many. The next call
-    attaches them again."""
+    """Drops tables attached by programs without a module; returns how many. The next call attaches again."""
     count = len(_held)
     _held.clear()
     return count

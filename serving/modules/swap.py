@@ -1,5 +1,4 @@
-"""`swap_embeddings`: a trained model's embedding modules, replaced by ones that read published tables and
-are called alike."""
+"""`swap_embeddings`: replaces a trained model's embedding modules by modules that read published tables."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,14 +8,10 @@ import torch
 
 from tableside.quant import Pooling
 from tableside.serving.model.version import ServedVersion
-from tableside.serving.modules import keyed
 from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings, SourceOptions
-from tableside.serving.modules.errors import ModuleError
-from tableside.serving.modules.inputs import Bags
-from tableside.serving.modules.lookups import OUTPUTS
-from tableside.serving.modules.published import published
-from tableside.serving.modules.source import ModuleSource
-from tableside.serving.modules.tracers import Leaf
+from tableside.serving.modules.inputs import Bags, Leaf, ModuleError
+from tableside.serving.modules.lookups import OUTPUTS, keyed_tensor
+from tableside.serving.modules.published import ModuleSource, published
 from tableside.serving.modules.wanted import ModuleFeature, find_feature, of_bag, of_configs, of_embedding
 
 Mapped = str | Mapping[str, str] | None
@@ -26,7 +21,7 @@ class SwappedModule(Leaf):
     """In place of a trained module. It holds one module over published tables, and takes no weights."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        """Leaves out what the trained module had of its own, and says so."""
+        """Ignores the trained module's own weights, with a warning."""
         ((name, module),) = self.named_children()
         if trained := [
             key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}{name}.")
@@ -65,8 +60,7 @@ class SwappedBag(SwappedModule):
 
 
 class SwappedEmbedding(SwappedModule):
-    """In place of a torch.nn.Embedding, and called as it is. padding_idx changes no vector: the row is
-    trained as it is."""
+    """Replaces a torch.nn.Embedding. padding_idx changes no vector: the row is trained as it is."""
 
     def __init__(self, embeddings: Embeddings, old: torch.nn.Embedding) -> None:
         super().__init__()
@@ -95,11 +89,10 @@ class SwappedBagCollection(SwappedModule):
         self._keys, self._names = [w.input for w in wanted], [w.output for w in wanted]
 
     def forward(self, features: Any) -> Any:
-        """A KeyedTensor. Raises as `EmbeddingBags.forward`. ModuleError: the collection is weighted, and
-        the input is not."""
+        """Returns a KeyedTensor. Raises as `EmbeddingBags.forward`. ModuleError: weights are missing."""
         self._check_weights(features)
         values = self.bags.side_by_side(features, self._keys, self._is_weighted)
-        return keyed.keyed_tensor(self._names, self.bags.dims, values)
+        return keyed_tensor(self._names, self.bags.dims, values)
 
     def prefetch(self, features: Any) -> None:
         """As `EmbeddingBags.prefetch`, for the KeyedJaggedTensor of the next call."""
@@ -165,15 +158,12 @@ def swap_embeddings(
     follow: Literal["live"] | None = "live",
     **options: Unpack[SourceOptions],
 ) -> dict[str, torch.nn.Module]:
-    """Replaces every nn.EmbeddingBag, nn.Embedding and TorchRec collection below `module`; returns what was
-    replaced, by path.
+    """Replaces every nn.EmbeddingBag, nn.Embedding and TorchRec collection below `module`; returns them by
+    path.
 
-    mapping: path of a module -> the feature that it reads, or for a collection {its feature: the model's};
-    None: leave it as it is. What is not mapped is found as `serving.modules.wanted` says. output: None: the
-    dtype that each module gives. follow, options: as for `EmbeddingBags`.
-
-    ModuleError lists all that does not fit: names, rows, dims, poolings, what cannot be honoured. Nothing is
-    replaced then.
+    mapping: path -> its feature, or {a collection's feature: the model's}, or None: keep; others are found as
+    `serving.modules.wanted` says. output: None: each module's dtype. follow, options: as for `EmbeddingBags`.
+    ModuleError lists all mismatches of names, rows, dims, poolings and options; nothing is replaced then.
     """
     mapping = mapping or {}
     source = ModuleSource(model, **options)
@@ -224,15 +214,10 @@ def _found(path: str, old: Any) -> _Found | None:
     if isinstance(old, torch.nn.Embedding):
         return _Found(path, old, of_embedding(path, old), _norm(old))
     name = type(old).__name__
-    if any(
-        base.__name__ == "ShardedModule" for base in type(old).__mro__
-    ):  # TorchRec's, which need not be installed
-        return _Found(
-            path,
-            old,
-            [],
-            [f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"],
-        )
+    # TorchRec's, which need not be installed
+    if any(base.__name__ == "ShardedModule" for base in type(old).__mro__):
+        why = f"{name} is sharded over ranks; swap in the model before DistributedModelParallel shards it"
+        return _Found(path, old, [], [why])
     pooled, bare = (
         callable(getattr(old, "embedding_bag_configs", None)),
         callable(getattr(old, "embedding_configs", None)),
@@ -261,7 +246,7 @@ def _norm(old: torch.nn.EmbeddingBag | torch.nn.Embedding) -> list[str]:
 
 
 def _choose(one: _Found, served: ServedVersion, mapped: Mapped, problems: list[str]) -> list[str]:
-    """The published features of a module; what is wrong is added to `problems`."""
+    """Finds the published features of a module; appends mismatches to `problems`."""
     problems += [f"{one.path}: {reason}" for reason in one.refused]
     names = []
     for wanted in one.wanted:
@@ -276,7 +261,7 @@ def _choose(one: _Found, served: ServedVersion, mapped: Mapped, problems: list[s
 
 
 def _output_of(old: Any) -> torch.dtype:
-    """The dtype that a module gives, where it is one of ours."""
+    """Returns a module's dtype, if tables can give it."""
     if isinstance(old, torch.nn.EmbeddingBag | torch.nn.Embedding):
         return old.weight.dtype if old.weight.dtype in OUTPUTS else torch.float32
     found = old.output_dtype() if callable(getattr(old, "output_dtype", None)) else torch.float32

@@ -1,9 +1,5 @@
-"""What a trained module's embeddings are as published features: what `swap_embeddings` asks of each, and the
-answer.
-
-A `ModuleFeature` is found by what the mapping says. Else it is the feature that has its name and its pooling;
-else the one feature with its pooling over the table that was loaded from its weight.
-"""
+"""Finds the published feature of a trained module's embedding: by the mapping; else by name and pooling; else
+by pooling and the table loaded from its weight."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,9 +15,9 @@ MODES = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "SUM": Pooling.SUM, "MEAN": P
 
 
 class ModuleFeature(NamedTuple):
-    """One feature of a module. key: of its weight in the module's state dict; names: that it may have, the
-    best first; input: where a KeyedJaggedTensor has it; output: what the module calls its vectors; rows,
-    dim: of its weight; pooling None: one that is not served."""
+    """A feature of a module. key: of its weight in the state dict. names: candidates, best first. input: its
+    key in a KeyedJaggedTensor. output: the name of its vectors. rows, dim: of its weight. pooling None: not
+    served."""
 
     key: str
     names: tuple[str, ...]
@@ -48,16 +44,14 @@ def _alone(path: str, module: Any, pooling: Pooling | None) -> ModuleFeature:
 
 
 def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list[ModuleFeature]:
-    """Of TorchRec's configurations, in its order: tables, and features of each. folder: of the tables in
-    the state dict."""
+    """Yields the features of TorchRec's configurations in order. folder: of the tables in the state dict."""
     features = [f for c in configs for f in c.feature_names]
     found = []
     for c in configs:
         for f in c.feature_names:
             output = f"{f}@{c.name}" if features.count(f) > 1 else f
-            names = collection_names(path, f, c.name, several=features.count(f) > 1)[
-                ::-1
-            ]  # what tells most, first
+            # what tells most, first
+            names = collection_names(path, f, c.name, several=features.count(f) > 1)[::-1]
             pooling = MODES.get(c.pooling.name) if pooled else Pooling.NONE
             key = ".".join(p for p in (path, folder, c.name, "weight") if p)
             found.append(
@@ -67,7 +61,7 @@ def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list
 
 
 def find_feature(wanted: ModuleFeature, served: ServedVersion, mapped: str | None) -> tuple[str, str | None]:
-    """The published feature, and what is wrong with it or with the search; None: nothing."""
+    """Returns the published feature, and what is wrong, or None."""
     if mapped is not None:
         candidates = [mapped] if mapped in served.features else []
     else:
@@ -86,8 +80,7 @@ def find_feature(wanted: ModuleFeature, served: ServedVersion, mapped: str | Non
 
 
 def _by_key(wanted: ModuleFeature, served: ServedVersion) -> list[str]:
-    """Features with this pooling over the table of this weight: keys are the same, or one ends with the
-    other."""
+    """Returns features with this pooling over this weight's table: one key ends with the other."""
     keys = {t.name: t.key for t in served.header.tables}
 
     def is_it(key: str) -> bool:
@@ -99,11 +92,10 @@ def _by_key(wanted: ModuleFeature, served: ServedVersion) -> list[str]:
 
 
 def _difference(wanted: ModuleFeature, bound: BoundFeature, served: ServedVersion) -> str | None:
-    """What differs between a module's feature and a published one, as words."""
+    """Describes the difference between a module's feature and a published one."""
     stored = next(t for t in served.header.tables if t.name == bound.feature.table)
-    is_raw = (
-        stored.ids is not None and stored.ids.index is not None
-    )  # its ids are any, and its rows those that were trained
+    # its ids are any, and its rows those that were trained
+    is_raw = stored.ids is not None and stored.ids.index is not None
     pairs: Mapping[str, tuple[Any, Any]] = {
         "rows": (wanted.rows, wanted.rows if is_raw else stored.id_count),
         "dim": (wanted.dim, stored.dim),

@@ -1,1 +1,1 @@
-"""What one worker serves: its engines, its models, and the check of rows."""
+"""A worker's engines and models, and the check of rows."""

@@ -1,9 +1,8 @@
-"""Which models a server's workers are to serve, and which of them each worker serves. Operators change the
-list by loading and unloading, and `--all` by what the root has (`serving.workers.following`).
+"""The shared list of models that a server's workers should serve, and those that each one serves.
 
-The list has one entry of what is wanted, and one of each worker with what it has taken of that. A change
-raises `serial`. A worker follows the list as it watches versions, and tells the serial that it has come to.
-So the worker that was asked knows when all have: a load or an unload is answered then.
+One entry holds the wanted models; one per worker holds its own. Operators (load, unload) and `--all` change
+the list, which raises `serial`. Workers follow and write their serial, so a load or an unload is answered
+once all have.
 """
 
 import os
@@ -14,10 +13,8 @@ from tableside.serving.shm.shared_list import SharedList, lives, process_of
 
 
 class ModelEntry(NamedTuple):
-    """What is wanted, where `worker` is "", or what a worker has taken.
-
-    serial: of the wanted list that this is. reasons: (model, why it could not be taken) by a worker.
-    """
+    """The wanted models (`worker` is "") or a worker's. serial: of the wanted list. reasons: (model, why a
+    worker could not take it)."""
 
     worker: str
     serial: int
@@ -39,7 +36,7 @@ class ModelList(SharedList[ModelEntry]):
         return made
 
     def wanted(self) -> ModelEntry:
-        """What is wanted now."""
+        """Returns the wanted models."""
         return self.read()[1][0]
 
     def want(self, model: str, is_wanted: bool) -> int:
@@ -54,11 +51,11 @@ class ModelList(SharedList[ModelEntry]):
         return self.change(change)[0].serial
 
     def want_these(self, models: list[str]) -> None:
-        """Replaces the list. Workers try again to take what they could not."""
+        """Replaces the list. Workers retry models that failed."""
         self.change(lambda entries: _with(entries, models))
 
     def tell(self, serial: int, models: Iterable[str], reasons: Iterable[tuple[str, str]] = ()) -> None:
-        """Says what this worker has taken. Entries of workers that ended go."""
+        """Writes this worker's models; drops the entries of ended workers."""
         mine = ModelEntry(process_of(os.getpid()), serial, list(models), list(reasons))
         self.change(
             lambda entries: [
@@ -78,5 +75,5 @@ class ModelList(SharedList[ModelEntry]):
 
 
 def _with(entries: list[ModelEntry], models: list[str]) -> list[ModelEntry]:
-    """The list where these models are wanted."""
+    """Returns the entries with these models wanted."""
     return [ModelEntry("", entries[0].serial + 1, models), *entries[1:]]

@@ -1,13 +1,10 @@
-"""The scrubber holds every row of the served versions against its checksum from time to time, as memory and
-people do damage.
+"""The scrubber reads rows of the served versions against their checksums, from time to time.
 
-    python -m tableside.serving.service.scrub ROOT MODEL VERSION OWNER     reads one version; prints {"damage": null}, or what is wrong
+    python -m tableside.serving.service.scrub ROOT MODEL VERSION OWNER  prints {"damage": null}, or the damage
 
-One worker at a time scrubs a model. It starts a process for that, which runs only where a core is idle
-(SCHED_IDLE) and rests nine tenths of its time. `scrub.lock`, which that worker holds, says which version was
-read last and when, for all servers of this user on the host. A version with damaged rows is marked
-(`Model.mark_damaged`). No process attaches it any more, and each process that serves it takes the last good
-version instead.
+One worker at a time scrubs a model, in a process with SCHED_IDLE that rests nine tenths of its time. It holds
+`scrub.lock`, which records the last version and time, for all servers of this user. A damaged version is
+marked (`Model.mark_damaged`): nobody attaches it, and servers take the last good one.
 """
 
 import asyncio
@@ -36,8 +33,7 @@ _LONGEST_LOOK_S = 60.0
 
 
 class Scrubber:
-    """Scrubs the versions that engines serve, each of them every `every_s` seconds; 0: never. Belongs to
-    one event loop."""
+    """Scrubs the engines' versions every `every_s` seconds; 0: never. Belongs to one event loop."""
 
     def __init__(self, engines: Collection[Engine], every_s: float) -> None:
         self._engines, self._every_s = engines, every_s
@@ -57,7 +53,7 @@ class Scrubber:
                     logger.warning("%s is not scrubbed: %s", engine.model.name, error)
 
     def stop(self) -> None:
-        """Ends the process that reads, where there is one."""
+        """Ends the reading process, if any."""
         if self._reader is not None and self._reader.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._reader.kill()
@@ -95,17 +91,9 @@ class Scrubber:
         engine.model.mark_damaged(version)
 
     async def _read(self, model: Model, version: int) -> str | None:
-        """What is wrong with a version's rows, or None. ServingError: the process that reads them ended
-        without an answer."""
-        command = [
-            sys.executable,
-            "-m",
-            "tableside.serving.service.scrub",
-            str(model.root),
-            model.name,
-            str(version),
-            model.owner or "",
-        ]
+        """Returns the damage of a version's rows, or None. ServingError: the reading process failed."""
+        command = [sys.executable, "-m", "tableside.serving.service.scrub", str(model.root), model.name]
+        command += [str(version), model.owner or ""]
         self._reader = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )
@@ -129,8 +117,7 @@ def _done_at(fd: int, version: int) -> float:
 
 
 def damage_of(model: Model, version: int) -> str | None:
-    """Reads every row of a version, resting in between; what is wrong with the first damaged chunk, or
-    None."""
+    """Reads every row of a version, with rests; returns the first damage, or None."""
     segment = model.attach(version, "header")
     began = time.monotonic()
     for table, start, stop in segment.chunks():
@@ -145,7 +132,7 @@ def damage_of(model: Model, version: int) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Reads one version, and prints what is wrong with it."""
+    """Reads one version and prints its damage."""
     root, name, version, owner = arguments
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:

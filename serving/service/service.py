@@ -1,4 +1,4 @@
-"""What one worker answers from: its engines, its executor, and whether it is ready."""
+"""A worker's state: its engines, its executor, and its readiness."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_requ
 from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.executors.executors import CpuExecutor, Executor
 from tableside.serving.metrics import metrics
-from tableside.serving.metrics.gauges import Now
+from tableside.serving.metrics.counters import Now
 from tableside.serving.metrics.metrics import ERRORS
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -36,12 +36,8 @@ _LOOK_S = 0.02  # between two looks whether all workers have followed a change
 
 
 class Service:
-    """A worker's engines by model name, what runs their requests (`executor`), and what it takes on (`slots`,
-    `in_flight`).
-
-    Belongs to one event loop. executor: there from `start` on. regions: of shared memory that clients
-    registered; None: not allowed. models: what is to be served.
-    """
+    """A worker's engines by model name, their `executor`, and its limits (`slots`, `in_flight`). Belongs to
+    one event loop. regions: shared memory of clients, or None. models: the shared list."""
 
     executor: Executor
 
@@ -67,14 +63,12 @@ class Service:
         self._attaching = asyncio.Lock()
 
     def share(self, models: ModelList, registry: RegionRegistry | None) -> None:
-        """Takes the lists that all workers share, before `start`. registry: None: clients may register no
-        regions."""
+        """Takes the lists shared by all workers, before `start`. registry: None: no regions."""
         self.models = models
         self.regions = None if registry is None else Regions(registry)
 
     async def start(self) -> None:
-        """Attaches and warms up every model, then turns ready. LoaderError: one of them cannot be served
-        here."""
+        """Attaches and warms up every model, then turns ready. LoaderError: one cannot be served."""
         models = self.models.wanted().models
         if self.link is not None:
             await self.link.open(models)
@@ -99,7 +93,7 @@ class Service:
         )
 
     def _look(self) -> None:
-        """Looks at what workers share, as often as at versions."""
+        """Follows the workers' shared lists, as often as versions."""
         if self.regions is not None:
             self.regions.look()
         is_following = self._following is not None and not self._following.done()
@@ -135,23 +129,19 @@ class Service:
         self.executor.close()
 
     def now(self, connections: int = 0, in_flight: int = 0) -> Now:
-        """What this worker does at this moment. connections, in_flight: of its door."""
+        """Returns this worker's gauges. connections, in_flight: of its door."""
         waiting, held = self.slots.waiting, self.in_flight.held
         return Now(float(self.ready), in_flight, waiting, connections, held, self.settings.max_connections)
 
     # ---- models that come and go ----
 
     async def load_model(self, name: str) -> None:
-        """Has every worker serve a published model, and returns when all do. One that is served stays as it
-        is.
-
-        ApiError: 400 where it cannot be served, 503 where a worker has not taken it within `ready_timeout_s`.
-        """
+        """Has every worker serve a published model; waits for all. ApiError: 400 if it cannot be served, 503
+        after `ready_timeout_s`."""
         async with self._changing:
             if name not in self.engines:
-                self.engines[name] = await self._attached(
-                    name
-                )  # here first: where it fails no other worker hears of it
+                # here first: where it fails no other worker hears of it
+                self.engines[name] = await self._attached(name)
             serial = self.models.want(name, True)
         await self._until_all(serial, f"model {name!r} is loaded")
         if why := self.models.reasons().get(name):
@@ -159,11 +149,8 @@ class Service:
             raise bad_request(f"model {short(name)} cannot be loaded by every worker: {why}")
 
     async def unload_model(self, name: str) -> None:
-        """Has every worker let a model go, and returns when all have. Requests that began with it end with
-        it.
-
-        ApiError: 404 where it is not served, 503 where a worker has not let it go within `ready_timeout_s`.
-        """
+        """Has every worker drop a model; waits for all, and for its requests. ApiError: 404 if it is not
+        served, 503 after `ready_timeout_s`."""
         self.engine(name)
         await self._until_all(self.models.want(name, False), f"model {name!r} is unloaded")
 
@@ -172,8 +159,9 @@ class Service:
         await self._follow()
         while late := self.models.late(serial):
             if time.monotonic() > deadline:
-                why = f"{what}, but {len(late)} workers have not followed within {self.settings.ready_timeout_s} s"
-                raise ApiError(503, ErrorKind.SWAP, f"{why} (ready_timeout_s); see their log")
+                why = f"{what}, but {len(late)} workers have not followed within "
+                why += f"{self.settings.ready_timeout_s} s (ready_timeout_s); see their log"
+                raise ApiError(503, ErrorKind.SWAP, why)
             await asyncio.sleep(_LOOK_S)
 
     async def _attached(self, name: str) -> Engine:
@@ -193,8 +181,7 @@ class Service:
         return engine
 
     async def _follow(self) -> None:
-        """Takes and lets go models until this worker serves what is wanted, and tells the others that it
-        does."""
+        """Takes and drops models until this worker serves the wanted ones, then says so."""
         while self.models.generation != self._taken_generation:
             async with self._changing:
                 self._taken_generation, (wanted, *_) = self.models.read()
@@ -228,10 +215,8 @@ class Service:
         return self.engine(model).served()
 
     async def version(self, model: Any, version: Any) -> ServedVersion:
-        """A version by its number, a string of digits or an int. It is attached where it is not yet.
-
-        ApiError: 400 where that is no number, 404 where the version is not published or cannot be served.
-        """
+        """Returns a version by number, attached if need be. ApiError: 400: no number; 404: not published, or
+        unusable."""
         engine = self.engine(model)
         number = (
             int(version)
@@ -252,6 +237,5 @@ class Service:
         return self.engine(model).model.versions()
 
     async def beside(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls a function on the one thread beside the event loop, for work that would keep the loop for
-        too long."""
+        """Calls a slow function on the one thread beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, *arguments)

@@ -1,5 +1,5 @@
-"""What every worker needs, imported once in the process that workers are forked from, so that they share
-its memory."""
+"""Imports what workers need, once, in the process that they are forked from, so that they share its
+memory."""
 
 import gc
 

@@ -1,9 +1,5 @@
-"""`tableside serve`: one listening socket, workers (serving.workers.worker) that a supervisor
-(serving.workers.supervisor) looks after.
-
-Workers are forked from a process that has imported everything and mapped nothing, so a worker adds a few MB
-and is ready in a fraction of a second. Each attaches the models itself.
-"""
+"""`tableside serve`: a listening socket and supervised workers. They are forked from a process that imported
+everything, so a worker adds a few MB and starts in a fraction of a second; each attaches the models."""
 
 import contextlib
 import errno
@@ -23,15 +19,14 @@ from tableside.serving.model.scorers import TORCH_MODULES, needs_torch
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.shm.registry import RegionRegistry
 from tableside.serving.supervised import signals_kept_off
-from tableside.serving.workers.following import Following, published_models
-from tableside.serving.workers.supervisor import Supervisor
+from tableside.serving.workers.supervisor import Following, Supervisor, published_models
 from tableside.serving.workers.worker import MakeApplication, WorkerConfig, make_application
 
 _BACKLOG = 2048
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """The listening socket; ServingError where the address is taken or not ours."""
+    """Returns the listening socket; ServingError: the address is taken or foreign."""
     if settings.uds is not None:
         return _bind_unix(settings.uds)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
@@ -51,11 +46,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """A socket in the file system, which the user and the group of this process may connect to.
-
-    One that a killed server left is replaced. ServingError: a server listens there, or the path is something
-    else.
-    """
+    """Binds a socket path for this user and group; replaces a dead server's. ServingError: it is in use."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o117)
     try:
@@ -66,9 +57,8 @@ def _bind_unix(path: Path) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ServingError(
-            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 bytes, "
-            "in a folder that "
-            "this user may write to, or end what listens there"
+            f"cannot listen on {path}: {error.strerror or error}; choose another --uds of at most 107 "
+            "bytes, in a folder that this user may write to, or end what listens there"
         ) from error
     finally:
         os.umask(before)
@@ -76,8 +66,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _remove_unheard(path: Path) -> None:
-    """Removes a socket that nobody listens on. OSError: somebody does. What is no socket is left, and
-    `bind` refuses it."""
+    """Removes a socket without a listener; leaves other files. OSError: somebody listens."""
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -91,7 +80,7 @@ def _remove_unheard(path: Path) -> None:
 
 
 def _url(sock: socket.socket) -> str:
-    """Where clients find a listening socket."""
+    """Returns a listening socket's URL for clients."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
@@ -122,8 +111,7 @@ def _first_models(settings: ServerSettings) -> tuple[str, ...]:
 
 
 def _check(settings: ServerSettings, runs_torch: bool) -> None:
-    """Raises where an extra is missing that the settings or a scorer need, or where a device would have no
-    worker."""
+    """Raises if a needed extra is missing, or a device would have no worker."""
     if runs_torch:
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
@@ -136,17 +124,13 @@ def _check(settings: ServerSettings, runs_torch: bool) -> None:
     if len(settings.devices) > settings.workers:
         raise ServingError(
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so "
-            "start at least "
-            f"--workers {len(settings.devices)}"
+            f"start at least --workers {len(settings.devices)}"
         )
 
 
 def serve(settings: ServerSettings, make: MakeApplication = make_application) -> int:
-    """Serves until a signal ends it; returns the exit code. `make` builds the application that workers run.
-
-    LoaderError, QuantError, ServingError: a model, the backend or the address is not usable; no worker was
-    started.
-    """
+    """Serves until a signal; returns the exit code. make: builds the workers' application. LoaderError,
+    QuantError, ServingError: a model, the backend or the address is unusable; no worker was started."""
     settings = settings.model_copy(update={"models": _first_models(settings)})
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]

@@ -1,14 +1,13 @@
-"""The supervisor: starts workers, replaces those that end, and does what signals ask for.
+"""The supervisor starts and replaces workers and engine processes, handles signals, and follows the root's
+models.
 
-    SIGTERM, SIGINT     workers answer what they have begun, and end; whatever else was asked for is left
-    SIGQUIT             workers are killed, now
-    SIGHUP              every worker is replaced, one after another, each when its successor is ready
+    SIGTERM, SIGINT     workers finish what they have begun, and end
+    SIGQUIT             workers are killed
+    SIGHUP              workers are replaced one by one, each when its successor is ready
     SIGTTIN, SIGTTOU    one worker more, one less
     SIGUSR1, SIGUSR2    nothing
 
-One loop looks at all workers at least four times a second, and at once when one ends. Nothing in it waits for
-a worker. So a worker that ended gets a successor at once, whatever the others do and whatever else is under
-way.
+One loop looks at all workers at least four times a second, and when one ends. It waits for none.
 """
 
 import logging
@@ -16,18 +15,23 @@ import multiprocessing.connection
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 
 from uvicorn.config import STARTUP_FAILURE
 
+from tableside.loader.errors import LoaderError
+from tableside.loader.versions.versions import Model, models
+from tableside.serving.engine_process.main import run_engine
+from tableside.serving.engine_process.messages import address_of, listen
 from tableside.serving.metrics.counters import RESTARTS
-from tableside.serving.workers.engine_keeper import EngineKeeper
-from tableside.serving.workers.following import Following
+from tableside.serving.service.model_list import ModelList
+from tableside.serving.settings import RootSettings
 from tableside.serving.workers.worker import WorkerConfig, WorkerProcess
 
+LOOK_S = 1.0  # between two looks at the root
+LOAD_AGAIN_S = 5.0  # before workers try again what they could not take
 logger = logging.getLogger("tableside")
-
 RETRY_S = 5.0  # before a worker that could not start is tried again
 _AGAIN_S = 0.5  # before one that ended before it was ready is tried again
 _GRACE_S = 5.0  # beyond the time that a worker takes to end
@@ -35,11 +39,111 @@ _LOOK_S, _EAGER_S = 0.25, 0.02
 _KILLED_BY_QUIT = 128 + signal.SIGQUIT
 
 
-class Supervisor:
-    """The workers of one configuration, over `sockets`. announce: called once, when all workers are ready.
+def published_models(settings: RootSettings, served: Collection[str] = ()) -> tuple[str, ...]:
+    """Returns the names of models with a live version that can be attached. served: stay as long as one is
+    live. LoaderError: the root is unreadable."""
+    return tuple(m.name for m in models(settings.root, settings.owner) if _is_live(m, m.name in served))
 
-    following: has workers serve the models of the root, where they follow those.
-    """
+
+def _is_live(model: Model, is_served: bool) -> bool:
+    try:
+        if not model.record().current:
+            return False
+        if not is_served:
+            model.attach(model.good(), "header")
+    except (LoaderError, OSError) as error:
+        if not is_served:
+            logger.warning("model %s is not served: %s", model.name, error)
+        return is_served
+    return True
+
+
+class Following:
+    """Writes which models the root has into the list that workers follow."""
+
+    def __init__(self, settings: RootSettings, models: ModelList) -> None:
+        self._settings, self._models = settings, models
+        self._look_at = self._again_at = 0.0
+
+    def look(self) -> None:
+        """Reads the root, at most every LOOK_S seconds."""
+        if (now := time.monotonic()) < self._look_at:
+            return
+        self._look_at, wanted = now + LOOK_S, self._models.wanted().models
+        try:
+            found = published_models(self._settings, wanted)
+        except (LoaderError, OSError) as error:
+            logger.warning("cannot see which models are published: %s", error)
+            return
+        # in each worker's order
+        models = [*(m for m in wanted if m in found), *(m for m in found if m not in wanted)]
+        if models != wanted:
+            logger.info("models to serve from now on: %s", ", ".join(models) or "none")
+        elif now < self._again_at or not self._models.reasons():
+            return
+        self._again_at = now + LOAD_AGAIN_S
+        self._models.want_these(models)
+
+
+class EngineKeeper:
+    """A device's engine process. Its address stays, so workers connect to the next one at once. address: of
+    the engine."""
+
+    def __init__(self, config: WorkerConfig, device: str) -> None:
+        self._listening = listen()
+        self.address, self._device = address_of(self._listening), device
+        self._config = config.on(device, self.address)
+        self._retry_at = 0.0
+        self._made = self._make()
+
+    @property
+    def current(self) -> WorkerProcess:
+        """The process that serves, or that ended last."""
+        return self._made
+
+    def start(self) -> None:
+        self._made.start()
+
+    def look(self, has_served: bool) -> bool:
+        """Replaces an engine that ended or hangs. False: it cannot start, and the server never served."""
+        if self._made.look() or time.monotonic() < self._retry_at:
+            return True
+        is_due, self._retry_at = self._retry_at > 0, 0.0
+        if not is_due:
+            self._made.kill()
+            if not self._made.is_ready:
+                return self._put_off(has_served)
+        logger.error(
+            "the engine process %s of device %s ended; it is replaced", self._made.process.pid, self._device
+        )
+        self._made = self._make()
+        self._made.start()
+        return True
+
+    def close(self) -> None:
+        """Gives up the address. The process has ended, or was not started."""
+        self._listening.close()
+
+    def _put_off(self, has_served: bool) -> bool:
+        could_not_start = self._made.process.exitcode == STARTUP_FAILURE
+        if could_not_start and not has_served:
+            return False
+        if could_not_start:
+            logger.error(
+                "the engine of device %s could not start (see above); it is tried again in %d s",
+                self._device,
+                RETRY_S,
+            )
+        self._retry_at = time.monotonic() + (RETRY_S if could_not_start else _AGAIN_S)
+        return True
+
+    def _make(self) -> WorkerProcess:
+        return WorkerProcess(self._config, [self._listening], self._device, run_engine)
+
+
+class Supervisor:
+    """The workers of one configuration, over `sockets`. announce: called once all are ready. following: of
+    the root's models, or None."""
 
     def __init__(
         self,
@@ -127,10 +231,8 @@ class Supervisor:
     # ---- workers that ended ----
 
     def _replace_ended(self, place: int, worker: WorkerProcess) -> None:
-        """Starts another worker for one that ended or no longer answers.
-
-        A worker that cannot start ends the server only where none has ever served, or none is left.
-        """
+        """Replaces a worker that ended or hangs. One that cannot start ends the server only if none ever
+        served, or none is left."""
         if time.monotonic() < self._retry_at.get(place, 0.0):
             return
         is_due = self._retry_at.pop(place, None) is not None
@@ -147,8 +249,7 @@ class Supervisor:
         self.workers[place] = self._started(worker.device)
 
     def _put_off(self, place: int, worker: WorkerProcess) -> None:
-        """A worker ended before it served: its successor is started later, or the server ends where no
-        worker can start."""
+        """Starts the successor of a failed start later, or ends the server if no worker can start."""
         if worker.process.exitcode != STARTUP_FAILURE:
             self._retry_at[place] = time.monotonic() + _AGAIN_S
         elif self._announced and any(w.process.is_alive() for w in self.workers):
@@ -163,7 +264,7 @@ class Supervisor:
     # ---- workers that are replaced while they serve ----
 
     def _go_on_replacing(self) -> None:
-        """One step of what SIGHUP asked for: a successor is started, is waited for, or takes its place."""
+        """Takes one step of SIGHUP: starts a successor, waits for it, or swaps it in."""
         if self._successor is None:
             if not self._retiring:
                 self._begin_replacing()
@@ -195,7 +296,7 @@ class Supervisor:
     # ---- starting and ending ----
 
     def _device(self) -> str:
-        """The device that has the fewest workers; "" where there are none."""
+        """Returns the device with the fewest workers; "" without devices."""
         devices = self.config.settings.devices
         used = [w.device for w in self.workers]
         return min(devices, key=used.count) if devices else ""
@@ -210,10 +311,7 @@ class Supervisor:
         return [*self.workers, *self._retiring, *([self._successor[1]] if self._successor else [])]
 
     def _end(self) -> int:
-        """Ends all workers; returns the exit code.
-
-        Workers answer what they have begun, unless SIGQUIT comes. One that takes too long for that is killed.
-        """
+        """Ends all workers; returns the exit code. SIGQUIT or a timeout kills them."""
         if self._successor is not None:
             self._successor[1].kill()  # it has answered nothing yet
         everyone = self._everyone()
@@ -223,9 +321,8 @@ class Supervisor:
             elif worker.process.is_alive():
                 worker.kill()  # it has answered nothing yet, and may wait for an engine that does not come
         self._await_end(everyone)
-        engines = [
-            engine.current for engine in self._engines.values()
-        ]  # workers answer by them until they have ended
+        # workers answer by them until they have ended
+        engines = [engine.current for engine in self._engines.values()]
         for engine in engines:
             engine.terminate()
         self._await_end(engines)
@@ -236,13 +333,9 @@ class Supervisor:
         return 1 if self.failed else 0
 
     def _await_end(self, processes: list[WorkerProcess]) -> None:
-        """Waits until processes that were asked to end have ended; kills those that take too long."""
-        deadline = (
-            time.monotonic()
-            + self.config.settings.drain_s
-            + self.config.settings.shutdown_timeout_s
-            + _GRACE_S
-        )
+        """Waits for processes that were asked to end; kills the slow ones."""
+        settings = self.config.settings
+        deadline = time.monotonic() + settings.drain_s + settings.shutdown_timeout_s + _GRACE_S
         while alive := [p for p in processes if p.process.is_alive()]:
             if self._is_at_once or time.monotonic() > deadline:
                 for process in alive:

@@ -1,5 +1,4 @@
-"""A worker of the server: uvicorn's server, its configuration, and the process that it runs in as the
-supervisor sees it."""
+"""A worker: uvicorn's server, its configuration, and its process as the supervisor sees it."""
 
 import asyncio
 import functools
@@ -26,8 +25,7 @@ PING_S = 1.0  # between two questions whether a worker that serves still answers
 
 
 class Worker(uvicorn.Server):
-    """A worker's server. Asked to end, it turns readiness off, answers requests for `drain_s` seconds
-    more, and then closes."""
+    """A worker's server. To end, it turns readiness off, answers for `drain_s` seconds, then closes."""
 
     def __init__(self, config: "WorkerConfig") -> None:
         super().__init__(config)
@@ -48,15 +46,14 @@ MakeApplication = Callable[[ServerSettings], Any]
 
 
 def make_application(settings: ServerSettings) -> Any:
-    """The ASGI application, imported where it is built: in the worker."""
+    """Imports and makes the ASGI application, in the worker."""
     from tableside.serving.http.app import Application
 
     return Application(settings)
 
 
 class WorkerConfig(uvicorn.Config):
-    """uvicorn's configuration of a worker. It is sent to the worker's process and makes application and
-    protocol class there."""
+    """uvicorn's configuration, sent to the worker's process, which makes application and protocol class."""
 
     def __init__(
         self,
@@ -65,8 +62,7 @@ class WorkerConfig(uvicorn.Config):
         registry: RegionRegistry | None = None,
         models: ModelList | None = None,
     ) -> None:
-        """registry: of the shared memory that clients register; None: they may not. models: to serve;
-        None: the settings'."""
+        """registry: of clients' shared memory, or None. models: to serve; None: the settings'."""
         self.settings, self._make, self.registry = settings, make, registry
         self.models = models or ModelList.of(settings.models)
         super().__init__(
@@ -87,8 +83,7 @@ class WorkerConfig(uvicorn.Config):
         )
 
     def on(self, device: str, engine: str) -> "WorkerConfig":
-        """This configuration for a device's engine process, whose address is `engine`, and for the workers
-        that ask it."""
+        """Returns this configuration for a device's engine process at the address `engine`."""
         changed = {"devices": (device,), "engine": engine, "engines": len(self.settings.devices)}
         settings = self.settings.model_copy(update=changed)
         return WorkerConfig(settings, self._make, self.registry, self.models)
@@ -108,16 +103,13 @@ Run = Callable[[WorkerConfig, list[socket.socket], Connection], None]
 
 
 class WorkerProcess:
-    """A worker's process, or an engine's, forked from the preloaded one, as its supervisor sees it.
-
-    The process answers questions over a pipe, and ends when its supervisor is gone. `look` never waits.
-    is_ready: it said that it takes requests.
-    """
+    """A worker's or an engine's process, with a pipe for questions. `look` never waits. is_ready: it takes
+    requests."""
 
     def __init__(
         self, config: WorkerConfig, sockets: list[socket.socket], device: str = "", run: Run | None = None
     ) -> None:
-        """run: what the process runs; None: a worker."""
+        """run: the process's function; None: a worker."""
         self.config, self.device, self.is_ready = config, device, False
         self._pipe, self._theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
@@ -128,15 +120,13 @@ class WorkerProcess:
         self._answered_at = 0.0
 
     def start(self) -> None:
-        """Starts the process. Only the worker has its end of the pipe then, so that its death closes the
-        pipe."""
+        """Starts the process. Closes this end's copy of its pipe, so that its death closes the pipe."""
         self.process.start()
         self._theirs.close()
         self._answered_at = time.monotonic()
 
     def look(self) -> bool:
-        """Whether the worker lives and has answered within uvicorn's time for that. Asks again from time
-        to time."""
+        """Whether the worker lives and answers in time. Asks again from time to time."""
         if not self.process.is_alive():
             return False
         now = time.monotonic()
@@ -156,8 +146,7 @@ class WorkerProcess:
         return self._asked_at is None or now - self._asked_at < self.config.timeout_worker_healthcheck
 
     def terminate(self) -> None:
-        """Asks the worker to end; it answers what it has begun. The pipe stays open, as closing it would
-        ask a second time."""
+        """Asks the worker to end after its requests. Keeps the pipe: closing it would ask again."""
         if self.process.is_alive():
             self.process.terminate()
 
@@ -169,7 +158,7 @@ class WorkerProcess:
 
 
 def _run(config: WorkerConfig, sockets: list[socket.socket], pipe: Connection) -> None:
-    """What the worker's process runs."""
+    """Runs a worker."""
     take_signals()
     config.configure_logging()
     server = Worker(config)

@@ -1,11 +1,9 @@
-"""Lookups for the load generator (`generator`), prepared before the clock starts.
+"""Prepares random lookups for the load generator, before the clock starts.
 
-Real requests are jagged, so each one has lengths of its own: every bag has 0 to 2 * ids ids, drawn uniformly,
-which is `ids` on average. `same` gives every bag exactly `ids` ids, so that all requests have one header.
-There are two forms on the wire:
+Each bag has 0 to 2 * ids ids, drawn uniformly; with `same`, exactly `ids` ids. The forms on the wire:
 
-    named      two tensors for each feature, F.values INT64 [ids] and F.lengths INT32 [bags]; with `same` one, F INT64 [bags, ids]
-    compact    two tensors for all features in the model's order, kjt.values INT64 [ids] and kjt.lengths INT32 [features, bags]
+    named      per feature F.values INT64 [ids] and F.lengths INT32 [bags]; with `same` F INT64 [bags, ids]
+    compact    kjt.values INT64 [ids] and kjt.lengths INT32 [features, bags], in the model's order
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +28,8 @@ _DATATYPES = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
 
 @dataclass(frozen=True)
 class Shape:
-    """What a request holds: `batch` bags of each feature, of `ids` ids, on average or each (`same`). zipf:
-    as of `draw_ids`."""
+    """The size of a request: `batch` bags per feature of `ids` ids, on average or each (`same`). zipf: see
+    `draw_ids`."""
 
     batch: int
     ids: int
@@ -58,17 +56,13 @@ def make_requests(
     seed: int = 0,
     extra_headers: Mapping[str, str] | None = None,
 ) -> list[bytes]:
-    """Different binary lookups of all features of a model, as /v1/models describes it. extra_headers: of
-    every request.
-
-    At most `count`, and as many as `max_bytes` hold, but at least one. Both forms of one seed hold the same
-    ids and lengths. ServingError: one request alone is larger than that, or a table has raw ids.
-    """
+    """Makes binary lookups of all features of a model, as /v1/models describes it: 1 to `count`, within
+    `max_bytes`. Both forms of one seed hold the same ids and lengths. ServingError: one request exceeds
+    `max_bytes`, or a table has raw ids."""
     if raw := [t["name"] for t in described["tables"] if t.get("ids") == "raw"]:
         raise ServingError(
             f"table {raw[0]!r} of model {described['name']!r} has raw ids, which a server does not tell, so "
-            "none can be drawn; "
-            "load it with requests of your own"
+            "none can be drawn; load it with requests of your own"
         )
     ids_bytes = 8 * len(described["features"]) * shape.batch * shape.ids
     if ids_bytes > max_bytes:
@@ -108,11 +102,8 @@ def draw(
 def draw_ids(
     rng: np.random.Generator, rows: int | NDArray[np.int64], shape: tuple[int, ...], zipf: float | None
 ) -> NDArray[np.int64]:
-    """ids int64 of a shape, in [0, rows): uniform, or by Zipf's law, its hot ids scattered over the table.
-
-    rows: of the table; an array of that shape where ids are of different tables. zipf: the law's exponent,
-    not 1; None: uniform. Ranks are drawn by the inverse of the continuous law's distribution.
-    """
+    """Draws ids int64 in [0, rows), uniform or by Zipf's law with hot ids scattered over the table. rows: an
+    int, or an array of that shape. zipf: the exponent, not 1; None: uniform."""
     if zipf is None:
         return rng.integers(0, rows, shape)
     power = 1.0 - zipf
@@ -133,10 +124,8 @@ def encode(
     same: bool,
     form: Form,
 ) -> tuple[dict[str, str], bytes]:
-    """The HTTP headers and the body of a lookup of all features.
-
-    values, lengths: as of `draw`. same: all lengths are equal, which the named form says in a tensor's shape.
-    """
+    """Returns the HTTP headers and the body of a lookup. same: all lengths are equal, so the named form omits
+    them."""
     if form == "compact":
         return _infer([("kjt.values", values), ("kjt.lengths", lengths)])
     tensors: list[tuple[str, NDArray[Any]]] = []

@@ -1,4 +1,4 @@
-"""The command `eval`: scores a data set with one version or two, and prints what the scores are worth."""
+"""`tableside eval`: scores a data set with one or two versions, and prints the quality of the scores."""
 
 import argparse
 from dataclasses import replace
@@ -14,10 +14,8 @@ from tableside.loader.load.load import load as load_model
 from tableside.loader.model.model import check_name, read_model
 from tableside.loader.versions.states import State, parse_state, resolve
 from tableside.loader.versions.versions import Model
-from tableside.serving.cli.arguments import count, finite
-from tableside.serving.cli.commands.models import check_no_path
-from tableside.serving.cli.options import AddCommand, add_json
-from tableside.serving.cli.output import console, errors, print_json, progress_bar
+from tableside.serving.cli.arguments import AddCommand, add_json, count, finite
+from tableside.serving.cli.output import check_no_path, console, errors, print_json, progress_bar
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, ServerSettings, add_options, given
 
@@ -27,8 +25,7 @@ if TYPE_CHECKING:  # the evaluation needs pyarrow, which the other commands do w
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Scores a data set and prints the figures. Exit code 3: the increase of NE is not within
-    --max-ne-increase."""
+    """Scores a data set and prints the figures. Exit code 3: NE rose by more than --max-ne-increase."""
     from tableside.serving.evaluation.run import EvalSettings, check_out
     from tableside.serving.evaluation.run import evaluate as run
 
@@ -48,19 +45,11 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.max_ne_increase is not None and not options.against:
         raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
     server = ServerSettings(**{**given(options, ServerSettings), "root": root, "owner": owner})
+    o = options
     settings = EvalSettings(
-        options.data,
-        options.out,
-        server.workers,
-        options.label,
-        options.slice,
-        options.shard_rows,
-        options.batch,
-        options.max_ne_increase,
-        options.engine,
-        options.ray_address,
-        options.stash,
-    )
+        o.data, o.out, server.workers, o.label, o.slice, o.shard_rows, o.batch, o.max_ne_increase,
+        o.engine, o.ray_address, o.stash,
+    )  # fmt: skip
     with progress_bar("evaluating") as progress:
         report = run(candidates, settings, server, progress)
     if options.json:
@@ -71,9 +60,9 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def _candidate(text: str, root: Path, owner: str | None, out: Path, say: Console) -> "Candidate":
-    """The version that MODEL, MODEL@VERSION or a model.toml names. A model.toml is loaded, not activated,
-    once for each `out`."""
-    from tableside.serving.evaluation.sources import remember, remembered
+    """Returns the version of MODEL, MODEL@VERSION or a model.toml, which is loaded once per `out`, not
+    activated."""
+    from tableside.serving.evaluation.records import remember, remembered
     from tableside.serving.evaluation.work import Candidate
 
     if text.endswith(".toml"):
@@ -130,7 +119,6 @@ def _print_report(report: "Report") -> None:
 
 
 def add_commands(command: AddCommand) -> None:
-    """Adds these commands."""
     p = command(
         "eval", evaluate, "score a data set with a pool of processes, and say what the scores are worth"
     )

@@ -1,11 +1,8 @@
-"""The load generator: prepared requests over a number of connections, on one thread and one core.
+"""The load generator: sends prepared requests over several connections, on one thread.
 
-Closed loop (`run`): a connection sends its next request as soon as it has its answer. Open loop
-(`run_at_rate`): requests are due at given times, whether or not the server keeps up, and a latency counts
-from the time at which its request was due.
-
-Of an answer only the status and the time are taken. `check` sees the first answer of each connection. Load
-hosts of your own only.
+Closed loop (`run`): a connection sends its next request after each answer. Open loop (`run_at_rate`):
+requests are due at given times, and latency counts from then. Only `check` looks at answers' bodies, the
+first of each connection.
 """
 
 import time
@@ -28,13 +25,9 @@ _SPIN_S = 0.002  # before a request is due; epoll's timeouts are too coarse for 
 
 @dataclass(frozen=True)
 class Load:
-    """What was measured.
-
-    seconds: how long requests were sent. requests: those answered in that time. failed: answers that were not
-    200, connections that broke, and requests without an answer PATIENCE_S after the end. latencies_s: of
-    every answered request, sorted. failure: what the first failed request was answered, or what broke its
-    connection; empty where none failed.
-    """
+    """The measurements. seconds: time of sending. requests: answers with status 200. failed: other answers,
+    broken connections, and requests unanswered PATIENCE_S after the end. latencies_s: sorted. failure: the
+    first failure; or ""."""
 
     seconds: float
     requests: int
@@ -72,12 +65,8 @@ def run(
     first: int = 0,
     check: Check | None = None,
 ) -> Load:
-    """Sends `requests` in turn over `concurrency` connections for `seconds`, each connection one after
-    another.
-
-    first: how many of them were sent before, in other runs; this one goes on behind those. ServingError: no
-    server at `url`, or one whose answers have no Content-Length.
-    """
+    """Sends `requests` in turn over `concurrency` connections for `seconds`. first: the index of the first
+    request. ServingError: no server at `url`, or its answers lack Content-Length."""
     following = _in_turn(requests, first)
     with connected(url, concurrency, check) as fleet:
         started = time.perf_counter()
@@ -104,12 +93,9 @@ def run_at_rate(
     first: int = 0,
     seed: int = 0,
 ) -> Load:
-    """Sends `requests` in turn at `rate` a second for `seconds`, over at most `concurrency` connections at
-    once.
-
-    A request that is due while all connections wait for answers is sent when one of them is free. Its latency
-    counts from when it was due. The core of this process is kept busy. first, ServingError: as of `run`.
-    """
+    """Sends `requests` at `rate` a second for `seconds`, over at most `concurrency` connections. Latency
+    counts from the due time, also while all connections are busy. Keeps one core busy. first, ServingError:
+    as `run`."""
     due = deque(due_times(rate, seconds, arrivals, seed))
     following = _in_turn(requests, first)
     with connected(url, concurrency, check) as fleet:
@@ -130,8 +116,8 @@ def run_at_rate(
 
 
 def due_times(rate: float, seconds: float, arrivals: Arrivals, seed: int = 0) -> list[float]:
-    """Seconds after the start at which requests are due: evenly, or at random as those of many independent
-    clients."""
+    """Returns when requests are due, in seconds after the start: evenly, or at random as independent clients
+    send."""
     count = max(1, round(rate * seconds))
     if arrivals == "even":
         return list((np.arange(count) / rate).tolist())

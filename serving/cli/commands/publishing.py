@@ -1,5 +1,4 @@
-"""Commands about what is published: a checkpoint becomes versions, which are checked, made live and
-removed."""
+"""Commands that publish, check, activate and remove versions."""
 
 import argparse
 import sys
@@ -20,23 +19,27 @@ from tableside.loader.versions.retention import collect_states
 from tableside.loader.versions.states import state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat
-from tableside.serving.cli.arguments import count, size, state, url
+from tableside.serving.cli.arguments import (
+    KEEP,
+    AddCommand,
+    add_json,
+    add_keep_states,
+    count,
+    size,
+    state,
+    url,
+)
 from tableside.serving.cli.commands import showing
-from tableside.serving.cli.commands.models import chosen, published, root_settings
 from tableside.serving.cli.commands.showing import describe_reused, describe_scorer
-from tableside.serving.cli.options import KEEP, AddCommand, add_json, add_keep_states
-from tableside.serving.cli.output import console, errors, mb, progress_bar
+from tableside.serving.cli.output import chosen, console, errors, mb, progress_bar, published, root_settings
 from tableside.serving.cli.remote import add_headers
 from tableside.serving.client.address import default_url
 from tableside.serving.errors import ServingError
 
 
 def init(options: argparse.Namespace) -> int:
-    """Writes a first model.toml for a checkpoint, with or without its module's description, or for a model of
-    HPS's ps.json.
-
-    Notes go to stdout, or to stderr where the model.toml itself goes to stdout.
-    """
+    """Writes a first model.toml for a checkpoint, with or without a module's description, or for HPS's
+    ps.json. Prints notes to stdout, or to stderr where the model.toml goes to stdout."""
     out: Path = options.out
     is_printed = str(out) == "-"
     if not is_printed and out.exists() and not options.force:
@@ -57,8 +60,8 @@ def init(options: argparse.Namespace) -> int:
 
 
 def _first_text(options: argparse.Namespace, folder: Path) -> tuple[str, ModelSpec, list[str]]:
-    """The text of a first model.toml, what it says, and what a user should know of it. folder: where it
-    will lie."""
+    """Returns the text of a first model.toml, its model, and notes for the user. folder: its future
+    folder."""
     asked = (options.checkpoint, options.name, RowFormat.parse(options.row_format), folder)
     module: Path | None = options.from_module
     if is_hps(options.checkpoint):
@@ -86,14 +89,8 @@ def load(options: argparse.Namespace) -> int:
     """Loads a checkpoint and publishes a version; removes older versions beyond --keep."""
     spec = read_model(options.model)
     root = root_settings(options).root
-    settings = LoadSettings(
-        options.threads,
-        options.max_memory,
-        options.backend,
-        not options.no_activate,
-        options.group,
-        tuple(options.only),
-    )
+    o = options
+    settings = LoadSettings(o.threads, o.max_memory, o.backend, not o.no_activate, o.group, tuple(o.only))
     with progress_bar(spec.name) as progress:
         loaded = load_model(spec, root, settings, progress)
     console.print(describe_load(loaded))
@@ -191,7 +188,7 @@ def remove(options: argparse.Namespace) -> int:
 
 
 def gc(options: argparse.Namespace) -> int:
-    """Removes what killed loads left, and old versions."""
+    """Removes leftovers of killed loads, and old versions."""
     removed = [
         p
         for m in chosen(options)
@@ -204,14 +201,13 @@ def gc(options: argparse.Namespace) -> int:
 
 
 def add_commands(command: AddCommand) -> None:
-    """Adds these commands."""
     p = command("init", init, "write a first model.toml from what a checkpoint holds")
     p.add_argument("checkpoint", type=Path)
     p.add_argument(
         "--from-module",
         type=Path,
         metavar="FILE",
-        help="tables and features as the trained module has them: an exported program (.pt2) or TorchRec's configurations (JSON)",
+        help="tables and features of the module: an exported program (.pt2), or TorchRec's JSON",
     )
     p.add_argument(
         "--out",
@@ -246,31 +242,21 @@ def add_commands(command: AddCommand) -> None:
         type=size,
         default="64MiB",
         metavar="BYTES",
-        help="most private memory for buffers, such as 256MiB (default: %(default)s)",
+        help="most private memory for buffers (default: %(default)s)",
     )
+    p.add_argument("--backend", default="native", help="native or fbgemm (default: %(default)s)")
     p.add_argument(
-        "--backend",
-        default="native",
-        help="what quantizes: native, fbgemm (default: %(default)s)",
-    )
-    p.add_argument(
-        "--keep",
-        type=KEEP,
-        default=1,
-        help="older versions that stay published, for a rollback (default: %(default)s)",
+        "--keep", type=KEEP, default=1, help="older versions to keep for a rollback (default: %(default)s)"
     )
     p.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="TABLE",
-        help="a table to load, the others are those of the live version; may come again (default: all tables)",
+        help="load this table, keep the others of the live version; may be repeated",
     )
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
-    p.add_argument(
-        "--group",
-        help="a group that may read the model, for servers of other users (default: this user alone)",
-    )
+    p.add_argument("--group", help="a group that may read the model (default: this user alone)")
 
     p = command(
         "list",
@@ -315,7 +301,7 @@ def add_commands(command: AddCommand) -> None:
     p = command("gc", gc, "remove what killed loads left, and old versions")
     p.add_argument("model", nargs="?", help="(default: all models)")
     p.add_argument(
-        "--keep", type=KEEP, default=1, help="versions beside the live one that stay (default: %(default)s)"
+        "--keep", type=KEEP, default=1, help="older versions to keep for a rollback (default: %(default)s)"
     )
     add_keep_states(p)
 

@@ -12,13 +12,11 @@ from rich.table import Table
 
 from tableside.loader.model.nearest import did_you_mean
 from tableside.serving.cli import remote
-from tableside.serving.cli.arguments import count, exponent, rate, seconds
+from tableside.serving.cli.arguments import AddCommand, add_json, count, exponent, rate, seconds
 from tableside.serving.cli.commands.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.commands.generator import ARRIVALS, Load, merged, run, run_at_rate
-from tableside.serving.cli.commands.models import load_where_named
 from tableside.serving.cli.commands.top import top as show_top
-from tableside.serving.cli.options import AddCommand, add_json
-from tableside.serving.cli.output import console, mb, print_json
+from tableside.serving.cli.output import console, load_where_named, mb, print_json
 from tableside.serving.cli.remote import add_server
 from tableside.serving.client import Jagged
 from tableside.serving.client.address import Address
@@ -30,7 +28,7 @@ _TURNS = 5  # of each form, where there are several
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Loads what is named by a path and not live yet, and serves until a signal ends the server."""
+    """Loads models that are named by a path and not live; serves until a signal."""
     from tableside.serving.workers.server import serve as run
 
     signal.signal(signal.SIGTERM, _end)  # until the server takes its signals: a load ends too
@@ -99,18 +97,9 @@ def bench(options: argparse.Namespace) -> int:
     ]
     failures = [load for load in loads if load["failed"]]
     if options.json:
-        asked = {
-            "batch": shape.batch,
-            "ids": shape.ids,
-            "same": shape.same,
-            "zipf": shape.zipf,
-            "rate": options.rate,
-        }
-        asked |= {
-            "arrivals": options.arrivals,
-            "concurrency": options.concurrency,
-            "seconds": options.seconds,
-        }
+        asked = {"batch": shape.batch, "ids": shape.ids, "same": shape.same, "zipf": shape.zipf}
+        asked |= {"rate": options.rate, "arrivals": options.arrivals}
+        asked |= {"concurrency": options.concurrency, "seconds": options.seconds}
         print_json(
             {"model": options.model, "url": options.url, "features": features, **asked, "forms": loads}
         )
@@ -134,24 +123,18 @@ def _loads_table(loads: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, Any]:
-    """What a form's load gave: an entry of `forms` in JSON (docs/operations.md)."""
+    """Returns an entry of `forms` in the JSON (docs/operations.md)."""
     ids_per_s = load.requests_per_s * features * shape.batch * shape.ids
     counts = {"requests": load.requests, "failed": load.failed, "failure": load.failure or None}
     latencies = {key: load.percentile_ms(percent) for key, percent in _LATENCIES.items()}
-    return {
-        "form": form,
-        "requests_per_s": load.requests_per_s,
-        "ids_per_s": ids_per_s,
-        **latencies,
-        **counts,
-    }
+    rates = {"form": form, "requests_per_s": load.requests_per_s, "ids_per_s": ids_per_s}
+    return {**rates, **latencies, **counts}
 
 
 def _in_turns(
     options: argparse.Namespace, address: Address, requests: Mapping[Form, Sequence[bytes]]
 ) -> dict[Form, Load]:
-    """Loads the server with each form's requests for `seconds` in all, several forms in turns of a tenth
-    of that."""
+    """Loads the server for `seconds` in all, the forms in turns of a tenth of that."""
     turns = 1 if len(requests) == 1 else _TURNS
     loads: dict[Form, list[Load]] = {form: [] for form in requests}
     for turn in range(turns):
@@ -202,14 +185,13 @@ def _parse_dense(text: str) -> tuple[str, list[list[float]]]:
 
 
 def add_commands(command: AddCommand) -> None:
-    """Adds these commands."""
     p = command("serve", serve, "serve models over HTTP; those that are named by a path are loaded first")
     p.add_argument(
         "models",
         nargs="*",
         metavar="MODEL",
         default=None,
-        help="a published model, a model.toml, or a checkpoint; one of the latter two is loaded unless it is live as it is",
+        help="a published model, or a model.toml or checkpoint, loaded unless it is live",
     )
     add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
     p.usage = f"{p.prog} [OPTION ...] [MODEL ...]"
@@ -233,40 +215,29 @@ def add_commands(command: AddCommand) -> None:
 
 
 def add_bench_and_top(command: AddCommand) -> None:
-    """Adds these commands."""
     p = command("bench", bench, "load a running server and report throughput and latencies")
     _add_server(p)
     p.add_argument(
-        "--batch", type=count(1), default=32, help="bags of each feature in a request (default: %(default)s)"
+        "--batch", type=count(1), default=32, help="bags per feature in a request (default: %(default)s)"
     )
     p.add_argument("--ids", type=count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
-    p.add_argument(
-        "--same",
-        action="store_true",
-        help="as many ids in every bag; without it lengths differ in every request",
-    )
+    p.add_argument("--same", action="store_true", help="as many ids in every bag, not random lengths")
     p.add_argument(
         "--form",
         choices=(*FORMS, "both"),
         default="named",
-        help="tensors for each feature, or two for all of them; both: in turns (default: %(default)s)",
+        help="two tensors per feature, two in all, or both in turns (default: named)",
     )
     p.add_argument("--concurrency", type=count(1), default=16, help="connections (default: %(default)s)")
     p.add_argument("--seconds", type=seconds, default=5.0, help="how long (default: %(default)s)")
-    p.add_argument(
-        "--rate",
-        type=rate,
-        help="requests a second, sent when they are due; without it as fast as they are answered",
-    )
+    p.add_argument("--rate", type=rate, help="requests a second, sent when due; default: as fast as answered")
     p.add_argument(
         "--arrivals",
         choices=ARRIVALS,
         default="poisson",
-        help="when requests are due with --rate (default: %(default)s)",
+        help="with --rate: when requests are due (default: %(default)s)",
     )
-    p.add_argument(
-        "--zipf", type=exponent, help="draw ids from Zipf's law with this exponent instead of uniformly"
-    )
+    p.add_argument("--zipf", type=exponent, help="draw ids by Zipf's law with this exponent, not uniformly")
 
     add_json(p)
 

@@ -1,7 +1,8 @@
-"""Commands that take a published version apart: a table becomes a file, a model the models of several
-owners."""
+"""`tableside export`, `shard` and `compile`."""
 
 import argparse
+import os
+import re
 from pathlib import Path
 
 from rich.table import Table
@@ -12,12 +13,60 @@ from tableside.loader.shards.reshard import Holding, ReshardSettings
 from tableside.loader.shards.reshard import reshard as reshard_model
 from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model
-from tableside.serving.cli.arguments import count
-from tableside.serving.cli.commands import compiling
-from tableside.serving.cli.commands.models import check_no_path, published, root_settings
-from tableside.serving.cli.options import KEEP, AddCommand
-from tableside.serving.cli.output import console, mb, progress_bar
+from tableside.quant.device.architecture import architectures
+from tableside.quant.gpu.ahead import CompiledKernel, has_driver
+from tableside.quant.installed import require
+from tableside.serving.cli.arguments import KEEP, AddCommand, count
+from tableside.serving.cli.output import check_no_path, console, mb, progress_bar, published, root_settings
 from tableside.serving.errors import ServingError
+from tableside.serving.model.compiled_kernels import compile_once, kernels_wanted, triton_cache
+from tableside.serving.settings import RootSettings, given
+
+
+def compile_kernels(options: argparse.Namespace) -> int:
+    """Compiles kernels that Triton's disk cache lacks: the servers', then the PyTorch modules'."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise ServingError("TRITON_INTERPRET=1 has Triton interpret kernels and compile none; unset it")
+    require("tableside compile", "torch", "triton", extra="gpu")
+    arch = _arch(options.arch)
+    settings = RootSettings(**given(options, RootSettings))
+    segment = Model(settings.root, options.model, settings.owner).attach(options.version, "header")
+    compiled: dict[str, CompiledKernel] = {}
+    for what, tensors in (("servers", False), ("modules", True)):
+        wanted = kernels_wanted(
+            segment, options.placement, is_lfu=options.cache_policy == "lfu", tensors=tensors
+        )
+        with progress_bar(f"sm_{arch}, {what}") as progress:
+            for one in compile_once(wanted, arch, options.jobs, progress) or ():
+                compiled.setdefault(one.name, one)
+    where = f"for sm_{arch} in {triton_cache()}"
+    if not compiled:
+        console.print(f"all kernels {where} were there before")
+        return 0
+    table = Table("kernel", "s", box=None)
+    for one in sorted(compiled.values()):
+        table.add_row(one.name, f"{one.seconds:.1f}")
+    console.print(table)
+    console.print(f"{len(compiled)} kernels {where}")
+    if not has_driver():
+        console.print(
+            "CUDA's driver is not here: the code that launches kernels is compiled where they are launched "
+            "first"
+        )
+    return 0
+
+
+def _arch(given_as: str | None) -> int:
+    """The number of an architecture, as 90 of sm_90; None: that of this machine's first GPU."""
+    if given_as is not None:
+        if (found := re.fullmatch(r"(?:sm_)?(\d{2,3})[a-z]?", given_as)) is None:
+            raise ServingError(f"--arch is {given_as!r}; expected a GPU's architecture, such as sm_90")
+        return int(found[1])
+    if not (here := architectures()):
+        raise ServingError(
+            "there is no GPU here; name the architecture of the one that will serve, such as --arch sm_90"
+        )
+    return here[0]
 
 
 def export(options: argparse.Namespace) -> int:
@@ -38,7 +87,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def reshard(options: argparse.Namespace) -> int:
-    """Publishes a model's owners; prints what each had and has."""
+    """Publishes a model for several owners; prints their holdings before and after."""
     check_no_path(options.model)
     roots = root_settings(options)
     settings = ReshardSettings(
@@ -69,16 +118,11 @@ def _cells(holding: Holding) -> tuple[str, ...]:
 
 
 def add_commands(command: AddCommand) -> None:
-    """Adds these commands."""
     p = command("export", export, "write a table as a file that other programs read, dequantized")
     p.add_argument("model")
     p.add_argument("table")
     p.add_argument(
-        "--to",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="a .parquet, .npz or .safetensors file to write",
+        "--to", type=Path, required=True, metavar="FILE", help="a .parquet, .npz or .safetensors file"
     )
     p.add_argument("--version", type=count(1), help="the version (default: the live one)")
     p.add_argument(
@@ -87,14 +131,10 @@ def add_commands(command: AddCommand) -> None:
         default=VALUE_FORMATS[0],
         help="of the values (default: %(default)s)",
     )
-    p.add_argument(
-        "--name", help="what .npz and .safetensors call it: NAME.ids, NAME.weight (default: ids, weights)"
-    )
+    p.add_argument("--name", help="its name in .npz and .safetensors: NAME.ids, NAME.weight")
     p.add_argument("--force", action="store_true", help="replace the file where there is one")
 
-    p = command(
-        "compile", compiling.compile_kernels, "compile what a model needs on a GPU, which need not be here"
-    )
+    p = command("compile", compile_kernels, "compile what a model needs on a GPU, which need not be here")
     p.add_argument("model")
     p.add_argument("--version", type=count(1), help="the version (default: the live one)")
     p.add_argument(
@@ -104,7 +144,7 @@ def add_commands(command: AddCommand) -> None:
         "--placement",
         choices=("auto", "hbm", "cached", "hybrid", "zero_copy"),
         default="auto",
-        help="as it will be served (default: %(default)s, which takes all)",
+        help="as it will be served (default: auto, all)",
     )
     p.add_argument(
         "--cache-policy", choices=("lfu", "lru"), default="lfu", help="of the cache (default: %(default)s)"
@@ -116,7 +156,7 @@ def add_commands(command: AddCommand) -> None:
     )
     p.add_argument("model")
     p.add_argument(
-        "--owners", type=count(1), required=True, help="how many there will be; 1: the whole model again"
+        "--owners", type=count(1), required=True, help="how many there will be; 1: the whole model"
     )
     p.add_argument(
         "--from",
@@ -127,7 +167,7 @@ def add_commands(command: AddCommand) -> None:
     )
     p.add_argument("--version", type=count(1), help="the version of the model (default: the live one)")
     p.add_argument(
-        "--keep", type=KEEP, default=1, help="older versions of each owner that stay (default: %(default)s)"
+        "--keep", type=KEEP, default=1, help="older versions to keep for each owner (default: %(default)s)"
     )
     p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
     p.add_argument("--group", help="a group that may read what is published (default: this user alone)")

@@ -1,4 +1,4 @@
-"""Commands that show what is published: the versions that there are, and what one of them holds."""
+"""`tableside list` and `tableside inspect`."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -21,27 +21,18 @@ from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.states import State, attach_state, kept_states, resolve, state_of
 from tableside.loader.versions.versions import Model, models
 from tableside.serving.cli import remote
-from tableside.serving.cli.commands.models import published, root_settings
-from tableside.serving.cli.output import console, mb, print_json
+from tableside.serving.cli.output import console, mb, print_json, published, root_settings
 
 _UNKNOWN = dict.fromkeys(
     (
-        "state",
-        "created",
-        "tables",
-        "bytes",
-        "delta_bytes",
-        "fp32_bytes",
-        "scorer",
-        "error",
-        "sequence",
+        "state", "created", "tables", "bytes", "delta_bytes", "fp32_bytes", "scorer", "error", "sequence",
         "states",
     )
-)
+)  # fmt: skip
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """Prints a line for each version, and how much shared memory is free; or what a running server serves."""
+    """Prints a line per version and the free shared memory; with --url a server's models."""
     if options.url is not None:
         return _list_served(options)
     settings = root_settings(options)
@@ -96,7 +87,7 @@ def _list_served(options: argparse.Namespace) -> int:
 
 
 def _versions(model: Model) -> Iterator[dict[str, Any]]:
-    """What `list` says of a model's versions, by its keys in JSON (docs/operations.md)."""
+    """Returns the JSON of `list` for a model (docs/operations.md)."""
     live = state_of(model.record())
     for version in model.versions():
         kept = kept_states(model, version)
@@ -170,14 +161,14 @@ def _changes(segment: Segment) -> Iterator[str]:
 
 
 def _tables(h: Header) -> Iterator[Table]:
-    """What a version holds, for people."""
+    """Yields the text tables of `inspect`."""
     table = Table(
         "table", "ids", "missing", "rows", "dim", "row format", "row bytes", "bytes", "key", box=None
     )
     for t in h.tables:
         table.add_row(
-            t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim), t.row_format, str(t.row_bytes),
-            mb(t.bytes), escape(t.key),
+            t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim),
+            t.row_format, str(t.row_bytes), mb(t.bytes), escape(t.key),
         )  # fmt: skip
     yield table
     table = Table("feature", "table", "pooling", "output", box=None)
@@ -192,7 +183,7 @@ def _tables(h: Header) -> Iterator[Table]:
 
 
 def _version(segment: Segment) -> dict[str, Any]:
-    """What `inspect` says, by its keys in JSON (docs/operations.md)."""
+    """Returns the JSON of `inspect` (docs/operations.md)."""
     h = segment.header
     tables = [
         {
@@ -245,8 +236,7 @@ def _ids_of(t: StoredTable) -> str:
 
 
 def describe_reused(source: Mapping[str, Any]) -> str:
-    """A line about tables that were taken over from another version, of the source in a header; "" where
-    none were."""
+    """Returns a line about tables reused from another version, of a header's source; "" if none were."""
     reused = source.get("reused")
     if not isinstance(reused, dict) or not isinstance(tables := reused.get("tables"), dict):
         return ""
@@ -256,8 +246,7 @@ def describe_reused(source: Mapping[str, Any]) -> str:
 
 
 def describe_scorer(header: Header) -> Iterator[str]:
-    """Lines about what a version's scorer takes: its inputs, those that no feature gives, and the features
-    that none takes."""
+    """Yields lines about a scorer: its inputs, the dense ones, and the features that it ignores."""
     if (scorer := header.scorer) is None:
         return
     yield f"scorer {_scorer_text(_scorer(scorer))}"
@@ -267,16 +256,15 @@ def describe_scorer(header: Header) -> Iterator[str]:
         if i.feature is None:
             yield (
                 f"scorer input {i.name} is called like no feature: a request brings it as a dense tensor of "
-                f"width {i.width}"
-                f"{did_you_mean(i.name, unused)}"
+                f"width {i.width}{did_you_mean(i.name, unused)}"
             )
     for name in unused:
-        yield f"feature {name} is not scored: no input of the scorer is called like it, or given it by inputs of [scorer]"
+        why = "no input of the scorer is called like it, or given it by inputs of [scorer]"
+        yield f"feature {name} is not scored: {why}"
 
 
 def _scorer(scorer: StoredScorer | None) -> dict[str, Any] | None:
-    """A scorer's kind and inputs, by their keys in JSON; feature: None: a request brings the input as a
-    dense tensor."""
+    """Returns a scorer's kind and inputs for JSON; feature None: a dense input."""
     return None if scorer is None else {"kind": scorer.kind, "inputs": [asdict(i) for i in scorer.inputs]}
 
 

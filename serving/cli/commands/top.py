@@ -1,4 +1,4 @@
-"""`tableside top`: what a running server does, from two looks at its /metrics."""
+"""`tableside top`: a running server's rates, from two reads of /metrics."""
 
 import argparse
 import time
@@ -67,8 +67,7 @@ def _looks(client: Client, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def samples(text: str) -> Samples:
-    """The samples of an exposition. Each is the sum over all labels but model, table or device, whichever
-    it has."""
+    """Parses an exposition; sums samples over all labels but model, table or device."""
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for s in family.samples:
@@ -79,7 +78,7 @@ def samples(text: str) -> Samples:
 
 
 def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
-    """What happened in a second between two looks, and what is held now: what `--json` prints
+    """Returns rates per second between two looks, and current gauges: the output of `--json`
     (docs/operations.md)."""
 
     def rate(name: str, label: str) -> float:
@@ -121,9 +120,8 @@ def tables(found: Mapping[str, Any]) -> Group:
         )
     parts = [models]
     if found["cached_tables"]:
-        shown = Table(
-            "cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s", box=None
-        )
+        heads = ("cache", "slots", "occupied", "admitted/s", "evicted/s", "staged only/s", "no free slot/s")
+        shown = Table(*heads, box=None)
         for t in found["cached_tables"]:
             shown.add_row(
                 t["table"],

@@ -20,16 +20,11 @@ from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.loader.load.load import Progress
 from tableside.loader.versions.versions import Model
-from tableside.serving.cli.arguments import count, seconds, share
-from tableside.serving.cli.commands.models import published
-from tableside.serving.cli.options import AddCommand, add_json, add_keep_states
-from tableside.serving.cli.output import console, mb, print_json, progress_bar
+from tableside.serving.cli.arguments import AddCommand, add_json, add_keep_states, count, seconds, share
+from tableside.serving.cli.output import console, mb, print_json, progress_bar, published
 from tableside.serving.errors import ServingError
-from tableside.serving.follow.compactions import Compactions
-from tableside.serving.follow.loop import Step
+from tableside.serving.follow.loop import BadChangeFile, Compactions, Step, open_source
 from tableside.serving.follow.loop import follow as follow_source
-from tableside.serving.follow.skipped import BadChangeFile
-from tableside.serving.follow.sources import open_source
 from tableside.serving.logs import log_config
 
 _TOLD_EVERY_S = 10.0
@@ -60,8 +55,7 @@ def apply(options: argparse.Namespace) -> int:
 
 
 def _place(model: Model, options: argparse.Namespace) -> tuple[str | None, str | None]:
-    """(source, the number that was applied last) of a file with a number. ServingError: it is not the next
-    one."""
+    """Returns (source, last applied number) of a numbered file. ServingError: it is not the next one."""
     if options.number is None:
         if options.source or options.first:
             raise ServingError(
@@ -87,7 +81,7 @@ def _place(model: Model, options: argparse.Namespace) -> tuple[str | None, str |
 
 
 def _only_table(model: Model) -> str | None:
-    """The name of a model's table, where it has but one."""
+    """Returns the name of a model's only table, or None."""
     tables = model.attach(verify="header").header.tables
     return tables[0].name if len(tables) == 1 else None
 
@@ -102,7 +96,7 @@ class _Meter:
     def passed(
         self, changes: Iterator[TableChanges], total: int | None, progress: Progress | None
     ) -> Iterator[TableChanges]:
-        """The changes; progress is told of each, where the total is known."""
+        """Passes the changes through and reports progress, if the total is known."""
         for c in changes:
             yield c
             self.rows[c.table] = self.rows.get(c.table, 0) + c.rows
@@ -117,9 +111,8 @@ class _Meter:
 
 def _say_done(options: argparse.Namespace, after: str) -> int:
     if options.json:
-        print_json(
-            {"model": options.model, "applied": False, "number": options.number, "last_number": int(after)}
-        )
+        number = options.number
+        print_json({"model": options.model, "applied": False, "number": number, "last_number": int(after)})
     else:
         console.print(
             f"number {options.number} was applied before, as the last one is {after}; nothing was done",
@@ -130,12 +123,8 @@ def _say_done(options: argparse.Namespace, after: str) -> int:
 
 def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Meter, seconds: float) -> None:
     if options.json:
-        found = {
-            "model": options.model,
-            "applied": True,
-            "number": options.number,
-            "version": applied.state.version,
-        }
+        version = applied.state.version
+        found = {"model": options.model, "applied": True, "number": options.number, "version": version}
         more = {
             "sequence": applied.state.sequence,
             "delta_bytes": applied.delta_bytes,
@@ -150,14 +139,13 @@ def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Me
     rows = sum(counted.rows.values())
     console.print(
         f"{options.model} {applied.state}: {rows:,} changes in {seconds:.2f} s, {rows / seconds:,.0f} "
-        "rows/s; "
-        f"all changes of version {applied.state.version} take {mb(applied.delta_bytes)}",
+        f"rows/s; all changes of version {applied.state.version} take {mb(applied.delta_bytes)}",
         markup=False,
     )
 
 
 class _Stop:
-    """Whether a signal asked for the end."""
+    """Whether a signal has arrived."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -172,7 +160,7 @@ class _Stop:
 
 
 class _BatchReport:
-    """What is said of batches: a line of JSON for each, or a line of the log now and then."""
+    """Reports batches: a JSON line each, or a log line now and then."""
 
     def __init__(self, model: str, as_json: bool) -> None:
         self._model, self._json = model, as_json
@@ -190,33 +178,20 @@ class _BatchReport:
                 "rows": step.applied.rows,
             }
             done |= {} if self.skipped is None else {"skipped": self.skipped.count}
-            print_json(
-                {
-                    **done,
-                    "position": step.position,
-                    "lag_s": step.lag_s,
-                    "read_s": step.read_s,
-                    "apply_s": step.apply_s,
-                }
-            )
+            lags = {"lag_s": step.lag_s, "read_s": step.read_s, "apply_s": step.apply_s}
+            print_json({**done, "position": step.position, **lags})
         elif time.monotonic() - self._since >= _TOLD_EVERY_S:
             self.flush()
 
     def flush(self) -> None:
-        """Says what was applied since it was said last."""
+        """Logs what was applied since the last line."""
         seconds, step = time.monotonic() - self._since, self._last
         if step is not None and not self._json:
             where = f"{self._model} {step.applied.state}"
+            rows, rate = f"{self._rows:,}", f"{self._rows / seconds:,.0f}"
             _log.info(
                 "%s: %s rows in %d batches, %s rows/s, up to %s; at most %.1f s from made to visible",
-                *(
-                    where,
-                    f"{self._rows:,}",
-                    self._batches,
-                    f"{self._rows / seconds:,.0f}",
-                    step.position,
-                    self._lag_s,
-                ),
+                *(where, rows, self._batches, rate, step.position, self._lag_s),
             )
         self._since, self._rows, self._batches, self._lag_s, self._last = time.monotonic(), 0, 0, 0.0, None
 
@@ -250,22 +225,14 @@ def follow(options: argparse.Namespace) -> int:
         )
         told.skipped = skip
         follow_source(
-            model,
-            source,
-            options.rows,
-            options.every_s,
-            stop,
-            applied,
-            settings=settings,
-            reset=options.reset,
-            skip=skip,
-        )
+            model, source, options.rows, options.every_s, stop, applied,
+            settings=settings, reset=options.reset, skip=skip,
+        )  # fmt: skip
     _log.info("%s no longer follows %s", model.name, source.name)
     return 0
 
 
 def add_commands(command: AddCommand) -> None:
-    """Adds these commands."""
     p = command(
         "apply",
         apply,
@@ -279,9 +246,7 @@ def add_commands(command: AddCommand) -> None:
     )
     _add_changes(p)
     p.add_argument(
-        "--number",
-        type=count(1),
-        help="the sender's count: what was applied before does nothing, a gap is an error",
+        "--number", type=count(1), help="the sender's count: an applied one does nothing, a gap is an error"
     )
     p.add_argument("--source", help="the sender, where several count for themselves (default: apply)")
     p.add_argument("--first", action="store_true", help="the count begins with --number, and not with 1")
@@ -293,7 +258,9 @@ def add_commands(command: AddCommand) -> None:
         "source", help="a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY"
     )
     _add_changes(p)
-    told = "seconds within which changes are visible, where applying them takes less than half of that (default: %(default)s)"
+    told = (
+        "seconds until changes are visible, if applying takes less than half of that (default: %(default)s)"
+    )
     p.add_argument("--every-s", type=seconds, default=1.0, help=told)
     p.add_argument(
         "--rows",
@@ -306,39 +273,27 @@ def add_commands(command: AddCommand) -> None:
         dest="start",
         default="start",
         metavar="POSITION",
-        help="where to begin a stream of which nothing was applied: start, end, or behind a position (default: %(default)s)",
+        help="where to begin without a kept position: start, end, or a position",
     )
     p.add_argument(
         "--compact-at",
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="compact where changes take more than this share of the version's bytes, as 0.2; 0: never (default: %(default)s)",
+        help="compact beyond this share of the version's bytes; 0: never (default: 0)",
     )
-    told = "how far its processor time gives way to others', 0 to 19: above 0 servers' lookups come first (default: %(default)s)"
+    told = "niceness, 0 to 19: above 0 servers' lookups come first (default: %(default)s)"
     p.add_argument("--nice", type=int, choices=range(20), default=10, metavar="N", help=told)
-    told = "go on without changes that the model refuses, and write them to this file, a line of JSON each (default: end)"
+    told = "write refused changes to this file, a line of JSON each, and go on (default: end)"
     p.add_argument("--skip-bad", type=Path, metavar="FILE", help=told)
-    p.add_argument(
-        "--reset",
-        action="store_true",
-        help="begin at --from, whatever was applied; what lies between is left out",
-    )
-    p.add_argument(
-        "--name", help="what the model's state calls the stream (default: folder:PATH or redis:KEY)"
-    )
+    p.add_argument("--reset", action="store_true", help="begin at --from, whatever was applied")
+    p.add_argument("--name", help="the stream's name in the state (default: folder:PATH or redis:KEY)")
     add_json(p)
 
 
 def _add_changes(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--table", help="the table of all rows (default: the model's only one, or each row's)")
     p.add_argument(
-        "--table",
-        help="the table of all rows (default: the model's, where it has one, or what each row says)",
-    )
-    p.add_argument(
-        "--threads",
-        type=count(0),
-        default=0,
-        help="threads that quantize; 0: one a core (default: %(default)s)",
+        "--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: 0)"
     )
     add_keep_states(p)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tableside.serving.cli.cli import main, parser
-from tableside.serving.cli.completion import SHELLS, script
+from tableside.serving.cli.parser import SHELLS, script
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 
 from benchmarks import wire
 from tableside.serving.client import ClientError, FeatureError, Jagged
+from tableside.serving.client.calls import cut, take_masks
 from tableside.serving.client.compact import CompactForm, Feature, Schema, keyed, obstacle
 from tableside.serving.client.features import columns
-from tableside.serving.client.found import cut, take_masks
 from tableside.serving.client.messages import HttpResponse
 from tableside.serving.client.named import NamedForm
 

@@ -185,13 +185,13 @@ def test_flips_between_the_last_shard_and_the_report(
 def test_what_was_loaded_is_loaded_again_where_its_record_is_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tableside.serving.evaluation import sources
+    from tableside.serving.evaluation import records
 
-    write_record(tmp_path / sources.FILE, {"model.toml": {"version": 1}})
-    flip(tmp_path / sources.FILE, 8 * 50)
+    write_record(tmp_path / records.LOADED_FILE, {"model.toml": {"version": 1}})
+    flip(tmp_path / records.LOADED_FILE, 8 * 50)
     with caplog.at_level(logging.WARNING):
-        assert sources._read(tmp_path) == {}
-    assert f"{tmp_path / sources.FILE} is damaged" in caplog.text and "is loaded again" in caplog.text
+        assert records._read(tmp_path) == {}
+    assert f"{tmp_path / records.LOADED_FILE} is damaged" in caplog.text and "is loaded again" in caplog.text
 
 
 def test_a_disk_that_is_full_is_a_line_with_the_remedy(root: Path, tmp_path: Path, data: Path) -> None:

@@ -16,10 +16,8 @@ from tableside.loader.deltas.apply import position_of
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.folder import FolderSource
-from tableside.serving.follow.loop import Step, follow
-from tableside.serving.follow.skipped import BadChangeFile
+from tableside.serving.follow.loop import BadChangeFile, Step, follow, open_source
 from tableside.serving.follow.source import ChangeSource
-from tableside.serving.follow.sources import open_source
 
 DIM, GOOD_BEFORE, GOOD_AFTER = 4, 20, 9
 PLACES = GOOD_BEFORE + 1 + GOOD_AFTER

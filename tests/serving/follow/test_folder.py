@@ -14,7 +14,7 @@ import pytest
 from tableside.loader.deltas.changes import ChangeBatch
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.folder import FolderSource
-from tableside.serving.follow.sources import open_source
+from tableside.serving.follow.loop import open_source
 
 
 def put(folder: Path, number: int | str, ids: list[int], suffix: str = "jsonl") -> Path:

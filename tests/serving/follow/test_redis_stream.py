@@ -19,8 +19,8 @@ from redis_servers import RedisServer, needs_redis, redis_server
 
 from tableside.serving.errors import SourceError
 from tableside.serving.follow import redis_stream
+from tableside.serving.follow.loop import open_source
 from tableside.serving.follow.redis_stream import split_url
-from tableside.serving.follow.sources import open_source
 
 pytestmark = needs_redis
 

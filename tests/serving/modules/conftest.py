@@ -9,7 +9,7 @@ import pytest
 from module_tables import FEATURES, tables_of
 
 from tableside.loader.load.load import Loaded
-from tableside.serving.modules import keyed, lookups, published
+from tableside.serving.modules import lookups, published
 
 
 @pytest.fixture
@@ -46,4 +46,4 @@ def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """How tensors on the CPU are read: by DLPack's table, and as without it."""
     if request.param != "by their table":
         monkeypatch.setattr(lookups, "EXCHANGE", None)
-        monkeypatch.setattr(keyed, "EXCHANGE", None)
+        monkeypatch.setattr(lookups, "EXCHANGE", None)

@@ -16,7 +16,7 @@ from raw_loads import publish_raw
 from support import rows_of
 
 from tableside.quant.contract import Unfound
-from tableside.serving.modules import missing
+from tableside.serving.modules import pending
 from tableside.torch import BadFeatureIds, EmbeddingBags, Embeddings
 
 NONE = Unfound(0, 0)
@@ -119,7 +119,7 @@ def test_rows_of_an_older_version_are_counted_apart(root: Path, tmp_path: Path, 
 
 def test_threads_lose_no_count() -> None:
     """Four at once, which take turns as often as the interpreter lets them."""
-    counted, before = missing.Missing(), sys.getswitchinterval()
+    counted, before = pending.Missing(), sys.getswitchinterval()
     one = [Unfound(3, 1)]
 
     def call() -> None:
@@ -145,7 +145,7 @@ def test_versions_that_were_let_go_stay_counted(
     """On a GPU each version has counts of its own there; those of versions that are gone are added up, and
     are not kept."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(missing, "_FOLLOWED", 2)
+    monkeypatch.setattr(pending, "_FOLLOWED", 2)
     bags = EmbeddingBags("demo", ["a"], root=publish_tables(), device=devices.DEVICE)
     for count in range(1, 5):
         if count > 1:

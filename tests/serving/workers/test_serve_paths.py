@@ -13,8 +13,8 @@ from tableside.loader.errors import ModelError
 from tableside.loader.load.load import LoadSettings, load
 from tableside.loader.model.model import read_model
 from tableside.loader.versions.versions import Model
-from tableside.serving.cli.commands.models import load_where_named
 from tableside.serving.cli.local import local_server
+from tableside.serving.cli.output import load_where_named
 from tableside.serving.client import Client
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings
