@@ -1,10 +1,8 @@
-"""A request that a door laid out, as bytes, and back: the engine process lays it out anew, over its own
-tables.
+"""A door's laid-out request as bytes, and back: the engine process lays it out over its own tables.
 
-A description is int64 values: model, state, layout, together, features, their numbers, output bytes, places
-[features, fields of Place]; where the request is scored, its sources and where its scores go. All that a
-request has besides, its inputs hold. States of one layout take each other's requests
-(`ServedVersion.layout`).
+A description is int64 values: model, state, layout, together, number of features, features, output bytes,
+places [features, fields of Place]; for scores also sources and place. States of one layout
+(`ServedVersion.layout`) take each other's requests.
 """
 
 import hashlib
@@ -19,7 +17,7 @@ from tableside.quant import Place, Plan, Planner
 from tableside.quant.contract import Unfound
 from tableside.serving.model.places import DenseInput, Output, scores_at
 from tableside.serving.model.request import Request
-from tableside.serving.model.scores import Scoring
+from tableside.serving.model.scorer import Scoring
 from tableside.serving.model.version import Planners, ServedVersion
 
 _HEAD = struct.Struct("<5q")  # model, state, layout, together, features
@@ -29,7 +27,7 @@ _KEPT = 1024  # descriptions of a version whose requests are kept
 
 
 class DescribedPlan(Plan):
-    """Lookups that the engine process runs. description: of the request, but for its scores."""
+    """Lookups for the engine process. description: the request without its scores."""
 
     def __init__(self, description: bytes) -> None:
         self.description = description
@@ -39,8 +37,7 @@ class DescribedPlan(Plan):
 
 
 class DescribingPlanner(Planner):
-    """Describes requests that read the same features. model: its key. numbers: of the features, in the
-    version's order."""
+    """Describes requests for the same features. model: its key. numbers: the features' in the version."""
 
     def __init__(self, model: int, state: int, layout: int, numbers: Sequence[int], together: bool) -> None:
         head = _HEAD.pack(model, state, layout, together, len(numbers))
@@ -51,7 +48,7 @@ class DescribingPlanner(Planner):
 
 
 def describe(request: Request) -> bytes:
-    """A request that a `DescribingPlanner` planned."""
+    """Describes a request that a `DescribingPlanner` planned."""
     plan, scoring = request.plan, request.scoring
     assert isinstance(plan, DescribedPlan), "small requests are the door's own"
     if scoring is None:
@@ -67,13 +64,12 @@ def describe(request: Request) -> bytes:
 
 
 def model_key(name: str) -> int:
-    """What stands for a model's name in a description: the same number in every process."""
+    """Hashes a model's name to a number that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
 class RequestTarget(NamedTuple):
-    """What a description was laid out for. model: its key; state: its number; layout: as
-    `ServedVersion.layout`."""
+    """A description's target: model's key, state's number, `ServedVersion.layout`."""
 
     model: int
     state: int
@@ -81,12 +77,11 @@ class RequestTarget(NamedTuple):
 
 
 def wanted_by(description: bytes) -> RequestTarget:
-    """What a description was laid out for."""
     return RequestTarget(*_HEAD.unpack_from(description)[:3])
 
 
 class DescribedRequests:
-    """Requests of one version by their descriptions. Those that came last are kept."""
+    """A version's requests by description; the latest are kept."""
 
     def __init__(self, served: ServedVersion) -> None:
         self._version = weakref.ref(served)  # who keeps this keeps it by that version
@@ -96,8 +91,7 @@ class DescribedRequests:
         self._features: dict[bytes, Planners] = {}
 
     def request(self, description: bytes) -> Request:
-        """The request that a door described, laid out over this process's tables. QuantError: it is too
-        large to launch."""
+        """Lays a described request out over this process's tables. QuantError: too large to launch."""
         if (known := self._kept.get(description)) is None:
             known = self._lay_out(description)
             if len(self._kept) >= _KEPT:
@@ -126,7 +120,6 @@ class DescribedRequests:
         )
 
     def _planners(self, head: bytes) -> Planners:
-        """What plans the features that a description begins with."""
         *_, together, _ = _HEAD.unpack_from(head)
         names = tuple(self._names[n] for n in np.frombuffer(head, np.int64, offset=_HEAD.size).tolist())
         return self._served().planners(names, bool(together))

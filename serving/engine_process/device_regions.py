@@ -1,11 +1,9 @@
-"""Regions of a GPU's memory that clients registered, as its engine process uses them: opened when they are
-named first.
-
-A region is closed when it is not registered any more and no request uses it.
-"""
+"""Clients' regions in a GPU's memory, opened by the engine process on first use. A region is closed once it
+is unregistered and no request uses it."""
 
 import base64
 import threading
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -13,8 +11,7 @@ import orjson
 from tableside.quant import QuantError
 from tableside.serving.errors import bad_request, short
 from tableside.serving.model.request import Request
-from tableside.serving.shm.regions import PartlyOnDevice, Slice, gone
-from tableside.serving.shm.registry import RegionEntry, RegionRegistry
+from tableside.serving.shm.regions import PartlyOnDevice, RegionEntry, RegionRegistry, Slice, gone
 
 if TYPE_CHECKING:  # they import torch
     from tableside.quant.device.ipc import SharedDeviceMemory
@@ -23,8 +20,7 @@ if TYPE_CHECKING:  # they import torch
 
 
 def parts_of(inputs: PartlyOnDevice) -> bytes:
-    """Where tensors of a request lie on the device, as JSON: [name, offset, size, at] of inputs, then of
-    outputs."""
+    """Returns tensors' places on the device as JSON: [name, offset, size, at] of inputs, then outputs."""
     return orjson.dumps([_listed(inputs.reads), _listed(inputs.writes)])
 
 
@@ -32,9 +28,19 @@ def _listed(slices: tuple[Slice, ...]) -> list[Any]:
     return [(one.region.entry.name, one.offset, one.size, one.at) for one in slices]
 
 
+def between(holes: Sequence[Slice], end: int) -> Iterator[tuple[int, int]]:
+    """Yields the byte ranges (first, end) of [0, end) outside the holes."""
+    at = 0
+    for hole in sorted(holes, key=lambda hole: hole.at):
+        if hole.at > at:
+            yield at, hole.at
+        at = hole.at + hole.size
+    if at < end:
+        yield at, end
+
+
 class DeviceRegions:
-    """The regions that an engine process has open. Any thread may call. registry: None: clients may
-    register none."""
+    """The engine process's open regions. Any thread may call. registry: None if not allowed."""
 
     def __init__(self, registry: RegionRegistry | None, gpu: "GpuBackend") -> None:
         self._registry, self._gpu = registry, gpu
@@ -44,7 +50,7 @@ class DeviceRegions:
         self._open: dict[str, SharedDeviceMemory] = {}
 
     def find(self, name: str) -> "SharedDeviceMemory":
-        """A region's memory. ApiError: none of that name is registered, or CUDA does not open it."""
+        """Returns a region's memory. ApiError: it is not registered, or CUDA does not open it."""
         from tableside.quant.device.ipc import SharedDeviceMemory
 
         with self._lock:
@@ -61,8 +67,8 @@ class DeviceRegions:
             return opened
 
     def elsewhere(self, request: Request, inputs: Any, parts: bytes) -> "Elsewhere":
-        """A request's inputs with where `parts_of` says that tensors lie. ApiError: a region is gone, or
-        the request cannot have tensors there."""
+        """Returns inputs with the places that `parts_of` wrote. ApiError: a region is gone, or not allowed
+        here."""
         from tableside.quant.gpu.batch.elsewhere import Elsewhere, check_elsewhere
 
         reads, writes = orjson.loads(parts)
@@ -85,12 +91,11 @@ class DeviceRegions:
         return DeviceRange(at, size, memory.address + offset, memory)
 
     def look(self) -> None:
-        """Closes what is not registered any more."""
         with self._lock:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Takes the list where it changed. The caller holds the lock."""
+        """Rereads a changed list. The caller holds the lock."""
         if self._registry is None or self._registry.generation == self._generation:
             return
         self._generation, entries = self._registry.read()

@@ -1,4 +1,4 @@
-"""The engine's end of the connections to its doors: asks come in, are batched, and their answers go out."""
+"""The engine's end of its doors' connections: requests come in, are batched, and answers go out."""
 
 import asyncio
 import logging
@@ -28,35 +28,25 @@ from tableside.serving.model.request import Answer, Request
 logger = logging.getLogger("tableside")
 
 Asked = tuple[Request, Any, Future]  # as `Batcher.submit_all` takes them
-_NONSENSE = (
-    ServingError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    OSError,
-    struct.error,
-)  # what a message may raise
+# what a message may raise
+_NONSENSE = (ServingError, ValueError, KeyError, IndexError, TypeError, OSError, struct.error)
 MOST_DOORS = 1024  # of an engine: workers, their successors, and whoever else of this user connects
 HELLO_S = 10.0  # until a door has said what it is
 _WAIT_S = 2.0  # for doors to give memory of answers back; a door that reads so slowly is refused
 
 
 class AnswerMemory:
-    """The engine's memory for answers, which its doors map too. Any thread may call."""
+    """The engine's memory for answers; doors map it. Any thread may call."""
 
     def __init__(self, size: int) -> None:
         self.memory = SharedMemory.create("tableside-answers", size)
         self._blocks = Blocks(size)
-        self._changed = threading.Condition(
-            threading.RLock()
-        )  # an array may be let go while its thread holds it
+        # an array may be let go while its thread holds it
+        self._changed = threading.Condition(threading.RLock())
 
     def take(self, size: int) -> Buffer:
-        """Room for `size` bytes, as long as an array over it lives. Waits for a while where there is none.
-
-        ApiError 503: doors hold too many answers.
-        """
+        """Takes `size` bytes for as long as an array over them lives; waits if there is no room. ApiError
+        503: doors hold too many answers."""
         with self._changed:
             deadline = time.monotonic() + _WAIT_S
             while (at := self._blocks.take(size)) is None:
@@ -65,13 +55,12 @@ class AnswerMemory:
                         503,
                         ErrorKind.OVERLOADED,
                         f"answers that clients read take {self._blocks.held:,} bytes and this one {size:,}; "
-                        "the engine has "
-                        f"{self.memory.size:,}; try again later",
+                        f"the engine has {self.memory.size:,}; try again later",
                     )
         return np.asarray(Lent(self.memory, at, size, partial(self._give_back, at)))
 
     def at(self, answer: Buffer) -> int:
-        """Where an array of this memory begins in it."""
+        """Returns an array's offset in this memory."""
         return address_of(answer.data) - self.memory.address
 
     def _give_back(self, at: int) -> None:
@@ -81,7 +70,7 @@ class AnswerMemory:
 
 
 class Host(Protocol):
-    """What the doors' end asks of the process around it."""
+    """The process around the doors' end."""
 
     batcher: Batcher
     regions: DeviceRegions
@@ -100,8 +89,7 @@ class Host(Protocol):
 
 
 class DoorConnection:
-    """A door as its engine sees it. uses: models that it serves. moved: model → the version that it asks
-    for from now on."""
+    """A door as its engine sees it. uses: its models. moved: model → the state it asks for now."""
 
     def __init__(self, doors: "Doors", sock: socket.socket) -> None:
         self._doors = doors
@@ -175,8 +163,7 @@ class DoorConnection:
             self._doors.later(self._attach(model, state))
 
     async def _greet(self, memory: SharedMemory, models: Sequence[str]) -> None:
-        """Answers the first message, once every model of the door is attached. A door whose models cannot
-        be is left."""
+        """Attaches the door's models, then answers its hello; refuses it if they cannot be."""
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(None, self._doors.host.read_inputs_in, memory.bytes)
@@ -194,7 +181,6 @@ class DoorConnection:
             self.connection.control({"attached": asked, "error": _fields(error)})
 
     async def _open(self, name: str) -> None:
-        """Opens a region that a client registered, and says whether it could be."""
         error = None
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._doors.host.regions.find, name)
@@ -261,7 +247,6 @@ class DoorConnection:
         inputs: Any,
         parts: bytes,
     ) -> None:
-        """Adds a request to those that the batcher gets, or refuses it."""
         if layouts.state != wanted.state:
             reply.state = layouts.state
         try:
@@ -274,8 +259,7 @@ class DoorConnection:
             asked.append((request, inputs, reply))
 
     def answer(self, results: Sequence[tuple["Reply", Answer | BaseException]]) -> None:
-        """Sends where answers lie, or why there are none, to each request that was asked; on any thread.
-        An answer stays where it is until the door gives it back."""
+        """Sends answers' places or errors, on any thread. The door gives answers' memory back."""
         records, first = [], self._doors.answers.memory.address
         for reply, result in results:
             if isinstance(result, Answer):
@@ -290,7 +274,7 @@ class DoorConnection:
 
 
 def tell(told: Told) -> None:
-    """Passes the results of a batch on to the doors that asked, each in one message; on any thread."""
+    """Sends a batch's results to the doors, one message each; on any thread."""
     of_door: dict[DoorConnection, list[tuple[Reply, Answer | BaseException]]] = {}
     for reply, result in told:
         assert isinstance(reply, Reply), "doors ask with these"
@@ -303,8 +287,8 @@ def tell(told: Told) -> None:
 
 
 class Reply:
-    """What the batcher takes for a future: it passes on to the door what it is given. state: the number of
-    the one that answers, where it is not the one that the request was laid out for; 0: it is."""
+    """The batcher's future for a door's request. state: the number of the state that answers if it is not the
+    request's; else 0."""
 
     __slots__ = ("door", "is_done", "number", "state")
 
@@ -312,7 +296,7 @@ class Reply:
         self.door, self.number, self.is_done, self.state = door, number, False, 0
 
     def done(self) -> bool:
-        """Whether it was answered, or nobody waits any more."""
+        """Returns whether it was answered or its door is gone."""
         return self.is_done or not self.door.connection.is_open
 
     def set_result(self, answer: Answer) -> None:
@@ -323,7 +307,7 @@ class Reply:
 
 
 class Doors:
-    """The doors of an engine. Belongs to one event loop."""
+    """An engine's doors. Belongs to one event loop."""
 
     def __init__(self, host: Host, listening: socket.socket, answers: AnswerMemory) -> None:
         self.host, self.answers, self._listening = host, answers, listening
@@ -331,11 +315,9 @@ class Doors:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Accepts doors from now on, and those that came before."""
         asyncio.get_running_loop().add_reader(self._listening.fileno(), self._accept)
 
     def stop(self) -> None:
-        """Takes no more doors, and leaves those that there are."""
         asyncio.get_running_loop().remove_reader(self._listening.fileno())
         for door in list(self.open):
             door.connection.flush()
@@ -356,23 +338,19 @@ class Doors:
             logger.error("%s", error)
 
     def ended(self, door: DoorConnection) -> None:
-        """A door is gone: what it held is free, and nothing waits for it."""
         self.open.discard(door)
         self.host.moved()
 
     def tell(self, told: dict[str, Any]) -> None:
-        """Sends to every door."""
         for door in self.open:
             door.connection.control(told)
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs what must wait."""
         self._tasks.add(task := asyncio.get_running_loop().create_task(work))
         task.add_done_callback(self._tasks.discard)
 
 
 def _told(answer: Answer, state: int) -> bytes:
-    """What a door is told beside where an answer lies."""
     if answer.unfound is None and not state:
         return b""
     unfound = {} if answer.unfound is None else {"unfound": [tuple(u) for u in answer.unfound]}
@@ -380,7 +358,7 @@ def _told(answer: Answer, state: int) -> bytes:
 
 
 def _model_and_state(told: Any) -> tuple[str, int]:
-    """What a message names. ValueError: it is something else."""
+    """Reads a message's model and state. ValueError: it is something else."""
     model, state = told
     if not isinstance(model, str) or type(state) is not int:
         raise ValueError(f"{told!r}: expected a model and the number of a state")
@@ -388,7 +366,6 @@ def _model_and_state(told: Any) -> tuple[str, int]:
 
 
 def _refused(error: BaseException) -> bytes:
-    """Why there is no answer, as a door reads it."""
     if not isinstance(error, ApiError):
         error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)  # the batcher logged it
     return orjson.dumps({"error": _fields(error)})

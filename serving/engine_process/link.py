@@ -1,16 +1,12 @@
-"""A door's end of the connection to its engine: it sends requests, waits for answers, and connects anew where
-that one ended.
-
-Requests lie in the door's own memory until they are answered. So those that an engine left behind are asked
-again of its successors, twice at most. A request that waits longer than TIMEOUT_S is answered 503.
-"""
+"""A door's end of the connection to its engine. Requests lie in the door's memory until they are answered, so
+a successor of an ended engine gets them again, twice at most. After TIMEOUT_S a request is answered 503."""
 
 import asyncio
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +19,7 @@ from tableside.loader.versions.states import State
 from tableside.quant.contract import Unfound
 from tableside.serving.engine_process import messages
 from tableside.serving.engine_process.described import describe
-from tableside.serving.engine_process.device_regions import parts_of
+from tableside.serving.engine_process.device_regions import between, parts_of
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import AnswerMessage, Ask, Connection, MessageKind
 from tableside.serving.errors import ApiError, ErrorKind, ServingError
@@ -47,10 +43,8 @@ _MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
 
 @dataclass(slots=True)
 class _PendingRequest:
-    """A request under way. since: of time.monotonic. times: it was sent.
-
-    done: gets the answer, or why there is none; None: it was told.
-    """
+    """A request under way. since: time.monotonic(). times: how often sent. done: gets the answer or error;
+    None: told."""
 
     ask: Ask
     since: float
@@ -58,7 +52,7 @@ class _PendingRequest:
     times: int = 0
 
     def tell(self, found: Answer | Exception) -> None:
-        """Tells whoever waits, once."""
+        """Passes the result on, once."""
         if (done := self.done) is not None:
             self.done = None
             done(found)
@@ -66,7 +60,7 @@ class _PendingRequest:
 
 @dataclass
 class _QueuedRequest:
-    """A request that waits for room in this door's memory. since: of time.monotonic."""
+    """A request that waits for room in the door's memory. since: time.monotonic()."""
 
     size: int
     since: float
@@ -74,11 +68,9 @@ class _QueuedRequest:
 
 
 class EngineLink(Executor):
-    """The way of one door to its engine. Belongs to one event loop, but for `attach`.
-
-    live: model → what the engine says of the version that it serves. described: (model, version) → the same
-    of any version that it attached. cache: what it says of its cache, or None.
-    """
+    """A door's link to its engine. Belongs to one event loop, but for `attach`. live: model → the engine's
+    description of the served version. described: (model, state) → the same for attached states. cache: the
+    engine's, or None."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -105,7 +97,7 @@ class EngineLink(Executor):
         self.cache: CacheState | None = None
 
     async def open(self, models: Iterable[str]) -> None:
-        """Connects, and waits until the engine serves these models. ApiError: it cannot."""
+        """Connects and waits until the engine serves these models. ApiError: it cannot."""
         self._models = dict.fromkeys(models)
         self._loop = asyncio.get_running_loop()
         self._connect()
@@ -116,7 +108,6 @@ class EngineLink(Executor):
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is an engine that answers."""
         return self._is_ready.is_set() and self._refused is None
 
     def end_if_lost(self) -> bool:
@@ -137,7 +128,7 @@ class EngineLink(Executor):
         return request.look_up(inputs)
 
     def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
-        """As of any executor. inputs: some may lie in regions of the engine's GPU (`PartlyOnDevice`)."""
+        """Like any executor. inputs: some may lie on the engine's GPU (`PartlyOnDevice`)."""
         request.check(inputs.inputs if isinstance(inputs, PartlyOnDevice) else inputs)
         return self._run(request, inputs)
 
@@ -146,7 +137,7 @@ class EngineLink(Executor):
             return False
         request.check(inputs)
         description = describe(request)
-        at = None if self._waiting else self._blocks.take(_bytes_of(inputs, description))
+        at = None if self._waiting else self._blocks.take(messages.bytes_of(inputs, description))
         if at is None:
             return False
         self._ask(at, inputs, description, done, names_version=request.names_version)
@@ -159,7 +150,7 @@ class EngineLink(Executor):
         holes: tuple[Slice, ...] = ()
         if isinstance(inputs, PartlyOnDevice):
             parts, holes, inputs = parts_of(inputs), inputs.reads, inputs.inputs
-        size = _bytes_of(inputs, description, parts)
+        size = messages.bytes_of(inputs, description, parts)
         at = self._blocks.take(size) if not self._waiting else None
         if at is None:
             at = await self._room(size)
@@ -177,12 +168,11 @@ class EngineLink(Executor):
         holes: Sequence[Slice] = (),
         names_version: bool = False,
     ) -> None:
-        """Writes a request to this door's memory, where there is room for it, and sends it. parts, holes:
-        what of the inputs lies in regions of the engine's GPU. names_version: as of `Request`."""
+        """Writes a request to the door's memory and sends it. parts, holes: inputs on the engine's GPU."""
         self._numbers += 1
         ask = Ask(self._numbers, at, len(inputs), len(description), len(parts), names_version)
         given = memoryview(inputs).cast("B")
-        for first, end in _between(holes, len(given)):
+        for first, end in between(holes, len(given)):
             self._held[at + first : at + end] = given[first:end]
         described_at, parts_at, _ = messages.places_of(ask)
         for begin, said in ((described_at, description), (parts_at, parts)):
@@ -191,7 +181,7 @@ class EngineLink(Executor):
         self._send(asked)
 
     async def _room(self, size: int) -> int:
-        """Room in this door's memory, after those that waited before. ApiError 503: there is none in time."""
+        """Returns room in the door's memory, first come first served. ApiError 503: none in time."""
         if size > self._memory.size:
             raise overloaded(f"the request takes {size:,} bytes of {self._memory.size:,} for all")
         if len(self._waiting) >= self._settings.max_waiting:
@@ -228,7 +218,7 @@ class EngineLink(Executor):
             if asked is not None:
                 asked.tell(_error(told["error"]))
             return
-        give_back = partial(_give_answer_back, self._loop, connection, answer.number)
+        give_back = partial(connection.release, answer.number)
         buffer = np.asarray(Lent(memory, answer.at, answer.size, give_back))
         if asked is not None:
             unfound = told.get("unfound")
@@ -240,17 +230,15 @@ class EngineLink(Executor):
     def _connect(self) -> None:
         try:
             sock = messages.connect(self._settings.engine)
-        except (
-            OSError,
-            ServingError,
-        ) as error:  # the supervisor, which holds the address, is gone: this worker ends as well
+        # the supervisor, which holds the address, is gone: this worker ends as well
+        except (OSError, ServingError) as error:
             logger.error("the engine process cannot be reached: %s", error)
             return
         self._connection = Connection(sock, self._read, self._ended)
         self._connection.control({"hello": [*self._models]}, [self._memory.fd])
 
     def _ended(self) -> None:
-        """The engine is gone. Its successor takes the same address, so connecting to it needs no waiting."""
+        """Connects to the successor of an ended engine, at the same address."""
         logger.warning("the engine process ended; requests wait for its successor")
         self._is_ready.clear()
         for asked in list(self._asked.values()):
@@ -258,9 +246,9 @@ class EngineLink(Executor):
                 self._refuse(asked, overloaded(f"{_MOST_ASKED} engine processes ended over this request"))
         for attaching in self._attaching.values():
             attaching.set_exception(overloaded("the engine process ended"))
-        self._attaching.clear()
         for opening in self._opening.values():
             opening.set_exception(overloaded("the engine process ended"))
+        self._attaching.clear()
         self._opening.clear()
         self.described.clear()
         self._connect()
@@ -296,7 +284,7 @@ class EngineLink(Executor):
         elif "attached" in told:
             self._has_attached(told)
         elif "region" in told and (opening := self._opening.pop(told["region"], None)) is not None:
-            _settle_opening(opening, told["error"])
+            _settle(opening, told["error"] and _error(told["error"]))
         if told.get("cache") is not None:
             self.cache = CacheState(*told["cache"])
 
@@ -305,8 +293,7 @@ class EngineLink(Executor):
         self._describe(live["model"], live["state"], live)
 
     def _describe(self, model: str, state: int, told: dict[str, Any]) -> None:
-        """Keeps what the engine said of a state, of `_DESCRIBED` that came last: changes make a new one
-        every second."""
+        """Keeps the engine's description of a state, the latest _DESCRIBED of them."""
         self.described.pop((model, state), None)
         self.described[model, state] = told
         while len(self.described) > _DESCRIBED:
@@ -315,8 +302,7 @@ class EngineLink(Executor):
     # ---- versions ----
 
     def moved(self, model: str, state: int) -> None:
-        """Tells the engine that this door asks for a state, by its number, from now on. Any thread may
-        call."""
+        """Tells the engine which state, by number, this door asks for now. Any thread may call."""
         assert self._loop is not None, "the link is open"
         self._moved[model] = state
         self._loop.call_soon_threadsafe(self._tell_moved, model, state)
@@ -326,7 +312,6 @@ class EngineLink(Executor):
             self._connection.control({"moved": [model, state]})
 
     def leave(self, model: str) -> None:
-        """Tells the engine that this door serves a model no more."""
         self._models.pop(model, None)
         self._moved.pop(model, None)
         self.live.pop(model, None)
@@ -334,11 +319,8 @@ class EngineLink(Executor):
             self._connection.control({"left": model})
 
     def attach(self, model: str, state: int) -> dict[str, Any]:
-        """Has the engine attach a state, by its number, or (0) serve the model; what it says of it. ApiError:
-        it cannot.
-
-        Not to be called on the event loop, as it waits.
-        """
+        """Makes the engine attach a state by number, or (0) serve the model; returns its description. Blocks:
+        not for the event loop. ApiError: it cannot."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(self._attach(model, state), self._loop).result()
 
@@ -369,7 +351,7 @@ class EngineLink(Executor):
     # ---- regions ----
 
     async def open_region(self, name: str) -> None:
-        """Has the engine open a region of its GPU's memory that is registered. ApiError: it cannot."""
+        """Makes the engine open a region on its GPU. ApiError: it cannot."""
         if (opening := self._opening.get(name)) is None:
             if self._connection is None or not self.is_ready:
                 raise overloaded("the engine process is being replaced")
@@ -380,7 +362,6 @@ class EngineLink(Executor):
     # ---- deadlines ----
 
     async def _look(self) -> None:
-        """Refuses what waits for too long, whether an engine hangs, is replaced, or there is no room."""
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
@@ -395,60 +376,20 @@ class EngineLink(Executor):
                     )
 
     def _refuse(self, asked: _PendingRequest, error: ApiError) -> None:
-        """Answers a request without its engine. An engine that lives may still read its inputs, which stay
-        until it answers."""
+        """Refuses a request. A live engine may still read its inputs, which stay until it answers."""
         asked.tell(error)
         if not self.is_ready:
             del self._asked[asked.ask.number]
             self._give_back(asked.ask.at)
 
 
-def _bytes_of(inputs: Any, description: bytes, parts: bytes = b"") -> int:
-    """What a request takes of the memory."""
-    return -(-len(inputs) // 8) * 8 + -(-len(description) // 8) * 8 + len(parts)
-
-
-def _settle(answer: "asyncio.Future[Answer]", found: Answer | Exception) -> None:
+def _settle(answer: "asyncio.Future[Any]", found: Any) -> None:
     if answer.done():
         return
     if isinstance(found, Exception):
         answer.set_exception(found)
     else:
         answer.set_result(found)
-
-
-def _give_answer_back(loop: asyncio.AbstractEventLoop | None, connection: Connection, number: int) -> None:
-    """Gives an answer's memory back, on whatever thread its last array goes."""
-    if not connection.is_open or loop is None:
-        return
-    record = messages.NUMBER.pack(number)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(connection.post_late, MessageKind.RELEASED, record)
-        return
-    connection.post_late(MessageKind.RELEASED, record)
-
-
-def _between(holes: Sequence[Slice], end: int) -> Iterator[tuple[int, int]]:
-    """The bytes of [0, end) that lie in none of the holes, as (first, after the last)."""
-    at = 0
-    for hole in sorted(holes, key=lambda hole: hole.at):
-        if hole.at > at:
-            yield at, hole.at
-        at = hole.at + hole.size
-    if at < end:
-        yield at, end
-
-
-def _settle_opening(opening: "asyncio.Future[None]", error: list[Any] | None) -> None:
-    if opening.done():
-        return
-    if error is None:
-        opening.set_result(None)
-    else:
-        opening.set_exception(_error(error))
 
 
 def _error(fields: list[Any]) -> ApiError:

@@ -1,4 +1,4 @@
-"""The engine process of one GPU: it attaches versions, keeps them placed and warm, and answers its doors."""
+"""A GPU's engine process: attaches versions, keeps them placed and warm, and answers its doors."""
 
 import asyncio
 import functools
@@ -29,7 +29,7 @@ from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import Buffer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
-from tableside.serving.shm.registry import RegionRegistry
+from tableside.serving.shm.regions import RegionRegistry
 from tableside.serving.supervised import answer, take_signals
 from tableside.serving.watch import Watch
 
@@ -47,11 +47,8 @@ STATUS_S = 1.0  # between two looks at the cache's counters
 
 
 class EngineHost:
-    """What an engine process runs. settings: with the one device. listening: where doors connect. registry:
-    of the shared memory that clients register; None: they may not.
-
-    started: doors are accepted. is_ending: it was asked to end.
-    """
+    """The engine process's work. settings: with one device. listening: for doors. registry: clients' regions;
+    None: not allowed. started: it accepts doors. is_ending: it was asked to end."""
 
     batcher: Batcher
     regions: DeviceRegions
@@ -70,8 +67,7 @@ class EngineHost:
         self._attaching = asyncio.Lock()
 
     async def run(self) -> None:
-        """Serves the models that doors want, until it is asked to end. QuantError: the device cannot be
-        used."""
+        """Serves until asked to end. QuantError: the device cannot be used."""
         ending = asyncio.Event()
         for sig in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(sig, self._end, ending)
@@ -84,13 +80,8 @@ class EngineHost:
         answers = AnswerMemory(max(ANSWERS_BYTES, 2 * s.max_response_bytes))
         gpu.batches.write_answers_to(answers.memory.bytes, answers.take)
         self._doors = Doors(self, self._listening, answers)
-        watch = Watch(
-            self._engines.values,
-            s.poll_s,
-            is_lost=self.batcher.end_if_lost,
-            look=self._look,
-            taken=self._taken,
-        )
+        is_lost, engines = self.batcher.end_if_lost, self._engines.values
+        watch = Watch(engines, s.poll_s, is_lost=is_lost, look=self._look, taken=self._taken)
         watch.start()
         reporting = loop.create_task(self._report())
         self._doors.start()
@@ -109,8 +100,7 @@ class EngineHost:
     # ---- versions ----
 
     def read_inputs_in(self, memory: Buffer) -> None:
-        """Lets the device copy large requests from a door's memory, where CUDA can lock it; else they are
-        copied twice."""
+        """Page-locks a door's memory for large requests; without that they are copied twice."""
         assert self._placer.gpu is not None, "an engine process has a device"
         try:
             self._placer.gpu.batches.read_inputs_in(memory)
@@ -118,13 +108,12 @@ class EngineHost:
             logger.warning("requests of a worker are copied twice: %s", error)
 
     async def serve(self, models: Sequence[str]) -> dict[str, Any]:
-        """Serves these models as well; what the door that wants them is told first. ApiError: one of them
-        cannot be served."""
+        """Serves these models too; returns the hello to their door. ApiError: one cannot be served."""
         found = [await self._engine(name) for name in models]
         return {"hello": [self._live(engine) for engine in found], "cache": self._cache()}
 
     async def _engine(self, name: str) -> Engine:
-        """The engine of a model, which is attached where it was not. ApiError: it cannot be served."""
+        """Returns a model's engine, attached if new. ApiError: it cannot be served."""
         async with self._attaching:
             if (known := self._engines.get(key := model_key(name))) is not None:
                 return known
@@ -143,8 +132,7 @@ class EngineHost:
         return {**_told(engine.attached()), "unusable": engine.unusable_because}
 
     def _look(self) -> None:
-        """Tells doors of versions that may not answer any more, or may again, and closes regions that are
-        gone."""
+        """Tells doors about versions that became unusable or usable; closes regions that are gone."""
         self.regions.look()
         for key, engine in self._engines.items():
             if engine.is_usable is not self._was_usable[key]:
@@ -152,7 +140,7 @@ class EngineHost:
                 self._doors.tell({"live": self._live(engine)})
 
     def _taken(self, engine: Engine) -> None:
-        """A version took another one's place, which goes when all doors have moved."""
+        """Keeps a replaced version until all doors have moved."""
         key = model_key(engine.model.name)
         replaced, self._served[key] = self._served[key], engine.served()
         self._replaced[key, replaced.state.number] = replaced
@@ -160,7 +148,7 @@ class EngineHost:
         self.moved()
 
     def moved(self) -> None:
-        """Lets go of replaced versions that no door asks for any more, and of models that none serves."""
+        """Drops replaced versions that no door asks for, and models that none serves."""
         doors = self._doors.open
         for key, engine in list(self._engines.items()):
             name = engine.model.name
@@ -177,8 +165,8 @@ class EngineHost:
                 del self._replaced[key, state]
 
     def layouts(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests | None:
-        """Of the state that a request was laid out for, where it is attached; else of the present one,
-        where that takes its requests; if they name a version, of that one. None: neither."""
+        """Returns the requests of the wanted state if it is attached, else of the present one (or of the
+        named version's) if it has that layout; else None."""
         if (engine := self._engines.get(wanted.model)) is None:
             return None
         state = State.numbered(wanted.state)
@@ -192,8 +180,7 @@ class EngineHost:
         return known
 
     async def attach(self, model: str, state: int) -> dict[str, Any]:
-        """Attaches a state that a request named by its number, or (0) the live one; what doors are told.
-        ApiError: it cannot be served."""
+        """Attaches a state by number, or (0) the live one; returns its description. ApiError: it cannot."""
         engine = await self._engine(model)
         if not state:
             return self._live(engine)
@@ -205,12 +192,8 @@ class EngineHost:
         return _told(served)
 
     async def attach_again(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests:
-        """Of a state that a door asks for, that is not attached any more, and in whose place the present one
-        cannot answer.
-
-        ApiError: it cannot be attached; 503 where the request names no version: asked again, it is laid out
-        for the present one.
-        """
+        """Attaches a state that went, for a request that the present one cannot answer. ApiError: it cannot;
+        503 if the request names no version: a retry is laid out anew."""
         if (engine := self._engines.get(wanted.model)) is None:
             raise not_found("the model of this request is not served any more")
         try:
@@ -238,7 +221,6 @@ class EngineHost:
 
 
 def _told(served: ServedVersion) -> dict[str, Any]:
-    """What doors must know of a version."""
     scorer = served.scorer
     return {
         "model": served.header.model,
@@ -255,7 +237,7 @@ def _told(served: ServedVersion) -> dict[str, Any]:
 
 
 def run_engine(config: "WorkerConfig", sockets: list[socket.socket], pipe: Pipe) -> None:
-    """What an engine's process runs. sockets: the one where doors connect."""
+    """Runs an engine process. sockets: the one for doors."""
     take_signals()
     config.configure_logging()
     (device,) = config.settings.devices

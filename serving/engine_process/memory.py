@@ -1,9 +1,5 @@
-"""Memory that a door and its engine share: a file without a name, mapped by both, in which one of them hands
-out blocks.
-
-The file cannot shrink (it is sealed), so neither process can crash the other by truncating it. It goes with
-its last holder.
-"""
+"""Memory shared by a door and its engine: an unnamed file, mapped by both, in which one of them hands out
+blocks. It is sealed, so neither can crash the other by truncating it, and goes with its last holder."""
 
 import bisect
 import fcntl
@@ -21,15 +17,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedMemory:
-    """A mapped file without a name. fd: to be sent to the other process. bytes: uint8 [size]; address: of the
-    first one.
-
-    view: of the same bytes; its parts cost less.
-    """
+    """A mapped unnamed file. fd: for the other process. bytes: uint8 [size] at `address`. view: the same,
+    cheaper to slice."""
 
     def __init__(self, fd: int) -> None:
-        """fd: as `create` made it; this object closes it. ServingError: it could be truncated while it is
-        mapped."""
+        """Owns `fd`, as `create` made it. ServingError: the file could be truncated."""
         self.fd = fd
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise ServingError(
@@ -42,7 +34,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, size: int) -> "SharedMemory":
-        """name: for who looks at a process's mappings. Pages are taken when they are first written."""
+        """Makes a file; `name` shows in the process's mappings. Pages are taken when first written."""
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -53,8 +45,7 @@ class SharedMemory:
 
 
 class Blocks:
-    """Hands out parts of [0, size): first fit, parts next to each other are joined when they are free.
-    Belongs to one thread."""
+    """Hands out parts of [0, size), first fit; free neighbours are joined. Belongs to one thread."""
 
     def __init__(self, size: int) -> None:
         self.size, self.held = size, 0
@@ -62,7 +53,7 @@ class Blocks:
         self._sizes: dict[int, int] = {}  # by start, of those handed out
 
     def take(self, size: int) -> int | None:
-        """Where a block of `size` bytes begins, a multiple of ALIGNMENT; None: there is no room now."""
+        """Returns a block's start, a multiple of ALIGNMENT; None: no room."""
         size = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
         for n, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= size:
@@ -76,7 +67,7 @@ class Blocks:
         return None
 
     def give_back(self, start: int) -> None:
-        """KeyError: no such block is handed out."""
+        """Frees a block. KeyError: it is not handed out."""
         size = self._sizes.pop(start)
         self.held -= size
         end, n = start + size, bisect.bisect(self._starts, start)
@@ -95,19 +86,13 @@ class Blocks:
 
 
 class Lent:
-    """A part of shared memory as an array's owner: `give_back` is called when the last array over it is gone.
-
-    numpy.asarray gives the array, uint8 [size]. It keeps the memory mapped.
-    """
+    """Owns a part of shared memory as an array: numpy.asarray gives uint8 [size]. `give_back` runs when the
+    last array over it is gone."""
 
     def __init__(self, memory: SharedMemory, at: int, size: int, give_back: Any) -> None:
         self._memory, self._give_back = memory, give_back
-        self.__array_interface__ = {
-            "data": (memory.address + at, False),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        data = (memory.address + at, False)
+        self.__array_interface__ = {"data": data, "shape": (size,), "typestr": "|u1", "version": 3}
 
     def __del__(self) -> None:
         self._give_back()

@@ -1,15 +1,12 @@
-"""What doors and their engine send each other over a socket that keeps messages apart (SOCK_SEQPACKET).
+"""Messages between doors and their engine, over SOCK_SEQPACKET. Each is a byte for its kind, then
 
-A message is one byte that says its kind, then
-
-    ASKS      door → engine    for each request: its number, where its inputs begin in the door's memory, their bytes, the bytes
-                               of its description, which lies behind them at a multiple of 8, and the bytes
-                               that say which tensors lie on the device, behind that at a multiple of 8
+    ASKS      door → engine    per request an `Ask`; in the door's memory its inputs, description and parts
+                               follow each other, each at a multiple of 8
     RELEASED  door → engine    numbers of requests whose answers the door needs no more
-    ANSWERS   engine → door    for each request: its number, where its answer begins in the engine's memory, its bytes, the bytes
-                               of a JSON text and that text: nothing, {"unfound": …} or {"error": …}
+    ANSWERS   engine → door    per request: number, place and bytes of its answer in the engine's memory,
+                               bytes of a JSON text, and that text: nothing, {"unfound": …} or {"error": …}
     CONTROL   both             a JSON object; the first one brings the memory's file descriptor along
-    PART      both             the beginning of a JSON object that one message does not hold, of MOST_PARTS at most
+    PART      both             the beginning of a JSON object too long for a message, of MOST_PARTS at most
 
 The kernel says when the other end is gone, however it ended.
 """
@@ -38,8 +35,6 @@ _BACKLOG = 512
 
 
 class MessageKind(IntEnum):
-    """The first byte of a message."""
-
     ASKS = 1
     RELEASED = 2
     ANSWERS = 3
@@ -48,9 +43,8 @@ class MessageKind(IntEnum):
 
 
 class Ask(NamedTuple):
-    """A request as it is sent. at: of its inputs in the door's memory; described: bytes of its
-    description; parts: bytes that say which of its tensors lie on the device. names_version: only the
-    version that it was laid out for may answer it."""
+    """A request as sent. at: its inputs' place in the door's memory; described, parts: bytes of its
+    description and of its places on the device. names_version: only that version may answer."""
 
     number: int
     at: int
@@ -61,7 +55,7 @@ class Ask(NamedTuple):
 
 
 class AnswerMessage(NamedTuple):
-    """An answer as it is sent. at: in the engine's memory. told: JSON, or b""."""
+    """An answer as sent. at: its place in the engine's memory. told: JSON, or b""."""
 
     number: int
     at: int
@@ -73,11 +67,14 @@ ASK, NUMBER, ANSWER = struct.Struct("<QQQQQQ"), struct.Struct("<Q"), struct.Stru
 
 
 def places_of(ask: Ask) -> tuple[int, int, int]:
-    """Where a request's description and its parts on the device begin, and where its part of the memory
-    ends."""
+    """Returns the start of a request's description and of its device parts, and its end."""
     begin = (ask.at + ask.size + 7) // 8 * 8
     parts = (begin + ask.described + 7) // 8 * 8
     return begin, parts, parts + ask.parts
+
+
+def bytes_of(inputs: Any, description: bytes, parts: bytes = b"") -> int:
+    return -(-len(inputs) // 8) * 8 + -(-len(description) // 8) * 8 + len(parts)
 
 
 def read_asks(message: bytes) -> list[Ask]:
@@ -103,8 +100,7 @@ def read_answers(message: bytes) -> list[AnswerMessage]:
 
 
 def listen() -> socket.socket:
-    """A socket for an engine process, whose address the kernel chooses. It is kept when its engine ends,
-    for the next one."""
+    """Opens an engine's socket at an address of the kernel's choice; it outlives its engine."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listening.bind("")  # an abstract address: nothing is left in a file system
     listening.listen(_BACKLOG)
@@ -113,13 +109,12 @@ def listen() -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """The address of a listening socket, in hexadecimal digits."""
+    """Returns a listening socket's address in hexadecimal."""
     return bytes(listening.getsockname()).hex()
 
 
 def connect(address: str) -> socket.socket:
-    """A connection to the engine at an address; it may not have been accepted yet. OSError: nobody listens
-    there."""
+    """Connects to an engine's address; it may not have accepted yet. OSError: nobody listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(bytes.fromhex(address))
@@ -132,7 +127,7 @@ def connect(address: str) -> socket.socket:
 
 
 def accept(listening: socket.socket) -> socket.socket:
-    """The next connection. ServingError: it is another user's; BlockingIOError: there is none."""
+    """Accepts a connection. ServingError: another user's. BlockingIOError: none waits."""
     connection, _ = listening.accept()
     try:
         _check_peer(connection)
@@ -148,18 +143,13 @@ def _check_peer(connection: socket.socket) -> None:
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     if uid != os.geteuid():
-        raise ServingError(
-            f"the other end of an engine's socket belongs to user {uid}; expected {os.geteuid()}, this "
-            "server's"
-        )
+        what = f"the other end of an engine's socket belongs to user {uid}"
+        raise ServingError(f"{what}; expected {os.geteuid()}, this server's")
 
 
 class Connection:
-    """One end of a connection on an event loop; any thread may call `send_now`.
-
-    on_message: gets each message and the descriptors that came with it. on_end: is called once, when the
-    other end is gone or sends what is no message.
-    """
+    """One end of a connection on an event loop; any thread may call `send_now`. on_message: gets each message
+    with its descriptors. on_end: called once, when the other end is gone or sends nonsense."""
 
     def __init__(
         self, sock: socket.socket, on_message: Callable[[bytes, list[int]], None], on_end: Callable[[], None]
@@ -177,11 +167,10 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether neither end has gone."""
         return self._is_open
 
     def control(self, told: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Sends a JSON object, behind what waits to be sent."""
+        """Sends a JSON object behind waiting records."""
         self.flush()
         text = orjson.dumps(told)
         while len(text) > LARGEST:
@@ -190,16 +179,29 @@ class Connection:
         self._send(bytes([MessageKind.CONTROL]) + text, list(descriptors))
 
     def post(self, kind: MessageKind, record: bytes) -> None:
-        """Sends a record soon, with others of its kind."""
+        """Sends a record in the next round of the loop, with others of its kind."""
         if not self._outbox:
             self._loop.call_soon(self.flush)
         self._outbox.setdefault(kind, []).append(record)
 
     def post_late(self, kind: MessageKind, record: bytes) -> None:
-        """As `post`, but within LATE_S, with what else comes meanwhile: for what nobody waits for."""
+        """Like `post`, but within LATE_S."""
         if not self._late:
             self._loop.call_later(LATE_S, self._post_late)
         self._late.setdefault(kind, []).append(record)
+
+    def release(self, number: int) -> None:
+        """Gives an answer's memory back, on whatever thread its last array goes."""
+        if not self._is_open:
+            return
+        record = NUMBER.pack(number)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self.post_late, MessageKind.RELEASED, record)
+            return
+        self.post_late(MessageKind.RELEASED, record)
 
     def _post_late(self) -> None:
         late, self._late = self._late, {}
@@ -207,7 +209,7 @@ class Connection:
             self._send_all(kind, records)
 
     def close(self) -> None:
-        """Ends the connection; `on_end` is not called."""
+        """Closes the connection without `on_end`."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._sock.fileno())
@@ -216,14 +218,12 @@ class Connection:
                 self._sock.close()
 
     def flush(self) -> None:
-        """Sends what `post` was given."""
         outbox, self._outbox = self._outbox, {}
         for kind, records in outbox.items():
             self._send_all(kind, records)
 
     def send_now(self, kind: MessageKind, records: Sequence[bytes]) -> None:
-        """Sends records at once, whatever waits to be sent; what the other end has no room for is left to
-        the event loop."""
+        """Sends records at once, ahead of waiting ones; the loop sends what does not fit."""
         for message in _joined(kind, records):
             with self._closing:
                 if not self._is_open:
@@ -270,7 +270,7 @@ class Connection:
             self._loop.remove_writer(self._sock.fileno())
 
     def _read(self) -> None:
-        """Takes one message. The loop calls again while there are more, after others' turn."""
+        """Reads one message; the loop calls again for more."""
         if not self._is_open:
             return
         try:
@@ -294,7 +294,6 @@ class Connection:
 
 
 def _joined(kind: MessageKind, records: Sequence[bytes]) -> Iterator[bytes]:
-    """The messages that records of a kind make."""
     message = [bytes([kind])]
     size = 1
     for record in records:
@@ -307,7 +306,7 @@ def _joined(kind: MessageKind, records: Sequence[bytes]) -> Iterator[bytes]:
 
 
 def _receive(sock: socket.socket, room: memoryview) -> tuple[bytes, list[int]]:
-    """A message and its descriptors; b"" at the end of the connection. room: that it is received in."""
+    """Receives a message into `room`, and descriptors; b"" at the end."""
     descriptors = array.array("i")
     size, ancillary, _, _ = sock.recvmsg_into(
         [room], socket.CMSG_SPACE(4 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
@@ -319,7 +318,6 @@ def _receive(sock: socket.socket, room: memoryview) -> tuple[bytes, list[int]]:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Closes descriptors that nobody wants."""
     for fd in descriptors:
         with contextlib.suppress(OSError):
             os.close(fd)

@@ -1,8 +1,5 @@
-"""The versions that a door answers from: what its engine process serves, laid out over the segments that the
-door has mapped.
-
-A door has no tables on a device. It reads rows only for requests that are too small for one (`gpu_from_ids`).
-"""
+"""A door's versions: those of its engine process, laid out over segments that the door has mapped. A door
+reads rows only for requests too small for the device (`gpu_from_ids`)."""
 
 import contextlib
 from collections.abc import Sequence
@@ -26,7 +23,7 @@ from tableside.serving.settings import ServerSettings
 
 
 class _EngineBackend(Backend):
-    """What looks up in the engine process, as its doors show it."""
+    """Stands for the engine process's backend."""
 
     name = "engine"
 
@@ -48,36 +45,26 @@ class _EngineBackend(Backend):
 
 
 class _EngineScorer(Scorer):
-    """A scorer of the engine process, as its doors show it."""
+    """Stands for the engine process's scorer."""
 
     def __init__(self, stored: StoredScorer, told: dict[str, Any]) -> None:
         self.kind, self.inputs = stored.kind, stored.inputs
-        self.width, self.runs_on, self.precision = (
-            told["width"],
-            told["runs_on"],
-            Precision[told["dtype"].upper()],
-        )
+        self.width, self.runs_on = told["width"], told["runs_on"]
+        self.precision = Precision[told["dtype"].upper()]
 
     def run(self, arrays: list[Floats]) -> Floats:
         raise AssertionError("the engine process scores")
 
 
 class EngineVersion(ServedVersion):
-    """A version whose requests the engine process runs."""
-
     def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
         numbers = {name: n for n, name in enumerate(self.features)}
-        return DescribingPlanner(
-            model_key(self.header.model),
-            self.state.number,
-            self.layout,
-            [numbers[f] for f in features],
-            together,
-        )
+        key, features_read = model_key(self.header.model), [numbers[f] for f in features]
+        return DescribingPlanner(key, self.state.number, self.layout, features_read, together)
 
 
 class DoorEngine(Engine):
-    """The versions of one model, as the engine process serves them."""
+    """A model's versions as the engine process serves them."""
 
     def __init__(self, link: EngineLink, model: Model, backend: CpuBackend, settings: ServerSettings) -> None:
         super().__init__(model, settings, Placer(settings, backend))
@@ -86,25 +73,23 @@ class DoorEngine(Engine):
 
     @property
     def cache(self) -> CacheState | None:
-        """The engine process's, as it was a second ago."""
+        """The engine process's cache, up to a second ago."""
         return self._link.cache
 
     def _first(self) -> State:
-        """The one that the engine process serves."""
         live = self._link.live.get(self.model.name) or self._link.attach(self.model.name, 0)
         return State.numbered(live["state"])
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
-        """Maps a state that the engine has attached; None: the one that it serves. ApiError, LoaderError:
-        it is not there."""
+        """Maps a state that the engine has attached (None: its live one). ApiError, LoaderError: it is not
+        there."""
         number = (self._first() if state is None else state).number
         told = self._link.described.get((self.model.name, number)) or self._link.attach(
             self.model.name, number
         )
         before = None if self._served is None else self._served.segment
-        segment = attach_state(
-            self.model, State.numbered(number), "header", before
-        )  # the engine process reads every row
+        # the engine process reads every row
+        segment = attach_state(self.model, State.numbered(number), "header", before)
         stored = segment.header.scorer
         placements = {name: Placement(p) for name, p in told["placements"].items()}
         return EngineVersion(
@@ -119,7 +104,7 @@ class DoorEngine(Engine):
         )
 
     def is_passing(self, state: State, error: Exception) -> bool:
-        """As of any engine. What one engine process served, its successor may not know."""
+        """Like any engine. An engine process may not know its predecessor's states."""
         told = self._link.live.get(self.model.name)
         return super().is_passing(state, error) or (told is not None and told["state"] != state.number)
 
@@ -128,7 +113,6 @@ class DoorEngine(Engine):
         self._link.moved(self.model.name, served.state.number)
 
     def close(self) -> None:
-        """Tells the engine that this door serves the model no more."""
         self._link.leave(self.model.name)
 
     def changed(self) -> State | None:

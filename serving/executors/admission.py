@@ -1,23 +1,17 @@
-"""What a worker takes on: how many requests it works on at once, and how many bytes they may hold.
+"""Admission: how many requests a worker works on, and how many bytes they hold. An overloaded worker answers
+as many requests as it can, each soon, and refuses the rest cheaply.
 
-A worker that is asked for more than it can do should answer as many requests as it can, each soon, and refuse
-the rest at little cost.
+*Slots.* A worker works on `slots` requests, from the body's first byte to the response's last. Others wait
+after their headers; their bodies stay in the kernel. The oldest goes first until it has waited
+NEWEST_FIRST_AFTER_S, then the newest: clients that waited longest have probably given up. A request is
+refused (503, Retry-After) after `max_wait_s`, and the oldest if more than `max_waiting` wait: a client that
+waits for its refusal sends nothing new. A slow body loses its slot after PROMPT_S.
 
-*Slots.* A worker works on at most `slots` requests at once, from the first byte of a body to the response
-handed over. A request beyond that waits after its headers. Its body stays unread in the kernel, where it
-costs nothing. Waiting requests get slots in order while the oldest has waited for less than
-`NEWEST_FIRST_AFTER_S`. From then on the newest comes first: the clients of those that have waited longest are
-the likeliest to have given up. A request that has waited `max_wait_s` is refused with a 503 and Retry-After,
-and so is the oldest one where more than `max_waiting` wait. A client that waits for its refusal sends nothing
-new meanwhile, so a late refusal is cheaper than one at once. A request whose body comes too slowly gives its
-slot back (`PROMPT_S`), so that slow clients make no other request wait.
+*Slices.* The event loop works on requests for SLICE_S, then reads sockets, so that new connections wait for
+one slice, not for all requests.
 
-*Slices.* The event loop works on requests for `SLICE_S` at a time and reads its sockets in between. So a
-health check or a new connection waits for one slice, not for all requests that hold a slot.
-
-*Bytes.* A request holds its body from the first byte received, and its response until the last byte is sent
-(`Hold`). A request is refused where all requests of the worker together would hold more than
-`max_in_flight_bytes` with it.
+*Bytes.* A `Hold` counts a request's body and response until the last byte is sent. Requests beyond
+`max_in_flight_bytes` are refused.
 """
 
 import asyncio
@@ -38,17 +32,14 @@ JSON_GROWTH = 4  # bytes of JSON for each byte of fp32 values
 
 
 def overloaded(why: str) -> ApiError:
-    """503: this worker does not take the request on now. The error tells the client to try again."""
+    """Returns a 503 that asks the client to try again."""
     return ApiError(503, ErrorKind.OVERLOADED, f"{why}; try again later, or start more workers")
 
 
 class Turn:
-    """A request's turn: it waits, then holds a slot, until it is over. since: when it began to wait or,
-    later, got its slot.
-
-    `start` is called when it has a slot, `refuse`, with a 503, where it gets none. is_whole: says whether the
-    request's body is here; one whose body is late loses its slot to others.
-    """
+    """A request's turn: it waits, then holds a slot. since: start of the wait, later of the slot. `start` is
+    called with a slot, `refuse` with a 503. is_whole: whether the body is complete; a late one loses the
+    slot."""
 
     def __init__(
         self,
@@ -61,12 +52,12 @@ class Turn:
         self._slots = slots
 
     def end(self) -> None:
-        """Gives the slot back, or stops waiting for one. Safe to call twice."""
+        """Gives the slot back, or stops waiting. Safe to call twice."""
         self._slots.give_back(self)
 
 
 class WholeTurn:
-    """The turn of a request that is whole and finds a slot at once. `Slots.is_full` says whether it does."""
+    """The turn of a complete request while `Slots.is_full` is false."""
 
     __slots__ = ("_slots", "since")
 
@@ -75,16 +66,14 @@ class WholeTurn:
         slots.hold(self)
 
     def is_whole(self) -> bool:
-        """As of `Turn`."""
         return True
 
     def end(self) -> None:
-        """Gives the slot back. Safe to call twice."""
         self._slots.give_back(self)
 
 
 class Slots:
-    """The slots of a worker, and the requests that wait for one. Belongs to one event loop."""
+    """A worker's slots and the requests that wait for one. Belongs to one event loop."""
 
     def __init__(self, slots: int, max_waiting: int, max_wait_s: float) -> None:
         self.slots, self._max_waiting, self._max_wait_s = slots, max_waiting, max_wait_s
@@ -94,17 +83,15 @@ class Slots:
 
     @property
     def is_full(self) -> bool:
-        """Whether a request that comes now has to wait."""
+        """Whether a new request has to wait."""
         return len(self._held) >= self.slots
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for a slot."""
         return len(self._waiting)
 
     def enter(self, turn: Turn) -> None:
-        """Begins a turn now, where there is a slot, or later. The request may be over, and its turn too,
-        when this returns."""
+        """Begins a turn now or later. It may be over on return."""
         if self.is_full:
             self._take_from_slow()
         if not self.is_full:
@@ -119,11 +106,10 @@ class Slots:
             self._timer = asyncio.get_running_loop().call_later(self._max_wait_s, self._refuse_late)
 
     def hold(self, turn: WholeTurn) -> None:
-        """Begins a turn that has a slot."""
         self._held[turn] = None
 
     def give_back(self, turn: Turn | WholeTurn) -> None:
-        """Ends a turn; begins those of waiting requests that find a slot now."""
+        """Ends a turn and begins waiting ones."""
         if turn in self._held:
             del self._held[turn]
             if self._waiting:
@@ -147,15 +133,13 @@ class Slots:
             turn.start()
 
     def _take_from_slow(self) -> None:
-        """Takes the slots of requests whose bodies should be here by now. Those requests go on without a
-        slot."""
+        """Takes the slots of requests with late bodies; those go on without."""
         now = time.perf_counter()
         for turn in [t for t in self._held if not t.is_whole() and now - t.since > PROMPT_S]:
             del self._held[turn]
 
     def _refuse_late(self) -> None:
-        """Refuses requests that waited for too long, gives slots of slow ones to others, and looks again
-        later."""
+        """Refuses requests that waited too long, frees slow ones' slots, and looks again later."""
         self._timer = None
         self._take_from_slow()
         self._begin_next()
@@ -170,8 +154,7 @@ class Slots:
 
 
 class Slices:
-    """Shares the event loop's time between requests and sockets, slice by slice. Belongs to one event
-    loop."""
+    """Shares the event loop's time between requests and sockets. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._began: float | None = None  # the slice that runs
@@ -180,7 +163,7 @@ class Slices:
         self._waiting: deque[Callable[[], None]] = deque()
 
     async def take(self) -> None:
-        """Returns while the current slice lasts, or in a later one, after the sockets were read."""
+        """Returns in the current slice, or in a later one after sockets were read."""
         if self._waiting or not self._is_on():
             mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(functools.partial(_wake, mine))
@@ -189,8 +172,7 @@ class Slices:
             self._taken += 1
 
     def run(self, work: Callable[[], None]) -> None:
-        """Calls `work`, which raises nothing, now or in a later slice. Work that another work asks for
-        waits for that one."""
+        """Calls `work`, which raises nothing, now or in a later slice; never inside other work."""
         if self._is_working or self._waiting or not self._is_on():
             self._waiting.append(work)
         else:
@@ -203,7 +185,7 @@ class Slices:
         self._is_working = False
 
     def _is_on(self) -> bool:
-        """Whether a slice runs that is not over; one begins where none runs."""
+        """Returns whether the slice still lasts; begins one if none runs."""
         now = time.perf_counter()
         if self._began is None:
             self._began = now
@@ -211,7 +193,7 @@ class Slices:
         return now - self._began < SLICE_S
 
     def _end(self) -> None:
-        """Gives the next slice to as many waiting requests as ran in this one."""
+        """Gives the next slice to as many waiting requests as this one ran."""
         count, self._taken, self._began = max(1, self._taken), 0, None
         while self._waiting and count and self._is_on():
             self._work(self._waiting.popleft())
@@ -226,14 +208,12 @@ def _wake(future: "asyncio.Future[None]") -> None:
 
 
 class Bytes:
-    """The bytes that all requests of a worker hold together."""
-
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
 
     @contextmanager
     def holding(self) -> Iterator["Hold"]:
-        """A `Hold` for the length of a block, for a request whose connection has none."""
+        """Yields a `Hold` for a request without a connection's."""
         hold = Hold(self)
         try:
             yield hold
@@ -242,31 +222,24 @@ class Bytes:
 
 
 class Hold:
-    """The bytes of one request: they grow with its body and by its response, and are released when the
-    response is sent."""
+    """One request's bytes: its body's and response's, until it is sent."""
 
     def __init__(self, total: Bytes) -> None:
         self._total, self._bytes, self._is_released = total, 0, False
 
     def grow(self, count: int) -> None:
-        """Takes `count` more bytes; takes nothing once it was released, as the connection is gone then.
-
-        ApiError 503: all requests together would hold too many. Nothing is taken.
-        """
+        """Takes `count` more bytes; nothing after `release`. ApiError 503: over the limit."""
         if self._is_released:
             return
         if self._total.held + count > self._total.limit:
-            raise overloaded(
-                f"requests hold {self._total.held:,} bytes of this worker, this one needs {count:,} more; "
-                "the limit is "
-                f"{self._total.limit:,} (max_in_flight_bytes)"
-            )
+            what = f"requests hold {self._total.held:,} bytes of this worker, this one needs {count:,} more"
+            raise overloaded(f"{what}; the limit is {self._total.limit:,} (max_in_flight_bytes)")
         self._total.held += count
         self._bytes += count
 
     @contextmanager
     def growing(self, count: int) -> Iterator[None]:
-        """Takes `count` more bytes for the length of a block. ApiError 503: as of `grow`."""
+        """Takes `count` more bytes for the block. ApiError 503: over the limit."""
         self.grow(count)
         try:
             yield
@@ -276,7 +249,7 @@ class Hold:
                 self._bytes -= count
 
     def release(self) -> None:
-        """Gives all bytes back, for good. Safe to call twice."""
+        """Gives all bytes back for good. Safe to call twice."""
         self._is_released = True
         self._total.held -= self._bytes
         self._bytes = 0

@@ -1,9 +1,5 @@
-"""The two threads that batches go through, in order: one starts a batch on the device, the other waits for
-its results.
-
-So a batch is staged and sent while the device works on the one before it, and answers of the one before that
-go out.
-"""
+"""Two threads for batches, in order: one starts a batch on the device, the other waits for its results. So a
+batch is staged while the device works and earlier answers go out."""
 
 import queue
 import threading
@@ -12,12 +8,9 @@ from typing import Any
 
 
 class BatchThreads:
-    """Calls `start` with each batch that `take` gives, then `wait` with what it returned, then `done` with
-    what that returned, or an Exception.
-
-    take, start: on the first thread; wait and done: on the second. take: waits for a batch; None: there will
-    be no more. A batch that could not be started is not waited for; it is done in its turn.
-    """
+    """Calls start(batch) for each batch of `take` on the first thread, then wait(batch, started) and
+    done(batch, result or Exception) on the second. take: blocks; None ends. A batch that fails to start is
+    done in its turn."""
 
     def __init__(
         self,
@@ -36,7 +29,7 @@ class BatchThreads:
         self._is_begun = False
 
     def begin(self) -> None:
-        """Has batches run from now on. RuntimeError: there is no room for threads."""
+        """Starts the threads. RuntimeError: no room for threads."""
         if not self._is_begun:
             for thread in self._threads:
                 if thread.ident is None:
@@ -44,7 +37,7 @@ class BatchThreads:
             self._is_begun = True
 
     def join(self) -> None:
-        """Waits until `take` gave no more batches, and all are done."""
+        """Waits until `take` ended and all batches are done."""
         if self._is_begun:
             for thread in self._threads:
                 thread.join()

@@ -1,10 +1,6 @@
-"""Dynamic batching: requests that arrive while the GPU works go to it together, lookups and scores.
-
-Two batches are under way at most: one is staged and sent while the GPU works on the other. Two threads do it
-all (`serving.executors.batch_threads`): one takes what waits and starts it, the other waits for results and
-passes them on. The event loop only adds to what waits. No request waits for others: a batch is what came
-while the two before it were under way.
-"""
+"""Dynamic batching on the GPU, lookups and scores: a batch is what came while the two before it ran; no
+request waits for others. Two batches are under way at most: one is staged while the GPU works on the other.
+One thread starts batches, the other waits for results and passes them on."""
 
 import asyncio
 import contextlib
@@ -23,14 +19,12 @@ from tableside.quant import BadIds
 from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.executors.batch_threads import BatchThreads
-from tableside.serving.executors.deadline import timed_out
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.executors.executors import Executor
-from tableside.serving.executors.scoring import ScoreStage
+from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.metrics import metrics
 from tableside.serving.model.request import Answer, Request
-from tableside.serving.model.scorer import Scorer
-from tableside.serving.model.scores import ToScore
+from tableside.serving.model.scorer import Scorer, ToScore
 
 if TYPE_CHECKING:  # both import torch
     from tableside.quant.gpu.backend import GpuBackend
@@ -41,13 +35,12 @@ logger = logging.getLogger("tableside")
 _UNDER_WAY = 2  # batches at most
 _FINISH_S = 0.005  # between two looks whether a batch is done, at the end
 _TIMED_EVERY = 16  # batches; the events that time one cost some 10 µs
-_BATCH_BYTES = (
-    64 << 20
-)  # of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
+# of ids, gathered rows and vectors that requests share a batch up to; a larger one runs alone
+_BATCH_BYTES = 64 << 20
 
 
 class Future(Protocol):
-    """What the batcher asks of an asyncio.Future, and gives its answers to."""
+    """The part of asyncio.Future that the batcher needs."""
 
     def done(self) -> bool: ...
 
@@ -69,7 +62,7 @@ class _WaitingRequest:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests that run together. scores: those that are computed on the device."""
+    """Requests that run together. scores: those computed on the device."""
 
     taken: list[_WaitingRequest]
     timed: bool
@@ -77,10 +70,7 @@ class _Batch:
 
 
 class Batcher(Executor):
-    """Runs requests on a GPU, at most `max_batch` together. Belongs to one event loop.
-
-    Its first thread takes what waits and starts it, its second one passes results on.
-    """
+    """Runs up to `max_batch` requests together on a GPU. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -90,9 +80,8 @@ class Batcher(Executor):
         max_wait_s: float = 1.0,
         tell: Callable[[Told], None] | None = None,
     ) -> None:
-        """max_waiting, max_wait_s: as for `serving.executors.admission.Slots`, whose rules are followed
-        here. tell: gets the results of a batch on a thread, where the requests' futures allow that; None:
-        futures are told on the event loop."""
+        """max_waiting, max_wait_s: as of `serving.executors.admission.Slots`. tell: gets a batch's results,
+        on a thread; None: futures are set on the event loop."""
         self._backend, self._max_batch = backend, max_batch
         self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
         self._tell = tell or self._tell_on_loop
@@ -105,15 +94,12 @@ class Batcher(Executor):
         self._is_idle = True
         self._lost: ApiError | None = None
 
-        self._woken: queue.SimpleQueue[None] = (
-            queue.SimpleQueue()
-        )  # what the first thread waits for where it is idle
+        # what the first thread waits for where it is idle
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads = BatchThreads(self._next, self._begin, self._finish, self._end, "tableside-gpu")
         self._is_looking = False  # of the event loop
-        self._scores, self._device_scores = (
-            ScoreStage(backend.is_lost),
-            ScoreStage(backend.is_lost),
-        )  # of a thread each
+        # of a thread each
+        self._scores, self._device_scores = (ScoreStage(backend.is_lost), ScoreStage(backend.is_lost))
         self._batches = 0  # of the first thread
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
@@ -124,12 +110,11 @@ class Batcher(Executor):
         return await future
 
     def submit(self, request: Request, inputs: Any, future: Future) -> None:
-        """Runs a request whose inputs were checked, in some batch; `future` gets its answer, or an
-        ApiError."""
+        """Runs a checked request in some batch; `future` gets its answer or an ApiError."""
         self.submit_all([(request, inputs, future)])
 
     def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
-        """As `submit`, for several requests that came together."""
+        """Like `submit`, for requests that came together."""
         now = time.perf_counter()
         came = [_WaitingRequest(*one, now) for one in asked]
         try:
@@ -147,7 +132,7 @@ class Batcher(Executor):
             self._loop.call_soon(self._look)
 
     def _add(self, came: list[_WaitingRequest]) -> list[_WaitingRequest]:
-        """Has requests wait; returns those that may not any more. RuntimeError: the batcher was closed."""
+        """Queues requests; returns those to refuse. RuntimeError: the batcher was closed."""
         with self._lock:
             if self._is_closed:
                 raise _closing()
@@ -168,14 +153,13 @@ class Batcher(Executor):
             _fail(w, _closing())
 
     async def finish(self) -> None:
-        """Begins no other batch, and waits for those under way."""
+        """Starts no more batches and waits for those under way."""
         self._is_ending = True
         while self._under_way:
             await asyncio.sleep(_FINISH_S)
 
     def count_cache(self, wait: bool = False) -> None:
-        """Brings the counters of the device's cache up to date, as of some batches ago. wait: as of now,
-        where no batch runs."""
+        """Updates the cache's counters, some batches late; with `wait`, now, if no batch runs."""
         if self._backend.cache is not None:
             self._cache_metrics.update(self._backend.cache.statistics(wait=wait and not self._under_way))
 
@@ -199,7 +183,7 @@ class Batcher(Executor):
         self._wake()
 
     def _wake(self) -> None:
-        """Has the first thread look for what it may begin, if it waits; on any thread."""
+        """Wakes the first thread if it waits; on any thread."""
         with self._lock:
             was_idle, self._is_idle = self._is_idle, False
         if was_idle:
@@ -208,8 +192,7 @@ class Batcher(Executor):
     # ---- on the first thread ----
 
     def _next(self) -> _Batch | None:
-        """The next batch, once there is one and fewer than `_UNDER_WAY` are under way; None: the batcher
-        was closed."""
+        """Returns the next batch once fewer than _UNDER_WAY run; None: closed."""
         while True:
             with self._lock:
                 if self._is_closed:
@@ -250,7 +233,7 @@ class Batcher(Executor):
             self._on_loop(_fail, self._waiting.popleft(), error)
 
     def _tell_late(self, scorer: Scorer) -> None:
-        """What a thread calls where a scorer takes too long."""
+        """Called by a thread when a scorer takes too long."""
         self._on_loop(self._give_up, scorer)
 
     def _on_loop(self, call: Callable[..., object], *arguments: object) -> None:
@@ -259,7 +242,6 @@ class Batcher(Executor):
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _begin(self, batch: _Batch) -> Any:
-        """Sends all requests of a batch to the device, and has it score those that it can."""
         if scored := {
             n: (w.request, w.inputs) for n, w in enumerate(batch.taken) if is_scored_on_device(w.request)
         }:
@@ -274,7 +256,7 @@ class Batcher(Executor):
     # ---- on the second thread ----
 
     def _finish(self, batch: _Batch, started: Any) -> "tuple[list[Answer | Exception], Times | None]":
-        """Waits for a batch, and scores on the CPU what is scored there."""
+        """Waits for a batch, and computes the CPU's scores."""
         found, times = self._backend.batches.wait(started)
         answers: list[Answer | Exception] = []
         places: list[int] = []
@@ -298,7 +280,7 @@ class Batcher(Executor):
         return answers, times
 
     def _end(self, batch: _Batch, found: "tuple[list[Answer | Exception], Times | None] | Exception") -> None:
-        """Passes a batch's results on. The next one begins before that where the device has nothing to do."""
+        """Passes a batch's results on; first starts the next one if the device is idle."""
         if isinstance(found, Exception):
             self._on_loop(self._failed, batch, found)
             return
@@ -317,7 +299,6 @@ class Batcher(Executor):
             self._on_loop(self.count_cache)
 
     def _leave(self, batch: _Batch) -> None:
-        """A batch is not under way any more."""
         with self._lock:
             self._under_way.remove(batch)
         self._wake()
@@ -328,7 +309,7 @@ class Batcher(Executor):
     # ---- on the event loop ----
 
     def _failed(self, batch: _Batch, error: Exception) -> None:
-        """A batch gave no results. Where the device is lost, no other one begins."""
+        """Fails a batch's requests. If the device is lost, no other batch begins."""
         taken = batch.taken
         if not isinstance(error, ApiError):
             logger.error(
@@ -341,7 +322,7 @@ class Batcher(Executor):
         self._leave(batch)
 
     def _give_up(self, scorer: Scorer) -> None:
-        """Where a scorer takes too long this worker answers no request any more, and ends."""
+        """Fails all requests after a scorer's timeout; the worker ends."""
         with self._lock:
             self._lost = timed_out(scorer)
             left = (*(w for batch in self._under_way for w in batch.taken), *self._waiting)

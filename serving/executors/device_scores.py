@@ -1,10 +1,6 @@
-"""Scores of a batch on a GPU, computed where its lookups wrote the vectors: only scores come back.
-
-A `quant.gpu.batch.follower.Follower`. The rows of all requests of a scorer go to its room
-(`serving.model.device_calls`), one request after another. Then a `ScoreStage` calls the scorers, as on the
-CPU: one call for all requests of a scorer that sees each row alone, and one for each of them where that
-fails.
-"""
+"""A batch's scores on a GPU, computed where its lookups wrote vectors: a `quant.gpu.batch.follower.Follower`.
+The rows of a scorer's requests go to its room (`serving.model.device_calls`) one after another, then a
+`ScoreStage` calls the scorers as on the CPU."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,27 +10,24 @@ import numpy as np
 
 from tableside.quant.gpu.batch.follower import FollowerInputs, FollowerTensor
 from tableside.serving.errors import ApiError, ErrorKind
-from tableside.serving.executors.deadline import Tell
-from tableside.serving.executors.scoring import ScoreStage
+from tableside.serving.executors.scoring import ScoreStage, Tell
 from tableside.serving.model.places import Buffer, DenseInput
 from tableside.serving.model.request import Request
-from tableside.serving.model.scorer import REFUSED, Floats
-from tableside.serving.model.scores import Scoring, does_not_take
+from tableside.serving.model.scorer import REFUSED, Floats, Scoring, does_not_take
 
 if TYPE_CHECKING:
     from tableside.serving.model.device_calls import DeviceCalls, Room  # imports torch
 
 
 def is_scored_on_device(request: Request) -> bool:
-    """Whether a request's scores can be computed on the device that its vectors are on."""
+    """Returns whether a request's scores can be computed on its vectors' device."""
     scoring = request.scoring
     return scoring is not None and scoring.scorer.calls is not None and request.plan.is_on_device
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A request of a batch. room: its scorer's for the batch; start: of its rows there; of: rows of all
-    its requests."""
+    """A request of a batch. room: its scorer's; start: its first row there; of: rows of all its requests."""
 
     number: int
     scoring: Scoring
@@ -45,10 +38,7 @@ class _Member:
 
 
 class DeviceScores:
-    """The scores of one batch, to be made, run and read by one thread.
-
-    requests: those that are scored, by their numbers in the batch, with their inputs (`is_scored_on_device`).
-    """
+    """One batch's scores; one thread makes, runs and reads them. requests: by number in the batch."""
 
     def __init__(
         self, requests: Mapping[int, tuple[Request, Any]], stage: ScoreStage, tell: Tell | None
@@ -59,7 +49,6 @@ class DeviceScores:
         self._scores: dict[int, Floats] = {}
 
     def has(self, number: int) -> bool:
-        """Whether a request of the batch is scored here."""
         return number in self._requests
 
     def takes(self, number: int) -> FollowerInputs | None:
@@ -81,7 +70,6 @@ class DeviceScores:
         return FollowerInputs(scoring.vectors, of_vectors, tensors, scoring.is_alone, calls.precision)
 
     def _placed(self) -> dict[int, _Member]:
-        """Where each request's rows go."""
         of_scorer: dict[int, list[int]] = {}
         for n, (request, _) in self._requests.items():
             of_scorer.setdefault(id(_scoring(request).scorer), []).append(n)
@@ -102,7 +90,7 @@ class DeviceScores:
         self._refused = {m.number: error for m, error in zip(members, refused, strict=True)}
 
     def _score(self, members: Sequence[_Member]) -> None:
-        """One call for requests whose rows lie side by side. As `score_together`."""
+        """Scores requests with adjacent rows by one call. As `score_together`."""
         first, scorer = members[0], members[0].scoring.scorer
         rows = sum(m.scoring.rows for m in members)
         scorer.admit(rows)
@@ -111,11 +99,8 @@ class DeviceScores:
         except REFUSED as error:
             raise does_not_take(rows, error) from error
         if scores.shape != (expected := (rows, *first.scoring.output.shape[1:])):
-            raise ApiError(
-                500,
-                ErrorKind.SCORER,
-                f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}",
-            )
+            what = f"the scorer of {scorer.name} gave scores {scores.shape}; expected {expected}"
+            raise ApiError(500, ErrorKind.SCORER, what)
         start = 0
         for m in members:
             part = scores[start : start + m.scoring.rows]
@@ -124,7 +109,7 @@ class DeviceScores:
             start += m.scoring.rows
 
     def write(self, number: int, buffer: Buffer) -> Exception | None:
-        """Writes a request's scores to its output buffer, once `run` is done; or says why it has none."""
+        """Writes a request's scores to its output buffer after `run`, or returns its error."""
         if (refused := self._refused.get(number)) is None:
             _scoring(self._requests[number][0]).output.view(buffer)[:] = self._scores[number]
         return refused

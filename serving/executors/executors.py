@@ -1,9 +1,5 @@
-"""How a worker runs requests that were laid out: look up, then score. Each worker has one executor.
-
-`CpuExecutor` runs each request alone: on the event loop where the work is small, else on a thread beside it.
-A worker on a GPU has a `serving.executors.batching.Batcher`, which runs requests together. Both score by a
-`serving.executors.scoring.ScoreStage`.
-"""
+"""Executors run laid-out requests: look up, then score (`serving.executors.scoring.ScoreStage`).
+`CpuExecutor` runs them one by one; on a GPU `serving.executors.batching.Batcher` runs them together."""
 
 import asyncio
 import functools
@@ -13,17 +9,14 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tableside.serving.executors.deadline import timed_out
-from tableside.serving.executors.scoring import ScoreStage
+from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.model.request import Answer, Request
-from tableside.serving.model.scorer import Scorer
-from tableside.serving.model.scores import Scoring, ToScore
+from tableside.serving.model.scorer import Scorer, Scoring, ToScore
 
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
 INLINE_IDS = 200_000  # of a request up to which they are looked up on the event loop
-INLINE_OUT_BYTES = (
-    8 << 20
-)  # of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
+# of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
+INLINE_OUT_BYTES = 8 << 20
 
 _Refusals = list[Exception | None]
 
@@ -32,26 +25,18 @@ class Executor(ABC):
     """Runs a worker's requests. Belongs to one event loop."""
 
     def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
-        """Checks a request's inputs; the coroutine gives its output buffer: vectors, then any scores and
-        found masks.
-
-        ApiError: an id or a length is wrong, the scorer refuses the request or takes too long, or the worker
-        is being replaced.
-        """
+        """Checks the inputs; the coroutine returns the output buffer: vectors, scores, found masks. ApiError:
+        an id or length is wrong, the scorer refuses or is late, or the worker is being replaced."""
         request.check(inputs)
         return self._run(request, inputs)
 
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        """As `run`, where the request is so small that nothing else needs to wait for it; None: it is not,
-        call `run`."""
+        """Like `run`, at once for a small request; None: call `run`."""
         return None
 
     def run_soon(self, request: Request, inputs: Any, done: Callable[[Answer | Exception], None]) -> bool:
-        """As `run`, without a coroutine: `done` is called later with the answer, or with why there is none.
-        False: call `run`.
-
-        inputs: are the caller's again when this returns. ApiError: as of `run`, where it is known at once.
-        """
+        """Like `run`, but calls `done` later with the answer or error. False: call `run`. `inputs` may be
+        reused on return. ApiError: known at once."""
         return False
 
     @abstractmethod
@@ -60,20 +45,18 @@ class Executor(ABC):
 
     @abstractmethod
     def end_if_lost(self) -> bool:
-        """Ends the process, to be replaced, where its device is of no more use to it; returns whether it
-        is ending."""
+        """Ends the process if its device is lost; returns whether it is ending."""
 
     @abstractmethod
     def close(self) -> None:
-        """Takes no more requests, and waits for lookups that run."""
+        """Takes no more requests and waits for running lookups."""
 
 
 class CpuExecutor(Executor):
-    """Runs each request alone. Large lookups run on the thread `beside`, large calls of scorers on a
-    thread of their own."""
+    """Runs requests one by one. Large lookups use the thread `beside`, large scorer calls another one."""
 
     def __init__(self, beside: ThreadPoolExecutor) -> None:
-        """beside: one thread, which its owner shuts down."""
+        """beside: one thread, shut down by its owner."""
         self._beside = beside
         self._scores_on_loop, self._scores_on_thread = ScoreStage(), ScoreStage()
         self._score_thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-scorer")
@@ -105,9 +88,8 @@ class CpuExecutor(Executor):
         return False
 
     def close(self) -> None:
-        self._score_thread.shutdown(
-            wait=False
-        )  # a call that hangs is not waited for: the deadline ends the process
+        # a call that hangs is not waited for: the deadline ends the process
+        self._score_thread.shutdown(wait=False)
 
     async def _score(self, one: ToScore) -> None:
         since = time.perf_counter()  # a wait for the scores' thread counts as well
@@ -119,7 +101,7 @@ class CpuExecutor(Executor):
             raise refused
 
     def _goes_beside(self, scoring: Scoring) -> bool:
-        """Whether the scores are computed on the thread for that. ApiError: they are not computed at all."""
+        """Returns whether scores are computed on their thread. ApiError: not at all."""
         if self._late is not None:
             raise timed_out(self._late)
         return scoring.scorer.admit(scoring.output.shape[0]) > INLINE_WORK
@@ -130,8 +112,7 @@ class CpuExecutor(Executor):
             raise refused
 
     async def _score_beside(self, one: ToScore, since: float) -> _Refusals:
-        """Scores on the thread for that. Where the scorer takes too long the request is refused while the
-        thread still runs."""
+        """Scores on the thread. A late scorer's request is refused while the thread runs on."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Refusals] = loop.create_future()
 
@@ -147,7 +128,7 @@ class CpuExecutor(Executor):
             self._waiting.discard(answer)
 
     def _give_up(self, scorer: Scorer) -> None:
-        """Refuses all that wait for scores, and from now on every request that asks for some."""
+        """Refuses all requests that wait for scores, and later ones."""
         self._late = scorer
         for answer in self._waiting:
             if not answer.done():
@@ -155,7 +136,7 @@ class CpuExecutor(Executor):
 
 
 def _pass_on(answer: "asyncio.Future[_Refusals]", running: "asyncio.Future[_Refusals]") -> None:
-    """Passes a thread's result to the request that waits for it, unless that was answered before."""
+    """Passes a thread's result to its request unless it was answered."""
     if answer.done() or running.cancelled():
         return
     if (error := running.exception()) is not None:

@@ -1,21 +1,95 @@
-"""Scoring: what follows a request's lookup, on the CPU and on a GPU alike.
+"""Scoring after lookups. A GPU scores a batch together; on the CPU a batch is one request.
 
-A GPU looks a batch of requests up together, and so they are scored together; on the CPU a batch is one
-request.
+torch cannot be interrupted, so a scorer's late call is logged, waiters are told, and the worker gets SIGTERM,
+answers other requests for `ending_s` seconds and ends. If the call blocks the event loop it ends at once.
 """
 
+import logging
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tableside.serving.executors.deadline import Deadline, Tell
-from tableside.serving.metrics.metrics import SCORE_SECONDS
-from tableside.serving.model.scores import Scoring, score_together
+from tableside.serving.errors import ApiError, ErrorKind
+from tableside.serving.metrics.metrics import ERRORS, SCORE_SECONDS
+from tableside.serving.model.scorer import Scorer, Scoring, score_together
+
+logger = logging.getLogger("tableside")
+
+Tell = Callable[[Scorer], object]
+_EXIT_STATUS = 70  # EX_SOFTWARE
+
+
+def timed_out(scorer: Scorer) -> ApiError:
+    """Returns the 503 for requests that wait for a hanging scorer."""
+    return ApiError(
+        503,
+        ErrorKind.SCORER_TIMEOUT,
+        f"the scorer of {scorer.name} took longer than {scorer.limits.timeout_s:g} s (scorer_timeout_s); "
+        "this worker is being replaced: try again, with fewer rows if it was this request",
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    scorer: Scorer
+    late_at: float  # of time.monotonic
+    tell: Tell | None
+
+
+class Deadline:
+    """Watches one call at a time, within a second; each thread that calls scorers has its own."""
+
+    def __init__(self) -> None:
+        self._call: _Call | None = None  # replaced whole, so no lock
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def watch(self, scorer: Scorer, tell: Tell | None) -> Iterator[None]:
+        """Surrounds a scorer's call. tell: called once with the scorer, from another thread, if the call is
+        late; None: the call blocks the event loop."""
+        timeout_s = scorer.limits.timeout_s
+        if timeout_s is None:
+            yield
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, args=(min(1.0, timeout_s / 8),), name="deadline", daemon=True
+            )
+            self._thread.start()
+        self._call = _Call(scorer, time.monotonic() + timeout_s, tell)
+        try:
+            yield
+        finally:
+            self._call = None
+
+    def _run(self, period_s: float) -> None:
+        while True:
+            time.sleep(period_s)
+            if (call := self._call) is not None and time.monotonic() > call.late_at:
+                _end(call)
+
+
+def _end(call: _Call) -> None:
+    scorer = call.scorer
+    what = "the scorer of %s runs for more than %g s (scorer_timeout_s): this worker ends and is replaced"
+    logger.critical(what, scorer.name, scorer.limits.timeout_s)
+    if call.tell is None:
+        ERRORS.labels(scorer.model, ErrorKind.SCORER_TIMEOUT.value).inc()
+        os._exit(_EXIT_STATUS)
+    with suppress(RuntimeError):  # the event loop is closed: this worker ends already
+        call.tell(scorer)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(scorer.limits.ending_s)
+    logger.critical("the scorer of %s still runs: this worker ends without it", scorer.name)
+    os._exit(_EXIT_STATUS)
 
 
 class ScoredRequest(Protocol):
-    """A request that is scored."""
-
     @property
     def scoring(self) -> Scoring: ...
 
@@ -24,11 +98,8 @@ Score = Callable[[Sequence[Any]], None]  # one call of a scorer, for requests of
 
 
 class ScoreStage:
-    """Scores batches of requests that were looked up, each call of a scorer within that scorer's time limit.
-
-    One thread calls: whoever scores on several threads has a stage for each. is_device_lost: whether the
-    device that scorers run on is of no more use to this process; None: they run on the CPU.
-    """
+    """Scores batches, each scorer call within its time limit. One thread calls. is_device_lost: whether the
+    scorers' device is unusable; None: on the CPU."""
 
     def __init__(self, is_device_lost: Callable[[], bool] | None = None) -> None:
         self._deadline = Deadline()
@@ -41,15 +112,10 @@ class ScoreStage:
         since: float | None = None,
         score: Score = score_together,
     ) -> list[Exception | None]:
-        """Scores a batch; returns, for each request, why it is refused, or None.
-
-        The requests of a scorer that sees each row alone are scored by one call. Where that call fails, each
-        of them is scored by a call of its own, so that only the requests at fault are refused.
-
-        tell: as for `Deadline.watch`. since: when the first call is said to have begun, of time.perf_counter;
-        None: when it does. score: one call for requests of one scorer. RuntimeError: the device was lost to a
-        scorer.
-        """
+        """Scores a batch; returns each request's error or None. A row-wise scorer takes its requests in one
+        call; if that fails, one by one, so that only requests at fault are refused. tell: as of
+        `Deadline.watch`. since: the first call's start (time.perf_counter); None: now. score: one call.
+        RuntimeError: the device was lost to a scorer."""
         refused: list[Exception | None] = [None] * len(batch)
         for members in _calls(batch):
             self._call(batch, members, tell, time.perf_counter() if since is None else since, refused, score)
@@ -68,9 +134,8 @@ class ScoreStage:
         try:
             with self._deadline.watch(scorer, tell):
                 score([batch[n] for n in members])
-        except (
-            Exception
-        ) as error:  # whatever a scorer raises is about these requests alone, unless the device is lost
+        # whatever a scorer raises is about these requests alone, unless the device is lost
+        except Exception as error:
             if self._is_device_lost is not None and self._is_device_lost():
                 raise RuntimeError(f"the device was lost to the scorer of {scorer.name}") from error
             if len(members) == 1:
@@ -83,7 +148,7 @@ class ScoreStage:
 
 
 def _calls(batch: Sequence[ScoredRequest]) -> list[list[int]]:
-    """The requests of a batch, by their places in it, that are scored by one call each."""
+    """Groups a batch's requests, by place, into one call each."""
     if len(batch) == 1:
         return [[0]]
     calls: dict[int, list[int]] = {}

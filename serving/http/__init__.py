@@ -1,1 +1,1 @@
-"""The doors over HTTP: the connection's limits, /v1 (JSON) and /v2 (the Open Inference Protocol)."""
+"""HTTP: connection limits, /v1 (JSON) and /v2 (Open Inference Protocol)."""

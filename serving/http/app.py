@@ -1,8 +1,8 @@
-"""The worker's ASGI application: FastAPI with the routes of /v1, /v2 and the page. Every error is
-{"error": ...}."""
+"""The worker's ASGI application: FastAPI with /v1, /v2 and the page. Errors are {"error": ...}."""
 
 import asyncio
 import time
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from fastapi_offline import FastAPIOffline
@@ -10,26 +10,8 @@ from starlette.exceptions import HTTPException
 
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
-from tableside.serving import VERSION
-from tableside.serving.errors import (
-    INTERNAL_ERROR,
-    ApiError,
-    ErrorKind,
-    ServingError,
-    not_found,
-    short,
-    wrong_method,
-)
-from tableside.serving.http import static_page
-from tableside.serving.http.asgi import (
-    MODEL,
-    AsgiResponse,
-    Disconnected,
-    Receive,
-    Scope,
-    Send,
-    error_response,
-)
+from tableside.serving import VERSION, errors
+from tableside.serving.http import asgi
 from tableside.serving.http.door import Door
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v2 import routes as v2_routes
@@ -52,24 +34,23 @@ class Application:
         self._app = _make_fastapi(self.service)
         v1.add_to(self._app, self.service, self.tell)
         v2_routes.add_to(self._app, self.service, v2)
-        static_page.add_to(self._app)
+        _add_page(self._app)
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")
         self._counted_cpu_s = 0.0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
         path = scope["path"]
         if path.startswith("/v2/"):
             path = path.rstrip("/")
-        method = (
-            "GET" if scope["method"] == "HEAD" else scope["method"]
-        )  # whoever sends the answer leaves its body out
+        # whoever sends the answer leaves its body out
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
         await self._app({**scope, "path": path, "method": method}, receive, send)
 
     def tell(self) -> None:
-        """Writes down what this worker does now, and brings its counters up to date."""
+        """Writes the worker's gauges and its CPU seconds."""
         counters.tell(self.service.now(self.door.traffic.connections, self.door.traffic.in_flight))
         used = time.process_time()
         self._cpu_seconds.inc(used - self._counted_cpu_s)
@@ -80,12 +61,12 @@ class Application:
             self.tell()
             await asyncio.sleep(TELL_S)
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: asgi.Receive, send: asgi.Send) -> None:
         await receive()
         spans = None
         try:
             await self.service.start()
-        except (LoaderError, QuantError, ServingError, OSError) as error:
+        except (LoaderError, QuantError, errors.ServingError, OSError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         if self.service.settings.traces:
@@ -104,7 +85,7 @@ class Application:
 
 
 def _make_fastapi(service: Service) -> FastAPI:
-    """FastAPI without routes, which answers every error as {"error": message}, and counts it."""
+    """FastAPI without routes. Counts errors and answers them as {"error": message}."""
     app: FastAPI = FastAPIOffline(
         title="Tableside",
         summary="Quantized embedding tables from shared memory",
@@ -118,43 +99,71 @@ def _make_fastapi(service: Service) -> FastAPI:
         path: str = http.scope["path"]
         return path == "/v2" or path.startswith("/v2/")
 
-    @app.exception_handler(ApiError)
-    async def refused(http: Request, error: ApiError) -> Response:
-        named = http.scope["path"].split("/")[3:4] if is_v2(http) else [http.scope.get(MODEL)]
+    @app.exception_handler(errors.ApiError)
+    async def refused(http: Request, error: errors.ApiError) -> Response:
+        named = http.scope["path"].split("/")[3:4] if is_v2(http) else [http.scope.get(asgi.MODEL)]
         model = named[0] if named and named[0] in service.engines else metrics.UNKNOWN
         metrics.refused(model, "v2" if is_v2(http) else "v1", error.kind, error.lacking)
-        return AsgiResponse(error_response(error))
+        return asgi.AsgiResponse(asgi.error_response(error))
 
     @app.exception_handler(HTTPException)
     async def no_route(http: Request, error: HTTPException) -> Response:
         path = http.scope["path"]
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "GET").split(", ")
-            return await refused(http, wrong_method(http.method, path, *allowed))
+            return await refused(http, errors.wrong_method(http.method, path, *allowed))
         if error.status_code == 404 and is_v2(http):
             return await refused(
-                http, not_found(f"{short(path)} is not a path of this server; GET /v2 describes it")
+                http,
+                errors.not_found(f"{errors.short(path)} is not a path of this server; GET /v2 describes it"),
             )
         known = "/v1/lookup, /v1/score, /v1/models, /v2, /health, /metrics, /docs, and a page for people at /"
-        what = f"{http.method} {short(path)}: {error.detail}; this server has: {known}"
-        kind = ErrorKind.NOT_FOUND if error.status_code == 404 else ErrorKind.BAD_REQUEST
-        return await refused(http, ApiError(error.status_code, kind, what))
+        what = f"{http.method} {errors.short(path)}: {error.detail}; this server has: {known}"
+        kind = errors.ErrorKind.NOT_FOUND if error.status_code == 404 else errors.ErrorKind.BAD_REQUEST
+        return await refused(http, errors.ApiError(error.status_code, kind, what))
 
-    @app.exception_handler(
-        Exception
-    )  # Starlette answers with it and raises the error again, so that it is logged
+    # Starlette answers with it and raises the error again, so that it is logged
+    @app.exception_handler(Exception)
     async def internal(http: Request, error: Exception) -> Response:
-        return await refused(http, ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR))
+        return await refused(http, errors.ApiError(500, errors.ErrorKind.INTERNAL, errors.INTERNAL_ERROR))
 
-    @app.exception_handler(Disconnected)
-    async def left(http: Request, error: Disconnected) -> Response:
+    @app.exception_handler(asgi.Disconnected)
+    async def left(http: Request, error: asgi.Disconnected) -> Response:
         return _Nothing()
 
     return app
 
 
 class _Nothing(Response):
-    """What a client gets that left, or that its connection answered already."""
+    """Sends nothing: the client left, or its connection answered already."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         pass
+
+
+_PAGE = Path(__file__).parent / "page"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+def _add_page(app: FastAPI) -> None:
+    """Serves the page for people at `/`, its files below `/page/`. It may load nothing from other hosts."""
+    for file in sorted(_PAGE.iterdir()):
+        if file.suffix in _TYPES:
+            _add(
+                app,
+                "/" if file.name == "index.html" else f"/page/{file.name}",
+                file.read_bytes(),
+                _TYPES[file.suffix],
+            )
+
+
+def _add(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    @app.get(path, include_in_schema=False)
+    async def _() -> Response:
+        return Response(content, headers=_HEADERS, media_type=media_type)

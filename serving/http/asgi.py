@@ -1,16 +1,24 @@
-"""What /v1 and /v2 share of HTTP: reading a body, checking its JSON, and responses."""
+"""HTTP shared by /v1 and /v2: reading a body, checking its JSON, responses.
+
+Python's objects take up to 40 times the bytes of a JSON text, and parsing holds the GIL. So in a large text
+objects and strings are counted first and limited to what a request for all inputs needs. One large text is
+parsed at a time, beside the event loop, and its unpacked size counts in max_in_flight_bytes.
+"""
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from starlette.responses import Response as HttpResponse
 
 from tableside.serving.errors import ApiError, ErrorKind, bad_request
 from tableside.serving.executors.admission import RETRY_AFTER_S, Bytes, Hold
+from tableside.serving.model.version import ServedVersion
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -27,12 +35,8 @@ class Disconnected(Exception):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> bytes:
-    """The whole body, decompressed where its headers say that it is compressed.
-
-    hold: of the request. The connection has counted the bytes that came in; the bytes that they unpack to are
-    counted here, as they come. ApiError: 400 where they are not what the headers say, 413 where there are
-    more than `limit` bytes, 503 where there are more than may be held now.
-    """
+    """Returns the whole body, decompressed. Decompressed bytes count in `hold`; the connection counted the
+    others. ApiError: 400 malformed, 413 more than `limit` bytes, 503 no room."""
     message = await receive()
     parts, size = [], 0
     while True:
@@ -55,8 +59,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> b
 
 @contextmanager
 def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
-    """The `Hold` of a request: its connection's, which is released when the response is sent, or one for
-    the block."""
+    """Yields the connection's `Hold` or, without one, a `Hold` for the block."""
     if (hold := scope.get(HOLD)) is not None:
         yield hold
         return
@@ -65,13 +68,10 @@ def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
 
 
 async def _inflate(body: bytes, encoding: bytes, limit: int, hold: Hold) -> bytes:
-    """A body unpacked, piece by piece, as far as may be held; other work has its turn between two pieces."""
+    """Decompresses a body in pieces and yields to the event loop between them."""
     if encoding not in (b"gzip", b"deflate"):
-        raise ApiError(
-            415,
-            ErrorKind.BAD_REQUEST,
-            f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none",
-        )
+        what = f"content-encoding {encoding.decode('latin-1')!r}; expected gzip, deflate or none"
+        raise ApiError(415, ErrorKind.BAD_REQUEST, what)
     inflater = zlib.decompressobj(wbits=47)  # gzip or zlib, by its first bytes
     plain, left = bytearray(), memoryview(body)
     try:
@@ -98,7 +98,7 @@ async def _inflate(body: bytes, encoding: bytes, limit: int, hold: Hold) -> byte
 
 
 def json_object(text: bytes) -> dict[str, Any]:
-    """The JSON object that a request consists of. ApiError: it is not JSON, or JSON of another kind."""
+    """Parses a JSON object. ApiError: the text is not JSON, or not an object."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -114,15 +114,13 @@ def too_large(limit: int, name: str = "max_body_bytes") -> ApiError:
 
 
 def check_json_size(size: int, limit: int) -> None:
-    """ApiError 413: a JSON text of `size` bytes is too large. Binary tensors take a tenth of the time to
-    parse."""
+    """ApiError 413: the JSON is too large. Binary tensors parse ten times faster."""
     if size > limit:
         raise ApiError(
             413,
             ErrorKind.TOO_LARGE,
             f"the JSON has {size:,} bytes; the limit is {limit:,} (max_json_bytes): send ids as binary "
-            "tensors, POST /v2/models/"
-            "MODEL/infer",
+            "tensors, POST /v2/models/MODEL/infer",
         )
 
 
@@ -131,8 +129,7 @@ def check_json_answer(size: int, limit: int) -> None:
     if size > limit:
         raise bad_request(
             f"the request asks for {size:,} bytes of vectors as JSON; the limit is {limit:,} "
-            "(max_json_bytes): ask for binary "
-            "tensors, POST /v2/models/MODEL/infer with binary_data_output",
+            "(max_json_bytes): ask for binary tensors, POST /v2/models/MODEL/infer with binary_data_output",
             ErrorKind.TOO_LARGE,
         )
 
@@ -146,7 +143,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 class Response(NamedTuple):
-    """A response: its body is the byte buffers `parts`, one after another. headers: but for its length."""
+    """A response. Its body is the buffers `parts` in order; `headers` lack content-length."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -163,12 +160,12 @@ def error_response(error: ApiError) -> Response:
 
 
 def retry_after(status: int) -> list[tuple[bytes, bytes]]:
-    """The header of a 503 that says when to try again; none of any other status."""
+    """Returns the Retry-After header for a 503, nothing for other statuses."""
     return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if status == 503 else []
 
 
 class AsgiResponse(HttpResponse):
-    """A `Response` as FastAPI sends one: its parts are not joined."""
+    """Sends a `Response` through FastAPI without joining its parts."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(status_code=response.status)
@@ -183,7 +180,49 @@ class AsgiResponse(HttpResponse):
 
 
 def json_response(value: Any, status: int = 200) -> HttpResponse:
-    """A value as JSON."""
     return HttpResponse(
         orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json"
     )
+
+
+BESIDE_BYTES = 1 << 16  # of a text; a longer one is parsed on the thread beside the event loop
+ANSWER_BYTES = 1 << 18  # of vectors; more are written as JSON beside the event loop
+_OBJECTS, _STRINGS = 16, 64  # of an input, at most: its tensors, its outputs, and the parameters of each
+_SPARE = 256  # of each, for what belongs to no input
+# in memory: an int or float and the places that hold it; a list, however short
+_NUMBER_BYTES, _LIST_BYTES = (64, 112)
+_PIECE = 1 << 14  # numbers that are written at once
+
+
+def inputs_of(served: ServedVersion) -> int:
+    """Counts a version's inputs: features and dense tensors."""
+    return len(served.features) + (0 if served.scorer is None else len(served.scorer.dense))
+
+
+@asynccontextmanager
+async def room(turn: asyncio.Lock, text: bytes, inputs: int, hold: Hold) -> AsyncIterator[None]:
+    """Holds the turn of a text and room for its parsed form. inputs: the model's. ApiError: 400 too many
+    objects or strings, 503 no room."""
+    codes = np.frombuffer(text, np.uint8)
+    objects, lists, numbers, quotes = (int(np.count_nonzero(codes == ord(c))) for c in '{[,"')
+    for what, found, each in (("objects", objects, _OBJECTS), ("strings", quotes // 2, _STRINGS)):
+        if found > (most := _SPARE + each * inputs):
+            raise bad_request(
+                f"the JSON has {found:,} {what}; expected at most {most:,}, as the model has {inputs:,} "
+                "inputs: name its features alone, each once"
+            )
+    async with turn:
+        with hold.growing(_NUMBER_BYTES * numbers + _LIST_BYTES * lists):
+            yield
+
+
+def text_of(array: NDArray[Any]) -> Any:
+    """Returns an array [n] or [n, m] for orjson; a large one as text, written in pieces."""
+    if array.size <= _PIECE:
+        return array
+    rows = max(1, _PIECE // max(1, array[:1].size))
+    pieces = (
+        orjson.dumps(array[at : at + rows], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        for at in range(0, len(array), rows)
+    )
+    return orjson.Fragment(b"[%s]" % b",".join(pieces))

@@ -1,11 +1,7 @@
-"""Infer requests without ASGI: what a connection asks when one is whole, and what it sends as it is.
-
-ASGI gives each request a scope, a task and messages, which cost more than a small lookup. So
-`serving.http.connection.connection` hands the body of an infer request to the `Door`. Where a template knows
-the header and the executor can look up at once, the answer is there when the call returns. Else a task goes
-the longer way. Requests that are compressed, wait for 100-continue, or are not quite plain in another way go
-through ASGI, to the same code.
-"""
+"""Infer requests without ASGI: its scope, task and messages cost more than a small lookup. The connection
+hands bodies to the `Door`. If a template knows the header and the executor runs at once, the answer is there
+on return, else a task makes it. Requests that are compressed, expect 100-continue or are unusual go through
+ASGI to the same code."""
 
 import asyncio
 import functools
@@ -36,16 +32,14 @@ SendWhole = Callable[[bytes, Sequence[Any]], None]
 
 
 class InferTarget(NamedTuple):
-    """An infer request but for its body. named: model, or model, "versions" and version, as the path names
-    them."""
+    """An infer request's path and header length. named: [model] or [model, "versions", version]."""
 
     named: list[str]
     header_length: bytes | None
 
 
 class DoorCycle:
-    """What uvicorn's protocol must know of a request that does not go through ASGI, in place of its own
-    object."""
+    """Stands in for uvicorn's cycle object for requests that skip ASGI."""
 
     __slots__ = ("body", "disconnected", "keep_alive", "more_body", "response_complete", "response_started")
     waiting_for_100_continue = False
@@ -65,14 +59,14 @@ class DoorCycle:
 
 
 class Door:
-    """Answers the infer requests of a worker. Belongs to one event loop. traffic: of its connections."""
+    """Answers a worker's infer requests. Belongs to one event loop."""
 
     def __init__(self, v2: V2) -> None:
         self._v2, self.traffic = v2, Traffic()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> InferTarget | None:
-        """What a request asks for; None: it goes through ASGI. headers: its READS, and any others."""
+        """Returns a request's target; None: it goes through ASGI. headers: READS and any others."""
         if method != b"POST" or not url.startswith(_PATH) or not url.endswith(_INFER) or _ODD.search(url):
             return None
         length = None
@@ -84,7 +78,7 @@ class Door:
         return InferTarget(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length)
 
     def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Hold, send: SendWhole) -> None:
-        """Answers a whole request, now or later. body: is the caller's again when this returns."""
+        """Answers a whole request, now or later. `body` may be reused on return."""
         try:
             later = functools.partial(self._send_what, asked, send)
             response = self._v2.infer_soon(asked.named, asked.header_length, body, hold, later)
@@ -102,7 +96,7 @@ class Door:
     def _send_what(
         self, asked: InferTarget, send: SendWhole, encode: Callable[[Found], Response], found: Found
     ) -> None:
-        """Sends the response that `encode` makes, or the error that it raises."""
+        """Sends the response of `encode`, or its error."""
         try:
             response = encode(found)
         except Exception as error:  # noqa: BLE001  # as above
@@ -128,7 +122,7 @@ class Door:
 
 
 def response_head(response: Response) -> bytes:
-    """The head of a response, but for the empty line that ends it."""
+    """Returns a response's head without its final empty line."""
     lines = [b"content-length: %d" % sum(map(len, response.parts))]
     lines += [name + b": " + value for name, value in response.headers]
     return STATUS_LINE[response.status] + b"\r\n".join(lines) + b"\r\n"

@@ -1,5 +1,4 @@
-"""What a server and its models are, as JSON: for GET /v1/models, and for the metadata, configuration and
-statistics of V2."""
+"""Server and model descriptions in JSON: GET /v1/models, and V2's metadata, config and statistics."""
 
 from typing import Any
 
@@ -83,8 +82,7 @@ def model_metadata(service: Service, served: ServedVersion) -> dict[str, Any]:
 
 
 def model_statistics(served: ServedVersion) -> list[dict[str, Any]]:
-    """In the statistics extension's shape: counts and nanoseconds over all workers and all versions since
-    the start."""
+    """The statistics extension's counts and nanoseconds, over all workers and versions."""
     found = statistics(served.header.model)
     count = found["lookup"][0]
     ns = {stage: {"count": n, "ns": round(seconds * 1e9)} for stage, (n, seconds) in found.items()}
@@ -123,21 +121,12 @@ def server_metadata(service: Service) -> dict[str, Any]:
 
 
 def model_configuration(served: ServedVersion) -> dict[str, Any]:
-    kinds = {
-        "INT64": "TYPE_INT64",
-        "INT32": "TYPE_INT32",
-        "FP32": "TYPE_FP32",
-        "FP16": "TYPE_FP16",
-        "BOOL": "TYPE_BOOL",
-    }
-    inputs = [
-        {"name": i["name"], "data_type": kinds[i["datatype"]], "dims": i["shape"], "optional": True}
-        for i in _input_names(served)
-    ]
-    outputs = [
-        {"name": o["name"], "data_type": kinds[o["datatype"]], "dims": o["shape"]}
-        for o in _output_names(served)
-    ]
+
+    def configured(t: dict[str, Any]) -> dict[str, Any]:
+        return {"name": t["name"], "data_type": f"TYPE_{t['datatype']}", "dims": t["shape"]}
+
+    inputs = [{**configured(i), "optional": True} for i in _input_names(served)]
+    outputs = [configured(o) for o in _output_names(served)]
     return {
         "name": served.header.model,
         "platform": "tableside",
@@ -151,7 +140,7 @@ def model_configuration(served: ServedVersion) -> dict[str, Any]:
 
 
 def _input_names(served: ServedVersion) -> list[dict[str, Any]]:
-    """The inputs that a model takes, for its metadata, with both ways of sending each feature."""
+    """Lists a model's inputs for metadata, with both forms of each feature."""
     dense = {} if served.scorer is None else served.scorer.dense
     described: list[dict[str, Any]] = [
         {"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()
@@ -166,7 +155,7 @@ def _input_names(served: ServedVersion) -> list[dict[str, Any]]:
 
 
 def _output_names(served: ServedVersion) -> list[dict[str, Any]]:
-    """The outputs that a model gives, for its metadata. Found masks are given where they are named alone."""
+    """Lists a model's outputs for metadata. Found masks are sent only if named."""
     described = [
         {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]}
         for n, f in served.features.items()
@@ -178,12 +167,8 @@ def _output_names(served: ServedVersion) -> list[dict[str, Any]]:
 
 
 def _describe_ids(table: StoredTable) -> dict[str, Any]:
-    """Which ids a table has, and what becomes of others, as JSON.
-
-    ids: "row", where they are [first_id, first_id + id_count), or "raw", any int64. id_count: ids with a row
-    of their own. missing: the policy for others, as model.toml has it. backfilled: ids whose row came from an
-    older version.
-    """
+    """Describes a table's ids. ids: "row", [first_id, first_id + id_count), or "raw", any int64. missing:
+    model.toml's policy. backfilled: ids with a row of an older version."""
     ids = table.ids or StoredIds(table.rows)
     is_raw = ids.index is not None
     found: dict[str, Any] = {"ids": "raw" if is_raw else "row", "id_count": ids.count}

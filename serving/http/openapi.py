@@ -1,8 +1,5 @@
-"""What /openapi.json says of an operation that takes a raw body: its schemas, and its refusals, as arguments
-of FastAPI's routes.
-
-Every refusal is {"error": message}, with the statuses that its path can have. 405 is any other method's.
-"""
+"""Schemas and refusals for /openapi.json, as arguments of FastAPI's routes. A refusal is {"error":
+message}."""
 
 from typing import Any
 
@@ -14,7 +11,8 @@ Json = dict[str, Any]
 _REFUSED = {
     400: "The request is wrong: the message names the field, what came and what was expected",
     401: "The admin token is missing or wrong",
-    403: "This server has no admin token, so nobody may; or a page of another site sent the request, or it is for another Host",
+    403: "This server has no admin token, so nobody may; or a page of another site sent the request, "
+    "or it is for another Host",
     404: "No such model, version or path",
     405: "Another method; Allow names those that are answered",
     413: "The body or the answer is larger than a limit of this server, which the message names",
@@ -32,7 +30,6 @@ class Refusal(BaseModel):
 
 
 def refusals(*statuses: int) -> dict[int | str, Json]:
-    """The responses of these statuses."""
     return {status: {"model": Refusal, "description": _REFUSED[status]} for status in statuses}
 
 
@@ -41,10 +38,8 @@ def as_json(schema: Json) -> Json:
 
 
 def told(summary: str, answer: Json | None, *statuses: int, body: Json | None = None, **more: Any) -> Json:
-    """Arguments of a route. answer: schema of its 200; None: an empty one. body: schema of what it takes.
-
-    more: of `openapi_extra`.
-    """
+    """Returns a route's arguments. answer: the 200's schema; None: empty. body: its schema. more:
+    `openapi_extra`."""
     if body is not None:
         more["requestBody"] = {"required": True, **as_json(body)}
     responses = refusals(*statuses)
@@ -54,7 +49,7 @@ def told(summary: str, answer: Json | None, *statuses: int, body: Json | None = 
 
 
 def an_object(*optional: str, **properties: Json) -> Json:
-    """An object whose properties are required, but for the `optional` ones."""
+    """Returns an object's schema; all properties but `optional` are required."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, **({"required": required} if required else {})}
 

@@ -1,15 +1,7 @@
-"""Whose requests a server takes, as a web page may send some to any server that its browser reaches, one on
-loopback too.
-
-A page of another site may write: its browser sends the request, and only keeps the answer from it. So a
-request that is no GET is refused where the browser says that it comes from another site (`Sec-Fetch-Site`,
-else `Origin`). Programs send neither.
-
-A page may have its own name point at this server (DNS rebinding), and is of the same site then. So `Host`
-must be a name of this server. An IP address is always taken, as no page's name is one.
-
-A registration of shared memory is not taken as text or as a form of a page, which need no preflight.
-"""
+"""Which requests a server takes from browsers. Another site's page may send writes: a request other than GET
+is refused if `Sec-Fetch-Site`, else `Origin`, says so. Programs send neither. Against DNS rebinding, `Host`
+must be a name of this server or an IP address. Regions are not registered by text or form bodies, which need
+no preflight."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -28,15 +20,14 @@ _OF_PAGES = (b"text/plain", b"multipart/form-data")
 
 
 class Origins:
-    """The names of a server. names: in lower case; None: any."""
+    """A server's names in lower case; None: any."""
 
     def __init__(self, names: Collection[str] | None) -> None:
         self._names = names
 
     @classmethod
     def of(cls, settings: ServerSettings) -> "Origins":
-        """By `allowed_hosts`; without it a server on loopback has its own name and localhost, any other
-        server all names."""
+        """Reads `allowed_hosts`; by default a server on loopback is localhost, any other has all names."""
         names = {name.lower() for name in settings.allowed_hosts}
         if (
             not names
@@ -47,8 +38,7 @@ class Origins:
         return cls(None if not names or ANY in names else names)
 
     def refusal(self, method: bytes, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-        """Why a request is refused; None: it is taken. headers: its READS, and any others, with names in
-        lower case."""
+        """Returns why a request is refused, or None. headers: READS and any others, names in lower case."""
         hosts = [value.decode("latin-1").lower() for name, value in headers if name == HOST]
         if (
             self._names is not None
@@ -56,8 +46,7 @@ class Origins:
         ):
             return (
                 f"Host {short(bad)} is no name of this server; it has: {', '.join(sorted(self._names))}, or "
-                "an IP address. Name "
-                "others with --allowed-hosts"
+                "an IP address. Name others with --allowed-hosts"
             )
         if method in (b"GET", b"HEAD"):
             return None
@@ -79,14 +68,10 @@ class Origins:
 
 
 def check_type(content_type: bytes | None) -> None:
-    """ApiError 415: a body has a type in which a page may send it anywhere, without asking the server
-    first."""
+    """ApiError 415: a page may send this body type anywhere without a preflight."""
     if content_type is not None and (kind := content_type.partition(b";")[0].strip().lower()) in _OF_PAGES:
-        raise ApiError(
-            415,
-            ErrorKind.BAD_REQUEST,
-            f"content-type {kind.decode('latin-1')!r}: expected application/json for shared memory regions",
-        )
+        what = f"content-type {kind.decode('latin-1')!r}: expected application/json for shared memory regions"
+        raise ApiError(415, ErrorKind.BAD_REQUEST, what)
 
 
 def _is_address(host: str) -> bool:

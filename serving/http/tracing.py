@@ -1,10 +1,6 @@
-"""OpenTelemetry traces: one span of each request, from its first byte to the last byte of its response.
-
-A span is a child of the one that the request's `traceparent` names (W3C Trace Context). Its attributes are
-those of OpenTelemetry's HTTP conventions, and ours: protocol, outcome, request_id. It is made when the
-request is over, so that the path of a lookup has none of it. Spans are sent by a thread of the SDK.
-Everything here is of the extra `tableside[otel]`.
-"""
+"""OpenTelemetry traces: a span per request, child of its `traceparent` (W3C Trace Context), with the HTTP
+conventions' attributes and ours: protocol, outcome, request_id. It is made after the request and sent by the
+SDK's thread. Needs `tableside[otel]`."""
 
 import time
 from importlib.metadata import EntryPoint, entry_points
@@ -23,8 +19,7 @@ _INFER = "/v2/models/{model}/infer"
 
 
 def exporter_named(name: str) -> EntryPoint:
-    """What makes an exporter, by the name that its package registered. ServingError: there is none of that
-    name."""
+    """Returns the entry point of an exporter. ServingError: none has that name."""
     known = {entry.name: entry for entry in entry_points(group=_GROUP)}
     if name not in known:
         raise ServingError(
@@ -36,7 +31,7 @@ def exporter_named(name: str) -> EntryPoint:
 
 
 class SpanWriter:
-    """Writes the spans of a worker. Belongs to one event loop."""
+    """Writes a worker's spans. Belongs to one event loop."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         resource = Resource({"service.name": "tableside"}).merge(OTELResourceDetector().detect())
@@ -47,11 +42,11 @@ class SpanWriter:
 
     @classmethod
     def named(cls, name: str) -> "SpanWriter":
-        """For an exporter by name. ServingError: there is none of that name."""
+        """Makes one for an exporter by name. ServingError: none has that name."""
         return cls(exporter_named(name).load()())
 
     def write(self, protocol: str, outcome: str, status: int, seconds: float, trace: Trace) -> None:
-        """Writes the span of a request that ended now and took so many seconds."""
+        """Writes the span of a request that ended now after `seconds`."""
         ended = time.time_ns()
         method, path = trace.method.decode("latin-1"), trace.url.partition(b"?")[0].decode("latin-1")
         route = {V1: path, V2: _INFER}.get(protocol)
@@ -81,5 +76,4 @@ class SpanWriter:
         span.end(ended)
 
     def close(self) -> None:
-        """Sends what waits, and ends the thread that sends."""
         self._provider.shutdown()

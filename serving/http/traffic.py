@@ -1,9 +1,5 @@
-"""What comes through a worker's connections: how many there are, what is in flight, and how long each request
-took.
-
-A request's time goes from its first byte received to the last byte of its response handed to the kernel. So
-waiting for a turn, a slow body and a client that reads slowly are all in it, as they are in what a user sees.
-"""
+"""A worker's traffic: connections, requests in flight, and seconds per request, from its first byte to the
+last byte handed to the kernel. So waits, slow bodies and slow readers count."""
 
 import time
 from collections.abc import Sequence
@@ -22,11 +18,8 @@ _LOOKUPS = (b"/v1/lookup", b"/v1/score")
 
 
 class Trace(NamedTuple):
-    """Who asked, by a request's headers. request_id: is echoed; None: none came, or one that is too long or
-    no plain text.
-
-    parent: W3C's traceparent.
-    """
+    """A request's origin. request_id: echoed; None: absent, too long or not plain text. parent: W3C's
+    traceparent."""
 
     method: bytes
     url: bytes
@@ -35,7 +28,7 @@ class Trace(NamedTuple):
 
 
 def trace_of(method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Trace:
-    """headers: those of TRACED, and any others."""
+    """Reads a request's trace. headers: TRACED and any others."""
     request_id = parent = None
     for name, value in headers:
         if (
@@ -51,7 +44,7 @@ def trace_of(method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) 
 
 
 def protocol_of(method: bytes, url: bytes) -> str:
-    """The label of a request: v1 or v2 for lookups and scores, http for everything else."""
+    """Labels a request: v1 or v2 for lookups and scores, else http."""
     path = url.partition(b"?")[0]
     if method != b"POST":
         return OTHER
@@ -61,8 +54,7 @@ def protocol_of(method: bytes, url: bytes) -> str:
 
 
 def outcome_of(status: int) -> str:
-    """The label of a response: ok; refused (4xx, the client's to mend); unavailable (503, to be tried
-    again); failed (5xx)."""
+    """Labels a status: ok, refused (4xx), unavailable (503, retry), failed (other 5xx)."""
     if status < 400:
         return "ok"
     if status < 500:
@@ -71,23 +63,18 @@ def outcome_of(status: int) -> str:
 
 
 class Traffic:
-    """Counts over the connections of a worker. Belongs to one event loop. connections: that are open;
-    in_flight: requests.
-
-    spans: what writes a trace of each request; None: nothing does.
-    """
+    """Counts a worker's open connections and requests in flight. Belongs to one event loop. spans: the trace
+    writer, or None."""
 
     def __init__(self) -> None:
         self.connections = self.in_flight = 0
         self.spans: SpanWriter | None = None
 
     def began(self) -> None:
-        """A request's headers are here."""
         self.in_flight += 1
 
     def ended(self, protocol: str, status: int, since: float, trace: Trace) -> None:
-        """The last byte of a response is handed over. status: 0: its client left before. since: of
-        time.perf_counter."""
+        """Counts a finished response. status 0: the client left. since: time.perf_counter()."""
         self.in_flight -= 1
         outcome = outcome_of(status) if status else "aborted"
         seconds = time.perf_counter() - since
@@ -96,5 +83,5 @@ class Traffic:
             self.spans.write(protocol, outcome, status, seconds, trace)
 
     def refused(self, status: int, since: float) -> None:
-        """What came is refused before it was a request."""
+        """Counts bytes that were refused before they were a request."""
         REQUEST_SECONDS.labels(OTHER, outcome_of(status)).add(time.perf_counter() - since if since else 0.0)

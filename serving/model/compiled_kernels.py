@@ -1,13 +1,9 @@
-"""Kernels compiled before they are needed, once for a machine: one process compiles, the others wait until it
-is done.
+"""Kernels compiled ahead, once per machine: one process compiles, the others wait.
 
-What is compiled lies in Triton's cache on disk. Its folder `tableside` has a lock (`flock`, which the kernel
-drops with a killed process), and an empty file for each set of kernels that is complete. Its name is a digest
-of all that the set depends on: the kernels and their sources, the architecture, Triton, and whether the code
-that launches them could be compiled too. So a set that is there costs a look at one file.
-
-This saves time and keeps nothing right: what is not compiled ahead is compiled when it is launched first.
-Imports neither torch nor Triton.
+Compiled kernels lie in Triton's cache on disk. Its folder `tableside` has a lock (`flock`, dropped with a
+killed process) and an empty file per complete set, named by a digest of all it depends on: kernels, sources,
+architecture, Triton, and whether launchers could be compiled too. A known set costs a look at one file.
+Kernels that are not compiled ahead are compiled at launch. Imports neither torch nor Triton.
 """
 
 import fcntl
@@ -41,7 +37,6 @@ Progress = Callable[[int, int], None]
 
 
 def triton_cache() -> Path:
-    """The folder of Triton's cache on disk."""
     if folder := os.environ.get("TRITON_CACHE_DIR"):
         return Path(folder)
     return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton/cache"
@@ -55,11 +50,8 @@ def kernels_wanted(
     gathers: tuple[bool, ...] = (False, True),
     tensors: bool = False,
 ) -> WantedKernels:
-    """What a version's tables launch where they are placed so; auto: wherever they may come to lie.
-
-    is_lfu: the cache's policy. gathers: whether the CPU gathers what the cache misses; both: the host's cores
-    say. tensors: what PyTorch modules launch, too.
-    """
+    """Returns the kernels that a version launches in a placement; auto: in any. is_lfu: the cache's policy.
+    gathers: whether the CPU gathers misses; both if cores decide. tensors: also those of PyTorch modules."""
     features = segment.header.features
     poolings = {Pooling.parse(f.pooling) for f in features}
     is_cached = placement in ("auto", "cached")
@@ -78,7 +70,7 @@ def kernels_wanted(
 
 
 def kernels_of_server(settings: ServerSettings, segment: Segment) -> WantedKernels:
-    """What an engine process of these settings launches for a version."""
+    """Returns the kernels that an engine process with these settings launches for a version."""
     threads = settings.gather_threads
     return kernels_wanted(
         segment,
@@ -89,19 +81,16 @@ def kernels_of_server(settings: ServerSettings, segment: Segment) -> WantedKerne
 
 
 def are_compiled(settings: ServerSettings) -> bool:
-    """Whether engine processes of these settings launch kernels that are compiled: not where all is
-    interpreted, or the CPU's."""
+    """Returns whether engine processes launch compiled kernels, not the interpreter's or the CPU's."""
     return bool(settings.devices) and INTERPRETER not in settings.devices and settings.placement != "host"
 
 
 def compile_once(
     wanted: WantedKernels, arch: int, jobs: int | None = None, progress: Progress | None = None
 ) -> list[CompiledKernel] | None:
-    """Compiles a set of kernels, `jobs` at a time (None: one a core), unless it is there; None: it was.
-
-    Where another process compiles, this one waits for it. QuantError: a kernel cannot be compiled, or the
-    architecture is unknown. OSError: nothing may be written to Triton's cache.
-    """
+    """Compiles a set, `jobs` at a time (None: one a core); None if it was there. Waits while another process
+    compiles. QuantError: a kernel does not compile or the architecture is unknown. OSError: the cache is not
+    writable."""
     done = triton_cache() / "tableside" / _digest(wanted, arch)
     if done.exists():
         return None
@@ -115,8 +104,7 @@ def compile_once(
 
 
 def compile_ahead(wanted: WantedKernels, arch: int) -> None:
-    """As `compile_once`, told in the log. What cannot be compiled ahead is left to the first launch, which
-    says why."""
+    """Like `compile_once`, logged. On failure kernels compile at their first launch."""
     started = time.monotonic()
     told = 0
 
@@ -134,21 +122,13 @@ def compile_ahead(wanted: WantedKernels, arch: int) -> None:
         )
         return
     if compiled is not None:
-        logger.info(
-            "kernels for sm_%d: %d in %.1f s, in %s",
-            arch,
-            len(compiled),
-            time.monotonic() - started,
-            triton_cache(),
-        )
+        seconds = time.monotonic() - started
+        logger.info("kernels for sm_%d: %d in %.1f s, in %s", arch, len(compiled), seconds, triton_cache())
 
 
 def begin_to_compile(settings: ServerSettings, segments: Sequence[Segment]) -> threading.Thread | None:
-    """Compiles what engine processes of these settings will launch, on a thread, while they start; None:
-    there is nothing.
-
-    Engine processes wait for it where they are sooner. It ends with this process.
-    """
+    """Compiles engine processes' kernels on a thread while they start; None: nothing to do. It ends with this
+    process."""
     if not are_compiled(settings):
         return None
     wanted = [kernels_of_server(settings, segment) for segment in segments]
@@ -181,8 +161,7 @@ def _digest(wanted: WantedKernels, arch: int) -> str:
 
 @contextmanager
 def _alone(lock: Path, arch: int) -> Iterator[None]:
-    """No other process compiles meanwhile. Who waits for longer than `_WAIT_S` seconds goes on beside it,
-    and says so."""
+    """Excludes other compiling processes; after _WAIT_S seconds it logs that and goes on."""
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         deadline, waits = time.monotonic() + _WAIT_S, False

@@ -1,11 +1,8 @@
-"""Calls of a scorer on a device: its inputs as matrices that stay there, and each call as a CUDA graph where
-rows are few.
+"""A scorer's calls on a device, on matrices that stay there; small calls are CUDA graphs.
 
-A graph reads and writes the same memory each time. So there is a *room*, matrices of fixed places, for each
-power of two of rows, and a call has as many rows as its room: those behind the batch's are zeros, or rows of
-earlier batches. That is right for scorers that see each row alone. Other scorers, and calls of many rows,
-which take longer than their launches, are called as they are. So is a scorer that cannot be captured; the log
-says so once. Imports torch.
+A graph reads and writes fixed memory, so there is a *room*, matrices at fixed addresses, per power of two of
+rows; rows behind the batch's are zeros or old. That suits scorers that see each row alone. Other scorers,
+large calls, and scorers that cannot be captured (logged once) are called directly. Imports torch.
 """
 
 import logging
@@ -27,15 +24,13 @@ logger = logging.getLogger("tableside")
 GRAPH_ROWS = 4096  # of the largest graph
 WARM_ROWS = 1024  # up to which graphs are made before the first request
 
-Run = Callable[
-    [Sequence[torch.Tensor]], torch.Tensor
-]  # [rows, width] of each input -> fp32 [rows], or [rows, n]
+# [rows, width] of each input -> fp32 [rows], or [rows, n]
+Run = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Room:
-    """Where the rows of a batch go. inputs: [rows or more, width] of each input; addresses: of their first
-    rows, int64."""
+    """A batch's matrices. inputs: [rows or more, width] each; addresses: of their first rows, int64."""
 
     inputs: tuple[torch.Tensor, ...]
     addresses: NDArray[np.int64]
@@ -52,12 +47,9 @@ class _Graph:
 
 
 class DeviceCalls:
-    """A scorer's calls on one device. One thread at a time, on the stream that is current: always the same
-    one.
-
-    run: the scorer. precision: of its inputs. row_bytes: of each of them, int64. rows: the fewest and the
-    most that it takes. is_row_wise: a row's score does not depend on the others.
-    """
+    """A scorer's calls on one device; one thread at a time, always on the same current stream. precision: of
+    inputs. row_bytes: per input, int64. rows: the fewest and most it takes. is_row_wise: rows are
+    independent."""
 
     def __init__(
         self,
@@ -79,7 +71,7 @@ class DeviceCalls:
         self._pool: Any = None
 
     def room(self, rows: int) -> Room:
-        """Room for so many rows. What an earlier batch had there is overwritten."""
+        """Returns room for `rows`; it overwrites an earlier batch's."""
         rounded = 1 << max(0, rows - 1).bit_length()
         if (found := self._rooms.get(rounded)) is None:
             for larger in [n for n in self._rooms if n > GRAPH_ROWS]:  # one of those at a time
@@ -93,11 +85,8 @@ class DeviceCalls:
         return found
 
     def score(self, room: Room, start: int, rows: int, is_all: bool) -> NDArray[np.float32]:
-        """Scores of rows [start, start + rows) of a room, once they are computed. is_all: the room holds no
-        others that count.
-
-        RuntimeError, ValueError, ...: the scorer does not take these rows, or the device is lost.
-        """
+        """Computes scores of a room's rows [start, start + rows). is_all: the room holds no others.
+        RuntimeError, ValueError, ...: the scorer refuses the rows, or the device is lost."""
         with torch.inference_mode():
             graph = self._graph(room) if is_all and start == 0 else None
             if graph is None:
@@ -106,7 +95,7 @@ class DeviceCalls:
             return _to_host(graph.scores[:rows])
 
     def warm_up(self, admit: Callable[[int], object]) -> None:
-        """Makes the graphs of few rows, as far as the scorer may take them. admit: `Scorer.admit`."""
+        """Makes the small graphs that the scorer may take. admit: `Scorer.admit`."""
         rows = 1
         while rows <= WARM_ROWS and self._captures:
             if self.rows[0] <= rows <= self.rows[1]:
@@ -120,8 +109,7 @@ class DeviceCalls:
             rows *= 2
 
     def _graph(self, room: Room) -> _Graph | None:
-        """The graph of a room's rows, captured when it is first asked for; None: the scorer is called as
-        it is."""
+        """Returns the graph of a room, captured on first use; None: call the scorer directly."""
         if not self._captures or room.rows > GRAPH_ROWS or not self.rows[0] <= room.rows <= self.rows[1]:
             return None
         if (found := self._graphs.get(room.rows)) is None:
@@ -131,11 +119,8 @@ class DeviceCalls:
             except (RuntimeError, NotImplementedError) as error:
                 self._captures = False
                 self._graphs.clear()
-                logger.warning(
-                    "the scorer of %s is not captured as a CUDA graph, and runs without: %s",
-                    self._name,
-                    error,
-                )
+                what = "the scorer of %s is not captured as a CUDA graph, and runs without: %s"
+                logger.warning(what, self._name, error)
         return found
 
     def _captured(self, room: Room) -> _Graph:
@@ -157,7 +142,7 @@ class DeviceCalls:
 
 
 def _to_host(scores: torch.Tensor) -> NDArray[np.float32]:
-    """Scores as fp32 on the host, [rows], or [rows, n] where there are several a row."""
+    """Copies scores to the host: fp32 [rows], or [rows, n] for several a row."""
     if scores.ndim == 2 and scores.shape[1] == 1:
         scores = scores[:, 0]
     host = torch.empty(scores.shape, dtype=torch.float32, pin_memory=scores.is_cuda)

@@ -1,8 +1,5 @@
-"""The engine of one model: which of its versions is live, and which others are attached.
-
-A request takes `engine.served()` once and answers from it, so it never mixes versions. The engine swaps the
-live version whole. A replaced version stays mapped until its last request is done, and then goes.
-"""
+"""The engine of one model: its live version and others attached. A request takes `engine.served()` once, so
+it never mixes versions. A replaced version stays mapped until its last request is done."""
 
 import logging
 import time
@@ -29,22 +26,19 @@ logger = logging.getLogger("tableside")
 _VERIFIERS = (
     4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
 )
-_BEGIN_S, _AGAIN_S = (
-    30.0,
-    0.05,
-)  # for which states may go while the first one is attached; between two of them
+# for which states may go while the first one is attached; between two of them
+_BEGIN_S, _AGAIN_S = (30.0, 0.05)
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 
 
 class _Clock:
-    """Where time goes: seconds of each of several steps, for the log."""
+    """Seconds of several steps, for the log."""
 
     def __init__(self) -> None:
         self._started = self._last = time.monotonic()
         self._steps: list[str] = []
 
     def mark(self, step: str) -> None:
-        """What was done since the last mark, or since this was made."""
         now = time.monotonic()
         self._steps.append(f"{step} {now - self._last:.2f}")
         self._last = now
@@ -54,8 +48,6 @@ class _Clock:
 
 
 class CacheState(NamedTuple):
-    """A GPU's cache at some time."""
-
     device: str
     slots: int
     occupied_slots: int
@@ -63,7 +55,7 @@ class CacheState(NamedTuple):
 
 
 class Engine:
-    """The versions of one model that this process answers from."""
+    """A model's versions in this process."""
 
     def __init__(
         self,
@@ -74,7 +66,6 @@ class Engine:
         scorer_limits: ScorerLimits = NO_LIMITS,
         scores: bool = True,
     ) -> None:
-        """scores: open the versions' scorers."""
         self.model, self._settings, self._placer = model, settings, placer
         self._scorer_limits, self._scores = scorer_limits, scores
         self._served: ServedVersion | None = None
@@ -86,20 +77,14 @@ class Engine:
 
     @classmethod
     def of(cls, settings: ServerSettings, name: str, placer: Placer) -> "Engine":
-        """The engine of a model that this server looks up itself."""
-        limits = ScorerLimits(
-            settings.max_scorer_bytes,
-            settings.scorer_timeout_s,
-            settings.drain_s + settings.shutdown_timeout_s,
-        )
+        """Makes the engine of a model that this process looks up itself."""
+        ending_s = settings.drain_s + settings.shutdown_timeout_s
+        limits = ScorerLimits(settings.max_scorer_bytes, settings.scorer_timeout_s, ending_s)
         return cls(Model(settings.root, name, settings.owner), settings, placer, scorer_limits=limits)
 
     def begin(self) -> None:
-        """Attaches the state to serve first, and answers from it. Where that goes meanwhile, as newer ones
-        come, it is the next.
-
-        Errors: as of `attach`, VersionError where none is live.
-        """
+        """Attaches and serves the first state, or the next if that goes meanwhile. Errors: as of `attach`,
+        VersionError if none is live."""
         deadline = time.monotonic() + _BEGIN_S
         while True:
             state = self._first()
@@ -111,58 +96,48 @@ class Engine:
                     raise
             time.sleep(_AGAIN_S)
         served = self.served()
-        logger.info(
-            "serving %s version %s: %d tables, %.1f MB, lookups on %s",
-            self.model.name,
-            served.state,
-            len(served.header.tables),
-            served.segment.size / 1e6,
-            served.backend.description,
-        )
+        tables, mb = len(served.header.tables), served.segment.size / 1e6
+        said = (self.model.name, served.state, tables, mb, served.backend.description)
+        logger.info("serving %s version %s: %d tables, %.1f MB, lookups on %s", *said)
 
     def _first(self) -> State:
         return good_state(self.model)
 
     @property
     def cache(self) -> CacheState | None:
-        """The cache that all models share on the GPU, where there is one."""
+        """The GPU's cache that all models share, or None."""
         if (cache := self._placer.cache) is None:
             return None
         held = cache.statistics()
         return CacheState(str(cache.device), held.slots, held.occupied, cache.bytes)
 
     def served(self) -> ServedVersion:
-        """The version that answers. ApiError: none is attached yet, or its rows were found damaged and
-        there is no other."""
+        """Returns the version that answers. ApiError: none is attached, or its rows are damaged without
+        another."""
         if self._unusable is not None:
             raise self._unusable
         return self.attached()
 
     def attached(self) -> ServedVersion:
-        """The version that is attached, whether or not it may answer. ApiError: none is yet."""
+        """Returns the attached version, usable or not. ApiError: none yet."""
         if self._served is None:
             raise not_found(f"model {self.model.name!r} is not ready")
         return self._served
 
     @property
     def is_usable(self) -> bool:
-        """Whether requests are answered; False where the served rows were found damaged and there is no
-        other version."""
+        """Whether requests are answered: the rows are good, or another version is there."""
         return self._unusable is None
 
     @property
     def unusable_because(self) -> str:
-        """Why requests are not answered; "" where they are."""
+        """Why requests are not answered; "" if they are."""
         return "" if self._unusable is None else self._unusable.message
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
-        """Maps, verifies, places and warms up a state (None: the live one). It does not change which one is
-        served.
-
-        as_successor: the state may take the room of the one that is served, which goes when its last request
-        is done, and its rows in a cache, where they did not change. It is to be swapped in at once.
-        LoaderError, QuantError, ServingError, OSError: the state cannot be served here.
-        """
+        """Maps, verifies, places and warms up a state (None: the live one) without serving it. as_successor:
+        it may take the served one's room and cached rows, and is swapped in at once. LoaderError, QuantError,
+        ServingError, OSError: it cannot be served here."""
         before = self._served
         like = None if before is None else before.segment
         unverified: Segment | None = None
@@ -179,9 +154,8 @@ class Engine:
         if unverified is None or segment.base is not unverified:
             return self._attach(segment, replaced)
         unverified.verify_indexes()
-        with ThreadPoolExecutor(
-            1, "tableside-verify"
-        ) as beside:  # rows, while they are copied and kernels are loaded
+        # rows, while they are copied and kernels are loaded
+        with ThreadPoolExecutor(1, "tableside-verify") as beside:
             verifying = beside.submit(unverified.verify, 1 if as_successor else _VERIFIERS)
             served = self._attach(segment, replaced, verifying.result)
         return served
@@ -189,8 +163,7 @@ class Engine:
     def _attach(
         self, segment: Segment, replaced: Placements | None, verified: Callable[[], None] = lambda: None
     ) -> ServedVersion:
-        """The rest of `attach`. replaced: what its successor takes the room of. verified: waits until
-        every row was read."""
+        """The rest of `attach`. replaced: gives its room. verified: waits until all rows were read."""
         clock = _Clock()
         try:
             placed = self._placer.place(segment, replaced)
@@ -238,19 +211,16 @@ class Engine:
         return served
 
     def swap(self, served: ServedVersion) -> None:
-        """Answers from `served`, from the next request on."""
+        """Answers from `served` from the next request on."""
         self._served, self._unusable = served, None
         self._note(self._live)
 
     def close(self) -> None:
-        """The model is served no more."""
+        """Stops serving the model."""
 
     def changed(self) -> State | None:
-        """The state that should be served instead of the present one, or None.
-
-        That is the live one, unless it is served already or was refused before. Where rows of the served
-        version were found damaged it is the last good version.
-        """
+        """Returns the state to serve instead, or None: the live one unless served or refused; the last good
+        version if served rows are damaged."""
         try:
             current, damaged = state_of(self.model.record()), self.model.damaged_versions()
             good = [resolve(self.model, v) for v in self.model.last_good()] if damaged else []
@@ -272,26 +242,24 @@ class Engine:
         return wanted[0] if wanted and wanted[0] != served else None
 
     def _note(self, live: State) -> None:
-        """Notes since when the live state has been another one than the one that answers."""
+        """Notes since when the live state differs from the served one."""
         is_behind = self._served is not None and live.version and live != self._served.state
         self._behind_since = (self._behind_since or time.monotonic()) if is_behind else 0.0
 
     @property
     def behind_s(self) -> float:
-        """For how many seconds the live state has been another one than the one that answers; 0: it is
-        that one."""
+        """Seconds since the live state differs from the served one; 0: it does not."""
         return time.monotonic() - self._behind_since if self._behind_since else 0.0
 
     def refuse(self, state: State) -> bool:
-        """Remembers that `state` cannot be served, until another one is made live. Whether that is new."""
+        """Remembers until the next live state that `state` cannot be served. Returns whether that is new."""
         is_new = state not in self._refused
         self._refused.add(state)
         return is_new
 
     def is_passing(self, state: State, error: Exception) -> bool:
-        """Whether what kept `state` from being attached passes: a newer state is live and this one's files
-        went, or an engine process is being replaced. LoaderError, OSError: nobody can see which state is
-        live."""
+        """Returns whether an attach error passes: a newer state is live, or an engine process is being
+        replaced. LoaderError, OSError: the live state is unknown."""
         if isinstance(error, VersionError):
             return state_of(self.model.record()) != state
         return isinstance(error, ApiError) and error.status == 503
@@ -307,26 +275,24 @@ class Engine:
         )
 
     def _warn(self, line: str) -> None:
-        """Logs a line once, not at each look."""
+        """Logs a line unless it was the last one."""
         if line != self._last_warning:
             logger.warning("%s", line)
         self._last_warning = line
 
     def find(self, version: int) -> ServedVersion | None:
-        """An attached version by number, or None."""
         if self._served is not None and self._served.version == version:
             return self._served
         return self._explicit.get(version)
 
     def find_state(self, state: State) -> ServedVersion | None:
-        """An attached state, or None."""
         if self._served is not None and self._served.state == state:
             return self._served
         found = self._explicit.get(state.version)
         return found if found is not None and found.state == state else None
 
     def forget_removed(self) -> None:
-        """Lets go of versions that requests named and that were removed or found damaged since."""
+        """Drops versions named by requests that were removed or damaged."""
         if not self._explicit:
             return
         good = set(self.model.versions()) - set(self.model.damaged_versions())
@@ -335,38 +301,29 @@ class Engine:
                 self._explicit.pop(version, None)
 
     def attach_explicit(self, version: int, state: State | None = None) -> ServedVersion:
-        """Attaches a version that a request named, in a state of it; None: its newest. One call at a time.
-
-        ApiError 404: the version is not published, or cannot be served. The log has the reason; a client
-        learns no paths.
-        """
+        """Attaches a version that a request named, in a state (None: its newest). One call at a time.
+        ApiError 404: it is not published or cannot be served; the log has the reason, as clients learn no
+        paths."""
         while True:
             published = self.model.versions()
             if version not in published:
                 known = ", ".join(map(str, published)) or "none"
-                raise not_found(
-                    f"version {version} of model {self.model.name!r} is not published; versions there: "
-                    f"{known}"
-                )
+                why = f"version {version} of model {self.model.name!r} is not published"
+                raise not_found(f"{why}; versions there: {known}")
             wanted = state or resolve(self.model, version)
             try:
                 served = self.attach(wanted)
                 break
             except (LoaderError, QuantError, ServingError, OSError) as error:
                 is_gone = isinstance(error, (VersionError, ApiError))
-                if (
-                    is_gone and (newest := resolve(self.model, version)) != wanted
-                ):  # changes came, and this state went
+                # changes came, and this state went
+                if is_gone and (newest := resolve(self.model, version)) != wanted:
                     state = newest
                     continue
-                logger.error(
-                    "version %d of %s, which a request named, is not taken: %s",
-                    version,
-                    self.model.name,
-                    error,
-                )
-                what = f"version {version} of model {self.model.name!r} cannot be served; the server's log has the reason"
-                raise not_found(what) from error
+                said = (version, self.model.name, error)
+                logger.error("version %d of %s, which a request named, is not taken: %s", *said)
+                what = f"version {version} of model {self.model.name!r}"
+                raise not_found(f"{what} cannot be served; the server's log has the reason") from error
         self._explicit[version] = served
         if len(self._explicit) > _EXPLICIT_VERSIONS:
             self._explicit.popitem(last=False)

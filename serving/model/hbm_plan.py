@@ -1,4 +1,4 @@
-"""Which tables of a version lie in a GPU's memory, within a budget: their rows, and what finds rows by id."""
+"""Plans which rows and indexes of a version's tables lie in a GPU's memory, within a budget."""
 
 import bisect
 import logging
@@ -25,9 +25,8 @@ _DELTAS = 16  # a sixteenth of a budget that a cache or split tables take is lef
 
 
 class Placement(StrEnum):
-    """hbm: copied once to the GPU. cached: read through the GPU's cache; misses come from the segment.
-    zero_copy: read by the GPU in the segment. hybrid: some rows as hbm, the others as zero_copy. host:
-    looked up by the CPU."""
+    """hbm: copied to the GPU. cached: read through its cache. zero_copy: read by the GPU in the segment.
+    hybrid: some rows as hbm, others as zero_copy. host: looked up by the CPU."""
 
     HBM = "hbm"
     CACHED = "cached"
@@ -39,15 +38,10 @@ class Placement(StrEnum):
 def plan_placements(
     tables: Iterable[StoredTable], wanted: str, budget_bytes: int, cache_is_open: bool = False
 ) -> dict[str, Placement]:
-    """Table name -> placement.
-
-    auto: all tables in hbm where the budget holds them. Else the smallest ones in a quarter of the budget,
-    and the others cached. If that leaves too little for a cache, as many in hbm as the budget holds, and the
-    others zero_copy. cache_is_open: there is a cache already, beside this budget; tables that the budget does
-    not hold are read through it.
-
-    ServingError: hbm was asked for and the budget does not hold every table.
-    """
+    """Maps table names to placements. auto: all in hbm if they fit; else the smallest in a quarter of the
+    budget, the others cached; if that leaves too little for a cache, as many in hbm as fit, the others
+    zero_copy. cache_is_open: a cache exists beside this budget and takes what does not fit. ServingError: hbm
+    does not fit."""
     tables = list(tables)
     total = sum(t.bytes + index_bytes(t, True) for t in tables)
     holds_all = total <= budget_bytes
@@ -62,11 +56,8 @@ def plan_placements(
         )
         return {t.name: whole for t in tables}
     if wanted == Placement.HBM and not holds_all:
-        raise ServingError(
-            f"placement hbm needs {total:,} bytes, the budget of this worker is {budget_bytes:,}; raise "
-            "--hbm-budget, "
-            "or choose --placement auto"
-        )
+        why = f"placement hbm needs {total:,} bytes, the budget of this worker is {budget_bytes:,}"
+        raise ServingError(f"{why}; raise --hbm-budget, or choose --placement auto")
     if wanted != "auto":
         return {t.name: Placement(wanted) for t in tables}
     least = {t.name: index_bytes(t, False, copies_ids=False) for t in tables}  # wherever their rows lie
@@ -85,35 +76,30 @@ def plan_placements(
 
 
 def without_deltas(budget_bytes: int) -> int:
-    """What a cache or split tables may take of a budget beside what else takes it."""
+    """Returns a cache's or split tables' part of a budget, without the deltas' part."""
     return budget_bytes - budget_bytes // _DELTAS
 
 
 def largest_share(tables: Sequence[StoredTable], budget_bytes: int) -> int:
-    """The largest share, below SPLIT_BLOCK, for which the budget holds the HBM rows of every table."""
+    """Returns the largest share, below SPLIT_BLOCK, with which the tables' HBM rows fit."""
     shares = range(SPLIT_BLOCK)
     return max(0, bisect.bisect_right(shares, budget_bytes, key=lambda share: split_bytes(tables, share)) - 1)
 
 
 def split_bytes(tables: Iterable[StoredTable], share: int) -> int:
-    """HBM that the tables take if they are split by `share`."""
     return sum(split_rows(t.rows, share) * t.row_bytes for t in tables)
 
 
 def map_bytes(tables: Iterable[StoredTable | Table]) -> int:
-    """HBM that cached tables take beside the cache: maps of a batch's misses."""
+    """Returns the HBM of cached tables beside the cache: maps of a batch's misses."""
     from tableside.quant.cache.tables import map_bytes as of_one
 
     return sum(of_one(t.rows) for t in tables)
 
 
 def index_bytes(table: StoredTable, rows_in_hbm: bool, copies_ids: bool = True) -> int:
-    """HBM that the index of a table takes, 0 where it has none.
-
-    Directory, pilots and bits are always copied. The id that is kept for each row is read in the row, where
-    all rows are in HBM (`rows_in_hbm`) and have room for it; else it is copied, unless `copies_ids` is false
-    and host memory is read.
-    """
+    """Returns the HBM of a table's index, 0 without one. Directory, pilots and bits are always copied. Rows'
+    ids are read in rows if all are in HBM with room for them, else copied unless `copies_ids` is false."""
     if table.ids is None or (index := table.ids.index) is None:
         return 0
     ids = index.slots * ID_BYTES
@@ -124,8 +110,7 @@ def index_bytes(table: StoredTable, rows_in_hbm: bool, copies_ids: bool = True) 
 
 
 def with_copied_ids(tables: Iterable[StoredTable], budget_bytes: int) -> frozenset[str]:
-    """The names of the tables, whose rows are not all in HBM, that have their ids copied there: the
-    smallest first, as far as the budget goes."""
+    """Returns the tables, not wholly in HBM, that copy their ids there: smallest first within the budget."""
     names, left = [], budget_bytes
     for table in sorted(tables, key=lambda t: t.rows):
         left -= index_bytes(table, False) - index_bytes(table, False, copies_ids=False)
@@ -141,12 +126,9 @@ def plan_indexes(
     cache_is_open: bool,
     is_successor: bool,
 ) -> tuple[dict[str, "InHost"], int]:
-    """What of each table's index lies in host memory, and what all indexes take of HBM.
-
-    Where a cache or split tables take the rest of the budget, ids take half of it at most; other ids are read
-    in the segment. A successor is served whatever the budget leaves: where that does not hold what else finds
-    rows, the largest indexes lie in host memory. ServingError: the budget does not hold what must be copied.
-    """
+    """Returns each table's index part in host memory, and the HBM of all indexes. Beside a cache or split
+    tables copied ids take half of the rest. For a successor the largest indexes move to host memory if
+    needed. ServingError: what must be copied does not fit."""
     from tableside.quant.gpu.residence.residence import InHost
 
     whole = [t for t in tables if placements[t.name] is Placement.HBM]
@@ -159,16 +141,12 @@ def plan_indexes(
     for t in sorted(others, key=lambda t: t.rows, reverse=True) if is_successor else ():
         if rest < 0 and (size := index_bytes(t, False, copies_ids=False)):
             in_host[t.name], least, rest = InHost.ALL, least - size, rest + size
-            logger.warning(
-                "the id index of table %s is read in host memory: it takes %d bytes (--hbm-budget)",
-                t.name,
-                size,
-            )
+            what = "the id index of table %s is read in host memory: it takes %d bytes (--hbm-budget)"
+            logger.warning(what, t.name, size)
     if least and rest < 0:
         raise ServingError(
             f"the id indexes of this version's tables take {least:,} bytes of HBM at least; the budget of "
-            "this worker leaves "
-            f"{max(0, rest + least):,}; raise --hbm-budget, or choose --placement host"
+            f"this worker leaves {max(0, rest + least):,}; raise --hbm-budget, or choose --placement host"
         )
     shares_it = Placement.HYBRID in placements.values() or (
         Placement.CACHED in placements.values() and not cache_is_open

@@ -1,5 +1,4 @@
-"""The deltas of a state, where a worker's GPU reads them: in HBM, or in host memory where the budget does
-not hold them."""
+"""A state's deltas in HBM, or in host memory if the budget does not hold them."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ _WHAT = {InHost.SOME: "rows of", InHost.ALL: "rows and indexes of"}
 
 
 def going_bytes(replaced: Mapping[str, DeviceTable], segment: Segment) -> int:
-    """HBM that the deltas of replaced tables take and the state `segment` does not."""
+    """Returns the HBM of replaced tables' deltas that `segment` does not share."""
     kept = {
         id(v.index)
         for t in segment.tables.values()
@@ -31,10 +30,8 @@ def going_bytes(replaced: Mapping[str, DeviceTable], segment: Segment) -> int:
 def with_deltas(
     gpu: GpuBackend, segment: Segment, tables: Mapping[str, DeviceTable], left_bytes: int
 ) -> dict[str, DeviceTable]:
-    """The tables of a version, as they were placed without deltas, in the state `segment`.
-
-    left_bytes: of HBM that new deltas may take. ServingError: neither the GPU nor the host has room.
-    """
+    """Returns a version's tables in the state `segment`. left_bytes: HBM for new deltas. ServingError:
+    neither the GPU nor the host has room."""
     changed = {name: tables[name] for delta in segment.deltas for name in delta.tables}
     sizes = {
         grade: sum(

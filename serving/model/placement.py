@@ -1,5 +1,4 @@
-"""Where a worker's tables lie: in the memory of its GPU, in the segment where the GPU reads them, or with
-the CPU."""
+"""Places a worker's tables: in its GPU's memory, in the segment for the GPU to read, or with the CPU."""
 
 import logging
 import os
@@ -45,12 +44,9 @@ _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is
 
 
 class Placements:
-    """A version's tables where a worker looks them up. Their HBM is given back with this object.
-
-    placements, tables: by the tables' names. on_gpu: the tables as a GPU reads them; empty where the worker
-    has none. hbm_bytes: HBM that they take beside the cache. base: those of the version without deltas, whose
-    memory they share.
-    """
+    """A version's placed tables; their HBM goes with this object. placements, tables: by name. on_gpu: empty
+    without a GPU. hbm_bytes: beside the cache. base: those of the version without deltas, whose memory they
+    share."""
 
     def __init__(
         self,
@@ -72,9 +68,8 @@ class Placements:
         return self if self._base is None else self._base
 
     def take_over(self) -> None:
-        """Keeps what the cache holds of the replaced version, where its rows are the same in this one. To
-        be called when this version is about to take the other one's requests: that one fetches these rows
-        again."""
+        """Keeps the replaced version's unchanged cached rows. Call it as requests move to this version: the
+        other one must fetch them again."""
         base = self.base
         handovers, base.handovers = base.handovers, []  # they hold the replaced version
         for handover in handovers:
@@ -82,12 +77,8 @@ class Placements:
 
 
 class Placer:
-    """Places the tables of versions for one worker. gpu None: the worker has no GPU, and every table stays
-    with the CPU.
-
-    stashable: the memory of tables in hbm can be given back for a while (`GpuBackend.stash`). ahead: batches
-    whose rows a cache brings before they are looked up (`GpuBackend.begin`).
-    """
+    """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
+    given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches."""
 
     def __init__(
         self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False, ahead: int = 0
@@ -101,7 +92,7 @@ class Placer:
         self._layers: weakref.WeakSet[DeviceLayer] = weakref.WeakSet()  # that `_held` has
 
     def open(self) -> None:
-        """Takes the device that the settings name. MissingBackend: it is not here."""
+        """Takes the device of the settings. MissingBackend: it is not here."""
         if not self._settings.devices:
             return
         (device,) = self._settings.devices  # the supervisor gave each worker one
@@ -117,7 +108,6 @@ class Placer:
 
     @property
     def torch_device(self) -> str:
-        """Where scorers run."""
         return "cpu" if self.gpu is None else str(self.gpu.device)
 
     @property
@@ -126,18 +116,10 @@ class Placer:
         return None if self.gpu is None else self.gpu.cache
 
     def place(self, segment: Segment, replaced: Placements | None = None) -> Placements:
-        """A segment's tables where this worker looks them up, within what other models and versions leave of
-        the budget.
-
-        replaced: of the version that goes when this one is taken. What the cache holds of its tables is to be
-        kept for the tables of the same names (`Placements.take_over`); hot rows that changed are fetched
-        anew.
-
-        A state of a version that is placed here, in the same segment, shares all that the version takes but
-        new deltas.
-
-        RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow it.
-        """
+        """Places a segment's tables within the free budget. replaced: the version that goes; its cached rows
+        are kept (`Placements.take_over`), changed hot rows fetched. A state of a placed version takes only
+        new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow
+        it."""
         if (gpu := self.gpu) is None:
             return Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
         known = self._bases.get(segment.base)
@@ -199,8 +181,7 @@ class Placer:
         return placed
 
     def compile(self, segment: Segment) -> None:
-        """Has the kernels compiled that the segment's tables launch on this worker's GPU, unless some
-        process did or does."""
+        """Compiles the kernels for the segment on this worker's GPU, unless some process did or does."""
         if self.gpu is not None:
             if are_compiled(self._settings):
                 compile_ahead(kernels_of_server(self._settings, segment), self.gpu.device.architecture)
@@ -209,7 +190,6 @@ class Placer:
     def _hbm_bytes(
         self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int
     ) -> int:
-        """HBM that a version's tables take, but for what they take of the cache."""
         whole = [t for t in tables if placements[t.name] is Placement.HBM]
         split = [t for t in tables if placements[t.name] is Placement.HYBRID]
         hbm_bytes = sum(t.bytes for t in whole) + split_bytes(split, share)
@@ -220,8 +200,7 @@ class Placer:
         return hbm_bytes
 
     def _warm(self, placed: Placements, replaced: Placements) -> None:
-        """Plans to keep the rows that the cache holds of a version and that did not change. Those of the
-        hotter half that did are brought to the cache now."""
+        """Plans to keep unchanged cached rows, and fetches the changed ones of the hotter half."""
         from tableside.quant.unchanged import successors
 
         for name, table in placed.on_gpu.items():
@@ -234,20 +213,15 @@ class Placer:
             half = (hot.size + 1) // 2
             fetched = rows[:half][(rows[:half] >= 0) & ~is_same[:half]]
             table.residence.warm(fetched)
-            logger.info(
-                "table %s: %d rows of the cache are kept, %d are fetched anew",
-                name,
-                is_same.sum(),
-                fetched.size,
-            )
+            counts = (is_same.sum(), fetched.size)
+            logger.info("table %s: %d rows of the cache are kept, %d are fetched anew", name, *counts)
         if self.cache is not None:
             self.cache.statistics(wait=True)  # a version that is dropped now must not be read any more
 
     def _open_cache(
         self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int
     ) -> None:
-        """Makes the cache when a first table needs it, of all that is left. All models and versions of the
-        worker share it."""
+        """Makes the worker's cache of the remaining budget when a first table needs it."""
         tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
         if not tables:
             return
@@ -263,7 +237,7 @@ class Placer:
         logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, gpu.description)
 
     def _cache_settings(self, cached_bytes: int) -> "CacheSettings":
-        """How a cache over so many bytes of tables decides."""
+        """Returns the settings of a cache over `cached_bytes` of tables."""
         from tableside.quant.cache.settings import CacheSettings, Policy
 
         return CacheSettings(
@@ -274,8 +248,7 @@ class Placer:
         )
 
     def _gatherers(self, cached_bytes: int) -> int:
-        """Threads of the CPU that gather what a cache over so many bytes of tables misses; 0: the GPU
-        reads it."""
+        """Returns the CPU threads that gather cache misses; 0: the GPU reads them."""
         if self._settings.gather_threads is not None:
             return self._settings.gather_threads
         if cached_bytes < _WIDE_BYTES:
@@ -320,22 +293,14 @@ class Placer:
     def _registered(
         self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement]
     ) -> "Callable[[StoredTable], torch.Tensor | None]":
-        """Registers the segment with CUDA where the GPU reads it; the result gives a table's rows as the GPU
-        sees them.
-
-        Tables that are copied once are not worth the registration, unless they are copied again after each
-        stash.
-        """
+        """Registers the segment with CUDA if the GPU reads it; returns a function from a table to its rows
+        there. Tables copied once need none, unless they are stashed."""
         unregistered = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
         if gpu.device.reads_all_memory or not set(placements.values()) - unregistered:
             return lambda stored: None
         from tableside.loader.segment.registration import Registration
 
         registration = Registration(segment, gpu.device.torch_device)
-        logger.info(
-            "%s: %.1f GB registered with CUDA in %.1f s",
-            segment.path,
-            segment.size / 1e9,
-            registration.seconds,
-        )
+        said = (segment.path, segment.size / 1e9, registration.seconds)
+        logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)
         return lambda stored: registration.view(stored.offset, stored.bytes)

@@ -1,5 +1,4 @@
-"""Where a request's dense tensors lie in its input buffer, and its vectors, scores and found masks in its
-output buffer."""
+"""Places of a request's dense tensors in its input buffer, and of vectors, scores and masks in its output."""
 
 from collections.abc import Container, Sequence
 from math import prod
@@ -14,16 +13,13 @@ Buffer = NDArray[np.uint8]
 _DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8"), "BOOL": np.dtype(np.bool_)
 }  # fmt: skip
-KJT, SEQUENCES, OFFSETS = (
-    "kjt",
-    "kjt.sequences",
-    "kjt.offsets",
-)  # outputs of requests whose features come together
+# outputs of requests whose features come together
+KJT, SEQUENCES, OFFSETS = ("kjt", "kjt.sequences", "kjt.offsets")
 _FOUND = ".found"
 
 
 class DenseInput(NamedTuple):
-    """A scorer's dense tensor: fp32 [rows, width] at byte `at` of a request's input buffer."""
+    """A scorer's dense tensor: fp32 [rows, width] at byte `at` of the input buffer."""
 
     name: str
     at: int
@@ -32,14 +28,9 @@ class DenseInput(NamedTuple):
 
 
 class Output(NamedTuple):
-    """One feature's vectors in a request's output buffer, [bags or ids, dim] at byte `at`; or its scores,
-    [bags] or [bags, n].
-
-    bytes: of its values. half: they are fp16, else fp32. row_bytes: from one vector to the next; None: they
-    lie one after another. is_offsets: they are int64, offsets of a kjt's sequences. is_mask: they are found
-    masks, [ids]: a byte for each id of the feature that `masked_feature` says, 1 where its table has the id,
-    else 0.
-    """
+    """A feature's vectors [bags or ids, dim] at byte `at` of the output buffer, or scores [bags] or [bags,
+    n]. half: fp16, else fp32. row_bytes: vector stride; None: dense. is_offsets: int64 offsets of a kjt's
+    sequences. is_mask: bytes [ids], 1 if the table of `masked_feature` has the id."""
 
     feature: str
     at: int
@@ -52,21 +43,20 @@ class Output(NamedTuple):
 
     @property
     def datatype(self) -> str:
-        """As the protocol names it."""
+        """The protocol's name of its type."""
         return "BOOL" if self.is_mask else "INT64" if self.is_offsets else "FP16" if self.half else "FP32"
 
     @property
     def row_values(self) -> int:
-        """Values from one vector to the next."""
+        """The vector stride in values."""
         return self.shape[1] if self.row_bytes is None else self.row_bytes // (2 if self.half else 4)
 
     @property
     def json_bytes(self) -> int:
-        """Bytes of fp32 values that take as much JSON: `false,` is longer than a byte is worth otherwise."""
+        """Bytes of fp32 values with as much JSON; a mask's `false,` counts double."""
         return 2 * self.bytes if self.is_mask else self.bytes
 
     def view(self, buffer: Buffer) -> NDArray[Any]:
-        """The values as an array over the buffer's memory."""
         dtype = _DTYPES[self.datatype]
         if self.row_bytes is not None:
             return np.ndarray(self.shape, dtype, buffer, self.at, (self.row_bytes, dtype.itemsize))
@@ -74,18 +64,14 @@ class Output(NamedTuple):
 
 
 def scores_at(at: int, rows: int, width: int | None) -> Output:
-    """The scores of so many rows at byte `at` of an output buffer. width: scores of a row, where there are
-    several."""
+    """Returns the output for scores of `rows` rows at byte `at`. width: scores a row if several."""
     shape = (rows,) if width is None else (rows, width)
     return Output(SCORE, at, 4 * prod(shape), shape, half=False)
 
 
 def kjt_outputs(outputs: Sequence[Output], are_pooled: Sequence[bool], out_bytes: int) -> list[Output]:
-    """What a response shows of a kjt's vectors, which take `out_bytes`.
-
-    The vectors of pooled features are one tensor, [bags, sum of dims]. Those of the others are one after
-    another, [values], with the offsets where each feature's begin and the last one's end.
-    """
+    """Returns a kjt's outputs over `out_bytes` of vectors: pooled features as [bags, sum of dims], the others
+    flat [values] with int64 offsets of each feature and the end."""
     pooled = [o for o, is_pooled in zip(outputs, are_pooled, strict=True) if is_pooled]
     unpooled = [o for o, is_pooled in zip(outputs, are_pooled, strict=True) if not is_pooled]
     shown = []
@@ -103,25 +89,19 @@ def kjt_outputs(outputs: Sequence[Output], are_pooled: Sequence[bool], out_bytes
 
 
 def mask_name(feature: str) -> str:
-    """What the output is called that says which ids of a feature, or of a whole kjt, its table has."""
     return feature + _FOUND
 
 
 def masked_feature(output: str) -> str | None:
-    """The feature, or kjt, whose mask an output of that name is; None: it is no mask's name, as no
-    feature's has a dot."""
+    """Returns the feature or kjt of a mask's name; None: no mask's. Features' names have no dot."""
     return output.removesuffix(_FOUND) if output.endswith(_FOUND) else None
 
 
 def masks_at(
     at: int, ids: Sequence[tuple[str, int]], asked: Container[str], together: bool
 ) -> tuple[list[Output], list[int]]:
-    """Found masks from byte `at` of an output buffer on: the outputs that show them, and where that of each
-    feature is, or -1.
-
-    ids: features and how many ids each has. asked: features whose masks are wanted; or KJT, where the
-    features came `together`, for one mask of all ids.
-    """
+    """Returns found masks from byte `at` on as outputs, and each feature's place or -1. ids: (feature, ids).
+    asked: features, or KJT if they come `together`, for one mask of all."""
     shown, places, end = [], [], at
     for feature, count in ids:
         is_asked = (KJT if together else feature) in asked

@@ -1,4 +1,4 @@
-"""Scorers that torch runs: exported programs of any kind, and on a device two towers as well."""
+"""Scorers run by torch: exported programs, and on a device also two towers."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,10 +32,8 @@ _MEASURED_ROWS = 1 << 10  # batches up to which are measured before the first re
 
 
 class ProgramScorer(Scorer):
-    """A program on one device, in one precision: weights are rounded to it here, inputs where they are
-    copied, and scores leave as fp32. `threads` of torch where the device is the CPU (several workers' threads
-    would fight for its cores).
-    """
+    """A program on one device in one precision: weights and inputs are rounded to it, scores are fp32.
+    `threads` of torch on the CPU, as workers share its cores."""
 
     kind = "program"
 
@@ -48,7 +46,7 @@ class ProgramScorer(Scorer):
         limits: ScorerLimits = NO_LIMITS,
         precision: Precision = Precision.FP32,
     ) -> None:
-        """ServingError: the program does not run here, or not in this precision, or gives no scores."""
+        """ServingError: the program does not run here or in this precision, or gives no scores."""
         self.inputs, self.limits, self._program = stored.inputs, limits, program
         self.runs_on = f"torch {torch.__version__} on {device}"
         torch.set_num_threads(threads)
@@ -64,10 +62,8 @@ class ProgramScorer(Scorer):
         except (ProgramError, *_REFUSED) as error:
             raise ServingError(f"the scorer does not run on torch {torch.__version__}: {error}") from error
         if small.shape[0] != first or large.shape[0] != second or small.ndim > 2:
-            raise ServingError(
-                f"the scorer gives {list(small.shape)} for a batch of {first}; expected [batch], or [batch, "
-                "n]"
-            )
+            what = f"the scorer gives {list(small.shape)} for a batch of {first}"
+            raise ServingError(f"{what}; expected [batch], or [batch, n]")
         self.width = small.shape[1] if small.ndim == 2 else None
         self.is_row_wise = self._scores_rows_alone(first)
         if precision is not Precision.FP32:
@@ -84,11 +80,10 @@ class ProgramScorer(Scorer):
         return self.run([np.zeros((rows, i.width), np.float32) for i in self.inputs])
 
     def _take(self, weights: Mapping[str, torch.Tensor], precision: Precision) -> None:
-        """Runs in a precision from now on. ServingError: the program does not."""
+        """Switches to a precision. ServingError: the program does not run in it."""
         self.precision = precision
-        if (
-            self._device.type == "cuda"
-        ):  # else sums that are added up in parts lose what a rounded product does not
+        # else sums that are added up in parts lose what a rounded product does not
+        if self._device.type == "cuda":
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         try:
@@ -98,13 +93,10 @@ class ProgramScorer(Scorer):
             for rows in self._program.trial_rows():
                 self._trial(rows)
         except (ProgramError, *_REFUSED) as error:
-            raise ServingError(
-                f"the scorer does not run in {self.dtype} on torch {torch.__version__}: {error} "
-                "(--scorer-dtype)"
-            ) from error
+            why = f"the scorer does not run in {self.dtype} on torch {torch.__version__}"
+            raise ServingError(f"{why}: {error} (--scorer-dtype)") from error
 
     def _scores_rows_alone(self, half: int) -> bool:
-        """Whether rows get the same scores beside others."""
         if 2 * half > self._program.rows[1]:
             return False
         rng = np.random.default_rng(0)
@@ -120,7 +112,7 @@ class ProgramScorer(Scorer):
         return scores[:, 0] if scores.ndim == 2 and scores.shape[1] == 1 else scores
 
     def on_device(self) -> DeviceCalls:
-        """Its calls with rows that are on its device. They do not hold this object, which holds them."""
+        """Returns its calls on rows on its device. They do not hold this object."""
         runner = self._runner
         return DeviceCalls(
             lambda inputs: runner(*inputs).float(),
@@ -136,21 +128,17 @@ class ProgramScorer(Scorer):
         return self._cost(rows).work
 
     def _cost(self, rows: int) -> Cost:
-        """What a call takes: measured for the next power of two, and remembered. ApiError: too much, or
-        there is no such call."""
+        """Returns a call's cost, measured for the next power of two and kept. ApiError: too much, or no such
+        call."""
         rounded = min(1 << max(0, rows - 1).bit_length(), self._program.rows[1])
         found = self._costs.get(rounded) or self._measured(rounded, rows)
         if isinstance(found, str):
-            raise ApiError(
-                413,
-                ErrorKind.TOO_LARGE,
-                f"{rows:,} rows are too many for the scorer: {found} (max_scorer_bytes)",
-            )
+            what = f"{rows:,} rows are too many for the scorer: {found} (max_scorer_bytes)"
+            raise ApiError(413, ErrorKind.TOO_LARGE, what)
         return found
 
     def _measured(self, rounded: int, rows: int) -> Cost | str:
-        """The cost of `rounded` rows or, where the program takes no such batch, of `rows`; a text where it
-        is too much."""
+        """Returns the cost of `rounded` rows or, if refused, of `rows`; a text if it is too much."""
         for n in (rounded, rows):
             try:
                 found: Cost | str = self._meter.cost(n, self._most_bytes)
@@ -168,8 +156,7 @@ class ProgramScorer(Scorer):
 
 
 def two_towers(scorer: Scorer, device: str) -> DeviceCalls:
-    """The calls of a dot product or a cosine with rows that are on a device, in fp32: there is no matrix
-    product to gain by."""
+    """Returns the calls of a dot product or cosine on a device, in fp32."""
 
     def dot(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         return (inputs[0] * inputs[1]).sum(1)
@@ -181,10 +168,5 @@ def two_towers(scorer: Scorer, device: str) -> DeviceCalls:
 
     run = dot if scorer.kind == "dot" else cosine
     return DeviceCalls(
-        run,
-        scorer.widths,
-        torch.device(device),
-        rows=(0, _MOST_ROWS),
-        is_row_wise=True,
-        name=scorer.name,
+        run, scorer.widths, torch.device(device), rows=(0, _MOST_ROWS), is_row_wise=True, name=scorer.name
     )

@@ -1,10 +1,6 @@
-"""A request as bytes: where its ids lie in an input buffer, and where its vectors and scores go in an output
-buffer.
-
-A `Request` is laid out once, by a version (`serving.model.version`), and runs on the input buffer of every
-request that has its layout. A batch is several requests that run together on a GPU
-(`serving.executors.batching`).
-"""
+"""A request as bytes: ids in an input buffer, vectors and scores in an output buffer. A version
+(`serving.model.version`) lays a `Request` out; a GPU runs several as a batch
+(`serving.executors.batching`)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,16 +14,13 @@ from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ApiError, ErrorKind, bad_request
 from tableside.serving.model.places import Buffer, Output
-from tableside.serving.model.scores import Scoring
+from tableside.serving.model.scorer import Scoring
 
 
 class FeatureInput(NamedTuple):
-    """A feature's ids as byte offsets in a request's input buffer, at any alignment.
-
-    The ids are int64 [ids] at `ids_at`, the weights fp32 [ids] at `weights_at`, the lengths int32 [bags] at
-    `lengths_at`. Without lengths there are `bags` bags of `bag_length` ids each. bags is None for ids without
-    bags, which an unpooled feature alone takes.
-    """
+    """A feature's byte offsets in an input buffer, at any alignment: ids int64 [ids], weights fp32 [ids],
+    lengths int32 [bags]. Without lengths there are `bags` bags of `bag_length` ids; bags None: ids without
+    bags, for unpooled features."""
 
     feature: str
     ids_at: int
@@ -39,28 +32,23 @@ class FeatureInput(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a request's lookups gave. buffer: its output buffer, uint8 [out_bytes]. unfound: as `Plan.run`
-    returns it. state: that answered, where it is not the one that the request was laid out for."""
+    """A request's output buffer, uint8 [out_bytes]. unfound: of `Plan.run`. state: the one that answered, if
+    not the request's."""
 
     buffer: Buffer
     unfound: Sequence[Unfound] | None = None
     state: State | None = None
 
 
-# Plain tuples, as each request makes one of each.
 Lookups = tuple[tuple[str, ...], tuple[str, ...], Plan, bool]
-"""Features and tables of the plan's lookups, in their order, the plan, and whether the CPU beside a device runs it."""
+"""Features and tables of the lookups in order, their plan, and whether the CPU beside a device runs it."""
 Sizes = tuple[int, int, int, int]
-"""Ids, vectors that are looked up, bytes of all rows that are read, and of the output buffer."""
+"""Ids, vectors, bytes of all rows read, and of the output buffer. Plain tuples are made faster."""
 
 
 class Request:
-    """The lookups of a request, and its scoring where it asks for scores, laid out once. Immutable; any
-    thread may call.
-
-    It holds the tables that it reads and not the version that laid it out. So a memory of requests that is
-    keyed by their version does not keep the version alive.
-    """
+    """A request's lookups and scoring, laid out once. Immutable; any thread may call. It holds its tables,
+    not its version, so that caches keyed by version do not keep that alive."""
 
     __slots__ = (
         "features",
@@ -92,13 +80,9 @@ class Request:
         scoring: Scoring | None = None,
         sequence: int = 0,
     ) -> None:
-        """outputs: vectors, scores and masks by name; () where whoever laid the request out knows their
-        places otherwise. unpooled_bags: inputs of unpooled features that came with lengths, where these are
-        not checked yet. sequence: of the last change that the version holds.
-
-        names_version, which is set before it runs: whether its client named the version, so that no other may
-        answer.
-        """
+        """outputs: by name; () if the caller knows their places. unpooled_bags: inputs with unchecked
+        lengths. sequence: the version's last change. `names_version`, set later: the client named the
+        version, so no other may answer."""
         self.model, self.version, self.scoring, self.outputs = model, version, scoring, outputs
         self.features, self.tables, self.plan, self.is_small = lookups
         self.ids, self.vectors, self.row_bytes, self.out_bytes = sizes
@@ -107,20 +91,15 @@ class Request:
 
     @property
     def staged_bytes(self) -> int:
-        """As `Plan.staged_bytes`."""
         return self.plan.staged_bytes
 
     def check(self, inputs: Any) -> None:
-        """ApiError: the lengths of an unpooled feature are negative or do not add up. No kernel reads
-        those lengths."""
+        """ApiError: an unpooled feature's lengths, which no kernel reads, are negative or do not add up."""
         for i in self.unpooled_bags:
             _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
 
     def look_up(self, inputs: Any) -> Answer:
-        """Looks every feature up. The scores are not written yet.
-
-        ApiError: an id, or a length of a pooled feature, is wrong.
-        """
+        """Looks every feature up, without scores. ApiError: an id, or a pooled feature's length, is wrong."""
         out = np.empty(self.out_bytes, np.uint8)
         try:
             return Answer(out, self.plan.run(inputs, out))
@@ -128,11 +107,11 @@ class Request:
             raise self.refusal(error) from error
 
     def run(self, inputs: Any) -> Buffer:
-        """As `look_up`, for who does not count what was not found: the output buffer."""
+        """Looks up like `look_up`; returns the output buffer."""
         return self.look_up(inputs).buffer
 
     def refusal(self, error: BadIds) -> ApiError:
-        """The error that the client gets; it names the feature, and `error` is its cause."""
+        """Returns the client's error for `error`; it names the feature."""
         lacking = self.tables[error.job] if error.problem is Problem.MISSING and self.tables else None
         refused = ApiError(
             400, ErrorKind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking

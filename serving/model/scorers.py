@@ -1,9 +1,6 @@
-"""The scorers that there are: `dot` or `cosine` of two features, and exported programs.
-
-A program that is dense layers alone runs on the CPU by a kernel of our own, here. Any other program, and any
-on a GPU, runs by torch, in `serving.model.program`, as two towers do on a GPU. `open_scorer` opens what a
-version was published with. It imports torch only where it has to.
-"""
+"""Scorers: `dot` or `cosine` of two features, and exported programs. Dense layers run on the CPU by our own
+kernel, here; other programs, and any on a GPU, by torch (`serving.model.program`), imported only if
+needed."""
 
 from collections.abc import Sequence
 
@@ -25,15 +22,12 @@ from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request
 from tableside.serving.model.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
 
-TORCH_MODULES = (
-    "tableside.serving.model.program",
-    "torch._dynamo",
-)  # what a scorer by torch imports; the second when it is measured
+# what a scorer by torch imports; the second when it is measured
+TORCH_MODULES = ("tableside.serving.model.program", "torch._dynamo")
 
 
 class Similarity(Scorer):
-    """How alike two vectors are: their dot product, or their cosine. The cosine is 0 where one of the
-    vectors is all zeros."""
+    """The dot product or cosine of two vectors; the cosine with a zero vector is 0."""
 
     def __init__(self, stored: StoredScorer) -> None:
         self.kind, self.inputs = stored.kind, stored.inputs
@@ -48,8 +42,7 @@ class Similarity(Scorer):
 
 
 class LayersScorer(Scorer):
-    """A program that is dense layers alone, on the CPU and without torch. A row's scores do not depend on
-    the rows beside it."""
+    """A program of dense layers on the CPU, without torch and row-wise."""
 
     kind = "program"
 
@@ -61,13 +54,11 @@ class LayersScorer(Scorer):
         threads: int = 1,
         limits: ScorerLimits = NO_LIMITS,
     ) -> None:
-        """found: the program's layers. ServingError: the program takes something else than was published
-        beside it."""
+        """found: the program's layers. ServingError: its inputs differ from the published ones."""
         if [i.width for i in stored.inputs] != [i.width for i in program.inputs]:
             raise ServingError(
                 f"the scorer's inputs are {_widths(stored.inputs)} wide where its program takes "
-                f"{_widths(program.inputs)}; "
-                "publish the model again"
+                f"{_widths(program.inputs)}; publish the model again"
             )
         self.inputs, self.limits = stored.inputs, limits
         self._layers, self._rows = PackedLayers(found, threads), program.rows
@@ -115,13 +106,9 @@ def open_scorer(
     on_device: bool = False,
     precision: Precision = Precision.FP32,
 ) -> Scorer | None:
-    """A version's scorer, ready to run; None where it has none. device, threads, precision: what a program
-    runs on, and in.
-
-    on_device: it is called with rows that are on that device, too (`Scorer.calls`). Two towers are scored in
-    fp32 always. LoaderError: the scorer's bytes are not those that were published. ServingError: it does not
-    run, or not in this precision, or gives no scores.
-    """
+    """Opens a version's scorer, or None. device, threads, precision: a program's. on_device: it also takes
+    rows on that device (`Scorer.calls`). Two towers score in fp32. LoaderError: its bytes are damaged.
+    ServingError: it does not run, or gives no scores."""
     stored = segment.header.scorer
     if stored is None:
         return None
@@ -164,8 +151,7 @@ def _open_program(
 
 
 def needs_torch(segment: Segment, device: str = "cpu") -> bool:
-    """Whether a version's scorer runs by torch. LoaderError: its bytes are not those that were published,
-    or no program."""
+    """Returns whether a version's scorer needs torch. LoaderError: its bytes are damaged, or no program."""
     stored = segment.header.scorer
     if stored is None or stored.kind != "program":
         return False

@@ -1,4 +1,4 @@
-"""One version that is served: attached, placed and warmed up. It lays requests out."""
+"""A served version: attached, placed and warmed up. It lays requests out."""
 
 import hashlib
 from collections.abc import Container, Mapping, Sequence
@@ -18,13 +18,11 @@ from tableside.serving.errors import ErrorKind, bad_request, short
 from tableside.serving.model.placement import Placements
 from tableside.serving.model.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
 from tableside.serving.model.request import FeatureInput, Lookups, Request
-from tableside.serving.model.scorer import Scorer
-from tableside.serving.model.scores import Scoring
+from tableside.serving.model.scorer import Scorer, Scoring
 
 
 class Beside(NamedTuple):
-    """The CPU's backend beside a device's: it looks up requests of fewer than `below_ids` ids, sooner than
-    the device would."""
+    """The CPU backend for requests of fewer than `below_ids` ids, faster there than on the device."""
 
     backend: CpuBackend
     below_ids: int
@@ -36,8 +34,6 @@ _PLANNERS = 64  # sets of features whose planners a version keeps
 
 @dataclass(frozen=True)
 class BoundFeature:
-    """A feature with its table."""
-
     feature: FeatureSpec
     table: RowSource
     pooling: Pooling
@@ -56,16 +52,13 @@ class BoundFeature:
 
     @cached_property
     def vector_bytes(self) -> int:
-        """Of one vector in a response."""
         return self.table.dim * self.precision.bytes
 
     def check(self, i: FeatureInput) -> None:
         """ApiError: an input's bags or weights do not fit the pooling."""
         if self.is_pooled and i.bags is None:
-            raise bad_request(
-                f"feature {i.feature!r} is {self.pooling.label}-pooled and came without lengths; send "
-                f"{i.feature}.lengths"
-            )
+            what = f"feature {i.feature!r} is {self.pooling.label}-pooled and came without lengths"
+            raise bad_request(f"{what}; send {i.feature}.lengths")
         if not self.is_pooled and i.weights_at is not None:
             raise bad_request(
                 f"feature {i.feature!r} is not pooled and takes no weights; leave {i.feature}.weights out"
@@ -73,11 +66,8 @@ class BoundFeature:
 
 
 class Planners(NamedTuple):
-    """What plans requests that read the same features. host: plans those of fewer than `device_from_ids` ids
-    for the CPU.
-
-    tables: that the features are read from, a name for each.
-    """
+    """Planners for a list of features. host: for requests of fewer than `device_from_ids` ids. tables: one
+    per feature."""
 
     features: tuple[str, ...]
     tables: tuple[str, ...]
@@ -86,21 +76,16 @@ class Planners(NamedTuple):
     device_from_ids: int
 
     def plan(self, places: Any, out_bytes: int, ids: int, score: bool = False) -> Lookups:
-        """The lookups of a request. places, out_bytes: as for `Planner.plan`.
-
-        score: its vectors are scored, which is done where the scorer is.
-        """
+        """Plans a request's lookups. places, out_bytes: of `Planner.plan`. score: it goes where the scorer
+        is."""
         if self.host is not None and ids < self.device_from_ids and not score:
             return self.features, self.tables, self.host.plan(places, out_bytes), True
         return self.features, self.tables, self.device.plan(places, out_bytes), False
 
 
 class ServedVersion:
-    """One version, attached and ready to answer. Nothing that it answers changes; any thread may call.
-
-    The segment stays mapped, and what the tables take of a GPU's memory stays taken, as long as this object
-    or a request that it laid out lives.
-    """
+    """One attached version. Its answers never change; any thread may call. Segment and GPU memory stay while
+    it or one of its requests lives."""
 
     def __init__(
         self,
@@ -114,9 +99,8 @@ class ServedVersion:
         verified_at: float = 0.0,
         beside: Beside | None = None,
     ) -> None:
-        """max_response_bytes: of one request's output; None: any. verified_at: when all rows were last
-        held against their checksums, of time.time(); 0: never. beside: what looks small requests up where
-        `backend` is a device's."""
+        """max_response_bytes: of one output; None: any. verified_at: time.time() of the last checksum of all
+        rows; 0: never. beside: for small requests if `backend` is a device's."""
         self.segment, self.header, self.version = segment, segment.header, segment.header.version
         self.backend, self.placed, self.scorer = backend, placed, scorer
         self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
@@ -130,8 +114,7 @@ class ServedVersion:
 
     @cached_property
     def layout(self) -> int:
-        """A number that versions have in common whose requests are laid out alike: with the same features
-        and scorer."""
+        """Hashes the features and scorer: versions with equal layouts lay requests out alike."""
         features = [(name, b.table.dim, b.pooling.label, b.half) for name, b in self.features.items()]
         inputs = [] if self.scorer is None else [(i.name, i.feature, i.width) for i in self.scorer.inputs]
         width = 0 if self.scorer is None else self.scorer.width
@@ -140,12 +123,11 @@ class ServedVersion:
 
     @property
     def sequence(self) -> int:
-        """That of the last change that it holds; 0: it has none."""
+        """The last change's sequence; 0: none."""
         return self.segment.sequence
 
     def with_deltas(self, segment: Segment, placed: Placements) -> "ServedVersion":
-        """The same version in another state, with the same scorer. placed: its tables, over what `self`
-        has placed."""
+        """Returns this version in another state, with the same scorer. placed: over this one's."""
         return ServedVersion(
             segment,
             self.backend,
@@ -158,22 +140,19 @@ class ServedVersion:
         )
 
     def feature(self, name: str) -> BoundFeature:
-        """The feature of that name. ApiError: there is none."""
+        """Returns a feature. ApiError: it is unknown."""
         if (bound := self.features.get(name)) is None:
-            raise bad_request(
-                f"feature {short(name)} is unknown; model {self.header.model!r} has: "
-                f"{', '.join(self.features)}"
-            )
+            what = f"feature {short(name)} is unknown"
+            raise bad_request(f"{what}; model {self.header.model!r} has: {', '.join(self.features)}")
         return bound
 
     def can_score(self, given: Container[str]) -> bool:
-        """Whether there is a scorer, and `given`, names of features and dense tensors, holds all that it
-        needs."""
+        """Returns whether `given` names all inputs of a scorer that exists."""
         return self.scorer is not None and all((i.feature or i.name) in given for i in self.scorer.inputs)
 
     def planners(self, features: tuple[str, ...], together: bool = False) -> Planners:
-        """What plans requests that read these features. together: as for `lay_out`; the vectors of those
-        that are pooled lie side by side. Those asked for before are kept, `_PLANNERS` of them."""
+        """Returns planners for these features; `_PLANNERS` are kept. together: pooled vectors lie side by
+        side."""
         key = (features, together)
         if (known := self._planners.get(key)) is None:
             device, host = self._device_planner(features, together), None
@@ -194,7 +173,7 @@ class ServedVersion:
     def _kinds(
         self, features: tuple[str, ...], together: bool, tables: Mapping[str, RowSource] | None = None
     ) -> list[LookupKind]:
-        """tables: by name; None: those that were placed."""
+        """tables: by name; None: the placed ones."""
         bound = [self.features[f] for f in features]
         apart = side_by_side(bound) if together else None
         return [
@@ -217,17 +196,11 @@ class ServedVersion:
         found: Container[str] = (),
         scores_alone: bool = False,
     ) -> Request:
-        """Lays a request out: its vectors one after another in the order of `inputs`, then its scores where
-        `score`, then masks.
-
-        together: the inputs are those of a kjt. The vectors of its pooled features lie side by side, [bags,
-        sum of dims], then come those of the others, one feature after another, then room for where each of
-        these begins. warms_up: the request goes to the device, however small it is. found: features whose
-        found masks are wanted; of a kjt, KJT. scores_alone: the answer has the scores and nothing else; what
-        there is in place of vectors is unknown then, where a device looked up. ApiError: a feature is
-        unknown, its bags or weights do not fit its pooling, the scorer needs something else, or the output is
-        larger than a response may be.
-        """
+        """Lays a request out: vectors in the order of `inputs`, scores, masks. together: a kjt; pooled
+        vectors are [bags, sum of dims], then the others, then their offsets. warms_up: goes to the device at
+        any size. found: features with a mask; KJT for a kjt. scores_alone: only scores are answered, vectors
+        are undefined. ApiError: an unknown feature, bags or weights that do not fit, missing scorer inputs,
+        or too large an output."""
         if not inputs:
             raise bad_request(
                 f"no feature is asked for; model {self.header.model!r} has: {', '.join(self.features)}"
@@ -248,8 +221,7 @@ class ServedVersion:
         if self.max_response_bytes is not None and out_bytes > self.max_response_bytes:
             raise bad_request(
                 f"the request asks for {out_bytes:,} bytes of vectors; the limit is "
-                f"{self.max_response_bytes:,} "
-                "(max_response_bytes)",
+                f"{self.max_response_bytes:,} (max_response_bytes)",
                 ErrorKind.TOO_LARGE,
             )
         places = np.array(
@@ -275,7 +247,7 @@ class ServedVersion:
     def _scoring(
         self, outputs: Sequence[Output], dense: Sequence[DenseInput], at: int, is_alone: bool
     ) -> Scoring:
-        """What the scorer reads of these outputs and dense tensors; its scores lie at byte `at`."""
+        """Returns the scorer's inputs among these; its scores lie at byte `at`."""
         if self.scorer is None:
             raise bad_request(
                 f"model {self.header.model!r} has no scorer; publish one with [scorer] in model.toml"
@@ -294,13 +266,9 @@ class ServedVersion:
         return Scoring(self.scorer, sources, scores_at(at, rows[0], self.scorer.width), is_alone)
 
     def warm_up(self) -> None:
-        """Looks the first and the last row of every feature up, so that a broken version fails here and not
-        in a request.
-
-        Each feature is looked up with bags of every size that the backend compiles a kernel of its own for,
-        with lengths and weights and without. So a GPU compiles now what requests will need. A table that
-        refuses every id is left out.
-        """
+        """Looks up each feature's first and last row with all bag sizes that have kernels, with and without
+        weights: a broken version fails here, and a GPU compiles now. Tables that refuse all ids are left
+        out."""
         for name, bound in self.features.items():
             ends = _end_ids(bound.table)
             for count in self.backend.warm_up_bags if ends.size else ():
@@ -320,7 +288,7 @@ class ServedVersion:
 
 
 def _end_ids(table: RowSource) -> NDArray[np.int64]:
-    """Ids of a table's first and last row; one id where each gets the default row; none where each is
+    """Returns ids of a table's first and last row; one id if all get the default row, none if all are
     refused."""
     row_map = RowMap(table.rows) if table.row_map is None else table.row_map
     rows = row_map.count if row_map.index is None else row_map.index.slots
@@ -350,19 +318,16 @@ def _one_after_another(
 
 
 def side_by_side(bound: Sequence[BoundFeature]) -> int:
-    """Bytes from one bag's vectors to the next one's, where those of all pooled features lie side by side."""
+    """Returns the bytes from one bag's vectors to the next for pooled features side by side."""
     return sum(b.vector_bytes for b in bound if b.is_pooled)
 
 
 def _together(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> tuple[list[Output], int]:
-    """The vectors of a kjt's features, and how many bytes they take."""
     for pooled in (True, False):
         if len({b.precision for b in bound if b.is_pooled is pooled}) > 1:
             named = ", ".join(f"{b.feature.name} {b.feature.output}" for b in bound if b.is_pooled is pooled)
-            raise bad_request(
-                f"features of one kjt have several output types ({named}); send them in a request for each "
-                "type"
-            )
+            what = f"features of one kjt have several output types ({named})"
+            raise bad_request(f"{what}; send them in a request for each type")
     row_bytes = side_by_side(bound)
     column, after = 0, row_bytes * (inputs[0].bags or 0)
     outputs = []

@@ -24,8 +24,7 @@ from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.model_list import ModelList
 from tableside.serving.service.scrub import Scrubber
 from tableside.serving.settings import ServerSettings, admin_token
-from tableside.serving.shm.regions import Regions
-from tableside.serving.shm.registry import RegionRegistry
+from tableside.serving.shm.regions import RegionRegistry, Regions
 from tableside.serving.watch import Watch
 
 logger = logging.getLogger("tableside")

@@ -1,13 +1,10 @@
 """Regions of shared memory that clients registered, as a worker reads and writes them.
 
-A region is a part of an object of POSIX shared memory, which its client made. A worker opens the object when
-a request names the region first, and never maps it: `pread` of a truncated object returns fewer bytes, where
-a mapping would end the worker with SIGBUS. So bytes are copied once on their way in and once on their way
-out, and a client that writes meanwhile changes nothing that was checked.
-
-An object is taken where it is a regular file of the server's user, directly in /dev/shm, under one name that
-is not reserved. A region ends when it is unregistered, and when its object loses its name. One error stands
-for all reasons, as several would say what lies in /dev/shm.
+A region is a part of a client's POSIX shared memory object. A worker opens it on first use and never maps it:
+`pread` of a truncated object returns fewer bytes, a mapping would raise SIGBUS. Bytes are copied once in and
+once out, so a client that writes meanwhile changes nothing already checked. An object must be a regular file
+of the server's user, directly in /dev/shm, with one unreserved name; other reasons share one error, which
+does not reveal what lies there. A region ends when it is unregistered or its object loses its name.
 """
 
 import base64
@@ -15,38 +12,63 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import posix_ipc
 
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
-from tableside.serving.shm.registry import RegionEntry, RegionRegistry
+from tableside.serving.shm.shared_list import SharedList
+
+
+class RegionEntry(NamedTuple):
+    """A registered region: `byte_size` bytes at `offset` of the object `key`. device, inode: identify the
+    object. handle: in base64 for a GPU's memory; then `device` is the GPU's number and there is no object."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    device: int
+    inode: int
+    handle: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{'CUDA ' if self.handle else ''}shared memory region {short(self.name)}"
+
+    def holds(self, offset: int, size: int) -> bool:
+        return min(offset, size) >= 0 and offset + size <= self.byte_size
+
+
+Change = Callable[[list[RegionEntry]], list[RegionEntry]]
+
+
+class RegionRegistry(SharedList[RegionEntry]):
+    entry = RegionEntry
+    what = "client regions"
+
 
 FOLDER = "/dev/shm"
 HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
-RESERVED = (
-    "tableside",
-    "sem.",
-    ".",
-)  # how names begin that no client may name: ours, semaphores, hidden files
+# how names begin that no client may name: ours, semaphores, hidden files
+RESERVED = ("tableside", "sem.", ".")
 _MOST_NAME_BYTES = 255
 LARGEST = (1 << 62) - 1  # offset and size of a region
 MOST_REGIONS, MOST_BYTES = 64, 4 << 30  # of a server
 
 
 class Region:
-    """A region that this process has open. It is closed with the last request that uses it. Any thread may
-    use it."""
+    """An open region; it is closed with its last request. Any thread may use it."""
 
     def __init__(self, fd: int, entry: RegionEntry) -> None:
-        """fd: of the region's object, which this object owns from now on."""
+        """Owns `fd`, of the region's object."""
         self.entry = entry
         self._fd = fd
         weakref.finalize(self, os.close, fd)
 
     def check(self) -> None:
-        """ApiError: the object is shorter than it was when it was registered, or has lost its name."""
+        """ApiError: the object was truncated or lost its name."""
         found = os.fstat(self._fd)
         if not found.st_nlink:
             raise gone(self.entry.name)
@@ -54,7 +76,7 @@ class Region:
             raise self._truncated()
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Fills `into` from byte `offset` of the region on. ApiError: the object ends before that."""
+        """Fills `into` from byte `offset` of the region. ApiError: the object ends before that."""
         at = self.entry.offset + offset
         while into.nbytes:
             count = os.preadv(self._fd, [into], at)
@@ -63,17 +85,16 @@ class Region:
             into, at = into[count:], at + count
 
     def write(self, offset: int, values: memoryview) -> None:
-        """Writes `values` from byte `offset` of the region on.
-
-        ApiError: the object was truncated or lost its name, or there is no memory.
-        """
+        """Writes `values` at byte `offset`. ApiError: the object was truncated, lost its name, or memory is
+        full."""
         self.check()
         at = self.entry.offset + offset
         while values.nbytes:
             try:
                 count = os.pwrite(self._fd, values, at)
             except OSError as error:
-                message = f"{self.entry.label} takes no more bytes ({error.strerror}); free shared memory, then try again"
+                why = f"{self.entry.label} takes no more bytes ({error.strerror})"
+                message = f"{why}; free shared memory, then try again"
                 raise ApiError(507, ErrorKind.TOO_LARGE, message) from None
             values, at = values[count:], at + count
 
@@ -85,15 +106,13 @@ class Region:
 
 
 class DeviceRegion(NamedTuple):
-    """A region in a GPU's memory. Its engine process alone opens it; whether there are so many bytes, it
-    has said."""
+    """A region in a GPU's memory. The engine process opens it and has checked its size."""
 
     entry: RegionEntry
 
 
 class Slice(NamedTuple):
-    """A part of a region, `size` bytes from byte `offset` of it on, and where these bytes are in a buffer:
-    from `at` on."""
+    """`size` bytes at `offset` of a region, and at `at` of a buffer."""
 
     region: Region | DeviceRegion
     offset: int
@@ -102,15 +121,13 @@ class Slice(NamedTuple):
 
     @property
     def span(self) -> tuple[int, str, int]:
-        """Device, object and byte of the object, for what lies before what. Two regions may be parts of
-        one object."""
+        """Device, object and byte, to order slices; two regions may share an object."""
         entry = self.region.entry
         return entry.device, entry.handle or str(entry.inode), entry.offset + self.offset
 
 
 class PartlyOnDevice(NamedTuple):
-    """A request's inputs, of which `reads` lie in a GPU's memory and not in `inputs`; and `writes`,
-    outputs that go there."""
+    """A request's inputs; `reads` lie in a GPU's memory instead, and outputs `writes` go there."""
 
     inputs: Any
     reads: tuple[Slice, ...]
@@ -118,8 +135,7 @@ class PartlyOnDevice(NamedTuple):
 
 
 def joined(slices: Iterable[Slice]) -> list[Slice]:
-    """The same bytes in fewer slices: those that follow each other in a region and in the buffer are one.
-    Empty ones go."""
+    """Joins slices that are adjacent in region and buffer; drops empty ones."""
     found: list[Slice] = []
     for one in slices:
         if not one.size:
@@ -138,7 +154,7 @@ def joined(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def overlap(slices: Sequence[Slice]) -> bool:
-    """Whether any two slices have a byte of an object in common. Empty ones have none."""
+    """Returns whether two slices share a byte of an object."""
     ends: tuple[int, str, int] | None = None
     for span, size in sorted((s.span, s.size) for s in slices if s.size):
         if ends is not None and span < ends:
@@ -148,22 +164,22 @@ def overlap(slices: Sequence[Slice]) -> bool:
 
 
 def read(slices: Iterable[Slice], into: memoryview) -> None:
-    """Fills a buffer's parts from regions of the host. ApiError: an object was truncated meanwhile."""
+    """Fills a buffer from regions of the host. ApiError: an object was truncated."""
     for one in slices:
         if isinstance(one.region, Region):
             one.region.read(one.offset, into[one.at : one.at + one.size])
 
 
 def write(slices: Iterable[Slice], buffer: memoryview) -> None:
-    """Writes a buffer's parts into regions of the host. ApiError: an object was truncated or lost its
-    name, or memory is full."""
+    """Writes a buffer into regions of the host. ApiError: an object was truncated or lost its name, or memory
+    is full."""
     for one in slices:
         if isinstance(one.region, Region):
             one.region.write(one.offset, buffer[one.at : one.at + one.size])
 
 
 class Regions:
-    """The regions of a server, as one of its workers uses them. Any thread may call."""
+    """A server's regions in one worker. Any thread may call."""
 
     def __init__(self, registry: RegionRegistry) -> None:
         self._registry = registry
@@ -176,33 +192,26 @@ class Regions:
 
     @property
     def generation(self) -> int:
-        """How often the list of regions changed."""
         return self._registry.generation
 
     # ---- registering ----
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> RegionEntry:
-        """Registers a region for all workers.
-
-        ApiError: no such object may be used, it is shorter than that, the name is taken, or there are too
-        many regions.
-        """
+        """Registers a region for all workers. ApiError: no usable object, too short, the name is taken, or
+        too many."""
         _check_name(name)
         if not 0 <= offset <= LARGEST or not 1 <= byte_size <= LARGEST:
             raise bad_request(
                 f"shared memory region {short(name)}: offset is {short(offset)} and byte_size "
-                f"{short(byte_size)}; expected an "
-                "offset from 0 and a byte_size from 1"
+                f"{short(byte_size)}; expected an offset from 0 and a byte_size from 1"
             )
         fd = self._open_object(name, key)
         found = os.fstat(fd)
         entry = RegionEntry(name, key, offset, byte_size, found.st_dev, found.st_ino)
         region = Region(fd, entry)
         if found.st_size < offset + byte_size:
-            raise bad_request(
-                f"shared memory region {short(name)}: its object ends before offset {offset:,} + byte_size "
-                f"{byte_size:,}"
-            )
+            what = f"shared memory region {short(name)}"
+            raise bad_request(f"{what}: its object ends before offset {offset:,} + byte_size {byte_size:,}")
         self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
         with self._lock:
             self._refresh()
@@ -211,41 +220,34 @@ class Regions:
         return entry
 
     def register_on_device(self, name: str, handle: bytes, device: int, byte_size: int) -> RegionEntry:
-        """Registers memory of a GPU for all workers, which nobody has opened yet. ApiError: as of
-        `register`."""
+        """Registers a GPU's memory, unopened, for all workers. ApiError: as of `register`."""
         _check_name(name)
         if not 1 <= byte_size <= LARGEST or len(handle) != HANDLE_BYTES:
             raise bad_request(
                 f"CUDA shared memory region {short(name)}: byte_size is {short(byte_size)} and raw_handle "
-                f"has {len(handle)} "
-                f"bytes; expected a byte_size from 1 and {HANDLE_BYTES} bytes in base64"
+                f"has {len(handle)} bytes; expected a byte_size from 1 and {HANDLE_BYTES} bytes in base64"
             )
         entry = RegionEntry(name, "", 0, byte_size, device, 0, base64.b64encode(handle).decode())
         self._registry.change(lambda entries: [*self._with_room(entries, entry), entry])
         return entry
 
     def _with_room(self, entries: list[RegionEntry], new: RegionEntry) -> list[RegionEntry]:
-        """ApiError: a region of that name is there, or the new one is one too many."""
+        """ApiError: the name is taken, or there are too many regions or bytes."""
         if any(e.name == new.name for e in entries):
             raise bad_request(
                 f"shared memory region {short(new.name)} is registered already; unregister it first"
             )
         if len(entries) >= MOST_REGIONS:
-            raise bad_request(
-                f"{len(entries)} shared memory regions are registered, the limit; unregister some",
-                ErrorKind.TOO_LARGE,
-            )
+            what = f"{len(entries)} shared memory regions are registered, the limit; unregister some"
+            raise bad_request(what, ErrorKind.TOO_LARGE)
         if (size := sum(e.byte_size for e in entries) + new.byte_size) > MOST_BYTES:
-            raise bad_request(
-                f"all shared memory regions would have {size:,} bytes; the limit is {MOST_BYTES:,}: "
-                "unregister some, or register fewer bytes",
-                ErrorKind.TOO_LARGE,
-            )
+            what = f"all shared memory regions would have {size:,} bytes; the limit is {MOST_BYTES:,}"
+            raise bad_request(f"{what}: unregister some, or register fewer bytes", ErrorKind.TOO_LARGE)
         return entries
 
     def unregister(self, name: str | None, *, on_device: bool = False) -> None:
-        """Unregisters a region, or all of them: of the host, or of GPUs. One that is not registered is
-        none to unregister. Requests under way go on."""
+        """Unregisters a region, or all, of the host or of GPUs. Unknown names are ignored; running requests
+        go on."""
         self._registry.change(
             lambda entries: [
                 e for e in entries if bool(e.handle) is not on_device or (name is not None and e.name != name)
@@ -255,11 +257,10 @@ class Regions:
             self._refresh()
 
     def forget(self, entry: RegionEntry) -> None:
-        """Unregisters a region where it is still the one that was registered so."""
         self._registry.change(lambda entries: [e for e in entries if e != entry])
 
     def status(self, name: str | None, *, on_device: bool = False) -> list[RegionEntry]:
-        """A region, or all of them: of the host, or of GPUs. ApiError: none is called so."""
+        """Returns a region, or all, of the host or of GPUs. ApiError: none has that name."""
         with self._lock:
             self._refresh()
             entries = [
@@ -272,21 +273,19 @@ class Regions:
     # ---- using ----
 
     def is_on_device(self, name: str) -> bool:
-        """Whether a region is registered that lies in a GPU's memory."""
         with self._lock:
             self._refresh()
             return name in self._on_device
 
     def any(self, name: str) -> Region | DeviceRegion:
-        """A region of the host or of a GPU, as `find` for the former. ApiError: none of that name is
-        registered."""
+        """Returns a region of the host or a GPU. ApiError: it is not registered."""
         with self._lock:
             self._refresh()
             on_device = self._on_device.get(name)
         return self.find(name) if on_device is None else on_device
 
     def find(self, name: str) -> Region:
-        """A region of the host that is registered, and as long as it was then. ApiError: it is not."""
+        """Returns a region of the host. ApiError: it is not registered, or shorter than then."""
         with self._lock:
             self._refresh()
             region = self._open.get(name)
@@ -303,7 +302,7 @@ class Regions:
         return region
 
     def look(self) -> None:
-        """Closes what was unregistered; unregisters what lost its name."""
+        """Closes unregistered regions; unregisters those that lost their name."""
         with self._lock:
             self._refresh()
             entries = list(self._entries.values())
@@ -313,7 +312,7 @@ class Regions:
                 self._refresh()
 
     def _refresh(self) -> None:
-        """Takes the list where it changed. The caller holds the lock."""
+        """Rereads a changed list. The caller holds the lock."""
         if self._registry.generation == self._generation:
             return
         self._generation, entries = self._registry.read()
@@ -322,7 +321,7 @@ class Regions:
         self._open = {n: r for n, r in self._open.items() if self._entries.get(n) == r.entry}
 
     def _open_object(self, name: str, key: str) -> int:
-        """A descriptor of the object that a key names. ApiError: there is none that a client may name."""
+        """Opens a key's object. ApiError: a client may not name it."""
         file = key.lstrip("/")  # as shm_open takes it
         if not file or "/" in file or "\0" in file or file.startswith(RESERVED):
             raise _no_object(name)
@@ -339,7 +338,7 @@ class Regions:
         return fd
 
     def _is_named(self, entry: RegionEntry) -> bool:
-        """Whether the key still names the object that was registered. Memory of a GPU has no name to lose."""
+        """Returns whether the key still names the object. GPU memory has no name."""
         if entry.handle:
             return True
         try:
@@ -355,7 +354,7 @@ def _check_name(name: str) -> None:
 
 
 def gone(name: Any) -> ApiError:
-    """400: no region of that name is registered."""
+    """Returns the 400 for an unknown region."""
     return bad_request(
         f"shared memory region {short(name)} is not registered, or its object was removed; register it"
     )
@@ -364,6 +363,5 @@ def gone(name: Any) -> ApiError:
 def _no_object(name: str) -> ApiError:
     return bad_request(
         f"shared memory region {short(name)}: its key names no object that may be used; expected POSIX "
-        "shared memory that the "
-        "server's user owns, by a name without slashes that is not reserved"
+        "shared memory that the server's user owns, by a name without slashes that is not reserved"
     )

@@ -1,16 +1,12 @@
-"""A short list that all workers of a server share: one small file in memory.
+"""A short list shared by a server's processes: a memfd, which nobody else can open and which goes with them.
 
-The file is a memfd. It has no name, so nobody else can open it, and it is gone with the server's last
-process, however that ends.
-
-    byte 0             generation, uint64: how often the list changed; its lowest bit says which half holds the list
+    byte 0             generation, uint64: count of changes; its lowest bit says which half holds the list
     byte 4096          half 0: the list's bytes uint64, then the list as JSON
     byte 4096 + HALF   half 1: the same
 
-A change is written to the other half, then the generation is raised by one aligned store. So a worker that is
-killed in a change leaves the list as it was. Changes exclude each other by a record lock, which the kernel
-drops when its holder dies. A reader takes no lock: it reads again where the generation changed meanwhile, as
-only then another change may have written there.
+A change goes to the other half, then one aligned store raises the generation: a worker killed meanwhile
+leaves the old list. Writers hold a record lock, which the kernel drops if they die. Readers take none and
+read again if the generation changed.
 """
 
 import fcntl
@@ -35,16 +31,14 @@ Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 
 class SharedList(Generic[Entry]):
-    """A list of named tuples. It is sent to workers as a part of their configuration. Any thread may call.
-
-    entry: what an entry is made of, from its values in order. what: the entries' name in errors.
-    """
+    """A list of named tuples, sent to workers with their configuration. Any thread may call. entry: makes an
+    entry of its values. what: the entries' name in errors."""
 
     entry: ClassVar[Callable[..., Any]]
     what: ClassVar[str]
 
     def __init__(self, fd: int = -1) -> None:
-        """fd: of a list that exists, which this object owns from now on; -1: a new one."""
+        """fd: an existing list's, owned from now on; -1: a new list."""
         self._fd = os.memfd_create("tableside-list", os.MFD_CLOEXEC) if fd < 0 else fd
         size = _FIRST + 2 * HALF_BYTES
         if fd < 0:
@@ -58,27 +52,21 @@ class SharedList(Generic[Entry]):
 
     @property
     def generation(self) -> int:
-        """How often the list changed."""
         return int(self._words[0])
 
     def read(self) -> tuple[int, list[Entry]]:
-        """The generation, and the list of that generation."""
         while True:
             generation = self.generation
             text = self._text(generation)
-            if (
-                self.generation == generation
-            ):  # else the change after the next may have been written where this was read
+            # else the change after the next may have been written where this was read
+            if self.generation == generation:
                 return generation, [
                     type(self).entry(*values) for values in orjson.loads(text)
                 ] if text else []
 
     def change(self, change: Callable[[list[Entry]], list[Entry]]) -> list[Entry]:
-        """Replaces the list by what `change` makes of it, and returns that. What `change` raises leaves the
-        list as it was.
-
-        ServingError: the new list has more bytes than a half.
-        """
+        """Replaces the list by `change(list)` and returns it; an exception there changes nothing.
+        ServingError: larger than a half."""
         with self._lock, self._locked():
             generation, entries = self.read()
             changed = change(list(entries))
@@ -89,10 +77,8 @@ class SharedList(Generic[Entry]):
     def _write(self, generation: int, entries: Sequence[Entry]) -> None:
         text = orjson.dumps([tuple(entry) for entry in entries])
         if len(text) > HALF_BYTES - _WORD_BYTES:
-            raise ServingError(
-                f"the list of {self.what} has {len(text):,} bytes; expected at most "
-                f"{HALF_BYTES - _WORD_BYTES:,}"
-            )
+            why = f"the list of {self.what} has {len(text):,} bytes"
+            raise ServingError(f"{why}; expected at most {HALF_BYTES - _WORD_BYTES:,}")
         os.pwrite(self._fd, len(text).to_bytes(_WORD_BYTES, "little") + text, _half(generation))
         self._words[0] = generation
 
@@ -111,7 +97,7 @@ class SharedList(Generic[Entry]):
 
 
 def process_of(pid: int) -> str:
-    """A process by its PID and when it started, as a PID alone may be given again; "" where there is none."""
+    """Returns PID and start time of a process, as PIDs are reused; "" if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -120,7 +106,7 @@ def process_of(pid: int) -> str:
 
 
 def lives(process: str) -> bool:
-    """Whether a process that `process_of` named has not ended."""
+    """Returns whether a process named by `process_of` still runs."""
     return process_of(int(process.split()[0])) == process
 
 

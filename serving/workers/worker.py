@@ -17,7 +17,7 @@ import uvicorn
 from tableside.serving.logs import log_config
 from tableside.serving.service.model_list import ModelList
 from tableside.serving.settings import ServerSettings
-from tableside.serving.shm.registry import RegionRegistry
+from tableside.serving.shm.regions import RegionRegistry
 from tableside.serving.supervised import answer, take_signals
 
 ACCEPTS = 64  # connections that a worker takes in one round of its loop

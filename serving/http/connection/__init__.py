@@ -1,1 +1,1 @@
-"""A connection: its parser, its limits and refusals, the hand-over of its requests."""
+"""A connection: parser, limits, refusals, and the hand-over of requests."""

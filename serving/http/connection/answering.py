@@ -1,7 +1,5 @@
-"""How a connection hands its requests over, to the door or to ASGI, and sends their responses in order.
-
-A request that has a body begins when it gets a slot. Until then its body is left unread.
-"""
+"""Hands a connection's requests to the door or to ASGI, and sends responses in order. A body stays unread
+until its request has a slot."""
 
 import asyncio
 import functools
@@ -21,8 +19,7 @@ from tableside.serving.metrics import metrics
 
 
 class AnsweringProtocol(RefusingProtocol):
-    """The requests of a connection, from their whole headers to the last byte of their responses. slots,
-    slices: the worker's."""
+    """Runs requests from their headers to the last byte of the response. `slots`, `slices`: the worker's."""
 
     slots: Slots
     slices: Slices
@@ -41,7 +38,7 @@ class AnsweringProtocol(RefusingProtocol):
         super().on_headers_complete()
 
     def _ask_door(self) -> None:
-        """As uvicorn does it: the request begins, or waits for those before it."""
+        """Begins the request, or queues it behind earlier ones, as uvicorn does."""
         before = self.cycle
         keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
         self.cycle = cast(RequestResponseCycle, DoorCycle(keep_alive))
@@ -52,8 +49,7 @@ class AnsweringProtocol(RefusingProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """Begins the oldest request when it gets a slot. One without a body needs none: it is answered
-        whatever the load."""
+        """Begins the oldest request when it gets a slot; one without a body needs none."""
         request = self._open[0]
         if cycle.scope["method"] != "POST":
             self._begin(request, cycle, app)
@@ -82,7 +78,7 @@ class AnsweringProtocol(RefusingProtocol):
             self.door.answer(request.asked, body, request.hold, functools.partial(self._send, cycle))
 
     def _send(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
-        """Sends what the door answers, once the client has read enough of what came before."""
+        """Sends the door's answer once the client has read enough of earlier answers."""
         if cycle.disconnected or self.transport.is_closing():
             return
         if self.flow.write_paused:
@@ -104,8 +100,7 @@ class AnsweringProtocol(RefusingProtocol):
         self._send(cycle, head, parts)
 
     def _shed(self, request: OpenRequest, cycle: RequestResponseCycle, error: ApiError) -> None:
-        """Refuses a request that waited. The rest of its body is dropped, then it is answered. The
-        connection stays open."""
+        """Refuses a request that waited. Drops the rest of its body; the connection stays open."""
         metrics.refused(metrics.UNKNOWN, "http", error.kind)
         self.flow.resume_reading()
         if cycle.waiting_for_100_continue:  # its body does not come

@@ -1,20 +1,18 @@
-"""uvicorn's HTTP protocol with the limits that it lacks: on headers, bodies, slow clients and numbers of
-connections.
+"""uvicorn's HTTP protocol with limits.
 
-    what                                    limit                  answer
+    limited                                 setting                answer
     request line and headers                max_header_bytes       431, close
-    a body's declared or received length    max_body_bytes         413, close (with chunk sizes and trailers: twice that)
+    a body's declared or received length    max_body_bytes         413, close (framing included: twice that)
     bytes that all requests hold            max_in_flight_bytes    503, close
     first byte of a request to its headers  header_timeout_s       408, close
     a connection that sent no request yet   header_timeout_s       close
     a connection between two requests       idle_timeout_s         close
     headers to the end of the body          body_timeout_s         408, close
-    connections of this worker              max_connections        the one that is idle for longest is closed; none is: 503, close
+    connections of this worker              max_connections        close the longest idle one, else 503, close
     a response that is not read             write_timeout_s        reset
     another server's Host, another site     allowed_hosts          403, close
 
-After a refusal the connection is read for a moment more before it is closed. So a client that is still
-sending gets the answer and not a reset.
+After a refusal the connection reads on for a moment, so a client that still sends gets the answer, no reset.
 """
 
 import asyncio
@@ -42,7 +40,7 @@ _BUFFER_BYTES, _HEAD_BYTES = 256 << 10, 4 << 10
 def limited_protocol(
     settings: ServerSettings, in_flight: Bytes, slots: Slots, slices: Slices, door: Door
 ) -> type[asyncio.Protocol]:
-    """The protocol class with these limits, for uvicorn's Config(http=...). The others are the worker's."""
+    """Returns the protocol class with these limits, for uvicorn's Config(http=...)."""
     common = {"limits": settings, "in_flight": in_flight, "slots": slots, "slices": slices, "door": door}
     common |= {"heads": Heads(), "origins": Origins.of(settings), "idle": {}}
     protocol = type("LimitedProtocol", (_LimitedProtocol,), common)
@@ -51,11 +49,8 @@ def limited_protocol(
 
 
 class _Reader(asyncio.BufferedProtocol):
-    """Reads a connection for its `_LimitedProtocol` through one buffer that the worker has, which saves a
-    copy of each body.
-
-    Where requests must wait for slots only the head of a new one is read. Its body stays in the kernel.
-    """
+    """Reads a connection through the worker's one buffer, which saves a copy of each body. While all slots
+    are taken it reads only the head of a new request; the body stays in the kernel."""
 
     protocol: "type[_LimitedProtocol]"
     buffer: memoryview
@@ -73,7 +68,7 @@ class _Reader(asyncio.BufferedProtocol):
 
 
 class _LimitedProtocol(ParsingProtocol):
-    """One connection: what is read of it, and for how long it stays. The attributes are the worker's."""
+    """One connection: what it reads and how long it stays. The attributes are the worker's."""
 
     heads: Heads
 
@@ -91,8 +86,7 @@ class _LimitedProtocol(ParsingProtocol):
         self._traffic.connections = len(self.connections)
 
     def _close_an_idle_one(self) -> bool:
-        """Closes the connection that has had no request for longest. False: none has been idle for more
-        than a moment."""
+        """Closes the longest idle connection. False: none is idle for IDLE_S."""
         longest = next(iter(self.idle), None)
         if longest is None or self.loop.time() - self.idle[longest] < IDLE_S:
             return False
@@ -103,8 +97,7 @@ class _LimitedProtocol(ParsingProtocol):
 
     @property
     def takes_all(self) -> bool:
-        """Whether to read as much as there is: the rest of a body that is wanted, or anything where no
-        request has to wait."""
+        """Whether to read all bytes: a slot is free, or a started body is incomplete."""
         last = self._open[-1] if self._open else None
         return not self.slots.is_full or (last is not None and last.is_started and not last.is_whole)
 
@@ -118,8 +111,7 @@ class _LimitedProtocol(ParsingProtocol):
             self._rest()
 
     def _rest(self) -> None:
-        """The connection has no request. It may stay for a while, and is closed where another connection
-        needs its place."""
+        """Marks the connection idle: it closes after idle_timeout_s, or to make room."""
         self.idle[self] = self.loop.time()
         self._deadline.set(self.limits.idle_timeout_s, self.transport.close)
 
@@ -137,8 +129,7 @@ class _LimitedProtocol(ParsingProtocol):
             self.heads.learn(head, known)
 
     def _take(self, data: "bytes | memoryview") -> None:
-        """Parses what was read, piece by piece, up to a request that waits for its answer, or as long as
-        this turn lasts."""
+        """Parses bytes in pieces until a request waits for its answer or the turn is over."""
         data, began = memoryview(data), time.perf_counter()
         if self._held_back:  # it comes first
             self._hold_back(data)
@@ -163,8 +154,6 @@ class _LimitedProtocol(ParsingProtocol):
             self._refuse(error.status, error.message)
 
     def _go_on(self) -> None:
-        """Parses what was held back. A request that still waits for its answer has the rest held back
-        again."""
         if self._held_back and not self.transport.is_closing():
             self._take(self._held_back.take())
 
@@ -186,8 +175,7 @@ class _LimitedProtocol(ParsingProtocol):
             self._refuse_headers()
 
     def _take_known(self, head: bytes, data: "bytes | memoryview") -> bool:
-        """Begins a whole request whose head is known. False: it is another, or is not taken on as it is;
-        the parser reads it."""
+        """Begins a whole request with a known head. False: leave it to the parser."""
         known = self.heads.get(head)
         if known is None or len(data) != len(head) + known.body_bytes:
             return False

@@ -1,10 +1,6 @@
-"""Heads of infer requests that came before, byte for byte, and what they mean: clients repeat them, and
-parsing costs 20 us.
-
-A head is learned when the parser has read a whole request that began with it, alone. The same head with as
-many bytes behind it is then such a request again: where it ends was the parser's decision, made from the same
-bytes.
-"""
+"""Heads of earlier infer requests and their meaning: clients repeat them, and parsing costs 20 us. A head is
+learned after the parser read one whole request alone. The same bytes with as long a body end at the same
+place."""
 
 from typing import NamedTuple
 
@@ -17,7 +13,7 @@ _END = b"\r\n\r\n"
 
 
 class KnownHead(NamedTuple):
-    """What a head means. body_bytes: that follow it."""
+    """The meaning of a head. body_bytes: length of the body behind it."""
 
     asked: InferTarget
     trace: Trace
@@ -25,20 +21,19 @@ class KnownHead(NamedTuple):
 
 
 def head_of(data: "bytes | memoryview") -> bytes:
-    """The head that a request begins with, its empty line included; b"" where it is long, or not whole."""
+    """Returns the head of a request with its empty line; b"" if it is incomplete or too long."""
     begin = bytes(data[:_LONGEST])
     end = begin.find(_END)
     return begin[: end + len(_END)] if end > 0 else b""
 
 
 class Heads:
-    """Heads by their bytes, of a worker. The oldest goes where there are too many."""
+    """A worker's known heads. The oldest goes first."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, KnownHead] = {}
 
     def get(self, head: bytes) -> KnownHead | None:
-        """What a head means that was learned, or None."""
         return self._known.get(head)
 
     def learn(self, head: bytes, known: KnownHead) -> None:

@@ -1,11 +1,6 @@
-"""Bytes of a connection that were read and wait to be parsed: what is pipelined behind a request, or too much
-for one turn.
-
-A read brings thousands of pipelined requests or chunks. Parsed at once they would keep the event loop, and
-each would hold memory until those before it are answered. So the parser gets a request when the one before it
-is answered, and the loop has its turn in between. Nothing more is read meanwhile, and what waits counts among
-the bytes that requests hold.
-"""
+"""Bytes that a connection read but does not parse yet: pipelined requests, or too much for one turn. Parsing
+thousands of them at once would block the event loop and hold their memory. Meanwhile the connection reads
+nothing more; held-back bytes count in max_in_flight_bytes."""
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
@@ -13,14 +8,12 @@ from tableside.serving.executors.admission import Bytes, Hold
 from tableside.serving.http.connection.heads import head_of
 
 TURN_S = 1e-3  # of parsing, between two turns of the event loop
-_PIECE_BYTES, _CHUNKED_BYTES = (
-    512,
-    16 << 10,
-)  # of a head, and of a body in chunks, that the parser gets at once
+# of a head, and of a body in chunks, that the parser gets at once
+_PIECE_BYTES, _CHUNKED_BYTES = (512, 16 << 10)
 
 
 class HoldingFlow(FlowControl):
-    """uvicorn's, which reads where nothing is held back and nobody else has paused it."""
+    """uvicorn's flow control; reads only if nothing is held back and nobody paused it."""
 
     _is_holding = _is_paused = False
 
@@ -33,7 +26,6 @@ class HoldingFlow(FlowControl):
         self._settle()
 
     def hold(self, is_holding: bool) -> None:
-        """Something is held back from now on, or nothing any more."""
         self._is_holding = is_holding
         self._settle()
 
@@ -45,8 +37,6 @@ class HoldingFlow(FlowControl):
 
 
 class HeldBack:
-    """What one connection holds back."""
-
     def __init__(self, flow: HoldingFlow, in_flight: Bytes) -> None:
         self._flow, self._in_flight, self._data, self._hold = flow, in_flight, b"", Hold(in_flight)
 
@@ -54,13 +44,12 @@ class HeldBack:
         return bool(self._data)
 
     def put(self, data: "bytes | memoryview") -> None:
-        """Holds bytes back, and reads no more. ApiError 503: requests hold too many already."""
+        """Holds bytes back and pauses reading. ApiError 503: requests hold too many already."""
         self._hold.grow(len(data))
         self._data += bytes(data)
         self._flow.hold(True)
 
     def take(self) -> bytes:
-        """What was held back; nothing is any more."""
         data = self._data
         self.drop()
         self._hold = Hold(self._in_flight)
@@ -68,17 +57,14 @@ class HeldBack:
         return data
 
     def drop(self) -> None:
-        """Lets go of what was held back, for good, as the connection is gone."""
+        """Forgets held-back bytes for good; the connection is gone."""
         self._data = b""
         self._hold.release()
 
 
 def next_piece(data: "bytes | memoryview", is_between: bool, in_headers: bool, left_of_body: int) -> int:
-    """How many bytes the parser gets at once, so that it meets no more than a few requests or chunks in them.
-
-    is_between: nothing of the next request was parsed. left_of_body: bytes that are to come; 0: it comes in
-    chunks.
-    """
+    """Returns how many bytes to parse at once, so that they hold few requests or chunks. is_between: no byte
+    of the next request was parsed. left_of_body: 0 if the body is chunked."""
     if is_between:
         return len(head_of(data)) or _PIECE_BYTES
     if in_headers:

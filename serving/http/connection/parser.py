@@ -1,11 +1,7 @@
-"""The parser's callbacks: what of a connection's bytes is a request, and whether it is taken on.
-
-Where a request ends must be beyond doubt, or bytes of one request become another. The parser (llhttp, strict)
-refuses two lengths, and a length beside chunks. A transfer encoding other than chunked, and any of HTTP/1.0,
-is refused here. A client may offer to upgrade the connection (Java's offers h2c by default), and a server may
-ignore that. But the offer makes the parser take what follows for another protocol. So such a request is given
-to a new parser, its framing headers first, without the offer.
-"""
+"""The parser's callbacks. llhttp (strict) refuses two lengths, and a length beside chunks; this file refuses
+transfer encodings other than chunked, and any with HTTP/1.0: otherwise bytes of one request could become
+another. An offer to upgrade (Java offers h2c) is ignored, but makes the parser take what follows for another
+protocol. So a new parser gets that request's framing headers without the offer."""
 
 import functools
 import time
@@ -29,7 +25,7 @@ _SMALL_PART = 4 << 10
 
 
 class ParsingProtocol(AnsweringProtocol):
-    """A connection whose requests are read by llhttp. The attributes are the worker's."""
+    """Reads a connection's requests with llhttp. The attributes are the worker's."""
 
     origins: Origins
     idle: "dict[ParsingProtocol, float]"  # connections without a request, since when; longest first
@@ -62,8 +58,7 @@ class ParsingProtocol(AnsweringProtocol):
                 return
 
     def _head_without_offer(self) -> bytes:
-        """Makes a new parser; returns what it must know of the request: method, version and framing
-        headers."""
+        """Makes a new parser; returns the method, version and framing headers for it."""
         version, method = self.parser.get_http_version().encode(), self.parser.get_method()
         lines = [name + b": " + value for name, value in self.headers if name in _FRAMING]
         said = b",".join(value for name, value in self.headers if name == b"connection").lower()
@@ -117,7 +112,6 @@ class ParsingProtocol(AnsweringProtocol):
             self._hand_over(method)
 
     def _hand_over(self, method: bytes) -> None:
-        """Begins the request whose headers are here: the door's, or the application's."""
         asked = self.door.asks(method, self.url, self._watched)
         protocol = V2 if asked is not None else protocol_of(method, self.url)
         trace = trace_of(method, self.url, self._watched)
@@ -128,9 +122,8 @@ class ParsingProtocol(AnsweringProtocol):
             return
         self._ask_door()
         if self.cycle.keep_alive and self._declared_body and not (trace.request_id or trace.parent):
-            self._plain = KnownHead(
-                asked, trace, self._declared_body
-            )  # with an id of its own it would not come again
+            # with an id of its own it would not come again
+            self._plain = KnownHead(asked, trace, self._declared_body)
 
     def _declared_bytes(self) -> int:
         for name, value in self._watched:
@@ -139,7 +132,7 @@ class ParsingProtocol(AnsweringProtocol):
         return 0
 
     def _check_encoding(self) -> bool:
-        """Whether the parser reads the body as its headers say; refuses the request otherwise."""
+        """Returns whether the parser reads this transfer encoding; else refuses the request."""
         codings = [v.strip().lower() for n, v in self._watched if n == b"transfer-encoding"]
         if codings and codings != [b"chunked"]:
             self._refuse(

@@ -1,10 +1,10 @@
-"""What a connection refuses, and how: the answer that comes in place of the application's, and the reset
-of a slow reader."""
+"""A connection's refusals: the answer sent in place of the application's, and the reset of slow readers."""
 
 import asyncio
 import socket
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,55 @@ from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.admission import Bytes, Hold, Turn, WholeTurn
 from tableside.serving.http.asgi import error_response
 from tableside.serving.http.connection.held_back import HeldBack, HoldingFlow
-from tableside.serving.http.connection.late_timer import LateTimer
 from tableside.serving.http.door import Door, InferTarget, response_head
 from tableside.serving.http.traffic import REQUEST_ID, Trace, Traffic
 from tableside.serving.settings import ServerSettings
+
+
+class LateTimer:
+    """Calls a function at a deadline unless the deadline moves or is cleared. Belongs to one event loop. A
+    timer per request would cost as much as a small lookup: a running timer stays when the deadline moves on,
+    and checks it when it ends, within `horizon_s`. Only a nearer deadline makes a new timer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, horizon_s: float) -> None:
+        self._loop, self._horizon_s = loop, horizon_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._call: tuple[Callable[..., object], tuple[Any, ...]] | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._call is not None
+
+    def set(self, seconds: float, callback: Callable[..., object], *arguments: Any) -> None:
+        self._due, self._call = self._loop.time() + seconds, (callback, arguments)
+        if self._timer is None or self._timer.when() > self._due:
+            self._start()
+
+    def clear(self) -> None:
+        self._call = None
+
+    def end(self) -> None:
+        self._call = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(min(self._due, self._loop.time() + self._horizon_s), self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._call is None:
+            return
+        if self._due > self._loop.time():
+            self._start()
+            return
+        (callback, arguments), self._call = self._call, None
+        callback(*arguments)
+
 
 CLOSE = b"connection: close\r\n"
 LINGER_S = 1.0
@@ -26,13 +71,9 @@ LINGER_S = 1.0
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request whose response is not complete.
-
-    since: when its first byte came, of time.perf_counter. trace: who asked. asked: what the door is asked;
-    None: it goes through ASGI. body: of what the door is asked, until it is. turn: None where it needs no
-    slot. is_whole: its body is here. shed: the refusal that it gets once its body was read. status: of its
-    response; 0: it has none yet.
-    """
+    """A request without a complete response. since: time.perf_counter() of its first byte. asked: the door's
+    target; None: through ASGI. turn: None if it needs no slot. is_whole: its body is complete. shed: the
+    refusal to send after its body. status: 0 before the response."""
 
     hold: Hold
     protocol: str
@@ -47,8 +88,6 @@ class OpenRequest:
     status: int = 0
 
     async def pass_on(self, app: ASGI3Application, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI: answers by `app`, and notes the status on the way."""
-
         async def noting(message: Any) -> None:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
@@ -60,8 +99,7 @@ class OpenRequest:
         await app(scope, receive, noting)
 
     def end(self, traffic: Traffic, status: int) -> None:
-        """Lets go of what it holds, and counts it. status: 0: its client left before it had the whole
-        response."""
+        """Releases and counts the request. status 0: the client left before the response's end."""
         self.hold.release()
         self.body = b""
         if self.turn is not None:
@@ -70,8 +108,7 @@ class OpenRequest:
 
 
 class RefusingProtocol(HttpToolsProtocol):
-    """A connection's deadline, its requests whose responses are to come, and the end of it. The first
-    three are the worker's."""
+    """A connection's deadline, open requests and end. The first three attributes are the worker's."""
 
     limits: ServerSettings
     in_flight: Bytes
@@ -106,8 +143,7 @@ class RefusingProtocol(HttpToolsProtocol):
         self._forget_bodies()
 
     def _forget_bodies(self) -> None:
-        """Lets go of bodies that nobody reads any more. This object is in cycles, and may live until those
-        are looked for."""
+        """Drops unread bodies: this object is in cycles and may live on for a while."""
         self._parts = []
         if self.cycle is not None:
             self.cycle.body = b""  # type: ignore[assignment]
@@ -123,8 +159,7 @@ class RefusingProtocol(HttpToolsProtocol):
         self._write_deadline.clear()
 
     def _watch_writing(self, unsent: int) -> None:
-        """Looks again after write_timeout_s. A slow client has read some of the response by then, one that
-        is gone nothing."""
+        """Checks after write_timeout_s whether the client has read anything."""
         self._write_deadline.set(self.limits.write_timeout_s, self._check_writing, unsent)
 
     def _check_writing(self, unsent: int) -> None:
@@ -148,15 +183,13 @@ class RefusingProtocol(HttpToolsProtocol):
         self._refuse(413, f"the body has {size:,} bytes or more; the limit is {most:,} (max_body_bytes)")
 
     def _expect(self, what: str, seconds: float) -> None:
-        """Sets the deadline by which a part of the request must be here."""
         self._deadline.set(seconds, self._time_out, what, seconds)
 
     def _time_out(self, what: str, seconds: float) -> None:
         self._refuse(408, f"{what} did not arrive within {seconds:g} s; send the request in one go")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers in place of the application and closes. Once the application has begun to answer, it
-        only closes."""
+        """Answers and closes; only closes if the application has begun to answer."""
         if self._refused or self.transport.is_closing():
             return
         self._refused, self._parts = True, []
@@ -182,7 +215,7 @@ class RefusingProtocol(HttpToolsProtocol):
         self._end_with(_last_answer(status, message))
 
     def _end_with(self, answer: bytes) -> None:
-        """Sends the last answer of this connection, reads what still comes for a moment, and closes."""
+        """Sends the connection's last answer, reads on for LINGER_S, and closes."""
         self.transport.write(answer)
         self._held_back.take()
         self.flow.resume_reading()
@@ -190,7 +223,7 @@ class RefusingProtocol(HttpToolsProtocol):
 
 
 def _last_answer(status: int, message: str) -> bytes:
-    """The bytes of an error response behind which the connection is closed."""
+    """Returns the bytes of an error response that ends the connection."""
     allow = ((b"allow", b"GET, HEAD, POST"),) if status == 405 else ()
     response = error_response(ApiError(status, ErrorKind.BAD_REQUEST, message, headers=allow))
     return b"".join([response_head(response), CLOSE, b"\r\n", *response.parts])

@@ -1,9 +1,5 @@
-"""Lists of JSON numbers as arrays: flattened and checked by functions in C, without a step of Python for each
-number.
-
-The checks that are fast say only that something is wrong. What is wrong, and where, is looked for by a slower
-one.
-"""
+"""JSON lists of numbers as arrays, flattened and checked in C without a Python step per number. The fast
+checks only detect errors; a slower one finds and names them."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -23,11 +19,8 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FeatureLists:
-    """The numbers of all features, one feature after another.
-
-    ids: int64. lengths: int32, one a bag. weights: fp32, one an id, or none. id_counts, bag_counts: of each
-    feature. are_sums: whether the lengths of each feature are known to add up to its ids.
-    """
+    """The numbers of all features in order. ids: int64. lengths: int32 [bags]. weights: fp32 [ids] or empty.
+    id_counts, bag_counts: per feature. are_sums: each feature's lengths add up to its ids."""
 
     ids: bytes
     lengths: bytes
@@ -38,22 +31,17 @@ class FeatureLists:
 
 
 def are_all(kind: type, values: Iterable[Any]) -> bool:
-    """Whether all values are of this type, and none of a type below it. True where there are none."""
+    """Returns whether all values have exactly this type."""
     return set(map(type, values)) <= {kind}
 
 
 def chained(lists: Iterable[list[Any]]) -> list[Any]:
-    """The items of lists, one list after another."""
     return list(chain.from_iterable(lists))
 
 
 def packed(code: str, numbers: Sequence[Any]) -> bytes | None:
-    """Numbers of JSON as C has them: code "q" int64, "i" int32, "f" fp32. None: one is no such number, or
-    outside its range.
-
-    Integers are no 1.0 or "1". What `true` and `false` became counts as 1 and 0; the caller must have seen
-    that there is none.
-    """
+    """Packs numbers: code "q" int64, "i" int32, "f" fp32. None: a value is no such number or out of range.
+    Rejects 1.0 and "1" as integers but takes booleans as 1 and 0: the caller excludes those."""
     try:
         found = struct.pack(f"{len(numbers)}{code}", *numbers)
     except (struct.error, OverflowError):
@@ -64,7 +52,7 @@ def packed(code: str, numbers: Sequence[Any]) -> bytes | None:
 
 
 def bags_of(features: dict[str, Any]) -> FeatureLists | None:
-    """The numbers of features that all are lists of bags, [[id, ...], ...]; None: one is something else."""
+    """Reads features that are all lists of bags, [[id, ...], ...]; None: one is something else."""
     lists = list(features.values())
     if not are_all(list, lists):
         return None
@@ -78,8 +66,7 @@ def bags_of(features: dict[str, Any]) -> FeatureLists | None:
 
 
 def jagged_of(features: dict[str, Any]) -> FeatureLists | None:
-    """The numbers of features that all are objects of values and lengths, or that and weights; None: one
-    is something else."""
+    """Reads features that all have values, lengths and (all or none) weights; None: one is something else."""
     objects = list(features.values())
     if not are_all(dict, objects):
         return None
@@ -104,24 +91,22 @@ def _lengths(lists: list[list[Any]]) -> Counts:
 
 
 def starts_of(counts: NDArray[Any]) -> Counts:
-    """Where each run of so many items begins, and the last one ends."""
+    """Returns the start of each run of so many items, and the end of the last: [n + 1]."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
 
 
 def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
-    """An array of JSON numbers. Ids and lengths must be integers, not true, "1" or 1.0; weights and dense
-    values any numbers."""
+    """Makes an array of JSON numbers. Ids and lengths must be integers; FP32 takes any numbers."""
     flat = flatten(data)
     kinds = set(map(type, flat))
     allowed = {int, float} if datatype == "FP32" else {int}
     dtype = DTYPES[datatype]
     if not kinds <= allowed:
         at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
-        if (
-            type(flat[at]) is float and abs(flat[at]) >= 2.0**63
-        ):  # what the parser makes of an integer that int64 does not hold
+        # what the parser makes of an integer that int64 does not hold
+        if type(flat[at]) is float and abs(flat[at]) >= 2.0**63:
             raise _outside(name, datatype, flat, at)
         expected = "a number" if datatype == "FP32" else "an integer"
         raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not {expected}")
@@ -147,8 +132,7 @@ def _outside(name: str, datatype: str, flat: list[Any], at: int) -> ApiError:
 
 
 def flatten(data: Any) -> list[Any]:
-    """The numbers of a list, or of a list of lists in row-major order. The protocol allows both; no input
-    is nested deeper."""
+    """Flattens a list, or a list of lists in row-major order, the protocol's two forms."""
     if not isinstance(data, list):
         raise bad_request(f"data is {short(data)}; expected a list of numbers")
     if data and isinstance(data[0], list):

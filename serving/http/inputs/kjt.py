@@ -1,14 +1,12 @@
-"""All features of a request in one pair of tensors, as TorchRec's KeyedJaggedTensor has them: the compact
-form.
+"""All features of a request in one pair of tensors, like TorchRec's KeyedJaggedTensor.
 
     kjt.values   INT64 or INT32 [N]   ids: feature by feature, bag by bag
     kjt.lengths  INT32 [F, B]         ids of each bag
     kjt.weights  FP32 [N]             optional, one an id
 
-The request's parameter `kjt.features` names the features in order, as a list or with commas between; without
-it they are all of the model's, in its order. `kjt.schema` may say which features the client expects the model
-to have (`describe`). The response's tensors are `kjt`, `kjt.sequences` and `kjt.offsets`
-(`serving.model.places.kjt_outputs`), and `kjt.found` where it is named.
+Parameter `kjt.features` names the features in order, as a list or comma-separated; default: all of the
+model's. `kjt.schema` may hold the digest that `describe` gave. Outputs: `serving.model.places.kjt_outputs`,
+and `kjt.found` if named.
 """
 
 from collections.abc import Sequence
@@ -31,12 +29,12 @@ FEATURES, SCHEMA = f"{KJT}.features", f"{KJT}.schema"  # parameters
 
 
 def is_kjt(served: ServedVersion, names: Sequence[str]) -> bool:
-    """Whether inputs of these names are a kjt. A model that has a feature of that name does without."""
+    """Returns whether these inputs are a kjt. A model with a feature of that name has none."""
     return KJT not in served.features and any(n in (VALUES, LENGTHS, WEIGHTS) for n in names)
 
 
 def describe(served: ServedVersion) -> dict[str, Any]:
-    """What a client must know of the model's features, and its digest, for metadata."""
+    """Describes the model's features with their digest, for metadata."""
     features = [
         {"name": n, "dim": f.table.dim, "pooling": f.pooling.label, "datatype": "FP16" if f.half else "FP32"}
         for n, f in served.features.items()
@@ -49,13 +47,11 @@ def _digest(features: list[dict[str, Any]]) -> str:
 
 
 def features_of(served: ServedVersion, parameters: dict[str, Any]) -> tuple[str, ...]:
-    """The features of a kjt in order. ApiError: the parameters name none, one twice, or expect another
-    model."""
+    """Returns a kjt's features in order. ApiError: no name, a double, an unknown one, or another schema."""
     if SCHEMA in parameters and parameters[SCHEMA] != (known := describe(served)[SCHEMA]):
         raise bad_request(
             f"{SCHEMA} is {short(parameters[SCHEMA])}; version {served.version} of model "
-            f"{served.header.model!r} has {known}: "
-            "read the model's metadata again"
+            f"{served.header.model!r} has {known}: read the model's metadata again"
         )
     named = parameters.get(FEATURES)
     if named is None:
@@ -75,18 +71,13 @@ def features_of(served: ServedVersion, parameters: dict[str, Any]) -> tuple[str,
 
 
 def feature_inputs(tensors: Sequence[Tensor], features: tuple[str, ...], inputs: Any) -> list[FeatureInput]:
-    """The inputs of a kjt's features. inputs: the buffer that the tensors lie in, ids as INT64.
-
-    ApiError: a tensor is missing, doubled, of a wrong shape or no part of a kjt, or the lengths are negative
-    or do not add up.
-    """
+    """Returns the inputs of a kjt's features. inputs: the tensors' buffer, ids as INT64. ApiError: a tensor
+    is missing, doubled or misshapen, or lengths are negative or do not add up."""
     by_name: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name not in (VALUES, LENGTHS, WEIGHTS):
-            raise bad_request(
-                f"input {short(tensor.name)} came beside {VALUES}; send all features in the kjt, or each by "
-                "its name"
-            )
+            what = f"input {short(tensor.name)} came beside {VALUES}"
+            raise bad_request(f"{what}; send all features in the kjt, or each by its name")
         if tensor.name in by_name:
             raise bad_request(f"input {short(tensor.name)} came twice; send each tensor once")
         by_name[tensor.name] = tensor
@@ -100,10 +91,8 @@ def feature_inputs(tensors: Sequence[Tensor], features: tuple[str, ...], inputs:
         if one is not None and len(one.shape) != 1:
             raise bad_request(f"input {short(one.name)}: shape is {list(one.shape)}; expected one dimension")
     if len(lengths.shape) != 2 or lengths.shape[0] != len(features):
-        raise bad_request(
-            f"input {LENGTHS!r}: shape is {list(lengths.shape)}; expected [{len(features)}, bags], a row a "
-            "feature"
-        )
+        what = f"input {LENGTHS!r}: shape is {list(lengths.shape)}"
+        raise bad_request(f"{what}; expected [{len(features)}, bags], a row a feature")
     if weights is not None and weights.elements != values.elements:
         raise bad_request(
             f"input {WEIGHTS!r} has {weights.elements} weights for {values.elements} ids; expected one an id"
@@ -124,8 +113,7 @@ def feature_inputs(tensors: Sequence[Tensor], features: tuple[str, ...], inputs:
 
 
 def _sums(features: tuple[str, ...], counts: np.ndarray[Any, Any], ids: int) -> list[int]:
-    """Ids of each feature. ApiError: a length is negative, or all of them do not add up to the number of
-    ids."""
+    """Counts each feature's ids. ApiError: a length is negative, or their sum is wrong."""
     if counts.size and counts.min() < 0:
         row, bag = (int(n) for n in np.argwhere(counts < 0)[0])
         problem = BadIds(Problem.LENGTH, 0, bag, int(counts[row, bag]), 0)

@@ -1,11 +1,6 @@
-"""From the named tensors of a request to the inputs of its features, for the binary and the JSON protocol
-alike.
-
-A feature is sent as `<feature>` INT64 [bags, ids a bag], or as `<feature>.values` INT64 [ids] with
-`<feature>.lengths` INT32 [bags]. `<feature>.weights` FP32 may come with either, one weight for each id. Ids
-may be INT32; they are widened before anything reads them. All features together are a kjt
-(`serving.http.inputs.kjt`).
-"""
+"""Named tensors of a request to feature inputs, for both protocols. A feature comes as `<feature>` INT64
+[bags, ids a bag], or `<feature>.values` INT64 [ids] with `<feature>.lengths` INT32 [bags]; either with
+`<feature>.weights` FP32 [ids]. INT32 ids are widened. All features in one: `serving.http.inputs.kjt`."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -28,7 +23,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One named tensor. at: the byte of the input buffer where its values begin."""
+    """A named tensor. at: its first byte in the input buffer."""
 
     name: str
     datatype: str
@@ -51,26 +46,20 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """A shape: a list of one or two non-negative integers, as no input has more dimensions. ApiError: it
-    is something else."""
+    """Returns a shape of one or two non-negative integers. ApiError: it is something else."""
     if (
         not isinstance(shape, list)
         or not 1 <= len(shape) <= 2
         or not all(type(n) is int and 0 <= n < 2**40 for n in shape)
     ):
-        raise bad_request(
-            f"input {short(name)}: shape is {short(shape)}; expected a list of one or two non-negative "
-            "integers"
-        )
+        what = f"input {short(name)}: shape is {short(shape)}"
+        raise bad_request(f"{what}; expected a list of one or two non-negative integers")
     return tuple(shape)
 
 
 def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str:
-    """The datatype of an input: `expected` or, where that is None, the one of its part of a feature. Ids may
-    be INT32 as well.
-
-    ApiError: it is another.
-    """
+    """Returns an input's datatype: `expected`, or that of its part of a feature; ids may be INT32. ApiError:
+    it is another."""
     expected = expected or DATATYPES[split_name(name)[1]]
     if datatype == "INT32" and expected == "INT64":
         return "INT32"
@@ -83,12 +72,11 @@ def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str
 
 
 def is_narrow(tensor: Tensor) -> bool:
-    """Whether a tensor holds ids as INT32."""
     return tensor.datatype == "INT32" and split_name(tensor.name)[1] != "lengths"
 
 
 def widened(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
-    """The tensors with INT64 ids, and the input buffer that they lie in: `inputs` where no ids were INT32."""
+    """Returns the tensors with INT64 ids, and their buffer: `inputs` itself without INT32 ids."""
     if not any(map(is_narrow, tensors)):
         return list(tensors), inputs
     moved, at = [], 0
@@ -103,7 +91,7 @@ def widened(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
 
 
 def check_weights(tensors: Sequence[Tensor], inputs: Any) -> None:
-    """ApiError: a weight is infinite or no number."""
+    """ApiError: a weight is not finite."""
     for tensor in tensors:
         if tensor.datatype == "FP32" and split_name(tensor.name)[1] == "weights":
             values = np.frombuffer(inputs, np.float32, tensor.elements, tensor.at)
@@ -115,8 +103,7 @@ def check_weights(tensors: Sequence[Tensor], inputs: Any) -> None:
 
 
 def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
-    """ApiError: a scorer's dense tensor is not [batch, width], or is among `before`, the names of inputs
-    before it."""
+    """ApiError: a dense tensor is not [batch, width], or its name is in `before`."""
     if len(tensor.shape) != 2 or tensor.shape[1] != width:
         raise bad_request(
             f"input {short(tensor.name)}: shape is {list(tensor.shape)}; expected [batch, {width}]"
@@ -126,8 +113,7 @@ def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:
 
 
 def feature_inputs(tensors: Sequence[Tensor]) -> list[FeatureInput]:
-    """The inputs of features, in the order of their first tensors. ApiError: a part is missing, doubled or
-    of a wrong shape."""
+    """Returns feature inputs by first tensor. ApiError: a part is missing, doubled or misshapen."""
     parts: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         feature, part = split_name(tensor.name)
@@ -147,20 +133,16 @@ def _feature_input(feature: str, parts: dict[str, Tensor]) -> FeatureInput:
     if ids is None:
         raise bad_request(f"feature {short(feature)} came without ids; send {feature} or {feature}.values")
     if dense is not None and len(dense.shape) != 2:
-        raise bad_request(
-            f"input {short(feature)}: shape is {list(dense.shape)}; expected [bags, ids a bag], or send "
-            f"{feature}.values"
-        )
+        what = f"input {short(feature)}: shape is {list(dense.shape)}"
+        raise bad_request(f"{what}; expected [bags, ids a bag], or send {feature}.values")
     for tensor in (values, lengths):
         if tensor is not None and len(tensor.shape) != 1:
             raise bad_request(
                 f"input {short(tensor.name)}: shape is {list(tensor.shape)}; expected one dimension"
             )
     if weights is not None and weights.elements != ids.elements:
-        raise bad_request(
-            f"input {short(weights.name)} has {weights.elements} weights for {ids.elements} ids; expected "
-            "one an id"
-        )
+        what = f"input {short(weights.name)} has {weights.elements} weights for {ids.elements} ids"
+        raise bad_request(f"{what}; expected one an id")
     weights_at = None if weights is None else weights.at
     if dense is not None:
         bags, bag_length = dense.shape

@@ -1,10 +1,6 @@
-"""A request of /v1: from its JSON to a laid-out `Request`, and from its vectors to JSON.
-
-Real requests have hundreds of features and thousands of ids. Where all features came in one form, as bags of
-ids or as values with lengths, they are flattened, checked and laid out together, without a step of Python for
-each of them. Where they did not, found masks are wanted, or something is wrong, each feature is taken by
-itself, which takes longer and says what is wrong.
-"""
+"""/v1: from JSON to a laid-out `Request`, and from vectors to JSON. If all features come in one form they are
+flattened, checked and laid out together, without a Python step per feature; real requests have hundreds.
+Mixed forms, found masks and errors are handled feature by feature."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +15,7 @@ from numpy.typing import NDArray
 from tableside.loader.versions.states import State
 from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
-from tableside.serving.http.asgi import json_object
+from tableside.serving.http.asgi import json_object, text_of
 from tableside.serving.http.inputs.json_lists import (
     Counts,
     FeatureLists,
@@ -29,7 +25,6 @@ from tableside.serving.http.inputs.json_lists import (
     jagged_of,
     starts_of,
 )
-from tableside.serving.http.inputs.large_json import text_of
 from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, feature_inputs
 from tableside.serving.model.places import Buffer, DenseInput, Output, masked_feature
 from tableside.serving.model.request import FeatureInput, Request
@@ -41,7 +36,7 @@ _PLACE = np.dtype([(name, np.int64) for name in Place._fields])
 
 @dataclass(frozen=True)
 class Body:
-    """The JSON object of a request. has_booleans: `true` or `false` stands somewhere in its text."""
+    """A request's JSON object. has_booleans: its text contains `true` or `false`."""
 
     fields: dict[str, Any]
     has_booleans: bool
@@ -49,11 +44,8 @@ class Body:
 
 @dataclass(frozen=True)
 class JsonRequest:
-    """A request that was laid out, the input buffer that it reads, and its vectors (None: those of
-    `request.outputs`).
-
-    bags: lengths of each bag of the features whose ids came as bags, where found masks are wanted.
-    """
+    """A laid-out request and its input buffer. vectors: None if `request.outputs` has them. bags: lengths per
+    feature that came as bags, if found masks are wanted."""
 
     request: Request
     inputs: bytes
@@ -63,8 +55,7 @@ class JsonRequest:
 
 @dataclass(frozen=True, eq=False)
 class _Names:
-    """Features that requests name in one order, and what their lookups need: arrays of one value a
-    feature."""
+    """Features that requests name in one order, with one value per feature for lookups."""
 
     features: tuple[str, ...]
     planners: Planners
@@ -76,20 +67,19 @@ class _Names:
 
     @property
     def are_alike(self) -> bool:
-        """Whether the vectors of all have one width and one type."""
         return len(set(self.dims)) == len(set(self.halves)) == 1
 
 
 @dataclass(frozen=True)
 class _Vectors:
-    """Where the vectors of features lie in an output buffer. counts: of each feature."""
+    """Places of features' vectors in an output buffer. counts: vectors per feature."""
 
     names: _Names
     out_at: Counts
     counts: Counts
 
     def read(self, buffer: Buffer) -> dict[str, NDArray[np.float32]]:
-        """The vectors of each feature, fp32 [bags or ids, dim]."""
+        """Returns each feature's vectors, fp32 [bags or ids, dim]."""
         names, counts = self.names, self.counts
         if names.are_alike and (counts == counts[0]).all():
             dtype = np.float16 if names.halves[0] else np.float32
@@ -108,7 +98,7 @@ class _Vectors:
 
 
 def parse(text: bytes, more: tuple[str, ...]) -> Body:
-    """The JSON of a request. more: fields that it may have beside the usual. ApiError: it is no such JSON."""
+    """Parses a request's JSON. more: further allowed fields. ApiError: a field is wrong."""
     fields = json_object(text)
     known = ("model", "version", "features", *more)
     if unknown := sorted(set(fields) - set(known)):
@@ -124,11 +114,7 @@ def parse(text: bytes, more: tuple[str, ...]) -> Body:
 
 
 def encode(state: State, laid_out: JsonRequest, buffer: Buffer) -> bytes:
-    """The JSON of the answer: scores where the request asked for them, else vectors, and found masks where it
-    asked for these.
-
-    state: that answered.
-    """
+    """Returns the answer's JSON: scores or vectors, and any found masks. state: the one that answered."""
     request = laid_out.request
     found: dict[str, Any] = {"model": request.model, "version": state.version, "sequence": state.sequence}
     if request.scoring is not None:
@@ -149,8 +135,7 @@ def _as_fp32(output: Output, buffer: Buffer) -> NDArray[Any]:
 
 
 def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffer: Buffer) -> dict[str, Any]:
-    """Feature -> which ids its table has, in the shape in which the ids came: a list for each bag, or one
-    of all."""
+    """Maps each feature to its found mask, in its ids' shape: a list per bag, or one flat list."""
     found: dict[str, Any] = {}
     for mask in masks:
         feature = masked_feature(mask.feature) or ""
@@ -161,14 +146,13 @@ def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffe
 
 
 class JsonLayouts:
-    """Lays requests out. It remembers what the features of each version need, as long as the version is
-    served."""
+    """Lays requests out and remembers the features' needs per served version."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[ServedVersion, dict[tuple[str, ...], _Names]] = WeakKeyDictionary()
 
     def lay_out(self, served: ServedVersion, body: Body, score: bool) -> JsonRequest:
-        """The request for a version. ApiError: something of it is wrong."""
+        """Lays a request out for a version. ApiError: the request is wrong."""
         features, dense = body.fields["features"], body.fields.get("dense", {})
         if not isinstance(features, dict) or not features:
             raise bad_request("features: expected an object of feature to ids, with at least one feature")
@@ -195,7 +179,7 @@ class JsonLayouts:
         return JsonRequest(request, inputs, _Vectors(names, places["out_at"], counts))
 
     def _names(self, served: ServedVersion, features: tuple[str, ...]) -> _Names | None:
-        """What features of these names need; None: the version lacks one."""
+        """Returns the needs of these features; None: the version lacks one."""
         of_version = self._known.setdefault(served, {})
         if (known := of_version.get(features)) is None:
             if not served.features.keys() >= set(features):
@@ -217,8 +201,7 @@ class JsonLayouts:
 
 
 def _places(lists: FeatureLists, names: _Names) -> tuple[NDArray[Any], Counts]:
-    """The places of features' ids, lengths and weights in `ids + lengths + weights` and of their vectors;
-    how many vectors."""
+    """Returns the features' places in `ids + lengths + weights` and the output, and their vectors."""
     counts = np.where(names.is_pooled, lists.bag_counts, lists.id_counts)
     id_starts = starts_of(lists.id_counts)[:-1]
     places = np.zeros(len(counts), _PLACE)
@@ -233,7 +216,7 @@ def _places(lists: FeatureLists, names: _Names) -> tuple[NDArray[Any], Counts]:
 
 
 def _feature_inputs(names: _Names, places: NDArray[Any]) -> list[FeatureInput]:
-    """The same places for a request that has more than vectors."""
+    """Converts places for a request with more than vectors."""
     columns = (places[part].tolist() for part in ("ids_at", "ids", "bags", "bag_length", "lengths_at"))
     weights_at = [None if at < 0 else at for at in places["weights_at"].tolist()]
     return list(map(FeatureInput, names.features, *columns, weights_at))
@@ -242,8 +225,7 @@ def _feature_inputs(names: _Names, places: NDArray[Any]) -> list[FeatureInput]:
 def _one_by_one(
     served: ServedVersion, features: dict[str, Any], dense: Any, score: bool, found: bool = False
 ) -> JsonRequest:
-    """The request of features in any form, with found masks where these are wanted. ApiError: something of
-    it is wrong."""
+    """Lays out features of any form, and found masks. ApiError: the request is wrong."""
     tensors, parts, at = [], [], 0
     bags: dict[str, NDArray[np.int32]] = {}
     for feature, value in features.items():
@@ -262,7 +244,7 @@ def _one_by_one(
 
 
 def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:
-    """The values, lengths and weights of a feature, from its JSON. ApiError: it is something else."""
+    """Returns a feature's values, lengths and weights. ApiError: its JSON is something else."""
     if isinstance(value, list):
         if not are_all(list, value):
             raise bad_request(
@@ -282,7 +264,7 @@ def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:
 
 
 def _dense_inputs(served: ServedVersion, raw: Any, at: int) -> tuple[list[DenseInput], list[bytes]]:
-    """The dense tensors of a request, and their values, which lie from byte `at` on."""
+    """Returns a request's dense tensors and their bytes, from byte `at` on."""
     given, parts = [], []
     for name, array in _dense(served, raw):
         given.append(DenseInput(name, at, *array.shape))

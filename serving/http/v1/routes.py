@@ -1,4 +1,4 @@
-"""The friendly JSON interface: POST /v1/lookup and /v1/score, GET /v1/models, /health and /metrics."""
+"""The JSON interface: POST /v1/lookup and /v1/score, GET /v1/models, /health and /metrics."""
 
 import asyncio
 import contextlib
@@ -9,35 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
-from tableside.serving.http import metadata
-from tableside.serving.http.asgi import (
-    MODEL,
-    Receive,
-    Scope,
-    check_json_answer,
-    check_json_size,
-    holding,
-    json_response,
-    read_body,
-)
-from tableside.serving.http.inputs.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of, room
-from tableside.serving.http.openapi import (
-    BOOL,
-    COUNT,
-    ID,
-    NUMBER,
-    PARAMETERS,
-    POSTS,
-    SIZE,
-    STRING,
-    Json,
-    a_list,
-    an_object,
-    as_json,
-    noted,
-    refusals,
-    told,
-)
+from tableside.serving.http import asgi, metadata, openapi
 from tableside.serving.http.v1.request import Body, JsonLayouts, JsonRequest, encode, parse
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
@@ -46,43 +18,42 @@ from tableside.serving.service.service import Service
 
 
 class V1:
-    """Answers lookups and scores of a worker. ApiError: a request is refused."""
+    """Answers a worker's lookups and scores. ApiError: the request is refused."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._counts = MetricsOfModels("v1")
         self._layouts = JsonLayouts()
 
-    async def answer(self, scope: Scope, receive: Receive, score: bool) -> bytes:
-        """The JSON of the answer to a lookup or a score. ApiError: the request is refused."""
+    async def answer(self, scope: asgi.Scope, receive: asgi.Receive, score: bool) -> bytes:
         service = self._service
-        with holding(scope, service.in_flight) as hold:
-            body = await read_body(scope, receive, service.settings.max_body_bytes, hold)
-            check_json_size(len(body), service.settings.max_json_bytes)
+        with asgi.holding(scope, service.in_flight) as hold:
+            body = await asgi.read_body(scope, receive, service.settings.max_body_bytes, hold)
+            asgi.check_json_size(len(body), service.settings.max_json_bytes)
             await service.slices.take()
             return await self._work_on(scope, body, score, hold)
 
-    async def _work_on(self, scope: Scope, text: bytes, score: bool, hold: Hold) -> bytes:
+    async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold) -> bytes:
         service, started = self._service, time.perf_counter()
         served, laid_out = await self._laid_out(scope, text, score, hold)
         request = laid_out.request
-        check_json_answer(request.out_bytes, service.settings.max_json_bytes)
+        asgi.check_json_answer(request.out_bytes, service.settings.max_json_bytes)
         hold.grow((1 + JSON_GROWTH) * request.out_bytes + len(laid_out.inputs))
         parsed = time.perf_counter()
         answer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
         result = answer.state or served.state, laid_out, answer.buffer
-        is_large = request.out_bytes > ANSWER_BYTES or len(text) > BESIDE_BYTES
+        is_large = request.out_bytes > asgi.ANSWER_BYTES or len(text) > asgi.BESIDE_BYTES
         encoded = await service.beside(encode, *result) if is_large else encode(*result)
         times = Stages(started, parsed, looked_up, time.perf_counter())
         self._counts[served.header.model].answered(request, len(text), times, answer.unfound)
         return encoded
 
     async def _laid_out(
-        self, scope: Scope, text: bytes, score: bool, hold: Hold
+        self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold
     ) -> tuple[ServedVersion, JsonRequest]:
-        """The request, and the version that it asks. What its JSON unpacked to is gone when this returns."""
-        service, is_large = self._service, len(text) > BESIDE_BYTES
+        """Returns the request and its version. The parsed JSON is gone on return."""
+        service, is_large = self._service, len(text) > asgi.BESIDE_BYTES
         async with self._room(text, hold) if is_large else contextlib.nullcontext():
             body = (
                 await service.beside(self._understand, text, score)
@@ -90,7 +61,7 @@ class V1:
                 else self._understand(text, score)
             )
             served, version = service.live(body.fields["model"]), body.fields.get("version")
-            scope[MODEL] = served.header.model
+            scope[asgi.MODEL] = served.header.model
             if version is not None:
                 served = await service.version(served.header.model, version)
             arguments = served, body, score
@@ -100,79 +71,86 @@ class V1:
         return served, laid_out
 
     def _room(self, text: bytes, hold: Hold) -> contextlib.AbstractAsyncContextManager[None]:
-        inputs = max((inputs_of(e.attached()) for e in self._service.engines.values()), default=0)
-        return room(self._service.large_json, text, inputs, hold)
+        inputs = max((asgi.inputs_of(e.attached()) for e in self._service.engines.values()), default=0)
+        return asgi.room(self._service.large_json, text, inputs, hold)
 
     def _understand(self, text: bytes, score: bool) -> Body:
         return parse(text, ("dense",) if score else ("found",))
 
 
 def add_to(app: FastAPI, service: Service, tell: Callable[[], None]) -> None:
-    """Adds the routes. tell: brings what this worker counts up to date, before a scrape."""
+    """Adds the routes. tell: updates this worker's counts before a scrape."""
     v1 = V1(service)
 
-    @app.post("/v1/lookup", **told("Look ids up", _LOOKED_UP, *POSTS, body=_LOOKUP))
+    @app.post("/v1/lookup", **openapi.told("Look ids up", _LOOKED_UP, *openapi.POSTS, body=_LOOKUP))
     async def lookup(http: Request) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=False), media_type="application/json")
 
-    @app.post("/v1/score", **told("Score rows", _SCORED, *POSTS, body=_SCORE))
+    @app.post("/v1/score", **openapi.told("Score rows", _SCORED, *openapi.POSTS, body=_SCORE))
     async def score(http: Request) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=True), media_type="application/json")
 
-    @app.get("/v1/models", **told("What is served", _MODELS, 405))
+    @app.get("/v1/models", **openapi.told("What is served", _MODELS, 405))
     async def models() -> Response:
         served = [metadata.describe_model(service, name) for name in service.engines]
-        return json_response({"server": metadata.describe_server(service), "models": served})
+        return asgi.json_response({"server": metadata.describe_server(service), "models": served})
 
-    about = told("Whether this worker takes requests", _HEALTH, 405)
-    about["responses"][503] = {"description": "It drains", **as_json(_HEALTH)}
+    about = openapi.told("Whether this worker takes requests", _HEALTH, 405)
+    about["responses"][503] = {"description": "It drains", **openapi.as_json(_HEALTH)}
 
     @app.get("/health", **about)
     async def health() -> Response:
         status = "ready" if service.ready else "draining"
         versions = {name: engine.attached().version for name, engine in service.engines.items()}
-        return json_response({"status": status, "models": versions}, 200 if service.ready else 503)
+        return asgi.json_response({"status": status, "models": versions}, 200 if service.ready else 503)
 
     summary = "Prometheus metrics, summed over all workers"
 
-    @app.get("/metrics", summary=summary, response_class=PlainTextResponse, responses=refusals(405))
+    @app.get("/metrics", summary=summary, response_class=PlainTextResponse, responses=openapi.refusals(405))
     async def prometheus() -> Response:
         tell()
         text = await asyncio.to_thread(metrics.exposition, [*service.engines.values()])
         return Response(text, media_type="text/plain; version=0.0.4")
 
 
-def _by_name(schema: Json, description: str) -> Json:
-    return noted({"type": "object", "additionalProperties": schema}, description)
+def _by_name(schema: openapi.Json, description: str) -> openapi.Json:
+    return openapi.noted({"type": "object", "additionalProperties": schema}, description)
 
 
-def _request(example: Json, **more: Json) -> Json:
-    version = noted(SIZE, "the live one where left out")
-    found = an_object("version", *more, model=STRING, version=version, features=_FEATURES, **more)
+def _request(example: openapi.Json, **more: openapi.Json) -> openapi.Json:
+    version = openapi.noted(openapi.SIZE, "the live one where left out")
+    found = openapi.an_object(
+        "version", *more, model=openapi.STRING, version=version, features=_FEATURES, **more
+    )
     return {**found, "additionalProperties": False, "examples": [example]}
 
 
-def _answer(*optional: str, **values: Json) -> Json:
-    sequence = noted(COUNT, "of the last change that answered; 0: none was applied")
-    return an_object(*optional, "sequence", model=STRING, version=COUNT, sequence=sequence, **values)
+def _answer(*optional: str, **values: openapi.Json) -> openapi.Json:
+    sequence = openapi.noted(openapi.COUNT, "of the last change that answered; 0: none was applied")
+    return openapi.an_object(
+        *optional, "sequence", model=openapi.STRING, version=openapi.COUNT, sequence=sequence, **values
+    )
 
 
-_JAGGED = an_object(
+_JAGGED = openapi.an_object(
     "lengths",
     "weights",
-    values=noted(a_list(ID), "ids, bag after bag"),
-    lengths=noted(a_list(COUNT), "ids of each bag; not needed for an unpooled feature"),
-    weights=noted(a_list(NUMBER), "one an id"),
+    values=openapi.noted(openapi.a_list(openapi.ID), "ids, bag after bag"),
+    lengths=openapi.noted(
+        openapi.a_list(openapi.COUNT), "ids of each bag; not needed for an unpooled feature"
+    ),
+    weights=openapi.noted(openapi.a_list(openapi.NUMBER), "one an id"),
 )
 _FEATURES = _by_name(
-    {"anyOf": [a_list(a_list(ID)), _JAGGED]}, "feature -> bags of ids, or values and lengths"
+    {"anyOf": [openapi.a_list(openapi.a_list(openapi.ID)), _JAGGED]},
+    "feature -> bags of ids, or values and lengths",
 )
-_ROWS = a_list(a_list(NUMBER))
+_ROWS = openapi.a_list(openapi.a_list(openapi.NUMBER))
 _LOOKUP = _request(
     {"model": "demo", "features": {"clicked": [[1, 2, 3], [], [7]]}},
-    found=noted(BOOL, "whether the answer says which ids the tables have"),
+    found=openapi.noted(openapi.BOOL, "whether the answer says which ids the tables have"),
 )
-_MASKS = a_list({"anyOf": [BOOL, a_list(BOOL)]})
+_MASKS = openapi.a_list({"anyOf": [openapi.BOOL, openapi.a_list(openapi.BOOL)]})
 _LOOKED_UP = _answer(
     "found",
     vectors=_by_name(_ROWS, "feature -> one vector a bag, or one an id where the feature is not pooled"),
@@ -182,6 +160,8 @@ _SCORE = _request(
     {"model": "ctr", "features": {"user": [[1]]}, "dense": {"context": [[0.5, 1.0]]}},
     dense=_by_name(_ROWS, "dense tensor -> rows of numbers"),
 )
-_SCORED = _answer(scores=a_list({"anyOf": [NUMBER, a_list(NUMBER)]}))
-_MODELS = an_object(server=PARAMETERS, models=a_list(PARAMETERS))
-_HEALTH = an_object(status=STRING, models=_by_name(COUNT, "model -> the version that answers"))
+_SCORED = _answer(scores=openapi.a_list({"anyOf": [openapi.NUMBER, openapi.a_list(openapi.NUMBER)]}))
+_MODELS = openapi.an_object(server=openapi.PARAMETERS, models=openapi.a_list(openapi.PARAMETERS))
+_HEALTH = openapi.an_object(
+    status=openapi.STRING, models=_by_name(openapi.COUNT, "model -> the version that answers")
+)

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol, /v2: infer requests, templates of their headers, regions, models."""
+"""The Open Inference Protocol, /v2."""

@@ -1,12 +1,10 @@
-"""Triton's CUDA shared memory extension: regions in a GPU's memory, which the engine process opens and copies
-within the GPU.
+"""Triton's CUDA shared memory extension. The engine process opens the regions and copies within the GPU.
 
     GET  /v2/cudasharedmemory[/region/{r}]/status
-    POST /v2/cudasharedmemory/region/{r}/register      {"raw_handle": {"b64": ...}, "device_id": ..., "byte_size": ...}
+    POST /v2/cudasharedmemory/region/{r}/register    {"raw_handle": {"b64": ...}, "device_id", "byte_size"}
     POST /v2/cudasharedmemory[/region/{r}]/unregister
 
-`raw_handle` is a cudaIpcMemHandle_t. Tensors name such a region as they name one of the host
-(`serving.http.v2.shm`).
+`raw_handle` is a cudaIpcMemHandle_t. Tensors name such a region like one of the host (`serving.http.v2.shm`).
 (github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md)
 """
 
@@ -21,8 +19,7 @@ from tableside.serving.http.inputs.tensors import Tensor, is_narrow, split_name
 from tableside.serving.http.v2 import shm
 from tableside.serving.model.places import Output
 from tableside.serving.model.request import Request
-from tableside.serving.shm.regions import DeviceRegion, Regions, Slice
-from tableside.serving.shm.registry import RegionEntry
+from tableside.serving.shm.regions import DeviceRegion, RegionEntry, Regions, Slice
 
 if TYPE_CHECKING:
     from tableside.serving.engine_process.link import EngineLink
@@ -35,14 +32,10 @@ def describe(entry: RegionEntry) -> dict[str, Any]:
 
 
 async def register(regions: Regions, link: "EngineLink | None", name: str, body: bytes) -> None:
-    """As `shm.register`. link: to the engine process, which opens the region; None: this server has no
-    GPU."""
+    """Like `shm.register`. link: to the engine process, which opens the region; None: no GPU."""
     if link is None:
-        raise bad_request(
-            f"CUDA shared memory region {short(name)}: this server looks up on the CPU; start it with "
-            "--devices, or register "
-            "system shared memory"
-        )
+        what = f"CUDA shared memory region {short(name)}: this server looks up on the CPU"
+        raise bad_request(f"{what}; start it with --devices, or register system shared memory")
     asked = json_object(body)
     where = f"CUDA shared memory region {short(name)}"
     device, size = (shm.count(asked.get(n, 0), n, where) for n in ("device_id", "byte_size"))
@@ -61,7 +54,8 @@ def _handle(where: str, asked: dict[str, Any]) -> bytes:
         return base64.b64decode(text if isinstance(text, str) else "-", validate=True)
     except (binascii.Error, ValueError):
         raise bad_request(
-            f'{where}: raw_handle is {short(given)}; expected {{"b64": ...}} with a cudaIpcMemHandle_t in base64'
+            f'{where}: raw_handle is {short(given)}; expected {{"b64": ...}} with a cudaIpcMemHandle_t in '
+            "base64"
         ) from None
 
 
@@ -72,8 +66,7 @@ def check_inputs(
     together: bool,
     unpooled: Sequence[str],
 ) -> None:
-    """ApiError: a tensor lies in a GPU's memory that the server must read itself. unpooled: features that
-    are not pooled."""
+    """ApiError: the server itself must read a tensor that lies on a GPU. unpooled: unpooled features."""
     for tensor, one in zip(tensors, slices, strict=True):
         if one is None or not isinstance(one.region, DeviceRegion):
             continue
@@ -86,15 +79,13 @@ def check_inputs(
         if is_read:
             raise bad_request(
                 f"input {short(tensor.name)} lies in {one.region.entry.label}, and the server reads it "
-                "itself (dense "
-                "tensors, INT32 ids, lengths of a kjt or of unpooled features); send it in the body, or in "
-                "system shared "
-                "memory"
+                "itself (dense tensors, INT32 ids, lengths of a kjt or of unpooled features); send it in "
+                "the body, or in system shared memory"
             )
 
 
 def is_asked_for(header: dict[str, Any], known: Regions | None) -> bool:
-    """Whether an output is asked for in a GPU's memory; whatever else a header says is not looked at yet."""
+    """Returns whether an unchecked header asks for an output in a GPU's memory."""
     asked = header.get("outputs")
     if known is None or not isinstance(asked, list):
         return False
@@ -104,8 +95,7 @@ def is_asked_for(header: dict[str, Any], known: Regions | None) -> bool:
 
 
 def check_outputs(request: Request, outputs: Iterable[tuple[Output, Slice | None]], has_inputs: bool) -> None:
-    """ApiError: an output that is made on the host is asked for in a GPU's memory, or scores are beside
-    such tensors."""
+    """ApiError: an output made on the host is asked for on a GPU, or scores beside such tensors."""
     into = [output for output, one in outputs if one is not None and isinstance(one.region, DeviceRegion)]
     if request.scoring is not None and (into or has_inputs):
         raise bad_request(

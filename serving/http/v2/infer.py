@@ -1,28 +1,18 @@
-"""Infer requests of the Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with the
-binary tensor extension.
-
-The `Door` brings them, or FastAPI's route of `serving.http.v2.routes`.
-"""
+"""Infer requests of the Open Inference Protocol V2 (github.com/kserve/open-inference-protocol) with binary
+tensors. They come from the `Door`, or from FastAPI's route in `serving.http.v2.routes`."""
 
 import functools
 import time
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tableside.serving.errors import bad_request, not_found, short
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
-from tableside.serving.http.asgi import (
-    JSON_TYPE,
-    Response,
-    check_json_answer,
-    check_json_size,
-    json_object,
-    too_large,
-)
-from tableside.serving.http.inputs.large_json import ANSWER_BYTES, BESIDE_BYTES, inputs_of, room
+from tableside.serving.http import asgi
 from tableside.serving.http.v2 import request as v2_request
 from tableside.serving.http.v2 import shm
-from tableside.serving.http.v2.repeated import HeaderMemory
 from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.http.v2.templates import Templates
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
@@ -31,15 +21,49 @@ from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.shm.regions import PartlyOnDevice
 
+_KEPT, _LONGEST = 256, 64 << 10  # headers, and bytes of one
+
+
+class HeaderMemory:
+    """Meanings of the latest headers whose tensors all lie on a GPU. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, bytes], tuple[weakref.ref[ServedVersion], int, InferRequest]] = (
+            OrderedDict()
+        )
+
+    def find(self, served: ServedVersion, body: bytes, generation: int) -> InferRequest | None:
+        """Returns a body's meaning, or None. generation: of the list of regions."""
+        if len(body) > _LONGEST or (known := self._known.get(key := (served.header.model, body))) is None:
+            return None
+        version, then, infer = known
+        if version() is not served or then != generation:
+            del self._known[key]
+            return None
+        self._known.move_to_end(key)
+        return infer
+
+    def keep(self, served: ServedVersion, body: bytes, generation: int, infer: InferRequest) -> None:
+        """Keeps a body's meaning if it does not depend on memory."""
+        inputs: Any = infer.inputs
+        if not isinstance(inputs, PartlyOnDevice) or not infer.head or infer.into or len(body) > _LONGEST:
+            return
+        if sum(one.size for one in inputs.reads) < memoryview(inputs.inputs).nbytes:
+            return  # a tensor came with the body, or from a region of the host
+        self._known[served.header.model, bytes(body)] = weakref.ref(served), generation, infer
+        if len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+
+
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
 Found = Answer | Exception  # what was looked up, or why it was not
 _Times = tuple[float, float]  # when it was begun and understood, of time.perf_counter
-Later = Callable[[Callable[[Found], Response], Found], None]
+Later = Callable[[Callable[[Found], asgi.Response], Found], None]
 
 
 class V2:
-    """Answers infer requests. The caller answers with the ApiErrors that are raised."""
+    """Answers infer requests. ApiErrors are the caller's to send."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -63,14 +87,10 @@ class V2:
         body: bytes | memoryview,
         hold: Hold,
         later: Later,
-    ) -> Response | Coroutine[Any, Any, Response] | None:
-        """The response to an infer request that is understood by a template and looked up at once; else what
-        gives it.
-
-        None: `later` will be called with what makes the response, and what it makes it of. ApiError, from
-        here or from what makes the response: the request is refused. body: is the caller's again when this
-        returns.
-        """
+    ) -> asgi.Response | Coroutine[Any, Any, asgi.Response] | None:
+        """Returns the response if a template knows the header and it is looked up at once, else a coroutine.
+        None: `later` gets the response's maker and what it takes. ApiError: refused. `body` may be reused on
+        return."""
         started = time.perf_counter()
         if len(named) != 1 or (header_length is None and self.service.regions is None):
             return self.infer(named, header_length, bytes(body), hold)
@@ -88,31 +108,34 @@ class V2:
             return self._run(infer._replace(inputs=bytes(infer.inputs)), *came[1:])
         return self._encode(*came, answer) if infer.is_inline else self._write(*came, answer)
 
-    async def infer(self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold) -> Response:
-        """The response to an infer request. ApiError: it is refused."""
+    async def infer(
+        self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold
+    ) -> asgi.Response:
+        """Returns the response to an infer request. ApiError: it is refused."""
         started = time.perf_counter()
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
         infer = await self._understand(served, header_length, body, hold)
         infer.request.names_version = len(named) > 1
-        check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
+        asgi.check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
         hold.grow(infer.request.out_bytes + JSON_GROWTH * infer.json_bytes)
         return await self._run(infer, len(body), (started, time.perf_counter()))
 
-    async def _run(self, infer: InferRequest, body_bytes: int, times: _Times) -> Response:
+    async def _run(self, infer: InferRequest, body_bytes: int, times: _Times) -> asgi.Response:
         came = infer, body_bytes, times
         answer = await self.service.executor.run(infer.request, infer.inputs)
-        is_large = not infer.is_inline or infer.json_bytes > ANSWER_BYTES
+        is_large = not infer.is_inline or infer.json_bytes > asgi.ANSWER_BYTES
         return await self._write(*came, answer) if is_large else self._encode(*came, answer)
 
-    async def _write(self, infer: InferRequest, body_bytes: int, times: _Times, answer: Answer) -> Response:
-        """As `_encode`, where so much is written, into regions or as JSON, that it is done beside the
-        event loop."""
+    async def _write(
+        self, infer: InferRequest, body_bytes: int, times: _Times, answer: Answer
+    ) -> asgi.Response:
+        """Like `_encode`, beside the event loop, for large regions or JSON."""
         looked_up = time.perf_counter()
         encoded = await self.service.beside(v2_request.encode, infer, answer.buffer)
         return self._answered(infer, body_bytes, (*times, looked_up), answer, encoded)
 
-    def _encode(self, infer: InferRequest, body_bytes: int, times: _Times, found: Found) -> Response:
-        """The response of what was found; or raises what was found instead."""
+    def _encode(self, infer: InferRequest, body_bytes: int, times: _Times, found: Found) -> asgi.Response:
+        """Returns the response, or raises the error that was found instead."""
         if isinstance(found, Exception):
             raise found
         looked_up = time.perf_counter()
@@ -126,9 +149,8 @@ class V2:
         times: tuple[float, float, float],
         answer: Answer,
         encoded: tuple[bytes, list[Any]],
-    ) -> Response:
-        """Counts a request that is answered; its response. times: when it was begun, understood and looked
-        up."""
+    ) -> asgi.Response:
+        """Counts a request and returns its response. times: begun, understood, looked up."""
         (head, parts), request = encoded, infer.request
         if answer.state is not None:
             head = v2_request.restated(head, answer.state)
@@ -137,14 +159,13 @@ class V2:
         stages = Stages(*times, time.perf_counter())
         self._metrics[request.model].answered(request, body_bytes, stages, answer.unfound)
         if infer.has_binary:
-            return Response(200, (_BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
-        return Response(200, (JSON_TYPE,), [head])
+            return asgi.Response(200, (_BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
+        return asgi.Response(200, (asgi.JSON_TYPE,), [head])
 
     async def _understand(
         self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold
     ) -> InferRequest:
-        """The infer request: by a template where its header came before but for its numbers, else by the
-        slow path."""
+        """Reads an infer request, by a template if its header is known, else by the slow path."""
         settings, regions = self.service.settings, self.service.regions
         generation = -1 if regions is None else regions.generation
         length = _json_bytes(header_length, body)
@@ -154,11 +175,11 @@ class V2:
         if (known := self._templates.match(served, body, length, regions)) is not None:
             hold.grow(known.made_bytes(body))
             return known
-        check_json_size(length, settings.max_json_bytes)
-        if length <= BESIDE_BYTES:
+        asgi.check_json_size(length, settings.max_json_bytes)
+        if length <= asgi.BESIDE_BYTES:
             infer = await self._understand_anew(served, body, length, hold, False)
         else:
-            async with room(self.service.large_json, body[:length], inputs_of(served), hold):
+            async with asgi.room(self.service.large_json, body[:length], asgi.inputs_of(served), hold):
                 infer = await self._understand_anew(served, body, length, hold, True)
         if is_header and isinstance(infer.inputs, PartlyOnDevice):
             self._repeated.keep(served, body, generation, infer)
@@ -167,14 +188,14 @@ class V2:
     async def _understand_anew(
         self, served: ServedVersion, body: bytes, length: int, hold: Hold, is_large: bool
     ) -> InferRequest:
-        """By the slow path, which is beside the event loop where the header is large, or what follows it."""
+        """Reads an infer request by the slow path, beside the event loop if it is large."""
         settings, regions = self.service.settings, self.service.regions
         head, binary = body[:length], memoryview(body)[length:]
-        header = await self.service.beside(json_object, head) if is_large else json_object(head)
+        header = await self.service.beside(asgi.json_object, head) if is_large else asgi.json_object(head)
         region_bytes = 0
         if regions is not None and (region_bytes := shm.input_bytes(header, regions)):
             if region_bytes > settings.max_body_bytes:
-                raise too_large(settings.max_body_bytes)
+                raise asgi.too_large(settings.max_body_bytes)
             hold.grow(region_bytes)
         arguments = served, header, binary, regions
         is_large = is_large or len(binary) + region_bytes > shm.INLINE_BYTES
@@ -191,13 +212,11 @@ class V2:
 
 def _parse_length(value: bytes, size: int) -> int:
     if not value.isdigit() or len(value) > 18 or not 0 < int(value) <= size:
-        raise bad_request(
-            f"Inference-Header-Content-Length is {short(value.decode('latin-1'))}; "
-            f"expected a number from 1 to the body's {size} bytes"
-        )
+        what = f"Inference-Header-Content-Length is {short(value.decode('latin-1'))}"
+        raise bad_request(f"{what}; expected a number from 1 to the body's {size} bytes")
     return int(value)
 
 
 def _json_bytes(header_length: bytes | None, body: bytes | memoryview) -> int:
-    """Of a request's JSON: all of its body where its headers do not say."""
+    """Length of the JSON part in bytes; the whole body without Inference-Header-Content-Length."""
     return len(body) if header_length is None else _parse_length(header_length, len(body))

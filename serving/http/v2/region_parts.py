@@ -1,9 +1,6 @@
-"""Where the tensors of a header lie that names regions of shared memory, by the numbers of the header.
-
-A template (`serving.http.v2.templates`) has one `RegionParts` for its inputs and one for its outputs. Tensors
-that follow each other in a region and in the buffer are copied in one piece. The loops here are written for
-speed, as a request has dozens of tensors.
-"""
+"""Places of a header's tensors in regions of shared memory, from the header's numbers. A template
+(`serving.http.v2.templates`) has a `RegionParts` for inputs and one for outputs. Adjacent tensors are copied
+together. Loops are written for speed: a request has dozens of tensors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,20 +15,18 @@ _BODY, _NONE = -1, -1
 
 
 class GatheredBody(NamedTuple):
-    """A body as it would be without regions: the header, `header_bytes` with the spaces at its end, and
-    all inputs behind it."""
+    """A body as if without regions: the header, padded to `header_bytes`, then all inputs."""
 
     body: memoryview
     header_bytes: int
 
 
 class RegionParts:
-    """Of each tensor of one side of a header: its region, if it has one, and which numbers say its offset
-    and its size."""
+    """For each input (or each output) tensor: its region, if any, and the indices of the header's numbers
+    that hold offset and size."""
 
     def __init__(self, parameters: Iterable[dict[str, Any]]) -> None:
-        """parameters: of each tensor, with the place of a number among the header's numbers where the
-        number was."""
+        """parameters: per tensor, with the index of each number in place of it."""
         given = list(parameters)
         self.names = tuple(dict.fromkeys(p[shm.REGION] for p in given if shm.REGION in p))
         self.in_body = [shm.REGION not in p for p in given]
@@ -47,12 +42,8 @@ class RegionParts:
     def gather(
         self, numbers: Sequence[int], header: memoryview, binary: memoryview, known: Regions
     ) -> GatheredBody | None:
-        """Copies inputs behind the header. The header gets spaces at its end, so that ids begin at a multiple
-        of 8.
-
-        None: the slow path says what is wrong, or copies what is too much for the event loop. ApiError: a
-        region is gone, or was truncated.
-        """
+        """Copies inputs behind the header, which is padded to a multiple of 8 bytes. None: wrong or large,
+        for the slow path. ApiError: a region is gone or truncated."""
         if any(map(known.is_on_device, self.names)):
             return None
         found = [known.find(name) for name in self.names]
@@ -91,11 +82,8 @@ class RegionParts:
     def into(
         self, numbers: Sequence[int], ends: Sequence[tuple[int, int]], known: Regions
     ) -> tuple[Slice, ...] | None:
-        """Where outputs are written that begin and end at these bytes of the output buffer. ApiError: as of
-        `gather`.
-
-        None: the slow path says what is wrong.
-        """
+        """Returns where to write outputs that lie at `ends` in the output buffer. None: the slow path says
+        what is wrong. ApiError: like `gather`."""
         if any(map(known.is_on_device, self.names)):
             return None
         found = [known.find(name) for name in self.names]

@@ -1,12 +1,11 @@
-"""The model repository extension: which models there are, and which are loaded and unloaded while the server
-runs.
+"""The model repository extension: list, load and unload models at run time.
 
     POST /v2/repository/index                       {"ready": true} leaves out what is not served
-    POST /v2/repository/models/{m}/load|unload      an operator's: need `Authorization: Bearer TOKEN`
+    POST /v2/repository/models/{m}/load|unload      needs `Authorization: Bearer TOKEN`
 
-To load a model is to attach its live published version in every worker, to unload it is to let it go. Nothing
-is read from a request but the model's name: Triton's parameters that bring a configuration or files with them
-are refused. (github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md)
+Loading attaches a model's live published version in every worker. Triton's parameters with a configuration
+or files are refused.
+(github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md)
 """
 
 import hmac
@@ -30,7 +29,7 @@ async def change(
 
 
 def is_operator(service: Service, authorization: bytes | None) -> bool:
-    """Whether a request brings the server's admin token."""
+    """Returns whether a request has the server's admin token."""
     scheme, _, given = (authorization or b"").partition(b" ")
     token = service.admin_token
     return (
@@ -41,15 +40,10 @@ def is_operator(service: Service, authorization: bytes | None) -> bool:
 
 
 def check_operator(service: Service, authorization: bytes | None, what: str) -> None:
-    """ApiError: 403 where nobody may do this here, 401 where the request does not bring the token."""
+    """ApiError: 403 without an admin token on the server, 401 without it in the request."""
     if service.admin_token is None:
-        raise ApiError(
-            403,
-            ErrorKind.DENIED,
-            f"this server does not {what}: it has no admin token; start it with --admin-token-file FILE, or "
-            "with "
-            "TABLESIDE_ADMIN_TOKEN in its environment",
-        )
+        why = f"this server does not {what}: it has no admin token; start it with --admin-token-file FILE"
+        raise ApiError(403, ErrorKind.DENIED, f"{why}, or with TABLESIDE_ADMIN_TOKEN in its environment")
     if not is_operator(service, authorization):
         raise ApiError(
             401,
@@ -67,14 +61,12 @@ def _check_parameters(asked: dict[str, Any], action: str) -> None:
     if unknown := [name for name in parameters if action == "load" or name != UNLOAD_DEPENDENTS]:
         raise bad_request(
             f"{action} takes no parameter {short(unknown[0])}; a model is loaded as `tableside load` "
-            "published it, so publish "
-            "another version instead"
+            "published it, so publish another version instead"
         )
 
 
 def index(service: Service, asked: dict[str, Any], authorization: bytes | None) -> list[dict[str, str]]:
-    """The models that are served; for an operator the other published ones too, unless {"ready": true}
-    leaves them out."""
+    """Lists the served models; for an operator also other published ones, unless {"ready": true}."""
     is_ready = asked.get("ready", False)
     if not isinstance(is_ready, bool):
         raise bad_request(f"ready is {short(is_ready)}; expected true or false")
@@ -96,11 +88,8 @@ def _published(service: Service) -> list[Any]:
     try:
         return [m for m in models(service.settings.root, service.settings.owner) if m.versions()]
     except (LoaderError, OSError) as error:
-        raise ApiError(
-            500,
-            ErrorKind.INTERNAL,
-            "the folder of published models cannot be read; the server's log has the reason",
-        ) from error
+        what = "the folder of published models cannot be read; the server's log has the reason"
+        raise ApiError(500, ErrorKind.INTERNAL, what) from error
 
 
 def _unloaded(name: str, versions: list[int]) -> dict[str, str]:

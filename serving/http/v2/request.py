@@ -1,11 +1,7 @@
-"""The Open Inference Protocol's infer request, with JSON or binary tensors: what its header says, and what
-its response is.
-
-With binary tensors the body is a JSON header of `Inference-Header-Content-Length` bytes, then each input's
-bytes in order. Tensors may lie in regions of shared memory instead (`serving.http.v2.shm`). This is the slow
-path: it understands any header, and says what is wrong with one. Headers that differ from an earlier one in
-their numbers alone do not come here (`serving.http.v2.templates`).
-"""
+"""The Open Inference Protocol's infer request and response, with JSON or binary tensors. A binary body is a
+JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes. Tensors may lie in shared
+memory (`serving.http.v2.shm`). This slow path reads any header and names errors; `serving.http.v2.templates`
+handles repeated ones."""
 
 from collections.abc import Container, Mapping, Sequence
 from math import prod
@@ -17,9 +13,9 @@ import orjson
 from tableside.loader.model.model import SCORE
 from tableside.loader.versions.states import State
 from tableside.serving.errors import bad_request, short
+from tableside.serving.http.asgi import text_of
 from tableside.serving.http.inputs import kjt
 from tableside.serving.http.inputs.json_lists import from_list
-from tableside.serving.http.inputs.large_json import text_of
 from tableside.serving.http.inputs.tensors import (
     Tensor,
     check_datatype,
@@ -38,7 +34,7 @@ from tableside.serving.shm.regions import DeviceRegion, PartlyOnDevice, Regions,
 
 
 class Sent(NamedTuple):
-    """How an output is sent: as bytes, or as JSON, or `into` a region, as bytes."""
+    """How an output is sent: as bytes, as JSON, or as bytes `into` a region."""
 
     output: Output
     is_binary: bool
@@ -50,13 +46,10 @@ class Sent(NamedTuple):
 
 
 class InferRequest(NamedTuple):
-    """What an infer request asks for, laid out, with its input buffer and how its outputs are sent.
-
-    head: the response's JSON, where no output is sent as JSON; else empty. parts: (start, end) of the output
-    buffer, which follow it; None: all of it. offsets: where in the output buffer a kjt's offsets are written,
-    and these. outputs: those that are sent; () where head, parts and `into` say it all. json_bytes: of the
-    vectors and masks that are sent as JSON. into: which parts of the output buffer are written into regions.
-    """
+    """A laid-out infer request with its input buffer. head: the response's JSON, empty if an output is sent
+    as JSON. parts: (start, end) in the output buffer to send; None: all. offsets: a kjt's offsets and their
+    place in the output buffer. outputs: () if head, parts and `into` suffice. json_bytes: of outputs in JSON.
+    into: parts of the output buffer to write into regions."""
 
     request: Request
     inputs: Any
@@ -70,25 +63,21 @@ class InferRequest(NamedTuple):
     into: tuple[Slice, ...] = ()
 
     def made_bytes(self, came: Any) -> int:
-        """Of inputs that lie in memory of their own: those of regions, of JSON, or with int32 ids. came:
-        what the client sent."""
+        """Bytes of inputs that were copied, from regions, JSON or INT32 ids. came: the client's bytes."""
         made = self.inputs.inputs if isinstance(self.inputs, PartlyOnDevice) else self.inputs
         return 0 if made is came else len(made)
 
     @property
     def is_inline(self) -> bool:
-        """Whether what is written into regions is so little that nothing else needs to wait for it."""
+        """Whether regions take so few bytes that the event loop may write them."""
         return not self.into or sum(s.size for s in self.into) <= shm.INLINE_BYTES
 
 
 def understand(
     served: ServedVersion, header: dict[str, Any], binary: Any, known: Regions | None = None
 ) -> InferRequest:
-    """Understands a header that the bytes `binary` follow. known: regions that it may name; None: it may name
-    none.
-
-    ApiError names the input or output, what it said and what was expected.
-    """
+    """Reads a header with the bytes `binary` behind it. known: regions; None: not allowed. ApiError names the
+    input or output, the value and what was expected."""
     dense = {} if served.scorer is None else served.scorer.dense
     tensors, sent, slices = _inputs(header, binary, dense, known)
     together = kjt.is_kjt(served, [t.name for t in tensors if t.name not in dense])
@@ -113,11 +102,7 @@ def understand(
     else:
         features = feature_inputs(of_features)
     score = _wants_score(header, served, {i.feature for i in features} | {d.name for d in given})
-    alone = (
-        {o.get("name") for o in header.get("outputs", []) if isinstance(o, dict)} == {SCORE}
-        if score
-        else False
-    )
+    asked = {o.get("name") for o in header.get("outputs", []) if isinstance(o, dict)} if score else set()
     is_on_device = bool(reads) or cuda_shm.is_asked_for(header, known)
     request = served.lay_out(
         features,
@@ -126,7 +111,7 @@ def understand(
         together,
         warms_up=is_on_device,
         found=_wants_found(header),
-        scores_alone=alone,
+        scores_alone=asked == {SCORE},
     )
     masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
     outputs = _outputs(header, request, served.features, masks, known)
@@ -139,28 +124,21 @@ def understand(
     request_id = header.get("id", "")
     if not isinstance(request_id, str):
         raise bad_request(f"id is {short(request_id)}; expected a string")
-    is_whole = (
-        all(sent.is_binary for sent in outputs) and tuple(sent.output for sent in outputs) == request.outputs
-    )
+    is_whole = all(s.is_binary for s in outputs) and tuple(s.output for s in outputs) == request.outputs
+    parts = ((o.at, o.at + o.bytes) for o, is_binary, _ in outputs if is_binary and o.bytes)
+    is_json = any(sent.is_json for sent in outputs)
+    into = (sent.into for sent in outputs if sent.into is not None and not _is_on_device(sent.into))
     return InferRequest(
         request,
         inputs,
-        b""
-        if any(sent.is_json for sent in outputs)
-        else orjson.dumps(_response(request, request_id, outputs, None)),
-        None
-        if is_whole
-        else tuple((o.at, o.at + o.bytes) for o, is_binary, _ in outputs if is_binary and o.bytes),
+        b"" if is_json else orjson.dumps(_response(request, request_id, outputs, None)),
+        None if is_whole else tuple(parts),
         _offsets(request, served, features),
         any(sent.is_binary for sent in outputs),
         sum(sent.output.json_bytes for sent in outputs if sent.is_json),
         outputs,
         request_id,
-        tuple(
-            regions.joined(
-                one for sent in outputs if (one := sent.into) is not None and not _is_on_device(one)
-            )
-        ),
+        tuple(regions.joined(into)),
     )
 
 
@@ -171,7 +149,7 @@ def _is_on_device(one: Slice | None) -> bool:
 def _offsets(
     request: Request, served: ServedVersion, features: Sequence[FeatureInput]
 ) -> tuple[int, bytes] | None:
-    """Where the offsets of a kjt's sequences are written in the output buffer, and these."""
+    """Returns a kjt's offsets and their place in the output buffer."""
     at = next((o.at for o in request.outputs if o.is_offsets), None)
     if at is None:
         return None
@@ -181,8 +159,7 @@ def _offsets(
 
 
 def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container[str]) -> bool:
-    """Whether the scores are asked for. Where no output is named they are, if the request has all that
-    they need."""
+    """Returns whether scores are wanted: named, or no output is named and all their inputs are given."""
     asked = header.get("outputs", [])
     if not asked:
         return served.can_score(given)
@@ -191,7 +168,7 @@ def _wants_score(header: dict[str, Any], served: ServedVersion, given: Container
 
 
 def _wants_found(header: dict[str, Any]) -> set[str]:
-    """The features whose found masks are asked for; they are never sent unasked. KJT: those of all."""
+    """Returns the features with a named found mask; KJT: one mask of all."""
     asked = header.get("outputs", [])
     names = [o.get("name") for o in asked if isinstance(o, dict)] if isinstance(asked, list) else []
     return {feature for n in names if isinstance(n, str) and (feature := masked_feature(n)) is not None}
@@ -200,18 +177,14 @@ def _wants_found(header: dict[str, Any]) -> set[str]:
 def _inputs(
     header: dict[str, Any], binary: Any, dense: Mapping[str, int], known: Regions | None
 ) -> tuple[list[Tensor], Any, list[Slice | None]]:
-    """The tensors, the buffer that their values lie in (`binary` where all came in the body, as bytes), and
-    their regions.
-
-    Nobody wrote to the buffer what lies in regions of a GPU.
-    """
+    """Returns the tensors, their buffer (`binary` if all came there) and their regions. Tensors on a GPU are
+    not written to the buffer."""
     raw = header.get("inputs")
     if not isinstance(raw, list) or not raw or not all(isinstance(r, dict) for r in raw):
         raise bad_request("inputs: expected a list with at least one input")
     tensors: list[Tensor] = []
-    sources: list[
-        bytes | Slice | None
-    ] = []  # JSON's values, a part of a region, or the next bytes of the body
+    # JSON's values, a part of a region, or the next bytes of the body
+    sources: list[bytes | Slice | None] = []
     at = body_bytes = 0
     for entry in raw:
         name = entry.get("name")
@@ -254,7 +227,7 @@ def _inputs(
 def _in_region(
     tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any], known: Regions | None
 ) -> Slice | None:
-    """Where an input lies in a region; None: it does not."""
+    """Returns an input's place in a region, or None."""
     where = f"input {short(tensor.name)}"
     if (part := shm.part_of(parameters, where, known)) is None:
         return None
@@ -262,17 +235,15 @@ def _in_region(
     if "data" in entry or "binary_data_size" in parameters:
         raise bad_request(f"{where} has a {shm.REGION} and data or a binary_data_size; send one of them")
     if size != tensor.bytes:
-        raise bad_request(
-            f"{where}: {shm.SIZE} is {size}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} "
-            "bytes"
-        )
+        what = f"{where}: {shm.SIZE} is {size}"
+        raise bad_request(f"{what}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes")
     return Slice(region, offset, size, tensor.at)
 
 
 def _gathered(
     tensors: Sequence[Tensor], sources: Sequence[bytes | Slice | None], binary: memoryview, size: int
 ) -> memoryview:
-    """A buffer of `size` bytes with the values of tensors some of which lie in regions."""
+    """Returns a buffer with the values of tensors, some from regions."""
     buffer = np.empty(size, np.uint8).data
     body_at = 0
     for tensor, source in zip(tensors, sources, strict=True):
@@ -299,10 +270,8 @@ def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -
         )
     array = from_list(f"input {tensor.name}", tensor.datatype, entry["data"])
     if array.size != prod(tensor.shape):
-        raise bad_request(
-            f"input {short(tensor.name)}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values, data "
-            f"has {array.size}"
-        )
+        what = f"input {short(tensor.name)}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values"
+        raise bad_request(f"{what}, data has {array.size}")
     return array.tobytes()
 
 
@@ -313,10 +282,8 @@ def _check_binary(tensor: Tensor, parameters: dict[str, Any]) -> None:
             f"input {short(tensor.name)} has neither data nor a binary_data_size (found {short(size)})"
         )
     if size != tensor.bytes:
-        raise bad_request(
-            f"input {short(tensor.name)}: binary_data_size is {short(size)}, "
-            f"but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes"
-        )
+        what = f"input {short(tensor.name)}: binary_data_size is {short(size)}"
+        raise bad_request(f"{what}, but {tensor.datatype} {list(tensor.shape)} has {tensor.bytes} bytes")
 
 
 def _outputs(
@@ -326,7 +293,7 @@ def _outputs(
     masks: Sequence[str],
     known: Regions | None,
 ) -> tuple[Sent, ...]:
-    """What the response shows, and how. features: of the model; masks: that could be asked for."""
+    """features: the model's; masks: names of possible masks."""
     binary_default = _flag(_parameters(header, "the request"), "binary_data_output", False)
     by_name = {o.feature: o for o in request.outputs}
     asked = header.get("outputs", [])
@@ -341,10 +308,8 @@ def _outputs(
             given = ", ".join(dict.fromkeys([*by_name, *masks]))
             feature = masked_feature(name) or name if isinstance(name, str) else None
             if isinstance(feature, str) and feature in features:
-                raise bad_request(
-                    f"output {short(name)} was asked for without its input; send {feature} or "
-                    f"{feature}.values"
-                )
+                why = f"output {short(name)} was asked for without its input"
+                raise bad_request(f"{why}; send {feature} or {feature}.values")
             raise bad_request(f"output {short(name)} is unknown; this request's inputs give: {given}")
         if name in chosen:
             raise bad_request(f"output {short(name)} is asked for twice")
@@ -363,7 +328,6 @@ def _outputs(
 
 
 def _into_region(output: Output, parameters: dict[str, Any], known: Regions | None) -> Slice | None:
-    """Where an output is written in a region; None: it is not."""
     where = f"output {short(output.feature)}"
     if (part := shm.part_of(parameters, where, known)) is None:
         return None
@@ -371,10 +335,8 @@ def _into_region(output: Output, parameters: dict[str, Any], known: Regions | No
     if _flag(parameters, "binary_data", False):
         raise bad_request(f"{where} has a {shm.REGION} and binary_data; ask for one of them")
     if size < output.bytes:
-        raise bad_request(
-            f"{where}: {shm.SIZE} is {size}, but {output.datatype} {list(output.shape)} has {output.bytes} "
-            "bytes"
-        )
+        what = f"{where}: {shm.SIZE} is {size}"
+        raise bad_request(f"{what}, but {output.datatype} {list(output.shape)} has {output.bytes} bytes")
     return Slice(region, offset, output.bytes, output.at)
 
 
@@ -386,10 +348,7 @@ def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
 
 
 def _response(
-    request: Request,
-    request_id: str,
-    outputs: Sequence[Sent],
-    buffer: Buffer | None,
+    request: Request, request_id: str, outputs: Sequence[Sent], buffer: Buffer | None
 ) -> dict[str, Any]:
     described = []
     for output, is_binary, into in outputs:
@@ -418,11 +377,8 @@ def _response(
 
 
 def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
-    """The response over a request's output buffer: its JSON, and its binary parts, which are views of the
-    buffer.
-
-    What goes into regions is written. ApiError: a region does not take it any more.
-    """
+    """Returns the response's JSON and its binary parts, views of `buffer`. Writes outputs to regions.
+    ApiError: a region is gone or full."""
     if infer.offsets is not None:
         at, values = infer.offsets
         buffer[at : at + len(values)] = np.frombuffer(values, np.uint8)
@@ -436,7 +392,7 @@ def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
 
 
 def restated(head: bytes, state: State) -> bytes:
-    """The JSON of a response that another state answered than the one that the request was laid out for."""
+    """Rewrites a response's JSON for the state that answered instead."""
     response = {**orjson.loads(head), "model_version": str(state.version)}
     parameters = {k: v for k, v in response.pop("parameters", {}).items() if k != "sequence"}
     if state.sequence:

@@ -1,11 +1,11 @@
-"""FastAPI's routes under /v2: metadata, statistics, the model repository, and shared memory of clients.
+"""FastAPI's routes under /v2.
 
     GET  /v2                        GET  /v2/models/{m}[/versions/{v}]
     GET  /v2/health/live|ready      GET  /v2/models/{m}[/versions/{v}]/ready|config|stats
     GET  /v2/models/stats           POST /v2/models/{m}[/versions/{v}]/infer
     POST /v2/repository/...                 /v2/systemsharedmemory/...     /v2/cudasharedmemory/...
 
-Most infer requests do not come here: their connection hands them to the `Door`.
+Connections hand most infer requests to the `Door` instead.
 """
 
 import functools
@@ -16,16 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response, Security
 from fastapi.security import HTTPBearer
 
-from tableside.serving.http import metadata, openapi
-from tableside.serving.http.asgi import (
-    AsgiResponse,
-    header,
-    holding,
-    json_object,
-    json_response,
-    read_body,
-)
-from tableside.serving.http.inputs.large_json import BESIDE_BYTES
+from tableside.serving.http import asgi, metadata, openapi
 from tableside.serving.http.openapi import (
     COUNT,
     GETS,
@@ -73,7 +64,6 @@ _LENGTH = {
 
 
 def add_to(app: FastAPI, service: Service, v2: V2) -> None:
-    """Adds the routes. v2: answers infer requests."""
     _add_server(app, service)
     for place, parameters in _PLACES:
         _add_model(app, service, place, parameters)
@@ -99,22 +89,24 @@ def _ready(summary: str, **more: Any) -> dict[str, Any]:
 def _add_server(app: FastAPI, service: Service) -> None:
     @app.get("/v2", tags=_PROTOCOL, **told("Name, version, extensions", openapi.SERVER_METADATA, *GETS))
     async def server() -> Response:
-        return json_response(metadata.server_metadata(service))
+        return asgi.json_response(metadata.server_metadata(service))
 
     @app.get("/v2/health/live", tags=_PROTOCOL, **told("Whether this worker lives", openapi.LIVE, *GETS))
     async def live() -> Response:
-        return json_response({"live": True})
+        return asgi.json_response({"live": True})
 
     @app.get("/v2/health/ready", tags=_PROTOCOL, **_ready("Whether this worker takes requests"))
     async def ready() -> Response:
-        return json_response({"ready": service.ready}, 200 if service.ready else 503)
+        return asgi.json_response({"ready": service.ready}, 200 if service.ready else 503)
 
     @app.get(
         "/v2/models/stats", tags=_PROTOCOL, **told("Statistics of all models", openapi.STATISTICS, *GETS)
     )
     async def statistics_of_all() -> Response:
         served = [engine.attached() for engine in service.engines.values()]
-        return json_response({"model_stats": [s for one in served for s in metadata.model_statistics(one)]})
+        return asgi.json_response(
+            {"model_stats": [s for one in served for s in metadata.model_statistics(one)]}
+        )
 
 
 def _add_model(app: FastAPI, service: Service, place: str, parameters: list[Json]) -> None:
@@ -125,7 +117,7 @@ def _add_model(app: FastAPI, service: Service, place: str, parameters: list[Json
     def add(path: str, summary: str, schema: Json, describe: Callable[[ServedVersion], Json]) -> None:
         @app.get(place + path, tags=_PROTOCOL, **told(summary, schema, *GETS, parameters=parameters))
         async def show(http: Request) -> Response:
-            return json_response(describe(await served(http)))
+            return asgi.json_response(describe(await served(http)))
 
     add(
         "",
@@ -141,7 +133,7 @@ def _add_model(app: FastAPI, service: Service, place: str, parameters: list[Json
     @app.get(f"{place}/ready", tags=_PROTOCOL, **_ready("Whether the model answers", parameters=parameters))
     async def ready(http: Request) -> Response:
         found = {"name": (await served(http)).header.model, "ready": service.ready}
-        return json_response(found, 200 if service.ready else 503)
+        return asgi.json_response(found, 200 if service.ready else 503)
 
 
 def _add_infer(app: FastAPI, v2: V2, place: str, parameters: list[Json]) -> None:
@@ -158,11 +150,11 @@ def _add_infer(app: FastAPI, v2: V2, place: str, parameters: list[Json]) -> None
     @app.post(f"{place}/infer", tags=_PROTOCOL, **about)
     async def infer(http: Request) -> Response:
         service, named = v2.service, http.path_params
-        with holding(http.scope, service.in_flight) as hold:
-            body = await read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
+        with asgi.holding(http.scope, service.in_flight) as hold:
+            body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
             await service.slices.take()
             path = [named["model"], *(["versions", named["version"]] if "version" in named else ())]
-            return AsgiResponse(await v2.infer(path, header(http.scope, LENGTH), body, hold))
+            return asgi.AsgiResponse(await v2.infer(path, asgi.header(http.scope, LENGTH), body, hold))
 
 
 def _add_repository(app: FastAPI, service: Service) -> None:
@@ -176,12 +168,12 @@ def _add_repository(app: FastAPI, service: Service) -> None:
 
     async def asked(http: Request) -> dict[str, Any]:
         body = await _body(service, http)
-        return json_object(body) if body.strip() else {}
+        return asgi.json_object(body) if body.strip() else {}
 
     @app.post("/v2/repository/index", tags=tags, **about)
     async def index(http: Request) -> Response:
-        return json_response(
-            repository.index(service, await asked(http), header(http.scope, b"authorization"))
+        return asgi.json_response(
+            repository.index(service, await asked(http), asgi.header(http.scope, b"authorization"))
         )
 
     for action, summary in (("load", "Serve a published model"), ("unload", "Let a model go")):
@@ -189,18 +181,18 @@ def _add_repository(app: FastAPI, service: Service) -> None:
 
         @app.post(f"/v2/repository/models/{{model}}/{action}", tags=tags, dependencies=[token], **about)
         async def change(http: Request) -> Response:
-            action, token = http.scope["path"].rpartition("/")[2], header(http.scope, b"authorization")
+            action, token = http.scope["path"].rpartition("/")[2], asgi.header(http.scope, b"authorization")
             await repository.change(service, action, http.path_params["model"], await asked(http), token)
             return Response()
 
 
 async def _body(service: Service, http: Request) -> bytes:
-    with holding(http.scope, service.in_flight) as hold:
-        return await read_body(http.scope, http.receive, BESIDE_BYTES, hold)
+    with asgi.holding(http.scope, service.in_flight) as hold:
+        return await asgi.read_body(http.scope, http.receive, asgi.BESIDE_BYTES, hold)
 
 
 def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json, kind: Any) -> None:
-    """The routes of one extension for regions. body: what registers one. kind: its module."""
+    """Adds one region extension's routes. body: registration's schema. kind: its module."""
     top, is_device = f"/v2/{path}", kind is cuda_shm
     listed = a_list(an_object(name=STRING, byte_size=COUNT))
 
@@ -208,7 +200,7 @@ def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json
 
     @app.post(f"{top}/region/{{region:path}}/register", tags=[tag], **about)
     async def register(http: Request) -> Response:
-        check_type(header(http.scope, b"content-type"))
+        check_type(asgi.header(http.scope, b"content-type"))
         given = await _body(service, http)
         await kind.register(_regions(service), service.link, http.path_params["region"], given)
         return Response()
@@ -219,13 +211,13 @@ def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json
         @app.get(f"{place}/status", tags=[tag], **about)
         async def status(http: Request) -> Response:
             found = _regions(service).status(http.path_params.get("region"), on_device=is_device)
-            return json_response([kind.describe(entry) for entry in found])
+            return asgi.json_response([kind.describe(entry) for entry in found])
 
         about = told("Unregister regions", None, *POSTS, parameters=parameters)
 
         @app.post(f"{place}/unregister", tags=[tag], **about)
         async def unregister(http: Request) -> Response:
-            check_type(header(http.scope, b"content-type"))
+            check_type(asgi.header(http.scope, b"content-type"))
             await _body(service, http)
             _regions(service).unregister(http.path_params.get("region"), on_device=is_device)
             return Response()  # an empty body, as Triton answers: its client reads none

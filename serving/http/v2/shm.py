@@ -1,13 +1,11 @@
-"""Triton's system shared memory extension: the requests that register regions, and the parameters of tensors
-that lie in them.
+"""Triton's system shared memory extension: registering regions, and tensors' region parameters.
 
     GET  /v2/systemsharedmemory[/region/{r}]/status
     POST /v2/systemsharedmemory/region/{r}/register      {"key": ..., "offset": ..., "byte_size": ...}
     POST /v2/systemsharedmemory[/region/{r}]/unregister
 
-A tensor in a region has `shared_memory_region` and `shared_memory_byte_size` among its parameters, and
-`shared_memory_offset` where that is not 0. An input has exactly so many bytes; an output has at most so many,
-and the answer says how many it has.
+A tensor in a region has the parameters `shared_memory_region`, `shared_memory_byte_size` (an input's exact
+size, an output's maximum) and `shared_memory_offset` (default 0).
 (github.com/triton-inference-server/server/blob/main/docs/protocol/extension_shared_memory.md)
 """
 
@@ -15,8 +13,7 @@ from typing import Any
 
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.http.asgi import json_object
-from tableside.serving.shm.regions import DeviceRegion, Region, Regions
-from tableside.serving.shm.registry import RegionEntry
+from tableside.serving.shm.regions import DeviceRegion, Region, RegionEntry, Regions
 
 REGION, SIZE, OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 PATH = "systemsharedmemory"
@@ -24,14 +21,12 @@ INLINE_BYTES = 4 << 20  # in regions up to which they are read and written on th
 
 
 async def register(regions: Regions, link: object, name: str, body: bytes) -> None:
-    """Registers a region as the body of a request says. link: not used. ApiError: it is refused."""
+    """Registers a region from a request's body. link: not used. ApiError: it is refused."""
     asked = json_object(body)
     key = asked.get("key")
     if not isinstance(key, str):
-        raise bad_request(
-            f"shared memory region {short(name)}: key is no string; expected the name of a shared memory "
-            "object"
-        )
+        what = f"shared memory region {short(name)}: key is no string"
+        raise bad_request(f"{what}; expected the name of a shared memory object")
     offset, size = (
         count(asked.get(n, 0), n, f"shared memory region {short(name)}") for n in ("offset", "byte_size")
     )
@@ -45,11 +40,8 @@ def describe(entry: RegionEntry) -> dict[str, Any]:
 def part_of(
     parameters: dict[str, Any], where: str, regions: Regions | None
 ) -> tuple[Region | DeviceRegion, int, int] | None:
-    """The region, offset and size that a tensor's parameters name; None: it lies in none. where: what errors
-    call the tensor.
-
-    ApiError: they are not of these types, or the region is not there or does not hold so much.
-    """
+    """Returns a tensor's region, offset and size; None: it lies in none. where: the tensor in errors.
+    ApiError: a wrong type, an unknown region, or out of its bounds."""
     if not any(p in parameters for p in (REGION, SIZE, OFFSET)):
         return None
     if regions is None:
@@ -60,11 +52,8 @@ def part_of(
     size, offset = count(parameters.get(SIZE), SIZE, where), count(parameters.get(OFFSET, 0), OFFSET, where)
     region = regions.any(name)
     if not region.entry.holds(offset, size):
-        raise bad_request(
-            f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.entry.label}, "
-            "which has "
-            f"{region.entry.byte_size:,} bytes"
-        )
+        what = f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.entry.label}"
+        raise bad_request(f"{what}, which has {region.entry.byte_size:,} bytes")
     return region, offset, size
 
 
@@ -75,7 +64,7 @@ def count(value: Any, field: str, where: str) -> int:
 
 
 def input_bytes(header: dict[str, Any], regions: Regions | None) -> int:
-    """Bytes that a header's inputs say they have in regions of the host, before anything of it is checked."""
+    """Sums the bytes that an unchecked header claims in regions of the host."""
     inputs = header.get("inputs")
     found = 0
     for entry in inputs if isinstance(inputs, list) else ():
@@ -93,6 +82,5 @@ def not_allowed(where: str) -> ApiError:
         400,
         ErrorKind.BAD_REQUEST,
         f"{where}shared memory regions are not supported by this server as it was started (allow_client_shm "
-        "is off); send "
-        "tensors in the body, or start it with --allow-client-shm",
+        "is off); send tensors in the body, or start it with --allow-client-shm",
     )

@@ -1,22 +1,14 @@
-"""Headers that were understood before, but for their numbers: what makes understanding a request cost next to
-nothing.
+"""Templates of headers: they make reading a repeated header almost free.
 
-The lengths of real requests differ, and so do the numbers in their headers; all else, the *skeleton*, a
-client repeats. A `Template` is made of the second header of a skeleton that the slow path
-(`serving.http.v2.request`) understood. It says what each number means: a dimension of an input, or its size.
-`_headers.c` compares a header with it, checks its numbers as the slow path does, and writes the places of its
-features and the response's JSON. Where that fails for any reason the slow path is asked, which answers or
-says what is wrong.
+Headers repeat but for their numbers; the rest is the *skeleton*. The second header of a skeleton that the
+slow path (`serving.http.v2.request`) reads makes a `Template`: each number's meaning, a dimension of an input
+or its size. `_headers.c` matches a header, checks its numbers, and writes the features' places and the
+response's JSON. Whatever fails goes to the slow path. If tensors lie in regions, their names are part of the
+skeleton; inputs are first copied behind the header as if they came in the body.
 
-Where tensors lie in regions of shared memory, the regions' names are part of the skeleton, and offsets and
-sizes are numbers. Of such a header a template takes the numbers first, copies what lies in regions behind the
-header, as if it had come in the body, and then goes on as with any other.
-
-A header has a template where its tensors come as bytes and are answered as bytes, it asks for no found mask,
-and it is simple: its numbers are plain digits, its strings have no escapes. It is no longer, and has no more
-numbers, than a header needs that names all of the model's features. A version's templates are kept in
-`TEMPLATE_BYTES`, those not used for longest go first. They go with the version: it is the key of a weak
-dictionary, and no template holds it.
+A header has a template if all tensors are binary, no found mask is asked for, numbers are plain digits and
+strings have no escapes, and it is no longer than a header of all the model's features. A version keeps
+TEMPLATE_BYTES of templates, least recently used out first; no template holds its version.
 """
 
 import re
@@ -34,24 +26,21 @@ from numpy.typing import NDArray
 from tableside.loader.model.model import SCORE
 from tableside.quant import Place
 from tableside.quant.gpu.batch.follower import VectorField
+from tableside.serving.http.asgi import inputs_of
 from tableside.serving.http.inputs import kjt
-from tableside.serving.http.inputs.large_json import inputs_of
 from tableside.serving.http.inputs.tensors import DTYPES, split_name
 from tableside.serving.http.v2 import _headers, shm
 from tableside.serving.http.v2.region_parts import RegionParts
 from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.model.places import KJT, OFFSETS, SEQUENCES, DenseInput, Output, scores_at
 from tableside.serving.model.request import Request
-from tableside.serving.model.scorer import Scorer
-from tableside.serving.model.scores import Scoring
+from tableside.serving.model.scorer import Scorer, Scoring
 from tableside.serving.model.version import Planners, ServedVersion, side_by_side
 from tableside.serving.shm.regions import Regions
 
 TEMPLATE_BYTES = 32 << 20  # of the headers and responses that a version's templates were made of
-_HEADER_BYTES, _NUMBERS = (
-    1024,
-    32,
-)  # of a header with a template, for each input that the model has, and for _SPARE_INPUTS more
+# of a header with a template, for each input that the model has, and for _SPARE_INPUTS more
+_HEADER_BYTES, _NUMBERS = (1024, 32)
 _SPARE_INPUTS = 16
 SKELETONS = 1024  # that came once, of which a version remembers a number each
 _UNLIMITED = (1 << 62) - 1
@@ -65,7 +54,7 @@ _COUNT, _BYTES, _ID = range(3)  # what a number of the response is
 
 @dataclass(frozen=True)
 class _Source:
-    """What a scorer reads, by its number among the request's features or dense tensors."""
+    """An input of a scorer. number: among the request's features, or dense tensors."""
 
     name: str
     number: int
@@ -76,8 +65,7 @@ class _Source:
 
 
 class _RegionTensors(NamedTuple):
-    """Where the tensors of a header are that names regions: inputs as they come, outputs as the response
-    shows them."""
+    """The tensors of a header with regions: inputs in order, outputs as in the response."""
 
     inputs: RegionParts
     outputs: RegionParts
@@ -85,8 +73,7 @@ class _RegionTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """What the headers of one skeleton mean for one version. size: bytes of what it was made of. widens:
-    ids that are int32."""
+    """The meaning of a skeleton for one version. size: bytes it was made of. widens: it has INT32 ids."""
 
     model: str
     version: int
@@ -100,11 +87,8 @@ class Template:
     widens: bool = False
 
     def match(self, body: Any, header_bytes: int, known: Regions | None = None) -> InferRequest | None:
-        """The infer request of a body whose header is the template's but for its numbers; None: it is
-        another.
-
-        known: the regions that it may name. ApiError: one of them is gone, or was truncated.
-        """
+        """Reads a body with the template's header; None: another header. known: regions that it may name.
+        ApiError: a region is gone or truncated."""
         if self.widens and len(body) > shm.INLINE_BYTES:
             return None  # the slow path does it beside the event loop
         if self.shared is None:
@@ -167,8 +151,7 @@ class Template:
 
     @cached_property
     def _vectors(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of the features that the scorer reads: their numbers, and their vectors of one row, as
-        `Scoring.vectors`."""
+        """The scorer's features: their numbers, and one row's vectors like `Scoring.vectors`."""
         read = [s for s in self.sources if not s.is_dense]
         steps = [s.width if s.row_bytes is None else s.row_bytes // (2 if s.half else 4) for s in read]
         per_row = [(0, int(s.half), s.width, step, s.width) for s, step in zip(read, steps, strict=True)]
@@ -181,10 +164,9 @@ _OUT_AT = Place._fields.index("out_at")
 
 
 class _OfVersion:
-    """The templates of one version by skeleton, those used last at the end."""
+    """A version's templates by skeleton, least recently used first."""
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: of a header that has a template."""
         self.most_bytes = most_bytes
         self.by_skeleton: OrderedDict[int, Template] = OrderedDict()
         self.seen: OrderedDict[int, None] = OrderedDict()
@@ -199,7 +181,7 @@ class _OfVersion:
             self.bytes -= forgotten.size
 
     def is_second(self, skeleton: int) -> bool:
-        """Whether the skeleton came before; it is remembered now."""
+        """Returns whether the skeleton came before, and remembers it."""
         if skeleton in self.seen:
             del self.seen[skeleton]
             return True
@@ -218,10 +200,8 @@ class Templates:
     def match(
         self, served: ServedVersion, body: Any, header_bytes: int, regions: Regions | None = None
     ) -> InferRequest | None:
-        """What a body means by a template, or None. regions: that it may name; None: it may name none.
-
-        ApiError: a region that it names is gone, or was truncated.
-        """
+        """Reads a body by a template, or None. regions: None if not allowed. ApiError: a region is gone or
+        truncated."""
         known = self._known.get(served)
         if known is None or known.latest is None or header_bytes > known.most_bytes:
             return None
@@ -235,7 +215,7 @@ class Templates:
         return template.match(body, header_bytes, regions)
 
     def learn(self, served: ServedVersion, head: bytes, header: dict[str, Any], infer: InferRequest) -> None:
-        """Makes a template of a header that the slow path understood, if its skeleton came before."""
+        """Makes a template of a header the slow path read, if its skeleton came before."""
         if not infer.head or any(sent.output.is_mask for sent in infer.outputs):
             return
         if (known := self._known.get(served)) is None:
@@ -253,7 +233,7 @@ def _inputs(served: ServedVersion) -> int:
 
 
 def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: InferRequest) -> Template | None:
-    """The template of a header that the slow path understood; None: it can have none."""
+    """Makes the template of a header that the slow path read; None: it can have none."""
     spans = _headers.spans(head, _NUMBERS * _inputs(served))
     answer = _answer(infer, len(infer.request.features))
     if spans is None or answer is None or any("data" in entry for entry in header["inputs"]):
@@ -317,7 +297,7 @@ def make(served: ServedVersion, head: bytes, header: dict[str, Any], infer: Infe
 
 
 def _shared(marked: dict[str, Any], infer: InferRequest) -> _RegionTensors | None:
-    """Where the tensors of a header are; None: it names no region."""
+    """Returns the tensors' region parts; None: the header names no region."""
     by_name = {entry["name"]: entry.get("parameters", {}) for entry in marked.get("outputs", [])}
     inputs = RegionParts([entry["parameters"] for entry in marked["inputs"]])
     outputs = RegionParts([by_name.get(sent.output.feature, {}) for sent in infer.outputs])
@@ -327,8 +307,8 @@ def _shared(marked: dict[str, Any], infer: InferRequest) -> _RegionTensors | Non
 def _tensors(
     marked: list[dict[str, Any]], features: tuple[str, ...], dense: dict[str, int], together: bool
 ) -> list[tuple[int, ...]]:
-    """Each input as `_headers.c` takes it: role, owner, bytes of a value, dimensions, their holes, the
-    size's hole, width."""
+    """Returns inputs for `_headers.c`: role, owner, item bytes, dimensions, their holes, size's hole,
+    width."""
     found: list[tuple[int, ...]] = []
     names = list(dense)
     for entry in marked:
@@ -351,7 +331,7 @@ def _tensors(
 def _sources(
     served: ServedVersion, scorer: Scorer | None, features: tuple[str, ...], apart: int
 ) -> tuple[_Source, ...]:
-    """apart: bytes from one pooled vector of a feature to the next in a kjt; else 0."""
+    """Returns the scorer's inputs. apart: bytes between a feature's pooled vectors in a kjt; else 0."""
     if scorer is None:
         return ()
     dense = list(scorer.dense)
@@ -371,12 +351,8 @@ def _sources(
 def _answer(
     infer: InferRequest, features: int
 ) -> tuple[list[tuple[int, int]], list[bytes], list[int]] | None:
-    """The response's JSON in pieces: what the number behind each piece is, the pieces, and the numbers of its
-    outputs.
-
-    An output's number is that of its feature, or follows those: the scores, kjt, its sequences. None: it
-    cannot be cut up.
-    """
+    """Cuts the response's JSON at its numbers: each number's (kind, output), the pieces, the outputs'
+    numbers. Features come first, then scores, kjt, its sequences. None: it cannot be cut."""
     response = orjson.loads(infer.head)
     numbers = {name: k for k, name in enumerate(infer.request.features)}
     special = {SCORE: features, KJT: features + 1, SEQUENCES: features + 2, OFFSETS: features + 3}

@@ -27,8 +27,7 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import DenseInput, Output
-from tableside.serving.model.scorer import Scorer
-from tableside.serving.model.scores import Scoring
+from tableside.serving.model.scorer import Scorer, Scoring
 from tableside.serving.settings import ServerSettings
 
 pytestmark = pytest.mark.gpu

@@ -166,7 +166,7 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(
         tells.append(tell)
         return nullcontext()
 
-    monkeypatch.setattr("tableside.serving.executors.deadline.Deadline.watch", watch)
+    monkeypatch.setattr("tableside.serving.executors.scoring.Deadline.watch", watch)
     scorer = both.device["ctr"].scorer
     assert scorer is not None and scorer.calls is not None
     run = scorer.calls._run

@@ -27,8 +27,7 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import DenseInput, Output
 from tableside.serving.model.request import Answer, FeatureInput, Request
-from tableside.serving.model.scorer import Floats, Scorer, ScorerLimits
-from tableside.serving.model.scores import Scoring
+from tableside.serving.model.scorer import Floats, Scorer, ScorerLimits, Scoring
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
 
@@ -238,7 +237,7 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Scorer], object]]:
         found.append(tell)
         return nullcontext()
 
-    monkeypatch.setattr("tableside.serving.executors.deadline.Deadline.watch", watch)
+    monkeypatch.setattr("tableside.serving.executors.scoring.Deadline.watch", watch)
     return found
 
 

@@ -22,9 +22,8 @@ from tableside.loader.versions.versions import Model
 from tableside.serving.client import Client, ClientError
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.model.places import DenseInput, Output
-from tableside.serving.model.scorer import ScorerLimits
+from tableside.serving.model.scorer import ScorerLimits, Scoring, ToScore, score_together
 from tableside.serving.model.scorers import open_scorer
-from tableside.serving.model.scores import Scoring, ToScore, score_together
 from tableside.serving.settings import ServerSettings
 
 Start = Callable[..., Server]
@@ -136,7 +135,7 @@ def test_a_call_that_takes_too_long_costs_its_worker(start: Start, root: Path, t
 
 STUCK = """
 import time
-from tableside.serving.executors.deadline import Deadline
+from tableside.serving.executors.scoring import Deadline
 from tableside.serving.model.scorer import ScorerLimits
 from tableside.serving.model.scorers import Similarity
 

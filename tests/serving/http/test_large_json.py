@@ -12,8 +12,7 @@ import pytest
 
 from tableside.serving.errors import ApiError
 from tableside.serving.executors.admission import Bytes, Hold
-from tableside.serving.http.asgi import read_body
-from tableside.serving.http.inputs.large_json import room, text_of
+from tableside.serving.http.asgi import read_body, room, text_of
 
 NUMBERS = b"[" + b"7," * 100_000 + b"7]"
 

@@ -17,9 +17,8 @@ from tableside.loader.versions.versions import Model
 from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.model.places import DenseInput, Output
 from tableside.serving.model.program import ProgramScorer
-from tableside.serving.model.scorer import Scorer, ScorerLimits
+from tableside.serving.model.scorer import Scorer, ScorerLimits, Scoring, ToScore, score_together
 from tableside.serving.model.scorers import LayersScorer, needs_torch, open_scorer
-from tableside.serving.model.scores import Scoring, ToScore, score_together
 
 USER, CONTEXT = 8, 3
 

@@ -28,8 +28,7 @@ from tableside.serving.http.v2 import templates
 from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.http.v2.templates import Templates
 from tableside.serving.model.version import ServedVersion
-from tableside.serving.shm.regions import Regions
-from tableside.serving.shm.registry import RegionRegistry
+from tableside.serving.shm.regions import RegionRegistry, Regions
 
 pytestmark = pytest.mark.quick
 

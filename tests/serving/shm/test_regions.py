@@ -19,8 +19,7 @@ from small_memory import on_small_tmpfs
 
 from tableside.serving.errors import ApiError
 from tableside.serving.shm import regions, shared_list
-from tableside.serving.shm.regions import Regions, Slice
-from tableside.serving.shm.registry import RegionEntry, RegionRegistry
+from tableside.serving.shm.regions import RegionEntry, RegionRegistry, Regions, Slice
 
 SHM = Path("/dev/shm")
 NO_OBJECT = "its key names no object that may be used"
@@ -289,12 +288,11 @@ import numpy as np
 from small_memory import fill
 from pathlib import Path
 from tableside.serving.shm import regions
-from tableside.serving.shm.registry import RegionRegistry
 
 path = Path("/dev/shm/holes")
 path.touch(0o600)
 os.truncate(path, 1 << 20)
-known = regions.Regions(RegionRegistry())
+known = regions.Regions(regions.RegionRegistry())
 known.register("r", path.name, 0, 1 << 20)
 region = known.find("r")
 fill(Path("/dev/shm"))

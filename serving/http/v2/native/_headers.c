@@ -1,22 +1,21 @@
-/* Headers of infer requests, understood by comparing them with one that was understood before.
+/* Matches headers of infer requests with templates of earlier ones.
  *
- * Headers of one client differ in their numbers: lengths, so shapes, so sizes. All but the numbers outside strings, the
- * request's id, and spaces at the end, is a header's skeleton. A template is made of the first header of a skeleton (`serving.http.v2.templates`): its
- * bytes in pieces, what each number means, and the response's JSON in pieces. `match` walks a header and a template side by
- * side, takes the numbers out, checks them as the slow path does (`serving.http.v2.request`), and writes where each feature's
- * inputs and vectors are (`quant.contract.Place`), the sums that are counted, and the response's JSON.
- * Where anything is not as it should be it says None, and the slow path answers, or says what is wrong.
+ * One client's headers differ in their numbers. The rest of a header, without numbers outside strings, the id
+ * and spaces at the end, is its skeleton. A template (`serving.http.v2.templates`) holds a header in pieces,
+ * each number's meaning, and the response's JSON in pieces. `match` walks a header along a template, checks
+ * its numbers like the slow path (`serving.http.v2.request`), writes places (`quant.contract.Place`), sums
+ * and the response's JSON. Whatever is wrong gives None: the slow path answers.
  *
- * skeleton(header) -> int that headers of one skeleton share, or None: the header is not simple (see `scan`)
- * spans(header, most) -> list of (start, end, is_id) of its numbers and its id, or None: also where they are more than `most`
- * template(words, text) -> a template; words: int64, see `read_words`; text: the pieces of header and response
- * numbers(template, header) -> None, or the header's numbers, int64 as bytes, in order; the id counts as one, of any value
- * match(template, body, header_bytes) -> None, or (places, ids, vectors, row_bytes, out_bytes, head, parts, inputs, offsets,
- *   dense, rows):
- *   places: int64 [features, fields of Place], as bytes · row_bytes: of the rows that are read · out_bytes: of the output buffer
- *   head: the response's JSON · parts: ((start, end), ...) of the output buffer that follow it; None: all of it
- *   inputs: None: the places are offsets in the body; else they are offsets in these bytes, where int32 ids became int64
- *   offsets: (where in the output buffer, kjt.offsets as bytes), or None · dense: int64 offsets of the scorer's dense tensors, as bytes · rows: that are scored
+ * skeleton(header) -> int of the skeleton, or None: the header is not simple (see `scan`)
+ * spans(header, most) -> (start, end, is_id) of its numbers and id, or None: not simple, or more than `most`
+ * template(words, text) -> a template; words: int64 (`read_words`); text: pieces of header and response
+ * numbers(template, header) -> None, or its numbers in order as int64 bytes; the id counts as one, any value
+ * match(template, body, header_bytes) -> None, or a tuple of
+ *   places: bytes of int64 [features, fields of Place]; ids, vectors, row_bytes (of rows read), out_bytes;
+ *   head: the response's JSON; parts: ((start, end), ...) of the output buffer behind it, None: all;
+ *   inputs: None if places are offsets in the body, else the inputs with int64 ids;
+ *   offsets: (place in the output buffer, kjt.offsets as bytes) or None; dense: bytes of the dense tensors'
+ *   int64 offsets; rows: to score
  */
 #include "_headers.h"
 
@@ -27,8 +26,8 @@ static const int64_t MOST_VECTOR_BYTES = (int64_t)1 << 24;
 typedef struct { Py_ssize_t start, end; int is_id; } span;
 typedef struct { span *spans; Py_ssize_t count, room, most; uint64_t hash; } found;
 
-/* What may stand in a number. A template's literal goes on behind a hole, so none of these may follow the digits there. */
-static int in_number(char c) { return is_digit(c) || c == '-' || c == '+' || c == '.' || c == 'e' || c == 'E'; }
+/* Characters of numbers: none may follow the digits in a hole, where a template's literal goes on. */
+static int in_number(char c) { return is_digit(c) || c == '-' || c == '+' || c == '.' || (c | 32) == 'e'; }
 
 static uint64_t mixed(uint64_t hash, const char *p, Py_ssize_t n) {
     for (; n > 0; p += 8, n -= 8) {
@@ -52,7 +51,7 @@ static int add_span(found *f, Py_ssize_t start, Py_ssize_t end, int is_id) {
     return 1;
 }
 
-/* Behind the digits of a plain number that starts at `at`; -1 where it is signed, has a fraction, leading zeros, or is long. */
+/* The end of a plain number at `at`; -1: it is signed, a fraction, long, or has leading zeros. */
 static Py_ssize_t plain_number(const char *text, Py_ssize_t at, Py_ssize_t size) {
     Py_ssize_t end = at;
     while (end < size && is_digit(text[end])) end++;
@@ -60,7 +59,7 @@ static Py_ssize_t plain_number(const char *text, Py_ssize_t at, Py_ssize_t size)
     return end < size && in_number(text[end]) ? -1 : end;
 }
 
-/* Behind a string's closing quote; `at` is behind its opening one. -1 where it has an escape or a control character. */
+/* The end of a string, `at` behind its opening quote; -1: it has an escape or a control character. */
 static Py_ssize_t plain_string(const char *text, Py_ssize_t at, Py_ssize_t size) {
     for (; at < size; at++) {
         if (text[at] == '"') return at + 1;
@@ -75,11 +74,11 @@ static int is_ascii(const char *text, Py_ssize_t at, Py_ssize_t end) {
     return all < 0x80;
 }
 
-/* Finds the numbers and the id of a header. 0: it is not simple: it has escapes, or numbers that are not plain, or two ids, or
- * no memory was left. What is simple need not be JSON: that is for whoever makes a template of it to see. */
+/* Finds a header's numbers and id. 0: it has escapes, other numbers or two ids, or memory is full. It need
+ * not be JSON: the template's maker checks that. */
 static int scan(const char *text, Py_ssize_t size, found *f) {
     Py_ssize_t literal = 0, depth = 0;
-    while (size && is_space(text[size - 1])) size--; /* clients pad headers, so that ids begin at multiples of 8 */
+    while (size && is_space(text[size - 1])) size--; /* padding */
     int has_id = 0, is_id_next = 0;
     for (Py_ssize_t at = 0; at < size;) {
         char c = text[at];
@@ -94,7 +93,8 @@ static int scan(const char *text, Py_ssize_t size, found *f) {
             }
             Py_ssize_t next = end;
             while (next < size && is_space(text[next])) next++;
-            is_id_next = depth == 1 && end - at == 4 && !memcmp(text + at, "\"id\"", 4) && next < size && text[next] == ':';
+            is_id_next = depth == 1 && end - at == 4 && !memcmp(text + at, "\"id\"", 4);
+            is_id_next = is_id_next && next < size && text[next] == ':';
             if (is_id_next) end = next + 1;
             while (is_id_next && end < size && is_space(text[end])) end++;
             is_id_next = is_id_next && end < size && text[end] == '"';
@@ -151,8 +151,8 @@ static PyObject *py_spans(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 static void free_template(template *t) {
     if (!t) return;
-    PyMem_Free(t->words), PyMem_Free(t->text), PyMem_Free(t->numbers), PyMem_Free(t->laid), PyMem_Free(t->outputs);
-    PyMem_Free(t->dense_at), PyMem_Free(t->dense_rows), PyMem_Free(t);
+    PyMem_Free(t->words), PyMem_Free(t->text), PyMem_Free(t->numbers), PyMem_Free(t->laid);
+    PyMem_Free(t->outputs), PyMem_Free(t->dense_at), PyMem_Free(t->dense_rows), PyMem_Free(t);
 }
 
 static void destroy(PyObject *capsule) { free_template(PyCapsule_GetPointer(capsule, NAME)); }
@@ -167,7 +167,8 @@ static int read_words(template *t, int64_t count, int64_t text_bytes) {
     const counts *n = &t->n;
     for (int64_t k = 0; k < head; k++)
         if (k != 1 && k != 9 && !within(t->words[k], most)) return 0;
-    if ((n->has_offsets && !n->unpooled_item) || n->id_hole < -1 || n->id_hole >= n->holes || n->most_out_bytes < 0 || n->features < 1) return 0;
+    if ((n->has_offsets && !n->unpooled_item) || n->id_hole < -1 || n->id_hole >= n->holes) return 0;
+    if (n->most_out_bytes < 0 || n->features < 1) return 0;
     const int64_t *p = t->words + head;
     t->literals = p, p += n->holes + 1;
     t->tensors = (const tensor *)p, p += n->tensors * 8;
@@ -191,16 +192,21 @@ static int read_words(template *t, int64_t count, int64_t text_bytes) {
     for (int64_t k = 0; k < n->tensors; k++) {
         const tensor *x = t->tensors + k;
         int64_t owners = x->role <= WEIGHTS ? n->features : x->role == DENSE ? n->dense : 1;
-        if (!within(x->role, ROLES) || !within(x->owner, owners) || (x->item != 4 && x->item != 8) || x->dims < 1 || x->dims > 2
-            || !within(x->first_hole, n->holes) || !within(x->size_hole, n->holes)
-            || (x->dims == 2 && !within(x->second_hole, n->holes)) || ((x->role == IDS || x->role == DENSE) && x->dims != 2)
-            || (x->role == KJT_LENGTHS && x->dims != 2) || (x->role == LENGTHS && x->dims != 1))
-            return 0;
+        int is_2d = x->role == IDS || x->role == DENSE || x->role == KJT_LENGTHS;
+        if (!within(x->role, ROLES) || !within(x->owner, owners) || (x->item != 4 && x->item != 8)) return 0;
+        if ((x->dims != 1 && x->dims != 2) || (is_2d && x->dims == 1)) return 0;
+        if (x->role == LENGTHS && x->dims != 1) return 0;
+        if (!within(x->first_hole, n->holes) || !within(x->size_hole, n->holes)) return 0;
+        if (x->dims == 2 && !within(x->second_hole, n->holes)) return 0;
     }
-    for (int64_t k = 0; k < n->features; k++)
-        if (!within(t->features[k].vector_bytes, MOST_VECTOR_BYTES) || !within(t->features[k].row_bytes, MOST_VECTOR_BYTES)) return 0;
-    for (int64_t k = 0; k < n->sources; k++)
-        if (!(t->sources[k] < 0 ? within(-1 - t->sources[k], n->dense) : within(t->sources[k], n->features))) return 0;
+    for (int64_t k = 0; k < n->features; k++) {
+        const feature *x = t->features + k;
+        if (!within(x->vector_bytes, MOST_VECTOR_BYTES) || !within(x->row_bytes, MOST_VECTOR_BYTES)) return 0;
+    }
+    for (int64_t k = 0; k < n->sources; k++) {
+        int64_t from = t->sources[k];
+        if (!(from < 0 ? within(-1 - from, n->dense) : within(from, n->features))) return 0;
+    }
     for (int64_t k = 0; k < n->parts; k++)
         if (!within(t->parts[k], n->features + 4)) return 0;
     for (int64_t k = 0; k < n->told; k++)
@@ -234,9 +240,9 @@ static PyObject *py_template(PyObject *self, PyObject *const *args, Py_ssize_t n
     } else if (words.len % 8 || !read_words(t, words.len / 8, text.len)) {
         PyErr_SetString(PyExc_ValueError, "these words are not a template's");
     } else {
-        t->numbers = several(t->n.holes, sizeof(int64_t)), t->laid = several(t->n.features, sizeof(laid));
+        t->numbers = several(t->n.holes, 8), t->laid = several(t->n.features, sizeof(laid));
         t->outputs = several(t->n.features + 4, sizeof(output));
-        t->dense_at = several(t->n.dense, sizeof(int64_t)), t->dense_rows = several(t->n.dense, sizeof(int64_t));
+        t->dense_at = several(t->n.dense, 8), t->dense_rows = several(t->n.dense, 8);
         if (!t->numbers || !t->laid || !t->outputs || !t->dense_at || !t->dense_rows) PyErr_NoMemory();
         else capsule = PyCapsule_New(t, NAME, destroy);
     }
@@ -254,6 +260,6 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_headers", NULL, -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_headers", NULL, -1, methods, 0, 0, 0, 0};
 
 PyMODINIT_FUNC PyInit__headers(void) { return PyModule_Create(&module); }

@@ -1,7 +1,7 @@
 /* `match` and `numbers` of `_headers.c`: a header is walked side by side with a template. */
 #include "_headers.h"
 
-static const int64_t LARGEST_DIMENSION = (int64_t)1 << 40, LARGEST_LENGTH = INT32_MAX, MOST_BYTES = (int64_t)1 << 50;
+static const int64_t LARGEST_DIMENSION = 1LL << 40, LARGEST_LENGTH = INT32_MAX, MOST_BYTES = 1LL << 50;
 
 typedef struct {
     const template *t;
@@ -28,14 +28,14 @@ static int walk(request *r) {
         }
         const char *start = p;
         if (k == t->n.id_hole) {
-            while (p < end && *p != '"' && *p != '\\' && (unsigned char)*p >= 0x20 && (unsigned char)*p < 0x80) p++;
+            while (p < end && *p != '"' && *p != '\\' && *p >= 0x20 && (unsigned char)*p < 0x80) p++;
             if (p == start) return 0;
             r->id = start, r->id_bytes = p - start;
             continue;
         }
         int64_t value = 0;
         while (p < end && is_digit(*p) && p - start < MOST_DIGITS) value = 10 * value + (*p++ - '0');
-        if (p == start || (*start == '0' && p - start > 1)) return 0; /* what else may stand in a number, no literal begins with */
+        if (p == start || (*start == '0' && p - start > 1)) return 0; /* no literal goes on like a number */
         t->numbers[k] = value;
     }
 }
@@ -64,7 +64,7 @@ static int are_finite(const char *values, int64_t count) {
     return !bad;
 }
 
-typedef struct { int64_t values, ids, lengths_from, lengths, bags, weights; } compact; /* of a kjt: offsets and counts */
+typedef struct { int64_t values, ids, lengths_from, lengths, bags, weights; } compact; /* a kjt */
 
 /* Reads every tensor's shape, checks its size, and notes it where it belongs. */
 static int read_tensors(request *r, compact *kjt) {
@@ -73,10 +73,11 @@ static int read_tensors(request *r, compact *kjt) {
     int64_t most = r->body_bytes - r->header_bytes;
     for (int64_t k = 0; k < t->n.tensors; k++) {
         const tensor *x = t->tensors + k;
-        int64_t first = t->numbers[x->first_hole], second = x->dims == 2 ? t->numbers[x->second_hole] : 1, n, bytes;
-        if (first >= LARGEST_DIMENSION || second >= LARGEST_DIMENSION || __builtin_mul_overflow(first, second, &n)
-            || __builtin_mul_overflow(n, x->item, &bytes) || bytes != t->numbers[x->size_hole] || bytes > most)
-            return 0;
+        int64_t n, bytes, first = t->numbers[x->first_hole];
+        int64_t second = x->dims == 2 ? t->numbers[x->second_hole] : 1;
+        if (first >= LARGEST_DIMENSION || second >= LARGEST_DIMENSION) return 0;
+        if (__builtin_mul_overflow(first, second, &n) || __builtin_mul_overflow(n, x->item, &bytes)) return 0;
+        if (bytes != t->numbers[x->size_hole] || bytes > most) return 0;
         most -= bytes;
         place *p = r->places + (x->role <= WEIGHTS ? x->owner : 0);
         switch ((enum role)x->role) {
@@ -87,7 +88,7 @@ static int read_tensors(request *r, compact *kjt) {
         case VALUES: p->ids_at = to, p->ids = n; break;
         case LENGTHS:
             p->lengths_at = to, p->bags = first;
-            if (!t->features[x->owner].is_pooled) t->laid[x->owner].count = from; /* to be added up: no kernel reads those */
+            if (!t->features[x->owner].is_pooled) t->laid[x->owner].count = from; /* to be added up */
             break;
         case WEIGHTS: p->weights_at = to, t->laid[x->owner].weights = n; break;
         case DENSE:
@@ -121,14 +122,16 @@ static int cut_up(request *r, const compact *kjt) {
     for (int64_t f = 0; f < t->n.features; f++) {
         int64_t ids = sum_of(r->body + kjt->lengths_from + 4 * kjt->bags * f, kjt->bags);
         if (ids < 0 || ids > kjt->ids - first) return 0;
-        r->places[f] = (place){.ids_at = kjt->values + 8 * first, .ids = ids, .lengths_at = kjt->lengths + 4 * kjt->bags * f,
-                               .bags = kjt->bags, .weights_at = kjt->weights < 0 ? -1 : kjt->weights + 4 * first, .found_at = -1};
+        int64_t lengths_at = kjt->lengths + 4 * kjt->bags * f;
+        int64_t weights_at = kjt->weights < 0 ? -1 : kjt->weights + 4 * first;
+        r->places[f] = (place){.ids_at = kjt->values + 8 * first, .ids = ids, .lengths_at = lengths_at,
+                               .bags = kjt->bags, .weights_at = weights_at, .found_at = -1};
         first += ids;
     }
     return first == kjt->ids;
 }
 
-/* Whether the parts of each feature belong together, as `serving.http.inputs.tensors.feature_inputs` checks it. */
+/* Whether each feature's parts fit, as `serving.http.inputs.tensors.feature_inputs` checks. */
 static int check_parts(const request *r) {
     const template *t = r->t;
     for (int64_t f = 0; f < t->n.features; f++) {
@@ -156,18 +159,18 @@ static int place_vectors(request *r) {
     }
     if (t->n.apart) {
         *pooled = (output){0, r->places[0].bags, r->places[0].bags * t->n.row_bytes};
-        *unpooled = (output){pooled->bytes, (at - pooled->bytes) / (t->n.unpooled_item ? t->n.unpooled_item : 1),
-                             at - pooled->bytes};
-        int64_t next = pooled->bytes;
+        int64_t next = pooled->bytes, rest = at - next, item = t->n.unpooled_item ? t->n.unpooled_item : 1;
+        *unpooled = (output){next, rest / item, rest};
         for (int64_t f = 0; f < t->n.features; f++) {
             output *o = t->outputs + f;
-            if (t->features[f].is_pooled) o->at = pooled->bytes ? column : 0, column += t->features[f].vector_bytes;
+            const feature *x = t->features + f;
+            if (x->is_pooled) o->at = pooled->bytes ? column : 0, column += x->vector_bytes;
             else o->at = next, next += o->bytes;
         }
     }
     for (int64_t f = 0; f < t->n.features; f++) r->places[f].out_at = t->outputs[f].at;
     for (int64_t k = 0; k < t->n.sources; k++) {
-        int64_t source = t->sources[k], rows = source < 0 ? t->dense_rows[-1 - source] : t->outputs[source].count;
+        int64_t from = t->sources[k], rows = from < 0 ? t->dense_rows[-1 - from] : t->outputs[from].count;
         if (k && rows != r->rows) return 0;
         r->rows = rows;
     }
@@ -284,7 +287,8 @@ static int lay_out(request *r) {
         r->places[f] = (place){.ids_at = -1, .lengths_at = -1, .weights_at = -1, .found_at = -1};
         t->laid[f] = (laid){.weights = -1, .count = -1};
     }
-    return walk(r) && read_tensors(r, &kjt) && (t->n.apart ? cut_up(r, &kjt) : check_parts(r)) && place_vectors(r);
+    if (!walk(r) || !read_tensors(r, &kjt)) return 0;
+    return (t->n.apart ? cut_up(r, &kjt) : check_parts(r)) && place_vectors(r);
 }
 
 PyObject *py_match(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -293,7 +297,8 @@ PyObject *py_match(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 3) return PyErr_Format(PyExc_TypeError, "match takes 3 arguments, got %zd", n);
     const template *t = PyCapsule_GetPointer(args[0], NAME);
     Py_ssize_t header_bytes = PyLong_AsSsize_t(args[2]);
-    if (!t || (header_bytes == -1 && PyErr_Occurred()) || PyObject_GetBuffer(args[1], &body, PyBUF_SIMPLE)) return NULL;
+    if (!t || (header_bytes == -1 && PyErr_Occurred())) return NULL;
+    if (PyObject_GetBuffer(args[1], &body, PyBUF_SIMPLE)) return NULL;
     request r = {.t = t, .body = body.buf, .header_bytes = header_bytes, .body_bytes = body.len};
     if (header_bytes < 0 || header_bytes > body.len) {
         PyErr_SetString(PyExc_ValueError, "the header is longer than the body");
@@ -305,11 +310,13 @@ PyObject *py_match(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         result = Py_None, Py_INCREF(result);
         goto done;
     }
-    PyObject *answer = answer_of(&r), *parts = parts_of(&r), *inputs = inputs_of(&r), *offsets = offsets_of(&r);
+    PyObject *answer = answer_of(&r), *parts = parts_of(&r);
+    PyObject *inputs = inputs_of(&r), *offsets = offsets_of(&r);
     PyObject *dense = PyBytes_FromStringAndSize((const char *)t->dense_at, t->n.dense * 8);
     if (answer && parts && inputs && offsets && dense)
-        result = Py_BuildValue("OLLLLOOOOOL", places, (long long)r.ids, (long long)r.vectors, (long long)r.row_bytes,
-                               (long long)r.out_bytes, answer, parts, inputs, offsets, dense, (long long)r.rows);
+        result = Py_BuildValue("OLLLLOOOOOL", places, (long long)r.ids, (long long)r.vectors,
+                               (long long)r.row_bytes, (long long)r.out_bytes, answer, parts, inputs, offsets,
+                               dense, (long long)r.rows);
     Py_XDECREF(answer), Py_XDECREF(parts), Py_XDECREF(inputs), Py_XDECREF(offsets), Py_XDECREF(dense);
 done:
     Py_XDECREF(places);
