@@ -1,11 +1,7 @@
-"""Numbers: row formats, quantize, dequantize and lookup on packed rows.
-
-Knows nothing of files, processes, settings or HTTP. Three backends share one contract
-(`quant.contract.Backend`): our own CPU kernel, FBGEMM and our own GPU kernel. tests/helpers/reference.py is
-their specification. Inside, imports go one way:
-
-    contract  <-  cpu  <-  device  <-  cache  <-  gpu
-"""
+"""Row formats, quantize, dequantize and lookup on packed rows; no files, processes, settings or HTTP.
+Three backends share one contract (`quant.contract.Backend`): our CPU kernel, FBGEMM and our GPU kernel.
+tests/helpers/reference.py is their specification. Imports go one way: contract <- cpu <- device <- cache <-
+gpu."""
 
 from tableside.quant.backends import choose
 from tableside.quant.contract import (

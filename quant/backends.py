@@ -12,12 +12,9 @@ BACKENDS = ("native", "fbgemm")
 
 @cache
 def choose(name: str = "native") -> CpuBackend:
-    """The backend `name`.
-
-    MissingBackend: it is not part of this installation. QuantError: no such backend, or the installed fbgemm
-    and torch do not belong together, whichever backend is asked for: an installation that is broken is
-    refused at the start.
-    """
+    """Returns the backend `name`. MissingBackend: it is not installed. QuantError: the name is unknown, or
+    the installed fbgemm and torch do not match (checked for every backend, so that a broken installation
+    fails at start)."""
     if name not in BACKENDS:
         raise QuantError(f"backend {name!r} is unknown; expected one of: {', '.join(BACKENDS)}")
     check_pair(required=name == "fbgemm")

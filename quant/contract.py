@@ -1,16 +1,10 @@
-"""The contract that every backend keeps.
-
-Arrays on the CPU are numpy's. ids are int64, lengths int32, weights fp32. Every id and every length is
-checked before a row is read: `BadIds` says which one is wrong. Nothing here knows how a row is packed; that
-is `row_format`.
-
-An id is a row number, or becomes one as the table's `RowMap` says (`quant.rows.ids`), before anything else
-looks at it. A missing id that has a default row counts as any other: that row is added to a bag, and the
-bag's length counts it.
-
+"""The contract of every backend.
+CPU arrays are numpy's: ids int64, lengths int32, weights fp32. A backend checks every id and length before it
+reads a row and raises `BadIds` for the first wrong one. Ids become row numbers first (`quant.rows.ids`). A
+missing id with a default row counts like any other: the bag adds that row, and the bag's length counts it.
     pooling NONE   out[i] = row(ids[i])                                    [ids, dim]
     pooling SUM    out[b] = sum over the bag of weight * row(id)           [bags, dim]
-    pooling MEAN   the sum, divided by the bag's length; 0 for an empty bag
+    pooling MEAN   the sum divided by the bag's length; 0 for an empty bag
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +30,7 @@ Floats = NDArray[Any]  # float32 or float16
 
 
 class Pooling(IntEnum):
-    """How the rows of one bag become one vector. The values are shared with the native kernel."""
+    """How the rows of a bag become one vector. The native kernel uses the same values."""
 
     NONE = 0
     SUM = 1
@@ -55,8 +49,7 @@ class Pooling(IntEnum):
 
 
 class Precision(IntEnum):
-    """What a lookup's vectors are written as. The values are shared with the kernels; bf16 exists on the
-    GPU alone."""
+    """Dtype of a lookup's vectors; BF16 only on the GPU. The kernels use the same values."""
 
     FP32 = 0
     FP16 = 1
@@ -69,8 +62,7 @@ class Precision(IntEnum):
 
 
 class RowSource(Protocol):
-    """Packed rows that a lookup reads, wherever they lie: a `Table` in host memory, or a table that a
-    device reads."""
+    """Packed rows that a lookup reads: a `Table` in host memory, or a table on a device."""
 
     @property
     def rows(self) -> int: ...
@@ -90,12 +82,9 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Packed rows in host memory.
-
-    packed: uint8 [rows, row_bytes], contiguous; it stays alive as long as this does. dim: values of a row.
-    row_map: how ids become row numbers; None: they are row numbers. QuantError: `packed` has another dtype,
-    shape or stride than `row_format` and `dim` need.
-    """
+    """Packed rows in host memory: uint8 [rows, row_bytes], contiguous; the table keeps them alive.
+    row_map: maps ids to row numbers; None: ids are row numbers. QuantError: dtype, shape or stride of
+    `packed` is wrong."""
 
     packed: Bytes
     row_format: RowFormat
@@ -122,13 +111,12 @@ class Table:
 
     @cached_property
     def address(self) -> int:
-        """Where the first row lies in this process's memory."""
+        """Address of the first row in this process."""
         return self.packed.ctypes.data
 
     @property
     def row_numbers(self) -> tuple[int, int]:
-        """The id of row 0, and how many ids have a row of their own, where these ascend with the rows; (0,
-        0): ids are raw."""
+        """Returns (the id of row 0, count of ids with a row); (0, 0): ids are raw."""
         if self.row_map is None:
             return 0, self.rows
         return (self.row_map.first, self.row_map.count) if self.row_map.index is None else (0, 0)
@@ -136,13 +124,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Lookup:
-    """One lookup of a plan, as places in an input and an output buffer. Offsets and sizes are bytes, at any
-    alignment.
-
-    lengths_at None: every bag has `bag_length` ids. Pooling NONE: `bags` and `bag_length` are not used.
-    out_row_bytes: from one vector to the next; None: they lie one after another. found_at: where in the
-    output buffer a byte for each id says whether the table has it, 1 or 0; None: nowhere.
-    """
+    """One lookup of a plan. Offsets and sizes are bytes in the input or output buffer, at any alignment.
+    lengths_at None: every bag has `bag_length` ids. Pooling NONE ignores `bags` and `bag_length`.
+    out_row_bytes: stride of the vectors; None: dense. found_at: offset of the found mask, one byte an id;
+    None: no mask."""
 
     table: RowSource
     pooling: Pooling
@@ -177,7 +162,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class LookupKind:
-    """What stays the same of a lookup that comes again with other ids: the fields are those of `Lookup`."""
+    """The request-independent part of a `Lookup`."""
 
     table: RowSource
     pooling: Pooling
@@ -186,11 +171,8 @@ class LookupKind:
 
 
 class Place(NamedTuple):
-    """Where a lookup's inputs and vectors are, int64 each: the fields are those of `Lookup`, with -1 where
-    there are none.
-
-    Places of several lookups are int64 [lookups, fields of this], in any memory that has the buffer protocol.
-    """
+    """The request-dependent part of a `Lookup`; -1 for None. Several are int64 [lookups, fields], in any
+    buffer."""
 
     ids_at: int
     ids: int
@@ -235,8 +217,8 @@ def lookup_at(kind: LookupKind, place: Place) -> Lookup:
 
 
 class Unfound(NamedTuple):
-    """Ids of one lookup that had no row of their own in its table. missing: they got the default row;
-    backfilled: a row that the table took from an older version."""
+    """Counts of a lookup's ids without a row of their own: `missing` got the default row, `backfilled` an
+    older version's."""
 
     missing: int
     backfilled: int
@@ -252,17 +234,14 @@ class Plan(ABC):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether all vectors are computed on a GPU, where something else can read them."""
+        """True if a GPU computes all vectors and others can read them there."""
         return False
 
     @abstractmethod
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        """Reads ids, lengths and weights from `inputs`, writes every vector to `outputs` (both: the buffer
-        protocol).
-
-        Returns what was not found, for each lookup, or None where every id was. BadIds: something in `inputs`
-        is wrong; no vector was written to `outputs`.
-        """
+        """Reads ids, lengths and weights from `inputs` and writes every vector to `outputs` (both: the buffer
+        protocol). Returns `Unfound` of each lookup, or None if every id was found. BadIds: `inputs` is wrong;
+        nothing was written."""
 
 
 class Planner(ABC):
@@ -270,7 +249,7 @@ class Planner(ABC):
 
     @abstractmethod
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        """places: int64 [kinds, fields of Place], a buffer that stays as it is. out_bytes: as for
+        """Plans lookups at `places`: int64 [kinds, fields of Place], which must not change. out_bytes: as in
         `Backend.plan`."""
 
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
@@ -291,11 +270,8 @@ class _OneByOnePlanner(Planner):
 
 
 class Backend(ABC):
-    """Dequantize and look up. Any thread may call.
-
-    warm_up_bags: numbers of ids of a bag. Lookups of one bag of each cover all the kernels that the backend
-    compiles.
-    """
+    """Dequantizes and looks up; thread-safe. Warm-up looks up one bag of each size in `warm_up_bags` to
+    compile every kernel."""
 
     name: str
     warm_up_bags: tuple[int, ...] = (2,)
@@ -318,22 +294,16 @@ class Backend(ABC):
         out: Floats | None = None,
         threads: int = 1,
     ) -> Floats:
-        """Looks ids [n] up, pooled by lengths [bags] (pooling NONE: one vector an id). Returns fp32, or fp16
-        where `half`.
-
-        out: where to write, [bags or n, dim], contiguous; a new array where None.
-        """
+        """Looks ids [n] up, pooled by lengths [bags]; pooling NONE gives one vector an id. Returns fp32, or
+        fp16 if `half`. out: contiguous [bags or n, dim] to write to; None: a new array."""
 
     @abstractmethod
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        """Lays out several lookups of one request, to be run together.
-
-        out_bytes: of the request's whole output buffer, where that has more than their vectors, as scores
-        behind them.
-        """
+        """Lays out the lookups of one request. out_bytes: size of its output buffer if more than vectors lie
+        there."""
 
     def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        """What plans lookups of these kinds, for requests that read the same tables."""
+        """Returns a planner for requests with lookups of these kinds."""
         return _OneByOnePlanner(self, kinds, threads)
 
     def dequantize(self, table: RowSource, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:

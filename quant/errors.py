@@ -1,4 +1,4 @@
-"""What can go wrong with numbers, each error with what was expected, what came, where, and the remedy."""
+"""Errors of `quant`: what was expected, what came, where, and the remedy."""
 
 from enum import StrEnum
 
@@ -42,11 +42,9 @@ class Problem(StrEnum):
 
 class BadIds(QuantError):
     """Ids or lengths that cannot be looked up; nothing was read.
-
-    job: which lookup of the plan; position: index into its ids (ID, MISSING) or lengths (LENGTH), or the
-    number of bags (SUM); value: the id, the length, or the sum of the lengths; bound: rows of the table (ID),
-    its ids (MISSING), ids of the lookup (SUM), 0 (LENGTH).
-    """
+    job: number of the lookup in the plan; position: index into its ids (ID, MISSING) or lengths (LENGTH), or
+    the number of bags (SUM); value: the id, the length, or the sum of lengths; bound: the table's rows (ID)
+    or ids (MISSING), the lookup's ids (SUM), 0 (LENGTH)."""
 
     def __init__(self, problem: Problem, job: int, position: int, value: int, bound: int) -> None:
         super().__init__(problem, job, position, value, bound)
@@ -58,15 +56,18 @@ class BadIds(QuantError):
     def describe(self, name: str) -> str:
         """The error as a sentence about the feature `name`."""
         if self.problem is Problem.ID:
-            return f"{name}: id {self.value} at position {self.position} is outside the table's rows [0, {self.bound})"
+            at = f"id {self.value} at position {self.position}"
+            return f"{name}: {at} is outside the table's rows [0, {self.bound})"
         if self.problem is Problem.MISSING:
             return (
-                f"{name}: id {self.value} at position {self.position} is not among the table's "
-                f"{self.bound:,} ids; "
-                "send ids that it has, or publish the table with a policy for missing ids"
+                f"{name}: id {self.value} at position {self.position} is not among the table's {self.bound:,} "
+                "ids; send ids that it has, or publish the table with a policy for missing ids"
             )
         if self.problem is Problem.CHANGED:
-            return f"{name}: an id or a length was wrong, and changed while it was looked up; leave inputs as they are until then"
+            return (
+                f"{name}: an id or a length was wrong, and changed while it was looked up; "
+                "leave inputs as they are until then"
+            )
         if self.problem is Problem.LENGTH:
             return f"{name}: length {self.value} at position {self.position} is negative; expected 0 or more"
         return f"{name}: the {self.position} lengths add up to {self.value}, but there are {self.bound} ids"

@@ -1,5 +1,5 @@
-"""What is installed beside the base, whether it belongs together, and which extra brings what is not.
-Imports none of it."""
+"""Checks optional packages without importing them: what is installed, whether it fits together, and which
+extra brings the rest."""
 
 from importlib import metadata
 from importlib.util import find_spec
@@ -24,8 +24,8 @@ def fbgemm_version() -> str | None:
 
 
 def require(what: str, *packages: str, extra: str) -> None:
-    """MissingBackend, in one line that says which extra of tableside to install, where `what` lacks one of
-    its packages."""
+    """Raises MissingBackend, naming the extra of tableside to install, if `what` lacks one of its
+    packages."""
     if absent := [name for name in packages if not _is_there(name)]:
         raise MissingBackend(f"{what} needs {absent[0]}, which is not installed; install tableside[{extra}]")
 
@@ -38,8 +38,7 @@ def _is_there(package: str) -> bool:
 
 
 def check_pair(required: bool = True) -> None:
-    """QuantError where torch and fbgemm do not belong together; MissingBackend where one is `required` and
-    not installed."""
+    """QuantError: torch and fbgemm do not match. MissingBackend: one is `required` and not installed."""
     torch, fbgemm = version_of("torch"), fbgemm_version()
     if torch is None or fbgemm is None:
         if not required:
@@ -54,7 +53,7 @@ def check_pair(required: bool = True) -> None:
 
 
 def pair_fits(fbgemm: str, torch: str) -> bool:
-    """Whether the two versions were built for each other."""
+    """True if the two versions were built for each other."""
     return PAIRS.get(_minor(fbgemm)) == _minor(torch)
 
 

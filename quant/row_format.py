@@ -1,12 +1,9 @@
-"""`RowFormat`: the only place that says how many bytes a row has and where its scale and bias lie.
-
-The layout is that of FBGEMM's inference operator with `row_alignment` 16, so that its CPU and CUDA kernels
-and our own read the same bytes:
-
-    int2, int4, int8   fp16 scale | fp16 bias | values, packed from the low bits up | zeros to a multiple of 16 bytes
-    fp8                values (sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities, largest 240) | zeros
+"""`RowFormat`: the only place that knows the bytes of a row and the position of scale and bias.
+It is FBGEMM's inference layout with `row_alignment` 16, so its CPU and CUDA kernels and ours read the same
+bytes:
+    int2, int4, int8   fp16 scale | fp16 bias | values, low bits first | zeros to a multiple of 16 bytes
+    fp8                values (sign, 4 exponent bits with bias 7, 3 mantissa; no inf, largest 240) | zeros
     fp16, fp32         values | zeros
-
     value = q * scale + bias   (int2, int4, int8)
 """
 
@@ -22,7 +19,7 @@ _HALF_RELATIVE, _HALF_TINY = 2.0**-11, 2.0**-25  # rounding to fp16: half a step
 
 
 class RowFormat(IntEnum):
-    """How one row is stored. The values are shared with the native kernel (`_rows.h`)."""
+    """Storage format of a row. The native kernel uses the same values (`_rows.h`)."""
 
     INT2 = 0
     INT4 = 1
@@ -52,7 +49,7 @@ class RowFormat(IntEnum):
 
     @property
     def has_scale(self) -> bool:
-        """Whether a row begins with an fp16 scale and an fp16 bias."""
+        """True if a row begins with an fp16 scale and an fp16 bias."""
         return self <= RowFormat.INT8
 
     def used_bytes(self, dim: int) -> int:
@@ -60,8 +57,7 @@ class RowFormat(IntEnum):
         return (SCALE_BIAS_BYTES if self.has_scale else 0) + dim * self.bits // 8
 
     def row_bytes(self, dim: int) -> int:
-        """Bytes from one row of `dim` values to the next; QuantError where `dim` does not fill whole
-        bytes."""
+        """Returns the bytes of a row, padding included. QuantError: `dim` does not fill whole bytes."""
         if dim < 1:
             raise QuantError(f"dim is {dim}; expected at least 1")
         if dim * self.bits % 8:
@@ -72,10 +68,8 @@ class RowFormat(IntEnum):
         return -(-self.used_bytes(dim) // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
 
     def error_bound(self, low: float, high: float) -> float:
-        """The largest |dequantized - original| of any value of a row whose values span [low, high].
-
-        Rounding to a step (half of it), plus what fp16 loses of the bias and, `levels` times, of the scale.
-        """
+        """Returns the largest |dequantized - original| for a row with values in [low, high]: half a step,
+        plus fp16's rounding of the bias and, `levels` times, of the scale."""
         largest = max(abs(low), abs(high))
         if self is RowFormat.FP32:
             return 0.0

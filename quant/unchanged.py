@@ -1,4 +1,4 @@
-"""Which rows of a table are the same in its successor: what a cache that outlives the table may keep."""
+"""Finds rows that are equal in a table's successor: a cache that outlives the table may keep them."""
 
 from typing import NamedTuple
 
@@ -14,20 +14,17 @@ Rows = NDArray[np.int64]
 
 
 class Successors(NamedTuple):
-    """rows: where the successor has the same ids, int64 [n]; -1: it lacks them. is_same: whether the bytes
-    of those rows are equal, bool [n]."""
+    """rows: row of the same id in the successor, int64 [n]; -1: none. is_same: the bytes are equal, bool
+    [n]."""
 
     rows: Rows
     is_same: NDArray[np.bool_]
 
 
 def successors(old: Table, new: Table, rows: Rows) -> Successors:
-    """Follows rows of a table, each named once, to the rows of the same ids in another table; no two lead to
-    one.
-
-    An id's own bytes in a row's padding are not compared. The default row, and a row that no id has, have no
-    successor. Rows of another row format or dim are never the same.
-    """
+    """Maps distinct rows of a table to the rows of the same ids in another; injective.
+    Ignores an id's bytes in the padding. The default row and rows without an id have no successor. Rows of
+    other formats or dims are never the same."""
     there = np.full(rows.shape, -1, np.int64)
     is_same = np.zeros(rows.shape, np.bool_)
     alike = (old.row_format, old.dim) == (new.row_format, new.dim)
@@ -46,5 +43,5 @@ def successors(old: Table, new: Table, rows: Rows) -> Successors:
 
 
 def _map(table: Table) -> RowMap:
-    """How the table's ids become rows, also where they are its row numbers."""
+    """Returns the table's row map; an identity map if ids are row numbers."""
     return RowMap(table.rows) if table.row_map is None else table.row_map

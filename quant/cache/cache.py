@@ -1,22 +1,14 @@
-"""The cache of rows in a GPU's memory: rows of host tables, any row in any slot, keyed by (table, id).
-
-`prefetch` brings the rows of a batch to the device and says where each lies. The lookup of the batch then
-reads those places, and the ticket is released. Several batches may be in flight at once: what they use is not
-evicted. No call waits for the device, whether ids hit or miss: the kernels count and choose on the device,
-and read missing rows from the host.
-
-Misses are fetched into the batch's staging buffer, which the lookup reads. Admission and eviction run beside
-it; admitted rows are then copied to cache slots, in place of rows that no batch in flight uses. If the
-staging buffer is full, an admitted row is fetched straight into its slot; any other is read from host memory
-by the lookup. Each way yields the same bytes.
-
-Policies: LRU evicts what was not used for longest. LFU evicts what was used least, where a use counts half as
-much after `half_life` tickets: a row's score is log2 of the sum of 2 ** (t / half_life) over the tickets t
-that used it, so that rows which are not used need no upkeep (LRFU, Lee et al. 2001). LFU also admits: misses
-have scores too, as far as *ghosts*, at least one for each slot, remember them, and a row is admitted only in
-place of one with a lower score (as TinyLFU, Einziger et al. 2017). So a scan passes through the staging
-buffer.
-"""
+"""The cache of host-table rows in GPU memory: any row in any slot, keyed by (table, id).
+`prefetch` brings a batch's rows to the device; the lookup reads their locations and releases the ticket. Rows
+of batches in flight are never evicted. No call waits for the device: kernels count and choose there and read
+missing rows from the host. Misses go to the batch's staging buffer, which the lookup reads. Beside the
+lookup, admitted rows are copied to slots of rows that no batch in flight uses. If the staging buffer is full,
+an admitted row goes straight to its slot, and the lookup reads any other from host memory. All ways yield the
+same bytes. LRU evicts the rows unused for longest. LFU evicts the rows used least, with uses halved every
+`half_life` tickets: a row's score is log2 of the sum of 2 ** (t / half_life) over the tickets t that used it,
+so unused rows need no upkeep (LRFU, Lee et al. 2001). LFU also admits: *ghosts*, at least one a slot, keep
+scores of misses, and a row is admitted only in place of a lower score (TinyLFU, Einziger et al. 2017). So a
+scan passes through the staging buffer."""
 
 import threading
 from collections import deque
@@ -49,12 +41,8 @@ _REBALANCE_EVERY = 256
 
 
 class Cache:
-    """A cache of `budget_bytes` on a device, whose work runs on `stream` and two streams of its own. It may
-    be called from any thread.
-
-    smallest_row_bytes: of the rows to come; the index is laid out for it. QuantError: the budget holds no
-    page.
-    """
+    """A cache of `budget_bytes` on a device; works on `stream` and two streams of its own. Thread-safe.
+    smallest_row_bytes: smallest row to come; sizes the index. QuantError: the budget holds no page."""
 
     def __init__(
         self,
@@ -115,7 +103,7 @@ class Cache:
 
     @property
     def bytes(self) -> int:
-        """Of the device's memory, with index, maps and counters."""
+        """Device memory, with index, maps and counters."""
         counters = self._tables.counters
         return self._memory.bytes + self._tables.map_bytes + counters.numel() * counters.element_size()
 
@@ -126,19 +114,15 @@ class Cache:
         return TableHandle(self.register(address, rows, row_bytes, name), self._forgotten.append)
 
     def register(self, address: int, rows: int, row_bytes: int, name: str = "") -> int:
-        """Takes a table whose rows the device reads at `address`; returns its number. It takes a quarter of a
-        byte a row.
-
-        QuantError: a row does not fit into a page, or there are too many sizes of rows.
-        """
+        """Registers a table that the device reads at `address`; returns its number. Costs a quarter of a byte
+        a row. QuantError: a row does not fit into a page, or there are too many row sizes."""
         check_table(rows, row_bytes)
         with self._working():
             self._clear_up()
             return self._index.register(address, rows, row_bytes, name)
 
     def forget(self, number: int) -> None:
-        """Lets go of a table; no lookup of it may be planned or under way, except those of batches in
-        flight."""
+        """Forgets a table. No planned or running lookup may use it, except batches in flight."""
         with self._working():
             self._index.forget(number)
 
@@ -153,13 +137,10 @@ class Cache:
             self._batches.reserve(ids)
 
     def prefetch(self, jobs: ProbeJobs, inputs: torch.Tensor | int, admit_all: bool = False) -> Ticket:
-        """Brings the rows of a batch to the device; nothing is waited for. admit_all: admits every row (LRU
-        always does).
-
-        jobs: `placed` on the device. inputs: uint8, on the device, 8-aligned; or the address that the jobs'
-        offsets count from. All of it is written on the cache's stream, or before. QuantError: too many
-        tickets are out.
-        """
+        """Brings the rows of a batch to the device without waiting. admit_all: admit every row (LRU always
+        does). jobs: `placed` on the device. inputs: uint8 on the device, 8-aligned, or the base address of
+        the jobs' offsets; all written on the cache's stream, or before. QuantError: too many tickets are
+        out."""
         inputs_at = inputs if isinstance(inputs, int) else inputs.data_ptr()
         with self._working():
             self._check_size(jobs.ids)
@@ -217,7 +198,7 @@ class Cache:
     # ---- order between streams ----
 
     def follow_current_stream(self, current: Any = None) -> None:
-        """What the cache does next comes after what is on the current stream, which may be given."""
+        """Makes the cache's next work wait for the current stream, which may be given."""
         self._streams.main.wait_stream(self.device.current_stream() if current is None else current)
 
     def join_all(self) -> None:
@@ -269,13 +250,9 @@ class Cache:
     def hand_over(
         self, number: int, successor: int, rows: NDArray[np.int64], successors: NDArray[np.int64]
     ) -> None:
-        """Makes cached rows of a table those of its successor, which has the same bytes for them: nothing is
-        fetched, and they stay as hot as they were. Rows that are not in the cache are passed over. Waits for
-        the device.
-
-        rows, successors: int64 [n] each, rows of one table and of the other, none twice. QuantError: the
-        tables' rows are of two sizes.
-        """
+        """Moves cached rows of a table to its successor, which has the same bytes; nothing is fetched, use
+        counts stay. Ignores rows that are not cached. Waits for the device. rows, successors: int64 [n], row
+        numbers of each table, distinct. QuantError: the row sizes differ."""
         with self._working():
             sizes = [self._tables[n].row_bytes for n in (number, successor)]
             if sizes[0] != sizes[1]:

@@ -1,6 +1,4 @@
-"""Which rows lie in which slots: pages, tables and chains together, and the records by which kernels know of
-them.
-"""
+"""The cache's index: pages, tables and chains together, and the records that kernels read."""
 
 import numpy as np
 import torch
@@ -30,10 +28,8 @@ _REBALANCED = 100  # one of so many pages moves at a time
 
 
 class Index:
-    """Registers tables, gives classes their pages, and keeps the chains.
-
-    The caller holds the cache's lock, and the main stream is the current one.
-    """
+    """Registers tables, gives classes pages and keeps the chains. The caller holds the cache's lock on the
+    main stream."""
 
     def __init__(
         self, memory: CacheMemory, pages: Pages, tables: Tables, batches: BatchesInFlight, pipeline: Pipeline
@@ -67,10 +63,9 @@ class Index:
         self.describe()
 
     def hand_over(self, number: int, successor: int, rows: NDArray[np.int64]) -> None:
-        """Makes cached rows of a table those of another one, of the same class; slots and uses stay. rows:
-        int64 [n, 2], of either table, the first ones ascending. Rows that the successor has in the cache
-        already are left alone. Waits for the device.
-        """
+        """Moves cached rows of a table to another of the same class; slots and uses stay. rows: int64 [n, 2],
+        (from, to), the first column ascending. Skips rows that the successor has cached. Waits for the
+        device."""
         row_class = self._tables[number].row_class
         parts = self._pages.parts(row_class)
         held = [
@@ -112,12 +107,9 @@ class Index:
         self.relink()
 
     def rebalance(self, states: list[list[int]] | None) -> None:
-        """Moves a hundredth of the pages to the class whose victims have the lowest eviction priority, from
-        the one whose have the highest.
-
-        Where all are alike, every class evicts what one cache of all rows would. states: `ClassState` of each
-        class, some tickets old; None: not known yet.
-        """
+        """Moves a hundredth of the pages from the class whose victims have the highest eviction priority to
+        that with the lowest. So all classes evict as one cache would. states: `ClassState` of each class,
+        some tickets old; None: unknown."""
         if states is None:
             return
         classes = self._pages.classes
@@ -162,8 +154,7 @@ class Index:
         return self._pages.parts(self._tables[number].row_class)
 
     def latest_use(self, rate: int) -> int:
-        """What a node keeps of a use by the last ticket. rate: by how much that grows a ticket. Waits for
-        the device."""
+        """Returns a node's use word for the last ticket. rate: its growth a ticket. Waits for the device."""
         return int(
             np.int64(int(self._memory.state[BatchState.NOW]) * rate).astype(np.int32)
         )  # it wraps, as uses do

@@ -1,9 +1,6 @@
-"""The cached lookups of a batch, as the cache's kernels read them.
-
-    jobs int64 [lookups, PROBE_SIZE], as `ProbeField` says · the job of each block int32 [blocks]
-
-A block is what one program of `find.probe` takes at once: PROBE_BLOCK ids of one lookup, or the rest of them.
-"""
+"""The cached lookups of a batch as kernels read them.
+    jobs int64 [lookups, PROBE_SIZE], as `ProbeField` · the job of each block int32 [blocks]
+A block is the work of one program of `find.probe`: PROBE_BLOCK ids of one lookup, or the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +15,8 @@ PROBE_BLOCK = 128  # ids
 
 
 class CachedLookup(NamedTuple):
-    """Ids that go through the cache. table: its number; ids: how many.
-
-    ids_at: where they begin in the batch's inputs, int64, in bytes. locations_at: where their locations go,
-    int32, in bytes. Several lookups are int64 [lookups, fields of this].
-    """
+    """A lookup through the cache: table number, number of ids, and byte offsets of its int64 ids in the
+    batch's inputs and of its int32 locations. Several are int64 [lookups, fields]."""
 
     table: int
     ids_at: int
@@ -47,8 +41,7 @@ def cached_ids(lookups: NDArray[np.int64]) -> int:
 def shifted(
     lookups: NDArray[np.int64], inputs: NDArray[np.int64], locations: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """The same lookups where the inputs and locations of each one's request, [lookups], begin so many
-    bytes further on."""
+    """Returns the lookups with the start of each one's inputs and locations, bytes [lookups], added."""
     moved = lookups.copy()
     moved[:, _IDS_AT] += inputs
     moved[:, _LOCATIONS_AT] += locations
@@ -65,17 +58,13 @@ class ProbeJobs:
     blocks: int
 
     def placed(self, address: int) -> "ProbeJobs":
-        """The same jobs with absolute addresses, written to `address` on the device, which must be
-        8-aligned."""
+        """Returns the jobs with absolute addresses after a copy to `address`, which is 8-aligned."""
         return replace(self, jobs_at=address + self.jobs_at, blocks_at=address + self.blocks_at)
 
 
 def write_jobs(lookups: NDArray[np.int64], block: int) -> tuple[bytes, ProbeJobs]:
-    """The lookups, int64 [lookups, fields of CachedLookup], as bytes for the device, and where in them jobs
-    and blocks lie.
-
-    block: ids of a block.
-    """
+    """Returns the bytes of jobs and blocks for int64 [lookups, fields of CachedLookup], and their offsets.
+    block: ids a block."""
     counts = -(-lookups[:, _IDS] // block)
     jobs = np.zeros((len(lookups), len(ProbeField)), np.int64)
     jobs[:, _OF_PROBE] = lookups

@@ -1,12 +1,9 @@
-"""The device's memory of a cache: how a budget is divided, and the record by which kernels find all of it.
-
-    arena      pages | staging buffers                              the budget, with heads and ghosts
-    heads      int32 [buckets], one a slot                          4 bytes a slot
-    ghosts     int32 [pairs, 2] with LFU                            4 bytes a slot
-    arrays     one element an id of the largest batch               beside the budget, 32 bytes an id
-
-`quant.cache.kernels.state` describes the layout of pages and arrays.
-"""
+"""Device memory of a cache: how a budget is divided, and the record by which kernels find the parts.
+    arena      pages | staging buffers           the budget, with heads and ghosts
+    heads      int32 [buckets], one a slot       4 bytes a slot
+    ghosts     int32 [pairs, 2] with LFU         4 bytes a slot
+    arrays     one element an id of the largest batch; beside the budget, 32 bytes an id
+`quant.cache.kernels.state` describes pages and arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,11 +69,8 @@ def divide(budget_bytes: int, settings: CacheSettings, smallest_row_bytes: int) 
 
 
 class CacheMemory:
-    """All tensors of a cache but its tables'. `root` is the record that kernels are given.
-
-    pages: uint8 [pages, page_bytes]; page_table: int32 [2 * pages]; state: int64 as `BatchState` says; heads:
-    int32 [buckets].
-    """
+    """All tensors of a cache except its tables'. root: the record for kernels; pages: uint8 [pages,
+    page_bytes]; page_table: int32 [2 * pages]; state: int64, as `BatchState`; heads: int32 [buckets]."""
 
     def __init__(self, device: Device, division: Division, settings: CacheSettings) -> None:
         self._device, self._settings = device.torch_device, settings
@@ -99,7 +93,7 @@ class CacheMemory:
 
     @property
     def bytes(self) -> int:
-        """Of the device, without the maps and counters of tables."""
+        """Device memory, without maps and counters of tables."""
         parts = [self.arena, self.heads, self.ghosts, self._arrays, self.state, self.page_table]
         return sum(p.numel() * p.element_size() for p in parts)
 

@@ -1,8 +1,5 @@
-"""The slots of a cache: pages of the device's memory. Each belongs to one class, the rows of one size, and
-may move to another.
-
-`quant.cache.kernels.state` describes the layout of a page.
-"""
+"""The slots of a cache, in pages of device memory. A page belongs to a class, the rows of one size, and may
+change class. `quant.cache.kernels.state` describes its layout."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,20 +26,17 @@ class RowClass:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What some pages hold: keys int64, uses int32, each [pages, slots]."""
+    """Contents of some pages: keys int64, uses int32, each [pages, slots]."""
 
     keys: torch.Tensor
     uses: torch.Tensor
 
 
 class Pages:
-    """Divides `memory`, uint8 [pages, page_bytes] on a device, into slots of rows of `smallest_row_bytes` or
-    more.
-
-    dropped: is told a class's number and how many rows, int64 [] on the device, whenever rows go with their
-    page. classes: of the rows; of_page: int32 [pages, 2], class (-1: none) and first row of each page;
-    moving: pages on their way to a class. QuantError: there are more slots than int32 counts.
-    """
+    """Divides `memory`, uint8 [pages, page_bytes] on a device, into slots for rows of `smallest_row_bytes` or
+    more. dropped: called with a class and its number of rows, int64 [] on the device, when rows go with their
+    page. of_page: int32 [pages, 2], class (-1: none) and first row; moving: pages on their way to a class.
+    QuantError: more slots than int32 counts."""
 
     def __init__(
         self, memory: torch.Tensor, smallest_row_bytes: int, dropped: Callable[[int, torch.Tensor], None]
@@ -62,7 +56,7 @@ class Pages:
 
     @property
     def slots(self) -> int:
-        """Of all pages, as they are divided now."""
+        """Slots of all pages, as now divided."""
         return sum(c.slots * len(c.pages) for c in self.classes)
 
     @property
@@ -72,7 +66,7 @@ class Pages:
 
     @property
     def most_slots(self) -> int:
-        """Of a page, of any class."""
+        """Most slots of a page, of any class."""
         return max((c.slots for c in self.classes), default=0)
 
     def class_of(self, row_bytes: int) -> int:
@@ -97,11 +91,8 @@ class Pages:
         return len(self.classes) - 1
 
     def assign(self, rows: Sequence[int]) -> bool:
-        """Divides pages by the rows of each class's tables, taking them from other classes where it must.
-        Whether any moved.
-
-        QuantError: not every class that has tables gets one.
-        """
+        """Divides pages by the row counts of each class's tables, taking from other classes if it must.
+        Returns whether any moved. QuantError: a class with tables gets none."""
         wanted = self._wanted(rows)
         if min((w for w, n in zip(wanted, rows, strict=True) if n), default=1) < 1:
             raise QuantError(
@@ -183,7 +174,7 @@ class Pages:
             self.of_page[pages, 1] = -(-starts // c.row_bytes)
 
     def nodes(self, number: int, pages: Sequence[int]) -> Nodes:
-        """What pages of a class hold."""
+        """Contents of a class's pages."""
         c = self.classes[number]
         index = self._index(pages)
         nodes = self._memory[index, : NODE_BYTES * c.slots]
@@ -192,8 +183,7 @@ class Pages:
         )
 
     def set_keys(self, number: int, pages: Sequence[int], keys: torch.Tensor | int) -> None:
-        """Writes the keys of all slots of a class's pages: int64 [pages, slots], or one for all. Chains
-        are not touched."""
+        """Writes the keys of a class's pages: int64 [pages, slots], or one for all. Leaves chains alone."""
         self._memory.view(torch.int64)[self._index(pages), : 2 * self.classes[number].slots : 2] = keys
 
     def parts(self, number: int) -> list[list[int]]:
@@ -202,13 +192,12 @@ class Pages:
         return [pages[first : first + _PAGES_AT_ONCE] for first in range(0, len(pages), _PAGES_AT_ONCE)]
 
     def device_arrays(self) -> tuple[NDArray[np.int32], list[NDArray[np.int32]]]:
-        """What the kernels read: class and first row of each page, [2 * pages]; the pages of each class."""
+        """Arrays for kernels: class and first row of each page, [2 * pages]; the pages of each class."""
         return self.of_page.reshape(-1), [np.array(c.pages or [0], np.int32) for c in self.classes]
 
 
 def page_bytes_of(budget_bytes: int) -> int:
-    """Bytes of a page: the largest power of 2 up to 1/64 of the budget, but at least 8 KiB and at most 256
-    KiB."""
+    """Returns the largest power of 2 up to 1/64 of the budget, clamped to 8 KiB … 256 KiB."""
     return max(_SMALLEST, min(_LARGEST, 1 << max(0, (budget_bytes // 64).bit_length() - 1)))
 
 

@@ -1,5 +1,4 @@
-"""The launches of a batch, over three streams. The host waits for none of them.
-
+"""The launches of a batch over three streams; the host waits for none.
     main                    side                           copies
     begin
     probe
@@ -17,23 +16,15 @@
                             fill_slots
                             end
     next batch's begin ◄─── filled
-
-Time goes down. Work on one stream runs in order; an arrow makes another stream wait for all that is above its
-begin.
-
-Misses are fetched into the batch's staging buffer on the side stream, while the main stream decides which of
-them are admitted and which rows they replace. Only probing and fetching delay the batch. An admitted
-row that has no room in the staging buffer is fetched straight into its slot (REST).
-All from `probe` on up to there is the same for batches of a size. So it is replayed as a CUDA graph from the
-third such batch on (`replays`), if the settings allow it.
-At `ready` the lookup finds each row at its location; admitted rows are then copied from the staging buffer to
-their slots beside it. The next batch's `begin` waits for `filled`. A later batch with the same staging
-buffer waits for `released`.
-
-`list_rows`, the CPU's part, the copies and `copy_gathered` exist only with `gather_threads`. Only the device
-knows how many bytes the CPU will gather. So the host copies as many as in a recent batch and some more, and
-`copy_gathered` copies the rest.
-"""
+Time goes down; an arrow makes another stream wait for all above its start.
+The side stream fetches misses to the staging buffer while the main stream chooses admitted rows and victims;
+only probing and fetching delay the batch. REST fetches admitted rows without room there straight into their
+slots. The launches from `probe` to there are the same for batches of a size, so from the third on a CUDA
+graph replays them (`replays`), if the settings allow it. At `ready` the lookup finds each row at its
+location; beside it admitted rows are copied to slots. The next `begin` waits for `filled`, a later batch with
+the same staging buffer for `released`. `list_rows`, the CPU's part, the copies and `copy_gathered` need
+`gather_threads`. The host does not know how many bytes the CPU gathers, so it copies as many as in a recent
+batch and some more; `copy_gathered` copies the rest."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -77,10 +68,8 @@ _ROW_WARPS = 8
 
 
 class Kernels:
-    """The kernels of one cache, with their constants. Of wide rows a program copies fewer at a time.
-
-    rows: that a program copies at once. probe_block: ids that a program of `find` takes at once.
-    """
+    """The kernels of a cache, with their constants. rows: a program copies at once (fewer if wide).
+    probe_block: ids a program of `find` takes at once."""
 
     def __init__(self, is_lfu: bool, gathers: bool, widest_row_bytes: int, probe_block: int) -> None:
         words = max(4, min(_MOST_WORDS, 1 << (widest_row_bytes // 4 - 1).bit_length()))
@@ -112,11 +101,8 @@ class Kernels:
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """What the launches of a batch depend on, while tables and pages stay as they are.
-
-    place: of the batch's record; blocks: for which there are programs; copied: bytes of gathered rows that
-    the host copies.
-    """
+    """What a batch's launches depend on while tables and pages stay. place: of the batch's record; blocks:
+    that have programs; copied: gathered bytes that the host copies."""
 
     place: int
     blocks: int
@@ -125,11 +111,8 @@ class LaunchShape:
 
 
 class Pipeline:
-    """Launches what a batch needs, for rows of `smallest_row_bytes` until `fit_rows` says more. The caller
-    holds the cache's lock.
-
-    staging_bytes: of a staging buffer. kernels: those in use.
-    """
+    """Launches batches, for rows of `smallest_row_bytes` until `fit_rows` changes that. The caller holds the
+    cache's lock. staging_bytes: of a staging buffer. kernels: those in use."""
 
     def __init__(
         self,
@@ -157,7 +140,7 @@ class Pipeline:
         self.kernels = Kernels(is_lfu, gathers, widest_row_bytes, self._block)
 
     def root_fields(self) -> dict[Root, int]:
-        """What the kernels' record says of the CPU's gathering."""
+        """The record's fields for the CPU's gathering."""
         if self._gather is None:
             return {}
         return {
@@ -173,8 +156,7 @@ class Pipeline:
         self._replays.forget()
 
     def launch(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch, admit_all: bool) -> None:
-        """Launches a batch's kernels, on the main stream and the side stream, as the module's diagram
-        says."""
+        """Launches a batch's kernels on the main and the side stream, as the module draws."""
         root, ticket, streams, run = self._memory.root, batch.record.data_ptr(), self._streams, self.kernels
         self._begin(jobs, inputs_at, batch)
         if jobs.blocks:
@@ -206,8 +188,7 @@ class Pipeline:
         )
 
     def _copied(self, batch: InFlightBatch) -> int:
-        """Bytes of gathered rows that the host copies to a batch's staging buffer: as many as in a recent
-        batch and some more."""
+        """Gathered bytes that the host copies for a batch: as many as in a recent batch and some more."""
         if self._gather is None:
             return 0
         likely = self._gather.last_bytes * 17 // 16
@@ -268,7 +249,6 @@ class Pipeline:
             arena[target + first : target + end].copy_(gathered[first:end], non_blocking=True)
 
     def release(self, batch: InFlightBatch, stream: Any) -> None:
-        """Lets the batch's slots be evicted once what is on the current stream, which is this one, so far
-        is done."""
+        """Lets the batch's slots be evicted after the work so far on `stream`, the current one."""
         self._streams.device.wait(batch.ready, stream)  # which wrote what is undone here
         self.kernels.release(1, stream.cuda_stream, self._memory.root, batch.record.data_ptr())

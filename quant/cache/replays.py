@@ -1,11 +1,7 @@
-"""Launches that are the same for many batches, as CUDA graphs: one call takes the place of some twenty.
-
-The first batch of a shape is launched kernel by kernel. At the second one the same launches are captured, on
-streams of their own, and from then on replayed. A shape names everything that the launches depend on but the
-batch's record.
-
-While a graph is captured, no thread may synchronize the whole device; the capture would fail.
-"""
+"""CUDA graphs of launches that repeat: one call replaces some twenty.
+The first batch of a shape is launched kernel by kernel, the second captured on separate streams, the rest
+replayed. A shape holds all that the launches depend on but the batch's record. During a capture no thread may
+synchronize the whole device; the capture would fail."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
@@ -17,11 +13,8 @@ _KEPT = 64  # graphs; some hundred KB each
 
 
 class Replays:
-    """The graphs of one cache, those used last. captures: else every batch is launched kernel by kernel.
-
-    graphs: by their shapes, that used last at the end. The caller holds the cache's lock, and the main stream
-    is the current one.
-    """
+    """The most recently used graphs of a cache. captures: False: launch every batch kernel by kernel.
+    graphs: by shape, the last used at the end. The caller holds the cache's lock on the main stream."""
 
     def __init__(self, streams: Streams, captures: bool) -> None:
         self._device = streams.device
@@ -57,8 +50,7 @@ class Replays:
         return self.graphs[shape]
 
     def forget(self) -> None:
-        """Lets go of all graphs, since the launches change. None is captured before its shape comes twice
-        again."""
+        """Drops all graphs, since launches change. A shape must come twice again before it is captured."""
         self._seen.clear()
         while self.graphs:
             self._retire(self.graphs.popitem()[1])

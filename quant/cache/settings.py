@@ -1,4 +1,4 @@
-"""How a cache decides: policies, sizes, who fetches."""
+"""Settings of a cache: policies, sizes, who fetches."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -22,22 +22,14 @@ class Policy(Enum):
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How a cache decides.
-
-    half_life: tickets after which a use counts half (LFU). page_bytes: None: by the budget.
-
-    staging_buffers: where misses are fetched to, one for each of so many batches in flight. They take
-    `staging_fraction` of the budget in all, and at most `staging_bytes` each.
-
-    row_programs: programs that fetch rows: enough to keep the bus busy, but few, since other kernels run
-    beside them. programs: of the other kernels; fewer leave more of the GPU to other work.
-
-    gather_threads: threads of the CPU that gather misses, from `gather_from` a batch on, where tables span so
-    much that the GPU's own reads are slow. 0: the GPU reads them all.
-
-    replays: batches of a size are launched as one CUDA graph from the third on, so that the host is free
-    sooner. While one is captured, no other thread of the process may synchronize the whole device.
-    """
+    """Settings of a cache.
+    half_life: tickets after which a use counts half (LFU). page_bytes: None: by the budget. staging_buffers:
+    one for each batch in flight, `staging_fraction` of the budget together and at most `staging_bytes` each.
+    row_programs: programs that fetch rows; enough to fill the bus, few beside other kernels. programs: of the
+    other kernels; fewer leave more of the GPU to other work. gather_threads: CPU threads that gather batches
+    of `gather_from` misses or more, for tables over which GPU reads are slow; 0: the GPU reads all. replays:
+    launch a batch size as a CUDA graph from its third batch on; during a capture no other thread may
+    synchronize the device."""
 
     policy: Policy = Policy.LFU
     half_life: int = 1000

@@ -1,4 +1,4 @@
-"""What a cache counted, from copies of the numbers that its kernels keep."""
+"""A cache's counts, from copies of its kernels' numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,12 +28,9 @@ class TableStatistics:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a cache. tables: by their numbers.
-
-    tickets: batches begun. slots, occupied: rows now. inserted, evicted: rows since the cache was made.
-    padded: rows that lookups read from a staging buffer and that were not admitted. locked_out: rows that
-    were to be admitted when batches in flight used every slot.
-    """
+    """Counts of a cache. tables: by number. tickets: batches begun. slots, occupied: rows now. inserted,
+    evicted: rows so far. padded: rows read from a staging buffer and not admitted. locked_out: rows not
+    admitted because batches in flight used every slot."""
 
     tickets: int
     slots: int
@@ -46,7 +43,7 @@ class Statistics:
 
     @classmethod
     def empty(cls, slots: int) -> "Statistics":
-        """Of a cache that has counted nothing yet."""
+        """Counts of a new cache."""
         return cls(0, slots, 0, 0, 0, 0, 0, {})
 
 
@@ -94,10 +91,8 @@ class _Snapshot:
 
 
 class Snapshots:
-    """Copies of a cache's numbers that the device makes in its own time, so that nobody waits for it.
-
-    last: the statistics of the last one that arrived; None: none did. The caller holds the cache's lock.
-    """
+    """Copies of a cache's numbers made in stream order, so nobody waits. last: the statistics of the last
+    that arrived, or None. The caller holds the cache's lock."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

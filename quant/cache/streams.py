@@ -8,10 +8,8 @@ from tableside.quant.device.device import Device
 
 
 class Streams:
-    """`main`, which the caller gives, a `side` stream and one for `copies`.
-
-    filled: an event, after which the last batch's admitted rows are in their slots and its maps are empty.
-    """
+    """`main`, given by the caller, a `side` stream and one for `copies`. filled: an event behind the last
+    batch's `fill_slots` and `end`."""
 
     def __init__(self, device: Device, main: Any) -> None:
         self.device, self.main = device, main
@@ -26,7 +24,7 @@ class Streams:
             yield
 
     def join(self) -> None:
-        """What comes next on the main stream comes after what is on the side stream."""
+        """Makes the main stream wait for the side stream."""
         self.main.wait_stream(self.side)
 
     def join_all(self) -> None:

@@ -1,6 +1,4 @@
-"""The tables that go through a cache, and what each of them takes of the device: maps of the misses of a
-batch, and counters.
-"""
+"""The tables of a cache, and their device memory: maps of a batch's misses, and counters."""
 
 import weakref
 from collections.abc import Callable
@@ -20,10 +18,8 @@ _LEAST_COUNTED = 64  # tables that counters have room for
 
 @dataclass(frozen=True)
 class CachedTable:
-    """A table: its rows, their class, and the maps of a batch's misses as `TableField` says.
-
-    address: of the first row, where the device reads it. misses: int32 [words, 2]; dirty: int32 [flags].
-    """
+    """A table, its class, and its maps of misses, as `TableField` says. address: of row 0 for the device.
+    misses: int32 [words, 2]; dirty: int32 [flags]."""
 
     name: str
     address: int
@@ -101,12 +97,12 @@ class Tables:
 
     @property
     def host_bytes(self) -> int:
-        """Of the rows of all tables."""
+        """Bytes of the rows of all tables."""
         return sum(t.rows * t.row_bytes for t in self._tables.values())
 
     @property
     def map_bytes(self) -> int:
-        """What all maps take of the device."""
+        """Device bytes of all maps."""
         return sum(t.map_bytes for t in self._tables.values())
 
     def rows_of_classes(self, classes: int) -> list[int]:
@@ -147,5 +143,5 @@ def flag_count(rows: int) -> int:
 
 
 def map_bytes(rows: int) -> int:
-    """What a table of so many rows takes of the device beside a cache's budget: a quarter of a byte a row."""
+    """Device bytes for a table of `rows` rows, beside the cache's budget: a quarter of a byte a row."""
     return flag_count(rows) * 4 * (2 * GROUP_WORDS + 1)

@@ -1,6 +1,4 @@
-"""Batches in flight: what each takes of the device, and the tickets by which callers wait for them and
-release them.
-"""
+"""Batches in flight: their device memory, and the tickets to wait for and release them."""
 
 from collections import deque
 from collections.abc import Callable
@@ -16,12 +14,10 @@ _LEAST_IDS = 64
 
 
 class InFlightBatch:
-    """What a batch takes of the device while it is in flight, used by one after another.
-
-    place: its number among all; record: int64 [TICKET_SIZE] on the device; staging: the address of its
-    staging buffer of `staging_bytes`; locations: int32 [ids or more]; ready: an event, after which the
-    batch's rows can be read; released: an event, after which nobody reads them.
-    """
+    """Device memory of a batch in flight, reused by later ones.
+    place: its number; record: int64 [TICKET_SIZE] on the device; staging: address of its staging buffer of
+    `staging_bytes`; locations: int32 [ids or more]; ready: event when rows can be read; released: event when
+    nobody reads them."""
 
     def __init__(self, device: Device, place: int, staging: int, staging_bytes: int) -> None:
         fields = dict.fromkeys(TicketField, 0) | {
@@ -45,14 +41,9 @@ class InFlightBatch:
 
 class Ticket:
     """A batch whose rows are on their way to the device.
-
-    locations int32 [ids], one an id: >= 0: a slot, at this multiple of its row's bytes from the cache's
-    `slots_address`; -1: the table itself; else 16 * (-2 - location) bytes from `staging`, the address of the
-    batch's staging buffer.
-
-    release, abandon: called with the batch when the ticket is released (and with the stream), or is dropped
-    without that.
-    """
+    locations: int32 [ids]; >= 0: a slot, times the row's bytes from the cache's `slots_address`; -1: the
+    table itself; else 16 * (-2 - location) bytes from `staging`, the address of the staging buffer. release,
+    abandon: called with the batch on release (with the stream too) or when dropped before."""
 
     def __init__(
         self,
@@ -67,8 +58,7 @@ class Ticket:
         self.staging = batch.staging
 
     def wait(self, stream: Any = None) -> None:
-        """What comes next on the current stream, which may be given, finds the rows there. The caller
-        waits for nothing."""
+        """Makes the current stream, which may be given, wait for the rows. The caller does not wait."""
         self._device.wait(self._ready, stream)
 
     def release(self, stream: Any = None) -> None:
@@ -83,12 +73,8 @@ class Ticket:
 
 
 class BatchesInFlight:
-    """All batches that a cache can have in flight; those with a staging buffer are there from the start,
-    others are added.
-
-    first_staging: the address of `count` staging buffers of `staging_bytes` each. The caller holds the
-    cache's lock.
-    """
+    """All batches that may be in flight; those with a staging buffer exist from the start. first_staging:
+    address of `count` buffers of `staging_bytes`. The caller holds the cache's lock."""
 
     def __init__(self, device: Device, first_staging: int, staging_bytes: int, count: int) -> None:
         self._device = device
@@ -125,7 +111,7 @@ class BatchesInFlight:
         return batch
 
     def wait_for_released(self) -> None:
-        """What comes next on the current stream comes after all lookups of batches that were released."""
+        """Makes the current stream wait for all lookups of released batches."""
         for batch in self.all:
             self._device.wait(batch.released)
 

@@ -1,5 +1,4 @@
-"""What backends of the CPU share: the tables that they read, checks of ids, and plans whose inputs are
-checked first."""
+"""The base of the CPU backends: tables, id checks, and plans that check inputs first."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -36,10 +35,8 @@ class CpuBackend(Backend):
 
     @abstractmethod
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes].
-
-        QuantError names the first row that the format cannot represent; rows before it are written.
-        """
+        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes]. QuantError:
+        names the first row that the format cannot represent; the rows before it are written."""
 
     @abstractmethod
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner: ...
@@ -67,8 +64,8 @@ def host_tables(lookups: Sequence[Lookup | LookupKind]) -> list[Table]:
 
 
 class CheckedLookup(NamedTuple):
-    """One lookup of a plan, its inputs checked. table: whose ids are row numbers; lengths None: not pooled;
-    out: where its vectors go, [outputs, dim], of any stride from one to the next."""
+    """A lookup with checked inputs. table: ids are its row numbers; lengths None: not pooled; out: [outputs,
+    dim], any row stride."""
 
     table: Table
     pooling: Pooling
@@ -98,7 +95,7 @@ class CpuPlan(Plan):
 
 
 class CpuPlanner(Planner):
-    """What lookups of some kinds read."""
+    """Plans lookups that read these tables."""
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind]) -> None:
         self.kinds, self.tables = tuple(kinds), host_tables(kinds)
@@ -115,7 +112,7 @@ class CpuPlanner(Planner):
 def _check(
     job: int, kind: Lookup | LookupKind, table: Table, place: Place, inputs: Any, outputs: Any
 ) -> tuple[CheckedLookup, NDArray[np.bool_] | None, Unfound]:
-    """A lookup, which of its ids have a row (None: all), and how many do not. BadIds: an id or a length is
+    """Returns the lookup, its found mask (None: all found) and its counts. BadIds: an id or a length is
     wrong."""
     ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
     if kind.pooling is Pooling.NONE:
@@ -135,11 +132,8 @@ def _check(
 
 
 def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:
-    """Raises BadIds for the first length that is negative, lengths that do not add up, or id outside [0,
-    rows).
-
-    rows -1: ids may be any.
-    """
+    """Raises BadIds for the first negative length, wrong sum of lengths, or id outside [0, rows). rows -1:
+    any id."""
     if lengths is not None:
         if (negative := np.flatnonzero(lengths < 0)).size:
             at = int(negative[0])
@@ -154,8 +148,7 @@ def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> Non
 def rows_of(
     table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0
 ) -> tuple[Ids, NDArray[np.bool_] | None, Unfound]:
-    """The row of each id, which ids have one (None: all), and how many do not. As `check_ids`, BadIds where
-    an id is refused."""
+    """Returns the row of each id, the found mask (None: all found) and the counts. BadIds: as `check_ids`."""
     row_map = table.row_map
     if row_map is None:
         check_ids(ids, lengths, table.rows, job)
@@ -175,10 +168,8 @@ def rows_of(
 
 
 def plain_rows(table: Table, rows: NDArray[np.int64]) -> tuple[Table, NDArray[np.int64]]:
-    """A table without a map, and the numbers in it, of these rows [n] of `table`, none of them -1.
-
-    It is `table` itself, or, where that has an overlay, a copy of those rows.
-    """
+    """Returns a table without a map and the numbers in it of rows [n] of `table`. `rows` must not contain -1.
+    The table is `table` itself, or a copy of the rows if it has an overlay."""
     if table.row_map is None:
         return table, rows
     if (overlay := table.row_map.overlay) is None:

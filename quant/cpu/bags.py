@@ -1,7 +1,5 @@
-"""Bags as lookups take them: int32 lengths, and the places of features whose bags lie one after another, as
-in TorchRec's KeyedJaggedTensor. `_native.pyi` says what each function does. None copies ids or reads their
-values.
-"""
+"""Bags as lookups take them: int32 lengths, and the places of features whose bags lie one after another
+(TorchRec's KeyedJaggedTensor). See `_native.pyi`. No function copies or reads ids."""
 
 from tableside.quant.cpu._native import feature_places, lengths_of, parts_of, tensor_parts, tensor_places
 

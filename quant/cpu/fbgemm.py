@@ -1,9 +1,5 @@
-"""FBGEMM's CPU operators behind our contract. The only file that imports fbgemm_gpu for lookups and
-quantizing.
-
-Importing it checks that the installed fbgemm and torch belong together (`quant.installed`); without torch it
-does not import.
-"""
+"""FBGEMM's CPU operators behind our contract; no other file imports fbgemm_gpu for lookups and quantizing.
+The import fails without torch or if the installed versions do not match (`quant.installed`)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -128,10 +124,8 @@ class Fbgemm(CpuBackend):
 
 
 class _Planner(CpuPlanner):
-    """Pooled lookups of as many bags are one call of the operator, as in FBGEMM's module over many tables.
-
-    An operator is bound to the tables of a call once, and kept for the next call of the same ones.
-    """
+    """Runs pooled lookups with equal bag counts as one operator call. It reuses an operator for calls with
+    the same tables."""
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind]) -> None:
         super().__init__(kinds)
@@ -200,12 +194,9 @@ def _joined(arrays: Sequence[Any]) -> torch.Tensor:
 
 
 def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
-    """FBGEMM's raw operator bound to tables: f(ids, offsets, pooling mode, weights | None) -> [bags, dims of
-    all tables].
-
-    ids and offsets are those of all tables, one after another, each with as many bags. Nothing is checked:
-    ids out of range read out of bounds. The caller keeps `tables` alive.
-    """
+    """Returns FBGEMM's raw operator bound to `tables`: f(ids, offsets, pooling mode, weights | None) ->
+    [bags, dims of all tables]. ids and offsets of all tables lie one after another, with equal bag counts.
+    The operator checks nothing and reads out of bounds for wrong ids. The caller keeps `tables` alive."""
     tables = (tables,) if isinstance(tables, Table) else tables
     # One view from the first table's memory to the last's: what lies between them, or nowhere, is never read.
     # A segment is mapped read-only and its array says so; torch warns of that, though the operator never

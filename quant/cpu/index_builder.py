@@ -1,9 +1,6 @@
-"""Builds id indexes (`quant.rows.ids`) with the native kernel: ids into buckets, duplicates found, pilots for
-each bucket.
-
-The ids of a table may be more than memory holds twice, so they come in blocks, twice: once to count the
-buckets, and once to be put into them, as records in memory that the caller brings. Nothing here reads files.
-"""
+"""Builds id indexes (`quant.rows.ids`) with the native kernel.
+Ids come in blocks, since memory may not hold them twice: one pass counts buckets, a second puts ids into them
+as records in the caller's memory. Nothing here reads files."""
 
 import os
 from collections.abc import Callable
@@ -44,10 +41,8 @@ class DuplicateId(QuantError):
 
 
 class IndexBuilder:
-    """Makes the index of one table: `count` all blocks, `put` all again into `records`, then `build`.
-
-    buckets, bucket_ids: as in `IdIndex`. QuantError: an id has no bucket, or a bucket would be too large.
-    """
+    """Builds one table's index: `count` all blocks, `put` all again into `records`, then `build`. buckets,
+    bucket_ids: as in `IdIndex`. QuantError: an id has no bucket, or a bucket is too large."""
 
     def __init__(self, buckets: int, bucket_ids: int = 0, threads: int = 1) -> None:
         self.buckets, self.bucket_ids, self._threads = buckets, bucket_ids, threads
@@ -60,7 +55,7 @@ class IndexBuilder:
 
     @property
     def ids(self) -> int:
-        """How many were counted."""
+        """Number of counted ids."""
         return int(self._counts.sum())
 
     def count(self, ids: NDArray[np.int64]) -> None:
@@ -85,10 +80,8 @@ class IndexBuilder:
         return self.ids
 
     def put(self, ids: NDArray[np.int64], sources: NDArray[np.int64], records: NDArray[np.int64]) -> None:
-        """Puts a block into records [ids, 2].
-
-        sources: the numbers of its rows in the source, which ascend from block to block.
-        """
+        """Puts a block into records [ids, 2]. sources: source row of each id, ascending from block to
+        block."""
         _native.put_in_buckets(
             self._map, np.ascontiguousarray(ids), np.ascontiguousarray(sources), self._ends, records
         )
@@ -96,12 +89,9 @@ class IndexBuilder:
     def distinct(
         self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1
     ) -> NDArray[np.int64]:
-        """Keeps each id once: `duplicates` is error, first or last. Returns the source rows that are not
-        kept.
-
-        own: source rows from this number on are an older version's: one of them is kept where no other row
-        has its id. DuplicateId: duplicates are an error, and there is one.
-        """
+        """Keeps each id once and returns the source rows that it drops. duplicates: error, first or last.
+        own: source rows from this number on are an older version's and lose to other rows. DuplicateId: there
+        are duplicates."""
         self._over_buckets(lambda first, last: self._distinct(records, first, last, KEEP[duplicates], own))
         parts = [
             records[start + kept : end, 1]
@@ -120,8 +110,8 @@ class IndexBuilder:
         return sum(map(slots_for, self.kept.tolist()))
 
     def build(self, records: NDArray[np.int64], progress: Callable[[int], None] | None = None) -> IdIndex:
-        """The index, whose `ids` are empty still. progress: is told how many ids have been placed, from any
-        thread."""
+        """Returns the index; its `ids` are not filled. progress: called with the number of placed ids, from
+        any thread."""
         directory = np.zeros((self.buckets + 1, len(DirectoryField._fields)), np.int64)
         directory[1:, 0] = np.cumsum([slots_for(n) for n in self.kept.tolist()])
         pilots = np.zeros(pilots_for(self.slots, self.buckets), np.uint8)
@@ -153,8 +143,8 @@ class IndexBuilder:
 
 
 def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-    """Writes the row that each id has if it is there to rows [n]; -1: its bucket is empty. What a row keeps
-    is not looked at."""
+    """Writes the row where each id would lie to rows [n]; -1: its bucket is empty. It does not compare kept
+    ids."""
     _native.find_rows(
         np.array(native_row_map(RowMap(0, None, index)), np.int64), np.ascontiguousarray(ids), rows
     )
@@ -166,8 +156,7 @@ def fill_filter(ids: NDArray[np.int64], words: NDArray[np.uint64]) -> None:
 
 
 def fill_marks(ids: NDArray[np.int64], slots: NDArray[np.int64], marks: Marks) -> None:
-    """Writes marks, which are zeros, of ids [n] that have these slots [n]. ValueError: an id has no mark, or
-    comes twice."""
+    """Fills zeroed marks from ids [n] and their slots [n]. ValueError: an id has no mark, or comes twice."""
     _native.fill_marks(
         ids - np.int64(marks.first), np.ascontiguousarray(slots), marks.bits, marks.before, marks.slots
     )

@@ -1,9 +1,6 @@
-"""Our own CPU kernel (`_native*.c`): gather, dequantize and pool in one pass, and the quantizer.
-
-Pooled sums are computed in FBGEMM's order, so unweighted results are equal to its bit for bit where the
-processor has AVX-512 or AVX2; elsewhere, and with weights at odd widths, they differ by rounding
-(docs/format.md states the bound).
-"""
+"""Our CPU kernel (`_native*.c`): gathers, dequantizes and pools in one pass; and the quantizer.
+With AVX-512 or AVX2 unweighted sums equal FBGEMM's bit for bit; otherwise, and with weights at odd widths,
+they differ by rounding (docs/format.md gives the bound)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -38,7 +35,7 @@ _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM, Problem.MISSING)
 
 
 class _Kind(NamedTuple):
-    """What a lookup reads, as `_native.run` takes it, int64 each."""
+    """The table's part of a lookup for `_native.run`, int64 each."""
 
     table: int  # address of the first row
     rows: int
@@ -100,7 +97,7 @@ class _NativePlan(Plan):
 
 
 class _NativePlanner(Planner):
-    """What lookups read, as the extension takes it, and the tables, whose memory it keeps alive."""
+    """Holds the kinds in the extension's form, and keeps their tables alive."""
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table], threads: int) -> None:
         self.tables, self.threads = tuple(tables), threads
@@ -207,8 +204,7 @@ class Native(CpuBackend):
 
 
 def gather(lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-    """A plan that copies rows as they are packed, uint8 [ids, row_bytes], to `out_at`, whatever a lookup's
-    pooling."""
+    """Returns a plan that copies packed rows, uint8 [ids, row_bytes], to `out_at`; it ignores pooling."""
     tables = host_tables(lookups)
     jobs = [
         _GatherJob(table.address, table.rows, table.row_bytes, lookup.ids_at, lookup.ids, lookup.out_at)

@@ -5,5 +5,5 @@ from typing import Any
 
 
 def address_of(buffer: Any) -> int:
-    """Where a writable buffer of one byte or more begins. numpy's own way takes four times as long."""
+    """Returns the address of a writable buffer of one byte or more, four times faster than numpy."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,8 +1,5 @@
-"""The architectures of this machine's GPUs, which another process asks CUDA's driver for: it needs neither
-torch nor a context.
-
-That process runs this file alone, so it imports nothing of ours.
-"""
+"""Asks CUDA's driver for the GPUs' architectures, without torch or a context. A process runs this file alone,
+so it must not import our modules."""
 
 import ctypes
 import subprocess
@@ -13,8 +10,7 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 def architectures(devices: Sequence[int] = (0,)) -> list[int]:
-    """The architecture of each device, as 90 of sm_90; an empty list where the driver does not have all of
-    them."""
+    """Returns the architecture of each device, as 90 for sm_90; empty if the driver lacks one of them."""
     asked = subprocess.run(
         [sys.executable, "-I", __file__, *map(str, devices)],
         stdout=subprocess.PIPE,

@@ -1,8 +1,5 @@
-"""CUDA, as far as torch does not offer it: the driver and the runtime through ctypes, and tensors over
-addresses.
-
-Nothing is loaded before it is asked for, so that a machine without a GPU imports this module.
-"""
+"""What torch lacks of CUDA: driver and runtime through ctypes, and tensors over addresses. Libraries load on
+first use, so a machine without a GPU can import this module."""
 
 import ctypes
 import weakref
@@ -24,8 +21,8 @@ def driver() -> ctypes.CDLL:
 
 
 def runtimes() -> list[ctypes.CDLL]:
-    """CUDA's runtime as this process has loaded it. There can be none or several, depending on how torch
-    was built."""
+    """Returns the CUDA runtimes that this process has loaded: none, one or several, depending on torch's
+    build."""
     loaded = {
         line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudart" in line
     }
@@ -33,8 +30,7 @@ def runtimes() -> list[ctypes.CDLL]:
 
 
 def host_function_launcher() -> Any:
-    """cudaLaunchHostFunc of the runtime that torch uses. QuantError: it is not among the libraries of this
-    process."""
+    """Returns cudaLaunchHostFunc of torch's runtime. QuantError: no library of this process has it."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     found = runtimes()
     if not found:
@@ -46,8 +42,7 @@ def host_function_launcher() -> Any:
 
 
 def clear_error(cudart: Any) -> None:
-    """Clears the last error of this thread, which CUDA would otherwise report to the next caller that
-    asks, such as torch."""
+    """Clears this thread's last CUDA error; otherwise the next caller, such as torch, would see it."""
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
         return
@@ -56,7 +51,7 @@ def clear_error(cudart: Any) -> None:
 
 
 def registers_read_only(device: torch.device) -> bool:
-    """Whether a device can register host memory that is mapped read-only."""
+    """True if a device can register host memory that is mapped read-only."""
     value = ctypes.c_int(0)
     return (
         driver().cuDeviceGetAttribute(ctypes.byref(value), _READ_ONLY_SUPPORTED, device.index or 0) == 0
@@ -65,8 +60,8 @@ def registers_read_only(device: torch.device) -> bool:
 
 
 class _CudaArray:
-    """An address range that torch takes for an array of a device. The tensor keeps this object, and so
-    keeps `owner`."""
+    """An address range that torch accepts as an array. The tensor keeps this object and thus `owner`
+    alive."""
 
     def __init__(self, address: int, size: int, owner: Any) -> None:
         self._owner = owner
@@ -80,8 +75,7 @@ class _CudaArray:
 
 
 def tensor_over(address: int, size: int, device: torch.device, owner: Any) -> torch.Tensor:
-    """Bytes at an address that `device` reads, as uint8 [size]. owner: what must live as long as the
-    tensor does."""
+    """Returns uint8 [size] over an address that `device` can read; the tensor keeps `owner` alive."""
     return torch.as_tensor(_CudaArray(address, size, owner), device=device)
 
 
@@ -108,11 +102,8 @@ class _Access(ctypes.Structure):
 
 
 class VirtualMemory(DeviceMemory):
-    """A range of a GPU's addresses, to which memory is mapped and from which it is unmapped again.
-
-    CUDA's virtual memory management (cuMemAddressReserve, cuMemCreate, cuMemMap). QuantError: the GPU has no
-    room.
-    """
+    """A range of GPU addresses with memory that can be unmapped and mapped again (cuMemAddressReserve,
+    cuMemCreate, cuMemMap). QuantError: the GPU has no room."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""A GPU. A copy is one call of CUDA's driver: torch makes several, at each of which other threads may take
-Python's lock."""
+"""A GPU. A copy is one call of CUDA's driver; torch makes several, and other threads may take the GIL at
+each."""
 
 import ctypes
 import functools
@@ -122,7 +122,7 @@ class CudaDevice(Device):
                 )
 
     def page_unlock(self, address: int, owner: Any) -> None:
-        """On a thread: it takes milliseconds, and the last view of the memory may go in the midst of a
+        """Unlocks on another thread: it takes milliseconds, and the memory's last view may go during a
         request."""
         threading.Thread(target=self._unlock, args=(address, owner), name="tableside-unlock").start()
 

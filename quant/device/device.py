@@ -1,9 +1,5 @@
-"""The device that runs the kernels: a GPU (`CudaDevice`), or Triton's interpreter on the CPU
-(`InterpretedDevice`), for tests.
-
-Streams and events are torch's. The interpreter does everything at once, and its streams and events do
-nothing.
-"""
+"""The device that runs the kernels: a GPU (`CudaDevice`), or Triton's interpreter (`InterpretedDevice`) for
+tests, which does everything at once. Streams and events are torch's."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,12 +12,9 @@ from tableside.quant.device.memory import DeviceMemory
 
 
 class Device(ABC):
-    """A device. torch_device: as torch names it.
-
-    architecture: as 90 of sm_90; 0: it has none. compiles: it compiles kernels; else a program takes
-    milliseconds, whatever its width. reads_all_memory: its kernels read host memory that is not registered,
-    too. A handle is what a launch takes for a stream.
-    """
+    """A device. torch_device: its torch device. A handle is what a launch takes for a stream.
+    architecture: 90 for sm_90; 0: none. compiles: False: a program takes milliseconds at any width.
+    reads_all_memory: kernels can read unregistered host memory."""
 
     torch_device: torch.device
     architecture = 0
@@ -34,7 +27,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What people call it."""
+        """Name for people."""
 
     @property
     @abstractmethod
@@ -42,8 +35,8 @@ class Device(ABC):
         """Bytes of its memory."""
 
     def is_lost(self) -> bool:
-        """Whether this process cannot use the device any more, as after most errors of a kernel. Waits for
-        all work."""
+        """True if this process can no longer use the device, as after most kernel errors. Waits for all
+        work."""
         try:
             self.synchronize()
         except RuntimeError:
@@ -74,7 +67,7 @@ class Device(ABC):
 
     @abstractmethod
     def switch(self) -> AbstractContextManager[Any] | None:
-        """What makes the device the current one; None: it is."""
+        """Context manager that makes the device current."""
 
     @abstractmethod
     def stream(self, priority: int = 0) -> Any:
@@ -90,35 +83,27 @@ class Device(ABC):
 
     @abstractmethod
     def event(self, *, blocking: bool = False, timed: bool = False) -> Any:
-        """An event. blocking: whoever waits for it sleeps. timed: `elapsed_time` tells the milliseconds
-        between two."""
+        """Returns an event. blocking: waiting threads sleep. timed: `elapsed_time` gives milliseconds."""
 
     @abstractmethod
     def wait(self, event: Any, stream: Any = None) -> None:
-        """What comes next on a stream comes after `event`; None: on the current one, which takes torch longer
-        to find.
-
-        Not where a graph is captured: it may not wait for what came before it, and whoever replays it orders
-        it.
-        """
+        """Makes a stream wait for `event`; None: the current stream, which torch takes longer to find. Does
+        nothing during a graph capture: whoever replays the graph orders it."""
 
     @staticmethod
     @abstractmethod
     def is_capturing() -> bool:
-        """Whether a CUDA graph is captured on the current stream."""
+        """True if a CUDA graph is being captured on the current stream."""
 
     @abstractmethod
     def capture(self, stream: Any, launch: Callable[[], None]) -> Any:
-        """What `launch` launches on a stream, as a graph; None: the device has none, and nothing was
-        launched."""
+        """Returns the graph of what `launch` launches on a stream; None: the device has no graphs, nothing
+        was launched."""
 
     @abstractmethod
     def host_launcher(self) -> Callable[[int | None, int, int], None]:
-        """What takes (stream, function, address), and has CUDA call a C function with it once the stream has
-        come to this point.
-
-        QuantError: torch's CUDA runtime is not found.
-        """
+        """Returns f(stream, function, address), which makes CUDA call a C function when the stream gets
+        there. QuantError: torch's CUDA runtime is not found."""
 
     # ---- memory ----
 
@@ -128,16 +113,13 @@ class Device(ABC):
 
     @abstractmethod
     def page_lock(self, address: int, size: int) -> None:
-        """Registers memory of this process, which stays mapped until it ends or `page_unlock`: copies need no
-        staging.
-
-        QuantError: CUDA refuses, as where more may not be locked.
-        """
+        """Registers memory for direct copies; it must stay mapped until `page_unlock` or exit. QuantError:
+        CUDA refuses."""
 
     @abstractmethod
     def page_unlock(self, address: int, owner: Any) -> None:
-        """Undoes `page_lock`, beside the caller. owner: keeps the memory mapped. Nothing is copied from it
-        or to it any more."""
+        """Undoes `page_lock`, possibly on another thread. No copy may use the memory. owner: keeps it mapped
+        meanwhile."""
 
     @abstractmethod
     def memory(self, size: int) -> DeviceMemory:
@@ -145,8 +127,8 @@ class Device(ABC):
 
     @abstractmethod
     def open_shared(self, owner: Any, handle: bytes) -> tuple[int, int]:
-        """Opens another process's memory as long as `owner` lives. Returns its address and size.
-        QuantError: it does not open."""
+        """Opens another process's memory for the life of `owner`; returns address and size. QuantError: it
+        does not open."""
 
     @abstractmethod
     def copy(self, stream: int | None, target: int, source: int, size: int) -> None:

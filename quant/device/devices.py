@@ -8,8 +8,8 @@ from tableside.quant.errors import MissingBackend
 
 
 def open_device(name: str, is_compiled: bool) -> Device:
-    """The device "cuda:N", or INTERPRETER. is_compiled: the kernels as they were imported. MissingBackend:
-    it is not here."""
+    """Opens "cuda:N" or INTERPRETER. is_compiled: whether the imported kernels are compiled. MissingBackend:
+    no such device."""
     if (name == INTERPRETER) is is_compiled:
         raise MissingBackend(
             f"device {name!r} was asked for, and TRITON_INTERPRET was {'not ' if is_compiled else ''}set "

@@ -1,10 +1,6 @@
-"""Rows that kernels ask the CPU for, in the order of a stream: the caller waits for nothing, the stream waits
-for the CPU.
-
-A kernel writes a list of rows to page-locked memory. CUDA then calls `gather_rows` of the C extension on a
-thread of its own, without Python's interpreter lock. The function copies the rows to a page-locked buffer,
-which later work on the stream reads.
-"""
+"""Gathers rows on the CPU in stream order; the stream waits for the CPU, the caller does not.
+A kernel lists rows in page-locked memory. CUDA then calls `gather_rows` of the C extension on its own thread,
+without the GIL. It copies the rows to a page-locked buffer for later work on the stream."""
 
 import numpy as np
 import torch
@@ -19,13 +15,10 @@ _HEAD = 2  # int64 values before the addresses in a list
 
 
 class HostGather:
-    """A list of at most `rows` rows and a page-locked buffer of `size` bytes for them, filled by `threads`
-    threads of the CPU.
-
-    list: int64 [2 + rows + rows / 2], written by the kernel `list_rows` of the cache. It holds the number of
-    rows, the bytes that they fill, then each row's address in 48 bits with its length in units of 16 bytes
-    above, then each row's place in the buffer as int32, in units of 16 bytes.
-    """
+    """A list of at most `rows` rows and a page-locked buffer of `size` bytes, filled by `threads` CPU
+    threads. list: int64 [2 + rows + rows / 2], written by the cache's kernel `list_rows`: number of rows,
+    their bytes, each row's address in 48 bits with its length (16-byte units) above, then each row's place in
+    the buffer (int32, 16-byte units)."""
 
     def __init__(self, rows: int, size: int, threads: int, device: Device) -> None:
         self.rows = rows
@@ -42,12 +35,9 @@ class HostGather:
         return int(self._head[1])
 
     def requests(self, size: int) -> list[tuple[int, int, NDArray[np.int64]]]:
-        """The buffer in chunks where about `size` bytes are expected: first byte, end, and the argument for
-        `__call__`.
-
-        The last chunk reaches the buffer's end. Arguments are kept, because a stream may read them much
-        later; sizes should therefore be multiples of a large number.
-        """
+        """Cuts the buffer into chunks for about `size` expected bytes: (first byte, end, argument for
+        `__call__`) each; the last ends with the buffer. Arguments are kept because a stream may read them
+        much later, so round `size` coarsely."""
         if size not in self._requests:
             count = max(1, min(_CHUNKS, size // _CHUNK_BYTES))
             cuts = [size * n // count // _UNIT * _UNIT for n in range(count)]

@@ -1,12 +1,7 @@
-"""Triton's interpreter, in which tests run the GPU's kernels: everything is done at once, in the host's
-memory.
-
-Its launches take half of the time that they take by themselves. A launch replaces the functions of Triton's
-language by interpreted ones, and takes them back at its end. Triton 3.9 also looks for functions to replace
-at each call of one kernel function by another, among all names of the language, and finds none. Here a launch
-looks through each module of the language once. Launches of several threads run one after another, since each
-would take back the functions of the others. Interpreters of another form are left as they are.
-"""
+"""Triton's interpreter, in which tests run the GPU's kernels synchronously in host memory.
+Patching it halves the time of a launch: Triton 3.9 looks for language functions to replace at each call
+between kernel functions; here a launch does so once per language module. Launches of several threads run one
+after another, since each undoes its replacements. Unknown forms of the interpreter stay unpatched."""
 
 import ctypes
 import mmap
@@ -31,8 +26,8 @@ _BLOCK = 1024  # elements of a program, whose width costs nothing
 
 
 class InterpretedDevice(Device):
-    """Copies and launches are done when they return. A handle of other processes' memory is the name of a
-    file in /dev/shm."""
+    """Runs copies and launches synchronously. The handle of shared memory is the name of a file in
+    /dev/shm."""
 
     torch_device = torch.device("cpu")
     description = "Triton's interpreter"
@@ -157,16 +152,14 @@ class _AnonymousMemory(DeviceMemory):
 
 
 class _ReplaceOnce:
-    """What Triton calls to replace the functions that a kernel function sees; it calls `replace` for the
-    first of a launch."""
+    """Wraps Triton's function that replaces what a kernel sees; calls it once a launch."""
 
     def __init__(self, replace: Any) -> None:
         self._replace, self._lock = replace, threading.RLock()
         self._replaced: frozenset[str] = frozenset()
 
     def __call__(self, fn: Any) -> Any:
-        """The replacements that the caller takes back. Those of another function of the launch are that
-        one's to take back."""
+        """Returns the replacements that the caller must undo; those of an outer function stay its own."""
         seen = _languages(fn)
         if seen <= self._replaced:
             return interpreter._LangPatchScope()
@@ -191,8 +184,7 @@ def _languages(fn: Any) -> frozenset[str]:
 
 
 def _replace_once_a_launch() -> None:
-    """Has the interpreter of this process look for functions to replace once a launch. A further call
-    changes nothing."""
+    """Patches this process's interpreter to replace functions once a launch. Idempotent."""
     replace = getattr(interpreter, "_patch_lang", None)
     if isinstance(replace, _ReplaceOnce) or not hasattr(interpreter, "_LangPatchScope"):
         return

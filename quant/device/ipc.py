@@ -7,11 +7,9 @@ HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 
 
 class SharedDeviceMemory:
-    """Memory of another process, open as long as this object lives. address: on the device. size: bytes from
-    there on.
-
-    handle: its HANDLE_BYTES bytes. QuantError: CUDA does not open it, or there are fewer than `least` bytes.
-    """
+    """Another process's device memory, open for the life of this object. address: on the device; size: in
+    bytes. handle: HANDLE_BYTES bytes. QuantError: CUDA does not open it, or it has fewer than `least`
+    bytes."""
 
     def __init__(self, handle: bytes, least: int, device: Device) -> None:
         assert len(handle) == HANDLE_BYTES, "whoever took it in has counted"

@@ -1,5 +1,5 @@
-"""Launches of one Triton kernel with fixed constants. Triton's own binding of arguments takes longer than
-a launch."""
+"""Launches of one Triton kernel with fixed constants; Triton's own argument binding takes longer than a
+launch."""
 
 from contextlib import nullcontext
 from enum import IntEnum
@@ -10,22 +10,15 @@ import triton.language as tl
 
 
 def constants(prefix: str, fields: type[IntEnum], first: int = 0) -> dict[str, tl.constexpr]:
-    """`PREFIX_NAME` for each field, and `PREFIX_SIZE`, how many there are. Triton's kernels read such globals
-    alone.
-
-    A kernel's module puts them into its globals, so that kernels and host name fields alike. first: where the
-    record begins, if another one is before it.
-    """
+    """Returns `PREFIX_NAME` for each field and `PREFIX_SIZE`, their number, as globals for Triton's kernels.
+    first: number of the first field."""
     numbers = {field.name: first + int(field) for field in fields} | {"SIZE": len(fields)}
     return {f"{prefix}_{name}": tl.constexpr(number) for name, number in numbers.items()}
 
 
 class Kernel:
-    """A kernel for one device. All arguments but the constants are int64 addresses and numbers, for which it
-    is not specialised.
-
-    constants: by name. They are the last of the kernel's parameters, in the same order.
-    """
+    """A kernel for one device. Arguments are unspecialised int64 values; `constants` are its last parameters,
+    in order."""
 
     def __init__(self, kernel: Any, warps: int, **constants: Any) -> None:
         self._kernel, self._warps, self._constants = kernel, warps, constants
@@ -37,15 +30,12 @@ class Kernel:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What it is compiled of: the same for kernels that are the same."""
+        """Equal for equal kernels."""
         return self._kernel, self._warps, self._values
 
     def compile(self) -> Any:
-        """Compiles for the architecture of Triton's active driver, as a first launch would, into Triton's
-        cache on disk.
-
-        Returns Triton's compiled kernel, which is not loaded.
-        """
+        """Compiles into Triton's disk cache for the active driver's architecture; returns the unloaded
+        compiled kernel."""
         arguments = [1] * (len(self._kernel.arg_names) - len(self._constants))
         return self._kernel.warmup(*arguments, **self._constants, num_warps=self._warps, grid=(1,))
 

@@ -26,7 +26,7 @@ class LockedMemory:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """Where each part begins and ends."""
+        """Returns (begin, end) of each part."""
         return list(self._parts.items())
 
 

@@ -1,8 +1,5 @@
-"""Memory of a device at an address that stays while the memory itself is given back and taken again.
-
-Memory that was given back can be used by torch's allocator or by another process. Memory that is taken again
-holds anything.
-"""
+"""Device memory at a fixed address that can be given back, to torch's allocator or other processes, and taken
+again. Taken memory has undefined contents."""
 
 from abc import ABC, abstractmethod
 
@@ -12,7 +9,7 @@ GRANULARITY = 2 << 20  # bytes; a GPU gives out memory of this kind in multiples
 
 
 class DeviceMemory(ABC):
-    """`size` bytes, taken. tensor: uint8 [size] over them, which must not be used while they are given
+    """`size` bytes, taken at first. tensor: uint8 [size] over them; do not use it while they are given
     back."""
 
     size: int

@@ -1,2 +1,1 @@
-"""Lookups on a GPU: where tables' rows live for it, how requests are laid out in batches, and the lookup
-kernel."""
+"""Lookups on a GPU: residences of tables, batches of requests, and the kernels."""

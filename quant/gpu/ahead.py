@@ -1,16 +1,10 @@
-"""Kernels compiled where there is no GPU, or before one is used: a first launch finds them in Triton's cache
-on disk.
-
-A kernel is compiled for an architecture, its constants and the types of its arguments; no device takes part.
-`compile_all` does what first launches do, up to there, with a driver that knows the architecture alone. So
-the cache's keys are those that launches look for. Where CUDA's driver is installed, the C code with which
-Triton launches is compiled too.
-
-All of this happens in a process of its own, which imports torch and Triton once and is forked for each of
-`jobs` compilers. It reads what is wanted from its standard input, writes a line of JSON for each kernel, and
-ends when that input does, so that nothing outlives whoever asked. This module imports neither torch nor
-Triton before it runs there.
-"""
+"""Compiles kernels where there is no GPU, or before one is used; a first launch finds them in Triton's disk
+cache. A kernel is compiled for an architecture, constants and argument types, without a device. `compile_all`
+runs the compile part of first launches with a driver that only knows the architecture, so cache keys match.
+With CUDA's driver installed it also compiles Triton's launch code. It runs in a separate process, which
+imports torch and Triton once and forks `jobs` compilers. That process reads what is wanted from stdin, writes
+a line of JSON a kernel, and ends with its stdin, so it does not outlive its parent. This module imports torch
+and Triton only there."""
 
 import ctypes
 import json
@@ -95,7 +89,7 @@ def _lookups(wanted: WantedKernels, of_tensors: bool) -> "dict[str, Kernel]":
 
 
 def _spreads(wanted: WantedKernels) -> "dict[str, Kernel]":
-    """What makes the jobs of kernels before the lookup, for every number of features."""
+    """Kernels that write the jobs of kernels before the lookup, for every number of features."""
     from tableside.quant.cache.jobs import PROBE_BLOCK
     from tableside.quant.gpu.kernels import compiled as kernels
 
@@ -130,11 +124,8 @@ def _of_cache(wanted: WantedKernels) -> "dict[str, Kernel]":
 def compile_all(
     wanted: WantedKernels, arch: int, jobs: int, progress: Callable[[int, int], None] | None = None
 ) -> list[CompiledKernel]:
-    """Compiles them, `jobs` at a time. arch: of the GPU, as 90 for sm_90. progress: told how many are done,
-    of how many.
-
-    QuantError: the compiler does not know the architecture, refuses a kernel, or Triton does not import.
-    """
+    """Compiles the kernels, `jobs` at a time. arch: 90 for sm_90. progress: called with (done, total).
+    QuantError: the compiler rejects the architecture or a kernel, or Triton does not import."""
     done: list[CompiledKernel] = []
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -158,7 +149,8 @@ def compile_all(
                 raise
         if process.returncode and not error:
             log.seek(0)
-            error = f"the compiling process ended with {process.returncode}: {log.read().decode(errors='replace')[-_SHOWN:]}"
+            shown = log.read().decode(errors="replace")[-_SHOWN:]
+            error = f"the compiling process ended with {process.returncode}: {shown}"
     if error:
         raise QuantError(
             f"sm_{arch}: {error}; where this Triton does not know sm_{arch}, name one that it knows, such as "
@@ -183,7 +175,7 @@ def _read(lines: Any, done: list[CompiledKernel], progress: Callable[[int, int],
 
 
 class _Architecture:
-    """What Triton asks its driver for while it compiles."""
+    """The driver that Triton needs to compile."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -201,7 +193,7 @@ class _Architecture:
 
 
 def compile_what_is_read() -> None:
-    """What the compiling process runs."""
+    """Runs in the compiling process."""
     wanted, arch, jobs = pickle.load(sys.stdin.buffer)
     try:
         names = list(kernels_of(wanted))
@@ -221,7 +213,7 @@ def compile_what_is_read() -> None:
 
 
 def has_driver() -> bool:
-    """Whether CUDA's driver is installed here, with which the code that launches kernels is linked."""
+    """True if CUDA's driver, which launch code links to, is installed."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -241,7 +233,7 @@ def _end_with(parent: Any) -> None:
 
 
 def _become_compiler(arch: int) -> None:
-    """What each forked process does first. It ends with the one that forked it."""
+    """Initialises a forked compiler; it ends with its parent."""
     import triton
 
     parent = multiprocessing.parent_process()

@@ -1,15 +1,9 @@
 """Lookups on a GPU: one launch of `quant.gpu.kernels.lookup` serves all tables of all waiting requests.
-
-One copy takes inputs and jobs to the device. One launch looks up; bags with lengths of their own take one
-more, unpooled features one more. One copy brings the vectors back. What reads them on the device
-(`quant.gpu.batch.follower`) takes one launch more.
-
-Rows that stay in host memory are read by the GPU itself where a request has few ids, and always where a table
-is split. Random reads over a large span are slow that way, because of address translation and not of bytes
-(docs/log.md). From `gather_from` ids on, the CPU therefore gathers the rows into page-locked memory, and each
-chunk is copied over while the next one is gathered. A third way is to read rows through a cache
-(`open_cache`).
-"""
+One copy sends inputs and jobs, one launch looks up, one copy returns the vectors. Bags with lengths, unpooled
+features and a follower (`quant.gpu.batch.follower`) take one more launch each. The GPU reads rows in host
+memory itself for few ids, and always for split tables. Random reads over a large span are slow because of
+address translation, not bytes (docs/log.md). So from `gather_from` ids on the CPU gathers rows to page-locked
+memory, and each chunk is copied while the next is gathered. The third way is a cache (`open_cache`)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,13 +59,9 @@ _WIDE = LaunchConfigs(
 
 
 class GpuBackend(Backend):
-    """The lookup kernel on one device: "cuda:0", or "interpreter" for Triton's interpreter on the CPU (slow,
-    for tests).
-
-    cpu: looks up tables that are not on the device, and gathers, with `threads` threads. priority: of its
-    stream; lower numbers go first, 0 is the last. One batch is looked up at a time. MissingBackend: there is
-    no such device.
-    """
+    """The lookup kernel on one device: "cuda:0", or "interpreter" (Triton's, on the CPU; slow, for tests).
+    cpu: looks up tables not on the device, and gathers, with `threads` threads. priority: of the stream;
+    lower goes first, 0 is last. One batch is looked up at a time. MissingBackend: no such device."""
 
     name = "fused"
     warm_up_bags: tuple[int, ...] = (2, 32, 64)  # one for each of `LaunchConfigs.of_pooled`
@@ -120,12 +110,9 @@ class GpuBackend(Backend):
         *,
         stashable: bool = False,
     ) -> DeviceTable:
-        """Copies a table to HBM, and waits for it.
-
-        registered: its rows, uint8 [bytes], in registered memory, from which they copy faster. key: of all
-        tables that are used together with this one. stashable: `stash` gives its memory back. QuantError: it
-        does not fit.
-        """
+        """Copies a table to HBM and waits.
+        registered: its rows, uint8 [bytes], in registered memory, for a faster copy. key: of all tables used
+        together with this one. stashable: `stash` gives its memory back. QuantError: it does not fit."""
         if not stashable:
             return self._placed(table, InHbm.copy_of(table, self.device, registered), key)
         residence = Stashable(table, self.device, registered)
@@ -140,11 +127,8 @@ class GpuBackend(Backend):
         *,
         in_host: InHost = InHost.NOTHING,
     ) -> DeviceTable:
-        """A table that the device reads in host memory. rows: uint8 [bytes] on the device, over registered
-        memory.
-
-        None: the table's own memory, which the interpreter reads.
-        """
+        """Places a table that the device reads in host memory. rows: uint8 [bytes] on the device over
+        registered memory; None: the table's own memory, for the interpreter."""
         return self._placed(table, Mapped(table, self._readable(rows)), key, in_host)
 
     def to_cache(
@@ -156,11 +140,8 @@ class GpuBackend(Backend):
         *,
         in_host: InHost = InHost.NOTHING,
     ) -> DeviceTable:
-        """A table that the device reads through its cache. rows: as for `map_host`; name: for statistics.
-
-        It leaves the cache with the last reference. QuantError: there is no cache, or it cannot hold rows of
-        this size.
-        """
+        """Places a table that the device reads through its cache, until the last reference goes. rows: as for
+        `map_host`; name: for statistics. QuantError: no cache, or it cannot hold rows of this size."""
         if self.cache is None:
             raise QuantError("this device has no cache; open_cache makes one")
         return self._placed(table, Cached(table, self._readable(rows), self.cache, name), key, in_host)
@@ -174,11 +155,8 @@ class GpuBackend(Backend):
         *,
         in_host: InHost = InHost.NOTHING,
     ) -> DeviceTable:
-        """A table with the first `share` rows of each SPLIT_BLOCK in HBM; the others are read as by
-        `map_host`.
-
-        QuantError: share is not from 1 to SPLIT_BLOCK - 1, or there is no room.
-        """
+        """Places the first `share` rows of each SPLIT_BLOCK in HBM; the device reads the others as by
+        `map_host`. QuantError: share is not in [1, SPLIT_BLOCK), or no room."""
         return self._placed(table, Split(table, self._readable(rows), share, self.device), key, in_host)
 
     def on_host(self, table: Table) -> DeviceTable:
@@ -192,13 +170,9 @@ class GpuBackend(Backend):
         return self.overlay(DeviceTable(table, residence, key or KernelKey.of(table), device_map), table)
 
     def overlay(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> DeviceTable:
-        """A table that was placed without an overlay in another state: `table` has the same rows, and an
-        overlay or none.
-
-        The rows stay where they are. Layers of the overlay that the device lacks are copied to HBM, on a
-        stream that holds no lookup up; this waits for them. in_host: of new layers. QuantError: there is no
-        room.
-        """
+        """Returns a placed table with `table`'s overlay, or none; both tables have the same base rows.
+        Rows stay. Missing layers are copied to HBM on a separate stream, so lookups go on; this waits.
+        in_host: of new layers. QuantError: no room."""
         assert not placed.is_overlaid, "states are made of the table without one"
         if not placed.residence.is_on_device:
             return self.on_host(table)
@@ -227,8 +201,7 @@ class GpuBackend(Backend):
     def open_cache(
         self, budget_bytes: int, smallest_row_bytes: int = 32, settings: CacheSettings | None = None
     ) -> Cache:
-        """Makes the device's cache, for the tables given to `to_cache`. QuantError: there is one, or too
-        few bytes."""
+        """Makes the device's cache for tables of `to_cache`. QuantError: there is one, or too few bytes."""
         if self.cache is not None:
             raise QuantError("this device has a cache already; its tables share one")
         try:
@@ -249,25 +222,19 @@ class GpuBackend(Backend):
     # ---- stashing ----
 
     def stash(self) -> int:
-        """Gives back the memory of all stashable tables, after lookups that are under way; returns how many
-        bytes.
-
-        Nothing is copied: the host keeps the rows. The next lookup brings them back, or `restore` before it.
-        """
+        """Frees the memory of all stashable tables after running lookups; returns the bytes. Copies nothing:
+        the host keeps the rows. The next lookup, or `restore`, brings them back."""
         return self.launcher.stash()
 
     def restore(self) -> None:
-        """Begins to bring stashed tables back, on a stream of its own. The next lookup waits for it, the
-        caller does not.
-
-        QuantError: there is no room for all; make some, and call again, or look up.
-        """
+        """Begins to restore stashed tables on a separate stream; the next lookup waits, the caller does not.
+        QuantError: no room for all; free some and call again, or look up."""
         self.launcher.restore()
 
     # ---- lookups ----
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> GpuPlan:
-        """As the contract says. threads: of the CPU, at least the backend's own. QuantError: as for
+        """Plans as `Backend.plan`. threads: of the CPU, at least the backend's. QuantError: as for
         `lay_out`."""
         threads = max(threads, self.threads)
         layout = lay_out(

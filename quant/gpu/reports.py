@@ -1,9 +1,6 @@
-"""What the kernels of tensor lookups tell the host of ids and offsets that are wrong, without anybody waiting
-for the device.
-
-The record lies in page-locked memory that the kernels write to (`quant.gpu.kernels.tensor_bags.report`);
-where nothing is wrong it costs the host one read of its own memory. A captured call tells in its replays too.
-"""
+"""Reports of wrong ids and offsets from tensor lookups, without waiting for the device. Kernels write the
+record (`quant.gpu.kernels.tensor_bags.report`) to page-locked memory; without errors it costs the host one
+read. Replays of a captured call report too."""
 
 import threading
 from collections.abc import Sequence
@@ -18,8 +15,8 @@ from tableside.quant.gpu.kernels.job import ReportField
 
 
 class WrongInput(NamedTuple):
-    """What was wrong. name: of the feature. cause: ids or lengths; None: an offset, whose number and value
-    `offset` has: one that is negative, or the first, which is not 0."""
+    """A report. name: of the feature. cause: ids or lengths; None: `offset` (number, value) is negative, or
+    the first and not 0."""
 
     name: str
     cause: BadIds | None
@@ -43,10 +40,8 @@ def _named(feature: str, table: RowSource) -> _FeatureName:
 
 
 class Reports:
-    """The first thing that was wrong in lookups of a device since `take` was called. Any thread may call.
-
-    address: of the record, as the kernels take it.
-    """
+    """The first error in a device's lookups since `take`. Thread-safe. address: of the record, for
+    kernels."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -60,8 +55,7 @@ class Reports:
         self.wait()  # the claim is written
 
     def add(self, names: Sequence[str], tables: Sequence[RowSource]) -> int:
-        """Takes the features of a lookup; returns the number of the first one in its jobs
-        (TensorField.NAME)."""
+        """Registers a lookup's features; returns the first one's number for its jobs (TensorField.NAME)."""
         with self._lock:
             named = [_named(name, table) for name, table in zip(names, tables, strict=True)]
             first = next(
@@ -74,7 +68,7 @@ class Reports:
 
     @property
     def is_there(self) -> bool:
-        """Whether something was wrong in a lookup that is done."""
+        """True if a finished lookup reported an error."""
         return bool(self._record[ReportField.IS_THERE])
 
     def wait(self) -> None:
@@ -83,8 +77,8 @@ class Reports:
             self._launcher.device.synchronize()
 
     def take(self) -> WrongInput | None:
-        """What was wrong first; what was wrong since is forgotten. None: nothing. Waits for the device
-        where something was."""
+        """Returns the first report, or None, and clears it; later ones are lost. Waits for the device if
+        there is one."""
         if not self.is_there:
             return None
         with self._lock:

@@ -1,29 +1,18 @@
-"""From ids to row numbers: the one stage before anything reads rows. This file is the specification; kernels
-do the same.
-
-A table without a `RowMap` has ids that are row numbers, and refuses all others. With one, ids become row
-numbers as it says, and an id that the table lacks becomes `default_row`, a row behind the others, or is
-refused. Nothing after this stage knows of ids.
-
-Raw ids, any int64, are found by an `IdIndex`: a perfect hash that is immutable. In 64-bit arithmetic without
-signs, with `>>` and `*` keeping 64 bits and A .. D odd constants (`MIX`, `SEED`, `SPREAD`, `PILOT`, `SLOT`
-below):
-
-    h = mix(id)                                    mix: x ^= x >> 32; x *= MIX; x ^= x >> 32; x *= MIX; x ^= x >> 32
-    bucket = h & (buckets - 1)                     interleaved, or, chunked: id // bucket_ids, which must lie in [0, buckets)
-    g = (h ^ seed(bucket) * SEED) * SPREAD         seed, slots, first_row: of the directory's entry of the bucket
+"""From ids to row numbers, the one stage before anything reads rows. This file is the specification of the
+kernels. Without a `RowMap` ids are row numbers. With one, an id that the table lacks becomes `default_row`, a
+row behind the others, or is refused. An `IdIndex` finds raw int64 ids: an immutable perfect hash. In unsigned
+64-bit arithmetic, with MIX, SEED, SPREAD, PILOT and SLOT as below:
+    h = mix(id)                              mix: x ^= x >> 32; x *= MIX; x ^= x >> 32; x *= MIX; x ^= x >> 32
+    bucket = h & (buckets - 1)               interleaved; chunked: id // bucket_ids, must lie in [0, buckets)
+    g = (h ^ seed(bucket) * SEED) * SPREAD   seed, slots, first_row: of the bucket's directory entry
     g = (g ^ g >> 32) * MIX
-    pilot = pilots[first_pilot + ((g >> 32) * (slots * 5 // 16 + 1) >> 32)]   first_pilot = first_row * 5 // 16 + bucket here
+    pilot = pilots[first_pilot + ((g >> 32) * (slots * 5 // 16 + 1) >> 32)]
     row = first_row + (((g ^ (pilot + 1) * PILOT) * SLOT >> 32) * slots >> 32)
-
-A bucket of n ids has n + n // 64 + 1 slots, or none for n = 0. Its pilots, five bytes for 16 slots, are
-chosen so that no two of its ids meet in a row. Whether the id is there is told by the id that is kept for
-each row: in the row's padding where that has 8 bytes, else in an array. A slot without an id keeps an int64
-whose row would be another one, so no value of an id is special.
-
-Buckets lie one after another, rows and pilots alike. So the rows of a range of buckets are a range of bytes,
-and the pilots of a bucket are; both move as they are.
-"""
+    first_pilot = first_row * 5 // 16 + number of the bucket here
+A bucket of n ids has n + n // 64 + 1 slots, or none if n = 0. Its pilots, five bytes for 16 slots, send no
+two ids to one row. Each row keeps its id, in its padding if that has 8 bytes, else in an array. A slot
+without an id keeps an int64 that hashes to another row, so no id is special. Buckets lie in order, so the
+rows and pilots of a range of buckets are byte ranges and move unchanged."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,8 +38,7 @@ U64 = NDArray[np.uint64]
 
 
 class DirectoryField(NamedTuple):
-    """An entry of a directory, int64 each: of one bucket. The entry behind the last one has the row behind
-    the last one."""
+    """An entry of a directory, one a bucket, int64 each. The last entry ends the last bucket."""
 
     first_row: int
     seed: int
@@ -67,7 +55,7 @@ def pilots_for(slots: int, buckets: int) -> int:
 
 
 def id_at(row_format: RowFormat, dim: int) -> int:
-    """The byte of a row where its id lies, at a multiple of 8; -1: its padding has no room, and ids lie in
+    """Returns the byte of a row that holds its id, a multiple of 8; -1: the padding is too small, ids lie in
     an array."""
     row_bytes = row_format.row_bytes(dim)
     return row_bytes - ID_BYTES if row_bytes - row_format.used_bytes(dim) >= ID_BYTES else -1
@@ -83,7 +71,7 @@ def mix(ids: Ids) -> U64:
 
 
 def bits_at(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of the bits with these numbers [n] are set; bit n is bit n % 8 of byte n // 8."""
+    """Mask [n] of set bits; bit n is bit n % 8 of byte n // 8."""
     return np.asarray(bits[at >> 3] >> (at & 7).astype(np.uint8) & 1, np.bool_)
 
 
@@ -94,14 +82,11 @@ def set_bits(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class IdIndex:
-    """Where ids lie: see above. Of `buckets` buckets it has those from `first_bucket` on: one less than its
-    directory has entries.
-
-    directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8 [pilots_for(slots, buckets
-    here)]; ids: int64 [slots], the id of each row, at any stride; backfilled: bit `row` says that the row
-    came from an older version, uint8 [(slots + 7) // 8], or None: none did. bucket_ids: ids of a bucket, or
-    0: buckets are made by the hash.
-    """
+    """The index of raw ids described above; it has the buckets from `first_bucket` on, one fewer than
+    directory entries. directory: int64 [buckets here + 1, fields of DirectoryField]; pilots: uint8
+    [pilots_for(slots, buckets here)]; ids: int64 [slots], at any stride; backfilled: uint8 [(slots + 7) //
+    8], bit `row`: the row came from an older version; None: none did. bucket_ids: ids of a bucket; 0: the
+    hash chooses the bucket."""
 
     directory: NDArray[np.int64]
     pilots: NDArray[np.uint8]
@@ -117,8 +102,7 @@ class IdIndex:
 
     @cached_property
     def entries(self) -> NDArray[np.uint32]:
-        """The directory as resolvers read it, each bucket for itself: uint32 [buckets here, 4]. See
-        `NativeRowMap`."""
+        """Returns the directory as resolvers read it: uint32 [buckets here, 4]; see `NativeRowMap`."""
         entries = np.empty((len(self.directory) - 1, 4), np.uint32)
         entries[:, :2] = np.ascontiguousarray(self.directory[:-1, 0]).view(np.uint32).reshape(-1, 2)
         entries[:, 2] = np.diff(self.directory[:, 0])
@@ -159,8 +143,8 @@ class IdIndex:
         return np.where((rows >= 0) & (kept == ids), rows, -1)
 
     def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
-        """The id of each row, and which rows have one: what a slot without an id keeps has its place
-        elsewhere."""
+        """Returns the kept id of each row, and a mask of rows with a real id (an empty slot's id hashes
+        elsewhere)."""
         if not self.slots:
             return rows, np.zeros(rows.shape, np.bool_)
         ids = np.ascontiguousarray(self.ids[np.clip(rows, 0, self.slots - 1)])
@@ -169,13 +153,10 @@ class IdIndex:
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """How ids become row numbers of one table.
-
-    count: ids that have a row of their own. default_row: the row of every other id; None: those are refused.
-    index: of raw ids. first: the id of row 0 of a table without an index, whose ids are [first, first +
-    count). own: rows of such a table that did not come from an older version, which are the first ones; None:
-    all. overlay: rows that override these or are beside them; all else is said of the table without it.
-    """
+    """How one table's ids become row numbers.
+    count: ids with a row of their own. default_row: row of all other ids; None: they are refused. index: of
+    raw ids; None: ids are [first, first + count). own: without an index, the leading rows that did not come
+    from an older version; None: all. overlay: rows over these; the other fields ignore it."""
 
     count: int
     default_row: int | None = None
@@ -185,8 +166,8 @@ class RowMap:
     overlay: "Overlay | None" = None
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
-        """The row of each id; -1: there is none. An overlay's rows have numbers outside the table, which
-        may be negative."""
+        """Returns the row of each id; -1: none. Overlay rows lie outside the table's numbers and may be
+        negative."""
         if self.index is not None:
             rows = self.index.find(ids)
         else:
@@ -203,25 +184,24 @@ class RowMap:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the table's ids are its row numbers and all others are refused, so that the map is there
-        for its overlay."""
+        """True if ids are row numbers and all others are refused, so the map only serves the overlay."""
         return self.index is None and self.default_row is None and not self.first
 
     def ids_of(self, rows: NDArray[np.int64]) -> tuple[Ids, NDArray[np.bool_]]:
-        """The id of each row, and which rows have one; what is given for the others is no id of theirs.
-        The inverse of `find` without an overlay."""
+        """Inverts `find` without an overlay: the id of each row, and a mask of the rows that have one."""
         if self.index is not None:
             return self.index.ids_of(rows)
         return rows + np.int64(self.first), (rows >= 0) & (rows < self.count)
 
     def rows_with_ids(self, start: int, stop: int) -> tuple[NDArray[np.int64], Ids]:
-        """Those of the rows [start, stop) that have an id, and their ids."""
+        """Returns the rows of [start, stop) that have an id, and their ids."""
         rows = np.arange(start, stop, dtype=np.int64)
         ids, has_id = self.ids_of(rows)
         return rows[has_id], ids[has_id]
 
     def is_backfilled(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these rows, none of them -1, came from an older version. None of an overlay's did."""
+        """Mask [n] of rows copied from an older version at load. `rows` must not contain -1. Overlay rows:
+        False."""
         result = (rows >= 0) & (rows < self.rows)
         if self.index is None:
             return result & (rows >= (self.count if self.own is None else self.own))
@@ -239,13 +219,13 @@ class RowMap:
 
     @property
     def native_address(self) -> int:
-        """Where the fields of `NativeRowMap` lie, as long as this object lives."""
+        """Address of the `NativeRowMap` fields, valid while this object lives."""
         return _address(self._native)
 
 
 class NativeRowMap(NamedTuple):
-    """A RowMap as kernels read it, int64 each. Addresses are 0 where there is nothing; default_row: -1
-    where ids are refused."""
+    """A RowMap as kernels read it, int64 each. Absent addresses are 0; default_row -1: unknown ids are
+    refused."""
 
     id_count: int
     default_row: int
@@ -269,8 +249,7 @@ NO_ROW_MAP = NativeRowMap(*[0] * len(NativeRowMap._fields))
 
 
 def native_row_map(of: RowMap) -> NativeRowMap:
-    """The map with the addresses of its arrays in this process; without entries, which resolvers alone
-    need."""
+    """Returns the map with this process's array addresses, without the entries that only resolvers need."""
     default, own = (
         (-1 if of.default_row is None else of.default_row),
         (of.count if of.own is None else of.own),

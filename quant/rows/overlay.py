@@ -1,29 +1,18 @@
-"""Rows that override a table's, or extend it: what live updates put over a version. This file is the
-specification.
-
-An overlay has layers, the newest first. A layer is a small table of raw ids (`quant.rows.ids`) of its own: of
-each id that it has it holds a row, or says that the id is deleted. What the newest layer that has an id says
-of it counts; an id that no layer has is the table's own affair. This is decided while ids become row numbers,
-so nothing that reads rows knows of it.
-
-A layer's rows lie anywhere. They are numbered from `first_row` on, outside the numbers of the table's own
-rows and not -1; who reads them chooses it. The kernels of the CPU find a row at `table + row * row_bytes`, so
-there it is the distance between the two in rows, which may be negative.
-
-Most ids are in no layer. A filter tells so of nearly all of them with one read: of each id that a layer has,
-three bits of one word are set. In 64-bit arithmetic without signs, with FILTER an odd constant:
-
-    h = id * FILTER
+"""Overlays: rows of live updates that replace or extend a table's. This file is the specification.
+An overlay is a stack of layers, newest first. A layer is a small table of raw ids (`quant.rows.ids`) that
+holds a row for each id or marks it deleted. The newest layer with an id decides; if no layer has the id, the
+base table answers. All this happens while ids become row numbers; nothing after it knows of overlays. A layer
+numbers its rows from `first_row` on, outside the table's row numbers and not -1. CPU kernels find a row at
+`table + row * row_bytes`, so `first_row` is the distance of the two in rows and may be negative. Most ids are
+in no layer; a filter rejects nearly all of them with one read. In unsigned 64-bit arithmetic:
+    h = id * FILTER                               FILTER: an odd constant
     word = filter[(h >> 32) * words >> 32]
     may be there = the bits h >> 26 & 63, h >> 20 & 63 and h >> 14 & 63 of the word are all set
-
-Where a table's ids are row numbers, and a layer has enough of them, it has *marks* as well. A bit for each
-number says whether the layer has it, and its place among those that it has is where its slot stands. No id is
-hashed then, and none is compared:
-
+If ids are row numbers and a layer has enough of them, it also has *marks*, which need neither hash nor
+comparison:
     number = id - first
     has it = bits[number >> 6] >> (number & 63) & 1
-    slot = slots[before[number >> 6] + how many of the number & 63 lowest bits of bits[number >> 6] are set]
+    slot = slots[before[number >> 6] + popcount of the number & 63 lowest bits of bits[number >> 6]]
 """
 
 from collections.abc import Sequence
@@ -62,12 +51,9 @@ def filter_bits(ids: Ids, words: int) -> tuple[NDArray[np.int64], U64]:
 
 
 class Marks(NamedTuple):
-    """Which row numbers a layer has, and where. first: the id whose number is 0; numbers: how many they tell
-    of.
-
-    bits: uint64 [words]; before: uint32 [words], how many numbers the layer has before each word's; slots:
-    uint32 [slots of the layer], the slot of each number that it has, in ascending order.
-    """
+    """The row numbers that a layer has, and their slots. first: the id with number 0; numbers: how many are
+    covered. bits: uint64 [words]; before: uint32 [words], count of marked numbers before each word; slots:
+    uint32 [slots of the layer], in ascending order of numbers."""
 
     first: int
     numbers: int
@@ -82,19 +68,16 @@ def mark_words(numbers: int) -> int:
 
 
 def are_marks_worth_it(numbers: int, rows: int, row_bytes: int) -> bool:
-    """Whether a layer of so many rows has marks, over a table of so many row numbers."""
+    """True if a layer of `rows` rows should have marks over so many row numbers."""
     return mark_words(numbers) * MARK_BYTES * MARKS_SHARE <= rows * row_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class OverlayLayer:
     """Some rows of an overlay.
-
-    index: of the ids that it has, whole, in buckets made by the hash. packed: uint8 [slots or more,
-    row_bytes], the row of each slot. filter: uint64 [words]. deleted: bit `slot` says that the id has no row
-    any more, uint8 [(slots + 7) // 8]; None: of none. first_row: the number of the row in slot 0. marks:
-    None: it has none.
-    """
+    index: of its ids, complete, with hashed buckets. packed: uint8 [slots or more, row_bytes]. filter: uint64
+    [words]. deleted: uint8 [(slots + 7) // 8], bit `slot`: the id was deleted; None: no id was. first_row:
+    row number of slot 0."""
 
     index: IdIndex
     packed: NDArray[np.uint8]
@@ -104,8 +87,8 @@ class OverlayLayer:
     marks: Marks | None = None
 
     def find(self, ids: Ids) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Which ids [n] the layer has, and the number of the row of each of these, NO_ROW of those that
-        are deleted."""
+        """Returns a mask of the ids [n] in this layer, and the row number of each of those; NO_ROW if
+        deleted."""
         word, bits = filter_bits(ids, self.filter.size)
         has = self.filter[word] & bits == bits
         slots = self.index.find(ids[has])
@@ -140,8 +123,8 @@ class OverlayLayer:
 
 
 class NativeLayer(NamedTuple):
-    """A layer as kernels read it, int64 each; addresses are of fields of `OverlayLayer`, its index, its
-    marks. deleted: 0: none is."""
+    """A layer as kernels read it, int64 each: addresses of `OverlayLayer`'s fields, its index and marks.
+    deleted 0: none."""
 
     filter: int
     filter_words: int
@@ -173,12 +156,11 @@ class Overlay:
 
     @property
     def native_address(self) -> int:
-        """Where the fields of a `NativeLayer` lie for each layer, as long as this object lives."""
+        """Address of the `NativeLayer` fields of each layer, valid while this object lives."""
         return _address(self._native)
 
     def override(self, ids: Ids, rows: NDArray[np.int64]) -> None:
-        """Writes the number of the row of each id that a layer has to rows [n], which hold those of the
-        table's own."""
+        """Overwrites rows [n], the table's row numbers of `ids`, with those of the layers."""
         left = np.arange(ids.size)
         for layer in self.layers:
             has, found = layer.find(ids[left])
@@ -186,8 +168,7 @@ class Overlay:
             left = left[~has]
 
     def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Writes those rows of `numbers` [n] that are an overlay's to out [n, row_bytes], as they are
-        packed."""
+        """Copies the packed overlay rows among `numbers` [n] to out [n, row_bytes]."""
         for layer in self.layers:
             slots = numbers - np.int64(layer.first_row)
             here = np.flatnonzero((slots >= 0) & (slots < layer.index.slots))

@@ -1,15 +1,9 @@
-"""Where embedding weights lie in a model: torch's modules, FBGEMM's, and those in TorchRec's sharded
-collections.
-
+"""Finds embedding weights in a model: torch's modules, FBGEMM's, and those in TorchRec's sharded collections.
     nn.Embedding, nn.EmbeddingBag   weight
-    FBGEMM, fused with an optimizer weights_dev; where rows are in weights_uvm, lxu_cache_weights, their cache in HBM;
-                                    where the module computes on the CPU, weights_host
+    FBGEMM, fused optimizer         weights_dev, lxu_cache_weights (caches weights_uvm), or weights_host (CPU)
     FBGEMM, dense                   weights
-
-weights_uvm, and weights_host beside a GPU, lie in the host's memory already and are left there. TorchRec's
-sharded collections keep their lookups in a plain list, `_lookups`, which torch does not search for modules;
-here it is searched.
-"""
+weights_uvm, and weights_host beside a GPU, lie in host memory and stay there. TorchRec keeps lookups in a
+plain list, `_lookups`, which torch's module search misses."""
 
 from collections.abc import Iterable, Iterator
 
@@ -31,17 +25,14 @@ def modules_of(given: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 
 
 def lookups_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The lookups of one of TorchRec's sharded collections, in order; of another module: none.
-
-    Some may be torch's DistributedDataParallel around a lookup (data-parallel tables).
-    """
+    """Returns the lookups of a TorchRec sharded collection in order, some inside DistributedDataParallel;
+    otherwise []."""
     lookups = getattr(module, "_lookups", None)
     return [m for m in lookups if isinstance(m, torch.nn.Module)] if isinstance(lookups, list | tuple) else []
 
 
 def lookups_in(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """What looks embeddings up in a model, by a name for people: TorchRec's lookups, and embedding modules
-    outside them."""
+    """Returns TorchRec's lookups and the embedding modules outside them, by readable name."""
     found: dict[str, torch.nn.Module] = {}
     inside: set[int] = set()
     for collection, module in enumerate(m for m in modules_of([model]) if lookups_of(m)):

@@ -1,9 +1,6 @@
-"""What reads embedding weights without calling their module, while they are stashed.
-
-`copy.deepcopy` and pickling read storage that has no memory, and end the process. They raise a StashError
-until the weights are back. Methods that read weights (`Module.to`, FBGEMM's `flush` and `prefetch`, its views
-by table) bring them back first.
-"""
+"""Guards for stashed weights against readers that do not call their module.
+`copy.deepcopy` and pickling would read unmapped storage and crash, so they raise StashError. Methods that
+read weights (`Module.to`, FBGEMM's `flush`, `prefetch` and views by table) restore them first."""
 
 import copy
 from collections.abc import Callable
@@ -35,12 +32,8 @@ _GUARDS = "_stash_guards"
 
 
 class Guard:
-    """Stands before some weights on each of their modules and tensors, until `remove`. An object may have
-    several.
-
-    what: the weights in words. is_away: copies are refused. Later, a copy first removes stashing's hooks and
-    guards.
-    """
+    """Guards weights on their modules and tensors until `remove`; an object may have several guards.
+    what: the weights in words. is_away: copies are refused; later a copy removes hooks and guards first."""
 
     def __init__(self, what: str, storage: int, users: list[torch.nn.Module], restore: "Restore") -> None:
         self.what, self.restore, self.is_away = what, restore, True

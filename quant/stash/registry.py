@@ -1,5 +1,4 @@
-"""What a process knows of stashed embedding weights: their copies in host memory, and who has them out of
-the GPU's memory."""
+"""A process's stashed embedding weights: their host copies and their holders."""
 
 import weakref
 from dataclasses import replace
@@ -33,19 +32,16 @@ class Weights:
         return f"weights of {type(self.users[0]).__name__}, {self.bytes:,} bytes,"
 
     def seen(self) -> torch.Tensor:
-        """The storage as uint8 [bytes]. It is a tensor of its own, so that no version counter of autograd
-        moves."""
+        """Returns the storage as uint8 [bytes], a separate tensor so that autograd's version counters do not
+        move."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(
             self.storage, 0, (self.bytes,), (1,)
         )
 
 
 class StashRegistry:
-    """Host copies and holders of weights, and what was counted (`counts`).
-
-    While it watches, an optimizer's step first brings back what the optimizer has.
-    It refers to holders weakly: a `Restore` that is dropped is forgotten. `close` ends the watch.
-    """
+    """Host copies and holders of weights, and counts. While it watches, an optimizer's step first restores
+    its weights. Holders are weak references: a dropped `Restore` is forgotten. `close` ends the watch."""
 
     def __init__(self) -> None:
         self._host_copies = WeakTensorKeyDictionary()
@@ -54,7 +50,7 @@ class StashRegistry:
         self.totals = StashCounts()  # without what is now
 
     def counts(self) -> StashCounts:
-        """What stashing did so far, and what is away now. `wait_s` is of waits that are over."""
+        """Returns totals so far and what is away now. `wait_s`: of finished waits."""
         self.totals.collect()
         holders = [holder for reference in self._holders.values() if (holder := reference()) is not None]
         away = sum(holder.bytes_away for holder in {id(h): h for h in holders}.values())
@@ -74,8 +70,7 @@ class StashRegistry:
             self._watch = register_optimizer_step_pre_hook(self._before_step)
 
     def lend_host_copies(self, weights: list[Weights]) -> None:
-        """Gives all of them their host copies. StashError: the host has no memory for one; then no new
-        copy is kept."""
+        """Gives each of the weights its host copy. StashError: host memory is full; no new copy is kept."""
         new = [w for w in weights if w.tensor not in self._host_copies]
         try:
             for w in weights:
@@ -87,8 +82,8 @@ class StashRegistry:
             raise
 
     def host_copy(self, weights: Weights) -> torch.Tensor:
-        """Page-locked memory for weights, uint8 [bytes], the same each time. StashError: the host has
-        none."""
+        """Returns the page-locked copy of weights, uint8 [bytes], the same each time. StashError: no host
+        memory."""
         host: torch.Tensor | None = self._host_copies.get(weights.tensor)  # type: ignore[no-untyped-call]
         if host is None or host.numel() != weights.bytes:
             is_cuda = weights.device.type == "cuda"
@@ -105,11 +100,8 @@ class StashRegistry:
         return host
 
     def close(self) -> None:
-        """Brings all weights back, lets go of the host copies, and ends the watch. Stashing again begins
-        anew.
-
-        StashError: there is no room for some weights. They stay out, and the registry stays open.
-        """
+        """Restores all weights, drops the host copies and ends the watch; stashing may begin anew.
+        StashError: no room for some weights; they stay out, and the registry stays open."""
         for reference in list(self._holders.values()):
             if (holder := reference()) is not None:
                 holder()

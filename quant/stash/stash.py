@@ -1,18 +1,11 @@
-"""Embedding weights out of a GPU's memory while a model's dense part needs the room, and back before they are
-used.
-
-    restore = stash_embedding_weights(model.embeddings, stream)   # after their lookup: copies to page-locked memory, on `stream`
-    pooled.register_hook(restore)                                 # back before their backward
-
-This is for weights that change, as in a training step. Tables that a worker serves do not need this: their
-host copy lies in the segment, and `GpuBackend.stash` only gives memory back. After "Embedding Memory
-Stashing" (its section 7: when to free, when to come back).
-
-The CPU waits for nothing. Weights that are freed at once are freed while the copy may still read them; the
-caching allocator is told so, and hands the memory out when the copy is done. The host may not know that yet
-when it runs far ahead of its GPU, and then takes other memory instead. Weights that are freed at a later
-point (`free_at`) are free in the order of the stream, which waits there for the rest of the copy.
-"""
+"""Moves embedding weights out of GPU memory while a model's dense part needs the room, and back before use.
+    restore = stash_embedding_weights(model.embeddings, stream)  # after the lookup
+    pooled.register_hook(restore)                                # back before their backward
+For weights that change, as in training. Tables that a worker serves use `GpuBackend.stash` instead: their
+host copy lies in the segment. After "Embedding Memory Stashing" (section 7: when to free, when to come back).
+The CPU never waits. Weights freed at once may still be read by the copy; the caching allocator reuses their
+memory when the host sees the copy done, so a host far ahead of its GPU takes other memory. Weights freed
+later (`free_at`) are free in stream order: that stream waits for the rest of the copy."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,20 +34,14 @@ def stash_embedding_weights(
     most_bytes: int | None = None,
     frees: bool = True,
 ) -> "Restore":
-    """Copies the embedding weights in `modules` to page-locked memory, after the work on the current stream,
-    and frees their own.
-
-    modules: one or several, in which nn.EmbeddingBag, nn.Embedding and modules with `weights_dev` (FBGEMM's)
-    are found. stream: it copies; None: a stream of its own. most_bytes: only the largest weights that
-    together take no more than this. frees: False: the memory is freed by the result's `free` or at its
-    `free_at`. Returns an object that brings the weights back: call it, or register it as a hook.
-
-    The weights come back by themselves when one of `modules` that uses them is called, when its state_dict is
-    taken or loaded, and when an optimizer that has them makes a step. Nothing else may touch them before:
-    another module that shares them, copy.deepcopy, or pickling a whole module would find no memory there.
-    StashError: there are no such weights, some are stashed already, cannot be freed, or the host has no
-    memory for them; then all are as before.
-    """
+    """Copies the embedding weights in `modules` to page-locked memory, after the current stream's work, and
+    frees them. Finds nn.EmbeddingBag, nn.Embedding and modules with `weights_dev` (FBGEMM's). stream: copies;
+    None: a new one. most_bytes: takes only the largest weights that fit. frees False: the result's `free` or
+    `free_at` frees them. Call the result, or register it as a hook, to restore the weights. They also return
+    when one of `modules` that uses them is called, on state_dict and load_state_dict, and before a step of
+    their optimizer. Nothing else may touch them while away: other modules that share them, copy.deepcopy and
+    pickling find no memory. StashError: no such weights, already stashed, cannot be freed, or no host memory;
+    nothing has changed then."""
     given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     names = ", ".join(type(m).__name__ for m in given) or "no module"
     found = embedding_weights(given)
@@ -90,8 +77,8 @@ def stash_embedding_weights(
 
 
 def embedding_weights(modules: Sequence[torch.nn.Module]) -> list[Weights]:
-    """All embedding weights that take memory, each with the modules that use it. Weights that share memory
-    are one."""
+    """Returns all embedding weights that take memory, each with its modules. Weights that share memory are
+    one."""
     found: dict[int, Weights] = {}
     searched = list(modules_of(modules))
     for module in searched:
@@ -119,11 +106,8 @@ def _largest(found: list[Weights], most_bytes: int | None) -> list[Weights]:
 
 
 class Restore:
-    """Stashed weights on their way out, away, or on their way back. Calling it, also as a hook, is `start`
-    and then `wait`.
-
-    bytes: of its weights. is_out: they are not on their way back yet.
-    """
+    """Stashed weights going out, away, or coming back. Calling it, also as a hook, is `start` then `wait`.
+    is_out: not on their way back yet."""
 
     def __init__(self, weights: list[Weights], stream: "torch.cuda.Stream | None", frees: bool) -> None:
         self._weights = weights
@@ -187,8 +171,8 @@ class Restore:
             w.is_freed = True
 
     def free(self, *_: Any, fraction: float = 1.0) -> None:
-        """Frees this fraction of the weights' bytes for later work on the current stream, which waits for
-        the copy out."""
+        """Frees this fraction of the bytes for later work on the current stream, which waits for the copy
+        out."""
         left = fraction * self.bytes - sum(w.bytes for w in self._weights if w.is_freed)
         for w in self._weights:
             if self.is_out and not w.is_freed and left > 0:
@@ -210,12 +194,8 @@ class Restore:
     # ---- back ----
 
     def start(self, *_: Any) -> None:
-        """Begins to bring the weights back, after the work on the current stream, which does not wait for
-        them.
-
-        StashError: there is no room. All weights that were away still are, and the host has them: make room,
-        and call again.
-        """
+        """Begins to restore the weights after the current stream's work; the stream does not wait.
+        StashError: no room; weights that were away still are; make room and call again."""
         if not self.is_out:
             return
         if self.on_start is not None:
@@ -243,8 +223,8 @@ class Restore:
         self.is_out = False
 
     def wait(self, *_: Any) -> None:
-        """Later work on the current stream finds the weights in their place. The CPU does not wait. Every
-        stream that uses the weights must call this."""
+        """Makes the current stream wait for the weights; the CPU does not. Every stream that uses them must
+        call this."""
         self.start()
         for transfer in self.transfers:  # who changes them next must not change what is being copied out
             transfer.wait()
@@ -255,8 +235,7 @@ class Restore:
                 holder.wait()
 
     def __call__(self, *_: Any) -> None:
-        """Brings the weights back: `start`, then `wait`. The arguments of hooks are ignored. A second call
-        does nothing."""
+        """Calls `start`, then `wait`; ignores hook arguments. A second call does nothing."""
         self.wait()
 
     @property
@@ -266,7 +245,7 @@ class Restore:
 
     @property
     def bytes_away(self) -> int:
-        """Of these weights, those that have no memory now."""
+        """Bytes of these weights that have no memory now."""
         return sum(w.bytes for w in self._weights if w.is_freed)
 
     def finish(self, timeout_s: float) -> None:
@@ -276,18 +255,16 @@ class Restore:
 
     def start_at(self, tensor: torch.Tensor) -> None:
         """Starts when the gradient of `tensor` is known. Choose an activation whose backward runs at least
-        one copy duration before the embedding's backward (`points`)."""
+        one copy duration before the embedding's (`points`)."""
         tensor.register_hook(self.start)  # type: ignore[no-untyped-call]
 
     def wait_at(self, *outputs: torch.Tensor) -> None:
-        """Waits when the gradient of a lookup's output is known, which is just before the weights'
-        backward."""
+        """Waits when the gradient of a lookup's output is known, just before the weights' backward."""
         for tensor in outputs:
             tensor.register_hook(self.wait)  # type: ignore[no-untyped-call]
 
     def remove_hooks(self) -> None:
-        """Removes the hooks of modules and its guards. Not to be called from within a hook: torch is then
-        iterating over them."""
+        """Removes module hooks and guards. Not from within a hook: torch is iterating over them."""
         for hook in self._hooks:
             hook.remove()
         for guard in self._guards:
@@ -312,13 +289,10 @@ class Restore:
 
 
 def points(forward_ms: Sequence[float], backward_ms: Sequence[float], copy_ms: float) -> tuple[int, int]:
-    """The layers of a dense part at which to free and to start, for a copy that takes `copy_ms`: (free at,
-    start at).
-
-    forward_ms, backward_ms: measured, of each layer. Free at the earliest layer that begins when the copy out
-    is done. Start at the earliest layer whose backward, together with that of the layers before it, lasts as
-    long as the copy back. If the dense part is too short, both are the last layer.
-    """
+    """Returns (free at, start at), the layers of a dense part for a copy of `copy_ms`. forward_ms,
+    backward_ms: of each layer. Free at the first layer that begins after the copy out. Start at the first
+    layer whose backward, with that of all layers before it, lasts as long as the copy back. Too short a dense
+    part gives the last layer for both."""
     last = len(forward_ms) - 1
     free_at = next((n for n, done in enumerate(accumulate(forward_ms, initial=0.0)) if done >= copy_ms), last)
     start_at = next((n for n, done in enumerate(accumulate(backward_ms)) if done >= copy_ms), last)

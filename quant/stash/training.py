@@ -1,16 +1,10 @@
-"""Stashing in every step of a training, by hooks alone, at points that are found over the first steps.
-
-    stashing = TrainingStash(model, layers=model.over.layers)    # then train as before; `stashing.remove()` ends it
-
-After each lookup its weights are copied out; before its backward they are back. Lookups are embedding modules
-and, in TorchRec's sharded collections, what `compute_and_output_dist` calls before it distributes the output:
-with DistributedModelParallel, and in a pipeline, weights leave right after the lookup, and the hook that
-restores them is on the lookup's output, whose gradient comes out of the output distribution's backward.
-
-While the first steps are watched, weights are freed at once and restored where they are needed. Then `points`
-says at which layer of the dense part they are freed, at which layer's gradient they begin to come back, and
-what needed them first.
-"""
+"""Stashes in every training step by hooks alone, at points found over the first steps.
+    stashing = TrainingStash(model, layers=model.over.layers)  # then train as before; `remove` ends it
+Copies weights out after each lookup and restores them before its backward. Lookups are embedding modules and,
+in TorchRec's sharded collections, what `compute_and_output_dist` calls before it distributes the output. With
+DistributedModelParallel or a pipeline weights leave right after the lookup; a hook on its output restores
+them. The first steps free at once and restore on demand, while they are timed. Then `points` chooses the
+layers of the dense part at which to free and to start restoring."""
 
 import sys
 import time
@@ -28,12 +22,9 @@ MARGIN = 1.1  # a restore begins this much earlier than one copy's duration, at 
 
 
 class StashPoints(NamedTuple):
-    """Indices of `layers`: where weights are freed (before it runs) and where they begin to come back (its
-    output's gradient).
-
-    None: freed at once; restored where they are needed. out_ms, back_ms: of all copies of a step together,
-    the longest of the watched. needed_by: what first needed weights in the last of them.
-    """
+    """Indices of `layers`: weights go before `free_at` runs and return from the gradient of `start_at`'s
+    output; None: they go at once and return on demand. out_ms, back_ms: longest copies of a watched step, all
+    together. needed_by: what first needed weights in the last one."""
 
     free_at: int | None
     start_at: int | None
@@ -44,8 +35,7 @@ class StashPoints(NamedTuple):
 
 @dataclass
 class _WatchedStep:
-    """When each layer of a step began (forward) and had its gradient (backward), when weights left and
-    were needed first."""
+    """Times of a step: each layer's forward start and gradient, the weights' leaving and first need."""
 
     restores: list[Restore] = field(default_factory=list)
     left: Any = None
@@ -56,14 +46,11 @@ class _WatchedStep:
 
 
 class TrainingStash:
-    """Stashes the weights of all lookups of `model` in each step. `remove` brings them back and ends it.
-
-    layers: of the dense part, in the order in which they run; without any, weights are freed at once and come
-    back where they are needed. stream: it copies, such as the memcpy stream of a pipeline; None: one of each
-    lookup. timeout_s: a copy that is not done so long after it was enqueued is a StashError at the next
-    lookup. Passes without gradients stash nothing. A rank that has no shard of any table stashes nothing.
-    StashError: the model has no embeddings, or TorchRec's own stashing is on.
-    """
+    """Stashes the weights of all lookups of `model` in each step. `remove` restores them and ends it.
+    layers: of the dense part, in order; none: free at once, restore on demand. stream: copies, such as a
+    pipeline's memcpy stream; None: one a lookup. timeout_s: a slower copy is a StashError at the next lookup.
+    Passes without gradients and ranks without shards stash nothing. StashError: no embeddings, or TorchRec's
+    own stashing is on."""
 
     def __init__(
         self,
@@ -167,8 +154,7 @@ class TrainingStash:
     # ---- times ----
 
     def _mark(self) -> Any:
-        """This moment: an event of the current stream, or the host's clock in ms; nothing when no step is
-        watched any more."""
+        """Returns an event of the current stream or the host's clock in ms; None once no step is watched."""
         if self.points is not None:
             return 0.0
         if self._device.type != "cuda":
@@ -191,8 +177,8 @@ class TrainingStash:
 
 
 class StepTimes(NamedTuple):
-    """One step in ms. forward: layer -> when it began, from when the weights left. backward: layer -> how
-    long before the weights were needed its gradient was known. out, back: of all copies together."""
+    """One step in ms. forward: layer -> start, since the weights left. backward: layer -> time from its
+    gradient to the weights' first need. out, back: all copies together."""
 
     forward: dict[int, float]
     backward: dict[int, float]
@@ -202,11 +188,8 @@ class StepTimes(NamedTuple):
 
 
 def _points_of(steps: Sequence[StepTimes]) -> StashPoints:
-    """The earliest layer that begins when the copies out are done, and the latest whose gradient leaves time
-    for those back.
-
-    By the worst of the steps. Where no layer is late or early enough, it is the one that comes closest.
-    """
+    """Returns the first layer that begins after the copies out, and the latest with time for those back, by
+    the worst step; the closest layer if none fits."""
     out, back = max(s.out for s in steps), max(s.back for s in steps)
     begins = {
         n: min(s.forward[n] for s in steps) for n in steps[0].forward if all(n in s.forward for s in steps)

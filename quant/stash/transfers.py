@@ -1,5 +1,4 @@
-"""Copies of weights on their way out of a GPU's memory or back, how long streams waited for them, and what
-was done so far."""
+"""Copies of weights between GPU and host, stream waits, and totals."""
 
 import time
 from dataclasses import dataclass, field
@@ -14,11 +13,8 @@ _POLL_S = 0.0005
 
 @dataclass
 class StashCounts:
-    """What stashing did in this process. Bytes are those of weights; a share stashed twice counts twice.
-
-    bytes_away, host_bytes: now; in no memory of the device, and of copies in (page-locked) host memory. The
-    others: so far.
-    """
+    """Totals of this process; bytes are of weights, and a share stashed twice counts twice. bytes_away,
+    host_bytes: current bytes without device memory, and of page-locked host copies."""
 
     stashes: int = 0
     restores: int = 0
@@ -44,11 +40,8 @@ class StashCounts:
 
 
 class Transfer:
-    """A copy of `bytes`, "out" or "back", on a stream. Made just before the copy is enqueued; `enqueued` is
-    called just after.
-
-    stream: None: the host copies, and the copy is done when it is enqueued.
-    """
+    """A copy of `bytes`, "out" or "back". Make it just before the copy is enqueued, call `enqueued` just
+    after. stream None: the host copies synchronously."""
 
     def __init__(
         self, direction: str, nbytes: int, stream: "torch.cuda.Stream | None", counts: StashCounts
@@ -79,7 +72,7 @@ class Transfer:
         return self._events is None or bool(self._events[1].query())
 
     def copy_ms(self) -> float | None:
-        """How long the copy took on its stream; None: it is not done."""
+        """Duration of the copy on its stream; None: not done."""
         if self._events is None:
             return self._copied_ms
         return float(self._events[0].elapsed_time(self._events[1])) if self.is_done() else None
@@ -99,7 +92,7 @@ class Transfer:
         self._counts.waited(before, after)
 
     def check(self, timeout_s: float) -> None:
-        """StashError: it was enqueued longer ago than `timeout_s`, and is not done. The host does not
+        """Raises StashError if the copy was enqueued over `timeout_s` ago and is not done. The host does not
         wait."""
         if not self.is_done() and (age_s := time.monotonic() - self.began_s) > timeout_s:
             raise StashError(

@@ -1,7 +1,5 @@
-"""Kernels that decide which misses are admitted, and that give the admitted their slots.
-
-`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes.
-"""
+"""Kernels that choose admitted misses and give them slots. `root`: address of the cache's record, int64
+[ROOT_SIZE + ARRAY_SIZE], written by the host."""
 
 import triton
 import triton.language as tl
@@ -78,17 +76,14 @@ def sampled(n, total, spread, SAMPLE: tl.constexpr):
 
 @triton.jit
 def how_many(mask):
-    """How many elements of a mask are set, int64."""
+    """Number of set elements, int64."""
     return tl.sum(mask.to(tl.int64), 0)
 
 
 @triton.jit
 def admission_threshold(miss_priority, is_miss, slot_priority, misses_each, slots_each):
-    """The largest t such that no more misses have an eviction priority below t than slots have one of t or
-    above.
-
-    Both are samples: a sampled miss stands for `misses_each` parts, a sampled slot for `slots_each`.
-    """
+    """Returns the largest t such that at most as many misses have a priority below t as slots have one of t
+    or above. Both are samples: each sampled miss stands for `misses_each`, each slot for `slots_each`."""
     low = tl.full((), LEAST, tl.int64)
     high = tl.full((), MOST, tl.int64)
     while low < high:
@@ -118,7 +113,7 @@ def priority_of_victims(slot_priority, wanted):
 
 @triton.jit
 def wanted_victims(slot_priority, need, slots_sampled, total, SAMPLE: tl.constexpr):
-    """How many of the sampled slots are to be victims, if `need` of all `total` slots are."""
+    """Number of sampled slots to become victims if `need` of all `total` slots must."""
     # `evict` looks through all slots of a small cache, and through SLOTS_PER_VICTIM slots a victim of a large
     # one.
     window = tl.minimum(tl.maximum(need * SLOTS_PER_VICTIM, WINDOW), total)
@@ -136,16 +131,12 @@ def wanted_victims(slot_priority, need, slots_sampled, total, SAMPLE: tl.constex
 def choose_threshold(
     root: tl.int64, admit_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr
 ):
-    """Finds, from SAMPLE slots and SAMPLE misses of a class, which misses are admitted and which slots are
-    victims.
-
-    THRESHOLD is the admission threshold t: as many misses have an eviction priority below t as slots have one
-    of t or above, or are free. VICTIM_PRIORITY is such that enough slots for the admitted have one at or
-    above it. admit_all: 1: every miss is admitted, as always with LRU.
-
-    One program a class. Reads MISSES and SCORES, nodes and scores of slots, MISSES of the classes. Writes
-    THRESHOLD, VICTIM_PRIORITY and FIRST_VICTIM of its class. CLASS_LANES: classes, a power of 2.
-    """
+    """Finds the admission threshold and victim priority of a class from SAMPLE slots and SAMPLE misses.
+    THRESHOLD t: as many misses have a priority below t as slots have one of t or above, or are free.
+    VICTIM_PRIORITY: enough slots for the admitted have this or more. admit_all 1 (always with LRU): admit
+    every miss. One program a class. Reads MISSES and SCORES, nodes and scores of slots, MISSES of the
+    classes. Writes THRESHOLD, VICTIM_PRIORITY and FIRST_VICTIM of its class. CLASS_LANES: classes, a power of
+    2."""
     root = i64(root)
     number = tl.program_id(0).to(tl.int64)
     of_class = class_state_at(root, number)
@@ -192,12 +183,9 @@ def choose_threshold(
 
 @triton.jit(do_not_specialize=["root"])
 def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
-    """Says which misses are admitted: those below their class's threshold (all with LRU), numbered class by
-    class.
-
-    A program takes BLOCK misses a turn. Reads MISSES, SCORES and THRESHOLD; writes RANKS, and ADMITTED of the
-    classes.
-    """
+    """Numbers the admitted misses, those below their class's threshold (all with LRU), class by class. A
+    program takes BLOCK misses a turn. Reads MISSES, SCORES and THRESHOLD; writes RANKS, and ADMITTED of the
+    classes."""
     root = i64(root)
     state = i64(tl.load(root + ROOT_STATE))
     count = miss_count(state)
@@ -228,14 +216,10 @@ def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["root"])
 def insert(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
-    """Gives each admitted row a victim's node, as far as there are victims, and puts the node into its key's
-    chain.
-
+    """Gives each admitted row a victim's node, while there are victims, and links it into its key's chain.
     A program takes BLOCK misses a turn. Reads MISSES, RANKS, VICTIMS and SCORES. Writes keys, scores (LFU)
-    and chains of the nodes, and of the state INSERTED, STAGED and LOCKED_OUT. A row that is in the staging
-    buffer gets its node in NODES, to be copied by `fetch.fill_slots`, and stays where it is for the lookup;
-    for one that is not, LOCATIONS becomes the slot.
-    """
+    and chains of nodes; INSERTED, STAGED and LOCKED_OUT of the state. A staged row keeps its location and
+    gets its node in NODES, for `fetch.fill_slots`; otherwise LOCATIONS becomes the slot."""
     root = i64(root)
     state = i64(tl.load(root + ROOT_STATE))
     count = miss_count(state)

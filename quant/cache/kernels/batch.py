@@ -1,9 +1,6 @@
-"""Kernels that begin, end and release a batch.
-
-`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes; `ticket`
-the address of a batch's, int64 [TICKET_SIZE]. What changes from batch to batch is in these records. So all
-launches but that of `begin` are the same for batches of a size, and can be replayed as a CUDA graph.
-"""
+"""Kernels that begin, end and release a batch. `root`: address of the cache's record, int64 [ROOT_SIZE +
+ARRAY_SIZE]; `ticket`: of a batch's, int64 [TICKET_SIZE]. These hold all that changes between batches, so
+every launch but `begin` is the same for batches of a size and can be replayed as a CUDA graph."""
 
 import triton
 import triton.language as tl
@@ -53,13 +50,10 @@ def begin(
     locations: tl.int64,
     CLASS_LANES: tl.constexpr,
 ):
-    """Gives the batch the next ticket number, finds the last ticket up to which all are released, and empties
-    the counts.
-
-    One program. Writes NOW, DONE and MISSES of the state, MISSES, ADMITTED and VICTIMS of every class, the
-    ticket's number, its JOBS to LOCATIONS, and its number at the ticket's place in IN_FLIGHT. Reads
-    IN_FLIGHT, where `release` writes zeros beside it. CLASS_LANES: classes, a power of 2.
-    """
+    """Gives the batch its ticket number, finds the last ticket up to which all are released, and zeroes the
+    counts. One program. Writes NOW, DONE and MISSES of the state; MISSES, ADMITTED and VICTIMS of every
+    class; the ticket's number, its JOBS to LOCATIONS, and the number at its place in IN_FLIGHT. Reads
+    IN_FLIGHT, where `release` may concurrently write zeros. CLASS_LANES: classes, a power of 2."""
     root = i64(root)
     ticket = i64(ticket)
     state = i64(tl.load(root + ROOT_STATE))
@@ -85,20 +79,15 @@ def begin(
 
 @triton.jit(do_not_specialize=["root", "ticket"])
 def release(root: tl.int64, ticket: tl.int64):
-    """Lets the slots that the ticket used be evicted, from the next `begin` on.
-
-    One program, on the stream of the batch's lookup. Writes a zero at the ticket's place in IN_FLIGHT.
-    """
+    """Lets the ticket's slots be evicted from the next `begin` on. One program, on the lookup's stream.
+    Writes a zero at the ticket's place in IN_FLIGHT."""
     tl.store(i64(tl.load(i64(root) + ROOT_IN_FLIGHT)) + tl.load(i64(ticket) + TICKET_PLACE), 0)
 
 
 @triton.jit(do_not_specialize=["root"])
 def end(root: tl.int64, BLOCK: tl.constexpr):
-    """Empties the maps of misses and the buckets of victims for the next batch.
-
-    A program takes BLOCK misses a turn. Reads MISSES, writes zeros to the words of the maps that they lie in
-    and -1 to VICTIM_BUCKETS.
-    """
+    """Empties the maps of misses and the buckets of victims. A program takes BLOCK misses a turn. Reads
+    MISSES, zeroes their map words, and writes -1 to VICTIM_BUCKETS."""
     root = i64(root)
     count = miss_count(i64(tl.load(root + ROOT_STATE)))
     for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):

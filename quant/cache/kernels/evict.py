@@ -1,7 +1,5 @@
-"""Kernels that take slots from rows: victims of a batch, their place in chains, and all rows of a table.
-
-`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes.
-"""
+"""Kernels that free slots: victims of a batch, their chain links, and all rows of a table. `root`: address of
+the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], written by the host."""
 
 import triton
 import triton.language as tl
@@ -49,15 +47,12 @@ PAGE_STRIDE = tl.constexpr(s.PAGE_STRIDE)
 def evict(
     root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr, CLASS_LANES: tl.constexpr
 ):
-    """Takes slots from their rows, as long as their class has more admitted rows than victims: those at
-    VICTIM_PRIORITY or above.
-
-    A program takes BLOCK slots of a page a turn, from another page on with each ticket. Reads nodes and
-    scores, ADMITTED, VICTIM_PRIORITY and FIRST_VICTIM of the classes. Writes VICTIMS and VICTIM_BUCKETS; FREE
-    and this ticket to the nodes; VICTIMS and OCCUPIED of the classes. ANY: takes every slot that is not
-    locked, where too few were found. CLASS_LANES: classes, a power of 2. A program is one warp, so that what
-    others change while it reads is the same for all its threads.
-    """
+    """Takes slots at VICTIM_PRIORITY or above from their rows while the class has more admitted rows than
+    victims. A program takes BLOCK slots of a page a turn, beginning at another page each ticket. Reads nodes
+    and scores; ADMITTED, VICTIM_PRIORITY and FIRST_VICTIM of the classes. Writes VICTIMS and VICTIM_BUCKETS;
+    FREE and this ticket to nodes; VICTIMS and OCCUPIED of the classes. ANY: takes every unlocked slot, if too
+    few were found. CLASS_LANES: classes, a power of 2. A program is one warp, so all its threads see the same
+    concurrent writes."""
     root = i64(root)
     state = i64(tl.load(root + ROOT_STATE))
     now = tl.load(state + STATE_NOW)
@@ -112,12 +107,10 @@ def evict(
 
 @triton.jit(do_not_specialize=["root"])
 def unlink(root: tl.int64, BLOCK: tl.constexpr):
-    """Takes the nodes without a key out of the chains that victims were in.
-
-    A program takes BLOCK victims a turn and walks the chains of their buckets. Reads VICTIM_BUCKETS and keys;
-    writes HEADS and the nodes' NEXT. A bucket is named by each of its victims: the lane that finds it not
-    BUSY has it alone, the others leave it.
-    """
+    """Removes nodes without a key from the chains that victims were in.
+    A program takes BLOCK victims a turn and walks their buckets' chains. Reads VICTIM_BUCKETS and keys;
+    writes HEADS and NEXT. Several victims may name a bucket: the lane that finds it not BUSY owns it, the
+    others skip it."""
     root = i64(root)
     count = miss_count(i64(tl.load(root + ROOT_STATE)))
     heads = i32(tl.load(root + ROOT_HEADS))
@@ -144,10 +137,8 @@ def unlink(root: tl.int64, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["root"])
 def link_all(root: tl.int64, BLOCK: tl.constexpr):
-    """Puts every node that has a key into the chain of its bucket; all chains were emptied before.
-
-    One program a page, BLOCK slots a turn. Reads keys; writes HEADS and the nodes' NEXT.
-    """
+    """Links every node with a key into its bucket's chain, after all chains were emptied. One program a page,
+    BLOCK slots a turn. Reads keys; writes HEADS and NEXT."""
     root = i64(root)
     page = tl.program_id(0)
     row_class = tl.load(i32(tl.load(root + ROOT_PAGES)) + page * 2).to(tl.int64)
@@ -162,11 +153,8 @@ def link_all(root: tl.int64, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["root", "number"])
 def forget(root: tl.int64, number: tl.int64, BLOCK: tl.constexpr):
-    """Frees the nodes of table `number`. They stay in their chains until `link_all`.
-
-    One program a page, BLOCK slots a turn. Reads and writes keys; writes OCCUPIED of the classes and FREED of
-    the state.
-    """
+    """Frees the nodes of table `number`; they stay in their chains until `link_all`. One program a page,
+    BLOCK slots a turn. Reads and writes keys; writes OCCUPIED of the classes and FREED of the state."""
     root = i64(root)
     page = tl.program_id(0)
     row_class = tl.load(i32(tl.load(root + ROOT_PAGES)) + page * 2).to(tl.int64)

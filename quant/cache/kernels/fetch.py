@@ -1,9 +1,7 @@
-"""Kernels that move rows: from the host's tables to a staging buffer, and from there to slots.
-
-`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes; `ticket`
-the address of a batch's, int64 [TICKET_SIZE]. Where a row goes says LOCATIONS at its rank, which
-`find.enumerate_misses` writes: location -2 - u is unit u of the staging buffer, UNIT_BYTES each.
-"""
+"""Kernels that move rows from host tables to a staging buffer, and from there to slots.
+`root`: address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE]; `ticket`: of a batch's, int64
+[TICKET_SIZE]. `find.enumerate_misses` writes each miss's destination to LOCATIONS at its rank: -2 - u for
+unit u of the staging buffer, UNIT_BYTES each."""
 
 import triton
 import triton.language as tl
@@ -49,14 +47,10 @@ def copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr
 
 @triton.jit(do_not_specialize=["root", "ticket"])
 def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
-    """Lists what the CPU is to gather, if there are many misses; it lays the rows out as they will lie in the
-    staging buffer.
-
-    A program takes BLOCK misses a turn. Reads MISSES and LOCATIONS. Writes GATHERED_BYTES of the state and
-    the list, page-locked: how many rows, the bytes from the first one's begin to the last one's end, then
-    each row's address in ADDRESS_BITS with its units above (0: nothing), then the unit where each goes; units
-    ascend. The CPU reads it, in the order of the stream.
-    """
+    """Lists the rows for the CPU to gather, if there are many misses, as they will lie in the staging buffer.
+    A program takes BLOCK misses a turn. Reads MISSES and LOCATIONS. Writes GATHERED_BYTES of the state and a
+    page-locked list: number of rows, their span in bytes, each row's address in ADDRESS_BITS with its units
+    above (0: nothing), then the unit of each row's place, ascending. The CPU reads it in stream order."""
     root = i64(root)
     state = i64(tl.load(root + ROOT_STATE))
     listed = i64(tl.load(root + ROOT_GATHER_LIST))
@@ -86,12 +80,9 @@ def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["root", "ticket", "copied"])
 def copy_gathered(root: tl.int64, ticket: tl.int64, copied: tl.int64, CHUNKS: tl.constexpr):
-    """Copies what the CPU gathered to the staging buffer, from byte `copied` on; the copy engine took what is
-    before.
-
-    A program takes CHUNKS of 16 bytes a turn. Reads GATHERED_BYTES of the state and GATHERED, which the CPU
-    writes; writes the ticket's staging buffer.
-    """
+    """Copies the rows that the CPU gathered to the staging buffer from byte `copied` on; a copy engine took
+    the part before. A program takes CHUNKS of 16 bytes a turn. Reads GATHERED_BYTES of the state and GATHERED
+    (written by the CPU); writes the ticket's staging buffer."""
     root = i64(root)
     end = tl.load(i64(tl.load(root + ROOT_STATE)) + STATE_GATHERED_BYTES)
     source = tl.load(root + ROOT_GATHERED) + copied
@@ -113,12 +104,10 @@ def fetch_misses(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Fetches the rows of misses from the host into the ticket's staging buffer, where they have room there.
-
+    """Fetches missing rows from the host into the ticket's staging buffer, if they have room there.
     A program takes ROWS misses a turn and copies WORDS of 4 bytes of each at once. Reads MISSES, LOCATIONS
-    and the host's tables; writes the staging buffer. GATHERS: all but those that the CPU gathered. REST:
-    instead, those without room there that got a slot, straight into it, after `admit.insert`.
-    """
+    and host tables; writes the staging buffer. GATHERS: skips rows that the CPU gathered. REST: instead
+    fetches admitted rows without room there straight into their slots, after `admit.insert`."""
     root = i64(root)
     ticket = i64(ticket)
     state = i64(tl.load(root + ROOT_STATE))
@@ -153,12 +142,9 @@ def fetch_misses(
 
 @triton.jit(do_not_specialize=["root", "ticket"])
 def fill_slots(root: tl.int64, ticket: tl.int64, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Copies admitted rows from the staging buffer to their slots, beside the lookup, which reads the staging
-    buffer.
-
-    A program takes ROWS misses a turn and copies WORDS of 4 bytes of each at once. Reads MISSES, NODES,
-    LOCATIONS and the ticket's staging buffer; writes the slots of NODES.
-    """
+    """Copies admitted rows from the staging buffer to their slots while the lookup reads the buffer. A
+    program takes ROWS misses a turn and copies WORDS of 4 bytes of each at once. Reads MISSES, NODES,
+    LOCATIONS and the ticket's staging buffer; writes the slots of NODES."""
     root = i64(root)
     count = miss_count(i64(tl.load(root + ROOT_STATE)))
     staging = tl.load(i64(ticket) + TICKET_STAGING)

@@ -1,8 +1,6 @@
-"""Kernels that find the rows of a batch: those in slots, the misses, and where each of these goes.
-
-`root` is the address of the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], which the host writes; `ticket`
-the address of a batch's, int64 [TICKET_SIZE], which says where its jobs, ids and locations lie.
-"""
+"""Kernels that find a batch's rows: hits, misses, and each miss's destination. `root`: address of the cache's
+record, int64 [ROOT_SIZE + ARRAY_SIZE]; `ticket`: of a batch's, int64 [TICKET_SIZE], with its jobs, ids and
+locations."""
 
 import triton
 import triton.language as tl
@@ -66,19 +64,17 @@ UNIT_BYTES = tl.constexpr(s.UNIT_BYTES)
 
 @triton.jit
 def miss_word(table, id):
-    """Where the miss bits of ids' rows lie in the table's map, pointers to int32; the rank of the first
+    """Pointers (int32) to the miss bits of the ids' rows in the table's map; the rank of the first bit
     follows."""
     return i32(tl.load(table + TABLE_MISSES)) + 2 * (id >> 5)
 
 
 @triton.jit(do_not_specialize=["root", "ticket"])
 def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
-    """Finds each id's slot: that is its location. A miss gets UNRESOLVED and a bit in its table's map.
-
-    A program takes BLOCK ids of one job a turn. Writes the locations, the bits of MISSES and DIRTY of the
-    tables, the counters IDS and HITS, and the use of the nodes of hits. An id out of range gets IN_TABLE and
-    is not counted; the lookup refuses it, or its row is an overlay's.
-    """
+    """Writes each id's slot as its location. A miss gets UNRESOLVED and a bit in its table's map.
+    A program takes BLOCK ids of one job a turn. Writes locations, MISSES and DIRTY bits of tables, the
+    counters IDS and HITS, and the use of hit nodes. An id out of range gets IN_TABLE and is not counted; the
+    lookup refuses it, or it is an overlay's."""
     root = i64(root)
     ticket = i64(ticket)
     jobs, inputs = tl.load(ticket + TICKET_JOBS), tl.load(ticket + TICKET_INPUTS)
@@ -113,14 +109,11 @@ def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit(do_not_specialize=["root", "ticket"])
 def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS: tl.constexpr):
-    """Lists the misses that the maps name: their keys in the order of their rows, their scores, and room for
-    each in the ticket's staging buffer, as far as there is any.
-
-    A program takes FLAGS dirty flags of one table, from those that ROOT_GROUPS names: int32 [programs, 2],
-    written by the host. Reads the tables' maps. Writes MISSES, SCORES (LFU, and the ghosts with them) and
-    LOCATIONS (-2 - unit of the staging buffer, or IN_TABLE) at each miss's rank, the ranks of the map's words
-    that have bits, zeros to DIRTY, the MISSES of state and classes, and the counter FETCHED.
-    """
+    """Lists the misses in the maps: keys in row order, scores, and their units in the ticket's staging buffer
+    while there is room. A program takes FLAGS dirty flags of one table, as ROOT_GROUPS says: int32 [programs,
+    2], written by the host. Reads the tables' maps. Writes MISSES, SCORES (LFU, with the ghosts) and
+    LOCATIONS (-2 - unit, or IN_TABLE) at each rank, the ranks of map words with bits, zeros to DIRTY, MISSES
+    of state and classes, and the counter FETCHED."""
     root = i64(root)
     last_unit = tl.load(i64(ticket) + TICKET_STAGING_UNITS) - tl.load(
         root + ROOT_WIDEST_UNITS
@@ -175,11 +168,8 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
 
 @triton.jit(do_not_specialize=["root", "ticket"])
 def resolve(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
-    """Gives each id that is UNRESOLVED its row's location, after `admit.insert`.
-
-    A program takes BLOCK ids of one job a turn, as `probe`. Reads the tables' maps, which give the id's
-    rank, and LOCATIONS. Writes the locations and the counter IN_PLACE.
-    """
+    """Gives each UNRESOLVED id its row's location, after `admit.insert`. A program takes BLOCK ids of one job
+    a turn. Reads the tables' maps, for ranks, and LOCATIONS. Writes locations and the counter IN_PLACE."""
     root = i64(root)
     ticket = i64(ticket)
     jobs, inputs = tl.load(ticket + TICKET_JOBS), tl.load(ticket + TICKET_INPUTS)

@@ -1,9 +1,5 @@
-"""Addresses that the cache's kernels compute: of records, nodes, scores and rows; and the search along a
-chain.
-
-Throughout, `root` is the address of the cache's record as a pointer, int64 [ROOT_SIZE + ARRAY_SIZE]; the host
-writes it.
-"""
+"""Addresses of records, nodes, scores and rows, and the search along a chain. `root` is a pointer to the
+cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], written by the host."""
 
 import triton
 import triton.language as tl
@@ -109,13 +105,13 @@ def class_state_at(root, number):
 
 @triton.jit
 def miss_count(state):
-    """How many rows the batch misses, int64. state: a pointer to int64 [STATE_SIZE]."""
+    """Rows that the batch misses, int64. state: a pointer to int64 [STATE_SIZE]."""
     return tl.load(state + STATE_MISSES) & COUNT_MASK
 
 
 @triton.jit
 def bit_count(word):
-    """How many bits of each int32 are set."""
+    """Number of set bits of each int32."""
     x = word - ((word >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -125,7 +121,7 @@ def bit_count(word):
 
 @triton.jit
 def host_row(root, key, mask):
-    """Where the rows of keys lie in their tables, addresses; and their bytes."""
+    """Host addresses of the keys' rows, and their bytes."""
     table = table_at(root, key >> ID_BITS)
     row_bytes = tl.load(table + TABLE_ROW_BYTES, mask, 0)
     return tl.load(table + TABLE_ADDRESS, mask, 0) + (key & ID_MASK) * row_bytes, row_bytes

@@ -1,10 +1,8 @@
-"""How soon a row goes: LFU's scores and ghosts, and the eviction priority of slots.
-
+"""LFU's scores and ghosts, and the eviction priority of slots.
 A row's score is log2 of the sum of 2 ** (t / half life) over the tickets t that used it, in SCORE_UNITs
-(LRFU). The *tick* is the score of one use now; a score is told apart from it by how far it is *ahead*, so
-that both may wrap. The lowest bits of a score hold something else: of a node, USED_BITS of the ticket that
-used it last; of a ghost, TAG_BITS of its key. So one word says all of a node's use.
-"""
+(LRFU). The *tick* is the score of one use now; scores are compared by how far they are *ahead* of it, so both
+may wrap. The low bits of a node's score are USED_BITS of its last ticket, those of a ghost TAG_BITS of its
+key. So one word holds a node's whole use."""
 
 import triton
 import triton.language as tl
@@ -34,25 +32,22 @@ def marked(score, mark, MASK: tl.constexpr):
 
 @triton.jit
 def ahead_of(score, tick):
-    """How far scores are ahead of the tick. One that seems ahead by MOST_AHEAD has wrapped: far behind."""
+    """Distance of scores ahead of the tick; MOST_AHEAD or more has wrapped: far behind."""
     ahead = score - tick
     return tl.where(ahead > MOST_AHEAD, LEAST_PRIORITY, ahead)
 
 
 @triton.jit
 def used_once_more(ahead):
-    """What `ahead` becomes by a use now: log2(2 ** ahead + 1), in SCORE_UNITs."""
+    """Returns `ahead` after a use now: log2(2 ** ahead + 1), in SCORE_UNITs."""
     apart = tl.abs(ahead).to(tl.float32) / SCORE_UNIT
     return tl.maximum(ahead, 0) + (tl.log2(1.0 + tl.exp2(-apart)) * SCORE_UNIT).to(tl.int32)
 
 
 @triton.jit
 def touch(root, number, use, hit, now, LFU: tl.constexpr):
-    """Notes that nodes were used by ticket `now`; once a ticket, however often they are hit.
-
-    What is written follows from the node's use before and from the ticket alone. So whoever hits a node at
-    the same time writes the same word.
-    """
+    """Marks nodes as used by ticket `now`, once a ticket. The word follows from the old use and the ticket
+    alone, so concurrent hits write the same word."""
     now32 = tl.zeros_like(number) + now.to(tl.int32)
     if LFU:
         tick = tick_of(root, now)
@@ -66,11 +61,9 @@ def touch(root, number, use, hit, now, LFU: tl.constexpr):
 
 @triton.jit
 def ghost_score(root, key, mask, tick):
-    """The scores of missed keys, int32: of all their misses that are remembered, this one included.
-
-    Two ghosts remember two of the keys that share them, those whose scores are the highest. The lower score
-    falls when another key is missed.
-    """
+    """Returns the scores of missed keys, int32: of all remembered misses, this one included. Two ghosts
+    remember the two keys with the highest scores among those that share them. The lower score falls when
+    another key is missed."""
     ghost = i32(tl.load(root + ROOT_GHOSTS)) + 2 * place_of(key, tl.load(root + ROOT_GHOST_PAIRS))
     tag = (key ^ (hash_of(key) >> 7)).to(tl.int32)
     one, other = tl.load(ghost, mask, 0), tl.load(ghost + 1, mask, 0)
@@ -95,12 +88,9 @@ def within_limits(priority):
 
 @triton.jit
 def eviction_priority(root, number, mask, now, done, LFU: tl.constexpr):
-    """Eviction priorities of nodes, int32, those with the highest go first; and their keys.
-
-    With LRU the tickets since the last use, with LFU how far the score is behind the tick. A free slot has
-    the highest one, a slot that was used by a ticket after `done` the lowest one, since a batch in flight may
-    read it.
-    """
+    """Returns eviction priorities of nodes, int32 (highest first), and their keys. LRU: tickets since the
+    last use; LFU: the score's distance behind the tick. Free slots have the highest; slots used after ticket
+    `done` the lowest, since a batch in flight may read them."""
     at = node_at(root, number)
     key = tl.load(i64(at), mask, 0)
     use = tl.load(i32(at + NODE_USE), mask, 0)

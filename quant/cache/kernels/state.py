@@ -1,26 +1,17 @@
-"""What the cache's kernels share: records of int64 in the device's memory, and the constants by which kernels
-read them.
-
-    arena     page 0 | page 1 | … | staging buffers
-    page      nodes [slots] · rows [slots, row_bytes], the first at a multiple of row_bytes from the arena's start
-    node      16 bytes: key int64 (-1: free) · next int32 (the node after it in its bucket's chain; -1: none) · use int32
-    use       LRU: the last ticket that used the node. LFU: the node's score; its low USED_BITS are those of that ticket
-    ghost     int32: a score; its low TAG_BITS are a tag of the key that was missed (LFU)
-
-A page belongs to one class, the rows of one size. A node's number is `page << node bits | its place in the
-page`, so that a node is found without knowing the class; row `i` of a page lies at `(first row + i) *
-row_bytes`. A key is `table << ID_BITS | id`.
-
-A bucket is the head of a chain of nodes. Any key fits into any slot, no table of keys can be full before the
-slots are, and nothing is left behind by a key that goes. The misses of a batch are bits of a map over each
-table. So each missing row is fetched once and in the order of its address, with neither a sort nor a hash
-table. A row's place among the misses is its rank. A dirty flag says which groups of words of a map hold bits
-at all.
-
-Tickets and scores are kept in int32 where space matters, and may wrap. Of a ticket USED_BITS are enough to
-know the slots of batches in flight: a slot whose last use was a multiple of 2 ** USED_BITS tickets ago seems
-to be in flight too, and is only evicted somewhat later.
-"""
+"""The state that the cache's kernels share: int64 records in device memory, and the constants to read them.
+    arena   page 0 | page 1 | … | staging buffers
+    page    nodes [slots] · rows [slots, row_bytes], at a multiple of row_bytes from the arena's start
+    node    16 bytes: key int64 (-1: free) · next int32 (in its bucket's chain; -1: none) · use int32
+    use     LRU: the last ticket that used the node. LFU: the node's score; low USED_BITS are that ticket's
+    ghost   int32: a score; its low TAG_BITS are a tag of the missed key (LFU)
+A page holds rows of one size, its class. A node's number is `page << node bits | place in the page`, so
+finding it needs no class. Row `i` of a page lies at `(first row + i) * row_bytes`. A key is `table << ID_BITS
+| id`. A bucket is the head of a chain of nodes. Any key fits into any slot, no hash table fills up before the
+slots, and removed keys leave nothing behind. Misses of a batch are bits of a map over each table, so each row
+is fetched once, in address order, without a sort or hash table. A row's rank is its place among the misses.
+Dirty flags mark groups of map words with any bits. Tickets and scores are int32 where space matters, and may
+wrap. USED_BITS of a ticket identify slots in flight: a slot last used a multiple of 2 ** USED_BITS tickets
+ago looks in flight too and is evicted a little later."""
 
 from enum import IntEnum
 
@@ -52,7 +43,7 @@ PAGE_STRIDE = (
 
 
 class Root(IntEnum):
-    """What a cache is: addresses and sizes. The host writes them whenever tables, pages or memory change."""
+    """The cache's addresses and sizes. The host writes them when tables, pages or memory change."""
 
     ARENA = 0
     PAGE_BYTES = 1
@@ -113,7 +104,7 @@ class ClassField(IntEnum):
 
 
 class BatchState(IntEnum):
-    """What changes with each batch; `len(ClassState)` more for each class follow."""
+    """State of the current batch; `len(ClassState)` more for each class follow."""
 
     NOW = 0  # the last ticket
     DONE = 1  # all tickets up to it are released
@@ -138,7 +129,7 @@ class ClassState(IntEnum):
 
 
 class TableCounter(IntEnum):
-    """Of a table, since it was registered."""
+    """Counts of a table since it was registered."""
 
     IDS = 0  # of its own rows
     HITS = 1
@@ -157,8 +148,7 @@ class ProbeField(IntEnum):
 
 
 class TicketField(IntEnum):
-    """A batch in flight. The host writes the first three, `begin` the others, which change with each
-    batch."""
+    """A batch in flight. The host writes the first three, `begin` the others."""
 
     STAGING = 0  # address of its staging buffer
     STAGING_UNITS = 1
@@ -174,7 +164,7 @@ class TicketField(IntEnum):
 
 
 def occupied_at(number: int) -> int:
-    """Where in the state the OCCUPIED of a class is."""
+    """Position of a class's OCCUPIED in the state."""
     return len(BatchState) + number * len(ClassState) + ClassState.OCCUPIED
 
 

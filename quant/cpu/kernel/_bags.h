@@ -1,4 +1,5 @@
-/* Bags as lookups take them, for `_native_bags.c` and `_native_tensors.c`: the places of a batch, and int32 lengths from others. */
+/* Bags as lookups take them, for `_native_bags.c` and `_native_tensors.c`: places of a batch, and int32
+ * lengths. */
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -6,7 +7,8 @@
 #include <stdint.h>
 #include "_rows.h"
 
-typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place; /* as PLACE_FIELDS */
+/* as PLACE_FIELDS */
+typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place;
 
 /* How ids make bags, as quant/cpu/bags.py numbers it. */
 enum form { FORM_IDS = 0, FORM_FIXED = 1, FORM_LENGTHS = 2, FORM_OFFSETS = 3, FORM_ENDS = 4 };
@@ -17,7 +19,8 @@ static inline __attribute__((always_inline)) uint64_t item_of(const uint8_t *fro
 }
 
 /* Whether every item is at most `ids`; those are written as int32, or of offsets what is between them. */
-static inline __attribute__((always_inline)) int convert_items(const uint8_t *from, int bytes, int64_t items, uint64_t ids, int are_offsets,
+static inline __attribute__((always_inline)) int convert_items(const uint8_t *from, int bytes, int64_t items,
+                                                               uint64_t ids, int are_offsets,
                                                                int32_t *lengths) {
     uint64_t beyond = 0, before = 0; /* the sign of `beyond`: one is above `ids`, which has 31 bits */
     for (int64_t i = 0; i < items; i++) {
@@ -33,20 +36,23 @@ static inline __attribute__((always_inline)) int convert_items(const uint8_t *fr
 /* How many bags lengths or offsets tell of; of FORM_ENDS there is at least one item. */
 static inline int64_t bags_told(int64_t items, int form) { return items - (form == FORM_ENDS); }
 
-/* Lengths, int32 [bags_told], of `items` integers of 4 or 8 bytes at any alignment; 0: they are not those of so many ids. */
-static inline int write_lengths(const uint8_t *from, int bytes, int64_t items, int64_t ids, int form, int32_t *lengths) {
+/* Writes lengths, int32 [bags_told], from `items` integers of 4 or 8 bytes; 0: they do not fit `ids` ids. */
+static inline int write_lengths(const uint8_t *from, int bytes, int64_t items, int64_t ids, int form,
+                                int32_t *lengths) {
     const int are_offsets = form != FORM_LENGTHS;
     if (ids > INT32_MAX || (are_offsets && items && item_of(from, 0, bytes))) return 0;
     if (!(bytes == 8 ? convert_items(from, 8, items, (uint64_t)ids, are_offsets, lengths)
                      : convert_items(from, 4, items, (uint64_t)ids, are_offsets, lengths)))
         return 0;
-    if (form == FORM_OFFSETS && items) lengths[items - 1] = (int32_t)((uint64_t)ids - item_of(from, items - 1, bytes));
+    if (form == FORM_OFFSETS && items)
+        lengths[items - 1] = (int32_t)((uint64_t)ids - item_of(from, items - 1, bytes));
     return 1;
 }
 
-/* The first id of each feature, then how many each has, int64 [2, features], of lengths int32 [features, bags] at any alignment; 0: they are
- * not those of so many ids. */
-static inline int write_parts(const uint8_t *lengths, int64_t features, int64_t bags, int64_t ids, int64_t *starts) {
+/* Writes each feature's first id and its number of ids, int64 [2, features], from lengths int32 [features,
+ * bags]; 0: they do not fit `ids` ids. */
+static inline int write_parts(const uint8_t *lengths, int64_t features, int64_t bags, int64_t ids,
+                              int64_t *starts) {
     int64_t total = 0;
     if (ids > INT32_MAX) return 0;
     for (int64_t f = 0; f < features; f++, lengths += 4 * bags) {

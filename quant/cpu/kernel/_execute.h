@@ -1,8 +1,6 @@
-/* Lookups of one call: every id and every length is checked, then the jobs run, on several threads where that is worth it.
- *
- * A call that is big enough is cut into parts of about as many bytes each, and each thread takes the next part that nobody has. A
- * thread that wakes late takes fewer, so a call never waits for more than the part that was taken last.
- */
+/* Lookups of one call: checks every id and length, then runs the jobs, on several threads if that pays. A
+ * big call is cut into parts of about equal bytes; each thread takes the next free part, so a call waits
+ * at most for the last one. */
 #pragma once
 #include "_pool.h"
 #include "_prefetch.h"
@@ -10,8 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A call with fewer bytes to read and write runs on its caller's thread: it would be done by the time that another one has woken. */
-enum { SHARED_BYTES = 2 << 20, PART_BYTES = 256 << 10, PARTS_A_THREAD = 8, MAX_PARTS = PARTS_A_THREAD * MAX_THREADS };
+/* Smaller calls (bytes read and written) run on the caller's thread: waking another takes longer. */
+enum { SHARED_BYTES = 2 << 20, PART_BYTES = 256 << 10, PARTS_A_THREAD = 8,
+      MAX_PARTS = PARTS_A_THREAD * MAX_THREADS };
 
 /* What runs lookups. into_l1: rows are prefetched into L1; 0: into L2. */
 typedef struct { const kernel *kernel; int into_l1; } runner;
@@ -19,7 +18,7 @@ typedef struct { const kernel *kernel; int into_l1; } runner;
 enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3, MISSING_ID = 4, NO_MEMORY = 5 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
-/* The sign of `id | (rows - 1 - id)` is set for an id below 0 and for one above rows - 1; it needs no comparison of 64 bits. */
+/* The sign of `id | (rows - 1 - id)` is set for ids outside [0, rows), without a 64-bit comparison. */
 static verdict check_ids(const job *j) {
     uint64_t last = (uint64_t)j->rows - 1, signs = 0;
     for (int64_t i = 0; i < j->n_ids; i++) {
@@ -28,7 +27,8 @@ static verdict check_ids(const job *j) {
     }
     if (signs >> 63)
         for (int64_t i = 0; i < j->n_ids; i++)
-            if ((uint64_t)load_i64(j->ids + 8 * i) >= (uint64_t)j->rows) return (verdict){0, BAD_ID, i, load_i64(j->ids + 8 * i)};
+            if ((uint64_t)load_i64(j->ids + 8 * i) >= (uint64_t)j->rows)
+                return (verdict){0, BAD_ID, i, load_i64(j->ids + 8 * i)};
     return (verdict){0, NO_PROBLEM, 0, 0};
 }
 
@@ -46,14 +46,17 @@ static verdict check_lengths(const job *j) {
         }
         if (sign < 0)
             for (int64_t b = 0; b < j->n_bags; b++)
-                if (load_i32(j->lengths + 4 * b) < 0) return (verdict){0, BAD_LENGTH, b, load_i32(j->lengths + 4 * b)};
+                if (load_i32(j->lengths + 4 * b) < 0)
+                    return (verdict){0, BAD_LENGTH, b, load_i32(j->lengths + 4 * b)};
     }
     if (sum != j->n_ids) return (verdict){0, BAD_SUM, j->n_bags, sum};
     return (verdict){0, NO_PROBLEM, 0, 0};
 }
 
-/* Whether a map is there for its overlay alone: ids are row numbers, and all others are refused, before anything is looked up. */
-static int is_plain(const row_map *m) { return !m->directory && !m->first && m->default_row < 0 && m->layer_count; }
+/* A map that only serves its overlay: ids are row numbers, and all others are refused before any lookup. */
+static int is_plain(const row_map *m) {
+    return !m->directory && !m->first && m->default_row < 0 && m->layer_count;
+}
 
 static verdict check(const job *jobs, int64_t n) {
     for (int64_t k = 0; k < n; k++) {
@@ -67,21 +70,24 @@ static verdict check(const job *jobs, int64_t n) {
     return (verdict){0, NO_PROBLEM, 0, 0};
 }
 
-/* ---- ids of jobs that have a map become row numbers ----
- *
- * A table that has a row for missing ids is looked up bag by bag, about: the ids of some bags become rows, which come into the cache by
- * that, and these bags are pooled at once. Where a missing id is refused all of them are resolved first, since nothing is written then.
- */
+/* ---- ids of jobs with a map become row numbers ---- With a default row, some bags' ids become rows,
+ * which prefetches these, and the bags are pooled at once. If missing ids are refused, all ids are
+ * resolved first, since an error must not write anything. */
 
-enum { IDS_AT_ONCE = 64, ROWS_AT_ONCE = 320, IDS_A_PIECE = 2048, SHARED_IDS = 16384 }; /* a call of fewer ids than that shares no pieces */
+/* a call of fewer ids than that shares no pieces */
+enum { IDS_AT_ONCE = 64, ROWS_AT_ONCE = 320, IDS_A_PIECE = 2048, SHARED_IDS = 16384 };
 
 static int refuses(const job *j) { return j->map && j->map->default_row < 0 && !is_plain(j->map); }
 
-/* Whether all of a job's ids become row numbers before anything is looked up: one that has none may be refused, or nothing but an overlay
- * says what row an id has, which takes less time for many at once. */
-static int goes_first(const job *j) { return j->map && (refuses(j) || (!j->map->directory && j->map->layer_count)); }
+/* All ids are resolved first if one may be refused, or if only an overlay maps them (faster for many at
+ * once). */
+static int goes_first(const job *j) {
+    return j->map && (refuses(j) || (!j->map->directory && j->map->layer_count));
+}
 
-static int64_t pieces_of(const job *j) { return goes_first(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0; }
+static int64_t pieces_of(const job *j) {
+    return goes_first(j) ? (j->n_ids + IDS_A_PIECE - 1) / IDS_A_PIECE : 0;
+}
 
 static void count_unfound(const resolving *r) {
     if (r->missing) __atomic_fetch_add(&r->job->unfound[0], r->missing, __ATOMIC_RELAXED);
@@ -127,7 +133,8 @@ static verdict resolve_ids(runner with, job *jobs, int64_t n, int64_t threads) {
     if (threads > 1 && ids >= SHARED_IDS) run_parts((int)pieces, (int)threads, resolve_piece, &all);
     else
         for (int64_t k = 0; pieces && k < n; k++)
-            for (int64_t piece = 0; piece < pieces_of(jobs + k); piece++) resolve_piece_of(with, jobs + k, piece);
+            for (int64_t piece = 0; piece < pieces_of(jobs + k); piece++)
+                resolve_piece_of(with, jobs + k, piece);
     for (int64_t k = 0; k < n; k++) {
         job *j = jobs + k;
         int64_t at = 0;
@@ -141,7 +148,8 @@ static verdict resolve_ids(runner with, job *jobs, int64_t n, int64_t threads) {
     return (verdict){0, NO_PROBLEM, 0, 0};
 }
 
-/* Memory for the row numbers of all jobs that have a map, and for what they lack. Null: none is needed, or, with failed set, there is none. */
+/* Memory for row numbers and counts of all jobs with a map. Null: none is needed, or (failed set) there is
+ * none. */
 static int64_t *make_rows(job *jobs, int64_t n, int *failed) {
     int64_t ids = 0, maps = 0, *memory;
     for (int64_t k = 0; k < n; k++)
@@ -161,7 +169,7 @@ static int64_t *make_rows(job *jobs, int64_t n, int *failed) {
     return memory;
 }
 
-/* Copies rows as they are, unpooled; no vector registers of floats, which would change the bytes of a signaling NaN. */
+/* Copies rows unchanged; float registers would change the bytes of a signaling NaN. */
 static void copy_rows(const job *j, ahead *a) {
     const int64_t lead = a->job == j ? a->id : j->n_ids;
     uint8_t *out = j->out;
@@ -198,15 +206,16 @@ static job split_ids(job *rest, int64_t wanted) {
     return split(rest, bags, ids);
 }
 
-/* Jobs whose ids are not row numbers yet, [j, end), some bags after others. Ids are placed before their rows are prefetched, and checked
- * before these are pooled. parts[0] is what is pooled, parts[1] the job after it, whose first rows are prefetched meanwhile. */
+/* Runs jobs [j, end) with unresolved ids, some bags at a time: places ids, prefetches rows, checks ids,
+ * pools. parts[0] is being pooled; parts[1] is the next job, whose first rows are prefetched meanwhile. */
 static void run_mapped(runner with, const job *j, const job *end) {
     resolving states[2], *here = states, *after = states + 1;
     int64_t lead = 0; /* rows that are prefetched and not pooled */
     begin(here, j);
     for (; j < end; j++) {
         job rest = *j, parts[2];
-        const int64_t row_ids = 1 + AHEAD_BYTES / (j->row_bytes + 48), at_once = j->map->directory ? IDS_AT_ONCE : ROWS_AT_ONCE;
+        const int64_t row_ids = 1 + AHEAD_BYTES / (j->row_bytes + 48),
+            at_once = j->map->directory ? IDS_AT_ONCE : ROWS_AT_ONCE;
         int is_last = 0, has_next = j + 1 < end;
         if (has_next) begin(after, j + 1);
         while (!is_last) {
@@ -214,7 +223,8 @@ static void run_mapped(runner with, const job *j, const job *end) {
             parts[0] = is_last ? rest : split_ids(&rest, at_once);
             /* Rows come in while those before them are pooled, all of which are checked first. */
             const int64_t first = parts[0].numbers - j->numbers, until = first + parts[0].n_ids;
-            const int64_t ahead_ids = j->map->directory ? parts[0].n_ids + row_ids : row_ids; /* ids that are row numbers need no row */
+            /* ids that are row numbers need no row */
+            const int64_t ahead_ids = j->map->directory ? parts[0].n_ids + row_ids : row_ids;
             const int64_t wanted = until + ahead_ids;
             with.kernel->place(here, wanted < j->n_ids ? wanted : j->n_ids);
             parts[0].ids = (const uint8_t *)parts[0].numbers, parts[0].beyond = here->placed - until;
@@ -230,7 +240,8 @@ static void run_mapped(runner with, const job *j, const job *end) {
             if (lead < ahead_ids) prefetch_rows(&a, ahead_ids - lead);
             with.kernel->resolve(here, until);
             with.kernel->lookup(parts, &a);
-            lead = a.job == parts ? a.id : a.job == a.end ? placed + (a.end > parts + 1 ? parts[1].n_ids : 0) : placed + a.id;
+            lead = a.job == parts ? a.id : a.job == a.end ? placed + (a.end > parts + 1 ? parts[1].n_ids : 0)
+                : placed + a.id;
             lead -= parts[0].n_ids;
         }
         count_unfound(here);
@@ -254,8 +265,8 @@ static void run_jobs(runner with, const job *jobs, const job *end) {
     }
 }
 
-/* The bytes that a job reads and writes for each of its ids, lines that a row shares with others included. How far apart its vectors are
- * does not count: of one vector that may be any number. */
+/* Bytes that a job reads and writes an id, shared cache lines included. The output stride does not count:
+ * with one vector it may be anything. */
 static int64_t bytes_an_id(const job *j) {
     const int64_t vector = j->is_gather ? j->row_bytes : j->dim * (j->out_half ? 2 : 4);
     return j->row_bytes + 48 + (j->map ? 64 : 0) + (j->pooling == POOL_NONE ? vector : 0);
@@ -306,7 +317,8 @@ static void run_all(runner with, const job *jobs, int64_t n, int64_t threads, jo
     run_parts((int)parts, (int)threads, run_part_of, &p);
 }
 
-/* Checks and runs jobs, which `make_rows` was called for, on at most `threads` threads. room: for n + MAX_PARTS jobs, where threads > 1. */
+/* Checks and runs jobs prepared by `make_rows` on up to `threads` threads. room: n + MAX_PARTS jobs if
+ * threads > 1. */
 static verdict execute(runner with, job *jobs, int64_t n, int64_t threads, job *room) {
     verdict v = check(jobs, n);
     if (threads > MAX_THREADS) threads = MAX_THREADS;

@@ -1,22 +1,23 @@
-/* Rows that a GPU asks for: CUDA calls `gather_rows` in the order of a stream, without the interpreter.
- *
- * list[0]: how many; from list[2] on, the address of each in 48 bits with its bytes / 16 above. units: where in `staging` each goes,
- * in 16 bytes; they ascend. Those are gathered that go to the units [from, to). */
+/* Rows that a GPU asks for: CUDA calls `gather_rows` in stream order, without the interpreter. list[0]:
+ * number of rows; list[2 ...]: address in 48 bits, bytes / 16 above. units: ascending places in `staging`,
+ * in 16 bytes. Gathers the rows that go to units [from, to). */
 #pragma once
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
 #include "_pool.h"
 
-typedef struct { const volatile int64_t *list; const int32_t *units; uint8_t *staging; int64_t threads, from, to; } request;
+typedef struct { const volatile int64_t *list; const int32_t *units; uint8_t *staging; int64_t threads, from,
+                to; } request;
 enum { ROWS_A_PART = 512, ROWS_AHEAD = 16 };
 static const int64_t ADDRESS = ((int64_t)1 << 48) - 1;
 typedef struct { const request *request; int64_t first, rows; int parts; } gathering;
 
-/* Units of 16 bytes, aligned: to memory, since a device that reads lines which a core has changed waits long for each. */
+/* Writes units past the caches: a device waits long for lines that a core has modified. */
 static void copy_past_caches(uint8_t *to, const uint8_t *from, int64_t units) {
 #if defined(__x86_64__)
-    for (int64_t n = 0; n < units; n++) _mm_stream_si128((__m128i *)to + n, _mm_loadu_si128((const __m128i *)from + n));
+    for (int64_t n = 0; n < units; n++)
+        _mm_stream_si128((__m128i *)to + n, _mm_loadu_si128((const __m128i *)from + n));
 #else
     __builtin_memcpy(to, from, (size_t)units * 16);
 #endif
@@ -26,7 +27,8 @@ static void gather_part(const void *argument, int part) {
     const gathering *g = argument;
     const int64_t *list = (const int64_t *)g->request->list + 2;
     int64_t i = g->first + g->rows * part / g->parts, end = g->first + g->rows * (part + 1) / g->parts;
-    for (int64_t n = i; n < end && n < i + ROWS_AHEAD; n++) __builtin_prefetch((const void *)(list[n] & ADDRESS));
+    for (int64_t n = i; n < end && n < i + ROWS_AHEAD; n++)
+        __builtin_prefetch((const void *)(list[n] & ADDRESS));
     for (; i < end; i++) {
         if (i + ROWS_AHEAD < end) {
             const int64_t ahead = list[i + ROWS_AHEAD];
@@ -56,6 +58,7 @@ static void gather_rows(void *argument) {
     const request *r = argument;
     int64_t first = first_at(r, r->from), rows = first_at(r, r->to) - first;
     if (rows <= 0) return;
-    gathering g = {r, first, rows, (int)(rows / ROWS_A_PART + 1)}; /* more parts than threads: some of those are interrupted */
+    /* more parts than threads: some of those are interrupted */
+    gathering g = {r, first, rows, (int)(rows / ROWS_A_PART + 1)};
     run_parts(g.parts, (int)r->threads, gather_part, &g);
 }

@@ -1,5 +1,5 @@
-/* How the lookups of one request become jobs of the GPU's lookup kernel: for `_native_jobs.c`, which gives a layout to Python, and
- * `_native_batch.c`, which writes those of a whole batch. Nothing here calls Python. */
+/* Turns a request's lookups into jobs of the GPU's lookup kernel, for `_native_jobs.c` (one layout) and
+ * `_native_batch.c` (a whole batch). Nothing here calls Python. */
 #pragma once
 #include <stdint.h>
 #include "_native_jobs.h"
@@ -8,7 +8,8 @@
 typedef struct { GPU_KIND_FIELDS(MEMBER) } kind;
 typedef struct { JOB_FIELDS(MEMBER) } job;
 typedef struct { MOVE_FIELDS(MEMBER) } move;
-typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place; /* as PLACE_FIELDS */
+/* as PLACE_FIELDS */
+typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place;
 typedef struct { int64_t table, ids_at, ids, locations_at; } cached;
 typedef struct { int64_t lookup, row_map, ids_at, ids; } resolved;
 
@@ -23,18 +24,20 @@ static inline int64_t item_of(const kind *k) { return k->precision ? 2 : 4; }
 static inline int64_t outputs_of(const kind *k, const place *p) { return k->is_pooled ? p->bags : p->ids; }
 
 /* The jobs of one launch while they are written. */
-typedef struct { job *jobs, *is_offset; int64_t count, programs, block; int has_lengths, is_weighted, is_indirect; } jobs_of;
+typedef struct { job *jobs, *is_offset; int64_t count, programs, block; int has_lengths, is_weighted,
+                is_indirect; } jobs_of;
 
 static const int64_t LARGEST = INT32_MAX;
 
 static inline int is_sound(const kind *k, const place *p) {
     int64_t ids;
-    return p->found_at < 0 && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST && p->bag_length >= 0
+    return p->found_at < 0 && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST
+        && p->bag_length >= 0
            && (!k->is_pooled || p->lengths_at >= 0
                || (!__builtin_mul_overflow(p->bags, p->bag_length, &ids) && ids == p->ids));
 }
 
-/* Whether the kernel can write where the caller wants the vectors: it writes 4 values at once where a dim is a multiple of that. */
+/* The kernel can write vectors there: it writes 4 values at once if dim is a multiple of 4. */
 static inline int can_be_written(const kind *k, const place *p) {
     int64_t unit = item_of(k) * (k->dim % 4 ? 1 : 4);
     return p->out_at % unit == 0 && k->out_row_bytes % unit == 0;
@@ -42,11 +45,13 @@ static inline int can_be_written(const kind *k, const place *p) {
 
 typedef struct { int64_t in_bytes, out_bytes, scratch, locations, moved_in, moved_out, found, mapped; } sizes;
 
-static inline void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset, int64_t source, int64_t bytes) {
+static inline void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset, int64_t source,
+                         int64_t bytes) {
     s->in_bytes = aligned(s->in_bytes, 8);
     *at = s->in_bytes, *is_offset = 1;
     move *last = moves + s->moved_in - 1;
-    if (s->moved_in && last->source + last->bytes == source && last->target + last->bytes == s->in_bytes) last->bytes += bytes;
+    if (s->moved_in && last->source + last->bytes == source && last->target + last->bytes == s->in_bytes)
+        last->bytes += bytes;
     else if (bytes) moves[s->moved_in++] = (move){source, s->in_bytes, bytes, 1, 0, 0};
     s->in_bytes += bytes;
 }
@@ -54,13 +59,17 @@ static inline void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset,
 /* Room for everything that a request of `count` lookups can have. */
 typedef struct { job *jobs; move *in, *out; cached *found; resolved *mapped; } room;
 
-static inline void add(int64_t number, const kind *k, const place *p, int is_placed, sizes *s, room *m, jobs_of *to) {
+static inline void add(int64_t number, const kind *k, const place *p, int is_placed, sizes *s, room *m,
+                       jobs_of *to) {
     int64_t outputs = outputs_of(k, p), item = item_of(k), bytes = outputs * k->dim * item;
     job *j = to->jobs + to->count, *moves = to->is_offset + to->count;
     *moves = (job){0};
-    *j = (job){.table = k->table, .rows = k->rows, .row_bytes = k->row_bytes, .dim = k->dim, .format = k->row_format,
-               .mean = k->mean, .ids = p->ids, .lengths_at = -1, .bag_length = p->bag_length, .vectors = outputs,
-               .weights_at = -1, .precision = k->precision, .first_program = to->programs, .starts_at = s->scratch,
+    *j = (job){.table = k->table, .rows = k->rows, .row_bytes = k->row_bytes, .dim = k->dim,
+               .format = k->row_format,
+               .mean = k->mean, .ids = p->ids, .lengths_at = -1, .bag_length = p->bag_length,
+                   .vectors = outputs,
+               .weights_at = -1, .precision = k->precision, .first_program = to->programs,
+                   .starts_at = s->scratch,
                .hbm_rows = k->hbm_rows, .locations_at = -1, .hbm_share = k->hbm_share, .out_step = k->dim};
     moves->out_at = moves->first_program = moves->starts_at = 1;
     stage(s, m->in, &j->ids_at, &moves->ids_at, p->ids_at, 8 * p->ids);
@@ -87,7 +96,8 @@ static inline void add(int64_t number, const kind *k, const place *p, int is_pla
         j->out_at = s->out_bytes;
         s->out_bytes += aligned(bytes, OUT_ALIGNMENT);
         int64_t row = k->dim * item;
-        if (bytes && k->out_row_bytes) m->out[s->moved_out++] = (move){j->out_at, p->out_at, row, outputs, row, k->out_row_bytes};
+        if (bytes && k->out_row_bytes)
+            m->out[s->moved_out++] = (move){j->out_at, p->out_at, row, outputs, row, k->out_row_bytes};
         else if (bytes) m->out[s->moved_out++] = (move){j->out_at, p->out_at, bytes, 1, 0, 0};
     }
     to->programs += (outputs * k->columns + to->block - 1) / to->block;
@@ -119,16 +129,18 @@ static inline int are_sound(const kind *k, const place *p, int64_t count) {
 }
 
 /* Lays out lookups that are sound, in room for as many. */
-static inline void lay_out_in(room *m, const kind *k, const place *p, int64_t count, int64_t pooled_block, int64_t unpooled_block,
-                              laid_out *to) {
+static inline void lay_out_in(room *m, const kind *k, const place *p, int64_t count, int64_t pooled_block,
+                              int64_t unpooled_block, laid_out *to) {
     int64_t each = count + 1;
     int is_placed;
     *to = (laid_out){.pooled = {.jobs = m->jobs, .is_offset = m->jobs + each, .block = pooled_block},
-                     .unpooled = {.jobs = m->jobs + 2 * each, .is_offset = m->jobs + 3 * each, .block = unpooled_block}};
+                     .unpooled = {.jobs = m->jobs + 2 * each, .is_offset = m->jobs + 3 * each,
+                                  .block = unpooled_block}};
     to->is_direct = is_direct(k, p, count, &is_placed);
     for (int64_t i = 0; i < count; i++) {
         int64_t outputs = outputs_of(k + i, p + i), row = k[i].dim * item_of(k + i);
-        int64_t last = outputs ? p[i].out_at + (outputs - 1) * (k[i].out_row_bytes ? k[i].out_row_bytes : row) + row : 0;
+        int64_t last = outputs ? p[i].out_at + (outputs - 1) * (k[i].out_row_bytes ? k[i].out_row_bytes
+                                                                : row) + row : 0;
         if (last > to->end) to->end = last;
         add(i, k + i, p + i, is_placed, &to->sizes, m, k[i].is_pooled ? &to->pooled : &to->unpooled);
     }
@@ -139,7 +151,8 @@ static inline void lay_out_in(room *m, const kind *k, const place *p, int64_t co
 static inline void write_programs(const jobs_of *jobs, int32_t first, int32_t *to) {
     for (int64_t k = 0; k < jobs->count; k++) {
         int64_t end = k + 1 < jobs->count ? jobs->jobs[k + 1].first_program : jobs->programs;
-        for (int64_t program = jobs->jobs[k].first_program; program < end; program++) to[program] = first + (int32_t)k;
+        for (int64_t program = jobs->jobs[k].first_program; program < end; program++)
+            to[program] = first + (int32_t)k;
     }
 }
 
@@ -148,4 +161,5 @@ int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t 
 void free_room(room *m);
 int make_room(room *m, int64_t count); /* 0: there is none, and Python's error says so */
 /* Copies parts of one buffer to another; 0: one of them does not lie in its buffer. */
-int copy_parts(const move *moves, int64_t count, const Py_buffer *source, const Py_buffer *target, int64_t source_base, int64_t target_base);
+int copy_parts(const move *moves, int64_t count, const Py_buffer *source, const Py_buffer *target,
+               int64_t source_base, int64_t target_base);

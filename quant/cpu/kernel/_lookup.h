@@ -1,11 +1,9 @@
-/* Gather, dequantize and pool, for one instruction set (included once for each, after _lanes.h).
- *
- * A bag's sum stays in registers: BLOCK vectors of LANES columns at a time, over all rows of the bag. int4 and int2 load LANES
- * bytes and split them by shift and mask into 2 or 4 vectors of every second or fourth column; the vectors are
- * interleaved once a bag, not once a row. Each row that is read is one more that is prefetched (_prefetch.h).
- * Order of arithmetic, which FBGEMM's CPU kernel shares: sum = fma(q, scale, sum + bias), with scale and bias times the weight.
- * A sum begins at +0, but that of one row at -0: x + -0 is x, while -0 + +0 is +0 and would lose a sign that is stored.
- */
+/* Gather, dequantize and pool, for one instruction set (included once for each, after _lanes.h). A bag's
+ * sum stays in registers: BLOCK vectors of LANES columns at a time, over all its rows. int4 and int2 load
+ * LANES bytes and split them into 2 or 4 vectors of every second or fourth column, interleaved once a bag.
+ * Each row read prefetches another (_prefetch.h). Order of arithmetic, as in FBGEMM: sum = fma(q, scale,
+ * sum + bias), with scale and bias times the weight. A sum begins at +0, that of one row at -0, to keep a
+ * stored -0. */
 #define STREAM_BYTES (4 << 20)
 
 #define SPLIT(format) ((format) == INT4 ? 2 : (format) == INT2 ? 4 : 1)
@@ -15,7 +13,8 @@
 INLINE float first_sum(int64_t length) { return length == 1 ? -0.0f : 0.0f; }
 
 /* Adds `blocks` vectors of one row, from column `column` on, to sum. */
-INLINE void add_row(int format, int blocks, int weighted, vf *sum, const uint8_t *row, int64_t column, float weight) {
+INLINE void add_row(int format, int blocks, int weighted, vf *sum, const uint8_t *row, int64_t column,
+                    float weight) {
     vf scale = v_set(weighted ? weight : 1.0f), bias = scale;
     if (HAS_SCALE(format)) {
         vf2 both = v_load_scale_bias(row, weighted ? weight : 1.0f);
@@ -76,7 +75,8 @@ INLINE float value_at(int format, const uint8_t *row, int64_t c) {
     return half_to_float(h);
 }
 
-INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *out, int64_t column, float factor) {
+INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *out, int64_t column,
+                 float factor) {
     for (int64_t c = column; c < j->dim; c++) {
         float sum = first_sum(length);
         for (int64_t i = id; i < id + length; i++) {
@@ -103,13 +103,15 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
 
 /* Rows of exactly `blocks` vectors, the usual widths: everything but the ids is known to the compiler.
  * sum[blocks] += row `id` of the job, which is declared around it. */
-#define ADD_ROW                                                                                                 \
-    add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0,                       \
+#define ADD_ROW \
+    add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0, \
             weighted ? load_f32(weights + 4 * id) : 1.0f)
 
 INLINE void pool_whole(int format, int blocks, int weighted, int how, const job *j, ahead *a) {
-    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids, out_row_bytes = j->out_row_bytes;
-    const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights, *const lengths = j->lengths;
+    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids,
+        out_row_bytes = j->out_row_bytes;
+    const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights,
+        *const lengths = j->lengths;
     const int mean = j->pooling == POOL_MEAN, into_l1 = a->into_l1;
     const int64_t last = n_ids + j->beyond;
     int64_t id = 0, prefetched = a->job == j ? a->id : last; /* of this job's rows */
@@ -140,7 +142,8 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
 
 /* The same, unpooled. */
 INLINE void copy_whole(int format, int blocks, int weighted, int how, const job *j, ahead *a) {
-    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids, out_row_bytes = j->out_row_bytes;
+    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids,
+        out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights;
     const int into_l1 = a->into_l1;
     const int64_t last = n_ids + j->beyond, lead = a->job == j ? a->id : last;
@@ -166,8 +169,8 @@ INLINE void copy_whole(int format, int blocks, int weighted, int how, const job 
 #undef ADD_ROW
 
 /* Any width: `blocks` vectors from column `column` on, then the next block of the same bag. */
-INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64_t id, int64_t length, uint8_t *out,
-                       int64_t column, float factor) {
+INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64_t id, int64_t length,
+                       uint8_t *out, int64_t column, float factor) {
     vf sum[16];
     UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(length));
     for (int64_t i = id; i < id + length; i++) {
@@ -182,13 +185,14 @@ INLINE void lookup_any(int format, int weighted, const job *j, ahead *a) {
     const int64_t n_bags = bags_of(j);
     int64_t id = 0;
     for (int64_t bag = 0; bag < n_bags; bag++) {
-        int64_t length = j->pooling == POOL_NONE ? 1 : j->lengths ? load_i32(j->lengths + 4 * bag) : j->fixed_length;
+        int64_t length = j->pooling == POOL_NONE ? 1 : j->lengths ? load_i32(j->lengths + 4 * bag)
+            : j->fixed_length;
         float factor = j->pooling == POOL_MEAN && length > 1 ? 1.0f / (float)length : 1.0f;
         uint8_t *out = j->out + bag * j->out_row_bytes;
         int64_t column = 0;
         prefetch_rows(a, length);
-#define BLOCK(n)                                                                                                \
-    for (; (n) >= SPLIT(format) && j->dim - column >= (n) * LANES; column += (n) * LANES)                       \
+#define BLOCK(n) \
+    for (; (n) >= SPLIT(format) && j->dim - column >= (n) * LANES; column += (n) * LANES) \
         pool_block(format, n, weighted, j, id, length, out, column, factor);
         BLOCK(16) BLOCK(4) BLOCK(1)
         if (SPLIT(format) > 1) { BLOCK(2) }
@@ -198,22 +202,22 @@ INLINE void lookup_any(int format, int weighted, const job *j, ahead *a) {
     }
 }
 
-/* An unpooled output that would flush the caches is written past the caches, where its rows are aligned for that. */
+/* Unpooled outputs that would flush the caches bypass them, if rows are aligned for that. */
 INLINE int streams(const job *j) {
     return j->pooling == POOL_NONE && j->n_ids * j->out_row_bytes > STREAM_BYTES
            && ((uintptr_t)j->out | (uintptr_t)j->out_row_bytes) % (4 * LANES) == 0;
 }
 
 INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
-#define WHOLE(n)                                                                                                \
-    if ((n) >= SPLIT(format) && j->dim == (n) * LANES && j->row_bytes == ROW_BYTES(format, (n) * LANES)) {       \
-        if (j->pooling != POOL_NONE) {                                                                        \
-            if (j->out_half) pool_whole(format, n, weighted, STORE_HALF, j, a);                               \
-            else pool_whole(format, n, weighted, STORE_FLOAT, j, a);                                          \
-        } else if (j->out_half) copy_whole(format, n, weighted, STORE_HALF, j, a);                            \
-        else if (!weighted && streams(j)) copy_whole(format, n, 0, STREAM_FLOAT, j, a);                       \
-        else copy_whole(format, n, weighted, STORE_FLOAT, j, a);                                              \
-        return;                                                                                                 \
+#define WHOLE(n) \
+    if ((n) >= SPLIT(format) && j->dim == (n) * LANES && j->row_bytes == ROW_BYTES(format, (n) * LANES)) { \
+        if (j->pooling != POOL_NONE) { \
+            if (j->out_half) pool_whole(format, n, weighted, STORE_HALF, j, a); \
+            else pool_whole(format, n, weighted, STORE_FLOAT, j, a); \
+        } else if (j->out_half) copy_whole(format, n, weighted, STORE_HALF, j, a); \
+        else if (!weighted && streams(j)) copy_whole(format, n, 0, STREAM_FLOAT, j, a); \
+        else copy_whole(format, n, weighted, STORE_FLOAT, j, a); \
+        return; \
     }
 #if LANES >= 8
     WHOLE(1) WHOLE(2) WHOLE(4) WHOLE(8) WHOLE(16)
@@ -222,19 +226,20 @@ INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
     lookup_any(format, weighted, j, a);
 }
 
-#define LOOKUP(format)                                                                             \
+#define LOOKUP(format) \
     static NOINLINE void NAME(lookup_##format)(const job *j, ahead *a) { \
-        lookup_format(format, 0, j, a);                                             \
-    }                                                                                              \
+        lookup_format(format, 0, j, a); \
+    } \
     static NOINLINE void NAME(lookup_weighted_##format)(const job *j, ahead *a) { \
-        lookup_format(format, 1, j, a);                                             \
+        lookup_format(format, 1, j, a); \
     }
 LOOKUP(INT2) LOOKUP(INT4) LOOKUP(INT8) LOOKUP(FP8) LOOKUP(FP16) LOOKUP(FP32)
 #undef LOOKUP
 
 static void NAME(lookup)(const job *j, ahead *a) {
     static void (*const plain[])(const job *, ahead *) = {
-        NAME(lookup_INT2), NAME(lookup_INT4), NAME(lookup_INT8), NAME(lookup_FP8), NAME(lookup_FP16), NAME(lookup_FP32)};
+        NAME(lookup_INT2), NAME(lookup_INT4), NAME(lookup_INT8), NAME(lookup_FP8), NAME(lookup_FP16),
+            NAME(lookup_FP32)};
     static void (*const weighted[])(const job *, ahead *) = {
         NAME(lookup_weighted_INT2), NAME(lookup_weighted_INT4), NAME(lookup_weighted_INT8),
         NAME(lookup_weighted_FP8), NAME(lookup_weighted_FP16), NAME(lookup_weighted_FP32)};

@@ -1,10 +1,7 @@
-/* Threads that stay: helpers park until a task comes, so that a call of some 10 µs can be shared.
- *
- * run_parts(parts, threads, function, argument): function(argument, part) for each part, on the caller and on helpers, each
- * taking the next one; returns when all are done. Any thread may call. Helpers are made when first needed, take no signals, and are
- * made anew after a fork. A caller that has done its parts looks for some 20 us whether the others are done before it sleeps: to be
- * woken takes as long.
- */
+/* Parked helper threads, so that a call of some 10 µs can be shared. run_parts(parts, threads, function,
+ * argument) calls function(argument, part) for each part, on the caller and helpers, and returns when all
+ * are done. Thread-safe. Helpers start on first use, block signals, and start anew after a fork. A caller
+ * spins for about 20 us before it sleeps: waking takes as long. */
 #ifndef POOL_H
 #define POOL_H
 #include <pthread.h>
@@ -93,7 +90,7 @@ static void run_parts(int parts, int threads, part_function *function, const voi
     pthread_mutex_unlock(&pool_lock);
 }
 
-/* A fork takes the lock over the fork, so that the child finds it free and the tasks whole; its helpers are not there. */
+/* A fork holds the lock, so the child finds it free and the tasks whole; it has no helpers. */
 static void before_fork(void) { pthread_mutex_lock(&pool_lock); }
 static void parent_after_fork(void) { pthread_mutex_unlock(&pool_lock); }
 static void child_after_fork(void) {

@@ -1,21 +1,21 @@
-/* Rows are prefetched some hundred lines before they are read, over the bags and the jobs of a call.
- *
- * `prefetch_ahead` prefetches the first rows of the first jobs. From then on a lookup prefetches one row for each that it reads. So the
- * distance stays the same, and a job that has fewer ids than that has its rows prefetched during the jobs before it.
- */
+/* Prefetches rows some hundred lines ahead, across bags and jobs of a call: `prefetch_ahead` prefetches
+ * the first rows; then each row read prefetches one more, so the distance stays and reaches into later
+ * jobs. */
 #pragma once
 #include "_rows.h"
 
-/* The distance, in bytes of lines. A quarter of L1: more begins to evict what has not been read yet, less leaves a core idle. */
+/* Distance in bytes of lines: a quarter of L1. More evicts unread rows, less leaves a core idle. */
 enum { AHEAD_BYTES = 12 << 10 };
 
 /* Reads the lines of the row whose id lies at `id`, into L1 or else into L2. */
-static inline __attribute__((always_inline)) void prefetch_row(const uint8_t *table, int64_t row_bytes, const uint8_t *id,
-                                                               int into_l1) {
+static inline __attribute__((always_inline)) void prefetch_row(const uint8_t *table, int64_t row_bytes,
+                                                               const uint8_t *id, int into_l1) {
     const uint8_t *row = table + load_i64(id) * row_bytes;
-#define LINES(locality)                                                                                          \
-    _Pragma("GCC unroll 16") for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, locality); \
-    if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, locality); /* rows start at multiples of 16 */
+#define LINES(locality) \
+    _Pragma("GCC unroll 16") for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, \
+        locality); \
+    /* rows start at multiples of 16 */ \
+    if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, locality);
     if (into_l1) {
         LINES(3)
     } else {

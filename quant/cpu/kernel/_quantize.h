@@ -2,7 +2,7 @@
  *
  * The bytes equal those of FBGEMM's quantizers with scale and bias moved to the front:
  *   int8   scale = fp16(range / 255), bias = fp16(min); q = round((x - min) * (255 / (range + 1e-8)))
- *   int4/2 bias = fp16(min), scale = fp16((max - bias) / (2^bits - 1)), 1 where that is 0 or its inverse overflows;
+ *   int4/2 bias = fp16(min), scale = fp16((max - bias) / (2^bits - 1)), 1 if 0 or its inverse overflows;
  *          q = clamp(round((x - bias) * (1 / scale)))
  *   fp8    1-4-3, bias 7, round to nearest even, gradual underflow, largest 240
  * A row that cannot be represented is refused: not finite, or outside fp16's or fp8's range.
@@ -30,7 +30,8 @@ INLINE extent extent_of(const float *x, int64_t n) {
         v_store(low, l), v_store(high, h), v_store(poison, p);
         ONE_BY_ONE
         for (int k = 0; k < LANES; k++) {
-            e.low = low[k] < e.low ? low[k] : e.low; /* not `if`: clang makes a branch of it, which is mispredicted */
+            /* not `if`: clang makes a branch of it, which is mispredicted */
+            e.low = low[k] < e.low ? low[k] : e.low;
             e.high = high[k] > e.high ? high[k] : e.high;
             e.poison += poison[k];
         }
@@ -122,8 +123,8 @@ INLINE const float *as_floats(int source, const uint8_t *values, int64_t dim, fl
 }
 
 /* scratch: at least 2 * dim floats. */
-static int64_t NAME(quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim, uint8_t *out,
-                              int64_t row_bytes, float *scratch) {
+static int64_t NAME(quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim,
+                              uint8_t *out, int64_t row_bytes, float *scratch) {
     int64_t source_bytes = dim * (source == FP32 ? 4 : 2);
     int64_t used = USED_BYTES(format, dim);
     uint8_t *q = (uint8_t *)(scratch + dim);

@@ -1,9 +1,7 @@
-/* Ids of a table become row numbers, for one instruction set (included once for each).
- *
- * Blocks of ids go through three steps, so that what a step reads was prefetched before: hashes and the places of pilots; some blocks
- * behind, row numbers; and, when the rows have come, the ids that they keep. A step's loops are plain, for the compiler's vectors.
- * What an overlay says of ids is found for a stretch of 2048 at once, before these are placed.
- */
+/* Turns a table's ids into row numbers, for one instruction set (included once for each). Blocks of ids go
+ * through three steps, each prefetching for the next: hashes and pilots' places; row numbers, some blocks
+ * later; the rows' kept ids. Loops are plain so that the compiler vectorizes them. An overlay is asked for
+ * a stretch of 2048 ids before these are placed. */
 #pragma once
 #include "_ids.h"
 
@@ -20,7 +18,8 @@ typedef uint64_t lanes8 __attribute__((vector_size(64), aligned(1), may_alias));
 #define ODD(a, b) __builtin_shuffle(a, b, (lanes8){1, 3, 5, 7, 9, 11, 13, 15})
 #endif
 
-/* is_whole: the table has all of its buckets here, and they are made by the hash. The lines of the pilots are prefetched. */
+/* Hashes a block and prefetches its pilots. is_whole: all of the table's buckets are here, chosen by the
+ * hash. */
 INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_whole, id_block *b) {
     const whole_entry *entries = (const whole_entry *)(intptr_t)m->entries;
     const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots;
@@ -64,7 +63,7 @@ INLINE void hash_block(const row_map *m, const uint8_t *ids, int64_t n, int is_w
 
 #include "_resolve_overlay.h"
 
-/* Rows. These are prefetched by the lookup, one for each that it pools; ids that are kept apart from them are prefetched here. */
+/* Computes rows. The lookup prefetches the rows; ids kept apart from them are prefetched here. */
 INLINE void place_block(const row_map *m, int kept_apart, const id_block *b, int64_t *numbers) {
     const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots, *kept = (const uint8_t *)(intptr_t)m->ids;
     uint64_t pilot[ID_BLOCK], row[ID_BLOCK];
@@ -86,7 +85,8 @@ INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart)
     for (; k < count + PILOT_LAG && (k - PILOT_LAG) * ID_BLOCK < until; k++) {
         if (k < count) {
             const int64_t at = k * ID_BLOCK, left = j->n_ids - at;
-            hash_block(m, j->ids + 8 * at, left < ID_BLOCK ? left : ID_BLOCK, is_whole, &r->blocks[k % BLOCKS]);
+            hash_block(m, j->ids + 8 * at, left < ID_BLOCK ? left : ID_BLOCK, is_whole,
+                       &r->blocks[k % BLOCKS]);
         }
         if (k >= PILOT_LAG) {
             const int64_t at = (k - PILOT_LAG) * ID_BLOCK;
@@ -108,7 +108,8 @@ INLINE void place_ids(resolving *r, int64_t until, int is_whole, int kept_apart)
 static NOINLINE void NAME(count_backfilled)(const row_map *m, const int64_t *rows, int64_t n, resolving *r) {
     const uint8_t *bits = (const uint8_t *)(intptr_t)m->backfilled;
     for (int64_t i = 0; i < n; i++)
-        if (rows[i] != m->default_row && rows[i] >= 0 && rows[i] < r->job->rows) r->backfilled += bits[rows[i] >> 3] >> (rows[i] & 7) & 1;
+        if (rows[i] != m->default_row && rows[i] >= 0 && rows[i] < r->job->rows)
+            r->backfilled += bits[rows[i] >> 3] >> (rows[i] & 7) & 1;
 }
 
 /* Whether a row is an overlay's: neither one of the table nor -1. */
@@ -118,7 +119,8 @@ INLINE int is_overlaid(const job *j, int64_t row) { return (uint64_t)row + 1 > (
 INLINE int64_t check_blocks(resolving *r, int64_t at, int64_t until) {
     const job *j = r->job;
     const row_map *m = j->map;
-    const uint8_t *kept = m->id_count ? (const uint8_t *)(intptr_t)m->ids : (const uint8_t *)&ID_MIX; /* no row is read there */
+    /* no row is read there */
+    const uint8_t *kept = m->id_count ? (const uint8_t *)(intptr_t)m->ids : (const uint8_t *)&ID_MIX;
     const int64_t step = m->id_step;
     const uint64_t own = (uint64_t)j->rows;
     lanes8 found = {0};
@@ -149,7 +151,8 @@ INLINE void check_one(resolving *r, int64_t at) {
     const row_map *m = j->map;
     int64_t *row = j->numbers + at;
     const int is = is_overlaid(j, *row)
-                   || (*row >= 0 && load_i64((const uint8_t *)(intptr_t)m->ids + *row * m->id_step) == load_i64(j->ids + 8 * at));
+                   || (*row >= 0 && load_i64((const uint8_t *)(intptr_t)m->ids
+                                             + *row * m->id_step) == load_i64(j->ids + 8 * at));
     if (!is) *row = m->default_row;
     if (j->found) j->found[at] = (uint8_t)is;
     r->missing += !is;
@@ -167,7 +170,8 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
     const row_map *m = j->map;
     const int64_t count = (j->n_ids + ID_BLOCK - 1) / ID_BLOCK;
     int64_t k = r->next;
-    lanes8 lacks = {0}, late = {0}; /* counted in lanes over all blocks: a sum of eight costs as much as a block */
+    /* counted in lanes over all blocks: a sum of eight costs as much as a block */
+    lanes8 lacks = {0}, late = {0};
     for (; k < count && k * ID_BLOCK < until; k++) {
         const int64_t at = k * ID_BLOCK, n = j->n_ids - at < ID_BLOCK ? j->n_ids - at : ID_BLOCK;
         int64_t *numbers = j->numbers + at, rows[ID_BLOCK];
@@ -175,7 +179,8 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
         if (n == ID_BLOCK) __builtin_memcpy(id, j->ids + 8 * at, sizeof id);
         else EACH_ID id[i] = (uint64_t)(i < n ? load_i64(j->ids + 8 * (at + i)) : m->first);
         EACH_EIGHT {
-            const lanes8 row = EIGHT(id) - (uint64_t)m->first, is_missing = (lanes8)(row >= (uint64_t)m->id_count);
+            const lanes8 row = EIGHT(id) - (uint64_t)m->first,
+                is_missing = (lanes8)(row >= (uint64_t)m->id_count);
             EIGHT(rows) = (row & ~is_missing) | ((uint64_t)m->default_row & is_missing);
             lacks -= is_missing;
             late -= (lanes8)(row >= (uint64_t)m->own) & ~is_missing;
@@ -199,7 +204,8 @@ static NOINLINE void NAME(resolve_own_rows)(resolving *r, int64_t until) {
 static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
     const job *j = r->job;
     const row_map *m = j->map;
-    const int is_counted = m->default_row >= 0 || m->own < m->id_count || m->first; /* else ids were checked before */
+    /* else ids were checked before */
+    const int is_counted = m->default_row >= 0 || m->own < m->id_count || m->first;
     for (int64_t from = 0; from < j->n_ids; from += STRETCH) {
         const int64_t n = j->n_ids - from < STRETCH ? j->n_ids - from : STRETCH;
         const uint8_t *ids = j->ids + 8 * from;
@@ -232,7 +238,9 @@ static NOINLINE void NAME(resolve_overridden_rows)(resolving *r) {
 
 static NOINLINE void NAME(place_whole)(resolving *r, int64_t until) { place_ids(r, until, 1, 0); }
 static NOINLINE void NAME(place_kept_apart)(resolving *r, int64_t until) { place_ids(r, until, 1, 1); }
-static NOINLINE void NAME(place_part)(resolving *r, int64_t until) { place_ids(r, until, 0, r->job->map->id_step != r->job->row_bytes); }
+static NOINLINE void NAME(place_part)(resolving *r, int64_t until) {
+    place_ids(r, until, 0, r->job->map->id_step != r->job->row_bytes);
+}
 
 /* Gives ids up to number `until`, or some further, the rows that are theirs if they are there. */
 static void NAME(place)(resolving *r, int64_t until) {
@@ -245,7 +253,7 @@ static void NAME(place)(resolving *r, int64_t until) {
     else NAME(place_kept_apart)(r, until);
 }
 
-/* Fills a job's `numbers`, and `found` where it is there, up to id number `until`; counts what lacks a row of its own. */
+/* Fills a job's `numbers` and `found` (if any) up to id `until`; counts ids without a row of their own. */
 static void NAME(resolve)(resolving *r, int64_t until) {
     NAME(place)(r, until);
     if (r->checked < until) NAME(check_ids)(r, until);

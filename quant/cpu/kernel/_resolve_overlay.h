@@ -1,6 +1,5 @@
-/* What an overlay says of many ids at once, for one instruction set: a pass notes which ids may be in a layer, then one goes over those.
- * Part of `_resolve.h`, whose macros it uses.
- */
+/* Asks an overlay for many ids at once: one pass notes ids that may be in a layer, the next looks these
+ * up. Part of `_resolve.h`, whose macros it uses. */
 #pragma once
 
 /* Where an id's pilot lies in a layer, and what becomes its slot with it. */
@@ -11,7 +10,8 @@ INLINE place_in_layer place_in(const layer *l, uint64_t id) {
     const whole_entry *e = (const whole_entry *)(intptr_t)l->entries + bucket;
     const uint64_t first = (uint64_t)e->first_row, g = spread(hash, e->seed);
     const uint8_t *pilots = (const uint8_t *)(intptr_t)l->pilots;
-    return (place_in_layer){first, e->slots, g, pilots + pilots_before(first) + bucket + reduce(g, pilots_before(e->slots) + 1)};
+    return (place_in_layer){first, e->slots, g,
+                            pilots + pilots_before(first) + bucket + reduce(g, pilots_before(e->slots) + 1)};
 }
 
 /* The slot that an id has if it is there; -1: its bucket is empty. */
@@ -56,7 +56,8 @@ INLINE uint32_t may_be_in(const layer *l, const uint64_t *id) {
 
 /* Which ids of a block a layer of row numbers has. */
 INLINE uint32_t are_marked(const layer *l, const uint64_t *id) {
-    const uint64_t *marks = (const uint64_t *)(intptr_t)l->marks, first = (uint64_t)l->first_marked, count = (uint64_t)l->marked;
+    const uint64_t *marks = (const uint64_t *)(intptr_t)l->marks, first = (uint64_t)l->first_marked,
+        count = (uint64_t)l->marked;
     uint64_t at[ID_BLOCK], word[ID_BLOCK];
     uint32_t found = 0;
     EACH_EIGHT {
@@ -73,11 +74,12 @@ INLINE uint32_t are_marked(const layer *l, const uint64_t *id) {
 
 enum { NOTED = 64 }; /* ids whose lines come in together */
 
-/* Adds those of a block's ids, from number `at` on, that `maybe` has bits for; returns how many are noted then. */
+/* Notes the ids of a block, from number `at` on, with bits in `maybe`; returns the new count. */
 INLINE int64_t note_block(uint32_t maybe, int64_t at, int32_t *noted, int64_t count) {
 #if defined(ISA_AVX512) /* no branch that nobody foresees */
     const __m512i each = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    _mm512_storeu_si512(noted + count, _mm512_maskz_compress_epi32((__mmask16)maybe, _mm512_add_epi32(each, _mm512_set1_epi32((int)at))));
+    _mm512_storeu_si512(noted + count, _mm512_maskz_compress_epi32((__mmask16)maybe,
+                                                    _mm512_add_epi32(each, _mm512_set1_epi32((int)at))));
     count += __builtin_popcount(maybe);
 #else
     for (; maybe; maybe &= maybe - 1) noted[count++] = (int32_t)at + __builtin_ctz(maybe);
@@ -96,13 +98,15 @@ INLINE int64_t note(const layer *l, int is_marked, const uint8_t *ids, int64_t n
     if (at < n) {
         uint64_t id[ID_BLOCK] = {0};
         for (int64_t i = 0; i < n - at; i++) id[i] = (uint64_t)load_i64(ids + 8 * (at + i));
-        count = note_block((is_marked ? are_marked(l, id) : may_be_in(l, id)) & ((1u << (n - at)) - 1), at, noted, count);
+        count = note_block((is_marked ? are_marked(l, id) : may_be_in(l, id)) & ((1u << (n - at)) - 1), at,
+                           noted, count);
     }
     return count;
 }
 
-/* Rows of a layer take the place of those of the ids that it has, among the noted ones. Each step prefetches for the next. */
-INLINE void override_noted(const layer *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
+/* Replaces rows of noted ids that the layer has. Each step prefetches for the next. */
+INLINE void override_noted(const layer *l, const uint8_t *ids, const int32_t *noted, int64_t count,
+                           int64_t *numbers) {
     const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
     place_in_layer places[NOTED];
     int64_t slots[NOTED];
@@ -118,24 +122,29 @@ INLINE void override_noted(const layer *l, const uint8_t *ids, const int32_t *no
         }
         for (int64_t k = 0; k < n; k++) {
             const int64_t slot = slots[k];
-            if (slot < 0 || load_i64((const uint8_t *)(intptr_t)l->ids + slot * l->id_step) != load_i64(ids + 8 * noted[k])) continue;
+            if (slot < 0 || load_i64((const uint8_t *)(intptr_t)l->ids + slot * l->id_step) != load_i64(ids
+                + 8 * noted[k])) continue;
             numbers[noted[k]] = deleted && deleted[slot >> 3] >> (slot & 7) & 1 ? -1 : l->first_row + slot;
         }
     }
 }
 
-static inline int64_t below(int64_t x, int64_t count) { return x < count ? x : count - 1; } /* whatever a file holds */
+/* whatever a file holds */
+static inline int64_t below(int64_t x, int64_t count) { return x < count ? x : count - 1; }
 
 /* The same of a layer with marks, which has all of the noted ids. */
-INLINE void override_marked(const layer *l, const uint8_t *ids, const int32_t *noted, int64_t count, int64_t *numbers) {
+INLINE void override_marked(const layer *l, const uint8_t *ids, const int32_t *noted, int64_t count,
+                            int64_t *numbers) {
     const uint8_t *deleted = (const uint8_t *)(intptr_t)l->deleted;
     const uint64_t *marks = (const uint64_t *)(intptr_t)l->marks;
-    const uint32_t *before = (const uint32_t *)(intptr_t)l->marks_before, *slots = (const uint32_t *)(intptr_t)l->marked_slots;
+    const uint32_t *before = (const uint32_t *)(intptr_t)l->marks_before,
+        *slots = (const uint32_t *)(intptr_t)l->marked_slots;
     const uint32_t *at[NOTED];
     for (int64_t from = 0; from < count; from += NOTED, noted += NOTED) {
         const int64_t n = count - from < NOTED ? count - from : NOTED;
         for (int64_t k = 0; k < n; k++) {
-            const uint64_t number = (uint64_t)load_i64(ids + 8 * noted[k]) - (uint64_t)l->first_marked, word = number >> 6;
+            const uint64_t number = (uint64_t)load_i64(ids + 8 * noted[k]) - (uint64_t)l->first_marked,
+                word = number >> 6;
             const uint64_t lower = marks[word] & (((uint64_t)1 << (number & 63)) - 1);
             at[k] = slots + below((int64_t)before[word] + __builtin_popcountll(lower), l->slots);
             __builtin_prefetch(at[k], 0, 3);

@@ -6,8 +6,9 @@ enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 
 enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2 };
 
 /* The bytes of a row of `dim` values, scale and bias included, without what it is padded with. */
-#define USED_BYTES(format, dim)                                                                                 \
-    ((format) <= INT8 ? 4 + (dim) * (2 << (format)) / 8 : (format) == FP8 ? (dim) : (format) == FP16 ? 2 * (dim) : 4 * (dim))
+#define USED_BYTES(format, dim) \
+    ((format) <= INT8 ? 4 + (dim) * (2 << (format)) / 8 : (format) == FP8 ? (dim) : (format) == FP16 \
+     ? 2 * (dim) : 4 * (dim))
 
 /* One lookup in one table. Addresses are absolute. */
 typedef struct {
@@ -27,7 +28,8 @@ typedef struct {
     uint8_t *found;            /* [n_ids]: whether the table has the id, 1 or 0; or null */
     int64_t *numbers;          /* [n_ids], of a job that has a map: where its row numbers go */
     int64_t beyond;            /* how many ids behind these may be prefetched: more of the same job */
-    int64_t *unfound;          /* [2], of a job that has a map: ids that are missing and that are backfilled are added to it */
+    /* [2], of a job that has a map: ids that are missing and that are backfilled are added to it */
+    int64_t *unfound;
 } job;
 
 /* How many vectors a job writes. */
@@ -44,12 +46,12 @@ typedef struct {
 struct resolving;
 typedef struct {
     const char *name;
-    /* Pools a job's bags (or copies its rows, unpooled). For every row that it reads it prefetches the next one of `a`. */
+    /* Pools a job's bags (unpooled: copies rows). Prefetches the next row of `a` for each one read. */
     void (*lookup)(const job *j, ahead *a);
     /* Packs rows; returns the first row that cannot be packed, or -1. */
-    int64_t (*quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim, uint8_t *out,
-                        int64_t row_bytes, float *scratch);
-    /* Turn ids of a job that has a map into row numbers, up to one of them (_resolve.h): where they would be, and whether they are. */
+    int64_t (*quantize)(int format, int source, const uint8_t *values, int64_t rows, int64_t dim,
+                        uint8_t *out, int64_t row_bytes, float *scratch);
+    /* Resolve ids of a job with a map up to `until` (_resolve.h): find their places; check them. */
     void (*place)(struct resolving *r, int64_t until), (*resolve)(struct resolving *r, int64_t until);
 } kernel;
 

@@ -1,25 +1,29 @@
 /* The Python face of the CPU kernels: argument parsing, validation, threads. No arithmetic on rows here.
- *
  * isas() -> tuple of names, fastest first, that this processor runs
  * use(name) -> selects one of them
  * prefetches_into() -> the level of the cache that rows are prefetched into, 1 or 2, as suits the processor
  * prefetch_into(level) -> selects it, for measurements
- * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out, out_half, threads, row_map)
+ * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out,
+ *   out_half, threads, row_map)
  *   lengths: int32, for pooled lookups; row_map: address of one (_ids.h), or 0
- * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [n, fields of KIND_FIELDS], what they read, and
+ * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [n, fields of KIND_FIELDS], what
+ *   they read, and
  *   places int64 [n, fields of PLACE_FIELDS], where in the buffers
- * gather(jobs, inputs, outputs, threads): jobs is int64 [n, fields of GATHER_FIELDS]; copies rows as they are packed
- *   All three check every id and length before any row is read. They return None, or (job, problem, position, value) for
- *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the lengths), MISSING_ID.
+ * gather(jobs, inputs, outputs, threads): jobs is int64 [n, fields of GATHER_FIELDS]; copies rows as they are
+ *   packed
+ *   All three check every id and length before any row is read. They return None, or (job, problem, position,
+ *   value) for
+ *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the
+ *   lengths), MISSING_ID.
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see _gather.h
- * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c · lengths_of, parts_of, feature_places: see _native_bags.c
- * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build, find_rows: see _native_index.c · fill_filter, fill_marks: see _native_overlay.c
+ * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c ·
+ * lengths_of, parts_of, feature_places: see _native_bags.c
+ * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
+ * find_rows: see _native_index.c · fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
- *
- * The interpreter's lock is released while rows are read or written.
- */
+ * The interpreter's lock is released while rows are read or written. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -42,10 +46,12 @@ static const kernel *available[3];
 static runner active;
 static int n_available;
 
-/* The fields of the matrices that `run` takes. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`.
- * lengths_at, weights_at: -1 where there are none. out_row_bytes: from one vector to the next. */
-#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_row_bytes) F(out_half) F(row_map)
-#define PLACE_FIELDS(F) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) F(weights_at) F(out_at) F(found_at)
+/* Fields of `run`'s matrices. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`;
+ * lengths_at, weights_at -1: none. */
+#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_row_bytes) \
+    F(out_half) F(row_map)
+#define PLACE_FIELDS(F) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) F(weights_at) F(out_at) \
+    F(found_at)
 /* The same for `gather`. */
 #define GATHER_FIELDS(F) F(table) F(rows) F(row_bytes) F(ids_at) F(ids) F(out_at)
 #define MEMBER(name) int64_t name;
@@ -53,13 +59,18 @@ static int n_available;
 typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
 typedef struct { PLACE_FIELDS(MEMBER) } place_fields;
 typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
-static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL}, *const place_names[] = {PLACE_FIELDS(NAME) NULL};
+static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL},
+    *const place_names[] = {PLACE_FIELDS(NAME) NULL};
 static const char *const row_map_names[] = {ROW_MAP_FIELDS(NAME) NULL};
 static const char *const layer_names[] = {LAYER_FIELDS(NAME) NULL};
-static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL}, *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
-static const char *const job_names[] = {JOB_FIELDS(NAME) NULL}, *const move_names[] = {MOVE_FIELDS(NAME) NULL};
-static const char *const measured_names[] = {MEASURED_FIELDS(NAME) NULL}, *const base_names[] = {BASE_FIELDS(NAME) NULL};
-static const char *const probe_names[] = {PROBE_FIELDS(NAME) NULL}, *const resolve_names[] = {RESOLVE_FIELDS(NAME) NULL};
+static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL},
+    *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
+static const char *const job_names[] = {JOB_FIELDS(NAME) NULL},
+    *const move_names[] = {MOVE_FIELDS(NAME) NULL};
+static const char *const measured_names[] = {MEASURED_FIELDS(NAME) NULL},
+    *const base_names[] = {BASE_FIELDS(NAME) NULL};
+static const char *const probe_names[] = {PROBE_FIELDS(NAME) NULL},
+    *const resolve_names[] = {RESOLVE_FIELDS(NAME) NULL};
 
 static void find_kernels(void) {
 #if defined(__x86_64__)
@@ -99,8 +110,8 @@ static int fits(const char *what, int64_t offset, int64_t count, int64_t size, c
     if (offset >= 0 && count >= 0 && size >= 0 && !__builtin_mul_overflow(count, size, &bytes)
         && !__builtin_add_overflow(offset, bytes, &end) && end <= b->len)
         return 1;
-    PyErr_Format(PyExc_ValueError, "%s: %lld x %lld bytes at %lld do not lie in a buffer of %zd", what, (long long)count,
-                 (long long)size, (long long)offset, b->len);
+    PyErr_Format(PyExc_ValueError, "%s: %lld x %lld bytes at %lld do not lie in a buffer of %zd", what,
+                 (long long)count, (long long)size, (long long)offset, b->len);
     return 0;
 }
 
@@ -110,9 +121,12 @@ static int choice(int64_t value) { return value >= 0 && value < INT32_MAX ? (int
 /* What the kernels rely on, but for the ids and lengths themselves. */
 static int is_sound(const job *j, int64_t threads) {
     int64_t total, item = j->out_half ? 2 : 4;
-    if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && j->format >= INT2 && j->format <= FP32
-        && j->pooling >= POOL_NONE && j->pooling <= POOL_MEAN && j->n_ids >= 0 && j->n_bags >= 0 && j->fixed_length >= 0
-        && !__builtin_mul_overflow(j->fixed_length, j->n_bags, &total) && j->out_row_bytes >= j->dim * item && threads >= 1)
+    if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && j->format >= INT2
+        && j->format <= FP32
+        && j->pooling >= POOL_NONE && j->pooling <= POOL_MEAN && j->n_ids >= 0 && j->n_bags >= 0
+            && j->fixed_length >= 0
+        && !__builtin_mul_overflow(j->fixed_length, j->n_bags, &total) && j->out_row_bytes >= j->dim * item
+            && threads >= 1)
         return 1;
     PyErr_SetString(PyExc_ValueError, "a lookup's format, pooling, sizes or threads are out of range");
     return 0;
@@ -129,7 +143,8 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         || (args[8] != Py_None && PyObject_GetBuffer(args[8], &weights, PyBUF_SIMPLE)))
         goto done;
     job j = {.table = (const uint8_t *)(intptr_t)a[0], .rows = a[1], .row_bytes = a[2], .dim = a[3],
-             .format = choice(a[4]), .pooling = choice(a[5]), .ids = ids.buf, .n_ids = ids.len / 8, .lengths = lengths.buf,
+             .format = choice(a[4]), .pooling = choice(a[5]), .ids = ids.buf, .n_ids = ids.len / 8,
+                 .lengths = lengths.buf,
              .weights = weights.buf, .out = out.buf, .out_half = half_threads[0] != 0,
              .map = (const row_map *)(intptr_t)half_threads[2]};
     j.out_row_bytes = j.dim * (j.out_half ? 2 : 4);
@@ -154,23 +169,25 @@ done:
     return result;
 }
 
-/* Whether `count` vectors of `size` bytes, `step` bytes apart, lie in the outputs; else sets ValueError. Nothing wraps. */
+/* `count` vectors of `size` bytes, `step` bytes apart, lie in the outputs; else sets ValueError. Nothing
+ * wraps. */
 static int vectors_fit(int64_t offset, int64_t count, int64_t step, int64_t size, const Py_buffer *b) {
     int64_t last = 0;
     if (!count) return fits("outputs", offset, 0, size, b);
     if (!__builtin_mul_overflow(count - 1, step, &last) && !__builtin_add_overflow(offset, last, &last))
         return fits("outputs", offset, 0, size, b) && fits("outputs", last, 1, size, b);
-    PyErr_Format(PyExc_ValueError, "outputs: %lld vectors %lld bytes apart do not lie in any buffer", (long long)count,
-                 (long long)step);
+    PyErr_Format(PyExc_ValueError, "outputs: %lld vectors %lld bytes apart do not lie in any buffer",
+                 (long long)count, (long long)step);
     return 0;
 }
 
-/* What a lookup reads and where -> a job over the two buffers; 0 with ValueError set where it does not lie in them. */
-static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buffer *in, const Py_buffer *out, int64_t threads,
-                       job *j) {
+/* Makes a job of a lookup over the two buffers; 0 with ValueError set if it does not lie in them. */
+static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buffer *in, const Py_buffer *out,
+                       int64_t threads, job *j) {
     const uint8_t *inputs = in->buf;
-    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes, .dim = f->dim,
-               .format = choice(f->row_format), .pooling = choice(f->pooling), .n_ids = p->ids, .fixed_length = p->bag_length,
+    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
+               .dim = f->dim, .format = choice(f->row_format), .pooling = choice(f->pooling), .n_ids = p->ids,
+                   .fixed_length = p->bag_length,
                .n_bags = p->bags, .out_row_bytes = f->out_row_bytes, .out_half = f->out_half != 0,
                .map = (const row_map *)(intptr_t)f->row_map};
     int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
@@ -189,19 +206,22 @@ static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buf
     return 1;
 }
 
-static int bind_gather(const gather_fields *f, const Py_buffer *in, const Py_buffer *out, int64_t threads, job *j) {
+static int bind_gather(const gather_fields *f, const Py_buffer *in, const Py_buffer *out, int64_t threads,
+                       job *j) {
     if (f->rows < 0 || f->row_bytes <= 0 || f->ids < 0 || threads < 1) {
         PyErr_SetString(PyExc_ValueError, "a gather's sizes or threads are out of range");
         return 0;
     }
-    if (!fits("inputs (ids)", f->ids_at, f->ids, 8, in) || !fits("outputs", f->out_at, f->ids, f->row_bytes, out)) return 0;
+    if (!fits("inputs (ids)", f->ids_at, f->ids, 8, in)
+        || !fits("outputs", f->out_at, f->ids, f->row_bytes, out)) return 0;
     *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
                .pooling = POOL_NONE, .ids = (const uint8_t *)in->buf + f->ids_at, .n_ids = f->ids,
                .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->row_bytes, .is_gather = 1};
     return 1;
 }
 
-/* How many ids of each job were missing and how many backfilled, int64 [count, 2]; None: none. of: where `make_rows` keeps these. */
+/* Missing and backfilled ids of each job, int64 [count, 2]; None: there are none. of: where `make_rows`
+ * keeps them. */
 static PyObject *unfound(const int64_t *of, int64_t count) {
     int64_t any = 0;
     for (int64_t k = 0; of && k < 2 * count; k++) any |= of[k];
@@ -210,8 +230,8 @@ static PyObject *unfound(const int64_t *of, int64_t count) {
 }
 
 /* What `run` and `gather` share. kinds, in, out: buffers; places: of a lookup, or null for a gather. */
-static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in, const Py_buffer *out,
-                          int64_t threads) {
+static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in,
+                            const Py_buffer *out, int64_t threads) {
     enum { FEW = 64 };
     job few[FEW], *jobs = few;
     int64_t *rows = NULL;
@@ -220,7 +240,8 @@ static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, con
     int64_t count = kinds->len / (int64_t)(places ? sizeof(kind_fields) : sizeof(gather_fields));
     int64_t room = threads > 1 ? 2 * count + MAX_PARTS : count;
     if (places && places->len != count * (int64_t)sizeof(place_fields))
-        return PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places->len, (long long)count);
+        return PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places->len,
+                            (long long)count);
     if (room > FEW && !(jobs = PyMem_Malloc((size_t)room * sizeof(job)))) return PyErr_NoMemory();
     for (int64_t k = 0; k < count; k++) {
         place_fields place;
@@ -249,29 +270,39 @@ static PyObject *run_buffers(PyObject *const *args, Py_ssize_t n, int has_places
     int64_t threads;
     if (n != count + 1) return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", count + 1, n);
     if (!integers(args + count, 1, &threads)) return NULL;
-    while (held < count && !PyObject_GetBuffer(args[held], b + held, held == count - 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
-    if (held == count) result = run_buffer(b, has_places ? b + 1 : NULL, b + count - 2, b + count - 1, threads);
+    while (held < count && !PyObject_GetBuffer(args[held], b + held,
+                                               held == count - 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    if (held == count)
+        result = run_buffer(b, has_places ? b + 1 : NULL, b + count - 2, b + count - 1, threads);
     while (held--) PyBuffer_Release(b + held);
     return result;
 }
 
-static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) { return run_buffers(args, n, 1); }
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    return run_buffers(args, n, 1);
+}
 
-static PyObject *py_gather(PyObject *self, PyObject *const *args, Py_ssize_t n) { return run_buffers(args, n, 0); }
+static PyObject *py_gather(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    return run_buffers(args, n, 0);
+}
 
 static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t kind[2], shape[2], row_bytes, bad = -1;
     Py_buffer values = {0}, out = {0};
     PyObject *result = NULL;
     if (n != 7) return PyErr_Format(PyExc_TypeError, "quantize takes 7 arguments, got %zd", n);
-    if (!integers(args, 2, kind) || !integers(args + 3, 2, shape) || !integers(args + 6, 1, &row_bytes)) return NULL;
-    if (PyObject_GetBuffer(args[2], &values, PyBUF_SIMPLE) || PyObject_GetBuffer(args[5], &out, PyBUF_WRITABLE)) goto done;
-    if (kind[0] < INT2 || kind[0] > FP32 || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1 || shape[1] > INT32_MAX
+    if (!integers(args, 2, kind) || !integers(args + 3, 2, shape) || !integers(args + 6, 1, &row_bytes))
+        return NULL;
+    if (PyObject_GetBuffer(args[2], &values, PyBUF_SIMPLE)
+        || PyObject_GetBuffer(args[5], &out, PyBUF_WRITABLE)) goto done;
+    if (kind[0] < INT2 || kind[0] > FP32 || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1
+        || shape[1] > INT32_MAX
         || row_bytes < USED_BYTES(kind[0], shape[1])) {
         PyErr_SetString(PyExc_ValueError, "quantize: format, source, dim or row_bytes are out of range");
         goto done;
     }
-    if (!fits("values", 0, shape[0], shape[1] * (kind[1] == FP32 ? 4 : 2), &values) || !fits("out", 0, shape[0], row_bytes, &out))
+    if (!fits("values", 0, shape[0], shape[1] * (kind[1] == FP32 ? 4 : 2), &values)
+        || !fits("out", 0, shape[0], row_bytes, &out))
         goto done;
     float *scratch = PyMem_Malloc((size_t)shape[1] * 2 * sizeof(float) + 64);
     if (!scratch) {
@@ -279,7 +310,8 @@ static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-    bad = active.kernel->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf, row_bytes, scratch);
+    bad = active.kernel->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf,
+                                  row_bytes, scratch);
     Py_END_ALLOW_THREADS
     PyMem_Free(scratch);
     result = PyLong_FromLongLong(bad);
@@ -291,19 +323,24 @@ done:
 
 static PyObject *py_isas(PyObject *self, PyObject *unused) {
     PyObject *names = PyTuple_New(n_available);
-    for (int i = 0; names && i < n_available; i++) PyTuple_SetItem(names, i, PyUnicode_FromString(available[i]->name));
+    for (int i = 0; names && i < n_available; i++)
+        PyTuple_SetItem(names, i, PyUnicode_FromString(available[i]->name));
     return names;
 }
 
 static PyObject *py_prefetch_into(PyObject *self, PyObject *level) {
     long to = PyLong_AsLong(level);
     if (to == -1 && PyErr_Occurred()) return NULL;
-    if (to != 1 && to != 2) return PyErr_Format(PyExc_ValueError, "rows are prefetched into the cache of level 1 or 2, not %ld", to);
+    if (to != 1 && to != 2)
+        return PyErr_Format(PyExc_ValueError, "rows are prefetched into the cache of level 1 or 2, not %ld",
+                            to);
     active.into_l1 = to == 1;
     Py_RETURN_NONE;
 }
 
-static PyObject *py_prefetches_into(PyObject *self, PyObject *unused) { return PyLong_FromLong(active.into_l1 ? 1 : 2); }
+static PyObject *py_prefetches_into(PyObject *self, PyObject *unused) {
+    return PyLong_FromLong(active.into_l1 ? 1 : 2);
+}
 
 static PyObject *py_use(PyObject *self, PyObject *name) {
     for (int i = 0; i < n_available; i++)
@@ -311,7 +348,8 @@ static PyObject *py_use(PyObject *self, PyObject *name) {
             active.kernel = available[i];
             Py_RETURN_NONE;
         }
-    return PyErr_Format(PyExc_ValueError, "instruction set %R: this processor does not run it; isas() lists what it runs", name);
+    return PyErr_Format(PyExc_ValueError,
+        "instruction set %R: this processor does not run it; isas() lists what it runs", name);
 }
 
 static PyMethodDef methods[] = {
@@ -356,7 +394,8 @@ static int add_names(PyObject *to, const char *as, const char *const *names) {
     return !failed;
 }
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL,
+                                    NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
     n_available = 0;
@@ -364,7 +403,9 @@ PyMODINIT_FUNC PyInit__native(void) {
     open_pool();
     PyObject *made = PyModule_Create(&module);
     if (made && add_names(made, "KIND_FIELDS", kind_names) && add_names(made, "PLACE_FIELDS", place_names)
-        && add_names(made, "ROW_MAP_FIELDS", row_map_names) && add_names(made, "LAYER_FIELDS", layer_names) && add_names(made, "GATHER_FIELDS", gather_names) && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
+        && add_names(made, "ROW_MAP_FIELDS", row_map_names) && add_names(made, "LAYER_FIELDS", layer_names)
+            && add_names(made, "GATHER_FIELDS", gather_names)
+                && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
         && add_names(made, "JOB_FIELDS", job_names) && add_names(made, "MOVE_FIELDS", move_names)
         && add_names(made, "MEASURED_FIELDS", measured_names) && add_names(made, "BASE_FIELDS", base_names)
         && add_names(made, "PROBE_FIELDS", probe_names) && add_names(made, "RESOLVE_FIELDS", resolve_names))

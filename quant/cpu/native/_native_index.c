@@ -1,20 +1,26 @@
-/* The builder of id indexes (quant/rows/ids.py): ids are put into buckets, and each bucket gets the pilots by which no two ids meet in a row.
- *
- * Records are int64 [n, 2]: an id, and the number of its row in the source. Buckets of records lie one after another.
- *
- * count_buckets(row_map, ids, counts): adds how many of the ids each bucket has to counts, int64 [buckets]; -> None, or the position of the
+/* The builder of id indexes (quant/rows/ids.py): ids are put into buckets, and each bucket gets the pilots by
+ * which no two ids meet in a row.
+ * Records are int64 [n, 2]: an id, and the number of its row in the source. Buckets of records lie one after
+ * another.
+ * count_buckets(row_map, ids, counts): adds how many of the ids each bucket has to counts, int64 [buckets];
+ *   -> None, or the position of the
  *   first id that has no bucket
- * put_in_buckets(row_map, ids, sources, ends, records): appends each id, with its source, to its bucket; ends: int64 [buckets], where a
+ * put_in_buckets(row_map, ids, sources, ends, records): appends each id, with its source, to its bucket;
+ *   ends: int64 [buckets], where a
  *   bucket's next record goes
- * distinct(records, starts, first, last, keep, own, kept): of buckets [first, last) keeps each id once, the first (keep 1) or the last (2) of
- *   those that are the same, in front, and moves the others behind; kept: int64 [buckets], how many stay. keep 0: -> (id, source row, source
- *   row) of two that are the same, or None. A source from `own` on is an older version's: it stays where no other has its id
- * build(records, starts, kept, first, last, directory, pilots): finds seeds and pilots of buckets [first, last). directory has the first rows.
+ * distinct(records, starts, first, last, keep, own, kept): of buckets [first, last) keeps each id once, the
+ *   first (keep 1) or the last (2) of
+ *   those that are the same, in front, and moves the others behind; kept: int64 [buckets], how many stay.
+ *   keep 0: -> (id, source row, source
+ *   row) of two that are the same, or None. A source from `own` on is an older version's: it stays where no
+ *   other has its id
+ * build(records, starts, kept, first, last, directory, pilots): finds seeds and pilots of buckets [first,
+ *   last). directory has the first rows.
  *   -> None, or the number of a bucket for which none were found
- * find_rows(row_map, ids, rows): the row that each id has if it is there, int64 [n]; what a row keeps is not looked at
- *
- * All of them release the interpreter's lock; buckets of different ranges may be handled by several threads at once.
- */
+ * find_rows(row_map, ids, rows): the row that each id has if it is there, int64 [n]; what a row keeps is not
+ *   looked at
+ * All of them release the interpreter's lock; buckets of different ranges may be handled by several threads
+ * at once. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -47,7 +53,8 @@ PyObject *py_count_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     int64_t *counts = all.b[2].buf, outside = -1;
     Py_BEGIN_ALLOW_THREADS
     for (int64_t i = 0; i < ids; i++) {
-        const uint64_t id = (uint64_t)load_i64((const uint8_t *)all.b[1].buf + 8 * i), bucket = bucket_of(m, id, mix_id(id));
+        const uint64_t id = (uint64_t)load_i64((const uint8_t *)all.b[1].buf + 8 * i),
+            bucket = bucket_of(m, id, mix_id(id));
         if (bucket < (uint64_t)m->buckets_here) counts[bucket]++;
         else if (outside < 0) outside = i;
     }
@@ -64,7 +71,8 @@ PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n)
     if (!take(args, 5, 24, &all)) return NULL;
     const row_map *m = map_in(&all.b[0]);
     const int64_t ids = int64s(&all.b[1]), room = all.b[4].len / (int64_t)sizeof(record);
-    if (!m || int64s(&all.b[2]) != ids || int64s(&all.b[3]) != m->buckets_here) return unsound(&all, "put_in_buckets");
+    if (!m || int64s(&all.b[2]) != ids || int64s(&all.b[3]) != m->buckets_here)
+        return unsound(&all, "put_in_buckets");
     int64_t *ends = all.b[3].buf;
     record *records = all.b[4].buf;
     int fits = 1;
@@ -83,7 +91,7 @@ PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n)
 
 /* ---- ids that are the same ---- */
 
-/* Positions + 1 of records in an open-addressed table of a power of two, twice as large as there are records. */
+/* Open-addressed table of positions + 1 of records; a power of two, at least twice the records. */
 typedef struct { uint32_t *at; uint64_t mask, salt; } set;
 
 static int make_set(set *s, int64_t records) {
@@ -150,20 +158,25 @@ PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         if ((given[i] = PyLong_AsLongLong(args[2 + i])) == -1 && PyErr_Occurred()) return NULL;
     PyObject *const of[] = {args[0], args[1], args[6]};
     if (!take(of, 3, 5, &all)) return NULL;
-    const int64_t *starts = all.b[1].buf, buckets = int64s(&all.b[2]), room = all.b[0].len / (int64_t)sizeof(record);
+    const int64_t *starts = all.b[1].buf, buckets = int64s(&all.b[2]),
+        room = all.b[0].len / (int64_t)sizeof(record);
     int64_t *kept = all.b[2].buf;
-    int sound = int64s(&all.b[1]) == buckets + 1 && given[0] >= 0 && given[0] <= given[1] && given[1] <= buckets;
-    for (int64_t b = given[0]; sound && b < given[1]; b++) sound = starts[b] >= 0 && starts[b] <= starts[b + 1] && starts[b + 1] <= room;
+    int sound = int64s(&all.b[1]) == buckets + 1 && given[0] >= 0 && given[0] <= given[1]
+        && given[1] <= buckets;
+    for (int64_t b = given[0]; sound && b < given[1]; b++)
+        sound = starts[b] >= 0 && starts[b] <= starts[b + 1] && starts[b + 1] <= room;
     if (!sound) return unsound(&all, "distinct");
     twins found = {0};
     Py_BEGIN_ALLOW_THREADS
     for (int64_t b = given[0]; b < given[1] && !found.failed; b++)
-        kept[b] = keep_distinct((record *)all.b[0].buf + starts[b], starts[b + 1] - starts[b], (int)given[2], given[3], &found);
+        kept[b] = keep_distinct((record *)all.b[0].buf + starts[b], starts[b + 1] - starts[b], (int)given[2],
+                                given[3], &found);
     Py_END_ALLOW_THREADS
     release(&all);
     if (found.failed == 2) return PyErr_NoMemory();
     if (!found.failed) Py_RETURN_NONE;
-    return Py_BuildValue("LLL", (long long)found.twice.id, (long long)found.other, (long long)found.twice.source);
+    return Py_BuildValue("LLL", (long long)found.twice.id, (long long)found.other,
+                         (long long)found.twice.source);
 }
 
 /* ---- pilots of buckets ---- */
@@ -180,19 +193,23 @@ PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     const int64_t *starts = all.b[1].buf, *kept = all.b[2].buf, room = all.b[0].len / (int64_t)sizeof(record);
     const int64_t buckets = int64s(&all.b[2]);
     entry *directory = all.b[3].buf;
-    int sound = int64s(&all.b[1]) == buckets + 1 && all.b[3].len == (buckets + 1) * (int64_t)sizeof(entry) && range[0] >= 0
+    int sound = int64s(&all.b[1]) == buckets + 1 && all.b[3].len == (buckets + 1) * (int64_t)sizeof(entry)
+        && range[0] >= 0
                 && range[0] <= range[1] && range[1] <= buckets;
     for (int64_t i = range[0]; sound && i < range[1]; i++) {
         const int64_t slots = directory[i + 1].first_row - directory[i].first_row;
         const int64_t pilots = (int64_t)pilots_before((uint64_t)directory[i].first_row) + i;
-        sound = starts[i] >= 0 && kept[i] >= 0 && kept[i] <= room - starts[i] && directory[i].first_row >= 0 && slots >= kept[i]
-                && slots < UINT32_MAX / 4 && pilots + (int64_t)pilots_before((uint64_t)slots) + 1 <= all.b[4].len;
+        sound = starts[i] >= 0 && kept[i] >= 0 && kept[i] <= room - starts[i] && directory[i].first_row >= 0
+            && slots >= kept[i]
+                && slots < UINT32_MAX / 4
+                    && pilots + (int64_t)pilots_before((uint64_t)slots) + 1 <= all.b[4].len;
     }
     if (!sound) return unsound(&all, "build");
     int verdict = 1;
     Py_BEGIN_ALLOW_THREADS
     for (int64_t i = range[0]; i < range[1] && verdict == 1; i++) {
-        const uint64_t first = (uint64_t)directory[i].first_row, slots = (uint64_t)directory[i + 1].first_row - first;
+        const uint64_t first = (uint64_t)directory[i].first_row,
+            slots = (uint64_t)directory[i + 1].first_row - first;
         if (!kept[i]) continue;
         verdict = build_bucket((const record *)all.b[0].buf + starts[i], kept[i], slots, &directory[i].seed,
                                (uint8_t *)all.b[4].buf + pilots_before(first) + i);
@@ -220,12 +237,15 @@ PyObject *py_find_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t *rows = all.b[2].buf;
     Py_BEGIN_ALLOW_THREADS
     for (int64_t i = 0; i < ids; i++) {
-        const uint64_t id = (uint64_t)load_i64((const uint8_t *)all.b[1].buf + 8 * i), hash = mix_id(id), at = bucket_of(m, id, hash);
+        const uint64_t id = (uint64_t)load_i64((const uint8_t *)all.b[1].buf + 8 * i), hash = mix_id(id),
+            at = bucket_of(m, id, hash);
         rows[i] = -1;
         if (at >= (uint64_t)m->buckets_here) continue;
-        const uint64_t first = (uint64_t)directory[at].first_row, slots = (uint64_t)directory[at + 1].first_row - first;
+        const uint64_t first = (uint64_t)directory[at].first_row,
+            slots = (uint64_t)directory[at + 1].first_row - first;
         if (!slots) continue;
-        const uint64_t g = spread(hash, directory[at].seed), pilot = pilots[pilots_before(first) + at + reduce(g, pilots_before(slots) + 1)];
+        const uint64_t g = spread(hash, directory[at].seed),
+            pilot = pilots[pilots_before(first) + at + reduce(g, pilots_before(slots) + 1)];
         rows[i] = (int64_t)(first + slot_of(g, pilot, slots));
     }
     Py_END_ALLOW_THREADS

@@ -1,4 +1,5 @@
-/* What builds id indexes (`_native_index.c`, `_native_pilots.c`), and what finds the rows of overlays (`_native_overlay.c`). */
+/* Functions that build id indexes (`_native_index.c`, `_native_pilots.c`) and overlay filters
+ * (`_native_overlay.c`). */
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -21,7 +22,8 @@ static inline void release(buffers *all) {
 static inline int take(PyObject *const *args, int count, int writable, buffers *all) {
     all->held = 0;
     while (all->held < count) {
-        if (PyObject_GetBuffer(args[all->held], &all->b[all->held], writable >> all->held & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) {
+        if (PyObject_GetBuffer(args[all->held], &all->b[all->held],
+                               writable >> all->held & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) {
             release(all);
             return 0;
         }

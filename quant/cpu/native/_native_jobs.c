@@ -1,19 +1,25 @@
-/* A request's lookups as jobs of the GPU's lookup kernel. `quant.gpu.batch.layout` does the same in Python for any lookups; here are those
- * that come again and again, for which the device needs nothing but their ids. And copies of many small parts at once.
- *
+/* A request's lookups as jobs of the GPU's lookup kernel. `quant.gpu.batch.layout` does the same in Python
+ * for any lookups; here are those
+ * that come again and again, for which the device needs nothing but their ids. And copies of many small parts
+ * at once.
  * totals(kinds, places) -> (ids, bags, columns of vectors) of the pooled lookups
- * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can be, bags that are not the
+ * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can
+ *   be, bags that are not the
  *   ids, or found masks, which Python lays out; else
- *   (in_bytes, out_bytes, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled, unpooled):
+ *   (in_bytes, out_bytes, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled,
+ *   unpooled):
  *   written: where the last vector ends in the caller's output buffer
- *   moves_in, moves_out: fields of `move`, int64, as bytes · resolved: (lookup, row_map, ids_at, ids), int64, as bytes
+ *   moves_in, moves_out: fields of `move`, int64, as bytes; resolved: (lookup, row_map, ids_at, ids), int64,
+ *   as bytes
  *   cached: (table, ids_at, ids, locations_at), int64, as bytes
- *   pooled, unpooled: (jobs, is_offset, job_of_program, has_lengths, is_weighted, is_indirect); jobs and is_offset: int64
+ *   pooled, unpooled: (jobs, is_offset, job_of_program, has_lengths, is_weighted, is_indirect); jobs and
+ *   is_offset: int64
  *   [jobs, fields of a job], job_of_program: int32, as bytes
- * measure(kinds, places, out_bytes, blocks of pooled columns, of unpooled ones, of ids that the cache finds, that become row
- *   numbers) -> None: Python lays the request out; else its sizes, as MEASURED_FIELDS, then its places, as bytes
- * move(moves, source, target, source_base, target_base): copies parts of one buffer to another
- */
+ * measure(kinds, places, out_bytes, blocks of pooled columns, of unpooled ones, of ids that the cache finds,
+ *   that become row
+ *   numbers) -> None: Python lays the request out; else its sizes, as MEASURED_FIELDS, then its places, as
+ *   bytes
+ * move(moves, source, target, source_base, target_base): copies parts of one buffer to another */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -30,7 +36,8 @@ static int take(PyObject *const *args, request *r) {
     }
     r->count = r->kinds.len / (int64_t)sizeof(kind);
     if (r->places.len == r->count * (int64_t)sizeof(place)) return 1;
-    PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", r->places.len, (long long)r->count);
+    PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", r->places.len,
+                 (long long)r->count);
     PyBuffer_Release(&r->kinds), PyBuffer_Release(&r->places);
     return 0;
 }
@@ -56,11 +63,13 @@ static PyObject *bytes_of(const void *from, int64_t count, size_t size) {
 
 /* A launch's jobs as Python has them. */
 static PyObject *described(const jobs_of *to) {
-    PyObject *jobs = bytes_of(to->jobs, to->count, sizeof(job)), *is_offset = bytes_of(to->is_offset, to->count, sizeof(job));
+    PyObject *jobs = bytes_of(to->jobs, to->count, sizeof(job)),
+        *is_offset = bytes_of(to->is_offset, to->count, sizeof(job));
     PyObject *programs = PyBytes_FromStringAndSize(NULL, to->programs * 4), *made = NULL;
     if (jobs && is_offset && programs) {
         write_programs(to, 0, (int32_t *)(void *)PyBytes_AsString(programs));
-        made = Py_BuildValue("OOOiii", jobs, is_offset, programs, to->has_lengths, to->is_weighted, to->is_indirect);
+        made = Py_BuildValue("OOOiii", jobs, is_offset, programs, to->has_lengths, to->is_weighted,
+                             to->is_indirect);
     }
     Py_XDECREF(jobs), Py_XDECREF(is_offset), Py_XDECREF(programs);
     return made;
@@ -72,7 +81,8 @@ void free_room(room *m) {
 
 int make_room(room *m, int64_t count) {
     size_t n = (size_t)count + 1;
-    *m = (room){PyMem_Malloc(4 * n * sizeof(job)), PyMem_Malloc(3 * n * sizeof(move)), PyMem_Malloc(n * sizeof(move)),
+    *m = (room){PyMem_Malloc(4 * n * sizeof(job)), PyMem_Malloc(3 * n * sizeof(move)),
+                PyMem_Malloc(n * sizeof(move)),
                 PyMem_Malloc(n * sizeof(cached)), PyMem_Malloc(n * sizeof(resolved))};
     if (m->jobs && m->in && m->out && m->found && m->mapped) return 1;
     free_room(m);
@@ -87,7 +97,8 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 4) return PyErr_Format(PyExc_TypeError, "lay_out takes 4 arguments, got %zd", n);
     int64_t blocks[2] = {PyLong_AsLongLong(args[2]), PyLong_AsLongLong(args[3])};
     if (PyErr_Occurred()) return NULL;
-    if (blocks[0] < 1 || blocks[1] < 1) return PyErr_Format(PyExc_ValueError, "blocks of columns must be positive");
+    if (blocks[0] < 1 || blocks[1] < 1)
+        return PyErr_Format(PyExc_ValueError, "blocks of columns must be positive");
     if (!take(args, &r)) return NULL;
     const kind *k = r.kinds.buf;
     const place *p = r.places.buf;
@@ -99,13 +110,17 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         laid_out laid;
         lay_out_in(&m, k, p, r.count, blocks[0], blocks[1], &laid);
         const sizes s = laid.sizes;
-        PyObject *in = bytes_of(m.in, s.moved_in, sizeof(move)), *out = bytes_of(m.out, s.moved_out, sizeof(move));
-        PyObject *mapped = bytes_of(m.mapped, s.mapped, sizeof(resolved)), *found = bytes_of(m.found, s.found, sizeof(cached));
+        PyObject *in = bytes_of(m.in, s.moved_in, sizeof(move)),
+            *out = bytes_of(m.out, s.moved_out, sizeof(move));
+        PyObject *mapped = bytes_of(m.mapped, s.mapped, sizeof(resolved)),
+            *found = bytes_of(m.found, s.found, sizeof(cached));
         PyObject *first = described(&laid.pooled), *second = described(&laid.unpooled);
         if (in && out && mapped && found && first && second)
-            result = Py_BuildValue("LLLLiOOOOOO", (long long)s.in_bytes, (long long)s.out_bytes, (long long)laid.end, (long long)s.scratch,
+            result = Py_BuildValue("LLLLiOOOOOO", (long long)s.in_bytes, (long long)s.out_bytes,
+                                   (long long)laid.end, (long long)s.scratch,
                                    laid.is_direct, in, out, mapped, found, first, second);
-        Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(mapped), Py_XDECREF(found), Py_XDECREF(first), Py_XDECREF(second);
+        Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(mapped), Py_XDECREF(found), Py_XDECREF(first),
+            Py_XDECREF(second);
         free_room(&m);
     }
     let_go(&r);
@@ -113,7 +128,8 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 }
 
 static int64_t traits_of(const jobs_of *j) {
-    return (j->has_lengths ? HAS_LENGTHS : 0) | (j->is_weighted ? IS_WEIGHTED : 0) | (j->is_indirect ? IS_INDIRECT : 0);
+    return (j->has_lengths ? HAS_LENGTHS : 0) | (j->is_weighted ? IS_WEIGHTED : 0) | (j->is_indirect
+        ? IS_INDIRECT : 0);
 }
 
 PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -125,7 +141,8 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     for (int i = 0; i < 5; i++) {
         numbers[i] = PyLong_AsLongLong(args[2 + i]);
         if (PyErr_Occurred()) return NULL;
-        if (numbers[i] < (i ? 1 : 0)) return PyErr_Format(PyExc_ValueError, "bytes are not negative, and blocks are positive");
+        if (numbers[i] < (i ? 1 : 0))
+            return PyErr_Format(PyExc_ValueError, "bytes are not negative, and blocks are positive");
     }
     if (PyObject_GetBuffer(args[0], &kinds, PyBUF_SIMPLE)) return NULL;
     if (PyObject_GetBuffer(args[1], &places, PyBUF_SIMPLE)) {
@@ -141,14 +158,19 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         laid_out laid;
         lay_out_in(&m, kinds.buf, places.buf, count, numbers[1], numbers[2], &laid);
         const sizes *s = &laid.sizes;
-        int64_t asked = laid.end > numbers[0] ? laid.end : numbers[0], staged = s->out_bytes, whole = aligned(asked, OUT_ALIGNMENT);
-        measured got = {.pooled_block = numbers[1], .unpooled_block = numbers[2], .probe_block = numbers[3], .resolve_block = numbers[4],
-                        .in_bytes = s->in_bytes, .out_bytes = laid.is_direct && whole > staged ? whole : staged, .asked_bytes = asked,
-                        .scratch = s->scratch, .pooled_jobs = laid.pooled.count, .pooled_programs = laid.pooled.programs,
+        int64_t asked = laid.end > numbers[0] ? laid.end : numbers[0], staged = s->out_bytes,
+            whole = aligned(asked, OUT_ALIGNMENT);
+        measured got = {.pooled_block = numbers[1], .unpooled_block = numbers[2], .probe_block = numbers[3],
+                        .resolve_block = numbers[4], .in_bytes = s->in_bytes, .out_bytes = laid.is_direct
+                            && whole > staged ? whole : staged, .asked_bytes = asked,
+                        .scratch = s->scratch, .pooled_jobs = laid.pooled.count,
+                            .pooled_programs = laid.pooled.programs,
                         .pooled_traits = traits_of(&laid.pooled), .unpooled_jobs = laid.unpooled.count,
-                        .unpooled_programs = laid.unpooled.programs, .unpooled_traits = traits_of(&laid.unpooled),
+                        .unpooled_programs = laid.unpooled.programs,
+                            .unpooled_traits = traits_of(&laid.unpooled),
                         .cached = s->found, .resolved = s->mapped, .is_direct = laid.is_direct};
-        for (int64_t i = 0; i < s->found; i++) got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[3]);
+        for (int64_t i = 0; i < s->found; i++)
+            got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[3]);
         for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[4]);
         free_room(&m);
         if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + places.len))) {
@@ -163,14 +185,17 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t bytes) {
     int64_t last, end;
     return at >= 0 && rows >= 0 && bytes >= 0 && step >= 0
-           && (!rows || (!__builtin_mul_overflow(rows - 1, step, &last) && !__builtin_add_overflow(at, last, &last)
+           && (!rows || (!__builtin_mul_overflow(rows - 1, step, &last)
+                         && !__builtin_add_overflow(at, last, &last)
                          && !__builtin_add_overflow(last, bytes, &end) && end <= b->len));
 }
 
-int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_buffer *target, int64_t source_base, int64_t target_base) {
+int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_buffer *target,
+               int64_t source_base, int64_t target_base) {
     for (int64_t i = 0; i < count; i++) {
         int64_t from, to;
-        if (__builtin_add_overflow(m[i].source, source_base, &from) || __builtin_add_overflow(m[i].target, target_base, &to)
+        if (__builtin_add_overflow(m[i].source, source_base, &from)
+            || __builtin_add_overflow(m[i].target, target_base, &to)
             || !lies_in(source, from, m[i].rows, m[i].source_step, m[i].bytes)
             || !lies_in(target, to, m[i].rows, m[i].target_step, m[i].bytes))
             return 0;
@@ -180,8 +205,10 @@ int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_b
     return 1;
 }
 
-static int copy_moves(const Py_buffer *moves, const Py_buffer *source, const Py_buffer *target, int64_t source_base, int64_t target_base) {
-    return copy_parts(moves->buf, moves->len / (int64_t)sizeof(move), source, target, source_base, target_base);
+static int copy_moves(const Py_buffer *moves, const Py_buffer *source, const Py_buffer *target,
+                      int64_t source_base, int64_t target_base) {
+    return copy_parts(moves->buf, moves->len / (int64_t)sizeof(move), source, target, source_base,
+                      target_base);
 }
 
 PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -190,7 +217,8 @@ PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 5) return PyErr_Format(PyExc_TypeError, "move takes 5 arguments, got %zd", n);
     int64_t source_base = PyLong_AsLongLong(args[3]), target_base = PyLong_AsLongLong(args[4]);
     if (PyErr_Occurred()) return NULL;
-    while (held < 3 && !PyObject_GetBuffer(args[held], b + held, held == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    while (held < 3 && !PyObject_GetBuffer(args[held], b + held, held == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+        held++;
     if (held == 3) {
         ok = copy_moves(b, b + 1, b + 2, source_base, target_base);
         if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
@@ -205,7 +233,8 @@ PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 typedef struct { Py_buffer moves, source; int64_t base; } part;
 
 static int take_part(PyObject *tuple, part *p) {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 3) return PyErr_SetString(PyExc_TypeError, "a part is moves, source and base"), 0;
+    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 3)
+        return PyErr_SetString(PyExc_TypeError, "a part is moves, source and base"), 0;
     p->base = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
     if (PyErr_Occurred() || PyObject_GetBuffer(PyTuple_GetItem(tuple, 0), &p->moves, PyBUF_SIMPLE)) return 0;
     if (!PyObject_GetBuffer(PyTuple_GetItem(tuple, 1), &p->source, PyBUF_SIMPLE)) return 1;
@@ -214,7 +243,8 @@ static int take_part(PyObject *tuple, part *p) {
 }
 
 PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 2 || !PyList_Check(args[0])) return PyErr_Format(PyExc_TypeError, "move_all takes a list of parts and a target");
+    if (n != 2 || !PyList_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "move_all takes a list of parts and a target");
     Py_ssize_t count = PyList_Size(args[0]), held = 0;
     Py_buffer target;
     if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)) return NULL;
@@ -224,7 +254,8 @@ PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int ok = parts && held == count;
     if (ok) {
         Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; ok && i < count; i++) ok = copy_moves(&parts[i].moves, &parts[i].source, &target, 0, parts[i].base);
+        for (Py_ssize_t i = 0; ok && i < count; i++)
+            ok = copy_moves(&parts[i].moves, &parts[i].source, &target, 0, parts[i].base);
         Py_END_ALLOW_THREADS
         if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
     }

@@ -1,30 +1,36 @@
-/* Lookups as jobs of the GPU's kernel (`_native_jobs.c`): the fields of what is read and written, int64 each, and the functions. */
+/* Lookups as jobs of the GPU's kernel (`_native_jobs.c`): int64 fields of inputs and outputs, and the
+ * functions. */
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
-/* What a lookup that comes again reads. cache_table: its number in the cache, or -1. columns: of one vector, as
- * quant.gpu.batch.layout.columns has it. out_row_bytes: from one vector to the next, or 0: they lie one after another. row_map: of its
- * NativeRowMap on the device, or 0: ids are row numbers. */
+/* The request-independent part of a lookup. cache_table: its number in the cache, or -1. columns: of one
+ * vector, as quant.gpu.batch.layout.columns. out_row_bytes: output stride, or 0: dense. row_map: of its
+ * NativeRowMap on the device, or 0: none. */
 #define GPU_KIND_FIELDS(F) \
-    F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(mean) F(precision) F(hbm_rows) F(hbm_share) F(cache_table) \
+    F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(mean) F(precision) F(hbm_rows) F(hbm_share) \
+    F(cache_table) \
     F(is_pooled) F(columns) F(out_row_bytes) F(row_map)
 /* The fields of a job, those of quant.gpu.kernels.job.JobField. */
 #define JOB_FIELDS(F) \
-    F(table) F(rows) F(row_bytes) F(dim) F(format) F(mean) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(vectors) F(weights_at) \
+    F(table) F(rows) F(row_bytes) F(dim) F(format) F(mean) F(ids_at) F(ids) F(lengths_at) F(bag_length) \
+    F(vectors) F(weights_at) \
     F(out_at) F(precision) F(first_program) F(starts_at) F(hbm_rows) F(locations_at) F(hbm_share) F(out_step)
 /* Parts to be copied: `rows` of `bytes` bytes, so many bytes apart. */
 #define MOVE_FIELDS(F) F(source) F(target) F(bytes) F(rows) F(source_step) F(target_step)
-/* What `measure` finds of a request, as quant.gpu.batch.layout.Layout has it. *_block: what a program takes, which it was measured for.
+/* What `measure` finds of a request, named as in quant.gpu.batch.layout.Layout. *_block: of a program.
  * *_traits: bits of has_lengths, is_weighted, is_indirect. */
 #define MEASURED_FIELDS(F) \
-    F(pooled_block) F(unpooled_block) F(probe_block) F(resolve_block) F(in_bytes) F(out_bytes) F(asked_bytes) F(scratch) F(cached_ids) \
-    F(pooled_jobs) F(pooled_programs) F(pooled_traits) F(unpooled_jobs) F(unpooled_programs) F(unpooled_traits) \
+    F(pooled_block) F(unpooled_block) F(probe_block) F(resolve_block) F(in_bytes) F(out_bytes) \
+    F(asked_bytes) F(scratch) F(cached_ids) \
+    F(pooled_jobs) F(pooled_programs) F(pooled_traits) F(unpooled_jobs) F(unpooled_programs) \
+    F(unpooled_traits) \
     F(cached) F(probe_blocks) F(resolved) F(resolve_programs) F(is_direct)
 /* Where the parts of a request begin in the buffers of a batch. */
 #define BASE_FIELDS(F) F(inputs) F(outputs) F(scratch) F(locations)
-/* The fields of jobs of other kernels, those of quant.cache.kernels.state.ProbeField and quant.gpu.kernels.job.ResolveField. */
+/* Job fields of other kernels: quant.cache.kernels.state.ProbeField and
+ * quant.gpu.kernels.job.ResolveField. */
 #define PROBE_FIELDS(F) F(table) F(ids_at) F(ids) F(locations_at) F(first_block)
 #define RESOLVE_FIELDS(F) F(row_map) F(ids_at) F(target_at) F(ids) F(found_at) F(first_program)
 

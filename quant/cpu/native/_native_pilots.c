@@ -1,9 +1,7 @@
-/* The pilots of a bucket of an id index (quant/rows/ids.py), by which no two of its ids meet in a row.
- *
- * A bucket's ids are grouped by pilot. Groups are placed by size, the largest first, each with the first pilot by which all of its ids
- * find free slots. Where there is none, it takes the pilot that costs least and drives those out that are in its way; they are placed
- * anew. That is how PtrHash (Groot Koerkamp, 2025) fills tables to 98 % with pilots of one byte.
- */
+/* Finds the pilots of an id index's bucket (quant/rows/ids.py), by which no two of its ids share a row.
+ * Groups of ids with a common pilot are placed by size, largest first, with the first pilot that finds
+ * free slots for all. Failing that, a group takes the cheapest pilot and drives out the groups in its way,
+ * which are placed anew: so PtrHash (Groot Koerkamp, 2025) fills tables to 98 % with one-byte pilots. */
 #include "_native_index.h"
 #include <stdlib.h>
 #include <string.h>
@@ -85,7 +83,8 @@ static int was_placed_lately(const uint32_t *recent, uint32_t group) {
     return 0;
 }
 
-/* Gives a group the pilot that costs least. Returns how many groups it drove out, which are on the stack then; -1: none will do. */
+/* Gives a group the cheapest pilot. Returns the number of groups driven out, now on the stack; -1: no
+ * pilot works. */
 static int64_t place(bucket *b, uint32_t group, int64_t stacked, const uint32_t *recent) {
     uint32_t slots[LARGEST_GROUP], best[LARGEST_GROUP];
     uint64_t least = UINT64_MAX, pilot = 0;
@@ -101,7 +100,8 @@ static int64_t place(bucket *b, uint32_t group, int64_t stacked, const uint32_t 
         uint64_t cost = cost_of(b, slots, size, least);
         if (cost >= least) continue;
         for (uint32_t k = 0; cost && k < size; k++)
-            if (b->owner[slots[k]] && was_placed_lately(recent, b->owner[slots[k]] - 1)) cost = least; /* no going round in circles */
+            /* no going round in circles */
+            if (b->owner[slots[k]] && was_placed_lately(recent, b->owner[slots[k]] - 1)) cost = least;
         if (cost >= least) continue;
         least = cost, pilot = p;
         memcpy(best, slots, size * sizeof *slots);
@@ -147,7 +147,8 @@ static int place_all(bucket *b) {
 static int group_ids(bucket *b, const record *records, int64_t n, uint64_t seed) {
     uint32_t sizes[LARGEST_GROUP + 2] = {0};
     memset(b->start, 0, (b->groups + 2) * sizeof *b->start);
-    for (int64_t i = 0; i < n; i++) b->start[reduce(spread(mix_id((uint64_t)records[i].id), seed), b->groups) + 2]++;
+    for (int64_t i = 0; i < n; i++)
+        b->start[reduce(spread(mix_id((uint64_t)records[i].id), seed), b->groups) + 2]++;
     for (uint64_t g = 0; g < b->groups; g++) {
         if (b->start[g + 2] > LARGEST_GROUP) return 0;
         sizes[LARGEST_GROUP - b->start[g + 2] + 1]++;
@@ -158,7 +159,8 @@ static int group_ids(bucket *b, const record *records, int64_t n, uint64_t seed)
         b->spreads[b->start[reduce(g, b->groups) + 1]++] = g;
     }
     for (int size = 1; size <= LARGEST_GROUP; size++) sizes[size] += sizes[size - 1];
-    for (uint64_t g = 0; g < b->groups; g++) b->order[sizes[LARGEST_GROUP - size_of(b, (uint32_t)g)]++] = (uint32_t)g;
+    for (uint64_t g = 0; g < b->groups; g++)
+        b->order[sizes[LARGEST_GROUP - size_of(b, (uint32_t)g)]++] = (uint32_t)g;
     return 1;
 }
 

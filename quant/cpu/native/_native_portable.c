@@ -1,4 +1,5 @@
 /* Plain C for any processor. */
 #define NAME(f) f##_portable
 #include "_kernel.h"
-const kernel kernel_portable = {"portable", lookup_portable, quantize_portable, place_portable, resolve_portable};
+const kernel kernel_portable = {"portable", lookup_portable, quantize_portable, place_portable,
+                                resolve_portable};

@@ -1,8 +1,6 @@
-/* Places of lookups over tensors where they lie. DLPack's exchange table reads a tensor in a tenth of the time that its attributes take
- * in Python; an extension that knows the table needs no header of torch. `_native.pyi` says what each function does.
- *
- * Nothing is raised for a wrong tensor. ValueError, TypeError: the other arguments are wrong; whatever `new` raises.
- */
+/* Places of lookups over tensors (see `_native.pyi`), read through DLPack's exchange table, ten times
+ * faster than by Python attributes and without torch's headers. Wrong tensors raise nothing; ValueError,
+ * TypeError: other arguments are wrong; errors of `new` pass through. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -22,7 +20,8 @@ typedef struct {
 typedef struct {
     uint32_t major, minor;
     void *previous, *allocate, *from_object, *to_object;
-    int (*read)(void *object, tensor *to); /* 0, or -1 with a Python error set; the tensor keeps what `to` points to */
+    /* 0, or -1 with a Python error set; the tensor keeps what `to` points to */
+    int (*read)(void *object, tensor *to);
     void *stream;
 } exchange;
 
@@ -32,7 +31,8 @@ static int reads_integers(const exchange *with, PyObject *object, tensor *t, int
         PyErr_Clear(); /* the caller looks at the tensor again, and says what is wrong */
         return 0;
     }
-    if (t->device_type != DL_CPU || t->code != DL_INT || (t->bits != 64 && t->bits != 32) || t->lanes != 1) return 0;
+    if (t->device_type != DL_CPU || t->code != DL_INT || (t->bits != 64 && t->bits != 32) || t->lanes != 1)
+        return 0;
     int64_t count = 1;
     int is_contiguous = 1;
     for (int32_t d = t->ndim - 1; d >= 0; d--) {
@@ -61,9 +61,10 @@ static PyObject *new_vectors(PyObject *new, const tensor *ids, int form, int64_t
     return made;
 }
 
-/* Where lengths lie that a place can have: those of the tensor, or int32 ones of `held`. 0: they are of another form, or not of so many
- * ids, or, with an error set, there is no memory. */
-static int place_bags(const exchange *with, PyObject *told, int form, int64_t base, PyObject *held, place *to) {
+/* Address of usable lengths: the tensor's, or int32 ones made in `held`. 0: wrong form or sum, or (with an
+ * error set) no memory. */
+static int place_bags(const exchange *with, PyObject *told, int form, int64_t base, PyObject *held,
+                      place *to) {
     tensor t;
     int64_t items;
     if (!reads_integers(with, told, &t, &items) || t.ndim != 1 || items < (form == FORM_ENDS)) return 0;
@@ -80,20 +81,22 @@ static int place_bags(const exchange *with, PyObject *told, int form, int64_t ba
     PyObject *made = PyBytes_FromStringAndSize(NULL, to->bags * 4);
     if (!made) return 0;
     int32_t *lengths = (int32_t *)(void *)PyBytes_AsString(made);
-    int are_good = write_lengths(from, t.bits / 8, items, to->ids, form, lengths) && !PyList_Append(held, made);
+    int are_good = write_lengths(from, t.bits / 8, items, to->ids, form, lengths)
+        && !PyList_Append(held, made);
     to->lengths_at = (int64_t)(intptr_t)lengths - base;
     Py_DECREF(made);
     return are_good;
 }
 
-/* The place of one (form, ids, bags, weights), and its vectors. 0: it is of another form, or an error is set. */
-static int place_one(const exchange *with, PyObject *given, PyObject *dim, PyObject *new, int64_t base, PyObject *outputs, PyObject *held,
-                     place *to) {
+/* The place of one (form, ids, bags, weights), and its vectors. 0: wrong form, or an error is set. */
+static int place_one(const exchange *with, PyObject *given, PyObject *dim, PyObject *new, int64_t base,
+                     PyObject *outputs, PyObject *held, place *to) {
     tensor ids, out;
     if (!PyTuple_Check(given) || PyTuple_Size(given) != 4) return 0;
     const long form = PyLong_AsLong(PyTuple_GetItem(given, 0));
     PyObject *bags = PyTuple_GetItem(given, 2);
-    if (form < FORM_IDS || form > FORM_ENDS || PyTuple_GetItem(given, 3) != Py_None || (bags == Py_None) != (form < FORM_LENGTHS)) return 0;
+    if (form < FORM_IDS || form > FORM_ENDS || PyTuple_GetItem(given, 3) != Py_None
+        || (bags == Py_None) != (form < FORM_LENGTHS)) return 0;
     *to = (place){.lengths_at = -1, .weights_at = -1, .found_at = -1};
     if (!reads_integers(with, PyTuple_GetItem(given, 1), &ids, &to->ids) || ids.bits != 64) return 0;
     to->ids_at = address_of(&ids, to->ids, base);
@@ -127,7 +130,8 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         place *to = (place *)(void *)PyBytes_AsString(places);
         for (int is_placed = 1; is_placed && placed < count; placed += is_placed) {
             PyObject *one = PySequence_GetItem(given, placed);
-            is_placed = one && place_one(with, one, PyTuple_GetItem(dims, placed), args[3], base, outputs, held, to + placed);
+            is_placed = one && place_one(with, one, PyTuple_GetItem(dims, placed), args[3], base, outputs,
+                                         held, to + placed);
             Py_XDECREF(one);
         }
         if (placed == count) result = PyTuple_Pack(3, places, outputs, held);
@@ -137,9 +141,10 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     return result;
 }
 
-/* Lengths as int32: those of the tensor, which `holder` is then, or converted ones. 0: they are not those of so many ids, or an error is
- * set. holder: gets a reference. */
-static int find_lengths(const tensor *t, int64_t items, int64_t ids, PyObject *object, PyObject **holder, const uint8_t **lengths) {
+/* int32 lengths: the tensor's own, with `holder` the tensor, or converted ones. 0: wrong lengths, or an
+ * error is set. holder: gets a reference. */
+static int find_lengths(const tensor *t, int64_t items, int64_t ids, PyObject *object, PyObject **holder,
+                        const uint8_t **lengths) {
     *lengths = (const uint8_t *)t->data + t->byte_offset; /* of no items it may be null */
     if (t->bits == 32) {
         *holder = Py_NewRef(object);
@@ -160,15 +165,19 @@ PyObject *py_tensor_parts(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
     const int64_t features = PyLong_AsLongLong(args[3]), base = PyLong_AsLongLong(args[4]);
     if (!with || PyErr_Occurred()) return NULL;
-    if (with->major != DL_VERSION || !with->read || features < 1 || features > INT32_MAX || !reads_integers(with, args[1], &ids, &count)
-        || ids.bits != 64 || !reads_integers(with, args[2], &told, &items) || told.ndim != 1 || items % features)
+    if (with->major != DL_VERSION || !with->read || features < 1 || features > INT32_MAX
+        || !reads_integers(with, args[1], &ids, &count)
+        || ids.bits != 64 || !reads_integers(with, args[2], &told, &items) || told.ndim != 1
+            || items % features)
         Py_RETURN_NONE;
     PyObject *holder = NULL, *result = NULL, *parts = PyBytes_FromStringAndSize(NULL, features * 16);
     const uint8_t *lengths;
     if (parts && find_lengths(&told, items, count, args[2], &holder, &lengths)
-        && write_parts(lengths, features, items / features, count, (int64_t *)(void *)PyBytes_AsString(parts)))
+        && write_parts(lengths, features, items / features, count,
+                       (int64_t *)(void *)PyBytes_AsString(parts)))
         result = Py_BuildValue("OLLLO", holder, (long long)address_of(&ids, count, base),
-                               (long long)(items ? (int64_t)(intptr_t)lengths - base : 0), (long long)(items / features), parts);
+                               (long long)(items ? (int64_t)(intptr_t)lengths - base : 0),
+                                   (long long)(items / features), parts);
     else if (!PyErr_Occurred()) result = Py_NewRef(Py_None);
     Py_XDECREF(holder), Py_XDECREF(parts);
     return result;

@@ -1,16 +1,9 @@
-"""A batch for the lookup kernel: where each request lies in the buffers that it goes through, and what each
-one gets.
-
-The buffers (`quant.gpu.batch.buffers`) belong to one device and to one batch at a time. The one that is sent
-to the device holds
-
-    inputs of request 0 · inputs of request 1 · … · header · what fills a follower's matrices
-    (`quant.gpu.batch.follower`)
-
-`quant.gpu.batch.merge` has the header. A follower's tensors come last of a request's inputs. Outputs that
-stay on the device are the first ones. Copies go on the stream that is current, and nothing here waits for
-them.
-"""
+"""A batch for the lookup kernel: the requests' places in its buffers, and their results.
+Buffers (`quant.gpu.batch.buffers`) serve one device and one batch at a time. The buffer sent to the device
+holds
+    inputs of request 0 · inputs of request 1 · … · header (`quant.gpu.batch.merge`) · a follower's fill jobs
+A follower's tensors come last in a request's inputs. Outputs that stay on the device come first. Copies go on
+the current stream; nothing waits for them."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,21 +37,18 @@ from tableside.quant.gpu.batch.resolve import COUNT_BYTES, COUNTS
 
 
 class LookupResult(NamedTuple):
-    """What a request gets. outputs: its output buffer, uint8; unfound: as `Plan.run` returns it."""
+    """A request's result. outputs: uint8; unfound: as `Plan.run` returns it."""
 
     outputs: Buffer
     unfound: list[Unfound] | None
 
 
 class DeviceBatch:
-    """Requests that run together: where each one's parts lie in the shared buffers.
-
-    requests: (layout, inputs) each. locked: memory from which the device copies large inputs by itself; they
-    stay as they are until the batch is done. counts: int64 [lookups * 2] behind the outputs, on the device:
-    what was not found of lookups whose ids become row numbers. The host gets outputs and counts [stay_bytes,
-    out_bytes). ticket: of the rows that the cache brings. outputs: where the batch's outputs go on the host;
-    done: an event behind them, None: they are there.
-    """
+    """Requests that run together, and the places of their parts in the shared buffers.
+    requests: (layout, inputs) each. locked: memory whose large inputs the device copies itself; they must not
+    change until the batch is done. counts: int64 [lookups * 2] behind the outputs on the device: `Unfound` of
+    lookups with mapped ids. The host gets outputs and counts [stay_bytes, out_bytes). ticket: of cached rows.
+    outputs: the batch's outputs on the host; done: an event behind them, None: they are there."""
 
     ticket: Ticket | None = None
     done: Any = None
@@ -117,8 +107,8 @@ class DeviceBatch:
         return self.buffers.device_out[self._counts_at : self.out_bytes].view(torch.int64)
 
     def prepare(self, launches: Launches | None) -> None:
-        """Makes room for the batch. launches: their header is on the device already; None: one is written
-        behind the inputs."""
+        """Makes room for the batch. launches: its header is on the device; None: write one behind the
+        inputs."""
         header_bytes = 0
         if launches is None:
             rows = self.buffers.device_rows.data_ptr() if self._merged.sizes.rows else 0
@@ -132,8 +122,7 @@ class DeviceBatch:
         self.launches = launches
 
     def stage(self) -> None:
-        """Brings the requests' inputs, and the header, to where they are sent from. Rows that are gathered
-        are sent."""
+        """Writes the inputs and header to the staging memory; sends gathered rows."""
         if isinstance(self._merged, BatchLayout):
             for n, one in self._elsewhere.items():
                 copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
@@ -147,8 +136,7 @@ class DeviceBatch:
                 self._stage(n, one)
 
     def _stage(self, n: int, inputs: Any) -> None:
-        """Has what follows, and rows that are gathered, brought to where they are sent from; the rows are
-        sent."""
+        """Stages a follower's tensors of request `n` and gathers and sends its rows."""
         layout, base = self._layouts[n], self._merged.bases[n]
         if (taken := self._taken[n]) is not None:
             first = base.inputs + aligned(layout.in_bytes)
@@ -167,8 +155,7 @@ class DeviceBatch:
             device[start : start + gather.bytes].copy_(chunk, non_blocking=True)
 
     def send(self, stream: int | None) -> None:
-        """Sends inputs and header to the device, and copies what lies elsewhere on it. stream: where that
-        is enqueued."""
+        """Sends inputs and header on `stream`, and copies inputs that lie elsewhere on the device."""
         host, device = self.buffers.host_in, self.buffers.device_in
         if self.fills.programs:
             inputs, outputs = device.data_ptr(), self.buffers.device_out.data_ptr()
@@ -198,12 +185,11 @@ class DeviceBatch:
 
     @property
     def fills_address(self) -> int:
-        """Of the jobs that fill matrices, on the device."""
+        """Device address of the fill jobs."""
         return self.buffers.device_in.data_ptr() + self._fills_at
 
     def run_on_host(self) -> None:
-        """Looks up what the CPU does of the requests, while the device works, and makes room for what it
-        puts together."""
+        """Runs the CPU's lookups while the device works, and makes room for outputs that it assembles."""
         for n, (layout, stays) in enumerate(zip(self._layouts, self._stays, strict=True)):
             if stays or not layout.is_direct:
                 self._run_on_host(n)
@@ -218,10 +204,8 @@ class DeviceBatch:
                 self._failed[n] = True
 
     def results(self) -> list[LookupResult | BadIds]:
-        """What each request gets, once the device is done.
-
-        The buffer of a request whose outputs stay has room for them; nobody wrote to it.
-        """
+        """Returns each request's result once the device is done. Outputs that stay on the device have an
+        unwritten buffer."""
         flagged = self._flagged() if self._flags.any() else self._failed
         unfound = self._unfound(
             self.outputs[self._counts_at - self.stay_bytes :].view(np.int64).reshape(-1, COUNTS)
@@ -232,7 +216,7 @@ class DeviceBatch:
         ]
 
     def _flagged(self) -> list[bool]:
-        """Whether the device refused an id or a length of each request."""
+        """True for each request with an id or length that the device refused."""
         found = [False] * len(self._layouts)
         for n, first, end in (member for launch in self.launches.lookups for member in launch.members):
             found[n] |= bool(self._flags[first:end].any())
@@ -264,7 +248,7 @@ class DeviceBatch:
         return answer
 
     def _unfound(self, counts: NDArray[np.int64]) -> list[list[Unfound] | None]:
-        """What was not found of each request, by the device's counts, int64 [lookups, 2], and the CPU's."""
+        """`Unfound` of each request, from the device's counts, int64 [lookups, 2], and the CPU's."""
         found: list[list[Unfound] | None] = [None] * len(self._layouts)
         if not (counts.any() or any(self._on_host)):
             return found

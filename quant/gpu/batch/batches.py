@@ -28,47 +28,36 @@ class Batches:
         self._free = [Buffers(launcher.device)]  # more are made where several batches have begun
 
     def write_answers_to(self, memory: Buffer, take: Callable[[int], Buffer]) -> None:
-        """Has batches write what callers get to parts of `memory`, uint8, which is page-locked now and stays
-        mapped.
-
-        take: gives a part of so many bytes, which is the caller's as long as an array over it lives.
-        QuantError: CUDA cannot lock the memory.
-        """
+        """Makes batches write results to parts of `memory`, uint8, page-locked now and mapped until exit.
+        take: returns a part of so many bytes, in use while an array over it lives. QuantError: CUDA cannot
+        lock it."""
         self.launcher.device.page_lock(memory.ctypes.data, memory.size)
         with self.launcher.lock:
             self._take_answers = take
             self._free.clear()
 
     def read_inputs_in(self, memory: Buffer) -> None:
-        """Has the device copy large inputs that lie in this memory from there. It is page-locked until its
-        last view goes.
-
-        Inputs stay as they are until their batch is done. QuantError: CUDA cannot lock the memory.
-        """
+        """Page-locks `memory` until its last view goes; the device copies large inputs from it, which must
+        not change until their batch is done. QuantError: CUDA cannot lock it."""
         self.locked.add(memory)
 
     # ---- one batch ----
 
     def run(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> Results:
-        """Runs requests as one batch; each gets its outputs and what was not found, or what is wrong with it.
-
-        The outputs are the caller's; they keep the batch's page-locked memory until the last of them is let
-        go. follower: runs on the device before this waits for it, in the requests' order. Where a request is
-        refused its rows are whatever numbers, all finite; those of others do not depend on it.
-        """
+        """Runs requests as one batch; returns outputs and `Unfound`, or the error, of each.
+        Outputs keep the batch's page-locked memory alive. follower: runs on the device before the wait, in
+        the requests' order. Rows of a refused request are arbitrary finite numbers and do not affect
+        others."""
         return self.finish(self.begin(requests, timed, follower))
 
     def start(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
-        """Sends a batch with all that follows, for `wait`. Waits for nothing but what the CPU does of it, and
-        the follower.
-
-        One may be started while another thread waits for those before it.
-        """
+        """Sends a batch with all that follows, for `wait`. Waits only for the CPU's part and the follower.
+        Another thread may be waiting for earlier batches."""
         with self.launcher.on_stream():
             return self._launched(self._begun(requests, timed, follower))
 
     def wait(self, batch: DeviceBatch) -> Results:
-        """What a batch gives that was started, once it is there. Once, on any thread; others may look up
+        """Returns the results of a started batch when done. Call once, on any thread; others may look up
         meanwhile."""
         try:
             batch.done.synchronize()
@@ -81,17 +70,13 @@ class Batches:
             self._free.append(batch.buffers)
 
     def begin(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
-        """The first part of `run`, for `finish`: inputs are sent, and the cache begins to bring rows. Waits
-        for nothing.
-
-        Several batches may have begun; each has buffers of its own.
-        """
+        """Runs the first part of `run`, for `finish`: sends inputs and starts the cache's fetches without
+        waiting. Several batches may have begun; each has its own buffers."""
         with self.launcher.on_stream():
             return self._begun(requests, timed, follower)
 
     def finish(self, batch: DeviceBatch) -> Results:
-        """The rest of `run`: lookups, what follows them, and the results. Once, in the order in which
-        batches began."""
+        """Runs the rest of `run`. Call once, in the order in which batches began."""
         with self.launcher.on_stream():
             self._launched(batch)
         return self.wait(batch)

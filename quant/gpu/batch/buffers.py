@@ -1,5 +1,4 @@
-"""The buffers that batches go through, on the host and on the device. They belong to one device, and to
-one batch at a time."""
+"""Host and device buffers of batches; they serve one device and one batch at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +15,10 @@ Buffer = NDArray[np.uint8]
 
 
 class Buffers:
-    """Memory that the batches of one device share, one at a time. It grows and is kept. The host's side is
-    page-locked.
-
+    """Growing memory that the batches of a device share, one at a time; page-locked on the host.
     Sizes are bytes. in: inputs and header; rows: gathered rows; out: vectors, found masks and counts;
-    scratch: starts of bags, int32; flags: int32 a job, on the host. All but the flags lie on the device.
-    *_array: the host's side as numpy has it. done: an event behind a batch's work.
-    """
+    scratch: bag starts, int32; flags: int32 a job, on the host; the rest is on the device. *_array: the
+    host's side in numpy. done: an event behind a batch."""
 
     def __init__(self, device: Device, answers: Callable[[int], Buffer] | None = None) -> None:
         """answers: gives page-locked room for what callers get; None: torch does."""

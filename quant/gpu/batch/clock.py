@@ -1,4 +1,4 @@
-"""Where the time of a batch goes."""
+"""Times of a batch."""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tableside.quant.device.device import Device
 
 @dataclass(frozen=True)
 class Times:
-    """Where the time of a batch went, in seconds: staging on the host, the copy in, kernels, the copy out."""
+    """Seconds of a batch: staging on the host, copy in, kernels, copy out."""
 
     staging: float
     copy_in: float

@@ -1,10 +1,6 @@
-"""Requests whose ids, or vectors, lie in other memory of the device than a batch's: they are copied there, on
-the device.
-
-A batch has one buffer for its inputs and one for its outputs. What lies elsewhere is copied from its place
-into the first, or from the second to its place, in the order of the lookups, so that nothing of it goes over
-the bus.
-"""
+"""Requests with ids or vectors in other device memory than the batch's.
+A batch has one buffer for inputs and one for outputs. Parts elsewhere are copied on the device, to the first
+or from the second, in the order of the lookups; none of it crosses the bus."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +16,8 @@ from tableside.quant.gpu.batch.placed import Copy
 
 
 class DeviceRange(NamedTuple):
-    """Bytes [at, at + size) of a request's inputs, or of its outputs, that lie at `address`. owner: keeps
-    that memory."""
+    """Bytes [at, at + size) of a request's inputs or outputs that lie at `address`; `owner` keeps that
+    memory."""
 
     at: int
     size: int
@@ -30,8 +26,7 @@ class DeviceRange(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """A request's inputs. inputs: as of any request, but that nobody wrote what `reads` have. writes: of
-    its outputs."""
+    """A request's inputs. inputs: the buffer, without the parts of `reads`. writes: parts of its outputs."""
 
     inputs: Any
     reads: tuple[DeviceRange, ...]
@@ -86,8 +81,7 @@ def writes_of(layout: Layout, parts: Sequence[DeviceRange]) -> list[Copy]:
 def run_copies(
     device: Device, stream: int | None, staged: int, copies: Sequence[Copy], *, to_staged: bool
 ) -> None:
-    """Copies on the device, in the stream's order. staged: the address that the copies' offsets count
-    from."""
+    """Copies on the device in stream order. staged: base address of the copies' offsets."""
     for one in copies:
         target, source = (
             (staged + one.staged, one.address) if to_staged else (one.address, staged + one.staged)
@@ -119,7 +113,7 @@ def _moves(moves: bytes) -> list[Move]:
 
 
 def _within(parts: Sequence[DeviceRange], at: int, end: int) -> list[tuple[DeviceRange, int, int]]:
-    """What of [at, end) lies in each part. parts: in order."""
+    """Returns the overlap of [at, end) with each of the ordered parts."""
     found = [(part, max(at, part.at), min(end, part.at + part.size)) for part in parts]
     return [one for one in found if one[1] < one[2]]
 

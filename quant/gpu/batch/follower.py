@@ -1,11 +1,7 @@
-"""What follows a batch's lookups on the device and reads their vectors there: where it finds what it takes of
-each request.
-
-A follower says of each request which of its vectors and input tensors it takes, to which matrices they go,
-and in what precision. The tensors are staged with the ids and sent by the same copy; one launch then fills
-the matrices (`quant.gpu.kernels.fill`). Outputs that nobody but the follower reads stay on the device.
-Nothing here knows what the matrices are for. Imports neither torch nor Triton.
-"""
+"""A follower: work on the device behind a batch's lookups that reads their vectors there.
+It names the vectors and input tensors that it takes of each request, the target matrices and their precision.
+Tensors are staged and sent with the ids; one launch fills the matrices (`quant.gpu.kernels.fill`). Outputs
+that only the follower reads stay on the device. Imports neither torch nor Triton."""
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -36,8 +32,7 @@ class VectorField(IntEnum):
 
 
 class FollowerTensor(NamedTuple):
-    """A tensor that is taken of a request: fp32 [values] at byte `at` of its input buffer. target: an
-    address on the device."""
+    """A tensor of a request: fp32 [values] at byte `at` of its inputs. target: a device address."""
 
     at: int
     values: int
@@ -45,11 +40,9 @@ class FollowerTensor(NamedTuple):
 
 
 class FollowerInputs(NamedTuple):
-    """What a follower takes of one request.
-
-    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], addresses on the device of [VALUES]
-    of `precision`, as the tensors' are. stays: the request's outputs are not copied to the host.
-    """
+    """A follower's inputs from one request.
+    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], device addresses of [VALUES] of
+    `precision`, as for tensors. stays: the outputs are not copied to the host."""
 
     vectors: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -71,11 +64,10 @@ class FollowerInputs(NamedTuple):
 
 
 class Follower(Protocol):
-    """What follows the lookups of a batch."""
+    """Work behind the lookups of a batch."""
 
     def takes(self, number: int) -> FollowerInputs | None:
-        """What it takes of a request of the batch, by number; None: nothing. Asked before anything is
-        staged."""
+        """Returns the inputs from request `number` of the batch, or None. Called before staging."""
         ...
 
     def run(self) -> None:
@@ -84,10 +76,8 @@ class Follower(Protocol):
 
 
 class Fills:
-    """Jobs that fill matrices, for a batch. taken: of each request. block: values of a program.
-
-    Where values lie is known once all is staged (`written`).
-    """
+    """Jobs that fill a batch's matrices. taken: of each request. block: values a program. Sources are known
+    once all is staged (`written`)."""
 
     def __init__(self, taken: Sequence[FollowerInputs | None], block: int) -> None:
         self._held = [(n, t) for n, t in enumerate(taken) if t is not None]
@@ -125,11 +115,9 @@ class Fills:
         outputs: Sequence[int],
         failed: Sequence[bool],
     ) -> bytes:
-        """Jobs, and from `programs_at` on the job of each program.
-
-        inputs, outputs: addresses on the device of each request's tensors, and of its staged outputs. failed:
-        requests whose rows are not there: zeros take the place of their vectors.
-        """
+        """Returns the jobs, and from `programs_at` on the job of each program.
+        inputs, outputs: device addresses of each request's tensors and staged outputs. failed: requests
+        without rows; their vectors become zeros."""
         counts = [len(t.vectors) for _, t in self._held]
         at = self._vectors[:, VectorField.AT]
         if not all(layouts[n].is_direct for n, _ in self._held):
@@ -159,7 +147,7 @@ def _aligned(n: int) -> int:
 
 
 def _staged_at(layout: "Layout", at: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where vectors that begin at these bytes of the caller's outputs begin in the staged ones."""
+    """Maps byte offsets of vectors in the caller's outputs to offsets in the staged outputs."""
     if layout.is_direct:
         return at
     moves = np.frombuffer(layout.moves_out, np.int64).reshape(-1, len(Move._fields))

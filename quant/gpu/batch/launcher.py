@@ -1,4 +1,4 @@
-"""What lookups launch on one device, and the stream and the lock that they share."""
+"""Launches of lookups on one device, with their stream and lock."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +23,8 @@ from tableside.quant.gpu.residence.stashable import StashableTables
 
 class Launcher:
     """Launches kernels on one device.
-
-    lock: is held while something is launched. stream: where batches are launched; priority: of it. copies: a
-    stream beside lookups. cache: of the device, once it is opened. stashable: tables that may have to come
-    back before a lookup.
-    """
+    lock: held during launches. stream: of batches; priority: of it. copies: a stream beside lookups. cache:
+    the device's, once open. stashable: tables that a lookup may have to restore."""
 
     def __init__(self, device: Device, priority: int) -> None:
         self.device, self.lock = device, threading.RLock()
@@ -70,8 +67,7 @@ class Launcher:
     # ---- tables that are away ----
 
     def stash(self) -> int:
-        """Gives back the memory of all stashable tables, after lookups that are under way; returns how
-        many bytes."""
+        """Frees the memory of all stashable tables after running lookups; returns the bytes."""
         with self.lock:
             self.device.synchronize()
             return self.stashable.stash()
@@ -92,11 +88,9 @@ class Launcher:
     # ---- launches ----
 
     def resolve(self, jobs: ResolveJobs, source: int, inputs: int, outputs: int, counts: int) -> None:
-        """Makes row numbers of ids, on the current stream. jobs: `placed`.
-
-        source, inputs, outputs: addresses that offsets of ids, of row numbers and of found masks count from.
-        counts: address of int64 [jobs * 2] on the device, to which it adds what was not found.
-        """
+        """Turns ids into row numbers on the current stream. jobs: `placed`. source, inputs, outputs: base
+        addresses of ids, row numbers and found masks. counts: device address of int64 [jobs * 2], incremented
+        by `Unfound`."""
         self.await_tables()  # ids may lie in their rows
         kernel = self.resolvers[jobs.is_overlaid]
         kernel(
@@ -111,8 +105,7 @@ class Launcher:
         )
 
     def prefetch(self, launches: Launches, inputs: torch.Tensor) -> Ticket | None:
-        """Has the cache bring the rows that it must; None: nothing is read through it. inputs: with row
-        numbers for ids."""
+        """Makes the cache fetch the batch's rows; None: no table is cached. inputs: row numbers for ids."""
         if launches.probe is None:
             return None
         if self.cache is None:
@@ -122,12 +115,9 @@ class Launcher:
         return self.cache.prefetch(launches.probe, inputs)
 
     def look_up(self, launches: Launches, buffers: Buffers, ticket: Ticket | None) -> None:
-        """Launches the lookups of a batch on the current stream, once the ticket's rows are there. The host
-        waits for nothing.
-
-        buffers.flags: int32 [jobs], zeros; 1 is written where an id or a length of the job is wrong. ticket:
-        is released behind the lookups.
-        """
+        """Launches the lookups on the current stream behind the ticket's rows, without waiting.
+        buffers.flags: int32 [jobs], zeros; 1 is written for a job with a wrong id or length. ticket: released
+        behind the lookups."""
         self.await_tables()
         locations, staging = (0, 0) if ticket is None else (ticket.locations.data_ptr(), ticket.staging)
         if ticket is not None:
@@ -171,8 +161,7 @@ class Launcher:
             self.resolvers[True](1, self.device.current_handle(), at, at + 256, at, at, at, at)
 
     def warm_up_follower(self, warm_up: Callable[[], None]) -> None:
-        """Compiles what a follower takes, before there is one. warm_up: its own part of that, called as
-        `run` will be."""
+        """Compiles a follower's kernels before it exists. warm_up: its own part, called like `run`."""
         with self.on_stream():
             nothing = torch.zeros(
                 64, dtype=torch.int64, device=self.device.torch_device

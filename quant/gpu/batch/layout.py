@@ -1,14 +1,11 @@
-"""How the lookups of one request are laid out for the lookup kernel. Nothing here touches a device.
-
-`lay_out` turns lookups into a `Layout`, which never changes. Its numbers are relative to the request's own
-parts of the buffers. To run several requests in one launch, their parts are put one after another, and each
-job's offsets grow by what lies before (`Jobs.shifted`). A request's parts are
-
-    inputs     ids int64, lengths int32 and weights fp32 of every lookup, each at a multiple of 8 bytes
-    rows       packed rows that the CPU gathers, as they lie in their tables
+"""Lays out the lookups of one request for the lookup kernel, without a device.
+A `Layout` never changes. Its offsets are relative to the request's own parts; a batch puts the parts of
+requests one after another and adds each part's start (`Jobs.shifted`). The parts are
+    inputs     int64 ids, int32 lengths and fp32 weights of every lookup, each at a multiple of 8 bytes
+    rows       packed rows that the CPU gathers, as in their tables
     outputs    vectors and found masks of every lookup, each at a multiple of 16 bytes
-    scratch    int32: for each lookup whose bags have lengths of their own a verdict, then where each bag starts
-    locations  int32 for each id that the cache finds
+    scratch    int32: for each lookup with lengths a verdict, then the start of each bag
+    locations  int32 for each id of cached tables
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,8 +41,8 @@ _LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Gather:
-    """Rows that the CPU gathers: `plan` writes `bytes` bytes from byte `target` of the request's gathered
-    rows on."""
+    """Rows that the CPU gathers: `plan` writes `bytes` bytes at byte `target` of the request's gathered
+    rows."""
 
     plan: Plan
     target: int
@@ -54,8 +51,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Bases:
-    """Where a request's parts begin in the buffers of a batch. Bytes, but scratch in int32 values; rows:
-    an address."""
+    """Starts of a request's parts in the batch's buffers: bytes; scratch: int32 values; rows: an address."""
 
     inputs: int = 0
     outputs: int = 0
@@ -67,11 +63,8 @@ class Bases:
 @dataclass(frozen=True, eq=False)
 class Jobs:
     """The pooled or the unpooled lookups of a request.
-
-    rows: int64 [jobs, FIELDS]; is_offset: the same shape, 1 where a value is an offset; job_of_program: int32
-    [programs]. is_indirect: some rows are found through the cache's locations, or in the HBM part of a split
-    table.
-    """
+    rows: int64 [jobs, FIELDS]; is_offset: same shape, 1 for offsets; job_of_program: int32 [programs].
+    is_indirect: some rows are found through cache locations or in a split table's HBM part."""
 
     pooled: bool
     config: LaunchConfig
@@ -94,10 +87,7 @@ _SHIFTED += [
 
 
 def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]:
-    """The rows and the jobs of programs of several requests' lookups of one kind, one request after another.
-
-    bases: where the parts of each request begin.
-    """
+    """Returns rows and program jobs of several requests' lookups of one kind. bases: of each request."""
     counts, programs = [len(part.rows) for part in parts], [part.job_of_program.size for part in parts]
     before = np.cumsum([[0, 0], *zip(counts, programs, strict=True)], axis=0)[:-1]
     shifts = np.zeros((len(parts), FIELDS), np.int64)
@@ -116,16 +106,13 @@ def joined(parts: Sequence[Jobs], bases: Sequence[Bases]) -> tuple[bytes, bytes]
 @dataclass(frozen=True, eq=False)
 class Layout:
     """A request's lookups, laid out.
-
-    jobs: pooled, then unpooled. moves_in: from the request's inputs to its staged ones, int64 [moves, fields
-    of Move], as bytes. moves_out: from its staged outputs to what the caller asked for, likewise. gathers:
-    rows that the CPU gathers first. resolved: lookups whose ids become row numbers first. cached: lookups
-    whose rows the cache finds, int64 [lookups, fields of CachedLookup]. host: a plan of the lookups that the
-    CPU runs, which are `host_lookups` by number. all_found: (at, bytes) of found masks in the caller's output
-    buffer of tables that have every id. is_direct: the staged outputs are what the caller asked for, byte for
-    byte. in_bytes, rows_bytes, out_bytes: of its parts; scratch: int32 values. asked_bytes: of the caller's
-    output buffer. native: the same for the C routine that merges requests; None: Python merges them.
-    """
+    jobs: pooled, unpooled. moves_in: from its inputs to the staged ones, int64 [moves, fields of Move], as
+    bytes. moves_out: from staged outputs to the caller's, likewise. gathers: rows for the CPU to gather.
+    resolved: lookups with mapped ids. cached: int64 [lookups, fields of CachedLookup]. host: a plan of the
+    CPU's lookups, `host_lookups` by number. all_found: (at, bytes) of found masks for tables with every id.
+    is_direct: staged outputs equal the caller's byte for byte. in_bytes, rows_bytes, out_bytes: of its parts;
+    scratch: int32 values. asked_bytes: of the caller's outputs. native: the same for the C routine that
+    merges; None: Python merges."""
 
     lookups: Callable[[], Sequence[Lookup]]
     key: KernelKey
@@ -184,12 +171,9 @@ def lay_out(
     out_bytes: int = 0,
 ) -> Layout:
     """Lays out the lookups of one request.
-
-    cpu: gathers, and runs lookups of tables that are the CPU's, with `threads` threads. gather_from: ids of a
-    request in tables that are read in place, from which the CPU gathers their rows. out_bytes: of the
-    caller's output buffer, if it has more than the vectors. QuantError: a lookup is larger than a launch can
-    be, or its bags are not its ids.
-    """
+    cpu: gathers and runs its own tables' lookups, with `threads` threads. gather_from: ids in tables read in
+    place from which the CPU gathers. out_bytes: size of the caller's outputs if larger than the vectors.
+    QuantError: a lookup is too large for a launch, or its bags do not match its ids."""
     tables = [on_device(lk.table) for lk in lookups]
     in_host_memory = sum(lk.ids for lk, table in zip(lookups, tables, strict=True) if table.is_gathered)
     request = _RequestParts(threads, in_host_memory >= gather_from)
@@ -384,7 +368,7 @@ def _check(lk: Lookup) -> None:
 
 
 def _end(lk: Lookup) -> int:
-    """Where what a lookup writes to the caller's output buffer ends."""
+    """End of a lookup's bytes in the caller's outputs."""
     return max(lk.out_at + lk.out_bytes, 0 if lk.found_at is None else lk.found_at + lk.ids)
 
 

@@ -1,12 +1,6 @@
-"""What a batch of requests launches, and the header that tells the kernels of it.
-
-    header   for each launch: jobs int64 [jobs, FIELDS] · the job of each program int32 [programs] · zeros to a multiple of 8
-             then, if ids are to become row numbers, what the kernel that does it reads
-             (`quant.gpu.batch.resolve`) then, if rows are read through the cache, what its kernels read
-             (`quant.cache.jobs`)
-
-`merge` writes the header and says where in it each launch finds its jobs; its size is the number of bytes
-that it wrote.
+"""A batch's launches, and the header that tells kernels of them.
+for each launch: jobs int64 [jobs, FIELDS] · job of each program int32 [programs] · zeros to 8
+then the jobs of the resolve kernel (`quant.gpu.batch.resolve`) and the cache (`quant.cache.jobs`)
 """
 
 from collections.abc import Sequence
@@ -27,11 +21,8 @@ from tableside.quant.gpu.kernels.wanted import KernelKey
 
 @dataclass(frozen=True)
 class Launch:
-    """Jobs of a batch that one launch works on.
-
-    jobs_at, programs_at: offsets in the header, of the jobs and of the job of each program. members:
-    (request, its first flag, the flag after its last).
-    """
+    """Jobs of one launch. jobs_at, programs_at: header offsets of jobs and of programs' jobs. members:
+    (request, its first flag, end of its flags)."""
 
     pooled: bool
     key: KernelKey
@@ -49,11 +40,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Launches:
-    """What a batch launches: first what makes row numbers of ids (`resolve`) and what finds its cached rows
-    (`probe`), if there are any, then the lookups.
-
-    address: of the header on the device.
-    """
+    """Launches of a batch, in order: `resolve` and `probe`, if any, then the lookups. address: of the header
+    on the device."""
 
     lookups: tuple[Launch, ...]
     resolve: ResolveJobs | None
@@ -69,11 +57,8 @@ class Launches:
 
 
 def merge(layouts: Sequence[Layout], bases: Sequence[Bases], device: Device) -> tuple[bytes, Launches]:
-    """The header of a batch, and what is to be launched once it lies on the device. bases: where each
-    request's parts begin.
-
-    Jobs of several requests share a launch where they were compiled alike and are cut up alike.
-    """
+    """Returns a batch's header and its launches. bases: of each request. Requests with equal kernels and
+    launch configurations share a launch."""
     written: list[bytes] = []
     launches: list[Launch] = []
     at = flag = 0
@@ -125,8 +110,7 @@ def merge(layouts: Sequence[Layout], bases: Sequence[Bases], device: Device) -> 
 
 
 def _alike(layouts: Sequence[Layout]) -> list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]]:
-    """The layouts by number that share a launch: those with jobs of a kind that were compiled alike and
-    are cut up alike."""
+    """Groups layouts, by number, with equal kernels and launch configurations for a kind of jobs."""
     found: list[tuple[tuple[int, KernelKey, LaunchConfig], list[int]]] = []
     known: dict[tuple[int, int, int], list[int]] = {}  # by identity, as hashing takes longer than the rest
     for kind in range(2):

@@ -25,15 +25,12 @@ def as_bytes(moves: Sequence[Move]) -> bytes:
 
 
 def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None:
-    """Copies parts of several buffers to one: for each its moves, the buffer, and what is added to where its
-    parts go.
-
-    Other threads of Python run meanwhile. ValueError: a part lies elsewhere; some may have been copied.
-    """
+    """Copies parts of several buffers to `target` without the GIL: (moves, buffer, offset added to targets)
+    each. ValueError: a part lies outside; some may have been copied."""
     _native.move_all(parts, target)
 
 
 def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None:
-    """Copies parts of one buffer to another. The bases are added to where the parts lie. ValueError: one
-    lies elsewhere."""
+    """Copies parts of a buffer to another; adds the bases to their offsets. ValueError: a part lies
+    outside."""
     _native.move(moves, source, target, source_base, target_base)

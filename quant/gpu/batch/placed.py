@@ -1,10 +1,6 @@
-"""The requests of a batch put one after another: where each one's parts lie, and how inputs and header are
-written.
-
-Two ways give the same bytes. `BatchLayout` takes any layouts. `NativeBatchLayout` takes those that a C
-routine measured (`quant.gpu.batch.steady`): it lays them out again while it writes, all in one call. Where it
-copies much, other threads of Python run.
-"""
+"""Places the requests of a batch one after another, and writes inputs and header.
+`BatchLayout` takes any layouts. `NativeBatchLayout` takes those of `quant.gpu.batch.steady` and writes the
+same bytes in one C call, which releases the GIL for large copies."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -29,8 +25,8 @@ LOCKED_FROM = (
 
 
 class Sizes(NamedTuple):
-    """What a batch takes of the buffers, in bytes, but scratch in int32 values. stay: the first outputs,
-    which stay on the device. jobs: how many. resolved: lookups whose ids become row numbers."""
+    """A batch's bytes in the buffers (scratch: int32 values). stay: the first outputs, which stay on the
+    device. jobs, resolved: numbers of jobs and of lookups with mapped ids."""
 
     stay: int
     inputs: int
@@ -55,8 +51,8 @@ class BatchLayout:
     def __init__(
         self, layouts: Sequence[Layout], extras: Sequence[int], stays: Sequence[bool], device: Device
     ) -> None:
-        """extras: bytes behind each request's inputs that something else fills. stays: whether its outputs
-        stay on the device."""
+        """extras: bytes behind each request's inputs for others to fill. stays: outputs stay on the
+        device."""
         self._layouts, self._device = layouts, device
         self._header = b""
         self.moves = [layout.moves_in for layout in layouts]
@@ -76,8 +72,7 @@ class BatchLayout:
         )
 
     def launches(self, rows: int) -> tuple[int, Launches]:
-        """Bytes of the header, and what is launched once it is on the device. rows: address of the
-        gathered rows there."""
+        """Returns the header's bytes, and the launches. rows: device address of gathered rows."""
         bases = [Bases(b.inputs, b.outputs, b.scratch, rows + b.rows, b.locations) for b in self.bases]
         self._header, launches = merge(self._layouts, bases, self._device)
         return len(self._header), launches
@@ -85,12 +80,9 @@ class BatchLayout:
     def write(
         self, inputs: list[Any], host: Host, header_at: int, locked: list[tuple[int, int]]
     ) -> list[Copy]:
-        """Copies the requests' inputs to where they are sent from, and the header, if `launches` was called,
-        behind them.
-
-        locked: ranges of the host's memory that the device copies from by itself. Returns what is left to it:
-        large inputs that lie there. ValueError: inputs are shorter than their layout says.
-        """
+        """Writes the inputs to the staging memory, and the header, if `launches` was called, behind them.
+        locked: host ranges that the device copies from. Returns those copies. ValueError: inputs are too
+        short."""
         host[header_at : header_at + len(self._header)] = np.frombuffer(self._header, np.uint8)
         move_all([(m, one, b.inputs) for m, one, b in zip(self.moves, inputs, self.bases, strict=True)], host)
         return []  # Python would take longer to find out than to copy
@@ -186,7 +178,7 @@ def batch_layout(
 
 
 def _outputs_at(layouts: Sequence[Layout], stays: Sequence[bool]) -> tuple[int, list[int]]:
-    """How many bytes of outputs stay on the device, and where each request's outputs begin."""
+    """Returns the output bytes that stay on the device, and the start of each request's outputs."""
     at, found = 0, [0] * len(layouts)
     for wanted in (True, False):
         for n, layout in enumerate(layouts):

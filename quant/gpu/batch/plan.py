@@ -35,11 +35,8 @@ class GpuPlan(Plan):
         return self.layout.host is None
 
     def launches_alone(self) -> Launches | None:
-        """What to launch where this plan is a whole batch; None: its header must be sent.
-
-        From its second run on its header is on the device. That does not work where rows are gathered,
-        because their address is that of a buffer that may grow.
-        """
+        """Returns the launches if this plan alone is a batch and its header is on the device (from the second
+        run on); otherwise None. Plans with gathered rows never are: their buffer may grow and move."""
         self._runs += 1
         if self.layout.gathers or self._runs < 2:
             return None

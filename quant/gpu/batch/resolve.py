@@ -1,12 +1,7 @@
-"""The stage that turns ids into row numbers, before anything reads rows: jobs of `quant.gpu.kernels.resolve`,
-as it reads them.
-
-    jobs int64 [lookups, RESOLVE_SIZE], as `ResolveField` says · job of each program int32 [programs] · zeros
-    to a multiple of 8
-
-A program takes so many ids of one lookup, or the rest of them, and writes row numbers in place of the ids.
-Imports neither torch nor Triton.
-"""
+"""Jobs of `quant.gpu.kernels.resolve`, which turns ids into row numbers before anything reads rows.
+    jobs int64 [lookups, RESOLVE_SIZE], as `ResolveField` · job of each program int32 [programs] · zeros to 8
+A program takes a block of one lookup's ids, or the rest, and overwrites them by row numbers. Imports neither
+torch nor Triton."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,11 +17,8 @@ COUNT_BYTES = 8 * COUNTS
 
 @dataclass(frozen=True)
 class ResolvedLookup:
-    """Staged ids that become row numbers. lookup: its number in the plan; ids: how many.
-
-    row_map: address of the NativeRowMap on the device. ids_at: offset in inputs, in bytes. found_at: offset
-    in outputs of a byte for each id, or -1. is_overlaid: the table has an overlay.
-    """
+    """Staged ids to turn into row numbers. lookup: its number in the plan; ids: how many; row_map: device
+    address of the NativeRowMap; ids_at: byte offset in inputs; found_at: of the mask in outputs, or -1."""
 
     lookup: int
     row_map: int
@@ -43,11 +35,8 @@ class ResolvedLookup:
 
 @dataclass(frozen=True)
 class ResolveJobs:
-    """Where a batch's jobs and the job of each program lie, in bytes from the first one written, or addresses
-    once `placed`.
-
-    is_overlaid: a table among them has an overlay.
-    """
+    """Byte offsets of a batch's jobs and programs' jobs; addresses once `placed`. is_overlaid: a table has an
+    overlay."""
 
     jobs_at: int
     programs_at: int
@@ -55,14 +44,12 @@ class ResolveJobs:
     is_overlaid: bool = False
 
     def placed(self, address: int) -> "ResolveJobs":
-        """The same jobs with absolute addresses, written to `address` on the device, which must be
-        8-aligned."""
+        """Returns the jobs with absolute addresses after a copy to `address`, which is 8-aligned."""
         return replace(self, jobs_at=address + self.jobs_at, programs_at=address + self.programs_at)
 
 
 def write_jobs(lookups: Sequence[ResolvedLookup], block: int) -> tuple[bytes, ResolveJobs]:
-    """The lookups as bytes for the device, and where in them jobs and programs lie. block: ids of a
-    program."""
+    """Returns the lookups' bytes for the device, and offsets of jobs and programs. block: ids a program."""
     counts = [-(-lookup.ids // block) for lookup in lookups]
     firsts = np.cumsum([0, *counts])
     jobs = np.zeros((len(lookups), len(ResolveField)), np.int64)

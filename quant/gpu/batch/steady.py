@@ -1,5 +1,4 @@
-"""Layouts of lookups that come again and again, each time with other ids: by a C routine, as Python takes
-10 µs a lookup."""
+"""Layouts of recurring lookups by a C routine; Python takes 10 µs a lookup."""
 
 import struct
 from collections.abc import Sequence
@@ -18,24 +17,18 @@ from tableside.quant.gpu.batch.layout import Jobs, Layout, aligned, columns
 from tableside.quant.gpu.batch.moves import Move
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK, ResolvedLookup
 from tableside.quant.gpu.kernels.job import FIELDS, JobField, ResolveField
-from tableside.quant.gpu.kernels.launch_config import (
-    LaunchConfig,
-    LaunchConfigs,
-    NativeLayout,
-    shared_launch,
-)
+from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs, NativeLayout, shared_launch
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.tables import DeviceTable, on_device
 
 
 def are_steady(kinds: Sequence[LookupKind]) -> bool:
-    """Whether `SteadyLayouts` can lay these out."""
+    """True if `SteadyLayouts` can lay these out."""
     return all(on_device(kind.table).residence.is_steady for kind in kinds)
 
 
 class SteadyKind(NamedTuple):
-    """What a lookup that comes again reads, as `_native.lay_out` takes it: constants of its jobs, by the
-    names of JobField."""
+    """The request-independent part of a lookup as `_native.lay_out` takes it, named as in JobField."""
 
     table: int
     rows: int
@@ -54,10 +47,8 @@ class SteadyKind(NamedTuple):
 
 
 class LayoutSizes(NamedTuple):
-    """What `_native.measure` finds of a request, before its places; most of it as `Layout` says.
-
-    *_block: what a program takes. *_traits: bits of has_lengths, is_weighted and is_indirect.
-    """
+    """Results of `_native.measure`, before the places; names as in `Layout`. *_block: of a program. *_traits:
+    bits of has_lengths, is_weighted and is_indirect."""
 
     pooled_block: int
     unpooled_block: int
@@ -99,7 +90,7 @@ _FIELDS = {
 
 
 def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
-    """What the device needs to know of lookups of this kind, with rows that the CPU does not gather."""
+    """Returns the device's view of a kind whose rows the CPU does not gather."""
     residence = table.residence
     return SteadyKind(
         residence.address,
@@ -120,11 +111,8 @@ def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
 
 
 class SteadyLayouts:
-    """Lays out lookups of the same kinds again and again, by a C routine; what `lay_out` does for any
-    lookups.
-
-    The tables' residences must be steady: what the device needs for a lookup is then its ids alone.
-    """
+    """Lays out lookups of fixed kinds by a C routine. Their residences must be steady: the device needs only
+    the ids."""
 
     def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs, device: Device) -> None:
         if any(
@@ -153,8 +141,8 @@ class SteadyLayouts:
         return [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
 
     def lay_out(self, places: Any, out_bytes: int) -> "SteadyLayout | None":
-        """The layout of lookups at these places; None: `lay_out` lays them out, as they have found masks,
-        or says what is wrong with them. out_bytes: as there."""
+        """Returns the layout at these places; None: `lay_out` must do it, for found masks or errors.
+        out_bytes: as there."""
         config = self._configs.of_pooled(*_native.totals(self._rows, places))
         blocks = config.block_columns, self._configs.unpooled.block_columns, *self._blocks
         measured = _native.measure(self._rows, places, out_bytes, *blocks)
@@ -211,8 +199,7 @@ _MADE_LATER = ("jobs", "moves_in", "moves_out", "resolved", "cached")  # fields 
 
 
 class SteadyLayout(Layout):
-    """A layout that was measured. Jobs and moves are made for Python where it asks for them; a batch of
-    such layouts does not."""
+    """A measured layout. Makes jobs and moves for Python on demand; a batch of such layouts needs neither."""
 
     _layouts: SteadyLayouts
     _config: LaunchConfig

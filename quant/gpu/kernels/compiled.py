@@ -1,22 +1,14 @@
-"""The kernels that a GPU's lookups launch, by what they are compiled for. The backend launches them;
-`quant.gpu.ahead` compiles them where there is no GPU."""
+"""The kernels of GPU lookups, by compile constants. The backend launches them; `quant.gpu.ahead` compiles
+them without a GPU."""
 
 from enum import IntEnum
 
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.launch import Kernel
-from tableside.quant.gpu.kernels import (
-    fill as fill_kernel,
-)
-from tableside.quant.gpu.kernels import (
-    lookup as lookup_kernel,
-)
-from tableside.quant.gpu.kernels import (
-    resolve as resolve_kernel,
-)
-from tableside.quant.gpu.kernels import (
-    tensors as tensor_kernel,
-)
+from tableside.quant.gpu.kernels import fill as fill_kernel
+from tableside.quant.gpu.kernels import lookup as lookup_kernel
+from tableside.quant.gpu.kernels import resolve as resolve_kernel
+from tableside.quant.gpu.kernels import tensors as tensor_kernel
 from tableside.quant.gpu.kernels.job import ResolveField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
@@ -64,13 +56,13 @@ def lookup(
 
 
 def spread_lanes(jobs: int) -> int:
-    """What `spread` is compiled for where there are so many jobs."""
+    """The lane count for which `spread` is compiled, for so many jobs."""
     return 1 << (jobs - 1).bit_length()
 
 
 def spread(is_resolve: bool, lanes: int, block: int) -> Kernel:
-    """Makes the jobs of another kernel: of what makes row numbers of ids, or of the cache's. block: ids of
-    its programs."""
+    """Returns the kernel that writes jobs of the resolve kernel or of the cache's. block: ids of its
+    programs."""
     fields: type[IntEnum] = ResolveField if is_resolve else ProbeField
     other_at, other_bytes, first = (
         (ResolveField.TARGET_AT, 8, ResolveField.FIRST_PROGRAM)

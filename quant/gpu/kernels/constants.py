@@ -1,7 +1,6 @@
-"""Fields, formats and precisions as Triton's kernels read them: `JOB_TABLE`, `FORMAT_INT8`, `AS_FP16`, …
-for each name; `MAP_FIRST`, … are the fields of a NativeRowMap, `LAYER_IDS`, … those of a NativeLayer,
-`HASH_MIX`, … the constants of the id index, and FILTER_FACTOR, FILTER_BIT_0, … those of an overlay's
-filters."""
+"""Fields, formats and precisions as Triton constants: `JOB_TABLE`, `FORMAT_INT8`, `AS_FP16`, …; `MAP_FIRST`,
+… (NativeRowMap), `LAYER_IDS`, … (NativeLayer), `HASH_MIX`, … (id index), FILTER_FACTOR, FILTER_BIT_0, …
+(overlay filters)."""
 
 import triton.language as tl
 

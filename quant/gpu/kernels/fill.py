@@ -1,11 +1,7 @@
-"""The kernel that fills matrices with parts of many requests, in Triton: vectors where lookups wrote them,
-and staged tensors.
-
-What follows lookups on the device takes [rows, width] for each of its inputs, in a precision of its own, the
-rows of one request behind those of another (`quant.gpu.batch.follower`). One launch puts all of them there
-and rounds each value once, to the nearest (to bf16 in Triton's interpreter: towards zero). A job's fields are
-those of `quant.gpu.kernels.job.FillField`.
-"""
+"""The Triton kernel that fills a follower's matrices with vectors and staged tensors of many requests.
+A follower (`quant.gpu.batch.follower`) takes [rows, width] for each input, in a precision of its own,
+requests stacked. One launch writes all and rounds each value once, to nearest (to bf16 in the interpreter:
+towards zero). Jobs have the fields of `quant.gpu.kernels.job.FillField`."""
 
 import triton
 import triton.language as tl
@@ -27,12 +23,11 @@ from tableside.quant.gpu.kernels.constants import (
 
 @triton.jit(do_not_specialize=["jobs", "job_of_program"])
 def fill(jobs: tl.int64, job_of_program: tl.int64, BLOCK: tl.constexpr):
-    """Copies BLOCK values of a job, or the rest of them.
-
+    """Copies BLOCK values of a job, or the rest.
     jobs            address of int64 [jobs, FILL_SIZE], written by `quant.gpu.batch.follower.Fills`
     job_of_program  address of int32 [programs], written there too
-    SOURCE          fp32 or fp16 [VALUES / WIDTH, WIDTH], STEP values from row to row; written by the lookup kernel or the host
-    TARGET          [VALUES] of PRECISION, which this kernel writes
+    SOURCE          fp32 or fp16 [VALUES / WIDTH, WIDTH], stride STEP; by the lookup kernel or the host
+    TARGET          [VALUES] of PRECISION, written here
     """
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * FILL_SIZE

@@ -1,9 +1,5 @@
-"""A lookup as the GPU's kernels read it: one row of int64 fields, which host and kernels name by `JobField`.
-Before it, where the table's ids are not its row numbers, another row for the kernel that makes them so, by
-`ResolveField`.
-
-Imports neither torch nor Triton.
-"""
+"""A lookup for the GPU's kernels: a row of int64 fields, `JobField`; before it, if the table maps ids, a row
+for the resolve kernel, `ResolveField`. Imports neither torch nor Triton."""
 
 from enum import IntEnum
 
@@ -11,8 +7,7 @@ SPLIT_BLOCK = 1024  # rows; a split table has the first `share` rows of each blo
 
 
 class JobField(IntEnum):
-    """The fields of a job. An offset counts bytes from the start of the buffer that it names; -1: there is
-    none."""
+    """Fields of a job. Offsets are bytes in the named buffer; -1: absent."""
 
     TABLE = 0  # address of row 0, or of the first gathered row
     # of the table, or gathered rows; ids must be below, both as uint64. -1: any id but -1, as the table has
@@ -42,8 +37,7 @@ class JobField(IntEnum):
 
 
 class TensorField(IntEnum):
-    """What a job has besides, behind the fields of JobField, where ids and offsets are tensors of a caller
-    on the device."""
+    """Fields behind JobField's for a caller's tensors on the device."""
 
     OFFSETS_AT = 0  # offset in offsets, of where the first bag begins; -1: every bag has BAG_LENGTH ids
     OFFSET_BYTES = 1  # of one: 4 or 8
@@ -80,8 +74,7 @@ class FillField(IntEnum):
 
 
 class ReportField(IntEnum):
-    """What a lookup of tensors that are wrong tells the host, int64 each, in page-locked memory: the first
-    one that is found."""
+    """The first error of a tensor lookup, int64 each, in page-locked memory."""
 
     IS_THERE = 0  # 1: the others are written
     NAME = 1  # of the job
@@ -97,14 +90,13 @@ TENSOR_JOB_FIELDS = FIELDS + len(TensorField)
 
 
 def split_rows(rows: int, share: int) -> int:
-    """How many rows of a split table are in HBM."""
+    """Number of a split table's rows in HBM."""
     blocks, rest = divmod(rows, SPLIT_BLOCK)
     return blocks * share + min(rest, share)
 
 
 class LookupJob:
-    """The fields of one job while they are written. What is written with `offset` moves with the request
-    inside a batch."""
+    """A job being written. `offset` marks fields that move with the request inside a batch."""
 
     def __init__(self) -> None:
         self.values = [0] * FIELDS

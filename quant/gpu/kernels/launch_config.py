@@ -1,4 +1,4 @@
-"""How launches of the lookup kernel are cut up, and what lookups of several requests share one by."""
+"""Launch configurations of the lookup kernel, and the keys by which requests share launches."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,8 +15,8 @@ VERY_LONG, FEW_PROGRAMS = (
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How a launch is cut up. unroll: rows in flight a thread; block_columns: 16-byte chunks of rows a
-    program, a power of two; warps: of a program; lanes: threads that share a bag, a power of two."""
+    """A launch configuration. unroll: rows in flight a thread; block_columns: 16-byte row chunks a program, a
+    power of two; warps: of a program; lanes: threads that share a bag, a power of two."""
 
     unroll: int
     block_columns: int
@@ -26,8 +26,8 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class LaunchConfigs:
-    """The configurations for pooled lookups of long bags and of short ones, for unpooled lookups, and for
-    few very long bags, as benchmarks/gpu_lookup.py and gpu_cache.py found them."""
+    """Configurations for pooled lookups of long, short and few very long bags, and for unpooled ones,
+    measured by benchmarks/gpu_lookup.py and gpu_cache.py."""
 
     long: LaunchConfig = LaunchConfig(10, 32, 1)
     short: LaunchConfig = LaunchConfig(4, 32, 1)
@@ -35,28 +35,23 @@ class LaunchConfigs:
     few: LaunchConfig = LaunchConfig(4, 32, 8, 8)
 
     def of_pooled(self, ids: int, bags: int, bag_columns: int) -> LaunchConfig:
-        """The configuration for a request's bags, by the mean of their lengths and by how many there are.
-
-        bag_columns: of the vectors of all bags.
-        """
+        """Returns the configuration by the number and mean length of a request's bags. bag_columns: of all
+        bags' vectors."""
         if ids >= VERY_LONG * bags and bag_columns < FEW_PROGRAMS * self.long.block_columns:
             return self.few
         return self.long if ids >= LONG * bags else self.short
 
 
 class SharedLaunch(NamedTuple):
-    """What requests share launches by. There is one object of each, so it can be compared by identity."""
+    """Key of a shared launch; one object a value, so compare by identity."""
 
     key: KernelKey
     config: LaunchConfig
 
 
 class NativeLayout(NamedTuple):
-    """A request as `_native.place_batch` takes it. measured: what `_native.measure` made of its places.
-
-    pooled, unpooled: what launches of these lookups are shared by. is_overlaid: one of its tables has an
-    overlay.
-    """
+    """A request for `_native.place_batch`. measured: by `_native.measure`. pooled, unpooled: keys of shared
+    launches. is_overlaid: a table has an overlay."""
 
     kinds: bytes
     measured: bytes

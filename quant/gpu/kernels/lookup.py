@@ -1,23 +1,13 @@
-"""The lookup kernel, in Triton: gather, dequantize and pool many tables of different formats and widths in
-one launch.
-
-A *column* is one chunk of a row, 16 bytes (8 of int2), in one output vector. It holds 16 values of int8 and
-fp8, 32 of int4 and int2, 8 of fp16, 4 of fp32; the first chunk of a quantized row begins with the row's scale
-and bias. A *job* is one feature of one request. A program takes COLUMNS neighbouring columns of one job and
-walks down their bags, UNROLL ids at a time, so that UNROLL rows are in flight at once. A thread reads a chunk
-in one instruction, and neighbouring threads read neighbouring chunks. Where few bags are long, LANES threads
-share each of them, and their sums are added at the end.
-
-Addresses are int64 throughout. An id out of range is not read: its job's flag is raised, and the caller finds
-out which id it is.
-
-A job's fields are those of `quant.gpu.kernels.job.JobField`, written by `quant.gpu.batch.layout`. Every
-buffer that a kernel takes is named there. Where a row lies is decided in `_row_address` alone: that is the
-place for a new kind of residence.
-
-tests/helpers/kernel_steps.py has each step in plain Python; tests/quant/gpu/test_lookup.py holds the kernels
-to it.
-"""
+"""The lookup kernel, in Triton: gathers, dequantizes and pools many tables of different formats and widths in
+one launch. A *column* is one chunk of a row, 16 bytes (int2: 8), in one output vector: 16 values of int8 and
+fp8, 32 of int4 and int2, 8 of fp16, 4 of fp32. A quantized row's first chunk begins with scale and bias. A
+*job* is one feature of one request. A program takes COLUMNS neighbouring columns of a job and walks down
+their bags, UNROLL ids at a time, with UNROLL rows in flight. Each thread reads a chunk in one instruction,
+neighbours read neighbouring chunks. For few long bags, LANES threads share a bag and add their sums at the
+end. Addresses are int64. Ids out of range are not read: they raise the job's flag, and the caller finds the
+id. `quant.gpu.batch.layout` writes jobs with the fields of `quant.gpu.kernels.job.JobField`, which names
+every buffer. Only `_row_address` decides where a row lies; new residences go there.
+tests/helpers/kernel_steps.py has each step in plain Python."""
 
 import triton
 import triton.language as tl
@@ -49,14 +39,7 @@ from tableside.quant.gpu.kernels.constants import (
     JOB_WEIGHTS_AT,
 )
 from tableside.quant.gpu.kernels.job import SPLIT_BLOCK
-from tableside.quant.gpu.kernels.row_values import (
-    FP8_SCALE,
-    half,
-    interleaved,
-    scale_of,
-    store,
-    values_of,
-)
+from tableside.quant.gpu.kernels.row_values import FP8_SCALE, half, interleaved, scale_of, store, values_of
 from tableside.quant.gpu.kernels.tensor_bags import bags_of_offsets, report
 
 _SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
@@ -69,13 +52,11 @@ _IN_TABLE = tl.constexpr(-1)  # a location: the row is read where the table lies
 # of them.
 @triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
 def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
-    """Where each bag starts, for jobs whose bags have lengths of their own. One program a job, BLOCK bags at
-    once.
-
+    """Computes bag starts for jobs with lengths. One program a job, BLOCK bags at once.
     jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge.merge`
-    inputs   address of the batch's inputs, bytes; int32 lengths [bags] lie at LENGTHS_AT; written by the request's sender
-    scratch  address of int32; from STARTS_AT on this kernel writes a verdict (1: the lengths are wrong), then [bags + 1] starts
-    flags    address of int32 [jobs]; this kernel writes 1 where a length is negative or their sum is not the number of ids
+    inputs   address of the batch's inputs, bytes; int32 lengths [bags] at LENGTHS_AT, written by the client
+    scratch  address of int32; at STARTS_AT this writes a verdict (1: lengths wrong), then starts [bags + 1]
+    flags    address of int32 [jobs]; this writes 1 for a negative length or a wrong sum
     """
     number = tl.program_id(0).to(tl.int64)
     job = jobs.to(tl.pointer_type(tl.int64)) + number * JOB_SIZE
@@ -102,16 +83,15 @@ def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.in
 
 @triton.jit
 def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIRECT: tl.constexpr):
-    """Where the rows with these ids lie: addresses, int64, of the shape of `id`.
-
-    id        of the table's own rows, or negative: of an overlay's, numbered so that they lie there too (`quant.gpu.residence.layers`)
-    table     address of row 0, in HBM or in registered host memory; or of the first row that the CPU gathered
-    location  of each id, int64 (stored as int32, written by the cache): 0 or more: a slot; -1: in the table; below: -2 minus
-              the place in `staging`, in units of 16 bytes. -1 where the job has no cache
-    hbm_rows  address of the cache's slot 0, or of the first HBM row of a split table
-    share     rows of each SPLIT_BLOCK that lie at `hbm_rows`, one after another; 0: the table is not split
+    """Returns the addresses of rows by id, int64, of the shape of `id`.
+    id        the table's rows; negative: an overlay's, numbered to lie there (`quant.gpu.residence.layers`)
+    table     address of row 0 in HBM or registered host memory, or of the first gathered row
+    location  int64 (int32 in memory, written by the cache): >= 0: a slot; -1: in the table, or no cache;
+          below: -2 minus the place in `staging`, in units of 16 bytes
+    hbm_rows  address of the cache's slot 0, or of a split table's first HBM row
+    share     rows of each SPLIT_BLOCK at `hbm_rows`, dense; 0: the table is not split
     staging   address of the in-flight batch's staging buffer
-    INDIRECT  whether any job of the launch has a cache or is split
+    INDIRECT  a job of the launch has a cache or a split table
     """
     address = table + id * row_bytes
     if INDIRECT:
@@ -127,12 +107,8 @@ def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIR
 
 @triton.jit
 def _bags(job, starts, vector, is_real, POOLED: tl.constexpr):
-    """For each vector, the index of its bag's first id and the bag's length, int32; and the length of the
-    longest bag.
-
-    An unpooled vector is a bag of one id. vector: int32; is_real: whether there is such a vector. starts: as
-    for `pool`.
-    """
+    """Returns each vector's first id and bag length, int32, and the longest length. An unpooled vector is a
+    bag of one. vector: int32; is_real: mask of existing vectors; starts: as for `pool`."""
     start = vector
     length = is_real.to(tl.int32)
     longest = 1
@@ -171,26 +147,21 @@ def pool(
     LANES: tl.constexpr,
     TENSORS: tl.constexpr,
 ):
-    """One program's COLUMNS columns of a job whose rows are in FORMAT: the weighted sums of their bags,
-    written to outputs.
-
-    job           int64 [FIELDS], written by `quant.gpu.batch.layout`; with TENSORS by `quant.gpu.tensors.tensors`, [TENSOR_JOB_FIELDS]
+    """Writes a program's COLUMNS columns of a job in FORMAT: the weighted sums of their bags.
+    job           int64 [FIELDS]; TENSORS: [TENSOR_JOB_FIELDS] by `quant.gpu.tensors.tensors`
     inputs        address of the batch's inputs, bytes: int64 ids [ids] at IDS_AT
-    starts        int32 [bags + 1], indices of the bags' first ids, written by `bag_starts`; not read where bags have one length.
-                  TENSORS: the address that OFFSETS_AT counts from (`quant.gpu.kernels.tensor_bags`)
-    weights_base  address of fp32 weights [ids] at WEIGHTS_AT: the batch's inputs, where these were sent together
-    outputs       address of the batch's outputs, bytes: this program writes its columns of [VECTORS, DIM] at OUT_AT
-    flag          int32 [1] of the job: this program writes 1 where an id is not below ROWS, both as uint64. TENSORS: address of a
-                  report (`quant.gpu.kernels.tensor_bags.report`)
-    ids_count     TENSORS: ids of jobs that do not say how many they have
-    asked         TENSORS: the address that ASKED_AT counts from, of the ids as they came
-    locations  address of the batch's locations; int32 [ids] at byte LOCATIONS_AT; written by the cache's probe and resolve
-    staging    address of the in-flight batch's staging buffer, filled by the cache's fetch kernels
-    program    its number among those of the job
-
-    The tensors below are [COLUMNS * LANES] of a column and a lane each, and [COLUMNS * LANES, WORDS] of the
-    int32 words of a chunk.
-    """
+    starts        int32 [bags + 1], by `bag_starts`; unused for bags of one length.
+                  TENSORS: base address of OFFSETS_AT (`quant.gpu.kernels.tensor_bags`)
+    weights_base  address of fp32 weights [ids] at WEIGHTS_AT: the batch's inputs, if sent together
+    outputs       address of the batch's outputs, bytes: this writes columns of [VECTORS, DIM] at OUT_AT
+    flag          int32 [1] of the job: this writes 1 for an id not below ROWS, as uint64. TENSORS: address
+                  of a report (`quant.gpu.kernels.tensor_bags.report`)
+    locations     address of int32 [ids] at byte LOCATIONS_AT; written by the cache's probe and resolve
+    staging       address of the in-flight batch's staging buffer, filled by the cache's fetch kernels
+    program       its number in the job
+    ids_count     TENSORS: ids of jobs without a number
+    asked         TENSORS: base address of ASKED_AT, the original ids
+    Tensors below are [COLUMNS * LANES], and [COLUMNS * LANES, WORDS] of a chunk's int32 words."""
     PER_WORD: tl.constexpr = (
         16
         if FORMAT == FORMAT_INT2
@@ -387,13 +358,12 @@ def lookup(
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Every job of a launch. FORMATS: a bit for each row format among the tables, so that only those are
+    """Runs every job of a launch. FORMATS: a bit for each row format among the tables; only those are
     compiled.
-
     jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge.merge`
     job_of_program  address of int32 [programs], written there too
-    scratch         address of int32, written by `bag_starts`; a job whose verdict is 1 is left out
-    flags           address of int32 [jobs], zeros; 1 is written where an id is out of range
+    scratch         address of int32, written by `bag_starts`; jobs with verdict 1 are skipped
+    flags           address of int32 [jobs], zeros; 1 is written for an id out of range
     inputs, outputs, locations, staging: as for `pool`
     """
     number = tl.load(job_of_program.to(tl.pointer_type(tl.int32)) + tl.program_id(0)).to(tl.int64)

@@ -1,14 +1,8 @@
-"""The kernel that turns ids into row numbers, in Triton. Everything after it reads row numbers and knows of
-no ids.
-
-What it computes is specified by `quant.rows.ids` and `quant.rows.overlay`, whose plain form, `RowMap.find`,
-tests hold it to. An id that is refused becomes row -1, which the lookup kernel refuses as it refuses any
-number outside a table; the host then finds out which id it was.
-
-A job's fields are those of `quant.gpu.kernels.job.ResolveField`, those of a row map are
-`quant.rows.ids.NativeRowMap`'s and those of a layer `quant.rows.overlay.NativeLayer`'s, with addresses that
-the device reads (`quant.gpu.residence.row_map`, `quant.gpu.residence.layers`).
-"""
+"""The Triton kernel that turns ids into row numbers; everything after it reads row numbers.
+`quant.rows.ids` and `quant.rows.overlay` specify it; tests compare it with `RowMap.find`. A refused id
+becomes row -1, which the lookup kernel refuses; the host then finds the id. Jobs:
+`quant.gpu.kernels.job.ResolveField`. Row maps and layers: `quant.rows.ids.NativeRowMap`,
+`quant.rows.overlay.NativeLayer`, with device addresses (`quant.gpu.residence`)."""
 
 import triton
 import triton.language as tl
@@ -97,8 +91,8 @@ def _kept(ids, id_step, row, is_read):
 
 @triton.jit
 def _entry(entries, bucket, is_here):
-    """The first row of each bucket, int64, its slots and its seed, uint32; zeros where there is none. One
-    read of 16 bytes."""
+    """Returns each bucket's first row (int64), slots and seed (uint32), in one 16-byte read; zeros
+    outside."""
     at = (
         tl.multiple_of(entries.to(tl.pointer_type(tl.int64)) + 2 * bucket, 16)[:, None]
         + tl.arange(0, 2)[None, :]
@@ -109,15 +103,15 @@ def _entry(entries, bucket, is_here):
 
 @triton.jit
 def _bit(bits, at, is_read):
-    """Whether the bits with these numbers are set. bits: address of uint8."""
+    """Mask of set bits. bits: address of uint8."""
     byte = tl.load(bits.to(tl.pointer_type(tl.uint8)) + (at >> 3), is_read, 0).to(tl.int64)
     return is_read & (((byte >> (at & 7)) & 1) != 0)
 
 
 @triton.jit
 def _place(entries, pilots, hashed, bucket, is_here):
-    """The row that each id has if it is there, and whether its bucket has any. entries, pilots: addresses
-    of an index's."""
+    """Returns the row where each id would lie, and whether its bucket has any. entries, pilots: an index's
+    addresses."""
     first, slots, seed = _entry(entries, bucket, is_here)
     is_here = is_here & (slots > 0)
     g = (hashed ^ (seed.to(tl.uint64) * HASH_SEED)) * HASH_SPREAD
@@ -129,8 +123,8 @@ def _place(entries, pilots, hashed, bucket, is_here):
 
 @triton.jit
 def _find_indexed(row_map, id, is_id):
-    """The row of each id in a table of raw ids, and whether it is there. row_map: int64 pointer to a
-    NativeRowMap; id: int64."""
+    """Returns the row of each raw id and whether it is there. row_map: int64 pointer to a NativeRowMap; id:
+    int64."""
     hashed = mix(id)
     bucket, is_here = _bucket_of(row_map, id, hashed, is_id)
     row, is_here = _place(
@@ -142,7 +136,7 @@ def _find_indexed(row_map, id, is_id):
 
 @triton.jit
 def _may_have(layer, id, is_asked):
-    """Which of the ids that are asked for a layer's filter lets pass: one read of 8 bytes each."""
+    """Mask of wanted ids that a layer's filter passes: one read of 8 bytes each."""
     h = id.to(tl.uint64) * FILTER_FACTOR
     at = _reduce(h, tl.load(layer + LAYER_FILTER_WORDS).to(tl.uint32))
     word = tl.load(tl.load(layer + LAYER_FILTER).to(tl.pointer_type(tl.int64)) + at, is_asked, 0).to(
@@ -159,11 +153,8 @@ def _may_have(layer, id, is_asked):
 
 @triton.jit
 def _find_in_layer(layer, id, hashed, is_asked):
-    """Which of the ids that are asked for a layer has, and the number of the row of each of these, NO_ROW of
-    deleted ones.
-
-    layer: int64 pointer to a NativeLayer; id: int64, hashed: its hash.
-    """
+    """Mask of wanted ids that a layer has, and their row numbers, NO_ROW if deleted. layer: int64 pointer to
+    a NativeLayer; id: int64; hashed: its hash."""
     may_have = _may_have(layer, id, is_asked)
     bucket = (hashed & (tl.load(layer + LAYER_BUCKETS) - 1).to(tl.uint64)).to(tl.int64)
     slot, is_there = _place(
@@ -181,8 +172,7 @@ def _find_in_layer(layer, id, hashed, is_asked):
 
 @triton.jit
 def _override(row_map, id, row, is_id):
-    """The row of each id as the overlay of its table has it, newest layer first; `row` where no layer has
-    the id."""
+    """Returns each id's row from the newest layer that has it; otherwise `row`."""
     count = tl.load(row_map + MAP_LAYER_COUNT)
     if count > 0:
         hashed = mix(id)
@@ -197,7 +187,7 @@ def _override(row_map, id, row, is_id):
 
 @triton.jit
 def _is_backfilled(row_map, row, is_found):
-    """Which of the rows that were found, all of them the table's own, came from an older version."""
+    """Mask of rows, all the table's own, that came from an older version."""
     bits = tl.load(row_map + MAP_BACKFILLED)
     result = is_found & (row >= tl.load(row_map + MAP_OWN))
     if bits != 0:
@@ -209,12 +199,11 @@ def _is_backfilled(row_map, row, is_found):
 def _resolve(
     row_map, source, target, found, count, first, ids, has_found, OVERLAID: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program's ids of one lookup.
-
+    """Resolves a program's ids of one lookup.
     row_map  pointer to the table's NativeRowMap, int64
-    source   int64 [ids], the lookup's ids; target: int64 [ids], where this program writes its row numbers, and -1 for refused ids
-    found    uint8 [ids]; this program writes 1 where the table has the id, if `has_found`
-    count    int64 [2] of the lookup, to which it adds its ids without a row, and those whose row came from an older version
+    source   int64 [ids], the lookup's ids; target: int64 [ids], for row numbers, -1 for refused ids
+    found    uint8 [ids]; this writes 1 if the table has the id, if `has_found`
+    count    int64 [2] of the lookup; this adds its ids without a row, and with a row from an older version
     first    number of its first id
     """
     at = first + tl.arange(0, BLOCK)
@@ -255,14 +244,13 @@ def resolve(
     OVERLAID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every lookup of a batch whose ids are not row numbers, BLOCK ids a program. OVERLAID: a table may have
-    an overlay.
-
+    """Resolves every lookup of a batch with mapped ids, BLOCK ids a program. OVERLAID: a table may have an
+    overlay.
     jobs            address of int64 [jobs, RESOLVE_SIZE], written by `quant.gpu.batch.resolve.write_jobs`
     job_of_program  address of int32 [programs], written there too
-    source          address of the batch's inputs as they were sent, bytes: int64 ids [ids] at IDS_AT
-    inputs          address of the inputs that everything after this reads; row numbers are written at TARGET_AT; or `source`
-    outputs         address of the batch's outputs, bytes: found masks are written at FOUND_AT
+    source          address of the batch's inputs as sent, bytes: int64 ids [ids] at IDS_AT
+    inputs          address of the inputs for later kernels; row numbers go to TARGET_AT; may be `source`
+    outputs         address of the batch's outputs, bytes: found masks go to FOUND_AT
     counts          address of int64 [jobs, 2], to which this kernel adds (see `_resolve`)
     """
     program = tl.program_id(0).to(tl.int64)

@@ -1,9 +1,5 @@
-"""The values of packed rows inside the lookup kernel, in Triton: from words to fp32, in order, and to the
-output.
-
-tests/quant/gpu/test_lookup.py holds them, through the kernel, to tests/helpers/reference.py, which has every
-format in plain torch.
-"""
+"""Values of packed rows inside the lookup kernel, in Triton: from words to fp32 to the output.
+tests/helpers/reference.py has every format in plain torch."""
 
 import triton
 import triton.language as tl
@@ -28,8 +24,7 @@ _TWO_23_BITS = tl.constexpr(0x4B000000)
 
 @triton.jit
 def _exact(part):
-    """Integers from 0 to 2**23 - 1 as fp32, as the mantissa of 2**23 plus themselves; a conversion is a
-    slow instruction."""
+    """Integers 0 … 2**23 - 1 as fp32 through the mantissa of 2**23; a conversion is a slow instruction."""
     return (part | _TWO_23_BITS).to(tl.float32, bitcast=True) - _TWO_23
 
 
@@ -41,11 +36,8 @@ def half(bits):
 
 @triton.jit
 def values_of(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
-    """The PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias.
-
-    int4 and int2: each is as many times too large as it stands to the left in its half of the word
-    (`scale_of`). fp8: 2 ** 8 times too small.
-    """
+    """Returns the PER_WORD values of each int32 word, a tuple of fp32 tensors, before scale and bias. int4,
+    int2: too large by their left shift in the half word (`scale_of`). fp8: 2 ** 8 times too small."""
     values = ()
     if FORMAT == FORMAT_FP32:
         values = (word.to(tl.float32, bitcast=True),)
@@ -69,15 +61,14 @@ def values_of(word, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
 
 @triton.jit
 def scale_of(scale, INDEX: tl.constexpr, FORMAT: tl.constexpr, PER_WORD: tl.constexpr):
-    """What value number INDEX of `values_of` is multiplied by."""
+    """Factor of value INDEX of `values_of`."""
     left: tl.constexpr = INDEX % (PER_WORD // 2) * (32 // PER_WORD) if FORMAT <= FORMAT_INT4 else 0
     return scale * (1.0 / (1 << left))
 
 
 @triton.jit
 def interleaved(values, COUNT: tl.constexpr):
-    """A tuple of COUNT tensors [.., n], COUNT a power of two -> [.., n * COUNT]: the first of each, then
-    the second of each."""
+    """Interleaves a tuple of COUNT tensors [.., n], COUNT a power of two, to [.., n * COUNT]."""
     if COUNT == 1:
         result = values[0]
     else:
@@ -93,13 +84,10 @@ def interleaved(values, COUNT: tl.constexpr):
 
 @triton.jit
 def store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, OUT_STEP values from vector to
-    vector.
-
-    vector, value: int32 [columns], the vector of each column and the number of its first value there,
-    negative where the chunk begins with scale and bias. result: fp32 [columns, VALUES]. is_real: whether
-    there is such a vector. outputs: as for `quant.gpu.kernels.lookup.pool`.
-    """
+    """Writes columns to [VECTORS, DIM] of the job's precision at OUT_AT, with vector stride OUT_STEP values.
+    vector, value: int32 [columns], each column's vector and first value, negative for a chunk with scale and
+    bias. result: fp32 [columns, VALUES]. is_real: mask of existing vectors. outputs: as for
+    `quant.gpu.kernels.lookup.pool`."""
     number = value[:, None] + tl.arange(0, VALUES)[None, :]
     is_value = is_real[:, None] & (number >= 0)
     is_value = is_value & (number < dim)
@@ -116,8 +104,8 @@ def store(job, outputs, vector, value, result, is_real, dim, WHOLE_WORDS: tl.con
 
 @triton.jit
 def _write(out, at, result, is_value, WHOLE_WORDS: tl.constexpr, VALUES: tl.constexpr):
-    """Each column's VALUES values to `out` from index `at` on. WHOLE_WORDS: a column begins and ends at
-    multiples of 4 values."""
+    """Writes each column's VALUES values to `out` at index `at`. WHOLE_WORDS: columns are cut at multiples of
+    4 values."""
     begin = out + at
     if WHOLE_WORDS:
         begin = tl.multiple_of(begin, 4 * out.dtype.element_ty.primitive_bitwidth // 8)

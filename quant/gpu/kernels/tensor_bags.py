@@ -1,11 +1,7 @@
-"""Bags that a caller's offsets on the device name, and reports of what is wrong with them or with their ids,
-in Triton.
-
-Nobody waits for the device, and the tensors may be gone when the host looks. So a program that finds
-something wrong writes all that the host needs to say it, in memory of the host; the first one does, the
-others are not told of. `quant.gpu.tensors.tensors` writes the jobs, whose fields after those of JobField are
-those of `quant.gpu.kernels.job.TensorField`.
-"""
+"""Bags named by a caller's offsets on the device, and error reports, in Triton.
+Nobody waits for the device, and the tensors may be gone when the host looks. So the first program that finds
+an error writes all the host needs to page-locked memory; later errors are dropped.
+`quant.gpu.tensors.tensors` writes the jobs: JobField, then `quant.gpu.kernels.job.TensorField`."""
 
 import triton
 import triton.language as tl
@@ -37,8 +33,8 @@ _NONE = tl.constexpr(2**31 - 1)  # above every number of an id or a bag
 
 @triton.jit
 def offset_at(offsets, number, is_read, other, offset_bytes):
-    """Offsets by their numbers, int64. offsets: the address of the first; offset_bytes: of one, 4 or 8;
-    other: where not read."""
+    """Returns offsets by number, int64. offsets: address of the first; offset_bytes: 4 or 8; other: value
+    where not read."""
     if offset_bytes == 8:
         value = tl.load(offsets.to(tl.pointer_type(tl.int64)) + number, is_read, other)
     else:
@@ -48,7 +44,7 @@ def offset_at(offsets, number, is_read, other, offset_bytes):
 
 @triton.jit
 def _bounds(job, offsets, ids, vector, is_real):
-    """Where each vector's bag begins and ends, int64, as the job's offsets say. ids: of the job."""
+    """Returns the begin and end of each vector's bag, int64. ids: of the job."""
     offset_bytes = tl.load(job + TENSOR_OFFSET_BYTES)
     first = offsets + tl.load(job + TENSOR_OFFSETS_AT)
     count = tl.load(job + TENSOR_OFFSETS)
@@ -59,19 +55,16 @@ def _bounds(job, offsets, ids, vector, is_real):
 
 @triton.jit
 def ids_of(job, ids_count):
-    """How many ids a job has. ids_count: of jobs that do not say it."""
+    """Number of a job's ids. ids_count: for jobs without a number."""
     ids = tl.load(job + JOB_IDS)
     return tl.where(ids < 0, ids_count, ids)
 
 
 @triton.jit
 def bags_of_offsets(job, offsets, ids_count, vector, is_real, POOLED: tl.constexpr):
-    """For each vector, the index of its bag's first id and the bag's length, int32; the length of the longest
-    bag; and whether its offsets are wrong, which makes its bag an empty one. An unpooled vector is a bag of
-    one id.
-
-    offsets: the address that OFFSETS_AT counts from. vector: int32; is_real: whether there is such a vector.
-    """
+    """Returns each vector's first id and bag length, int32; the longest length; and whether its offsets are
+    wrong, which empties the bag. An unpooled vector is a bag of one. offsets: base address of OFFSETS_AT.
+    vector: int32; is_real: mask of existing vectors."""
     start = vector
     length = is_real.to(tl.int32)
     longest = 1
@@ -110,12 +103,11 @@ def report(
     lane,
     LANES: tl.constexpr,
 ):
-    """Tells the host what is wrong with a program's bags or ids, unless something was told before.
-
-    target   address of int64 [REPORT_SIZE], page-locked memory of the host, written by this, then of an int64 address: int32 on
-             the device, which says whether something was told. The host empties both
-    ids      int64 [ids], row numbers of the job. asked: address that ASKED_AT counts from, where the ids lie as they came
-    others   as for `bags_of_offsets`, and what it gave
+    """Reports an error in a program's bags or ids, unless one was reported before.
+    target   address of int64 [REPORT_SIZE], page-locked, written here, then an int64 address: int32 on the
+         device, which says whether there is a report. The host clears both
+    ids      int64 [ids], row numbers of the job. asked: base address of ASKED_AT, the original ids
+    others   as for `bags_of_offsets`, and its results
     """
     bag = tl.min(tl.where(is_bad, vector, _NONE), 0)
     rows = tl.load(job + JOB_ROWS).to(tl.uint64)

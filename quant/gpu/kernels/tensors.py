@@ -1,11 +1,6 @@
-"""Lookups of ids that are tensors of a caller on the device, in Triton: the lookup kernel over several
-buffers, and the jobs of kernels before it, whose numbers only the device knows.
-
-A request of the server has its inputs in one buffer, whose parts the host laid out. Here ids, offsets and
-weights stay where they are. Where the ids of many features lie one after another, only the offsets say where
-those of a feature begin, and nobody reads them on the host. `quant.gpu.tensors.tensors` launches both
-kernels.
-"""
+"""Lookups of a caller's tensors on the device, in Triton: the lookup kernel over several buffers, and jobs
+for the kernels before it. Ids, offsets and weights stay in place. In a packed call only the offsets, which
+the host does not read, say where a feature's ids begin. `quant.gpu.tensors.tensors` launches both kernels."""
 
 import triton
 import triton.language as tl
@@ -59,15 +54,13 @@ def look_up(
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Every job of a call. FORMATS: a bit for each row format among the tables, so that only those are
-    compiled.
-
+    """Runs every job of a call. FORMATS: a bit for each row format among the tables; only those are compiled.
     jobs            address of int64 [jobs, TENSOR_JOB_FIELDS], written by `quant.gpu.tensors.tensors`
     job_of_program  address of int32 [programs], written there too
-    inputs          address that IDS_AT counts from: row numbers, or ids that are such
-    asked           address that ASKED_AT counts from: the ids as they came
-    offsets         address that OFFSETS_AT counts from; weights: the same for WEIGHTS_AT
-    ids_count       ids of jobs whose IDS are -1
+    inputs          base address of IDS_AT: row numbers
+    asked           base address of ASKED_AT: the original ids
+    offsets         base address of OFFSETS_AT; weights: of WEIGHTS_AT
+    ids_count       ids of jobs with IDS -1
     target          address of a report (`quant.gpu.kernels.tensor_bags.report`)
     outputs, locations, staging: as for `quant.gpu.kernels.lookup.pool`
     """
@@ -136,14 +129,12 @@ def spread(
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the jobs of a kernel that works on each feature's ids, where these lie one after another. One
-    program a job.
-
-    template        address of int64 [count + 1, SIZE]: jobs as they are for all calls; the last one is for programs without work
-    places          address of int64 [count]: where each job's feature is among those of the offsets
-    offsets         address of the first offset: int32 or int64 (`offset_bytes`) [features * bags + 1] into `ids` ids
-    jobs            address of int64 [count + 1, SIZE], written here: fields IDS_AT (in bytes of int64), OTHER_AT (in ids of
-                    OTHER_BYTES), IDS, and FIRST, the first program of BLOCK ids each
+    """Writes the jobs of a kernel over features whose ids lie one after another. One program a job.
+    template        address of int64 [count + 1, SIZE]: common to all calls; the last is for idle programs
+    places          address of int64 [count]: each job's feature among those of the offsets
+    offsets         address of int32 or int64 (`offset_bytes`) [features * bags + 1] into `ids` ids
+    jobs            address of int64 [count + 1, SIZE], written here: IDS_AT (int64 bytes), OTHER_AT (ids of
+                OTHER_BYTES), IDS, and FIRST, the first program of BLOCK ids each
     job_of_program  address of int32 [programs], written here too
     LANES           a power of 2, count or more
     """

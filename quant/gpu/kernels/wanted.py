@@ -1,5 +1,5 @@
-"""What kernels are compiled for, and which ones the lookups of a model's tables launch. Imports neither
-torch nor Triton."""
+"""Compile keys of kernels, and the kernels that a model's lookups launch. Imports neither torch nor
+Triton."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,8 @@ from tableside.quant.contract import Table
 
 @dataclass(frozen=True)
 class KernelKey:
-    """What the lookup kernel is compiled for. formats: a bit for each row format; whole_words: every dim is a
-    multiple of 4.
-
-    Tables that are used together share a key, so that everything they need is compiled when they are first
-    used.
-    """
+    """Compile key of the lookup kernel. formats: a bit for each row format; whole_words: every dim is a
+    multiple of 4. Tables used together share a key, so the first use compiles all."""
 
     formats: int = 0
     whole_words: bool = True
@@ -32,15 +28,12 @@ class KernelKey:
 
 @dataclass(frozen=True)
 class WantedKernels:
-    """What lookups of a model's tables launch.
-
-    pooled, unpooled: whether there are such features. has_maps: ids of a table become row numbers first.
-    is_indirect: whether rows are read through a cache or in two places; both where tables differ.
-    cached_row_bytes: sizes of rows that may be the widest behind a cache; none: there is none. gathers:
-    whether the CPU gathers what the cache misses, or both. is_lfu: the cache's policy. is_followed: something
-    reads vectors on the device (`quant.gpu.batch.follower`). tensor_features: features that PyTorch modules
-    look up in one call, at most (`quant.gpu.tensors.tensors`); 0: there are no modules.
-    """
+    """The kernels for lookups of a model's tables.
+    pooled, unpooled: there are such features. has_maps: a table maps ids. is_indirect: rows come through a
+    cache or from two places; both values if tables differ. cached_row_bytes: sizes that may be a cache's
+    widest row; empty: no cache. gathers: the CPU gathers cache misses, or both values. is_lfu: the cache's
+    policy. is_followed: something reads vectors on the device (`quant.gpu.batch.follower`). tensor_features:
+    most features of a PyTorch module's call (`quant.gpu.tensors.tensors`); 0: no modules."""
 
     key: KernelKey
     pooled: bool

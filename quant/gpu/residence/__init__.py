@@ -1,1 +1,1 @@
-"""Where a table's rows live for a device, and what the device keeps of their ids."""
+"""Residences: where a table's rows live for a device, and its copy of the row map."""

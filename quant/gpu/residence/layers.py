@@ -1,17 +1,11 @@
-"""Layers of overlays where a device reads them: rows, index, filter and deleted bits of each, copied to HBM
-once. Where a budget does not hold the rows, or any of it, these lie in page-locked memory of the host.
-
-A layer lies over one table and is part of one state of it after another, as long as no newer changes are
-merged into it. So states share what was copied of it, and it goes with the last of them. Where the table's
-own rows live makes no difference: nothing of them is copied, moved or looked at.
-
-The lookup kernel finds a row at `table + number * row_bytes`, in arithmetic of 64 bits that wraps. A layer's
-memory begins whole rows away from the table's first one, and row_bytes is a multiple of 16; so 2 ** 60 may be
-added to a number without changing where it leads. `first_row` is taken between -2 ** 63 and -2 ** 63 + 2 **
-60. That makes the numbers of all overlays' rows negative, and never -1: the cache and tables in two places
-tell them from their own by the sign, and the lookup kernel, for which ids are numbers without a sign, refuses
--1 alone.
-"""
+"""Overlay layers on a device: rows, index, filter and deleted bits, copied to HBM once, or to page-locked
+host memory beyond a budget. A layer belongs to one table and to its successive states until newer changes are
+merged into it. States share its copy, which goes with the last of them. The table's own residence does not
+matter. The lookup kernel finds a row at `table + number * row_bytes` in wrapping 64-bit arithmetic. A layer
+begins whole rows away from the table, and row_bytes is a multiple of 16, so adding 2 ** 60 to a number does
+not change the address. `first_row` lies in [-2 ** 63, -2 ** 63 + 2 ** 60). So overlay rows are negative and
+never -1: the cache and split tables tell them by the sign, and the lookup kernel, with unsigned ids, refuses
+only -1."""
 
 import threading
 from collections.abc import Sequence
@@ -34,10 +28,8 @@ _NUMBERS_STEP = 1 << 60  # numbers this far apart lead to one address, for rows 
 
 
 class DeviceLayer:
-    """A layer of the overlay of one table, for a device. native: as kernels read it; bytes: of HBM.
-
-    table_at: the address of the table's row 0 as kernels have it. QuantError: it does not fit.
-    """
+    """A layer of one table's overlay on a device. native: for kernels; bytes: of HBM. table_at: address of
+    row 0 for kernels. QuantError: it does not fit."""
 
     def __init__(
         self, layer: OverlayLayer, table_at: int, device: Device, in_host: InHost = InHost.NOTHING
@@ -88,7 +80,7 @@ def layer_bytes(layer: OverlayLayer, in_host: InHost = InHost.NOTHING) -> int:
 
 
 def _parts(layer: OverlayLayer) -> tuple[dict[str, NDArray[Any]], list[int]]:
-    """What is copied to HBM beside the rows, and where each part begins, and the last one ends."""
+    """Returns the parts to copy beside the rows, their starts, and the end."""
     index = layer.index
     parts: dict[str, NDArray[Any]] = {
         "filter": layer.filter,
@@ -113,9 +105,8 @@ class DeviceLayers:
     def of(
         self, table: Table, residence: Residence, in_host: InHost = InHost.NOTHING
     ) -> tuple[DeviceLayer, ...]:
-        """Those of a table's overlay, the newest first; none where it has none. What is not there is
-        copied, on the current stream, and is there when this returns. in_host: of layers that are not
-        there. QuantError: there is no room."""
+        """Returns the layers of a table's overlay, newest first. Copies missing ones on the current stream
+        and waits. in_host: of missing ones. QuantError: no room."""
         if table.row_map is None or table.row_map.overlay is None:
             return ()
         with self._lock:

@@ -1,16 +1,13 @@
-"""Where a table's rows live for one device. A new tier or placement is a new class here.
-
-A residence owns the memory that its rows need on the device. It says what the jobs of lookups need to find
-the rows, and what must happen before the kernel runs: rows gathered by the CPU, or ids probed in the cache.
-Nobody asks which kind it is. The kernel turns a job and an id into an address in one function, `_row_address`
-of `quant.gpu.kernels.lookup`.
-
+"""Residences: where a table's rows live for one device. A new tier or placement is a new class here.
+A residence owns its rows' device memory, fills in the jobs of lookups, and says what must run first: a gather
+by the CPU, or a cache probe. No other code asks for its kind; the kernel's `_row_address`
+(`quant.gpu.kernels.lookup`) turns job and id into an address.
     InHbm      all rows were copied to HBM
-    Stashable  as InHbm, in memory that can be given back and filled again at the same address (`quant.gpu.residence.stashable`)
-    Mapped     rows are read in host memory that is registered with CUDA, by the GPU or, for many ids, gathered by the CPU
-    Cached     rows are read through the device's cache; misses come from host memory
+    Stashable  InHbm in memory that can be freed and refilled at its address (`quant.gpu.residence.stashable`)
+    Mapped     rows in registered host memory, read by the GPU or, for many ids, gathered by the CPU
+    Cached     rows read through the device's cache; misses come from host memory
     Split      some rows of each block were copied to HBM, the others are read in host memory
-    OnHost     the CPU looks the rows up; the device never sees them
+    OnHost     the CPU looks the rows up
 """
 
 import ctypes
@@ -31,7 +28,7 @@ _COPY_CHUNK = 64 << 20  # bytes
 
 
 class Residence:
-    """Where the rows of one table live for one device, as the jobs of its lookups say it."""
+    """One table's rows for one device, as its jobs need them."""
 
     is_on_device = True
     """False: the CPU looks the rows up."""
@@ -52,22 +49,19 @@ class Residence:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a lookup of any ids needs no more of the host than that the ids are staged."""
+        """True if a lookup needs nothing of the host but its staged ids."""
         return self.is_on_device and not self.is_gathered
 
     def hot(self) -> NDArray[np.int64]:
-        """Ids whose rows are in HBM because they were used, int64 [n], the hottest first. Waits for the
-        device."""
+        """Returns ids with rows in HBM because of use, int64 [n], hottest first. Waits for the device."""
         return np.zeros(0, np.int64)
 
     def warm(self, ids: NDArray[np.int64]) -> None:
-        """Brings rows to HBM for lookups to come, where that can be chosen. ids: int64 [n], of rows. Waits
-        for nothing."""
+        """Brings rows [n], int64, to HBM for later lookups, if the residence can. Does not wait."""
 
     def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
-        """Keeps rows that another table's residence holds in the cache that both share, and that are rows
-        of this table with the same bytes: int64 [n] each, numbers of its rows and of this one's. That
-        table has to fetch them again. Waits for the device."""
+        """Keeps cached rows of another table that equal rows of this one. rows, successors: int64 [n] numbers
+        in the other table and in this. The other table has to fetch them again. Waits for the device."""
 
 
 class OnHost(Residence):
@@ -85,8 +79,7 @@ class InHbm(Residence):
 
     @classmethod
     def copy_of(cls, table: Table, device: Device, registered: torch.Tensor | None = None) -> "InHbm":
-        """Copies a table, and waits for it. registered: as for `Mapped`, from which copies are faster.
-        QuantError: no room."""
+        """Copies a table and waits. registered: as for `Mapped`, for a faster copy. QuantError: no room."""
         memory = allocate(table.packed.size, device, "a table")
         copy_from_host(
             memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None
@@ -95,11 +88,8 @@ class InHbm(Residence):
 
 
 class _InHostMemory(Residence):
-    """Rows lie in host memory.
-
-    rows: uint8 [bytes] on the device, over registered memory; None: the table's own memory, which only the
-    interpreter reads.
-    """
+    """Rows in host memory. rows: uint8 [bytes] on the device over registered memory; None: the table's memory
+    (interpreter)."""
 
     def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
         self._table = table  # keeps the memory of `host_rows` alive
@@ -114,10 +104,8 @@ class Mapped(_InHostMemory):
 
 
 class Cached(_InHostMemory):
-    """Rows are read through the device's cache. The table leaves the cache with this object.
-
-    name: for statistics. QuantError: the cache cannot hold rows of this size.
-    """
+    """Rows read through the device's cache until this object goes. name: for statistics. QuantError: the
+    cache cannot hold rows of this size."""
 
     def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
         super().__init__(table, rows)
@@ -137,8 +125,7 @@ class Cached(_InHostMemory):
 
 
 class Split(_InHostMemory):
-    """The first `share` rows of each SPLIT_BLOCK lie in HBM one after another; the others are read in host
-    memory."""
+    """The first `share` rows of each SPLIT_BLOCK, dense in HBM; the others in host memory."""
 
     def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: Device) -> None:
         """Copies the HBM rows, and waits for it. QuantError: `share` splits nothing, or there is no room."""
@@ -169,25 +156,21 @@ class Split(_InHostMemory):
 
 
 def host_bytes(table: Table) -> torch.Tensor:
-    """A table's memory as a tensor, uint8 [bytes]. The caller keeps the table alive, and must not write to
-    the tensor."""
+    """Returns a table's memory as uint8 [bytes]. The caller keeps the table alive and does not write."""
     return array_bytes(table.packed)
 
 
 def array_bytes(array: NDArray[Any]) -> torch.Tensor:
-    """A contiguous array's memory, of a byte at least, as a tensor, uint8 [bytes]. The caller keeps the
-    array alive, and must not write to the tensor."""
+    """Returns a contiguous nonempty array's memory as uint8 [bytes]. The caller keeps the array alive and
+    does not write."""
     # torch warns of arrays that say they are read-only, as a segment's do.
     memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class InHost(IntEnum):
-    """What of a delta, or of a table's index, lies in page-locked memory of the host, where the device reads
-    it; it takes no HBM.
-
-    SOME: a delta's rows; the ids that an index keeps.
-    """
+    """Parts of a delta or index in page-locked host memory instead of HBM. SOME: a delta's rows; an index's
+    ids."""
 
     NOTHING = 0
     SOME = 1
@@ -195,8 +178,7 @@ class InHost(IntEnum):
 
 
 def allocate_for(size: int, device: Device, what: str, in_host: bool) -> torch.Tensor:
-    """uint8 [size] that a device reads, on it or in page-locked memory of the host. QuantError: there is
-    no room for `what`."""
+    """Returns uint8 [size] on the device or in page-locked host memory. QuantError: no room for `what`."""
     if not in_host:
         return allocate(size, device, what)
     try:
@@ -229,10 +211,8 @@ def allocate(size: int, device: Device, what: str) -> torch.Tensor:
 
 
 def copy_from_host(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
-    """Fills a tensor on a device from the host, and waits for it.
-
-    Memory that is not page-locked goes through two page-locked chunks in turn.
-    """
+    """Copies a host tensor to the device and waits; unpinned memory goes through two page-locked chunks in
+    turn."""
     if target.device.type != "cuda":
         target.copy_(source)
         return

@@ -1,17 +1,11 @@
-"""How a table's ids become row numbers, where a device reads it: a NativeRowMap in its memory, and what that
-points to.
-
-The directory's entries, pilots and the bits of backfilled rows, a third of a byte an id, are copied to HBM.
-The id that is kept for each row, 8 bytes, is read
-
-    in the table's own rows   where all of them are in HBM, and ids lie in their padding
-    in a copy in HBM          otherwise
-    in host memory            where the copy is not wanted, because a budget does not hold it: one read of host memory for each id
-
-Where a budget does not even hold directory, pilots and bits, these lie in page-locked memory of the host. The
-layers of an overlay are `quant.gpu.residence.layers`'. Maps of several states of a table share all that is
-the table's own.
-"""
+"""A table's row map on a device: a NativeRowMap in its memory, and what that points to.
+Directory entries, pilots and backfilled bits, a third of a byte an id, are copied to HBM. Kept ids, 8 bytes a
+row, are read
+    in the table's rows   if all are in HBM and ids lie in their padding
+    in a copy in HBM      otherwise
+    in host memory        if a budget does not hold the copy: one host read an id
+If a budget does not hold the former either, they lie in page-locked host memory. `quant.gpu.residence.layers`
+has the overlay's layers. A table's states share its own parts."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -30,13 +24,10 @@ from tableside.quant.rows.ids import ID_BYTES, IdIndex, native_row_map
 
 
 class DeviceRowMap:
-    """A table's RowMap on a device. address: of its NativeRowMap there; bytes: of HBM that it takes, but for
-    layers. layers: of an overlay, the newest first; none at first.
-
-    in_host: where the ids kept for rows are read in host memory and are an array, it is registered with CUDA
-    together with the rows, as all of a segment is. QuantError: it does not fit, or the residence reads no
-    host memory.
-    """
+    """A table's RowMap on a device. address: of its NativeRowMap; bytes: of HBM, without layers. layers:
+    newest first; none at first. in_host: where kept ids that are an array are read in host memory, it is
+    registered with the rows, as all of a segment is. QuantError: it does not fit, or the residence reads no
+    host memory."""
 
     def __init__(
         self, table: Table, residence: Residence, device: Device, in_host: InHost = InHost.NOTHING
@@ -70,7 +61,7 @@ class DeviceRowMap:
         return made
 
     def _ids(self, table: Table, index: IdIndex, residence: Residence) -> tuple[int, int]:
-        """Where the kept id of row 0 is read, and the bytes from one to the next."""
+        """Returns the address of row 0's kept id, and the stride in bytes."""
         place, is_in_rows = index.ids.ctypes.data - table.address, index.ids.strides[0] == table.row_bytes
         if not index.slots:
             return 0, ID_BYTES

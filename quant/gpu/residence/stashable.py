@@ -27,7 +27,7 @@ class Stashable(InHbm):
 
     @property
     def is_away(self) -> bool:
-        """Whether its memory is given back."""
+        """True if its memory is given back."""
         return not self._pages.is_taken
 
     def give_back(self) -> None:
@@ -62,7 +62,7 @@ class StashableTables:
 
     @property
     def away(self) -> list[Stashable]:
-        """Those whose memory is given back."""
+        """Tables whose memory is given back."""
         return [table for table in self.all if table.is_away]
 
     def restore(self) -> None:

@@ -15,11 +15,8 @@ from tableside.quant.rows.ids import RowMap
 
 @dataclass(frozen=True, eq=False)
 class DeviceTable:
-    """A table of the host, and where its rows live for a device. It is a `RowSource`.
-
-    device_map: how its ids become row numbers on the device; None: they are row numbers, or the CPU looks the
-    table up.
-    """
+    """A host table with its residence on a device; a `RowSource`. device_map: its row map on the device;
+    None: ids are row numbers, or the CPU looks it up."""
 
     host: Table
     residence: Residence
@@ -28,23 +25,22 @@ class DeviceTable:
 
     @property
     def is_overlaid(self) -> bool:
-        """Whether the device reads rows of an overlay beside the table's own."""
+        """True if the device reads overlay rows."""
         return bool(self.layers)
 
     @property
     def layers(self) -> tuple[DeviceLayer, ...]:
-        """Those of its overlay that the device reads, the newest first."""
+        """The overlay's layers on the device, newest first."""
         return () if self.device_map is None else self.device_map.layers
 
     @property
     def job_rows(self) -> int:
-        """What jobs have as `JobField.ROWS`."""
+        """Value of `JobField.ROWS`."""
         return -1 if self.is_overlaid else self.rows
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the CPU gathers rows of requests with many ids: the device makes the row numbers of ids
-        that are none."""
+        """True if the CPU gathers rows for many ids: not if the device resolves the ids."""
         return self.residence.is_gathered and self.row_map is None
 
     @property

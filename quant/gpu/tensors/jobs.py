@@ -1,5 +1,4 @@
-"""Jobs of the kernels that look up a caller's tensors: on the host, on their way to the device, or made
-there."""
+"""Jobs for lookups of a caller's tensors: written on the host and sent, or made on the device."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,13 +12,7 @@ from tableside.quant.device.device import Device
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.batch.layout import aligned
 from tableside.quant.gpu.batch.steady import SteadyKind
-from tableside.quant.gpu.kernels.job import (
-    FIELDS,
-    TENSOR_JOB_FIELDS,
-    JobField,
-    ResolveField,
-    TensorField,
-)
+from tableside.quant.gpu.kernels.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
 
 Rows = NDArray[np.int64]
 
@@ -32,15 +25,14 @@ class KernelJobs(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, programs: Rows, first: int) -> "KernelJobs":
-        """programs: int64 [jobs], of each job; first: the field for the number of its first one, which is
-        written."""
+        """programs: int64 [jobs], of each job; first: the field for its first program's number, written
+        here."""
         rows[:, first] = np.add.accumulate(programs) - programs
         return cls(rows, np.repeat(np.arange(len(rows), dtype=np.int32), programs))
 
 
 class JobAddresses(NamedTuple):
-    """Jobs on the device, or on their way, at two addresses: the jobs, and int32 [programs], the job of
-    each program."""
+    """Device addresses of jobs, and of int32 [programs], each program's job."""
 
     jobs_at: int
     programs_at: int
@@ -48,8 +40,7 @@ class JobAddresses(NamedTuple):
 
 
 def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:
-    """Jobs, on their way to the device: what holds their memory there, what holds it on the host, and
-    where they are."""
+    """Sends jobs; returns the owners of their device and host memory, and the addresses."""
     sizes = [(rows.nbytes, of_program.size) for rows, of_program in lists]
     total = sum(size + aligned(4 * programs, 8) for size, programs in sizes)
     host = device.pinned(total)
@@ -65,11 +56,9 @@ def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, l
 
 
 class JobSpreader:
-    """Makes the jobs of a kernel on the device, where only the device knows where the ids of a feature begin.
-
-    rows: int64 [jobs, fields], as they are for all calls. places: int64 [jobs], of each one's feature among
-    those of the offsets. block: ids of a program.
-    """
+    """Writes a kernel's jobs on the device, if only the device knows where each feature's ids begin. rows:
+    int64 [jobs, fields], common to all calls. places: int64 [jobs], each one's feature among those of the
+    offsets. block: ids a program."""
 
     def __init__(self, rows: Rows, kernel: Kernel, places: Rows, block: int, device: Device) -> None:
         idle = rows[:1].copy()  # for programs without work: no ids
@@ -101,7 +90,7 @@ class JobSpreader:
 
 
 def template_rows(kinds: Sequence[SteadyKind], first_name: int) -> Rows:
-    """What is the same of the jobs of all calls."""
+    """Job fields common to all calls."""
     jobs = np.zeros((len(kinds), TENSOR_JOB_FIELDS), np.int64)
     jobs[
         :, (JobField.LENGTHS_AT, JobField.WEIGHTS_AT, JobField.LOCATIONS_AT, FIELDS + TensorField.OFFSETS_AT)

@@ -1,15 +1,9 @@
-"""Lookups of a caller's tensors where they lie on a GPU: nothing is brought together, and nobody waits for
-the device.
-
-A call takes ids, offsets and weights of each feature as tensors of their own (`each`), or all ids one after
-another with the offsets of all features (`packed`), as FBGEMM and TorchRec keep them. In a packed call the
-host does not know where the ids of a feature begin. The lookup kernel reads its bags from the offsets, so a
-call with as many bags as one before needs nothing sent. Kernels before it, which work on ids, get their jobs
-from `quant.gpu.kernels.tensors.spread`.
-
-What a call reads (its jobs, the row numbers of its ids) belongs to it, so calls on several streams share
-none.
-"""
+"""Lookups of a caller's tensors in place on a GPU, without waiting for the device.
+A call takes each feature's ids, offsets and weights (`each`), or all ids one after another with all offsets
+(`packed`), as FBGEMM and TorchRec do. In a packed call the host does not know where a feature's ids begin:
+the lookup kernel reads its bags from the offsets, so a repeated number of bags needs nothing sent. Kernels
+before it get their jobs from `quant.gpu.kernels.tensors.spread`. A call owns its jobs and row numbers, so
+calls on several streams share nothing."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -59,9 +53,9 @@ _captured: list[object] = []  # what graphs read: a graph does not say when it g
 
 
 class TensorInput(NamedTuple):
-    """The tensors of one feature, all on the device and contiguous. ids: int64 [ids]. offsets: int32 or
-    int64, where each of the `bags` bags begins, with or without the end of the last one; None: bags of
-    `bag_length` ids, or not pooled. weights: fp32 [ids]."""
+    """One feature's tensors, on the device and contiguous. ids: int64 [ids]. offsets: int32 or int64, starts
+    of the `bags` bags, with or without the last end; None: bags of `bag_length` ids, or not pooled. weights:
+    fp32 [ids]."""
 
     ids: torch.Tensor
     offsets: torch.Tensor | None
@@ -71,7 +65,7 @@ class TensorInput(NamedTuple):
 
 
 class _CallShape(NamedTuple):
-    """What calls of tensors of these shapes have in common: all but addresses."""
+    """What calls with tensors of these shapes share: all but addresses."""
 
     jobs: KernelJobs
     config: LaunchConfig
@@ -82,8 +76,8 @@ class _CallShape(NamedTuple):
 
 
 class _BaseAddresses(NamedTuple):
-    """Addresses that the offsets of jobs count from: row numbers, ids as they came, offsets, weights. ids:
-    of a job without IDS."""
+    """Base addresses of jobs' offsets: row numbers, original ids, offsets, weights. ids: of jobs without
+    IDS."""
 
     inputs: int = 0
     asked: int = 0
@@ -93,13 +87,9 @@ class _BaseAddresses(NamedTuple):
 
 
 class StagedLookup(NamedTuple):
-    """A call whose jobs are on the device, or on their way there. shape: of the vectors. probe: what the
-    cache looks for first.
-
-    is_even: all features have as many values. held: what the kernels read. sent: what a graph of the call
-    reads besides, in no memory that belongs to the graph. ticket: of its rows in the cache, where they were
-    prefetched.
-    """
+    """A call with its jobs on the device, or on their way. shape: of the vectors. probe: the cache's jobs.
+    is_even: all features have as many values. held: memory that kernels read. sent: memory that a graph reads
+    and does not own. ticket: of prefetched rows."""
 
     jobs: JobAddresses
     config: LaunchConfig
@@ -114,12 +104,9 @@ class StagedLookup(NamedTuple):
 
 
 class TensorLookup:
-    """Lookups of some features, all pooled or none, of tables on one device. names, reports: what wrong ids
-    are told by.
-
-    unfound: int64 [features, 2] on the device: ids without a row in all calls so far, and those whose row
-    came from an older version. QuantError: a table is looked up by the CPU.
-    """
+    """Lookups of features, all pooled or none, on one device. names, reports: for errors. unfound: int64
+    [features, 2] on the device: ids without a row so far, and with an older version's. QuantError: the CPU
+    looks a table up."""
 
     def __init__(
         self, backend: GpuBackend, names: Sequence[str], kinds: Sequence[LookupKind], reports: Reports
@@ -163,8 +150,7 @@ class TensorLookup:
     # ---- calls ----
 
     def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
-        """A call with tensors of its own for each feature. It gives the vectors of all, one feature after
-        another, [values]."""
+        """Stages a call with separate tensors; its vectors are [values], one feature after another."""
         addresses: list[int] = []
         shape: list[int] = []
         for ids, offsets, bag_length, bags, weights in inputs:
@@ -211,13 +197,9 @@ class TensorLookup:
         order: tuple[int, ...],
         weights: torch.Tensor | None,
     ) -> StagedLookup:
-        """A call of pooled features with all ids in one tensor. It gives their vectors side by side, [bags,
-        sum of dims].
-
-        ids: int64 [ids]; offsets: int32 or int64 [features * bags + 1] into them, those of the first feature
-        first; weights: fp32 [ids], all contiguous on the device. order: where each feature of the lookup is
-        among those of the offsets.
-        """
+        """Stages a call of pooled features with all ids in one tensor; its vectors are [bags, sum of dims].
+        ids: int64 [ids]; offsets: int32 or int64 [features * bags + 1]; weights: fp32 [ids]; contiguous on
+        the device. order: each feature's place among those of the offsets."""
         bags, count = (offsets.numel() - 1) // features, ids.numel()
         check_size(count, bags)
         config = self._config(count * len(order) // features, bags * len(order), bags * self._columns_of_bag)
@@ -255,8 +237,7 @@ class TensorLookup:
         return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held, kept)
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
-        """Begins to bring the rows of a call to the cache, where some are read through it; they stay until
-        the call."""
+        """Begins to fetch a call's cached rows; they stay until the call."""
         if staged.probe is None:
             return staged
         with self.on_device:
@@ -264,11 +245,8 @@ class TensorLookup:
             return staged._replace(ticket=self._prefetched(staged, self._device.current_stream()))
 
     def __call__(self, staged: StagedLookup) -> torch.Tensor:
-        """The vectors, on the current stream. What is wrong is reported; a bag or row that is wrong reads as
-        zeros.
-
-        QuantError: a graph is captured, and no such call ran before, or rows are read through the cache.
-        """
+        """Returns the vectors on the current stream. Wrong bags or rows are reported and read as zeros.
+        QuantError: during a graph capture, if no such call ran before or rows are cached."""
         with self.on_device:
             self._check_can_run()
             kernel = self._kernel(staged)
@@ -323,8 +301,7 @@ class TensorLookup:
         return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
 
     def _shape(self, shape: tuple[int, ...]) -> _CallShape:
-        """shape: for each feature its ids, bytes of an offset and offsets, bag length, bags, and whether
-        it has weights."""
+        """shape: of each feature: ids, offset bytes and offsets, bag length, bags, is weighted."""
         if (found := self._shapes.get(shape)) is None:
             of_feature = np.array(shape, np.int64).reshape(len(self._dims), -1)
             jobs, counts = self._template.copy(), of_feature[:, 0]
@@ -401,7 +378,7 @@ class TensorLookup:
             self._spread(True, order)(offsets, bags, count)
 
     def _spread(self, is_resolve: bool, order: tuple[int, ...]) -> "JobSpreader":
-        """What makes the jobs of one of the kernels before the lookup, for packed calls in this order."""
+        """Returns the spreader of a kernel before the lookup, for packed calls in this order."""
         if (found := self._spreads.get((is_resolve, order))) is None:
             self._check_not_capturing()
             device, places = self._device, np.array(order, np.int64)
