@@ -1,8 +1,6 @@
-"""Files that are opened with care: a FIFO, a device, a socket or a folder in a file's place is refused, and
-nothing waits for it.
+"""Opens regular files without blocking; refuses FIFOs, devices, sockets and folders.
 
-A plain `open` of a FIFO waits for a writer, and a device may never end. So paths that come from a user or
-from another file are opened here, without waiting, and looked at before a byte is read.
+A plain `open` of a FIFO waits for a writer, and a device may never end, so paths of users go through here.
 """
 
 import os
@@ -21,11 +19,8 @@ _KINDS = {
 
 
 def open_regular(path: Path, what: str, error: type[LoaderError] = LoaderError) -> int:
-    """Opens a regular file for reading; the caller closes the descriptor. what: the file's part, for people
-    ("checkpoint").
-
-    error: raised where the path is missing, cannot be opened, holds a NUL, or is no regular file.
-    """
+    """Opens a regular file for reading; the caller closes the descriptor. what: the file's role, for people
+    ("checkpoint"). error: raised if the path is missing, unreadable, holds a NUL or is no regular file."""
     if "\0" in str(path):
         raise error(
             f"{what} {str(path)!r}: a path cannot hold the character NUL; expected the path of a file"
@@ -50,8 +45,7 @@ def open_regular(path: Path, what: str, error: type[LoaderError] = LoaderError) 
 
 
 def read_regular(path: Path, limit_bytes: int, what: str, error: type[LoaderError] = LoaderError) -> bytes:
-    """All bytes of a regular file of at most `limit_bytes`. error: see `open_regular`, or the file is
-    larger."""
+    """Returns a regular file's bytes. error: see `open_regular`; also if it exceeds `limit_bytes`."""
     with open(open_regular(path, what, error), "rb") as file:
         try:
             data = file.read(limit_bytes + 1)

@@ -1,9 +1,7 @@
-"""Zip archives as torch.save and np.savez write them: stored records, each in one piece, each with its
-CRC-32.
+"""Zip archives of torch.save and np.savez: stored, contiguous records with CRC-32 (PKWARE APPNOTE 6.3.9).
 
-Format: PKWARE's APPNOTE 6.3.9. The central directory at the end names the records, and each record has a
-local header before its bytes. Both are read and compared. What is compressed, encrypted, split, twice there,
-or overlaps is refused, and so is an archive of too many records: each field decides which bytes become rows.
+The central directory and each local header are read and compared. Compressed, encrypted, split, duplicate or
+overlapping records are refused, and archives of too many records.
 """
 
 import struct
@@ -28,8 +26,7 @@ _ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
 
 @dataclass(frozen=True, slots=True)
 class ArchiveRecord:
-    """Bytes [offset, offset + bytes) of a file. crc: their CRC-32; None: whoever wrote the archive left it
-    out."""
+    """Bytes [offset, offset + bytes) of a file. crc: their CRC-32, or None if the writer left it out."""
 
     offset: int
     bytes: int
@@ -37,8 +34,7 @@ class ArchiveRecord:
 
 
 class Archive:
-    """The records of a window that is a zip archive. CheckpointError: it is damaged, or no archive of this
-    kind."""
+    """The records of a zip archive. CheckpointError: it is damaged, or of another kind."""
 
     def __init__(self, window: FileWindow, advice: str) -> None:
         """advice: how to write a file that can be read, for compressed ones."""
@@ -50,20 +46,18 @@ class Archive:
             raise self._broken(str(error)) from error
 
     def read(self, name: str, limit_bytes: int) -> bytes:
-        """A whole small record, its CRC-32 checked."""
+        """Returns a whole small record, its CRC-32 checked."""
         record = self.records[name]
         if record.bytes > limit_bytes:
             raise CheckpointError(
                 f"{self.window.path}: record {name!r} has {record.bytes:,} bytes, more than the "
-                f"{limit_bytes:,} that are read; "
-                "save the tensors alone"
+                f"{limit_bytes:,} that are read; save the tensors alone"
             )
         data = self.window.read(record.offset - self.window.begin, record.bytes)
         if record.crc is not None and isal_zlib.crc32(data) != record.crc:
             raise CheckpointError(
                 f"{self.window.path}: the CRC-32 of record {name!r} is wrong, so bytes changed after they "
-                "were written; "
-                "take another copy of the file"
+                "were written; take another copy of the file"
             )
         return data
 
@@ -92,13 +86,12 @@ class Archive:
         places.sort()
         if any(end > begin for (_, end), (begin, _) in pairwise(places)):
             raise self._broken("two records overlap")
-        if not any(
-            record.crc for record in self.records.values()
-        ):  # torch.serialization.set_crc32_options(False) writes zeros
+        # Torch.serialization.set_crc32_options(False) writes zeros
+        if not any(record.crc for record in self.records.values()):
             self.records = {name: ArchiveRecord(r.offset, r.bytes, None) for name, r in self.records.items()}
 
     def _end(self) -> tuple[int, int, int]:
-        """(records, bytes of the directory, where it begins)."""
+        """Returns (records, bytes of the directory, its offset)."""
         size = self.window.bytes
         tail = self.window.read(max(0, size - _END.size - 65535), min(size, _END.size + 65535))
         at = tail.rfind(b"PK\x05\x06")
@@ -114,11 +107,9 @@ class Archive:
             signature, _, _, _, _, _, here, count64, length64, start64 = _END64.unpack(
                 self.window.read(end, _END64.size)
             )
-            narrow, wide, unknown = (
-                (count, length, start),
-                (count64, length64, start64),
-                (0xFFFF, _UNKNOWN, _UNKNOWN),
-            )
+            narrow = (count, length, start)
+            wide = (count64, length64, start64)
+            unknown = (0xFFFF, _UNKNOWN, _UNKNOWN)
             agree = all(a in (b, u) for a, b, u in zip(narrow, wide, unknown, strict=True))
             if signature != b"PK\x06\x06" or disk64 or disks > 1 or not agree:
                 raise self._broken("its two end records disagree")
@@ -130,7 +121,7 @@ class Archive:
         return count, length, start
 
     def _entry(self, data: bytes, at: int, directory: int) -> tuple[str, int, ArchiveRecord, int]:
-        """(name, offset of the local header, record, where the next entry begins)."""
+        """Returns (name, offset of the local header, record, offset of the next entry)."""
         fields = _DIRECTORY.unpack_from(data, at)
         signature, flags, method, crc, packed, size = fields[0], fields[3], fields[4], *fields[7:10]
         name_bytes, extra_bytes, comment_bytes, disk, header = *fields[10:14], fields[16]
@@ -167,7 +158,7 @@ class Archive:
         return tuple(found)
 
     def _data_start(self, name: str, raw: bytes, header: int, expected: tuple[int, int, int]) -> int:
-        """Where a record's bytes begin, its local header compared with the directory."""
+        """Returns the offset of a record's bytes; checks its local header against the directory."""
         local = _LOCAL.unpack(self.window.read(header, _LOCAL.size))
         signature, flags, method, crc, packed, size, name_bytes = local[0], local[2], local[3], *local[6:10]
         start = header + _LOCAL.size + int(name_bytes) + int(local[10])

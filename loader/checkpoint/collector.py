@@ -1,5 +1,4 @@
-"""`Collector`: the tensors that a format's reader finds, of which matrices of floats and tensors of ids
-are kept."""
+"""`Collector`: keeps the matrices of floats and the tensors of ids that a format's reader finds."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ LIMIT_TENSORS = 250_000  # of one checkpoint; each costs some 700 bytes of memor
 
 
 class Collector:
-    """Gathers a checkpoint's tensors: matrices of floats go one way, everything else is skipped with a
-    reason."""
+    """Gathers a checkpoint's tensors: keeps matrices of floats, skips others with a reason."""
 
     def __init__(self) -> None:
         self.matrices: dict[str, Matrix] = {}
@@ -24,12 +22,10 @@ class Collector:
         self.skipped: dict[str, str] = {}
 
     def checkpoint(self, path: Path) -> Checkpoint:
-        """What was gathered."""
         return Checkpoint(path, self.matrices, self.skipped, self.ids)
 
     def add(self, key: str, shape: tuple[int, ...], dtype: str, shards: tuple[RowShard, ...] | None) -> None:
-        """dtype: the format's own name. shards: of the tensor as `rows_of` sees it; None: the values do
-        not lie row after row."""
+        """dtype: the format's name. shards: as for `rows_of`; None: the values are not row-major."""
         named = dtype.removeprefix("torch.").lower()
         source = _SOURCES.get(named)
         if len(self.matrices) + len(self.skipped) >= LIMIT_TENSORS:
@@ -50,7 +46,6 @@ class Collector:
             self.matrices[key] = Matrix(key, shape[0], shape[1], source, shards)
 
     def skip(self, key: str, why: str) -> None:
-        """Leaves a tensor out, with the reason."""
         if key in self.skipped or len(self.skipped) < LIMIT_TENSORS:
             self.skipped[key] = why
 
@@ -69,7 +64,7 @@ _ID_TYPES: dict[str, np.dtype[Any]] = {
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """A tensor's shape as [rows, columns], [n] as [n, 1]; None where it has other dimensions."""
+    """Returns a tensor's shape as [rows, columns], [n] as [n, 1]; None where it has other dimensions."""
     if len(shape) == 1:
         return shape[0], 1
     return (shape[0], shape[1]) if len(shape) == 2 else None

@@ -1,12 +1,12 @@
-"""CRC-32 of archives' records, checked while rows are read, in any order and by any thread.
+"""Checks CRC-32 of archive records while any threads read their rows, in any order.
 
-A piece P of a record adds shift(crc(P), bytes that follow P) to the record's CRC, and the parts join by
-exclusive or:
+A piece P adds shift(crc(P), bytes after P) to the record's CRC; the terms are joined by exclusive or:
 
-    crc(P1 P2 ... Pn) = shift(crc(P1), |P2 ... Pn|) ^ ... ^ shift(crc(Pn), 0),   shift(c, n) = crc32_combine(c, 0, n)
+    crc(P1 P2 ... Pn) = shift(crc(P1), |P2 ... Pn|) ^ ... ^ shift(crc(Pn), 0)
+    shift(c, n) = crc32_combine(c, 0, n)
 
-So a sum of 4 bytes a record is all that is kept. Bytes of a record that no table reads (a .npy's header,
-other views of one storage) are read at the end, where they are few; else the record is not verified.
+So each record needs 4 bytes of state. Bytes that no table reads (a .npy header, other views of a storage)
+are read at the end if they are few; else the record is not verified.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,8 +25,8 @@ Fill = Callable[[Path, memoryview, int], None]
 
 
 class _Sum:
-    """One record's CRC so far. readers: (table, shard) whose bytes count, each byte once; gaps: what they
-    leave out."""
+    """One record's CRC so far. readers: (table, shard) that count, each byte once; gaps: the bytes between
+    them."""
 
     def __init__(self, path: Path, record: ArchiveRecord) -> None:
         self.path, self.record = path, record
@@ -34,8 +34,8 @@ class _Sum:
         self.crc = 0
 
     def plan(self) -> tuple[set[tuple[str, RowShard]], list[tuple[int, int]]]:
-        """(the readers that count, the gaps between them); shards that overlap one before them do not
-        count."""
+        """Returns the readers that count and the gaps between them; skips shards that overlap earlier
+        ones."""
         at, readers, gaps = self.record.offset, set(), []
         for begin, end, table, _, shard in sorted(self.shards, key=lambda s: s[:3]):
             if begin >= at:
@@ -46,7 +46,7 @@ class _Sum:
         return readers, gaps + ([(at, end)] if end > at else [])
 
     def add(self, offset: int, data: memoryview) -> int:
-        """What a piece adds to the record's CRC."""
+        """Adds a piece to the record's CRC."""
         after = self.record.offset + self.record.bytes - offset - len(data)
         return int(isal_zlib.crc32_combine(isal_zlib.crc32(data), 0, after))
 
@@ -97,8 +97,8 @@ class Crc32Check:
                 found.crc ^= part
 
     def finish(self, fill: Fill) -> None:
-        """Reads the gaps, then compares; CheckpointError names file, tensors and rows. fill: reads a piece
-        of an open file."""
+        """Reads the gaps and compares; CheckpointError names file, tensors, rows. fill: reads a piece of a
+        file."""
         for found, begin, end in self._gaps:
             for offset in range(begin, end, _PIECE_BYTES):
                 piece = memoryview(bytearray(min(_PIECE_BYTES, end - offset)))
@@ -108,12 +108,10 @@ class Crc32Check:
             if found.crc != found.record.crc:
                 raise CheckpointError(
                     f"{found.path}: {_rows(s[3:] for s in found.shards)}: the CRC-32 is wrong, so bytes "
-                    "changed after they were "
-                    "written; take another copy of the checkpoint"
+                    "changed after they were written; take another copy of the checkpoint"
                 )
 
 
 def _rows(shards: Iterable[tuple[str, RowShard]]) -> str:
-    """Tensors and rows, for people."""
     named = [f"{key!r} rows [{s.row}, {s.row + s.rows})" for key, s in shards]
     return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")

@@ -1,10 +1,9 @@
-"""Torch distributed checkpoints (DCP), as TorchRec writes them: a folder with `.metadata` and `__R_N.distcp`
+"""Torch distributed checkpoints (DCP) as TorchRec writes them: a folder with `.metadata` and `__R_N.distcp`
 files.
 
-`.metadata` is a pickle, read with inert stand-ins (`pickles`): no code of the file's, of torch's or of
-pathlib's runs. Each stored item is a torch.save archive inside a .distcp file, read like any other
-(`torch_files`). Joined on (name, offsets), tensors may be sharded by row, by column or both. No two items may
-share bytes: a changed name or offset would serve another's rows.
+`.metadata` is a pickle, read with inert stand-ins (`pickles`). Each item is a torch.save archive inside a
+.distcp file (`torch_files`). Items are joined by (name, offsets), so tensors may be sharded by row, column or
+both. Items must not share bytes: a changed name or offset would serve another tensor's rows.
 """
 
 import os
@@ -53,21 +52,17 @@ def _dropped(*arguments: Any) -> None:
 
 
 _DCP = "torch.distributed.checkpoint."
+_PLAIN = ("TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata", "StorageMeta")
 _MAKES: dict[str, Callable[..., Any]] = {
     f"{_DCP}metadata.Metadata": _Metadata,
     f"{_DCP}metadata.MetadataIndex": _Index,
     f"{_DCP}metadata.TensorStorageMetadata": _Tensor,
-    f"{_DCP}metadata.TensorProperties": PickledObject,
-    f"{_DCP}metadata.ChunkStorageMetadata": PickledObject,
-    f"{_DCP}metadata.BytesStorageMetadata": PickledObject,
-    f"{_DCP}metadata.StorageMeta": PickledObject,
+    **{f"{_DCP}metadata.{kind}": PickledObject for kind in _PLAIN},
     f"{_DCP}metadata._MEM_FORMAT_ENCODING": _dropped,
     f"{_DCP}filesystem._StorageInfo": _Place,
     "torch.Size": torch_files.size,
     "torch.serialization._get_layout": _dropped,
-    "pathlib.PosixPath": _dropped,
-    "pathlib._local.PosixPath": _dropped,
-    "pathlib.WindowsPath": _dropped,
+    **dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.WindowsPath"), _dropped),
 }
 _NAMES = {full: Name(full, make) for full, make in _MAKES.items()} | {
     f"torch.{dtype}": Name(f"torch.{dtype}", None, dtype) for dtype in DTYPE_BYTES
@@ -76,7 +71,6 @@ _Key = tuple[str, tuple[int, ...]]  # (tensor, offsets of the chunk)
 
 
 def read(path: Path) -> Checkpoint:
-    """Finds the tensors of a distributed checkpoint."""
     metadata = _read_metadata(path / METADATA)
     found = Collector()
     with _Files(path) as files:
@@ -113,7 +107,7 @@ def _read_metadata(path: Path) -> _Metadata:
 
 
 def _whole(value: Any) -> int:
-    """A whole number that can be a size or an offset; ValueError otherwise."""
+    """Returns a whole number that can be a size or an offset; ValueError otherwise."""
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"expected a whole number from 0, found {value!r:.100}")
     return value
@@ -134,10 +128,8 @@ def _items(metadata: _Metadata, folder: Path) -> dict[_Key, _Place]:
         raise CheckpointError(
             f"{folder / METADATA}: two items are the same chunk of the same tensor; the metadata is damaged"
         )
-    spans = sorted(
-        (str(p["relative_path"]), _whole(p["offset"]), _whole(p["length"]), key[0])
-        for key, p in items.items()
-    )
+    places = [(key[0], p["relative_path"], p["offset"], p["length"]) for key, p in items.items()]
+    spans = sorted((str(path), _whole(offset), _whole(length), key) for key, path, offset, length in places)
     for (file, begin, length, name), (other_file, other_begin, _, other_name) in pairwise(spans):
         if file == other_file and other_begin < begin + length:
             raise CheckpointError(
@@ -186,9 +178,8 @@ def _shard(
     tensor = torch_files.load(files.window(path, _whole(place["offset"]), _whole(place["length"])))
     if (
         not isinstance(tensor, FileTensor)
-        or tensor.shape != sizes
         or not tensor.contiguous
-        or tensor.dtype != dtype
+        or (tensor.shape, tensor.dtype) != (sizes, dtype)
     ):
         raise CheckpointError(
             f"{path}: the chunk of {key!r} at {list(offsets)} is not a contiguous {dtype} tensor "

@@ -1,8 +1,7 @@
-""".npy and .npz files. A .npz must be stored, not compressed (np.savez), so that its rows can be read
-anywhere.
+r""".npy files, and .npz files that are stored, not compressed (np.savez), so that rows can be read anywhere.
 
-Format (numpy.lib.format): b"\\x93NUMPY", version, length, then a Python literal {'descr', 'fortran_order',
-'shape'}. The literal is matched against the form that it has, never evaluated.
+Format (numpy.lib.format): b"\x93NUMPY", version, length, then a Python literal {'descr', 'fortran_order',
+'shape'}, which is matched by a pattern, never evaluated.
 """
 
 import math
@@ -29,8 +28,7 @@ _ITEM_BYTES = re.compile(r"[<>|=][biufcV](\d{1,6})")
 
 
 class NpyHeader(NamedTuple):
-    """dtype: as it is written, "structured" where it has fields; is_fortran: columns come first; start: of
-    the values."""
+    """dtype: as written, or "structured"; is_fortran: column-major; start: offset of the values."""
 
     dtype: str
     is_fortran: bool
@@ -63,8 +61,7 @@ def _add(found: Collector, key: str, window: FileWindow, record: ArchiveRecord |
         if end != window.bytes:
             raise CheckpointError(
                 f"{window.path}: {key!r} of {dtype} {list(shape)} ends at byte {end}, what holds it at "
-                f"{window.bytes}; "
-                "it was truncated, is still being written, or holds more than one array"
+                f"{window.bytes}; it was truncated, is still being written, or holds more than one array"
             )
     shards = None
     if not fortran or len(shape) == 1 or 1 in shape:
@@ -73,8 +70,8 @@ def _add(found: Collector, key: str, window: FileWindow, record: ArchiveRecord |
 
 
 def npy_header(read: Callable[[int, int], bytes], size: int) -> NpyHeader:
-    """The header of an array of `size` bytes. read: (offset, bytes), one part after another. ValueError:
-    it is none."""
+    """Reads the header of an array of `size` bytes. read: (offset, bytes), sequential. ValueError: no
+    header."""
     if size < 12 or (begin := read(0, 6)) != _MAGIC:
         raise ValueError(
             f"it has {size:,} bytes" if size < 12 else f"it begins with {begin!r}, expected {_MAGIC!r}"
@@ -93,7 +90,7 @@ def npy_header(read: Callable[[int, int], bytes], size: int) -> NpyHeader:
 
 
 def _fields(text: str) -> dict[str, str]:
-    """The three fields of a header; a structured dtype is "structured"."""
+    """Returns the three fields of a header; a structured dtype is "structured"."""
     inner = text.strip()
     if not (inner.startswith("{") and inner.endswith("}")):
         raise ValueError(f"its header is {text[:60]!r}")

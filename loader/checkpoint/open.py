@@ -11,16 +11,15 @@ from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 
 _KINDS = (
-    "a .safetensors file or its .index.json, a torch.save file (.pt, .pth, .bin, .ckpt), "
-    "a folder with .metadata (torch distributed checkpoint), .npy / .npz, or, for raw ids, .parquet, a "
-    "DynamicEmb dump, or a "
-    "sparse model of HugeCTR"
+    "a .safetensors file or its .index.json, a torch.save file (.pt, .pth, .bin, .ckpt), a folder with "
+    ".metadata (torch distributed checkpoint), .npy / .npz, or, for raw ids, .parquet, a DynamicEmb dump, or "
+    "a sparse model of HugeCTR"
 )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads what tensors a checkpoint has, and where; no values. CheckpointError: it is missing, damaged
-    or of no known kind."""
+    """Reads names and places of a checkpoint's tensors. CheckpointError: missing, damaged or of unknown
+    kind."""
     if "\0" not in str(path) and not os.path.exists(path):
         raise CheckpointError(f"checkpoint {path} does not exist; expected {_KINDS}")
     try:

@@ -1,11 +1,9 @@
-"""Pickles of checkpoints, read by a machine that can build values and nothing else: no code of the file's or
-a library's runs.
+"""Reads pickles of checkpoints without running code of the file or a library.
 
-It knows the instructions that torch and Python's pickle (protocols 2 to 5) write for dicts, lists, tuples,
-sets, numbers and strings. A global is looked up in a table of the caller's, whose functions are ours and
-inert; any other is refused by name. Work and memory are bounded: one instruction makes one value, and their
-number is limited. Dicts have plain keys only, because Python hashes and prints deeply nested tuples by
-recursion without a bound.
+It knows the instructions that torch and pickle (protocols 2 to 5) write for dicts, lists, tuples, sets,
+numbers and strings. Globals are looked up in the caller's table of inert functions; others are refused by
+name. Work and memory are bounded, since an instruction makes one value and their number is limited. Dicts
+have plain keys only, because Python hashes and prints nested tuples with unbounded recursion.
 """
 
 import struct
@@ -48,11 +46,8 @@ class PickledObject:
 
 
 def unpickle(data: bytes, names: Mapping[str, Name], persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The value of a pickle. names: "module.name" -> its stand-in; persistent: resolves persistent ids.
-
-    Refused, PickleError: see there. Errors of `persistent` and of stand-ins' `make` that are no TypeError
-    pass through.
-    """
+    """Returns the value of a pickle. names: "module.name" -> stand-in; persistent: resolves persistent ids.
+    PickleError: refused. Errors of `persistent` and of stand-ins' `make`, except TypeError, pass through."""
     if len(data) > LIMIT_BYTES:
         raise PickleError(
             f"{len(data):,} bytes of pickle, more than the {LIMIT_BYTES:,} that are read; save the "
@@ -125,7 +120,7 @@ class _Machine:
         return text
 
     def marked(self) -> list[Any]:
-        """What lies above the last mark; takes it and the mark off."""
+        """Pops the values above the last mark, and the mark."""
         for i in range(len(self.stack) - 1, -1, -1):
             if self.stack[i] is _MARK:
                 found = self.stack[i + 1 :]

@@ -1,10 +1,7 @@
-"""`Matrix`: a tensor of a checkpoint as places in files. Every format's reader only finds the places; reading
-is here.
+"""`Matrix`: a checkpoint's tensor as places in files, which a format's reader finds. `Ids`: a tensor of ids.
 
-`Ids` is a tensor of ids in the same way. What pairs the two, and all other tables of raw ids, is in `keyed`.
-
-Rows are read with preadv into a buffer of the caller's, never through a mapping: a file that is truncated or
-a disk that fails while it is read gives an error, not SIGBUS.
+Pairs of the two and other tables of raw ids are in `keyed`. Rows are read with preadv into the caller's
+buffer, not through a mapping, so that a truncated file or failing disk gives an error instead of SIGBUS.
 """
 
 import os
@@ -12,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -30,18 +26,14 @@ DTYPES: dict[Source, np.dtype[Any]] = {
     Source.BF16: np.dtype("<u2"),
 }
 LARGEST_DIM = 1 << 22  # 16 MiB of fp32, which are read at once
-Seen = Callable[
-    ["RowShard", int, memoryview], None
-]  # (shard, offset in its file, the bytes as they lie there), from any thread
+# (shard, offset in its file, the bytes as they lie there), from any thread
+Seen = Callable[["RowShard", int, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """A part of a matrix that lies in one piece: rows [row, row + rows), columns [column, column + columns),
-    row after row.
-
-    record: the record of an archive that holds it, with its CRC-32; None where the format has none.
-    """
+    """A contiguous part of a matrix: rows [row, row + rows), columns [column, column + columns), row-major.
+    record: the archive record with its CRC-32, or None."""
 
     path: Path
     offset: int
@@ -53,8 +45,7 @@ class RowShard:
 
 
 class ShardedRows:
-    """What a matrix and a tensor of ids have in common: [rows, dim] values of `item_bytes` each, in shards
-    that cover it."""
+    """Base of matrices and tensors of ids: [rows, dim] values of `item_bytes`, in shards that cover it."""
 
     __slots__ = ()
     key: str
@@ -75,13 +66,11 @@ class ShardedRows:
         return shard.offset, shard.offset + shard.rows * shard.columns * self.item_bytes
 
     def check(self, checkpoint: Path) -> Self:
-        """Raises CheckpointError unless the shards cover every value once and lie inside their files, and
-        a row can be read."""
+        """Raises CheckpointError unless the shards cover every value once within their files."""
         if self.dim > LARGEST_DIM:
             raise CheckpointError(
                 f"{checkpoint}: {self.key!r} has {self.rows:,} rows of {self.dim:,} values; expected at most "
-                f"{LARGEST_DIM:,}: "
-                "a file of it is longer than what was written there, or lacks rows"
+                f"{LARGEST_DIM:,}: a file of it is longer than what was written there, or lacks rows"
             )
         sizes: dict[Path, int] = {}
         covered = 0
@@ -106,16 +95,14 @@ class ShardedRows:
         if covered != self.rows * self.dim:
             raise CheckpointError(
                 f"{checkpoint}: {self.key!r} has [{self.rows}, {self.dim}] values, its shards hold {covered} "
-                "of "
-                f"{self.rows * self.dim}; a part of the checkpoint is missing"
+                f"of {self.rows * self.dim}; a part of the checkpoint is missing"
             )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix(ShardedRows):
-    """A tensor [rows, dim] of a checkpoint. source: how its values are stored; its shards cover it exactly
-    (`check`)."""
+    """A checkpoint's tensor [rows, dim]. source: type of its values; `check` proves that shards cover it."""
 
     key: str
     rows: int
@@ -144,8 +131,7 @@ class Ids(ShardedRows):
 
 
 def _overlapping(shards: Iterable[RowShard]) -> RowShard | None:
-    """A shard that holds values of another, or None. Goes down the rows with the columns that are covered
-    there, sorted."""
+    """Returns a shard that overlaps another, or None. Sweeps rows with the sorted covered columns."""
     begins = [(s.row, 1, i, s) for i, s in enumerate(shards) if s.rows and s.columns]
     ends = [(s.row + s.rows, 0, i, s) for _, _, i, s in begins]
     here: list[tuple[int, int]] = []  # (first column, end column)
@@ -162,8 +148,8 @@ def _overlapping(shards: Iterable[RowShard]) -> RowShard | None:
 
 
 class Checkpoint:
-    """The matrices of a checkpoint, by key, and their files. A context manager; any thread may read. ids: its
-    tensors of ids, by key. tables: its tables of raw ids, which `open_checkpoint` sets."""
+    """A checkpoint's matrices, tensors of ids (ids) and tables of raw ids (tables, set by `open_checkpoint`),
+    by key. A context manager; any thread may read."""
 
     def __init__(
         self,
@@ -173,24 +159,19 @@ class Checkpoint:
         ids: Mapping[str, Ids] | None = None,
     ) -> None:
         """skipped: tensors that are not matrices of floats, with the reason; those of ids as well."""
-        self.path, self.matrices, self.skipped, self.ids = (
-            path,
-            dict(matrices),
-            dict(skipped),
-            dict(ids or {}),
-        )
+        self.path, self.matrices = path, dict(matrices)
+        self.skipped, self.ids = dict(skipped), dict(ids or {})
         self.tables: KeyedTables | None = None
         self._files: dict[Path, int] = {}
 
     @property
     def keyed_tables(self) -> Mapping[str, str | None]:
-        """The tables of raw ids that the format or the names tell of: key -> the ids' key, None where the
-        format says it."""
+        """Returns the tables of raw ids: key -> the ids' key, or None where the format implies it."""
         return {} if self.tables is None else self.tables.names
 
     def keyed(self, key: str, id_key: str | None = None) -> KeyedRows:
-        """The ids and vectors of a table of raw ids, its files open. CheckpointError: there is none, or
-        what is wrong with it."""
+        """Opens the ids and vectors of a table of raw ids. CheckpointError: there is none, or it is
+        damaged."""
         if self.tables is None:
             raise CheckpointError(
                 f"{self.path}: it holds no ids for {key!r}; expected a tensor of ids, int64 or int32 [rows], "
@@ -200,15 +181,14 @@ class Checkpoint:
         return self.tables.open(key, id_key)
 
     def matrix(self, key: str) -> Matrix:
-        """The matrix `key`, its shards checked; CheckpointError says what else there is."""
+        """Returns the matrix `key`, its shards checked; CheckpointError says what else there is."""
         if key in self.matrices:
             return self.matrices[key].check(self.path)
         if key in self.skipped:
             raise CheckpointError(f"{self.path}: {key!r} cannot be a table: {self.skipped[key]}")
         if key in self.keyed_tables:
-            raise CheckpointError(
-                f'{self.path}: the rows of {key!r} are found by ids; add ids = "raw" to its table in model.toml'
-            )
+            what = f"{self.path}: the rows of {key!r} are found by ids"
+            raise CheckpointError(f'{what}; add ids = "raw" to its table in model.toml')
         raise CheckpointError(
             f"{self.path}: there is no tensor {key!r}; matrices there: {some(self.matrices)}"
         )
@@ -230,12 +210,9 @@ class Checkpoint:
         scratch: bytearray,
         seen: Seen | None = None,
     ) -> None:
-        """Fills out [stop - start, dim] with rows [start, stop), as they lie. scratch: as many bytes as out,
-        for column shards.
-
-        seen: is shown each shard's bytes while they are in the cache. Caller has opened the files.
-        CheckpointError: a file ended early or could not be read.
-        """
+        """Fills out [stop - start, dim] with rows [start, stop), unconverted. scratch: as large as out, for
+        column shards. seen: called with each shard's bytes. Files must be open. CheckpointError: a file is
+        short or unreadable."""
         for s in matrix.shards:
             first, last = max(start, s.row), min(stop, s.row + s.rows)
             if first >= last:
@@ -272,9 +249,7 @@ class Checkpoint:
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
@@ -286,7 +261,7 @@ def fingerprint(paths: Iterable[Path]) -> dict[str, list[int]]:
 
 
 def file_size(path: Path) -> int:
-    """Bytes of a file; CheckpointError where it is missing."""
+    """Returns the bytes of a file. CheckpointError: it is missing."""
     try:
         return os.stat(path).st_size
     except (OSError, ValueError) as error:
@@ -297,14 +272,13 @@ def file_size(path: Path) -> int:
 
 
 def some(names: Iterable[str]) -> str:
-    """The first names in their order, for people."""
+    """Returns the first names in their order, for people."""
     listed = sorted(names)
     return (", ".join(listed[:10]) or "none") + (" ..." if len(listed) > 10 else "")
 
 
 def narrowed(values: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Values as fp32 or fp16, which they may be already, and the place of the first one that fp32 does not
-    hold; -1: it does."""
+    """Returns values as fp32 or fp16, and the index of the first that overflows fp32, or -1."""
     if values.dtype in (np.float32, np.float16):
         return values.astype(values.dtype.newbyteorder("="), copy=False), -1
     with np.errstate(over="ignore"):

@@ -1,9 +1,9 @@
-"""safetensors files, single or sharded over several by `model.safetensors.index.json`.
+"""safetensors files, single or sharded by `model.safetensors.index.json`.
 
 Format (github.com/huggingface/safetensors): uint64 N, N bytes of JSON {name: {dtype, shape, data_offsets:
-[begin, end]}}, then the values; offsets count from the end of the JSON. As in the format's own reader, the
-values lie without gaps or overlaps up to the file's end, no name is there twice, and numbers are whole. The
-JSON is read entry by entry, so that a hostile one costs no more memory than its own size and what is kept.
+[begin, end]}}, then the values; offsets count from the end of the JSON. As in the reference reader, values
+have no gaps or overlaps, names are unique and numbers whole. The JSON is read entry by entry, to bound
+memory.
 """
 
 import json
@@ -26,9 +26,9 @@ _HEADER_LIMIT_BYTES = 100_000_000  # the format's own limit
 _INDEX_LIMIT_BYTES = 16 << 20
 _ENTRY_LIMIT = 4096  # characters of one tensor's description
 _ITEM_BITS = {
-    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
-    "F8_E5M2": 8, "F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
-    "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
+    "I16": 16, "U16": 16, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8,
+    "I8": 8, "U8": 8, "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 
 
@@ -43,7 +43,6 @@ class _Entry(NamedTuple):
 
 
 def read(path: Path, fd: int) -> Checkpoint:
-    """Finds the tensors of a file, or of those that an index names."""
     found = Collector()
     if not path.name.endswith(".index.json"):
         _collect(found, path, *_header(FileWindow(fd, path)))
@@ -79,8 +78,7 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _header(window: FileWindow) -> tuple[dict[str, _Entry], int]:
-    """(name -> what the header says, offset of the values), checked against each other and the file's
-    size."""
+    """Returns (name -> entry, offset of the values), checked against each other and the file's size."""
     path, size = window.path, window.bytes
     length = int.from_bytes(window.read(0, 8), "little") if size >= 8 else 0
     if size < 8 or length > min(_HEADER_LIMIT_BYTES, size - 8):
@@ -104,8 +102,7 @@ def _header(window: FileWindow) -> tuple[dict[str, _Entry], int]:
 
 
 def _entries(text: str) -> Iterator[tuple[str, _Entry]]:
-    """The header's entries one by one; `__metadata__` is walked over. ValueError: it is not the format's
-    JSON."""
+    """Yields the header's entries, without `__metadata__`. ValueError: it is not the format's JSON."""
     if not text.startswith("{"):
         raise ValueError("it does not begin with '{'")
     for name, at in _members(text, 0):
@@ -114,8 +111,7 @@ def _entries(text: str) -> Iterator[tuple[str, _Entry]]:
 
 
 def _members(text: str, at: int) -> Iterator[tuple[str, int]]:
-    """(key, where its value begins) of the object at `at`, whose values are flat objects; ends at the
-    text's end."""
+    """Yields (key, start of its value) of the object at `at`, which ends the text and holds flat objects."""
     at = _space(text, at + 1)
     more = text[at : at + 1] != "}"
     while more:
@@ -180,8 +176,7 @@ def _entry(text: str, at: int) -> _Entry:
 
 
 def _check(path: Path, entries: dict[str, _Entry], size: int) -> None:
-    """Raises CheckpointError unless the values have the sizes of their shapes and fill `size` bytes one
-    after another."""
+    """Raises CheckpointError unless the values match their shapes and fill `size` bytes without gaps."""
     at = 0
     for begin, end, name in sorted((e.begin, e.end, name) for name, e in entries.items()):
         dtype, shape = entries[name].dtype, list(entries[name].shape)

@@ -1,10 +1,7 @@
-"""`torch.save` state dicts, read without torch: its archive (`archive`), and its pickle with inert stand-ins
-(`pickles`).
+"""`torch.save` state dicts, read without torch: an archive (`archive`) with a pickle (`pickles`).
 
-Nested dicts ({"state_dict": {...}}) are flattened with dots. What torch.load takes on trust is checked here:
-the byte order, each storage's size against its record, each tensor's offset, sizes and strides against its
-storage. What torch.load (weights_only=True) reads of a state dict is read; what names other globals is
-refused, since unpickling it could run code.
+Nested dicts ({"state_dict": {...}}) are flattened with dots. Byte order, storage sizes, and tensors' offsets,
+sizes and strides are checked. Globals beyond those of torch.load(weights_only=True) are refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,15 +21,17 @@ _LIMIT_NODES = 2_000_000  # dicts may share others, so a small file could name v
 _LIMIT_DEPTH = 50
 
 DTYPE_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8,
-    "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16, "complex64": 8, "complex32": 4, "float8_e4m3fn": 1,
-    "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "qint8": 1, "quint8": 1, "qint32": 4,
-    "quint4x2": 1, "quint2x4": 1,
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1, "complex128": 16,
+    "complex64": 8, "complex32": 4, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1, "qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1,
+    "quint2x4": 1,
 }  # fmt: skip
 _STORAGES = {
-    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64", "Int": "int32",
-    "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool", "ComplexFloat": "complex64", "ComplexDouble": "complex128",
-    "QInt8": "qint8", "QUInt8": "quint8", "QInt32": "qint32", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+    "ComplexFloat": "complex64", "ComplexDouble": "complex128", "QInt8": "qint8", "QUInt8": "quint8",
+    "QInt32": "qint32", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
 }  # fmt: skip
 
 
@@ -46,8 +45,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor of the file, inside its storage. begin: bytes from the start of the file to its first
-    value."""
+    """A tensor within its storage. begin: offset of its first value in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -62,23 +60,19 @@ class Other:
 
 
 def read(path: Path, fd: int) -> Checkpoint:
-    """Finds the tensors of a torch.save file."""
     found = Collector()
     for key, tensor in tensors(load(FileWindow(fd, path)), path):
         if isinstance(tensor, FileTensor):
             found.add(key, tensor.shape, tensor.dtype, shards_of(tensor, path))
         else:
-            found.skip(
-                key,
-                "a sparse, quantized, nested or meta tensor; save it dense, with .to_dense() or "
-                ".dequantize()",
-            )
+            remedy = "save it dense, with .to_dense() or .dequantize()"
+            found.skip(key, f"a sparse, quantized, nested or meta tensor; {remedy}")
     return found.checkpoint(path)
 
 
 def load(window: FileWindow) -> Any:
-    """What torch.save wrote into a window, with `FileTensor` and `Other` for tensors. CheckpointError:
-    damaged, or unsafe."""
+    """Returns what torch.save wrote, with `FileTensor` and `Other` for tensors. CheckpointError: damaged or
+    unsafe."""
     path = window.path
     if window.bytes < 4 or window.read(0, 4) != _ZIP_MAGIC:
         raise CheckpointError(
@@ -113,9 +107,8 @@ def load(window: FileWindow) -> Any:
 
 
 def _check_byte_order(archive: Archive, root: str, path: Path) -> None:
-    if (
-        f"{root}byteorder" not in archive.records
-    ):  # before torch 2.1: little-endian machines wrote nothing else
+    # Before torch 2.1: little-endian machines wrote nothing else
+    if f"{root}byteorder" not in archive.records:
         return
     order = archive.read(f"{root}byteorder", 100)
     if order == b"big":
@@ -130,7 +123,7 @@ def _check_byte_order(archive: Archive, root: str, path: Path) -> None:
 
 
 def _storage(pid: Any, archive: Archive, root: str, path: Path) -> Storage:
-    """The storage that a persistent id names, its size compared with its record's."""
+    """Returns the storage that a persistent id names, its size compared with its record's."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[1]) is not Name:
         raise PickleError("a persistent id that is no storage's")
     (dtype, item_bytes), key, count = pid[1].value or (None, 0), pid[2], pid[4]
@@ -159,7 +152,7 @@ def _tensor_v3(
 
 
 def _strided(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any) -> FileTensor:
-    """A tensor whose every value lies inside its storage; PickleError where one does not."""
+    """Returns a tensor whose every value lies inside its storage; PickleError where one does not."""
     numbers = (offset, *shape, *strides)
     if (
         type(storage) is not Storage
@@ -174,8 +167,7 @@ def _strided(storage: Any, offset: Any, shape: Any, strides: Any, dtype: Any) ->
     if 0 not in shape and (last + 1) * item_bytes > storage.record.bytes:
         raise PickleError(
             f"a tensor of shape {list(shape)}, strides {list(strides)}, offset {offset} ends outside its "
-            "storage of "
-            f"{storage.record.bytes} bytes"
+            f"storage of {storage.record.bytes} bytes"
         )
     expected, contiguous = 1, True
     for n, step in zip(reversed(shape), reversed(strides), strict=True):
@@ -209,7 +201,6 @@ def _dropped(*arguments: Any) -> None:
 
 
 def size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Stands in for torch.Size."""
     return tuple(values)
 
 
@@ -223,11 +214,8 @@ def _names() -> dict[str, Name]:
         "torch.Tensor": _other,
         "torch.device": _dropped,
         "_codecs.encode": _dropped,
-        **{
-            f"{room}.{kind}": _dropped
-            for room in ("builtins", "__builtin__")
-            for kind in ("bytearray", "set", "complex")
-        },
+        **{f"builtins.{kind}": _dropped for kind in ("bytearray", "set", "complex")},
+        **{f"__builtin__.{kind}": _dropped for kind in ("bytearray", "set", "complex")},
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor_v3,
@@ -267,7 +255,7 @@ _NAMES = _names()
 
 
 def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, FileTensor | Other]]:
-    """(dotted key, tensor) of a tensor or of nested dicts of tensors."""
+    """Yields (dotted key, tensor) of a tensor or of nested dicts of tensors."""
     waiting, seen = [("", loaded, 0)], 0
     while waiting:
         prefix, value, depth = waiting.pop()
@@ -286,5 +274,5 @@ def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, FileTensor | Other]]
 
 
 def shards_of(tensor: FileTensor, path: Path) -> tuple[RowShard, ...] | None:
-    """Where a tensor's values lie. None: not row after row."""
+    """Returns the shards of a tensor's values; None: not row-major."""
     return whole(path, tensor.begin, tensor.shape, tensor.storage.record) if tensor.contiguous else None

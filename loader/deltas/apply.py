@@ -1,13 +1,11 @@
-"""Applies changes: a batch of them becomes a delta over the live version, visible as a whole or not at all.
+"""Applies changes: a batch becomes a delta over the live version, visible as a whole or not at all.
 
 1. The changes are read, checked and quantized into private memory, block by block.
-2. They are merged with the newest delta where that is small beside the one below it, else with both, into a
-   new file in shared memory. So there are never more than two deltas over a version, and a row is written
-   again some log n times.
-3. The record flips to the new state by one rename. A full file system, an error or a kill before it leaves
-  the state of before.
+2. They are merged with the newest delta, or with both once it has outgrown its share of the older one, into a
+   new file. So a version has at most two deltas, and a row is written some log n times.
+3. A rename of the record makes the new state live. After an error or kill before it, the old state is live.
 
-One process applies at a time; others wait for it. Readers take no lock and wait for nothing.
+One process applies at a time; others wait. Readers take no lock.
 """
 
 import itertools
@@ -21,13 +19,7 @@ from tableside.loader.deltas.merging import Merges, UnpublishedDelta
 from tableside.loader.deltas.pack import PackedChanges
 from tableside.loader.errors import ChangeError, VersionError
 from tableside.loader.segment.delta import Delta, delta_name
-from tableside.loader.segment.delta_writer import (
-    DeltaEntries,
-    MergedTable,
-    merge,
-    own_entries,
-    write_delta,
-)
+from tableside.loader.segment.delta_writer import DeltaEntries, MergedTable, merge, own_entries, write_delta
 from tableside.loader.segment.header import Change
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.folder import Folder
@@ -43,9 +35,8 @@ SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one bel
 
 @dataclass(frozen=True)
 class ApplySettings:
-    """How to apply. threads: 0 means one a core. keep: the states that can be gone back to. merge_share: the
-    newest delta is merged into the one below it above this share of its bytes. wait_s: for another process
-    that applies."""
+    """threads: 0: one per core. keep: states to keep. merge_share: deltas are merged when the newest exceeds
+    this share of the other's bytes. wait_s: for other processes that apply."""
 
     threads: int = 0
     backend: str = "native"
@@ -59,8 +50,8 @@ DEFAULTS = ApplySettings()
 
 @dataclass(frozen=True)
 class ApplyResult:
-    """What an apply did. rows: changes of the batch. entries, delta_bytes: ids and file bytes of all live
-    deltas. is_merged: both deltas became one. seconds: from the first change read until they were visible."""
+    """Outcome of an apply. rows: changes. entries, delta_bytes: of all live deltas. is_merged: both deltas
+    became one. seconds: from the first change read to visibility."""
 
     model: str
     state: State
@@ -72,8 +63,8 @@ class ApplyResult:
 
 
 def position_of(model: Model, source: str) -> str | None:
-    """How far the live state is in the changes of a source; None: it has none of them. VersionError: no
-    version is live."""
+    """Returns the live state's position in a source; None: no changes of it. VersionError: no version is
+    live."""
     change = attach_state(model, None, "header").change
     return None if change is None else change.positions.get(source)
 
@@ -85,15 +76,10 @@ def apply(
     packed: PackedChanges | None = None,
     merges: Merges | None = None,
 ) -> ApplyResult:
-    """Publishes the changes of a batch as the next state of `model`.
-
-    packed: earlier changes, packed over the live version. merges: merges deltas beside the batches of one
-    process.
-
-    ChangeError: a change does not fit the model, or the batch does not follow the last one of its source.
-    VersionError: no version is live, or another one became so. NoSpace: shared memory is full. The live state
-    stays what it was.
-    """
+    """Publishes the changes of a batch as the next state. packed: earlier changes over the live version.
+    merges: merges deltas beside this process's batches. ChangeError: a change does not fit, or the batch does
+    not follow the source's last. VersionError: no version is live, or another became live. NoSpace. After an
+    error the live state is unchanged."""
     started = time.monotonic()
     with model.opened() as folder, writing(model, folder, settings.wait_s):
         segment = attach_state(model, None, "header")
@@ -102,7 +88,7 @@ def apply(
 
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
-    """Makes one delta of two that are live: the next state, with the same rows. No state goes. Raises as
+    """Merges two live deltas into one, as a new state with the same rows; keeps all states. Errors: see
     `apply`."""
     with model.opened() as folder, writing(model, folder, settings.wait_s):
         segment = attach_state(model, None, "header")
@@ -111,7 +97,7 @@ def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
 
 
 class _Apply:
-    """One batch over one state. The caller holds the apply lock."""
+    """Applies one batch over one state. The caller holds the apply lock."""
 
     def __init__(
         self,
@@ -121,17 +107,11 @@ class _Apply:
         segment: Segment,
         merges: Merges | None = None,
     ) -> None:
-        self.model, self.folder, self.settings, self.segment, self.merges = (
-            model,
-            folder,
-            settings,
-            segment,
-            merges,
-        )
+        self.model, self.folder, self.settings = model, folder, settings
+        self.segment, self.merges = segment, merges
         self.before = model.record()
 
     def run(self, batch: ChangeBatch, packed: PackedChanges, started: float) -> ApplyResult:
-        """Checks, merges, writes and publishes."""
         if packed.version != self.before.current:
             raise self._changed(state_of(self.before), State(packed.version))
         self._check_position(batch)
@@ -139,14 +119,11 @@ class _Apply:
         live = self.segment.deltas
         if not packed.rows and batch.position in (None, batch.after):
             size, entries = sum(d.segment.size for d in live), sum(d.entries for d in live)
-            return ApplyResult(
-                self.model.name, state_of(self.before), 0, entries, size, False, time.monotonic() - started
-            )
+            seconds = time.monotonic() - started
+            return ApplyResult(self.model.name, state_of(self.before), 0, entries, size, False, seconds)
         merged, below = None, _Below()
-        if (
-            self.merges is not None
-            and (finished := self.merges.finished(self.folder, self.segment)) is not None
-        ):
+        finished = None if self.merges is None else self.merges.finished(self.folder, self.segment)
+        if finished is not None:
             merged, since = finished
             tables = self._planned((), since, packed.tables)
             below = _Below(self.before.latest_sequence + 1, merged.entries, merged.writer.size)
@@ -163,9 +140,8 @@ class _Apply:
         entries = sum(int(t.rows.size) for t in tables.values()) + below.entries
         is_merged = merged is not None or (bool(live) and not below.sequence)
         seconds = time.monotonic() - started
-        return ApplyResult(
-            self.model.name, state, packed.rows, entries, size + below.bytes, is_merged, seconds
-        )
+        size += below.bytes
+        return ApplyResult(self.model.name, state, packed.rows, entries, size, is_merged, seconds)
 
     def _change(self, batch: ChangeBatch, rows: int, sequence: int, below: int) -> Change:
         positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
@@ -174,7 +150,7 @@ class _Apply:
         return Change(sequence, below, rows, positions, batch.made_at or 0.0, time.time())
 
     def merge(self, deltas: Sequence[Delta]) -> None:
-        """Publishes what these deltas, the newest first, hold together as one."""
+        """Publishes the entries of these deltas (newest first) as one."""
         sequence = self.before.latest_sequence + 1
         self._publish(self._planned(deltas), replace(deltas[0].change, sequence=sequence, below=0, changed=0))
 
@@ -186,14 +162,12 @@ class _Apply:
         if found != batch.after:
             raise ChangeError(
                 f"changes of {batch.source!r} follow {batch.after or 'none'}; model {self.model.name!r} has "
-                "them up to "
-                f"{found or 'none'}: another process applies this source, or the model went back; read on "
-                "from there"
+                f"them up to {found or 'none'}: another process applies this source, or the model went back; "
+                "read on from there"
             )
 
     def _split(self, packed: PackedChanges) -> tuple[Delta | None, Sequence[Delta]]:
-        """Returns the live delta that stays below the next one, and those that are merged into it, the newest
-        first."""
+        """Returns the live delta that stays below, and those to merge into the new one, newest first."""
         live = self.segment.deltas
         if not live:
             return None, ()
@@ -204,31 +178,28 @@ class _Apply:
         return live[-1], live[:-1]
 
     def _outgrows(self, newer_bytes: int, older_bytes: int) -> bool:
-        """Whether the newest delta is to be merged with the one below it, which nobody compacts or merges
-        now."""
+        """Returns whether the two live deltas should be merged and nobody merges or compacts them now."""
         is_large = newer_bytes > max(SMALL_BYTES, self.settings.merge_share * older_bytes)
-        return (
-            is_large
-            and not self._is_compacted()
-            and not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
-        )
+        if not is_large or self._is_compacted():
+            return False
+        return not any(name.endswith(UNPUBLISHED) for name in self.folder.names())
 
     def _planned(
         self, deltas: Sequence[Delta], *newer: Mapping[str, list[DeltaEntries]]
     ) -> dict[str, MergedTable]:
-        """Plans the tables of a delta that holds these deltas, the newest first, and then newer entries."""
+        """Plans the tables of a delta from these deltas (newest first) and then newer entries."""
         entries = itertools.chain(own_entries(deltas), *(tables.items() for tables in newer))
         return merge(self.segment.base, entries, self.settings.threads)
 
     def _merge_beside(self, state: State) -> None:
-        """Begins the next merge where it is time for one."""
+        """Begins the next merge if it is due."""
         if self.merges is not None:
             segment = attach_state(self.model, state, "header", self.segment)
             if len(segment.deltas) > 1 and self._outgrows(*(d.segment.size for d in segment.deltas)):
                 self.merges.begin(self.folder, state, segment)
 
     def _is_compacted(self) -> bool:
-        """Whether a compaction reads the delta below, which stays then."""
+        """Returns whether a compaction reads the lower delta, which must stay then."""
         try:
             with self.folder.lock(COMPACT_LOCK, 0):
                 return False
@@ -238,8 +209,7 @@ class _Apply:
     def _publish(
         self, tables: Mapping[str, MergedTable], change: Change, merged: UnpublishedDelta | None = None
     ) -> int:
-        """Writes the delta and flips to it; returns its bytes. merged: the delta below it, where that is
-        not published yet."""
+        """Writes the delta and flips to it; returns its bytes. merged: an unpublished delta below it."""
         version = self.before.current
         name, below = delta_name(version, change.sequence), delta_name(version, change.below)
         partial = f"{name}.partial"
@@ -277,13 +247,12 @@ class _Apply:
     def _changed(self, live: State, expected: State) -> VersionError:
         return VersionError(
             f"state {live} of model {self.model.name!r} became live while changes were applied over "
-            f"{expected}; nothing was "
-            "applied: apply them again"
+            f"{expected}; nothing was applied: apply them again"
         )
 
 
 class _Below(NamedTuple):
-    """The delta that the next one lies over; sequence 0: it lies over the version."""
+    """The delta below the next one; sequence 0: none."""
 
     sequence: int = 0
     entries: int = 0

@@ -1,5 +1,4 @@
-"""Changes in .npz files, stored or compressed (loader.deltas.change_files says the arrays). They are read
-as streams, block by block."""
+"""Reads changes from .npz files (loader.deltas.change_files), stored or compressed, as streams of blocks."""
 
 import math
 import os
@@ -17,14 +16,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.numpy_files import npy_header
 from tableside.loader.checkpoint.rows import LARGEST_DIM, narrowed
-from tableside.loader.deltas.changes import (
-    BLOCK_BYTES,
-    MOST_ROWS,
-    RowRules,
-    TableChanges,
-    changes,
-    int64_ids,
-)
+from tableside.loader.deltas.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes, int64_ids
 from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
 
@@ -38,7 +30,7 @@ _DTYPE = re.compile(r"[<>|=]?(b1|[iu][1248]|f[248])")
 
 
 def rows_in(path: Path) -> int:
-    """Ids of all tables. ChangeError: the file is damaged."""
+    """Returns the number of ids in all tables. ChangeError: the file is damaged."""
     with _opened(path) as archive:
         names = [n for n in archive.namelist() if n.removesuffix(_SUFFIX).rpartition(".")[2] == "ids"]
         with ExitStack() as stack:
@@ -51,19 +43,14 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
     with _opened(path) as archive:
         for name, prefix in _tables(archive, path, table).items():
             with ExitStack() as stack:
-                parts = {
-                    part: _array(stack, archive, path, prefix + part)
-                    for part in _PARTS
-                    if f"{prefix}{part}{_SUFFIX}" in archive.namelist()
-                }
-                yield from _changes(
-                    RowRules(f"{path}: {prefix}ids", table=name, dims=rules.dims), name, parts
-                )
+                there = [part for part in _PARTS if f"{prefix}{part}{_SUFFIX}" in archive.namelist()]
+                parts = {part: _array(stack, archive, path, prefix + part) for part in there}
+                own = RowRules(f"{path}: {prefix}ids", table=name, dims=rules.dims)
+                yield from _changes(own, name, parts)
 
 
 def _tables(archive: zipfile.ZipFile, path: Path, table: str | None) -> dict[str, str]:
-    """Table -> what its arrays' names begin with. ChangeError: an array is of no table, or lacks what
-    belongs to it."""
+    """Returns table -> prefix of its arrays. ChangeError: an array belongs to no table, or one is missing."""
     found: dict[str, str] = {}
     names = archive.namelist()
     for name in names:
@@ -94,7 +81,7 @@ def _tables(archive: zipfile.ZipFile, path: Path, table: str | None) -> dict[str
 
 @dataclass
 class _NpyStream:
-    """An array that is read row by row. stream: where its values begin. one: the shape of a row."""
+    """An array read row by row. stream: at its values. one: the shape of a row."""
 
     name: str
     stream: IO[bytes]
@@ -103,7 +90,6 @@ class _NpyStream:
     one: tuple[int, ...]
 
     def read(self, rows: int) -> NDArray[Any]:
-        """The next rows."""
         size = rows * self.dtype.itemsize * math.prod(self.one)
         data = self.stream.read(size)
         if len(data) != size:
@@ -147,11 +133,8 @@ def _changes(rules: RowRules, table: str, parts: dict[str, _NpyStream]) -> Itera
     dim = 0 if vectors is None else vectors.one[0]
     if vectors is not None and not dim and ids.rows:
         raise rules.error(0, "a vector without values; expected at least 1")
-    step = (
-        max(1, min(MOST_ROWS, BLOCK_BYTES // (dim * vectors.dtype.itemsize)))
-        if vectors and dim
-        else MOST_ROWS
-    )
+    row_bytes = dim * vectors.dtype.itemsize if vectors else 0
+    step = max(1, min(MOST_ROWS, BLOCK_BYTES // row_bytes)) if row_bytes else MOST_ROWS
     for first in range(0, ids.rows, step):
         rows = min(step, ids.rows - first)
         found, bad = int64_ids(ids.read(rows))
@@ -177,7 +160,7 @@ def _changes(rules: RowRules, table: str, parts: dict[str, _NpyStream]) -> Itera
 
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """ChangeError: it is no .npz file, or damaged, here or while it is read."""
+    """Opens a .npz file. ChangeError: it is none, or damaged, now or later."""
     fd = open_regular(path, "a file of changes", ChangeError)
     try:
         with os.fdopen(fd, "rb") as file, zipfile.ZipFile(file) as archive:

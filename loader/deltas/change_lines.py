@@ -1,5 +1,5 @@
-"""Changes as JSON Lines (loader.deltas.change_files says the keys). Rows are counted from 1 on, as an
-editor counts lines."""
+"""Reads changes from JSON Lines (loader.deltas.change_files). Rows are counted from 1, like an editor's
+lines."""
 
 import os
 from collections.abc import Iterator
@@ -20,8 +20,6 @@ _KEYS = {"table", "id", "vector"}
 
 
 class PythonRows:
-    """Rows of one table, as Python has them."""
-
     def __init__(self, rules: RowRules, table: str) -> None:
         self.rules, self.table = rules, table
         self.numbers: list[Row] = []
@@ -30,8 +28,8 @@ class PythonRows:
         self.deleted: list[bool] = []
 
     def add(self, number: Row, id_: int, vector: list[float] | None) -> None:
-        """number: of the row, in its source. ChangeError: the vector is not of numbers, or as long as
-        others."""
+        """Adds a row; number: its number in the source. ChangeError: the vector is no list of `dim`
+        numbers."""
         if vector is not None:
             self.rules.check_dim(self.table, len(vector), number)
             if not {*map(type, vector)} <= {int, float}:
@@ -43,19 +41,18 @@ class PythonRows:
         self.deleted.append(vector is None)
 
     def changes(self) -> TableChanges:
-        """The rows as arrays. ChangeError: a value is too large for float32."""
+        """Returns the rows as arrays. ChangeError: a value is too large for float32."""
         dim, deleted = self.rules.dim(self.table), np.array(self.deleted)
         values, bad = narrowed(np.array(self.vectors, np.float64).reshape(-1, dim or 1))
         if bad >= 0:
             number = self.numbers[int(np.flatnonzero(~deleted)[bad // dim])]
             raise self.rules.error(number, "a value of its vector is too large for float32")
-        return changes(
-            self.table, np.array(self.ids, np.int64), values, deleted, dim, self.rules.where(self.numbers[0])
-        )
+        ids, where = np.array(self.ids, np.int64), self.rules.where(self.numbers[0])
+        return changes(self.table, ids, values, deleted, dim, where)
 
 
 def rows_in(path: Path) -> None:
-    """Lines must be read to be counted."""
+    """Returns None: lines must be read to be counted."""
 
 
 def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
@@ -81,7 +78,7 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
 
 
 def _row(rules: RowRules, number: int, line: bytes) -> tuple[str, int, list[float] | None]:
-    """(table, id, vector) of a line. ChangeError: it is no such row."""
+    """Returns (table, id, vector) of a line. ChangeError: it is no such row."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:

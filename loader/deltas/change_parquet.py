@@ -1,5 +1,4 @@
-"""Changes in Parquet (loader.deltas.change_files says the columns). Vectors are not copied from Arrow to
-numpy where none is deleted."""
+"""Reads changes from Parquet (loader.deltas.change_files). Vectors are copied only where ids are deleted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,23 +8,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from tableside.loader.checkpoint.keyed.parquet import (
-    first_null,
-    id_remedy,
-    is_list,
-    open_parquet,
-    type_name,
-)
+from tableside.loader.checkpoint.keyed.parquet import first_null, id_remedy, is_list, open_parquet, type_name
 from tableside.loader.checkpoint.rows import narrowed
-from tableside.loader.deltas.changes import (
-    BLOCK_BYTES,
-    MOST_ROWS,
-    RowRules,
-    TableChanges,
-    changes,
-    int64_ids,
-)
+from tableside.loader.deltas.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes, int64_ids
 from tableside.loader.errors import ChangeError
+from tableside.quant.contract import Ids
 
 _WHAT = "a file of changes"
 
@@ -51,7 +38,7 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
 
 
 def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
-    """The columns to read. ChangeError: one is missing, there twice or of another type."""
+    """Returns the columns to read. ChangeError: one is missing, there twice or of another type."""
     names = [n for n in ("table", "id", "vector") if n != "table" or table is None or n in schema.names]
     for name in names:
         if (count := schema.names.count(name)) != 1:
@@ -87,7 +74,7 @@ _is_expected = {
 
 
 def _block_rows(file: Any) -> int:
-    """Rows that take about BLOCK_BYTES."""
+    """Returns the rows that take about BLOCK_BYTES."""
     kind = file.schema_arrow.field("vector").type
     a_row = kind.list_size * kind.value_type.bit_width // 8 if pa.types.is_fixed_size_list(kind) else 0
     for group in range(file.metadata.num_row_groups):
@@ -108,21 +95,19 @@ class _Block:
         self.values = self._values(vectors.flatten())
 
     def changes(self) -> Iterator[TableChanges]:
-        """The changes of each table, those of one table in order."""
+        """Yields the changes of each table, those of one table in order."""
         for table, rows in self._tables():
-            ids, kept = (
-                (self.ids, self.kept)
-                if rows is None
-                else (self.ids[rows], self.kept if self.kept is None else self.kept[rows])
-            )
+            ids, kept = self.ids, self.kept
+            if rows is not None:
+                ids, kept = ids[rows], None if kept is None else kept[rows]
             vectors, dim = self._vectors(table, rows, kept)
             where = self.rules.where(self.first + (0 if rows is None else int(rows[0])))
             yield changes(table, ids, vectors, None if kept is None else ~kept, dim, where)
 
     def _vectors(
-        self, table: str, rows: NDArray[np.int64] | None, kept: NDArray[np.bool_] | None
+        self, table: str, rows: Ids | None, kept: NDArray[np.bool_] | None
     ) -> tuple[NDArray[Any], int]:
-        """(vectors of the rows that stay, values of one); rows: of the block, None: all."""
+        """Returns (vectors of the kept rows, dim); rows: of the block, None: all."""
         here = np.arange(len(self.ids)) if rows is None else rows
         here = here if kept is None else here[kept]
         if not len(here):
@@ -140,8 +125,8 @@ class _Block:
             return self.values.reshape(-1, dim)[starts[here] // dim], dim
         return self.values[starts[here][:, None] + np.arange(dim)], dim
 
-    def _tables(self) -> Iterator[tuple[str, NDArray[np.int64] | None]]:
-        """(table, its rows in the block); None as rows: all are."""
+    def _tables(self) -> Iterator[tuple[str, Ids | None]]:
+        """Yields (table, its rows in the block; None: all)."""
         if "table" not in self.batch.schema.names:
             assert self.rules.table is not None
             yield self.rules.table, None
@@ -158,7 +143,7 @@ class _Block:
             table = self.rules.check_table(names[codes[rows[0]]], self.first + int(rows[0]))
             yield table, None if len(rows) == len(codes) else rows
 
-    def _ids(self, column: Any) -> NDArray[np.int64]:
+    def _ids(self, column: Any) -> Ids:
         if column.null_count:
             raise self._error(first_null(column), "its id is null; expected an integer")
         ids, bad = int64_ids(column.to_numpy(zero_copy_only=False))
@@ -166,8 +151,8 @@ class _Block:
             raise self._error(bad, f"its id is {column[bad]}; expected one below 2**63, which int64 holds")
         return ids
 
-    def _lengths(self, vectors: Any) -> NDArray[np.int64]:
-        """Values of each row's vector; 0 where it is null."""
+    def _lengths(self, vectors: Any) -> Ids:
+        """Returns the length of each row's vector; 0 for null."""
         if pa.types.is_fixed_size_list(vectors.type):
             lengths = np.full(len(vectors), vectors.type.list_size)
         else:
@@ -187,7 +172,7 @@ class _Block:
         return found
 
     def _row_of(self, value: int) -> int:
-        """The row that has a value, by its place among all."""
+        """Returns the row that has a value, by its place among all."""
         return int(np.searchsorted(np.cumsum(self.lengths), value, side="right"))
 
     def _error(self, row: int, text: str) -> ChangeError:

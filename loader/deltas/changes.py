@@ -1,5 +1,4 @@
-"""Changes of rows, from which a delta is made, and the rules for the rows that they are read from: errors
-name the source, the row, what was expected and what was found."""
+"""Changes of rows, and the rules for rows of a source. Errors name source, row, expected and found values."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import ChangeError
+from tableside.quant.contract import Ids
 
 BLOCK_BYTES = 4 << 20  # of vectors that are read at once, about
 MOST_ROWS = 1 << 16  # of a block
@@ -19,14 +19,12 @@ Row = int | str  # what a source calls a row: its number, or an entry's id
 
 @dataclass(frozen=True, eq=False)
 class TableChanges:
-    """Rows of one table to insert, overwrite or delete, in order: an id's last change counts.
-
-    ids: int64 [n], row numbers or raw ids, as requests send them. vectors: fp32 or fp16 [n, dim]; those of
-    deleted ids are not read. deleted: bool [n]; None: none is. where: the first row's place, for people.
-    """
+    """Changes of one table, in order; an id's last change counts. ids: int64 [n], as in requests. vectors:
+    fp32 or fp16 [n, dim], ignored for deleted ids. deleted: bool [n] or None. where: the first row's place,
+    for people."""
 
     table: str
-    ids: NDArray[np.int64]
+    ids: Ids
     vectors: NDArray[Any]
     deleted: NDArray[np.bool_] | None = None
     where: str = ""
@@ -38,12 +36,9 @@ class TableChanges:
 
 @dataclass(frozen=True)
 class ChangeBatch:
-    """Changes that become visible together, all or none.
-
-    changes: in order, read once; a table may come several times. source: the stream's name, or None.
-    position: the stream's place behind the batch. after: the place before it; None: the stream begins.
-    made_at: when its oldest change was made, of time.time(); None: not known.
-    """
+    """Changes that become visible together. changes: in order, read once. source: the stream's name, or None.
+    position, after: the stream's positions behind and before the batch; after None: the stream begins.
+    made_at: time.time() of the oldest change; None: unknown."""
 
     changes: Iterable[TableChanges]
     source: str | None = None
@@ -54,8 +49,7 @@ class ChangeBatch:
 
 @dataclass
 class RowRules:
-    """What the rows of one source must agree on. source, unit: its name, and what its rows are counted in,
-    for errors. table: the table of all rows; None: each row names its own."""
+    """Checks rows of one source. source, unit: names for errors. table: the table of rows that name none."""
 
     source: str
     unit: str = "row"
@@ -63,21 +57,20 @@ class RowRules:
     dims: dict[str, int] = field(default_factory=dict)  # table -> values of a vector, once one came
 
     def error(self, row: Row, text: str) -> ChangeError:
-        """An error about a row, which is counted as the source counts."""
+        """Returns an error about a row, which is counted as the source counts."""
         return ChangeError(f"{self.where(row)}: {text}")
 
     def where(self, row: Row) -> str:
-        """A row's place, for people."""
         return f"{self.source}: {self.unit} {row if isinstance(row, str) else f'{row:,}'}"
 
     def check_table(self, table: str, row: Row) -> str:
-        """The table of a row that names it. ChangeError: another one is expected."""
+        """Returns the table of a row that names it. ChangeError: another one is expected."""
         if self.table is not None and table != self.table:
             raise self.error(row, f"its table is {table!r}; expected {self.table!r}")
         return table
 
     def check_dim(self, table: str, dim: int, row: Row) -> None:
-        """ChangeError: a vector has no values, or another number of them than the table's before it."""
+        """Raises ChangeError if a vector is empty, or its dim differs from the table's."""
         expected = self.dims.setdefault(table, dim) if dim else self.dims.get(table, 0)
         if not dim or dim != expected:
             told = f"{expected}, as before it" if expected else "at least 1"
@@ -88,15 +81,15 @@ class RowRules:
         return self.dims.get(table, 0)
 
 
-def int64_ids(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
-    """Integers as int64, and the place of the first one that int64 does not hold; -1: it holds them all."""
+def int64_ids(values: NDArray[Any]) -> tuple[Ids, int]:
+    """Returns integers as int64, and the index of the first that overflows, or -1."""
     if values.dtype == np.uint64 and (large := values >> np.uint64(63)).any():
         return values.astype(np.int64), int(large.argmax())
     return values.astype(np.int64, copy=False), -1
 
 
 def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChanges]:
-    """The same blocks, up to `depth` of which a thread reads before they are asked for."""
+    """Yields the same blocks; a thread reads up to `depth` of them in advance."""
     with ThreadPoolExecutor(1, "tableside-changes") as thread:
         waiting = deque(thread.submit(next, blocks, None) for _ in range(depth))
         while (block := waiting.popleft().result()) is not None:
@@ -105,14 +98,9 @@ def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChang
 
 
 def changes(
-    table: str,
-    ids: NDArray[np.int64],
-    vectors: NDArray[Any],
-    deleted: NDArray[np.bool_] | None,
-    dim: int,
-    where: str = "",
+    table: str, ids: Ids, vectors: NDArray[Any], deleted: NDArray[np.bool_] | None, dim: int, where: str = ""
 ) -> TableChanges:
-    """Changes of a table, where `vectors` [rows that stay, dim] has none for deleted ids."""
+    """Returns changes of a table; `vectors` [kept rows, dim] lacks those of deleted ids."""
     if deleted is None or not deleted.any():
         return TableChanges(table, ids, vectors, None, where)
     spread = np.zeros((len(ids), dim), vectors.dtype)

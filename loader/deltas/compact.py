@@ -1,13 +1,12 @@
-"""Compaction: a version and the delta over it become the next version, while changes go on.
+"""Compaction: a version and its delta become the next version, while changes go on.
 
-1. Where two deltas are live they are merged into one, which is a state of its own with the same rows.
-2. A new segment is written: rows that nothing changed are copied as they are packed, changed ones come from
-   the delta. A table of raw ids gets an index of the ids that it has now. Until the end, applies leave the
-   delta that is read in its place, so that what comes meanwhile lies in a newer one.
-3. That newer delta is written again over the new version, and the record flips to both. So no change is lost,
-   and none is seen twice. An id that was deleted from a table of row numbers stays deleted by such a delta.
+1. Two live deltas are merged into one, as a state of its own.
+2. A new segment is written: unchanged rows are copied packed, changed ones come from the delta, and tables of
+   raw ids get a new index. Meanwhile applies leave this delta in place and write newer ones over it.
+3. The newer delta is written again over the new version, and the record flips to both. Ids deleted from a
+   table of row numbers stay deleted by this delta.
 
-An error or a kill before the flip leaves the live state as it was.
+After an error or kill before the flip the live state is unchanged.
 """
 
 import os
@@ -25,13 +24,7 @@ from tableside.loader.deltas.apply import COMPACT_LOCK, DEFAULTS, ApplySettings,
 from tableside.loader.errors import VersionError
 from tableside.loader.load.raw_ids import reserve_records
 from tableside.loader.segment.delta import Delta, delta_name
-from tableside.loader.segment.delta_writer import (
-    DeltaEntries,
-    entries_of,
-    merge,
-    own_entries,
-    write_delta,
-)
+from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_delta
 from tableside.loader.segment.header import Change, plan_tables
 from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.loader.segment.stored import (
@@ -46,6 +39,7 @@ from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import State, attach_state, state_of, writing
 from tableside.loader.versions.versions import Model
 from tableside.quant import Table
+from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import RECORD_BYTES, IndexBuilder, find_rows
 from tableside.quant.rows.ids import IdIndex, set_bits
 
@@ -55,8 +49,8 @@ Progress = Callable[[int, int], None]  # (rows written, of all)
 
 @dataclass(frozen=True)
 class CompactionResult:
-    """What a compaction did. state: the live one. rows: of the new version; merged: entries of the delta;
-    segment_bytes: of the new version. seconds: until it was live."""
+    """state: the live one. rows, segment_bytes: of the new version; merged: entries of the delta; seconds:
+    until it was live."""
 
     model: str
     state: State
@@ -67,18 +61,15 @@ class CompactionResult:
 
 
 def delta_share(segment: Segment) -> float:
-    """How many bytes the deltas of a state have for each byte of its version."""
+    """Returns the bytes of a state's deltas per byte of its version."""
     return float(sum(d.segment.size for d in segment.deltas) / segment.base.size)
 
 
 def compact(
     model: Model, settings: ApplySettings = DEFAULTS, progress: Progress | None = None
 ) -> CompactionResult | None:
-    """Makes the live version and its deltas the next version. None: no delta is live.
-
-    VersionError: a load or another compaction is under way, or no version or another one is live.
-    SegmentError: the live state is damaged. NoSpace: shared memory does not hold another version.
-    """
+    """Compacts the live version and its deltas; None: no delta is live. VersionError: a load or compaction
+    runs, or another version became live. SegmentError: the live state is damaged. NoSpace."""
     started = time.monotonic()
     # The load lock keeps compactions apart; an apply takes the other one for a moment, to see whether one is
     # under way.
@@ -87,9 +78,8 @@ def compact(
             return None
         merge_live(model, settings)
         segment = attach_state(model, None, "full")
-        return _Compaction(
-            model, folder, version, segment, settings, progress or (lambda done, total: None)
-        ).run(started)
+        progress = progress or (lambda done, total: None)
+        return _Compaction(model, folder, version, segment, settings, progress).run(started)
 
 
 class _Compaction:
@@ -116,10 +106,8 @@ class _Compaction:
         try:
             tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
             header = self.base.header
-            shapes = [
-                (t.name, t.key, self.base.tables[t.name].row_format, tables[t.name].rows, t.dim)
-                for t in header.tables
-            ]
+            formats = {name: table.row_format for name, table in self.base.tables.items()}
+            shapes = [(t.name, t.key, formats[t.name], tables[t.name].rows, t.dim) for t in header.tables]
             ids = {name: t.ids for name, t in tables.items()}
             planned = replace(
                 header,
@@ -143,9 +131,8 @@ class _Compaction:
             path.unlink(missing_ok=True)
             raise
         rows = sum(t.id_count for t in planned.tables)
-        return CompactionResult(
-            self.model.name, state, rows, self.delta.entries, writer.size, time.monotonic() - started
-        )
+        seconds = time.monotonic() - started
+        return CompactionResult(self.model.name, state, rows, self.delta.entries, writer.size, seconds)
 
     def _share(
         self, work: Callable[[tuple[StoredRows, int]], None], items: Iterator[tuple[StoredRows, int]]
@@ -155,21 +142,20 @@ class _Compaction:
                 pass
 
     def done(self, rows: int) -> None:
-        """So many rows more were written."""
+        """Counts written rows."""
         self._done += rows
         self._progress(self._done, self._total)
 
     def _publish(self) -> State:
-        """Carries over what came meanwhile, and flips."""
+        """Carries over newer changes and flips."""
         with writing(self.model, self.folder, self.settings.wait_s):
             live = attach_state(self.model, None, "header")
             below = live.deltas[-1].sequence if live.deltas else 0
             if (live.header.version, below) != (self.base.header.version, self.delta.sequence):
                 raise VersionError(
                     f"state {state_of(self.model.record())} of model {self.model.name!r} is live, which does "
-                    "not follow from "
-                    f"{self.base.header.version}+{self.delta.sequence}, which was compacted; nothing was "
-                    "published: compact again"
+                    f"not follow from {self.base.header.version}+{self.delta.sequence}, which was compacted; "
+                    "nothing was published: compact again"
                 )
             sequence = self._carry_over(live)
             try:
@@ -180,8 +166,7 @@ class _Compaction:
         return State(self.version, sequence)
 
     def _carry_over(self, live: Segment) -> int:
-        """Writes what the new version has not as a delta over it; returns its sequence. 0: there is
-        nothing."""
+        """Writes newer changes as a delta over the new version; returns its sequence, 0: none."""
         parts: list[tuple[str, list[DeltaEntries]]] = []
         for name, entries in self.entries.items():
             table = self.base.tables[name]
@@ -192,10 +177,8 @@ class _Compaction:
             return 0
         change: Change = live.deltas[0].change
         tables = merge(self.base, [*parts, *own_entries(newer)], self.settings.threads)
-        header, name = (
-            replace(self.base.header, version=self.version),
-            delta_name(self.version, change.sequence),
-        )
+        header = replace(self.base.header, version=self.version)
+        name = delta_name(self.version, change.sequence)
         path = self.folder.path / f"{name}.partial"
         try:
             fd = self.folder.create(path.name)
@@ -231,15 +214,14 @@ class _CompactTable:
             if len(row_map.index.directory) - 1 != row_map.index.buckets:
                 raise VersionError(
                     f"model {work.model.name!r} has a part of the buckets of table {stored.name!r}; compact "
-                    "the whole model, "
-                    "and reshard it again"
+                    "the whole model, and reshard it again"
                 )
             self._old = row_map.index
             if self.entries is not None:
                 self._plan(row_map.index)
 
     def _plan(self, old: IdIndex) -> None:
-        """Builds the index of the ids that the table has now."""
+        """Builds the index of the table's present ids."""
         assert self.entries is not None and self.ids is not None and self.ids.index is not None
         builder = IndexBuilder(old.buckets, old.bucket_ids, self.work.settings.threads)
         gone = np.sort(self.entries.ids)  # from the rows of before
@@ -258,21 +240,15 @@ class _CompactTable:
         builder.put(inserted, np.arange(inserted.size) + old.slots, records)
         builder.distinct(records, "error")
         self.index = builder.build(records)
-        stored = plan_index(
-            self.table.row_format,
-            self.table.dim,
-            self.index.slots,
-            old.buckets,
-            old.bucket_ids,
-            has_backfilled=backfilled > 0,
-        )
+        shape = (self.table.row_format, self.table.dim, self.index.slots)
+        stored = plan_index(*shape, old.buckets, old.bucket_ids, has_backfilled=backfilled > 0)
         self.rows = self.index.slots + 1
         default = None if self.ids.default_row is None else self.index.slots
         self.ids = StoredIds(builder.ids, self.ids.missing, default, 0, backfilled, stored)
         self._gone = gone
 
-    def _kept(self, gone: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(ids, rows) of before that nothing changed, block after block."""
+    def _kept(self, gone: Ids) -> Iterator[tuple[Ids, Ids]]:
+        """Yields (ids, rows) of unchanged rows, block by block."""
         for start in range(0, self._old.slots, _BLOCK_ROWS):
             rows = np.arange(start, min(start + _BLOCK_ROWS, self._old.slots), dtype=np.int64)
             ids = np.ascontiguousarray(self._old.ids[rows[0] : rows[-1] + 1])
@@ -297,7 +273,7 @@ class _CompactTable:
             return
         self._write_indexed(writer, stored, target)
 
-    def _overwrite(self, target: NDArray[np.uint8]) -> None:
+    def _overwrite(self, target: Bytes) -> None:
         assert self.entries is not None
         given = _only(self.entries, ~self.entries.deleted)
         first = 0 if self.table.row_map is None else self.table.row_map.first
@@ -311,7 +287,7 @@ class _CompactTable:
         data = self.work.base.mapping.bytes[old.offset : old.offset + old.bytes]
         writer.rows(new, 0, new.rows).reshape(-1)[:] = data
 
-    def _write_indexed(self, writer: SegmentWriter, stored: StoredTable, target: NDArray[np.uint8]) -> None:
+    def _write_indexed(self, writer: SegmentWriter, stored: StoredTable, target: Bytes) -> None:
         assert self.index is not None and self.entries is not None
         assert stored.ids is not None and stored.ids.index is not None and self.table.row_map is not None
         at = stored.ids.index

@@ -1,17 +1,11 @@
-"""Merges of deltas beside a follower: both deltas of a state become one while batches are applied over them.
+"""Merges the two deltas of a state on a thread, while batches are applied over them.
 
-A merge writes every row of both deltas again, and a batch that waited for it would not be visible meanwhile.
-So a thread writes the merged delta to a file that no state names. The first batch after it is written as a
-delta over the merged one, and the record flips to it: so the merged delta is published with that batch, under
-a sequence of its own.
+The merged delta goes to a file that no state names. The next batch is written as a delta over it, and one
+flip publishes both. That batch's delta takes the entries of the newest live delta that differ from the merged
+ones. The merge is dropped if the older delta was replaced or an id is missing in the newer one, since the
+live state does not follow from the merged one then.
 
-What came over both deltas meanwhile, from whomever, lies in the newest one, which holds all that the merged
-newest one did. Of it that batch's delta takes the entries that differ from the merged ones. Where the older
-delta is another one by then, or an id is missing in the newer one, the state does not follow from the one
-that was merged, and the merge is dropped.
-
-The file belongs to a process that holds its lock; `loader.versions.states.clear_unpublished` removes one that
-nobody holds.
+The process holds a lock on the file; `loader.versions.states.clear_unpublished` removes files without one.
 """
 
 import fcntl
@@ -19,17 +13,10 @@ import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import numpy as np
 
-from tableside.loader.segment.delta_writer import (
-    DeltaEntries,
-    entries_of,
-    merge,
-    own_entries,
-    write_unsealed,
-)
+from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_unsealed
 from tableside.loader.segment.header import Change
 from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.loader.versions.folder import Folder
@@ -45,8 +32,7 @@ _BLOCK_ROWS = 1 << 14  # that are compared at once
 
 @dataclass(frozen=True, eq=False)
 class UnpublishedDelta:
-    """A merged delta without its header. file: its name in the model's folder. change: of the merged state.
-    entries: its ids."""
+    """A merged delta without header. file: its name; change: of the merged state; entries: its ids."""
 
     file: str
     writer: SegmentWriter
@@ -54,19 +40,18 @@ class UnpublishedDelta:
     entries: int
 
     def seal(self, sequence: int) -> None:
-        """Writes the header of a whole delta, with this sequence."""
+        """Writes the header with this sequence."""
         self.writer.header = replace(self.writer.header, delta=replace(self.change, sequence=sequence))
         self.writer.seal({})
 
     def drop(self, folder: Folder) -> None:
-        """Removes its file."""
         folder.unlink(self.file)
         self.writer.close()
 
 
 class Merges:
     """The merges of one process over one model, one at a time. Call `begin` and `finished` under the apply
-    lock. threads: as in `ApplySettings`."""
+    lock."""
 
     def __init__(self, model: Model, threads: int = 0) -> None:
         self._model, self._threads = model, threads
@@ -75,8 +60,7 @@ class Merges:
         self._merged: Segment | None = None  # the state that the merge is of
 
     def begin(self, folder: Folder, state: State, segment: Segment) -> None:
-        """Begins to merge both deltas of the live state, unless another merge of this process was not
-        published yet."""
+        """Begins to merge both live deltas, unless an earlier merge is unpublished."""
         if self.is_running():
             return
         file = f"{state}{UNPUBLISHED}"
@@ -86,22 +70,19 @@ class Merges:
         self._running = self._pool.submit(self._merge, file, fd, segment)
 
     def is_running(self) -> bool:
-        """Whether a merge has begun that no batch has published or dropped yet."""
+        """Returns whether a merge is running or waits to be published."""
         return self._running is not None
 
     def has_ended(self) -> bool:
-        """Whether such a merge waits for the next batch."""
+        """Returns whether a merge waits for the next batch."""
         return self._running is not None and self._running.done()
 
     def finished(
         self, folder: Folder, live: Segment
     ) -> tuple[UnpublishedDelta, dict[str, list[DeltaEntries]]] | None:
-        """A merge that has ended, for the caller to publish or drop, and the live state's later entries by
-        table; None: there is none.
-
-        Waits for a running merge once the newest delta is larger than the one below it; else batches would
-        become ever slower to write. Raises the merge's error: NoSpace, SegmentError.
-        """
+        """Returns an ended merge, to be published or dropped, and the live state's later entries by table; or
+        None. Waits for a running merge if the newest delta is the larger one, which slows batches. Raises
+        NoSpace, SegmentError."""
         sizes = [delta.segment.size for delta in live.deltas]
         if self._running is None or not (self._running.done() or (len(sizes) > 1 and sizes[0] > sizes[1])):
             return None
@@ -133,7 +114,7 @@ class Merges:
         return UnpublishedDelta(file, writer, change, sum(int(t.rows.size) for t in tables.values()))
 
     def close(self) -> None:
-        """Waits for the merge that runs, and drops it."""
+        """Waits for a running merge and drops it."""
         self._pool.shutdown()
         if self._running is not None and self._running.exception() is None:
             with self._model.opened() as folder:
@@ -143,21 +124,16 @@ class Merges:
     def __enter__(self) -> "Merges":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
 def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries]] | None:
-    """The entries of `live`'s newest delta that `merged`'s lacks, by table. None: they do not lie over the
-    same delta, or an id is in `merged` alone, so that its row would come back."""
-    bases = [
-        (segment.header.version, segment.deltas[-1].sequence)
-        for segment in (merged, live)
-        if len(segment.deltas) > 1
-    ]
-    if len(bases) < 2 or bases[0] != bases[1]:
+    """Returns entries of `live`'s newest delta that differ from `merged`'s, by table. None: the older delta
+    differs, or `merged` has an id that `live` lacks."""
+    if min(len(merged.deltas), len(live.deltas)) < 2 or merged.header.version != live.header.version:
+        return None
+    if merged.deltas[-1].sequence != live.deltas[-1].sequence:
         return None
     old, new = merged.deltas[0], live.deltas[0]
     if set(old.tables) - set(new.tables):
@@ -170,15 +146,14 @@ def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries
             same, shared = _same(entries, layer)
             if shared != old.tables[name].id_count:
                 return None
-            entries = DeltaEntries(
-                entries.ids[~same], entries.packed, entries.rows[~same], entries.deleted[~same]
-            )
+            ids, packed, rows, deleted = entries
+            entries = DeltaEntries(ids[~same], packed, rows[~same], deleted[~same])
         since[name] = [entries]
     return since
 
 
 def _same(entries: DeltaEntries, layer: OverlayLayer) -> tuple[np.ndarray, int]:
-    """Mask [n] of the entries that a layer has unchanged, and the number of ids that it has."""
+    """Returns the mask [n] of entries that a layer has unchanged, and the number of its ids among them."""
     slots = np.empty(entries.ids.size, np.int64)
     find_rows(layer.index, entries.ids, slots)
     there = np.flatnonzero((slots >= 0) & (layer.index.ids[slots] == entries.ids))

@@ -1,4 +1,4 @@
-"""Changes as rows of a version's tables, checked and quantized, before a delta is written of them."""
+"""Checks and quantizes changes to rows of a version's tables."""
 
 from collections.abc import Iterable
 
@@ -15,8 +15,7 @@ _SOURCES = {np.dtype(np.float32): Source.FP32, np.dtype(np.float16): Source.FP16
 
 
 class PackedChanges:
-    """Changes of one batch, packed as they come. They depend on the version alone, not on later deltas over
-    it. version: that they fit. rows: changes. tables: name -> entries, in order."""
+    """Packed changes of a batch. version: that they fit. rows: changes. tables: name -> entries, in order."""
 
     def __init__(self, segment: Segment, backend: str = "native") -> None:
         self.version, self.rows = segment.base.header.version, 0
@@ -24,8 +23,7 @@ class PackedChanges:
         self._segment, self._backend = segment, choose(backend)
 
     def add(self, blocks: Iterable[TableChanges]) -> None:
-        """Packs blocks behind the others: all of them, or none if reading or packing one fails. ChangeError:
-        a change does not fit the model."""
+        """Packs all blocks, or none after an error. ChangeError: a change does not fit the model."""
         added = [(b.table, pack_changes(self._segment, b, self._backend)) for b in blocks if b.rows]
         for table, entries in added:
             self.tables.setdefault(table, []).append(entries)
@@ -33,7 +31,7 @@ class PackedChanges:
 
 
 def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> DeltaEntries:
-    """A block as rows of its table. ChangeError: it does not fit the model."""
+    """Returns a block as rows of its table. ChangeError: it does not fit the model."""
     table = _table(segment, block)
     deleted = np.zeros(block.rows, np.bool_) if block.deleted is None else block.deleted
     _check_ids(table, block, deleted)
@@ -57,7 +55,7 @@ def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> 
 
 
 def _table(segment: Segment, block: TableChanges) -> Table:
-    """The table of the version that a block changes, after checking its shapes."""
+    """Returns the table that a block changes, after checking shapes."""
     where = f"{block.where}: " if block.where else ""
     if (table := segment.base.tables.get(block.table)) is None:
         raise ChangeError(
@@ -71,8 +69,7 @@ def _table(segment: Segment, block: TableChanges) -> Table:
     if has_vectors and (vectors.dtype not in _SOURCES or vectors.shape != (block.rows, table.dim)):
         raise ChangeError(
             f"{where}table {block.table!r}: vectors are {vectors.dtype} {list(vectors.shape)}; expected "
-            "float32 or float16 "
-            f"[{block.rows}, {table.dim}]"
+            f"float32 or float16 [{block.rows}, {table.dim}]"
         )
     if deleted is not None and (deleted.dtype != np.bool_ or deleted.shape != ids.shape):
         raise ChangeError(
@@ -107,6 +104,5 @@ def _check_ids(table: Table, block: TableChanges, deleted: np.ndarray) -> None:
         at = int(np.flatnonzero(deleted)[0])
         raise ChangeError(
             f"table {block.table!r}, change {at}: id {block.ids[at]} cannot be deleted, since the table "
-            "refuses ids that it "
-            "lacks; load it with a policy for missing ids"
+            "refuses ids that it lacks; load it with a policy for missing ids"
         )

@@ -1,8 +1,7 @@
-"""The rows of an older, frozen version that a load takes over for ids that the checkpoint lacks.
+"""Backfill: rows of an older version, copied packed at load for ids that the checkpoint lacks.
 
-`missing = "backfill:MODEL@VERSION"` names the version. Its rows are copied as they are packed. So the new
-version needs the older one no more once it is published, and nothing that reads rows knows of two tables.
-Rows that an older version itself took over are among them.
+`missing = "backfill:MODEL@VERSION"` names it. Rows that it copied itself are included. The new version does
+not need it after publication.
 """
 
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.model.model import TableSpec
 from tableside.loader.versions.versions import Model
+from tableside.quant.contract import Bytes
 from tableside.quant.rows.ids import RowMap
 
 _BLOCK_BYTES = 2 << 20
@@ -22,12 +22,10 @@ Ids = NDArray[np.int64]
 
 
 class Backfill:
-    """The table of an older version. rows: ids that it has; rows_there: rows that it has them in, which
-    are numbered from 0."""
+    """The table of an older version. rows: ids; rows_there: rows that hold them, numbered from 0."""
 
     def __init__(self, root: Path, spec: TableSpec, dim: int) -> None:
-        """Attaches the version that the policy names. ModelError: it lacks the table, or has other rows.
-        SegmentError: it is damaged."""
+        """Attaches the version. ModelError: no such table, or other rows. SegmentError: it is damaged."""
         what = f"[tables.{spec.name}]: missing = {str(spec.missing)!r}"
         try:
             self.segment = Model(root, spec.missing.model).attach(spec.missing.version)
@@ -35,8 +33,7 @@ class Backfill:
             versions = ", ".join(map(str, Model(root, spec.missing.model).versions())) or "none"
             raise ModelError(
                 f"{what}: that version is not published (versions there: {versions}); name one that is, and "
-                "load with a --keep "
-                "that leaves it there"
+                "load with a --keep that leaves it there"
             ) from error
         if spec.name not in self.segment.tables:
             raise ModelError(
@@ -47,8 +44,7 @@ class Backfill:
         if found != (spec.row_format, dim):
             raise ModelError(
                 f"{what}: its rows are {found[0].label} of dim {found[1]}, these are {spec.row_format.label} "
-                f"of dim {dim}; rows "
-                "are taken over as they are, so load both in one row format"
+                f"of dim {dim}; rows are taken over as they are, so load both in one row format"
             )
         row_map = self.table.row_map
         if spec.raw is None and row_map is not None and row_map.index is not None:
@@ -66,19 +62,19 @@ class Backfill:
         self._step = max(1, _BLOCK_BYTES // self.table.row_bytes)
 
     def ids(self) -> Iterator[tuple[Ids, Ids]]:
-        """(ids, their rows there), block after block."""
+        """Yields (ids, their rows), block by block."""
         for start in range(0, self.rows_there, self._step):
             rows, ids = self._map.rows_with_ids(start, min(start + self._step, self.rows_there))
             yield ids, rows
 
-    def blocks(self) -> Iterator[tuple[Ids, Ids, NDArray[np.uint8]]]:
-        """(ids, their rows there, a copy of these as they are packed)."""
+    def blocks(self) -> Iterator[tuple[Ids, Ids, Bytes]]:
+        """Yields (ids, their rows, a packed copy of them)."""
         for ids, rows in self.ids():
             yield ids, rows, self.table.packed[rows]
 
     @property
-    def default_row(self) -> NDArray[np.uint8] | None:
-        """The older version's row for ids that it lacks; None: it refuses them."""
+    def default_row(self) -> Bytes | None:
+        """Returns the older version's row for ids that it lacks; None: it refuses them."""
         if self._map.default_row is None:
             return None
         return np.asarray(self.table.packed[self._map.default_row])

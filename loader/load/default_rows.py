@@ -1,8 +1,7 @@
-"""The row behind a table's others that an id without a row reads: zeros, the mean of the table's rows, a
-vector, or what an older version yields.
+"""The default row, last in a table, read for missing ids: zeros, the rows' mean, a vector, or an older
+version's.
 
-The mean is of the checkpoint's values before they are quantized, added up in fp64; rows of an older version
-are not among them.
+The mean is that of the checkpoint's values before quantization, in fp64, without backfilled rows.
 """
 
 from threading import Lock
@@ -17,12 +16,13 @@ from tableside.loader.model.model import TableSpec
 from tableside.loader.segment.segment import SegmentWriter
 from tableside.loader.segment.stored import StoredTable
 from tableside.quant import CpuBackend, Source
+from tableside.quant.contract import Bytes
 from tableside.quant.errors import NotRepresentable
 
 
 class DefaultRow:
-    """The default row of a table that is loaded. Any thread may call `add`. is_used: whether missing ids read
-    it; else they are refused. ModelError: the policy is a vector of another dim."""
+    """The default row of a table. Any thread may call `add`. is_used: missing ids read it; else they are
+    refused. ModelError: the policy's vector has another dim."""
 
     def __init__(self, spec: TableSpec, dim: int, backfill: Backfill | None) -> None:
         self._spec, self._dim, self._older = spec, dim, None if backfill is None else backfill.default_row
@@ -47,14 +47,12 @@ class DefaultRow:
             self._rows += len(values)
 
     def write(self, writer: SegmentWriter, table: StoredTable, backend: CpuBackend) -> None:
-        """Writes the row, where it is used, as the last one of a table, which is zeros. ModelError: as
-        `pack`."""
+        """Writes the row, if used, as the last one of a zeroed table. ModelError: see `pack`."""
         if self.is_used:
             self.pack(writer.rows(table, table.rows - 1, table.rows)[0], backend)
 
-    def pack(self, to: NDArray[np.uint8], backend: CpuBackend) -> None:
-        """Packs the row to zeros, uint8 [row_bytes]. ModelError: the row format cannot represent the
-        vector."""
+    def pack(self, to: Bytes, backend: CpuBackend) -> None:
+        """Packs the row into zeros, uint8 [row_bytes]. ModelError: the format cannot represent the vector."""
         policy, vector = self._spec.missing.policy, np.zeros(self._dim, np.float32)
         if self._older is not None:
             to[:] = self._older

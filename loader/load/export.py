@@ -1,14 +1,11 @@
-"""A table of a published version as a file that other programs read, dequantized, in bounded memory.
+"""Exports a table of a published version, dequantized, in bounded memory.
 
-    .parquet       a column `id` int64, and a column `vector` of lists of dim values
-    .npz           two records, stored: `ids` int64 [rows], `weights` [rows, dim]
-    .safetensors   two tensors: `ids` I64 [rows], `weights` [rows, dim]
+    .parquet       columns `id` int64 and `vector` (lists of dim values)
+    .npz           stored records `ids` int64 [rows] and `weights` [rows, dim]
+    .safetensors   tensors `ids` I64 [rows] and `weights` [rows, dim]
 
-A name that is asked for takes the place of these: `NAME.ids` and `NAME.weight`.
-
-Rows are those of a partial tensor, in its order. Where ids are row numbers and no other id has a row, .npz
-and .safetensors hold the weights alone. The file is written under another name in its folder and renamed at
-the end: what is there is whole.
+A given name changes these to `NAME.ids` and `NAME.weight`. Rows come in the order of a partial tensor. Where
+ids are row numbers from 0, .npz and .safetensors hold the weights alone. The file is renamed when complete.
 """
 
 import contextlib
@@ -28,6 +25,7 @@ from numpy.typing import NDArray
 from tableside.loader.errors import ModelError
 from tableside.loader.versions.partial import PartialTensor
 from tableside.quant import QuantError
+from tableside.quant.contract import Floats, Ids
 from tableside.quant.installed import require
 from tableside.quant.row_format import FP16_MAX
 
@@ -40,8 +38,6 @@ _SAFETENSORS_DTYPES = {"int64": "I64", "float32": "F32", "float16": "F16"}
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote. bytes: of the file."""
-
     path: Path
     rows: int
     dim: int
@@ -55,15 +51,10 @@ def export(
     progress: Progress | None = None,
     name: str | None = None,
 ) -> ExportResult:
-    """Writes a tensor's rows to `path` in the format of its suffix; replaces a file. values: "fp32" or
-    "fp16".
-
-    name: of the table in .npz and .safetensors (`NAME.ids`, `NAME.weight`), so that several files can become
-    one checkpoint.
-
-    ModelError: no such suffix, values or folder, or a name for Parquet. QuantError: a value is too large for
-    fp16. After an error `path` is as it was.
-    """
+    """Writes a tensor's rows to `path`, in the format of its suffix; replaces a file. values: "fp32" or
+    "fp16". name: prefix of arrays, so that several files form a checkpoint. ModelError: unknown suffix,
+    values or folder, or a name for Parquet. QuantError: a value overflows fp16. After an error `path` is
+    unchanged."""
     write = {".parquet": _write_parquet, ".npz": _write_npz, ".safetensors": _write_safetensors}.get(
         path.suffix
     )
@@ -88,30 +79,25 @@ def export(
 
 
 class _Rows:
-    """What is written: chunks of ids and of values in the dtype that was asked for."""
+    """Chunks of ids and of values in the wanted dtype."""
 
     def __init__(
         self, tensor: PartialTensor, dtype: np.dtype[Any], progress: Progress, names: tuple[str, str]
     ) -> None:
-        """names: of the ids and of the values."""
+        """names: of ids and values."""
         self.tensor, self.dtype, self._progress, self._names = tensor, dtype, progress, names
         self.chunk_rows = max(1, CHUNK_BYTES // (4 * tensor.dim))
         self.has_ids = tensor.rows.table.row_map is not None
 
     def arrays(self) -> list[tuple[str, np.dtype[Any], tuple[int, ...], Iterator[NDArray[Any]]]]:
-        """(name, dtype, shape, chunks) of what .npz and .safetensors hold."""
+        """Returns (name, dtype, shape, chunks) of what .npz and .safetensors hold."""
         tensor, (ids_name, values_name) = self.tensor, self._names
         ids = (ids_name, np.dtype(np.int64), (len(tensor),), tensor.id_chunks(self.chunk_rows))
-        weights = (
-            values_name,
-            self.dtype,
-            (len(tensor), tensor.dim),
-            (values for _, values in self.chunks()),
-        )
+        values = (values for _, values in self.chunks())
+        weights = (values_name, self.dtype, (len(tensor), tensor.dim), values)
         return [ids, weights] if self.has_ids else [weights]
 
-    def chunks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-        """Ids and values, chunk by chunk."""
+    def chunks(self) -> Iterator[tuple[Ids, NDArray[Any]]]:
         done = 0
         self._progress(done, len(self.tensor))
         for ids, values in self.tensor.chunks(self.chunk_rows):
@@ -119,7 +105,7 @@ class _Rows:
             done += ids.size
             self._progress(done, len(self.tensor))
 
-    def _converted(self, ids: NDArray[np.int64], values: NDArray[np.float32]) -> NDArray[Any]:
+    def _converted(self, ids: Ids, values: Floats) -> NDArray[Any]:
         if self.dtype == np.float32:
             return values
         if (large := np.flatnonzero((np.abs(values) > FP16_MAX).any(axis=1))).size:
@@ -132,7 +118,7 @@ class _Rows:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the name `path` when the block ends, and goes where it ends with an error."""
+    """Opens a new file that is renamed to `path` at the end, and removed after an error."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -173,11 +159,8 @@ def _write_safetensors(file: IO[bytes], rows: _Rows) -> None:
     arrays, end = rows.arrays(), 0
     for name, dtype, shape, _ in arrays:
         begin, end = end, end + int(np.prod(shape)) * dtype.itemsize
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype.name],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        stored = _SAFETENSORS_DTYPES[dtype.name]
+        header[name] = {"dtype": stored, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     file.write(len(text).to_bytes(8, "little") + text)

@@ -1,10 +1,8 @@
 """The load: checkpoint -> quantized chunks -> segment -> version.
 
-Threads take chunks of a table one after another. Each reads a piece of the checkpoint that stays in its
-core's cache, quantizes it straight into the segment, and hashes the chunk when its last piece is done. So
-fp32 never exists whole, and the private memory of a load is a few pieces a thread, whatever the table's size.
-Tables of raw ids are read as `loader.load.raw_ids` says. Tables that are not to be read again are copied from
-the live version (`loader.load.reuse`).
+Threads take chunks of a table. Each reads a piece that fits its core's cache, quantizes it into the segment,
+and hashes the chunk after its last piece. So private memory is a few pieces per thread. Tables of raw ids are
+read by `loader.load.raw_ids`; tables not to be read again are copied by `loader.load.reuse`.
 """
 
 import os
@@ -39,15 +37,14 @@ from tableside.quant import CpuBackend, RowFormat, choose
 from tableside.quant.errors import NotRepresentable
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
-Progress = Callable[
-    [int, int], None
-]  # (done, in all), from any thread: first ids that are indexed, then rows that are written
+# (done, in all), from any thread: first ids that are indexed, then rows that are written
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load did. seconds: from the first byte reserved to the version visible; huge_fraction: share on
-    pages of page_bytes (2 MiB, or a hugetlbfs's)."""
+    """Outcome of a load. seconds: until visible; huge_fraction: share on pages of page_bytes (2 MiB, or a
+    hugetlbfs's)."""
 
     model: str
     version: int
@@ -62,9 +59,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """How to load. threads: 0 means one a core; max_memory_bytes: the most private memory for a load's
-    buffers (the native backend makes no others); group: users who may read the model; only: the tables to
-    load, while the live version gives the others; empty: all."""
+    """threads: 0: one per core; max_memory_bytes: limit for private buffers; group: may read the model; only:
+    tables to load, others are copied from the live version (empty: all)."""
 
     threads: int = 0
     max_memory_bytes: int = 64 << 20
@@ -77,9 +73,8 @@ class LoadSettings:
 def load(
     spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None
 ) -> Loaded:
-    """Publishes a new version of `spec` under `root`. progress: counts raw ids while they are indexed, then
-    all rows from 0 on. LoaderError: model, checkpoint or memory are wrong; nothing was published, and no
-    bytes stay."""
+    """Publishes a new version under `root`. progress: counts raw ids while indexed, then rows. LoaderError:
+    model, checkpoint or memory are wrong; nothing stays."""
     backend, progress = choose(settings.backend), progress or (lambda done, total: None)
     with open_checkpoint(spec.checkpoint) as checkpoint:
         model = Model(root, spec.name)
@@ -166,12 +161,9 @@ class _Buffers(NamedTuple):
 
 
 class _Load:
-    """One load's work, shared by its threads.
-
-    Each part fills a table: `reading` yields work for any thread, then one calls `complete`; `unfinished`
-    returns the tables and their first chunks whose checksums wait for that. rows: of the source;
-    buffer_bytes: private memory of a thread.
-    """
+    """One load's work, shared by threads. Per table: any thread takes work of `reading`, then one calls
+    `complete`; `unfinished` yields tables and first chunks without checksums till then. rows: of the source;
+    buffer_bytes: private memory per thread."""
 
     def __init__(
         self,
@@ -211,7 +203,6 @@ class _Load:
         self._threads = max(1, min(self._settings.threads or len(os.sched_getaffinity(0)), most // each))
 
     def _share(self, items: Iterator[_Work]) -> None:
-        """Does work on all threads."""
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-load") as pool:
             futures = [pool.submit(self._work, items) for _ in range(self._threads)]
             try:
@@ -242,16 +233,12 @@ class _Load:
 
 
 def _table_load(load: _Load, p: PlannedTable, table: StoredTable) -> "_RawLoad | _MatrixLoad | _Copies":
-    return (
-        _RawLoad(load, p, p.source, table)
-        if isinstance(p.source, RawTable)
-        else _MatrixLoad(load, p, p.source, table)
-    )
+    if isinstance(p.source, RawTable):
+        return _RawLoad(load, p, p.source, table)
+    return _MatrixLoad(load, p, p.source, table)
 
 
 class _RawLoad:
-    """Fills a table of raw ids."""
-
     def __init__(self, load: _Load, p: PlannedTable, raw: RawTable, table: StoredTable) -> None:
         assert table.ids is not None and table.ids.index is not None
         self.load, self.p, self.source, self.table = load, p, raw.source, table
@@ -305,9 +292,8 @@ class _MatrixLoad:
 
     def _quantize(self, start: int, stop: int, buffers: _Buffers) -> None:
         load, matrix, table = self.load, self.matrix, self.table
-        step = load.checks.step(
-            table.name
-        )  # reads are whole steps: some rows at a chunk's ends are read for both neighbours
+        # Reads are whole steps: some rows at a chunk's ends are read for both neighbours
+        step = load.checks.step(table.name)
         read_rows = max(1, len(buffers.piece) // (matrix.dim * matrix.source.bytes) // step) * step
         end = min(-(-stop // step) * step, matrix.rows)
         for first in range(start // step * step, end, read_rows):
@@ -329,9 +315,8 @@ class _MatrixLoad:
     def complete(self) -> None:
         default_row, older = self.p.default_row, self.p.backfill
         end = self.table.rows - default_row.is_used
-        if (
-            older is not None and end > self.rows
-        ):  # rows that an older version has beyond those of the checkpoint
+        # Rows that an older version has beyond those of the checkpoint
+        if older is not None and end > self.rows:
             self.load.writer.rows(self.table, self.rows, end)[:] = older.table.packed[self.rows : end]
         default_row.write(self.load.writer, self.table, self.load.backend)
 

@@ -1,14 +1,11 @@
-"""Manifests: checksums of a checkpoint's tensors, for formats that carry none, written once and checked by
-every load.
+"""Manifests: checksums of a checkpoint's tensors, for formats without any; every load checks them.
 
     {"format": "tableside manifest", "version": 1, "checksum": "<xxh3-64 of the JSON of tensors>",
-     "tensors": {"user.weight": {"dtype": "fp32", "shape": [rows, dim], "chunk_rows": 256, "chunks": "<16 hex
-     digits a chunk>"}}}
+     "tensors": {"user.weight": {"dtype": "fp32", "shape": [rows, dim], "chunk_rows": 256,
+                                 "chunks": "<16 hex digits per chunk>"}}}
 
-A chunk is about 512 KiB of rows (xxh3-64 of their bytes as they lie in the checkpoint), so that a load checks
-each while it is in the processor's cache. It lies beside a checkpoint's file as FILE.manifest.json, or in the
-folder of several files as tableside.manifest.json. It finds what changed after it was written, not what was
-wrong before, and it is no signature: who can write the one can write the other.
+A chunk is about 512 KiB of rows, hashed as they lie in the checkpoint. The manifest lies beside a file as
+FILE.manifest.json, or in the folder of several files as tableside.manifest.json. It is no signature.
 """
 
 import os
@@ -36,7 +33,6 @@ Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thre
 
 
 def chunk_rows(matrix: Matrix) -> int:
-    """Rows of a chunk."""
     return max(1, CHUNK_BYTES // (matrix.dim * matrix.source.bytes))
 
 
@@ -57,8 +53,8 @@ class Manifest:
     chunks: Mapping[str, NDArray[np.uint64]]
 
     def check(self, checkpoint: Path, matrix: Matrix, first: int, values: NDArray[Any]) -> None:
-        """Compares rows [first, first + len(values)) of a matrix; `first` begins a chunk, the last row ends
-        one. CheckpointError names the first rows that are not what they were."""
+        """Checks rows [first, first + len(values)), which are whole chunks. CheckpointError names the first
+        bad rows."""
         step = chunk_rows(matrix)
         found = _digests(values, step)
         known = self.chunks[matrix.key][first // step :][: len(found)]
@@ -66,9 +62,8 @@ class Manifest:
             at = first + int(chunk) * step
             raise CheckpointError(
                 f"{checkpoint}: {matrix.key!r}, rows [{at}, {min(at + step, first + len(values))}) are not "
-                f"those of {self.path}; "
-                "take another copy of the checkpoint, or, where it was saved anew, run: tableside manifest "
-                f"{checkpoint}"
+                f"those of {self.path}; take another copy of the checkpoint, or, where it was saved anew, "
+                f"run: tableside manifest {checkpoint}"
             )
 
 
@@ -80,8 +75,8 @@ def _digests(values: NDArray[Any], step: int) -> list[int]:
 
 
 def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Manifest | None:
-    """The manifest beside a checkpoint, compared with those of its matrices that are wanted; None: there is
-    none. CheckpointError: it is damaged, of another version, or does not fit the checkpoint."""
+    """Returns the manifest beside a checkpoint, checked against the wanted matrices; or None.
+    CheckpointError: it is damaged, of another version, or does not fit."""
     path = manifest_path(checkpoint.path)
     if not os.path.lexists(path):
         return None
@@ -93,11 +88,8 @@ def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Man
         expected, found = _described(matrix), tensors[key]
         digits = _DIGITS * -(-matrix.rows // chunk_rows(matrix))
         sums = found.get("chunks") if isinstance(found, dict) else None
-        if (
-            {**found, "chunks": None} != {**expected, "chunks": None}
-            or not isinstance(sums, str)
-            or len(sums) != digits
-        ):
+        is_alike = {**found, "chunks": None} == {**expected, "chunks": None}
+        if not is_alike or not isinstance(sums, str) or len(sums) != digits:
             raise _bad(
                 path, f"it describes {key!r} as {_short(found)}, the checkpoint has {_short(expected)}"
             )
@@ -109,8 +101,7 @@ def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Man
 
 
 def _limit(checkpoint: Checkpoint) -> int:
-    """The most bytes that a manifest of this checkpoint can have: 16 digits for 32 KiB, and room for
-    names."""
+    """Returns the most bytes that a manifest can have: 16 digits per 32 KiB, plus room for names."""
     matrices = checkpoint.matrices.values()
     return (1 << 20) + sum(m.bytes // 2048 + 1024 + 12 * len(m.key) for m in matrices)
 
@@ -134,8 +125,7 @@ def _read(path: Path, limit_bytes: int) -> dict[str, Any]:
 def _bad(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: does not fit the checkpoint or is damaged: {what}; write it again with: tableside manifest "
-        "CHECKPOINT, "
-        "or remove it to load without"
+        "CHECKPOINT, or remove it to load without"
     )
 
 
@@ -144,12 +134,8 @@ def _short(described: Any) -> str:
 
 
 def _described(matrix: Matrix) -> dict[str, Any]:
-    return {
-        "dtype": matrix.source.label,
-        "shape": [matrix.rows, matrix.dim],
-        "chunk_rows": chunk_rows(matrix),
-        "chunks": "",
-    }
+    shape = [matrix.rows, matrix.dim]
+    return {"dtype": matrix.source.label, "shape": shape, "chunk_rows": chunk_rows(matrix), "chunks": ""}
 
 
 def _checksum(tensors: Mapping[str, Any]) -> str:
@@ -157,8 +143,8 @@ def _checksum(tensors: Mapping[str, Any]) -> str:
 
 
 def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress | None = None) -> Path:
-    """Reads every matrix of a checkpoint and writes its manifest, whole or not at all; returns where it lies.
-    CheckpointError: the checkpoint cannot be read. OSError: the manifest cannot be written."""
+    """Writes the manifest of a checkpoint, whole or not at all; returns its path. CheckpointError,
+    OSError."""
     with open_checkpoint(checkpoint) as found:
         path = out or manifest_path(found.path)
         matrices = {key: found.matrix(key) for key in found.matrices}
@@ -196,7 +182,7 @@ def _starts(matrix: Matrix) -> range:
 
 
 def _sums(checkpoint: Checkpoint, matrix: Matrix, start: int) -> str:
-    """The checksums of a piece's chunks, as digits."""
+    """Returns the checksums of a piece's chunks, as digits."""
     stop = min(matrix.rows, start + _piece_rows(matrix))
     values = np.empty((stop - start, matrix.dim), DTYPES[matrix.source])
     checkpoint.read(matrix, start, stop, values, bytearray(values.nbytes))

@@ -1,8 +1,7 @@
-"""Whether the live version of a model is what a load of its model.toml would give again, so that none is
-needed.
+"""Decides whether a load would give the live version again.
 
-A load notes a digest of what the model.toml said, and the names, sizes and times of the checkpoint's files. A
-file that was written anew without a change of size and time is not noticed, as `make` does not notice it.
+A load records a digest of model.toml and names, sizes and times of the checkpoint's files, so a rewrite with
+the same size and time goes unnoticed, as with `make`.
 """
 
 import json
@@ -24,8 +23,8 @@ from tableside.loader.versions.versions import Model
 
 
 def spec_digest(spec: ModelSpec) -> str:
-    """A digest of what a model.toml says, and of its scorer's program; not of where the checkpoint and the
-    program lie."""
+    """Returns a digest of model.toml and the scorer's program, without the paths of checkpoint and
+    program."""
     scorer, program = spec.scorer, b""
     if scorer is not None and scorer.program is not None:
         program = read_regular(scorer.program, LARGEST_BYTES, "[scorer]'s program", ModelError)
@@ -40,8 +39,8 @@ def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_live(spec: ModelSpec, model: Model) -> bool:
-    """Whether the live version of `model` was loaded whole from this specification and these files, and is
-    not damaged. LoaderError: the checkpoint or the program cannot be read."""
+    """Returns whether the live version was loaded whole from these files and is undamaged. LoaderError: a
+    file is unreadable."""
     if not (live := model.record().current):
         return False
     try:

@@ -1,5 +1,4 @@
-"""What a load will write: where the tables lie in the checkpoint, how many rows each takes, and how its
-ids become rows."""
+"""Plans a load: places of the tables in the checkpoint, rows of each, and how ids become rows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +19,7 @@ class Sources:
     """Where the tables of a model lie in a checkpoint: matrices, or, of raw ids, ids and vectors."""
 
     def __init__(self, tables: Sequence[TableSpec], checkpoint: Checkpoint) -> None:
-        """CheckpointError: a table is not there. ModelError: its vectors have another dim than its
-        description says."""
+        """CheckpointError: a table is missing. ModelError: its dim is not the specified one."""
         self.matrices = {t.name: checkpoint.matrix(t.key) for t in tables if t.raw is None}
         for matrix in self.matrices.values():
             checkpoint.open_files(matrix)
@@ -38,8 +36,7 @@ class Sources:
 
 @dataclass(frozen=True, eq=False)
 class PlannedTable:
-    """A table of a load. rows: that it takes in the segment; ids: None: an id is a row number, and others
-    are refused."""
+    """A table of a load. rows: in the segment; ids: None: ids are row numbers, others are refused."""
 
     spec: TableSpec
     rows: int
@@ -58,14 +55,10 @@ def plan(
     threads: int,
     progress: Progress,
 ) -> list[PlannedTable]:
-    """Builds the indexes of raw ids, and finds how many rows each table takes. scratch, progress: as for
-    `Indexing`."""
+    """Builds the indexes of raw ids and plans the rows of each table. scratch, progress: see `Indexing`."""
     planned = []
-    older = {
-        t.name: Backfill(model.root, t, sources.dims[t.name])
-        for t in tables
-        if t.missing.policy == "backfill"
-    }
+    backfilled = [t for t in tables if t.missing.policy == "backfill"]
+    older = {t.name: Backfill(model.root, t, sources.dims[t.name]) for t in backfilled}
     ids_of = {
         t.name: sources.rows[t.name] + (older[t.name].rows if t.name in older else 0)
         for t in tables
@@ -93,8 +86,7 @@ def plan(
 def _ids_of_rows(
     t: TableSpec, own: int, backfill: Backfill | None, default_row: DefaultRow
 ) -> tuple[StoredIds | None, int]:
-    """How ids that are row numbers become rows, and how many rows the table takes; own: rows of the
-    checkpoint."""
+    """Returns the ids of a table of row numbers, and its rows; own: rows of the checkpoint."""
     count = max(own, 0 if backfill is None else backfill.rows)
     if count == own and not default_row.is_used and t.missing.policy == "error":
         return None, own

@@ -1,16 +1,11 @@
-"""A table of raw ids while it is loaded: its index is built from the ids alone, then the vectors are read and
-go to their rows.
+"""Loads a table of raw ids: builds the index from the ids, then reads the vectors to their rows.
 
-1. The ids are read twice: counted by bucket, then put into records (id, row of the source) of their buckets.
-   The records lie in shared memory beside the segment, in a file without a name, which is gone before the
-   segment is made.
-2. Bucket by bucket ids that come twice are found, and pilots (`quant.cpu.index_builder`). Now the table's
-  rows are known.
-3. Ids and vectors are read once more, together. A block is quantized, its ids are put beside its rows, and
-   each row is written to its place.
+1. Ids are read twice: counted by bucket, then put into their buckets' records (id, source row). The records
+   are an unnamed file in shared memory, freed before the segment is made.
+2. Per bucket duplicates are found and pilots built (`quant.cpu.index_builder`), which gives the table's rows.
+3. Ids and vectors are read together, quantized by blocks, and written to their rows.
 
-So neither ids nor vectors are ever whole in private memory; what stays there is the index, a third of a byte
-an id.
+Private memory holds the index alone, a third of a byte per id.
 """
 
 import os
@@ -29,6 +24,7 @@ from tableside.loader.model.model import RawIds, TableSpec
 from tableside.loader.segment.memory import reserve
 from tableside.loader.segment.stored import StoredIds, keep_zero_apart, plan_index, write_index
 from tableside.quant import CpuBackend, QuantError, RowFormat
+from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder, find_rows
 from tableside.quant.errors import NotRepresentable
 from tableside.quant.rows.ids import ID_BYTES, IdIndex, bits_at, id_at, set_bits
@@ -38,9 +34,8 @@ PASSES = 3  # of a table's ids while its index is built: they are counted, put i
 
 
 class Indexing:
-    """What the indexes of a load share: threads, a place for records, progress. scratch: makes an empty file
-    without a name in `folder`, returns its descriptor. total: ids of all tables, each as often as it is
-    passed; progress: takes (ids done, total)."""
+    """Shared by the indexes of a load. scratch: creates an unnamed file in `folder`, returns its descriptor.
+    total: ids over all passes; progress: takes (ids done, total)."""
 
     def __init__(
         self, folder: Path, scratch: Callable[[], int], threads: int, total: int, progress: Progress
@@ -57,23 +52,22 @@ class Indexing:
 
 @dataclass(frozen=True, eq=False)
 class RawTable:
-    """A table of raw ids whose index is built. dropped: a bit for each row of the source that another row
-    with its id replaces; None: none."""
+    """A table of raw ids with its index. dropped: a bit per source row replaced by a duplicate; None:
+    none."""
 
     source: KeyedRows
     row_format: RowFormat
     ids: StoredIds
     index: IdIndex
-    dropped: NDArray[np.uint8] | None
+    dropped: Bytes | None
     backfill: Backfill | None
 
     @property
     def rows(self) -> int:
-        """Rows that it takes in a segment: its slots, and the default row, which is there even where it is
-        not used."""
+        """Returns the table's rows in a segment: slots and the default row, always present."""
         return self.index.slots + 1
 
-    def is_dropped(self, sources: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    def is_dropped(self, sources: Ids) -> NDArray[np.bool_] | None:
         """Which rows of the source are not written; None: all are."""
         if self.dropped is None:
             return None
@@ -83,8 +77,8 @@ class RawTable:
 def plan_raw_table(
     spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, work: Indexing
 ) -> RawTable:
-    """Builds the index of a table. CheckpointError: ids come twice, or cannot be read. ModelError: ids do not
-    fit the buckets. NoSpace: the records have no room."""
+    """Builds a table's index. CheckpointError: duplicate or unreadable ids. ModelError: ids do not fit the
+    buckets. NoSpace: no room for records."""
     try:
         builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, work.threads)
         for ids, _ in _all_ids(source, backfill):
@@ -107,14 +101,8 @@ def plan_raw_table(
         raise ModelError(f"[tables.{spec.name}]: {error}") from error
     kept = int(builder.kept.sum())
     backfilled = 0 if backfill is None else backfill.rows - int((dropped >= source.rows).sum())
-    stored = plan_index(
-        spec.row_format,
-        source.dim,
-        index.slots,
-        raw.buckets,
-        raw.bucket_ids or 0,
-        has_backfilled=backfilled > 0,
-    )
+    shape = (spec.row_format, source.dim, index.slots)
+    stored = plan_index(*shape, raw.buckets, raw.bucket_ids or 0, has_backfilled=backfilled > 0)
     ids_of = StoredIds(kept, str(spec.missing), backfilled=backfilled, index=stored)
     bits = None
     if dropped.size:
@@ -123,9 +111,7 @@ def plan_raw_table(
     return RawTable(source, spec.row_format, ids_of, index, bits, backfill)
 
 
-def _all_ids(
-    source: KeyedRows, backfill: Backfill | None
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[Ids, Ids]]:
     """(ids, rows of the source): those of an older version come last, numbered from `source.rows` on."""
     for piece in range(source.pieces):
         for block in source.ids(piece):
@@ -135,8 +121,8 @@ def _all_ids(
             yield ids, rows + source.rows
 
 
-def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> NDArray[np.int64]:
-    """Zeros in shared memory that go with the array, int64 [records, 2]. scratch, folder: as for
+def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> Ids:
+    """Returns zeros int64 [records, 2] in shared memory, freed with the array. scratch, folder: see
     `Indexing`."""
     if not size:
         return np.zeros((0, 2), np.int64)
@@ -148,16 +134,10 @@ def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> NDAr
 
 
 class RawWriter:
-    """Writes the rows of a planned table to a segment: any thread calls `write`, then one `write_older`, then
-    `finish`.
+    """Writes a table's rows: any thread calls `write`, then one `write_older`, then `finish`. packed: uint8
+    [rows, row_bytes], the rows in the segment; index: uint8 [n, 64]; both zeros."""
 
-    packed: uint8 [rows, row_bytes], the table's rows in the segment; index: the bytes of its index, uint8 [n,
-    64]; both zeros.
-    """
-
-    def __init__(
-        self, table: RawTable, packed: NDArray[np.uint8], index: NDArray[np.uint8], backend: CpuBackend
-    ) -> None:
+    def __init__(self, table: RawTable, packed: Bytes, index: Bytes, backend: CpuBackend) -> None:
         self.table, self._packed, self._backend = table, packed, backend
         self._id_at = id_at(table.row_format, table.source.dim)
         self._kept, self._bits = write_index(table.ids, table.index, index.reshape(-1), packed)
@@ -165,8 +145,8 @@ class RawWriter:
         self._has_zero = False
 
     def write(self, block: Block) -> NDArray[np.bool_] | None:
-        """Quantizes a block and writes its rows; returns which of them were written, or None: all.
-        CheckpointError: the row format cannot represent a value."""
+        """Quantizes and writes a block; returns the mask of written rows, or None: all. CheckpointError: a
+        value does not fit the format."""
         dropped = self.table.is_dropped(block.rows)
         packed = np.empty((len(block.ids), self._packed.shape[1]), np.uint8)
         try:
@@ -183,7 +163,7 @@ class RawWriter:
         self._put(block.ids[~dropped], packed[~dropped])
         return ~dropped
 
-    def _put(self, ids: NDArray[np.int64], packed: NDArray[np.uint8]) -> NDArray[np.int64]:
+    def _put(self, ids: Ids, packed: Bytes) -> Ids:
         rows = np.empty(len(ids), np.int64)
         find_rows(self.table.index, ids, rows)
         if self._id_at >= 0:
@@ -208,6 +188,5 @@ class RawWriter:
             set_bits(self._bits, rows)
 
     def finish(self) -> None:
-        """Call it after all rows. Rows without an id keep 0: makes sure that id 0, unless the table has it,
-        leads to none of them."""
+        """Call after all rows. Makes the empty slot of id 0, which keeps 0, not match id 0."""
         keep_zero_apart(self.table.index, self._kept, self._has_zero)

@@ -1,11 +1,8 @@
-"""Tables that a load takes over from the live version: `tableside load --only TABLE` reads and quantizes only
-the tables that it names.
+"""Copies tables from the live version: `tableside load --only TABLE` reads only the named tables.
 
-Rows and id indexes are copied as bytes, chunk by chunk on all threads, and each chunk is checked against the
-checksum that the live version has for it, so damage is not published again under a checksum that fits. The
-checkpoint is not asked for these tables; it may lack them. Bytes are copied even so: shared memory has no
-copy on write (a tmpfs and a hugetlbfs refuse FICLONE), and two threads copy and check faster than
-copy_file_range copies (docs/log.md).
+Rows and indexes are copied chunk by chunk on all threads and checked against the live checksums, so damage is
+not published again. The checkpoint may lack these tables. Shared memory has no copy on write (tmpfs and
+hugetlbfs refuse FICLONE), and two threads copy and check faster than copy_file_range (docs/log.md).
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -23,18 +20,17 @@ from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend
 
-Piece = tuple[
-    StoredRows, StoredRows, int
-]  # a table or index of the live version, the one that is written, a chunk of the former
+# A table or index of the live version, the one that is written, a chunk of the former
+Piece = tuple[StoredRows, StoredRows, int]
 
 
 class LiveTables:
-    """The tables that a load takes over from the live version. tables: name -> as stored in `segment` (None:
-    there are none). others: the specification of the tables that are loaded."""
+    """Tables copied from the live version. tables: name -> stored in `segment` (None: none). others: the
+    specification of the loaded ones."""
 
     def __init__(self, spec: ModelSpec, only: Collection[str], model: Model, backend: CpuBackend) -> None:
-        """only: the tables to load; empty: all. ModelError: `spec` lacks one, or describes another one
-        differently than the live version. VersionError: none is live. SegmentError: it is damaged."""
+        """only: tables to load; empty: all. ModelError: one is missing, or another's specification changed.
+        VersionError: none is live. SegmentError: it is damaged."""
         names = [t.name for t in spec.tables]
         if unknown := [name for name in only if name not in names]:
             raise ModelError(
@@ -61,13 +57,12 @@ class LiveTables:
             )
 
     def verified(self) -> dict[str, Any]:
-        """What verified the rows when they were read, for the tables of which that is known."""
+        """Returns what verified the rows when they were read, for the tables of which that is known."""
         known = {} if self.segment is None else self.segment.header.source.get("verified")
         return {name: known[name] for name in self.tables if name in known} if isinstance(known, dict) else {}
 
     def source(self) -> dict[str, Any]:
-        """For a header's `source`: the version that tables were taken over from, and, for each, the one
-        that read it."""
+        """Returns the header's `source` entry: the copied version, and per table the version that read it."""
         if self.segment is None:
             return {}
         header = self.segment.header
@@ -82,20 +77,15 @@ class LiveTables:
             if (of := self.tables.get(to.name)) is None:
                 continue
             pairs: list[tuple[StoredRows, StoredRows]] = [(of, to)]
-            if (
-                of.ids is not None
-                and to.ids is not None
-                and of.ids.index is not None
-                and to.ids.index is not None
-            ):
+            if of.ids and to.ids and of.ids.index and to.ids.index:
                 pairs.append((of.ids.index, to.ids.index))
             for old, new in pairs:
                 for chunk in range(old.chunks):
                     yield old, new, chunk
 
     def copy(self, piece: Piece, writer: SegmentWriter) -> int:
-        """Copies a chunk, checked; returns its rows, 0 of an index. Takes the chunk's checksum unless it is
-        an index's or of `unfinished`. SegmentError: the live version's bytes changed."""
+        """Copies and checks a chunk; returns its rows, 0 of an index. Finishes it unless in an index or
+        `unfinished`. SegmentError: live bytes changed."""
         of, to, chunk = piece
         segment = self.segment
         assert segment is not None
@@ -103,8 +93,7 @@ class LiveTables:
         if not segment.is_whole(of, start, stop):
             raise SegmentError(
                 f"{segment.path}: {segment.describe(of, start, stop)}: the checksum is wrong, so bytes "
-                "changed after they were "
-                "written; load the whole model, without --only"
+                "changed after they were written; load the whole model, without --only"
             )
         first = of.offset + start * of.row_bytes
         rows = writer.rows(to, start, stop)
@@ -116,13 +105,9 @@ class LiveTables:
         return stop - start
 
     def unfinished(self, header_tables: Collection[StoredTable]) -> list[StoredTable]:
-        """The tables that are copied and have other chunks than before: their checksums are still to be
-        taken."""
-        return [
-            t
-            for t in header_tables
-            if t.name in self.tables and self.tables[t.name].chunk_rows != t.chunk_rows
-        ]
+        """Returns copied tables with other chunks than before, which need checksums."""
+        copied = [t for t in header_tables if t.name in self.tables]
+        return [t for t in copied if self.tables[t.name].chunk_rows != t.chunk_rows]
 
 
 def _live(model: Model) -> Segment:
@@ -138,7 +123,7 @@ def _live(model: Model) -> Segment:
 
 
 def _checked(spec: TableSpec, segment: Segment, backend: CpuBackend) -> StoredTable:
-    """The table as the live version has it. ModelError: it is not what `spec` says."""
+    """Returns the table as the live version has it. ModelError: it is not what `spec` says."""
     header = segment.header
     of_live = f"version {header.version} of model {header.model!r}, which is live,"
     stored = next((t for t in header.tables if t.name == spec.name), None)
@@ -150,21 +135,18 @@ def _checked(spec: TableSpec, segment: Segment, backend: CpuBackend) -> StoredTa
         if live != wanted:
             raise ModelError(
                 f"[tables.{spec.name}]: {what} is {wanted!r}; {of_live} has {live!r}; load this table too, "
-                "with --only "
-                f"{spec.name}, or the whole model, without --only"
+                f"with --only {spec.name}, or the whole model, without --only"
             )
     if spec.missing.policy == "constant" and not _has_vector(spec, segment, stored, backend):
         raise ModelError(
             f"[tables.{spec.name}]: missing is another vector than that of {of_live[:-1]}; load this table "
-            "too, with --only "
-            f"{spec.name}, or the whole model, without --only"
+            f"too, with --only {spec.name}, or the whole model, without --only"
         )
     return stored
 
 
 def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, object, object]]:
-    """(what, as the live version has it, as the specification says). How ids were read from the checkpoint
-    is not stored."""
+    """Yields (name, live value, specified value); omits how ids were read from the checkpoint."""
     ids, raw = stored.ids, spec.raw
     index = None if ids is None else ids.index
     yield "key", stored.key, spec.key
@@ -178,7 +160,7 @@ def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, objec
 
 
 def _has_vector(spec: TableSpec, segment: Segment, stored: StoredTable, backend: CpuBackend) -> bool:
-    """Whether the default row is the vector of the specification, packed."""
+    """Returns whether the default row is the vector of the specification, packed."""
     row = np.zeros(stored.row_bytes, np.uint8)
     DefaultRow(replace(spec, raw=None), stored.dim, None).pack(row, backend)
     used = spec.row_format.used_bytes(stored.dim)

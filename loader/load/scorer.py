@@ -10,10 +10,8 @@ from tableside.loader.segment.header import ScorerInput, StoredScorer
 
 
 def stored_scorer(spec: ModelSpec, dims: dict[str, int]) -> tuple[StoredScorer | None, bytes]:
-    """What is published of a model's scorer, and its program's archive. dims: of the tables, by name.
-
-    ProgramError: the program is not a plain exported one, or takes something else than the features' vectors.
-    """
+    """Returns the stored scorer and its program's archive. dims: table -> dim. ProgramError: the program is
+    not plain, or takes other inputs than the features' vectors."""
     if spec.scorer is None:
         return None, b""
     widths = {f.name: dims[f.table] for f in spec.features}

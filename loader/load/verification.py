@@ -1,8 +1,4 @@
-"""What a load checks its rows against: a manifest beside the checkpoint, or else the CRC-32 of the archives
-that hold them.
-
-Both are compared while the rows are in the processor's cache, at no second pass over them.
-"""
+"""Checks a load's rows against a manifest, or else the CRC-32 of archives, while they are in the cache."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -18,8 +14,7 @@ MANIFEST, CRC32 = "manifest", "CRC-32"
 
 
 class Verification:
-    """Reads rows of a checkpoint and checks them; any thread. `by`: table -> MANIFEST, CRC32, or None
-    where nothing tells."""
+    """Reads and checks rows of a checkpoint; any thread. `by`: table -> MANIFEST, CRC32 or None."""
 
     def __init__(self, checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> None:
         """matrices: table -> its matrix. CheckpointError: there is a manifest, and it does not fit."""
@@ -36,8 +31,7 @@ class Verification:
         return chunk_rows(self._matrices[table]) if self._manifest else 1
 
     def read(self, table: str, start: int, stop: int, out: NDArray[Any], scratch: bytearray) -> None:
-        """Fills out [stop - start, dim] with a table's rows, as `Checkpoint.read`. CheckpointError: they
-        are damaged."""
+        """Fills out [stop - start, dim], as `Checkpoint.read`. CheckpointError: rows are damaged."""
         matrix = self._matrices[table]
         if self._manifest:
             self._checkpoint.read(matrix, start, stop, out, scratch)
@@ -47,8 +41,7 @@ class Verification:
             self._checkpoint.read(matrix, start, stop, out, scratch, seen)
 
     def finish(self) -> None:
-        """Compares what is known only when all rows were read. CheckpointError: bytes changed since they
-        were written."""
+        """Checks what needs all rows. CheckpointError: bytes changed since they were written."""
         self._crc.finish(self._checkpoint.fill)
 
     def describe(self) -> dict[str, Any]:

@@ -1,14 +1,12 @@
-"""A first `model.toml`, proposed from what a checkpoint holds: `tableside init`.
+"""Proposes a `model.toml` for a checkpoint: `tableside init`.
 
-A matrix becomes a table where its name says that it is an embedding, or where it has at least four times as
-many rows as columns. Where there is none of those, every matrix becomes one. A weight with a bias beside it
-is a Linear's, and no table whatever its shape. Where the checkpoint tells of tables of raw ids
-(`Checkpoint.keyed_tables`), those are the tables, and beside them only what is called an embedding.
+A matrix becomes a table if its name says embedding or it has at least four times as many rows as columns;
+without any, all matrices do. A weight with a bias is a Linear's, never a table. Where the checkpoint has
+tables of raw ids (`Checkpoint.keyed_tables`), those are used, and matrices named embedding.
 
-Where a file describes the trained module (`tableside init --from-module FILE`), tables, features and poolings
-are those of the module (`module_tables`), with the names that `swap_embeddings` looks for. Each table must be
-in the checkpoint with the module's rows and dim; of a table of raw ids the dim alone is compared, since only
-trained ids have rows.
+With `tableside init --from-module FILE` tables, features and poolings are the module's (`module_tables`),
+under the names that `swap_embeddings` looks for. Rows and dim must match the checkpoint; for raw ids the dim
+alone.
 """
 
 import re
@@ -27,9 +25,8 @@ from tableside.quant import QuantError, RowFormat
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names
 _COLLECTION = re.compile(r"(?:^|\.)(embedding_bags|embeddings)\.[^.]+\.weight$")
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
-_ID_NAME = re.compile(
-    r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE
-)  # what tensors of ids are called
+# What tensors of ids are called
+_ID_NAME = re.compile(r"(?:^|[._/-])(?:ids?|keys?|_hash_zch_identities)$", re.IGNORECASE)
 _LINEAR = ", with a bias beside it, as a Linear has"
 IDS_ALONE = (
     "ids, and no vectors of as many rows are found by their name; if there are some, name both: key, id_key"
@@ -38,8 +35,8 @@ _TALL = 4  # rows for each column from which a matrix is taken for an embedding
 
 
 class FirstModel(NamedTuple):
-    """A proposed specification. left_out: lines "key: reason"; sizes: rows, dim and bytes of each table,
-    by name, for people."""
+    """A proposed specification. left_out: lines "key: reason"; sizes: table -> rows, dim and bytes, for
+    people."""
 
     spec: ModelSpec
     left_out: list[str]
@@ -47,12 +44,9 @@ class FirstModel(NamedTuple):
 
 
 def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path) -> FirstModel:
-    """A specification with one table and one sum-pooled feature for each embedding of a checkpoint.
-
-    name: the model's; None: the checkpoint's file name. folder: of the model.toml; a checkpoint below it is
-    named relative to it. ModelError: no matrix could be a table, or the name is no model's. CheckpointError:
-    the checkpoint cannot be read.
-    """
+    """Proposes a table and a sum-pooled feature per embedding. name: None: the checkpoint's file name.
+    folder: of the model.toml; a checkpoint below it gets a relative path. ModelError: no table found, or a
+    bad name. CheckpointError: it is unreadable."""
     with open_checkpoint(checkpoint) as found:
         raw = dict(found.keyed_tables)
         keys = _tables(found, raw)
@@ -81,7 +75,7 @@ def _specification(
     tables: dict[str, TableSpec],
     features: list[FeatureSpec],
 ) -> ModelSpec:
-    """A specification as `first_model` gives it, of these tables and features."""
+    """Returns a specification as `first_model` gives it, of these tables and features."""
     absolute = checkpoint.resolve()
     model = check_name(name or _NOT_IN_A_NAME.sub("_", absolute.name.split(".")[0]).lstrip("_-") or "model")
     path = absolute.relative_to(folder) if absolute.is_relative_to(folder) else absolute
@@ -110,19 +104,15 @@ def _size(found: Checkpoint, t: TableSpec) -> str:
     except (CheckpointError, QuantError) as error:
         return f"load refuses it: {error}"
     before = source.rows * source.dim * source.source.bytes
-    rows = (
-        f"{source.rows:,} rows x {source.dim}"
-        if t.raw is None
-        else f"up to {source.rows:,} ids x {source.dim}"
-    )
+    rows = f"{source.rows:,} rows" if t.raw is None else f"up to {source.rows:,} ids"
+    rows += f" x {source.dim}"
     return (
         f"{rows}: {_megabytes(before)} of {source.source.label}, {_megabytes(packed)} as {t.row_format.label}"
     )
 
 
 def _dim_of_sizes(found: Checkpoint, key: str) -> int | None:
-    """The dim that the sizes of a table's files give, where nothing else says it: the next ones may be
-    cut. Else None."""
+    """Returns the dim that the files' sizes imply, or None; later files may be cut."""
     if not isinstance(found.tables, FolderTables):
         return None
     try:
@@ -136,35 +126,28 @@ def _megabytes(count: int) -> str:
 
 
 def _is_linear(found: Checkpoint, key: str) -> bool:
-    """Whether a matrix is the weight of a Linear: a bias lies beside it."""
+    """Returns whether a matrix is the weight of a Linear: a bias lies beside it."""
     stem, _, last = key.rpartition("weight")
     return not last and f"{stem}bias" in found.skipped
 
 
 def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:
-    """The keys that become tables."""
+    """Returns the keys that become tables."""
     matrices = {k: m for k, m in found.matrices.items() if k in raw or not _is_linear(found, k)}
-    keys = [
-        k
-        for k, m in matrices.items()
-        if k in raw or "emb" in k.lower() or (not raw and m.rows >= _TALL * m.dim)
-    ]
+    tall = set() if raw else {k for k, m in matrices.items() if m.rows >= _TALL * m.dim}
+    keys = [k for k in matrices if k in raw or "emb" in k.lower() or k in tall]
     return (keys or list(matrices)) + [k for k in raw if k not in found.matrices]
 
 
 def _table_name(key: str, taken: dict[str, TableSpec]) -> str:
-    """A name for the table of tensor `key`: what the key calls the embedding, with a number where another
-    table has that name."""
+    """Returns a free table name for tensor `key`, from what the key calls the embedding."""
     match = _EMBEDDING.search(key)
-    name = (
-        _NOT_IN_A_NAME.sub("_", match[1] if match else key.removesuffix(".weight").replace(".", "_"))
-        or "table"
-    )
-    return _not_taken(name, taken)
+    name = match[1] if match else key.removesuffix(".weight").replace(".", "_")
+    return _not_taken(_NOT_IN_A_NAME.sub("_", name) or "table", taken)
 
 
 def _not_taken(name: str, taken: dict[str, TableSpec]) -> str:
-    """The name, with a number where another table has it."""
+    """Returns the name, with a number where another table has it."""
     return next(n for n in (name, *(f"{name}_{i}" for i in range(2, len(taken) + 3))) if n not in taken)
 
 
@@ -174,8 +157,8 @@ def _not_taken(name: str, taken: dict[str, TableSpec]) -> str:
 def module_model(
     module: Path, checkpoint: Path, name: str | None, row_format: RowFormat, folder: Path
 ) -> FirstModel:
-    """The specification of the module that the file `module` describes; else as `first_model`. ModelError: a
-    table is not in the checkpoint with these rows and dim, or the file says nothing usable."""
+    """Returns the specification of the module in file `module`; else as `first_model`. ModelError: a table is
+    not in the checkpoint with these rows and dim, or the file is unusable."""
     wanted = read_module(module)
     named = named_features(module, wanted)
     tables: dict[str, TableSpec] = {}
@@ -203,7 +186,7 @@ def module_model(
 
 
 def _key_of(found: Checkpoint, table: ModuleTable) -> str:
-    """The key of a module's table in a checkpoint. ModelError: none could be it, or several."""
+    """Returns the key of a module's table in a checkpoint. ModelError: none could be it, or several."""
     here = [*found.matrices, *(k for k in found.keyed_tables if k not in found.matrices)]
     keys: list[str] = []
     for wanted in table.keys:
@@ -225,15 +208,14 @@ def _key_of(found: Checkpoint, table: ModuleTable) -> str:
 
 
 def _check(found: Checkpoint, key: str, table: ModuleTable) -> None:
-    """ModelError: the tensor has another shape than the module's table, or belongs to a collection that
-    pools otherwise."""
+    """Raises ModelError if the tensor's shape or its collection's pooling is not that of the module's
+    table."""
     is_raw = key in found.keyed_tables
     matrix = found.matrices.get(key) or found.keyed(key, found.keyed_tables[key])
     if (matrix.rows, matrix.dim) != (matrix.rows if is_raw else table.rows, table.dim):
         raise ModelError(
             f"table {table.name}: the module has {table.rows:,} rows of dim {table.dim}, and {key} of the "
-            "checkpoint "
-            f"{matrix.rows:,} rows of dim {matrix.dim}; give the checkpoint of this module"
+            f"checkpoint {matrix.rows:,} rows of dim {matrix.dim}; give the checkpoint of this module"
         )
     if (match := _COLLECTION.search(key)) and not any(
         key.endswith(k) and _COLLECTION.search(k) for k in table.keys

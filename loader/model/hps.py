@@ -1,19 +1,18 @@
-"""A first `model.toml` from the configuration of HugeCTR's Hierarchical Parameter Server (`ps.json`):
-`tableside init ps.json`.
+"""Proposes a `model.toml` from a HugeCTR Hierarchical Parameter Server configuration: `tableside init
+ps.json`.
 
-What is read of it (github.com/NVIDIA-Merlin/HugeCTR, v4.3.1, HugeCTR/src/hps/inference_utils.cpp,
-parameter_server_config::init; docs/source/hierarchical_parameter_server/hps_database_backend.md), for each
-entry of `models`:
+It reads these fields of each entry of `models` (github.com/NVIDIA-Merlin/HugeCTR, v4.3.1,
+HugeCTR/src/hps/inference_utils.cpp, parameter_server_config::init;
+docs/source/hierarchical_parameter_server/hps_database_backend.md):
 
     model                          the model's name
-    sparse_files                   a folder for each table, with key and emb_vector (checkpoint/keyed_folders.py)
-    embedding_table_names          the tables' names; sparse_embedding0, 1, ... where it is not there
+    sparse_files                   a folder per table, with key and emb_vector (checkpoint/keyed/folders.py)
+    embedding_table_names          default: sparse_embedding0, 1, ...
     embedding_vecsize_per_table    compared with the files
-    default_value_for_each_table   every value of the vector of an id that is missing: missing = "zero", or a constant vector
-    gpucache, gpucacheper          the share of the rows that a GPU caches: a comment with the budget that serves it
+    default_value_for_each_table   value of a missing id's vector: missing = "zero", or a constant vector
+    gpucache, gpucacheper          share of rows cached on a GPU: a comment with the budget that serves it
 
-What else it says has no meaning here and is named in a comment. A feature gives vectors unpooled, as a lookup
-there does.
+Other fields are named in a comment. Features are unpooled, as lookups there.
 """
 
 import math
@@ -51,22 +50,23 @@ _INSTEAD = {
     "network_file": "a scorer is an exported program, [scorer] in model.toml",
     "volatile_db": "all rows lie in shared memory, in no database",
     "persistent_db": "all rows lie in shared memory, in no database",
-    "update_source": "rows change by tableside follow (a folder of files, or a Redis stream) and tableside apply",
+    "update_source": "rows change by tableside follow (a folder of files, or a Redis stream) and tableside "
+    "apply",
     "supportlonglong": "ids are always int64",
 }
 
 
 def is_hps(path: Path) -> bool:
-    """Whether a path is the name of a ps.json, and not of a checkpoint."""
+    """Returns whether a path is the name of a ps.json, and not of a checkpoint."""
     return path.suffix == ".json" and not path.name.endswith(".index.json")
 
 
 def hps_model(
     path: Path, name: str | None, row_format: RowFormat, folder: Path
 ) -> tuple[ModelSpec, list[str]]:
-    """The specification of one of a ps.json's models, and lines about what it does not say. name: which of
-    several models; else the new name. folder: of the model.toml. ModelError: the file is no ps.json, or has
-    no model `name` among several. CheckpointError: a table is damaged."""
+    """Returns the specification of a ps.json's model, and lines about its gaps. name: which of several
+    models, else the new name. folder: of the model.toml. ModelError: no ps.json, or no such model.
+    CheckpointError: a table is damaged."""
     raw = _parsed(path)
     entry = _chosen(path, raw["models"], name)
     folders = [_folder(path, file) for file in _list(path, entry, "sparse_files", str)]
@@ -97,12 +97,9 @@ def hps_model(
 
 
 def hps_text(spec: ModelSpec, path: Path, notes: list[str]) -> str:
-    """The text of the model.toml, with the notes as comments."""
-    return (
-        write_model(spec, [])
-        + f"\n# From {_plain(path.name)}:\n"
-        + "".join(f"#   {note}\n" for note in notes)
-    )
+    """Returns the text of the model.toml, with the notes as comments."""
+    comments = "".join(f"#   {note}\n" for note in notes)
+    return f"{write_model(spec, [])}\n# From {_plain(path.name)}:\n{comments}"
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -131,7 +128,7 @@ def _chosen(path: Path, models: list[dict[str, Any]], name: str | None) -> dict[
 
 
 def _list(path: Path, entry: Mapping[str, Any], key: str, kind: Any, count: int | None = None) -> list[Any]:
-    """A list of the model, of values of a kind, as many as there are tables."""
+    """Returns a list of the model, of values of a kind, as many as there are tables."""
     found = entry.get(key)
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(found, list) or not found or not all(type(v) in kinds for v in found):
@@ -173,7 +170,7 @@ def _folder(path: Path, file: str) -> Path:
 
 
 def _root(path: Path, folders: list[Path]) -> tuple[Path, list[str]]:
-    """(the folder that holds all tables, each table's key in it)."""
+    """Returns (the folder that holds all tables, each table's key in it)."""
     if len(set(folders)) == 1:
         return folders[0], [folders[0].name] * len(folders)
     root = Path(os.path.commonpath([f.parent for f in folders]))
@@ -192,17 +189,14 @@ def _missing(path: Path, default: float, dim: int) -> MissingSpec:
 
 
 def _notes(raw: Mapping[str, Any], entry: Mapping[str, Any], packed_bytes: int) -> Iterator[str]:
-    """What the ps.json says and a model.toml does not."""
+    """Yields what the ps.json says and a model.toml does not."""
     cached, devices = entry.get("gpucacheper", _DEFAULT_CACHED), entry.get("deployed_device_list", [0])
-    if (
-        entry.get("gpucache", True) is True
-        and type(cached) in (int, float)
-        and 0 < cached <= 1
-        and isinstance(devices, list)
-    ):
+    is_share = type(cached) in (int, float) and 0 < cached <= 1
+    if entry.get("gpucache", True) is True and is_share and isinstance(devices, list):
         budget = -(-int(packed_bytes * cached) // 2**20)
         named = ",".join(str(d) for d in devices if type(d) is int and d >= 0) or "0"
-        yield f"gpucacheper {cached}: tableside serve --devices {named} --hbm-budget {budget}MiB, and more for the ids"
+        flags = f"--devices {named} --hbm-budget {budget}MiB"
+        yield f"gpucacheper {cached}: tableside serve {flags}, and more for the ids"
     others = [key for key in (*raw, *entry) if key not in _READ]
     for reason in dict.fromkeys(_INSTEAD.values()):
         if named_keys := [k for k in others if _INSTEAD.get(k) == reason]:

@@ -1,4 +1,4 @@
-"""`model.toml`: what a model is made of.
+"""`model.toml`: the specification of a model.
 
     name = "ads"                              # letters, digits, - and _
     checkpoint = "checkpoints/ads"            # a file or a folder; relative to this file
@@ -6,14 +6,13 @@
     [tables.user]
     key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
     row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32
-    ids = "row"                               # an id is a row number; "raw": any int64, found in the checkpoint
-    missing = "error"                         # what an id without a row yields: an error, "zero", "mean" (of all rows),
-                                              # [0.1, ...] (a vector), "backfill:MODEL@VERSION" (that
-                                              version's row)
-    id_key = "user.ids"                       # raw ids: the tensor or column that holds them, where the format does not say
-    duplicates = "error"                      # raw ids: an id that comes twice is an error; "first" or "last" of them counts
-    buckets = 1024                            # raw ids: parts that a table is moved by (tableside reshard), a power of two
-    bucket_ids = 1000                         # raw ids: bucket = id // bucket_ids, of ids from 0 on; without it: by a hash
+    ids = "row"                               # ids are row numbers; "raw": any int64
+    missing = "error"                         # for ids without a row: "error", "zero", "mean" (of all rows),
+                                              # [0.1, ...] (a vector), "backfill:MODEL@VERSION" (its row)
+    id_key = "user.ids"                       # raw ids: their tensor or column, if the format needs it
+    duplicates = "error"                      # raw ids: "error", or the "first" or "last" row counts
+    buckets = 1024                            # raw ids: units of tableside reshard, a power of two
+    bucket_ids = 1000                         # raw ids: bucket = id // bucket_ids, for ids >= 0; else by hash
 
     [features.clicked]
     table = "user"
@@ -21,20 +20,20 @@
     output = "fp32"                           # fp32, fp16
 
     [scorer]                                  # optional
-    program = "scorer.pt2"                    # an exported program; its inputs are features and dense tensors, by name
-    inputs = { user = "user:ids" }            # only where a feature's name is not the input's
+    program = "scorer.pt2"                    # exported program; inputs: features, dense tensors, by name
+    inputs = { user = "user:ids" }            # only for inputs not named like their feature
 
     [scorer]                                  # or, for two towers
     kind = "dot"                              # dot, cosine
     features = ["user", "item"]
 
-    [eval]                                    # optional: what the columns of evaluation data are called
+    [eval]                                    # optional: columns of evaluation data
     label = "clicked"                         # 0 or 1
     [eval.columns]
-    user = "user_id"                          # only where the column is not called like the feature or dense tensor
+    user = "user_id"                          # only if not named like the feature or dense tensor
     context = ["hour", "price"]               # a dense tensor: columns of numbers, or one of lists
 
-A model without `features` has one sum-pooled feature a table, named after it.
+Without `features` each table has one sum-pooled feature of its name.
 """
 
 import os
@@ -51,9 +50,8 @@ from tableside.loader.files import read_regular
 from tableside.quant import Pooling, QuantError, RowFormat
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-FEATURE_NAME = re.compile(
-    r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}"
-)  # no dot: `<feature>.values` is a tensor's name
+# No dot: `<feature>.values` is a tensor's name
+FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")
 _NOT_IN_FEATURES = re.compile(r"[^A-Za-z0-9_:-]")
 MISSING = ("error", "zero", "mean")  # policies that are one word
 DUPLICATES = ("error", "first", "last")
@@ -68,11 +66,8 @@ _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 @dataclass(frozen=True)
 class RawIds:
-    """Ids of a table that may be any int64. key: of the tensor or column that holds them; None: the
-    checkpoint's format says.
-
-    bucket_ids: ids of one bucket, where a bucket is a range of ids; None: buckets are made by a hash.
-    """
+    """Raw ids of a table. key: their tensor or column; None: the format implies it. bucket_ids: ids per
+    bucket of a range; None: buckets by hash."""
 
     key: str | None = None
     duplicates: str = "error"
@@ -82,8 +77,8 @@ class RawIds:
 
 @dataclass(frozen=True)
 class MissingSpec:
-    """What an id without a row yields. policy: one of MISSING, "constant" (`vector`), or "backfill": the row
-    of the table of the same name in `version` of `model`."""
+    """Policy for missing ids: one of MISSING, "constant" (`vector`), or "backfill" from `version` of
+    `model`."""
 
     policy: str = "error"
     vector: tuple[float, ...] = ()
@@ -96,8 +91,7 @@ class MissingSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """One table as model.toml describes it. raw: None where an id is a row number; dim: None: the
-    checkpoint alone says it."""
+    """A table of model.toml. raw: None: ids are row numbers; dim: None: the checkpoint decides."""
 
     name: str
     key: str
@@ -107,8 +101,7 @@ class TableSpec:
     dim: int | None = None
 
     def check_dim(self, found: int, where: str) -> None:
-        """ModelError: vectors of `found` values are not what `dim` says. where: what has them, as in "the
-        checkpoint's X"."""
+        """Raises ModelError if `found` is not `dim`. where: the holder of the vectors, for people."""
         if self.dim not in (None, found):
             raise ModelError(
                 f"[tables.{self.name}]: dim is {self.dim}, and vectors of {where} have {found:,} values; "
@@ -128,8 +121,8 @@ class FeatureSpec:
 
 @dataclass(frozen=True)
 class ScorerSpec:
-    """How a model scores. program: the file, for the kind "program"; inputs: its inputs that are features of
-    another name. features: the two that the kinds "dot" and "cosine" compare."""
+    """A scorer. program: the file, for kind "program"; inputs: inputs named unlike their feature. features:
+    the two that "dot" and "cosine" compare."""
 
     kind: str
     program: Path | None = None
@@ -168,8 +161,7 @@ def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAM
 
 
 def as_feature_name(name: str) -> str:
-    """A name as a table or a feature may have it: `_` for what it cannot hold. It may be too long, which
-    `check_name` says."""
+    """Returns a name with `_` for characters that tables and features cannot have; may be too long."""
     found = _NOT_IN_FEATURES.sub("_", name)
     return f"_{found[1:]}" if found[:1] in ("-", ":") else found
 
@@ -190,7 +182,7 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def _instead(path: Path) -> str | None:
-    """What a user should give instead of a path that is no model.toml, where that can be told."""
+    """Returns what a user should give instead of a path that is no model.toml, where that can be told."""
     if os.path.isfile(path / "model.toml"):
         return f"{path} is a folder; expected the model.toml in it: {path / 'model.toml'}"
     try:
@@ -243,9 +235,8 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     where = f"[tables.{name}]"
     check_name(name, "table", FEATURE_NAME)
     if "policy" in raw:
-        raise ModelError(
-            f'{where}: policy is called missing now; write missing = "error", or leave it out, which means the same'
-        )
+        remedy = 'write missing = "error", or leave it out, which means the same'
+        raise ModelError(f"{where}: policy is called missing now; {remedy}")
     _only(raw, where, {"key", "row_format", "missing", "ids", "dim", *_OF_RAW_IDS})
     key = raw.get("key")
     if not isinstance(key, str) or not key:
@@ -294,11 +285,8 @@ def _missing(value: Any, where: str) -> MissingSpec:
     if value in MISSING:
         return MissingSpec(value)
     if isinstance(value, str) and (found := _BACKFILL.fullmatch(value)):
-        return MissingSpec(
-            "backfill",
-            model=check_name(found["model"], f"{where}: missing: model"),
-            version=int(found["version"]),
-        )
+        name = check_name(found["model"], f"{where}: missing: model")
+        return MissingSpec("backfill", model=name, version=int(found["version"]))
     raise ModelError(
         f"{where}: missing is {value!r}; expected one of: {', '.join(MISSING)}, a list of numbers, "
         "backfill:MODEL@VERSION"

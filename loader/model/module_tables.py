@@ -1,16 +1,14 @@
-"""What the embeddings of a trained module are, as a file tells it: `tableside init CHECKPOINT --from-module
-FILE`.
+"""The embeddings of a trained module, read from a file: `tableside init CHECKPOINT --from-module FILE`.
 
-    *.pt2                  an exported program (torch.export.save), program/embeddings.py: torch.nn.Embedding and EmbeddingBag.
-                           Of a TorchRec collection it tells the tables, and not the features.
-    *.json, *.yaml, *.yml  TorchRec's configurations, a list of EmbeddingBagConfig or EmbeddingConfig; or a mapping from the paths
-                           of collections to such lists. Of their fields name, num_embeddings, embedding_dim,
-                           feature_names and pooling are read: what is without a pooling is an
-                           EmbeddingConfig, whose vectors are not pooled.
+    *.pt2                  an exported program (torch.export.save), program/embeddings.py: torch.nn.Embedding
+                           and EmbeddingBag; of TorchRec collections the tables, not the features
+    *.json, *.yaml, *.yml  TorchRec configurations: a list of EmbeddingBagConfig or EmbeddingConfig, or a
+                           mapping from collection paths to such lists. Fields read: name, num_embeddings,
+                           embedding_dim, feature_names, pooling (absent: EmbeddingConfig, unpooled)
 
-A feature is called as `swap_embeddings` looks for it: a module by its path, with `_` for dots; a collection's
-feature by its name, by `feature:table` where several tables have it, and by `path_feature:table` where that
-does not tell them apart.
+Features are named as `swap_embeddings` looks for them: a module by its path with `_` for dots; a collection's
+feature by its name, by `feature:table` if several tables have it, and by `path_feature:table` if still
+ambiguous.
 """
 
 import re
@@ -27,15 +25,14 @@ from tableside.loader.model.model import FEATURE_NAME, as_feature_name, check_na
 from tableside.loader.program.embeddings import EmbeddingCall, embedding_calls
 
 _LIMIT_BYTES = 16 << 20
-_COLLECTION = re.compile(
-    r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)$"
-)  # a table of TorchRec's, by its module
+# A table of TorchRec's, by its module
+_COLLECTION = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)$")
 _POOLINGS = {"SUM": "sum", "MEAN": "mean", "NONE": "none"}
 
 
 class ModuleTable(NamedTuple):
-    """One table. keys: of its tensor in a checkpoint, or their ends, the best first; features: (names, the
-    plainest first, pooling) of each."""
+    """A table. keys: its tensor's names or their ends, best first; features: (names, plainest first, pooling)
+    each."""
 
     name: str
     keys: tuple[str, ...]
@@ -45,8 +42,7 @@ class ModuleTable(NamedTuple):
 
 
 def read_module(path: Path) -> list[ModuleTable]:
-    """The tables of a module. ModelError: the file is of no kind that is read, or says what cannot be
-    served."""
+    """Returns a module's tables. ModelError: an unknown kind of file, or a module that cannot be served."""
     if path.suffix == ".pt2":
         return _of_calls(embedding_calls(path))
     if path.suffix not in (".json", ".yaml", ".yml"):
@@ -57,8 +53,8 @@ def read_module(path: Path) -> list[ModuleTable]:
 
 
 def named_features(path: Path, tables: Iterable[ModuleTable]) -> list[list[tuple[str, str]]]:
-    """(name, pooling) of each feature of each table: the plainest names of which no two are the same. path:
-    for errors. ModelError: two features have no names that differ, or a name is too long."""
+    """Returns (name, pooling) per feature of each table, with the plainest unique names. path: for errors.
+    ModelError: names collide or are too long."""
     features = [(n, names, pooling) for n, table in enumerate(tables) for names, pooling in table.features]
     level = [0] * len(features)
     while True:
@@ -91,9 +87,8 @@ def _of_calls(calls: list[EmbeddingCall]) -> list[ModuleTable]:
         collected = _COLLECTION.search(path)
         features = {(c.path, c.pooling): (_module_names(c.path), c.pooling) for c in of_it}
         name = as_feature_name(collected[1] if collected else path)
-        keys = tuple(
-            dict.fromkeys((key, *(f"{c.path}.weight" for c in of_it)))
-        )  # a weight of two modules may be saved once
+        # A weight of two modules may be saved once
+        keys = tuple(dict.fromkeys((key, *(f"{c.path}.weight" for c in of_it))))
         tables.append(ModuleTable(name, keys, of_it[0].rows, of_it[0].dim, tuple(features.values())))
     return tables
 
@@ -127,8 +122,8 @@ def _parsed(path: Path) -> Any:
 
 
 def collection_names(of: str, feature: str, table: str, several: bool) -> tuple[str, ...]:
-    """What a collection's feature may be called, the plainest first. of: the collection's path, "": not
-    known; several: whether several of its tables have this feature."""
+    """Returns names for a collection's feature, plainest first. of: the collection's path or ""; several:
+    several of its tables have this feature."""
     by_table = (f"{feature}:{table}", *((f"{of}_{feature}:{table}",) if of else ()))
     return tuple(map(as_feature_name, by_table if several else (feature, *by_table)))
 
@@ -148,9 +143,8 @@ def _of_configs(path: Path, raw: Any) -> Iterator[ModuleTable]:
     for of, found in collections.items():
         if not isinstance(of, str) or not isinstance(found, list) or not found:
             raise ModelError(
-                f"{path}: expected a list of TorchRec's configurations, or "
-                f"{{path of a collection: such a list}}; found "
-                f"{type(found).__name__}"
+                f"{path}: expected a list of TorchRec's configurations, or {{path of a collection: such a "
+                f"list}}; found {type(found).__name__}"
             )
         configs = [_config(path, config) for config in found]
         times = Counter(feature for c in configs for feature in c.features)
@@ -189,7 +183,7 @@ def _config(path: Path, raw: Any) -> _Config:
 
 
 def _shown(value: Any) -> str:
-    """A value as an error may show it: YAML's aliases make small files of endless values."""
+    """Returns a value as an error may show it: YAML's aliases make small files of endless values."""
     return (
         repr(value)[:100] if value is None or isinstance(value, str | int | float) else type(value).__name__
     )

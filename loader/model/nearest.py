@@ -4,23 +4,22 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """ "; did you mean 'x'?", or "" where nothing is like the name. prefix: of the names, which does not
-    count."""
+    """Returns "; did you mean 'x'?", or "" if no name is near. prefix: common prefix of the names,
+    ignored."""
     found = nearest(name.removeprefix(prefix), [k.removeprefix(prefix) for k in known])
     return "" if found is None else f"; did you mean {prefix + found!r}?"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that takes the fewest slips of a keyboard to become `name`, the first of several, in
-    any case. None: each takes more than one slip, and more than one for every three characters."""
+    """Returns the first of `known` with the smallest edit distance, ignoring case; None: all exceed one, and
+    one per three characters."""
     slips = [(_distance(name.lower(), k.lower()), k) for k in known]
     best = min(slips, key=lambda pair: pair[0], default=None)
     return best[1] if best is not None and best[0] <= max(1, len(name) // 3) else None
 
 
 def _distance(a: str, b: str) -> int:
-    """How many characters inserted, left out, replaced or swapped with the next one make b of a (optimal
-    string alignment)."""
+    """Returns the optimal string alignment distance of a and b."""
     before: list[int] = []
     row: list[int] = [*range(len(b) + 1)]
     for i, x in enumerate(a, 1):

@@ -1,8 +1,6 @@
-"""The text of a model.toml, with comments for whoever edits it next: sizes, what else could stand there, what
-is optional.
+"""Writes a model.toml with comments: sizes, choices of a key at its first use, and optional sections.
 
-The choices of a key stand beside its first use. A scorer and evaluation stand below as comments, with
-features of this model, so that a section counts as soon as its `#` are taken away.
+Scorer and evaluation are commented out, with the model's own features, ready to be enabled.
 """
 
 import json
@@ -19,8 +17,7 @@ _COMMENT_AT = 32  # column of a comment behind a short line
 
 
 def write_model(spec: ModelSpec, left_out: Sequence[str], sizes: Mapping[str, str] | None = None) -> str:
-    """The text of a model.toml. left_out: lines about tensors that are no tables; sizes: what the tables
-    take, by name."""
+    """Returns the text of a model.toml. left_out: lines about other tensors; sizes: of tables, by name."""
     lines = [f'name = "{spec.name}"', f'checkpoint = "{_escape(str(spec.checkpoint))}"']
     if left_out:
         lines += ["", "# Left out. What is a table after all gets a section [tables.NAME] with its key."]
@@ -63,7 +60,8 @@ def _feature(f: FeatureSpec, is_first: bool) -> Iterator[str]:
 
 def _optional(features: Sequence[FeatureSpec]) -> Iterator[str]:
     one, other = features[0].name, features[-1].name
-    yield "# Scores are optional: an exported program, whose inputs are pooled features and, by any other name, dense tensors"
+    what = "whose inputs are pooled features and, by any other name, dense tensors"
+    yield f"# Scores are optional: an exported program, {what}"
     yield "# of the request (docs/scoring.md)."
     yield "# [scorer]"
     yield '# program = "scorer.pt2"'
@@ -88,7 +86,7 @@ def _commented(line: str, comment: str) -> str:
 
 
 def _escape(text: str) -> str:
-    """A basic string of TOML, without its quotes: JSON's escapes are among TOML's."""
+    """Returns a basic string of TOML, without its quotes: JSON's escapes are among TOML's."""
     return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 

@@ -1,9 +1,8 @@
-"""What is checked before a call of an operator whose kernels do not check it themselves.
+"""Checks of operator calls whose kernels do not check their arguments.
 
-A check gets the call's arguments by name, defaults included, and raises ValueError. It runs on real tensors
-and on the shapes that `measure` propagates alike, on a few numbers each. Three kinds: sizes that a kernel
-trusts (a batch norm reads as many statistics as there are channels), arithmetic that ends a process (the
-least integer divided by -1 is SIGFPE), and results that are as large as a number in the program says.
+A check gets the arguments by name, with defaults, and raises ValueError. It runs on real tensors and on
+`measure`'s shapes. Three kinds: sizes that a kernel trusts (a batch norm reads a statistic per channel),
+fatal arithmetic (the least integer divided by -1 is SIGFPE), and results sized by a number in the program.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,24 +1,21 @@
-"""The embedding calls of an exported program (.pt2): which weights they read, of which module, pooled how.
-Read as data.
+"""The embedding calls of an exported program (.pt2): weights, modules, pooling. Read as data.
 
-Only the graph is read: its JSON names operators, weights and the modules that called them. Weights, pickles
-and samples of the archive are not looked at, and nothing runs. torch.export writes one of these calls for
-torch's modules and TorchRec's:
+Only the graph's JSON is read; nothing runs. torch.export writes these calls for torch's and TorchRec's
+modules:
 
-    aten.embedding                                          torch.nn.Embedding
-    aten.embedding_bag, _embedding_bag, ..._forward_only    torch.nn.EmbeddingBag, mode 0: sum, 1: mean, 2: max
+    aten.embedding                                         torch.nn.Embedding
+    aten.embedding_bag, _embedding_bag, ..._forward_only   torch.nn.EmbeddingBag, mode 0: sum, 1: mean, 2: max
 """
 
 import json
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tableside.loader.errors import ModelError
 from tableside.loader.files import open_regular
-from tableside.loader.program.read import LARGEST_GRAPH_BYTES
+from tableside.loader.program.read import LARGEST_GRAPH_BYTES, MALFORMED
 
 _MODEL = "models/model.json"
 _EMBEDDING = ("torch.ops.aten.embedding.default",)
@@ -30,21 +27,10 @@ _BAGS = (
 )
 _MODES = ("sum", "mean")
 _CLASSES = ("torch.nn.modules.sparse.EmbeddingBag", "torch.nn.modules.sparse.Embedding")
-_MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    OverflowError,
-    zlib.error,
-)
 
 
 class EmbeddingCall(NamedTuple):
-    """One module's calls. path: of the module; key: of its weight [rows, dim] in the state dict; pooling:
-    sum, mean or none."""
+    """One module's calls. path: of the module; key: of its weight [rows, dim]; pooling: sum, mean or none."""
 
     path: str
     key: str
@@ -54,8 +40,8 @@ class EmbeddingCall(NamedTuple):
 
 
 def embedding_calls(path: Path) -> list[EmbeddingCall]:
-    """The embedding calls of a program, each of a module and a pooling once, in the graph's order.
-    ModelError: the file is no exported program, has no such call, or pools in a way that is not served."""
+    """Returns a program's embedding calls, once per module and pooling, in graph order. ModelError: no
+    exported program, no such call, or an unsupported pooling."""
     with open(open_regular(path, "the exported program", ModelError), "rb") as file:
         try:
             module = _graph_module(path, file)
@@ -66,7 +52,7 @@ def embedding_calls(path: Path) -> list[EmbeddingCall]:
             ) from error
         except ModelError:
             raise
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise ModelError(
                 f"{path}: no exported program that this release understands ({type(error).__name__}: "
                 f"{str(error)[:200]}); "
@@ -75,8 +61,7 @@ def embedding_calls(path: Path) -> list[EmbeddingCall]:
     if not found:
         raise ModelError(
             f"{path}: the program calls neither aten.embedding nor aten.embedding_bag; export the module "
-            "that holds the "
-            "embeddings, before it is quantized, or give TorchRec's configurations as JSON"
+            "that holds the embeddings, before it is quantized, or give TorchRec's configurations as JSON"
         )
     return found
 
@@ -133,15 +118,14 @@ def _pooling(path: Path, key: str, arguments: Mapping[str, Any]) -> str:
     if padding >= 0:
         raise ModelError(
             f"{path}: padding_idx {padding} of {key} leaves ids out of bags, which is not served; leave them "
-            "out of the input, "
-            "and export the module without it"
+            "out of the input, and export the module without it"
         )
     return _MODES[mode]
 
 
 def _module_of(node: Mapping[str, Any], key: str) -> str:
-    """The path of the torch module that called, as the graph tells it ("key,path,class;..."); else that of
-    its weight."""
+    """Returns the path of the calling torch module from the graph ("key,path,class;..."), else of its
+    weight."""
     _, _, innermost = node["metadata"].get("nn_module_stack", "").rpartition(";")
     path, _, name = innermost.partition(",")[2].rpartition(",")
     return path if path and name in _CLASSES else key.removesuffix(".weight")

@@ -1,8 +1,6 @@
-"""A scorer's program as plain values: a list of calls of operators, the weights they read, and the tensors
-they take.
+"""A scorer's program as plain values, without torch: operator calls, weights, inputs.
 
-Nothing of torch is needed to make, compare or write one. A value is named once, by a weight, an input or the
-call that makes it.
+Each value has one name, given by a weight, an input or the call that computes it.
 """
 
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from tableside.loader.errors import ProgramError
 HOW_TO_EXPORT = (
     "export a module whose forward takes each feature's vectors and dense tensors by name, fp32 [batch, n]: "
     "torch.export.save(torch.export.export(module.eval(), (user, dense), dynamic_shapes={'user': {0: "
-    "Dim('batch')}, "
-    "'dense': {0: Dim('batch')}}), 'scorer.pt2')"
+    "Dim('batch')}, 'dense': {0: Dim('batch')}}), 'scorer.pt2')"
 )
 FP32 = 7  # torch._export.serde.schema.ScalarType.FLOAT
 BOOL = 12
@@ -82,8 +79,7 @@ class ProgramNode:
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that lies within `content`: sizes, strides and offset count elements. Weights may share one
-    content."""
+    """A tensor within `content`, which weights may share. Sizes, strides and offset count elements."""
 
     name: str
     dtype: int
@@ -103,8 +99,8 @@ class ProgramInput:
 
 @dataclass(frozen=True)
 class Program:
-    """A vetted program. values: the inputs' names in the graph; rows: the least and the largest batch it
-    was exported for."""
+    """A vetted program. values: the inputs' names in the graph; rows: the smallest and largest exported
+    batch."""
 
     inputs: tuple[ProgramInput, ...]
     values: tuple[str, ...]

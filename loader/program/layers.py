@@ -1,13 +1,12 @@
-"""Runs a program that is dense layers alone (`recognize`), without torch, by a kernel of our own
-(`_layers.c`).
+"""Runs a program of dense layers (`recognize`) by our own kernel (`_layers.c`), without torch.
 
-What a request has looked up is read where it lies, put side by side and turned into scores by one call. Sizes
-are proven when the layers are packed; a call checks again that what it reads and writes lies in the request's
-buffers. A row's scores do not depend on the rows beside it, to the last bit.
+One call reads the looked-up vectors in place and writes the scores. Sizes are proven at packing; each call
+checks that its reads and writes lie in the request's buffers. A row's score is independent of other rows, bit
+for bit.
 
-Rounding: each value is a sum of `depth` products in fp32, added one by one. It differs from the exact one by
-at most (depth + 1) 2^-24 / (1 - (depth + 1) 2^-24) times the sum of the absolute values of bias and products
-(Higham, "Accuracy and Stability of Numerical Algorithms", 2002, section 3.1), as any order of the sum does.
+Rounding: a value is a sum of `depth` fp32 products, added one by one. Its error is at most
+(depth + 1) 2^-24 / (1 - (depth + 1) 2^-24) times the sum of absolute values of bias and products (Higham,
+"Accuracy and Stability of Numerical Algorithms", 2002, section 3.1), as for any order of the sum.
 """
 
 from array import array
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.loader.program import _layers
 from tableside.loader.program.graph import Program
 from tableside.loader.program.recognize import ACTIVATIONS, Floats, FromInput, Layer, recognize
+from tableside.quant.contract import Ids
 
 LARGEST_PACKED_BYTES = 1 << 30  # of weights; a program may use one weight in many layers
 LARGEST_ROW_BYTES = 4 << 20  # of what lies between the layers, for one row
@@ -30,8 +29,7 @@ _ELEMENT = 16  # an element that is read or written counts as so many multiplica
 
 
 class _LayerFields(NamedTuple):
-    """A layer as `_layers.run` reads it, int64 each. weights_at: in floats; pieces: how many of the pieces
-    are its own."""
+    """A layer for `_layers.run`, int64 each. weights_at: in floats; pieces: count of its own pieces."""
 
     depth: int
     width: int
@@ -48,11 +46,8 @@ class _PieceFields(NamedTuple):
 
 
 class LayerSource(NamedTuple):
-    """An input of the program in a request: [rows, width] at byte `at` of its output buffer, or of its input
-    buffer.
-
-    row_bytes: from one row to the next. is_half: the values are fp16, else fp32.
-    """
+    """A program's input in a request: [rows, width] from byte `at` of its output or input buffer, fp16 or
+    fp32; rows are row_bytes apart."""
 
     is_output: bool
     at: int
@@ -69,8 +64,7 @@ class Work:
 
 
 class PackedLayers:
-    """Layers that are ready to run. Immutable; any thread may call. width: outputs of the last layer, the
-    scores of a row."""
+    """Layers ready to run; immutable, thread-safe. width: outputs of the last layer, scores per row."""
 
     def __init__(self, layers: Sequence[Layer], threads: int = 1) -> None:
         """threads: as many share a call's rows, where these are several tiles."""
@@ -78,9 +72,9 @@ class PackedLayers:
         starts = np.cumsum([0, *(p.size for p in packed)])
         fields = [
             _LayerFields(
-                layer.depth, layer.width, int(at), ACTIVATIONS.index(layer.activation), len(layer.pieces)
+                each.depth, each.width, int(at), ACTIVATIONS.index(each.activation), len(each.pieces)
             )
-            for layer, at in zip(layers, starts, strict=False)
+            for each, at in zip(layers, starts, strict=False)
         ]
         pieces = [
             _PieceFields(p.number if isinstance(p, FromInput) else -1 - p.number, p.width)
@@ -96,31 +90,18 @@ class PackedLayers:
         )
 
     def cost(self, rows: int) -> Work:
-        """What a call with so many rows takes."""
+        """Returns what a call with so many rows takes."""
         tile_rows = min(rows, _TILE_ROWS, max(_LEAST_TILE_ROWS, _TILE_BYTES // self._row_bytes))
         return Work(
             self._threads * tile_rows * self._row_bytes + 4 * rows * self.width, rows * self._row_work
         )
 
     def run(self, sources: bytes, inputs: Any, outputs: Any, rows: int, scores_at: int) -> int:
-        """Writes fp32 [rows, width] to byte `scores_at` of `outputs`; returns the first row whose score is
-        not finite, or -1.
-
-        sources: of each input, by `pack_sources`. inputs, outputs: the request's buffers. ValueError: an
-        input or the scores do not lie in them. MemoryError: there is no room for what lies between the
-        layers.
-        """
-        return _layers.run(
-            self._layers,
-            self._pieces,
-            sources,
-            self._weights,
-            inputs,
-            outputs,
-            rows,
-            scores_at,
-            self._threads,
-        )
+        """Writes fp32 [rows, width] to byte `scores_at` of `outputs`; returns the first row with a non-finite
+        score, or -1. sources: per input, by `pack_sources`. ValueError: out of the buffers. MemoryError: no
+        room for intermediate values."""
+        packed = (self._layers, self._pieces, sources, self._weights)
+        return _layers.run(*packed, inputs, outputs, rows, scores_at, self._threads)
 
 
 def pack_sources(sources: Sequence[LayerSource]) -> bytes:
@@ -129,11 +110,8 @@ def pack_sources(sources: Sequence[LayerSource]) -> bytes:
 
 
 def runnable_layers(program: Program) -> tuple[Layer, ...] | None:
-    """The layers of a program that `PackedLayers` runs; None: it is a program for torch.
-
-    That is one which is more than dense layers, or would take much memory here: a weight may stand in many of
-    its layers.
-    """
+    """Returns the layers for `PackedLayers`, or None: more than dense layers, or too much memory, since
+    layers may share weights."""
     found = recognize(program)
     if found is None or row_bytes(found) > LARGEST_ROW_BYTES:
         return None
@@ -142,13 +120,13 @@ def runnable_layers(program: Program) -> tuple[Layer, ...] | None:
 
 
 def kernel_name() -> str:
-    """The instruction set that layers run on."""
+    """Returns the instruction set that layers run on."""
     return _layers.isas()[0]
 
 
 def row_bytes(layers: Sequence[Layer]) -> int:
-    """Of what lies between the layers, for one row: each layer's outputs, and the widest input that is put
-    together."""
+    """Returns the bytes of intermediate values per row: each layer's outputs and the widest concatenated
+    input."""
     return 4 * (max(layer.depth for layer in layers) + sum(_padded(layer.width) for layer in layers))
 
 
@@ -157,7 +135,7 @@ def _padded(width: int) -> int:
 
 
 def _pack(layer: Layer) -> Floats:
-    """A layer as the kernel reads it: bias [padded], then panels of [depth, 32] outputs; the last may have
+    """Returns a layer as the kernel reads it: bias [padded], then panels [depth, 32]; the last may have
     16."""
     padded = _padded(layer.width)
     weights = np.zeros((layer.depth, padded), np.float32)
@@ -169,7 +147,7 @@ def _pack(layer: Layer) -> Floats:
 
 
 def _as_bytes(fields: Sequence[tuple[Any, ...]]) -> bytes:
-    found: NDArray[np.int64] = np.array(fields, np.int64)
+    found: Ids = np.array(fields, np.int64)
     return found.tobytes()
 
 

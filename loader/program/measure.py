@@ -1,10 +1,9 @@
-"""What a call of a program takes, without making it: shapes are propagated (`meta` tensors) against the
-weights' own sizes.
+"""Measures a program's call without running it: propagates shapes (`meta` tensors) against the weights.
+Imports torch.
 
-Every operator runs its own shape function, and its checks; so a weight of another size than a call needs is
-found here. What counts is the peak of the bytes that live at once, with what an operator may copy of its
-inputs meanwhile, and work: a multiplication of a matrix product counts 1, any other element that is read or
-written `_ELEMENT`. Weights count as no bytes. Imports torch.
+Each operator's shape function checks its arguments, so misfitting weights are found. The cost is the peak of
+live bytes, with operators' copies of inputs, and the work: 1 per multiplication of a matrix product,
+`_ELEMENT` per other element read or written. Weights cost no bytes.
 """
 
 from dataclasses import dataclass
@@ -21,14 +20,8 @@ from tableside.loader.program.run import Runner, weight_tensors
 from tableside.quant.contract import Precision
 
 _ELEMENT = 16  # a transcendental function, or a row that is gathered, takes some 16 multiplications' time
-_PRODUCTS = {
-    "mm": 1,
-    "addmm": 2,
-    "bmm": 1,
-    "baddbmm": 2,
-    "mv": 1,
-    "dot": 1,
-}  # where the inputs' last matrix stands
+# Where the inputs' last matrix stands
+_PRODUCTS = {"mm": 1, "addmm": 2, "bmm": 1, "baddbmm": 2, "mv": 1, "dot": 1}
 LARGEST_BYTES, LARGEST_WORK = 1 << 30, 1 << 35  # of a program that is tried with two rows
 _META = torch.device("meta")
 _REFUSED = (
@@ -66,8 +59,8 @@ class Meter:
         self._runner = Runner(program, weights, _META, most_bytes, self._dtype)
 
     def cost(self, rows: int, most_bytes: int, most_work: int = 1 << 62) -> Cost:
-        """What a call with `rows` rows takes. TooLarge: more than this. ValueError, RuntimeError ...: it
-        cannot be made."""
+        """Returns a call's cost for `rows` rows. TooLarge: over a limit. ValueError, RuntimeError ...:
+        impossible call."""
         return self.propagate(rows, most_bytes, most_work)[1]
 
     def propagate(self, rows: int, most_bytes: int, most_work: int) -> tuple[torch.Tensor, Cost]:
@@ -80,8 +73,7 @@ class Meter:
 
 
 class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes and work of every operator that is called while it is on, those that others are made of
-    included."""
+    """Counts bytes and work of every operator called while active, including nested ones."""
 
     def __init__(self, most_bytes: int, most_work: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,8 +124,8 @@ def _work(func: Any, given: list[torch.Tensor], made: list[torch.Tensor]) -> int
 
 
 def check_shapes(program: Program) -> None:
-    """Propagates two batches' shapes. ProgramError: an operator does not take what it is given, or they
-    take too much."""
+    """Propagates two batches' shapes. ProgramError: an operator refuses its arguments, or the cost is too
+    high."""
     try:
         meter = Meter(program)
         for rows in program.trial_rows():

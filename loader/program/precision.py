@@ -1,10 +1,8 @@
-"""A program in bf16 or fp16: its weights are rounded once, where it is loaded, its inputs once a call.
-Imports torch.
+"""A program in bf16 or fp16: weights are rounded at load, inputs per call. Imports torch.
 
-Every weight of a floating type takes the precision, whatever it was. What a program casts itself stays as it
-says, so that a last sigmoid may be fp32. A call that takes tensors of two floating types is refused by its
-name: some of torch's operators would go on in fp32 there without a word, and others refuse it. A number (a
-tensor without dimensions) makes nothing wider.
+All floating weights take the precision. Casts in the program stay, so a last sigmoid may be fp32. A call with
+two floating types is refused, since some operators would silently continue in fp32. Zero-dimensional tensors
+do not widen.
 """
 
 from collections.abc import Mapping
@@ -23,17 +21,12 @@ DTYPES: Mapping[Precision, torch.dtype] = {
     Precision.BF16: torch.bfloat16,
 }
 Tensors = Mapping[str, torch.Tensor]
-_TAKE_NO_VALUES = (
-    "expand_as",
-    "to",
-    "type_as",
-    "view_as",
-)  # of their second tensor: its type or its shape alone
+# Of their second tensor: its type or its shape alone
+_TAKE_NO_VALUES = ("expand_as", "to", "type_as", "view_as")
 
 
 def rounded(weights: Tensors, precision: Precision) -> dict[str, torch.Tensor]:
-    """Weights to the nearest numbers of a precision; those of integers and truth values as they are, and
-    in fp32 all of them."""
+    """Rounds floating weights to a precision; integers, bools, and everything under fp32 stay."""
     if precision is Precision.FP32:
         return dict(weights)
     return {name: w.to(DTYPES[precision]) if w.is_floating_point() else w for name, w in weights.items()}
@@ -43,14 +36,11 @@ def check_range(weights: Tensors, found: Tensors, precision: Precision) -> None:
     """ProgramError: a finite weight was rounded to an infinite one."""
     for name, weight in weights.items():
         if weight.is_floating_point() and (beyond := found[name].isinf() & weight.isfinite()).any():
-            most, others = (
-                torch.finfo(DTYPES[precision]).max,
-                "bf16 or fp32" if precision is Precision.FP16 else "fp32",
-            )
+            most = torch.finfo(DTYPES[precision]).max
+            others = "bf16 or fp32" if precision is Precision.FP16 else "fp32"
             raise ProgramError(
                 f"its weight {name!r} holds {float(weight[beyond][0]):.4g}; expected at most {most:.4g}, the "
-                "largest number of "
-                f"{precision.name.lower()}; take {others}"
+                f"largest number of {precision.name.lower()}; take {others}"
             )
 
 
@@ -78,6 +68,5 @@ def one_type(node: ProgramNode, makers: Mapping[str, str]) -> Check:
 
 
 def takes_values_of_one(node: ProgramNode) -> bool:
-    """Whether a call reads the values of one of its tensors alone, so that the others may be of another
-    type."""
+    """Returns whether a call reads the values of one tensor only, so that others may differ in type."""
     return aten_name(node.target)[0] in _TAKE_NO_VALUES

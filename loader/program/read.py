@@ -1,9 +1,7 @@
-"""From a .pt2 file (`torch.export.save`) to a vetted program: a zip archive of JSON and raw weights, read as
-data.
+"""Reads a .pt2 file (`torch.export.save`), a zip archive of JSON and raw weights, to a vetted program.
 
-`torch.export.load` trusts its file: it unpickles sample inputs and pickled constants, evaluates strings, and
-takes for an operator whatever can be reached from the name `torch`. So it is not used, neither here nor where
-a scorer runs.
+`torch.export.load` is never used: it unpickles samples and constants, evaluates strings, and resolves
+operators by any attribute path from `torch`.
 """
 
 import io
@@ -27,27 +25,19 @@ _WEIGHT_NAMES = {
     "buffer": "buffer_name",
     "tensor_constant": "tensor_constant_name",
 }
-_MALFORMED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    OverflowError,
-    zlib.error,
-)
+MALFORMED: tuple[type[Exception], ...] = (LookupError, TypeError, ValueError, AttributeError)
+MALFORMED += (RuntimeError, EOFError, OverflowError, zlib.error)
 
 
 def read_program(data: bytes) -> Program:
-    """Reads a .pt2 file, or what `write_program` wrote. ProgramError: it is something else, or breaks a
-    rule of `vet`."""
+    """Reads a .pt2 file or what `write_program` wrote. ProgramError: neither, or it breaks a rule of
+    `vet`."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return _read(_Entries(archive))
     except zipfile.BadZipFile:
         refuse("it is not a zip archive, so not an exported program (a pickled module, or a file cut short?)")
-    except _MALFORMED as error:
+    except MALFORMED as error:
         refuse(
             f"it is not an exported program that this release understands ({type(error).__name__}: "
             f"{str(error)[:200]})"
@@ -78,7 +68,7 @@ class _Entries:
         return json.loads(self._archive.read(self._infos[name]))
 
     def weight(self, name: str) -> bytes:
-        """The bytes of a weight, one object however often it is asked for."""
+        """Returns the bytes of a weight, one object however often it is asked for."""
         if name not in self._weights:
             self._weights[name] = self._archive.read(self._infos[name])
         return self._weights[name]
@@ -121,8 +111,7 @@ def _read(entries: _Entries) -> Program:
 
 
 def _inputs(signature: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """The graph's names of what a request brings, and of weights with the names that these are stored
-    under."""
+    """Returns the graph's names of the request's inputs, and of weights with their stored names."""
     values: list[str] = []
     stored: dict[str, str] = {}
     for spec in signature["input_specs"]:
@@ -137,7 +126,7 @@ def _inputs(signature: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def _weights(entries: _Entries, stored: Mapping[str, str]) -> tuple[Weight, ...]:
-    """The weights of a graph, from both of the archive's lists."""
+    """Returns the weights of a graph, from both of the archive's lists."""
     found: dict[str, tuple[str, Any]] = {}
     for kind, path in _PATHS.items():
         if (name := f"data/{kind}/model_{kind}_config.json") not in entries:
@@ -150,7 +139,7 @@ def _weights(entries: _Entries, stored: Mapping[str, str]) -> tuple[Weight, ...]
 
 
 def _weight(name: str, meta: Mapping[str, Any], content: bytes) -> Weight:
-    """A weight that lies within its own bytes, and holds values of its type."""
+    """Returns a weight that lies within its own bytes, and holds values of its type."""
     sizes, strides = (tuple(vet.weight_int(n) for n in meta[k]) for k in ("sizes", "strides"))
     dtype = vet.dtype(meta["dtype"])
     weight = Weight(name, dtype, sizes, strides, vet.weight_int(meta["storage_offset"]), content)
@@ -170,10 +159,6 @@ def _check_is_inside(weight: Weight) -> None:
     is_inside = min([offset, *sizes, *strides], default=0) >= 0 and (
         elements == 0 or (last + 1) * item <= size
     )
-    if (
-        not is_inside
-        or elements * item > size
-        or len(sizes) > 32
-        or (elements == 0 and max((offset, *sizes)) > size)
-    ):
+    is_large = elements * item > size or (elements == 0 and max((offset, *sizes)) > size)
+    if not is_inside or is_large or len(sizes) > 32:
         refuse(f"weight {weight.name!r} of sizes {list(sizes)[:8]} does not lie in its {size} bytes")

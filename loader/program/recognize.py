@@ -1,15 +1,13 @@
-"""Finds out whether a program is dense layers alone: linear maps with an activation, over inputs and layers
-side by side.
+"""Recognizes programs of dense layers alone: linear maps with activations, over inputs and layers side by
+side.
 
-Most dense parts of ranking models are: an MLP over the features' vectors and dense tensors, towers whose
-outputs are put side by side, DLRM's bottom and top MLP without products between features.
-`loader.program.layers` runs these without torch.
+Most ranking models' dense parts are: MLPs, towers, DLRM's MLPs without feature products.
+`loader.program.layers` runs them without torch.
 
-    columns = an input | columns side by side (cat) | activation(columns W^T + b) | a dropout, which does nothing
+    columns = an input | concatenated columns (cat) | activation(columns W^T + b) | a dropout, ignored
     scores  = the columns of one layer, or the one column of one, as [batch]
 
-`recognize` follows a program's calls by what they are said to do, with sizes and types of its own: a call, an
-argument or a size that is not written here makes it another program.
+`recognize` follows the calls with sizes and types of its own; anything unlisted makes it another program.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,12 +56,10 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """Its outputs a row."""
         return int(self.weights.shape[0])
 
     @property
     def depth(self) -> int:
-        """Its inputs a row."""
         return int(self.weights.shape[1])
 
 
@@ -89,12 +85,8 @@ def _expect(is_so: bool) -> None:
 
 
 def recognize(program: Program) -> tuple[Layer, ...] | None:
-    """The layers of a program, of which the last gives the scores; None where it is something else than dense
-    layers.
-
-    A layer stands behind those that it reads. Weights are views of the program's bytes, in any order of their
-    values.
-    """
+    """Returns the layers, each after those it reads, the last with the scores; None: not dense layers alone.
+    Weights are views of the program's bytes, in any order."""
     try:
         return _Recognizer(program).layers()
     except _AnotherProgram:
@@ -102,8 +94,6 @@ def recognize(program: Program) -> tuple[Layer, ...] | None:
 
 
 class _Recognizer:
-    """Follows the calls of one program."""
-
     def __init__(self, program: Program) -> None:
         self._program = program
         self._layers: list[Layer] = []
@@ -178,8 +168,7 @@ class _Recognizer:
         return weights.T
 
     def activation(self, node: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
-        """Becomes part of the layer that it follows. What the layer gave before is gone: no call before or
-        behind may read it."""
+        """Fuses an activation into its layer; no other call may read the layer's own output."""
         x = self.columns(a["self"])
         _expect(len(x.pieces) == 1 and a.keys() == {"self"})
         (piece,) = x.pieces
@@ -197,12 +186,11 @@ class _Recognizer:
         return self.columns(a.get("self", a.get("input")))
 
     def whole(self, _: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
-        """A slice of all rows, which `[:, 0]` begins with."""
+        """Returns a slice of all rows, which `[:, 0]` begins with."""
         _expect({"dim": 0, "start": 0, **a} == {"self": a["self"], "dim": 0, "start": 0, "end": _END})
         return self.columns(a["self"])
 
     def flattened(self, node: ProgramNode, a: Mapping[str, Any]) -> LayerColumns:
-        """[batch, 1] -> [batch]."""
         x = self.columns(a["self"])
         given = {name: value for name, value in a.items() if name != "self"}
         _expect(x.width == 1 and not x.is_flat and given in _FLATTENS[aten_name(node.target)[0]])
@@ -219,23 +207,19 @@ _FLATTENS: Mapping[str, list[dict[str, Any]]] = {
 }
 _CALLS: Mapping[str, Callable[[_Recognizer, ProgramNode, Mapping[str, Any]], LayerColumns | Floats]] = {
     **dict.fromkeys(("cat.default", "concat.default", "concatenate.default"), _Recognizer.cat),
-    **{
-        "linear.default": _Recognizer.linear,
-        "addmm.default": _Recognizer.addmm,
-        "mm.default": _Recognizer.mm,
-    },
+    "linear.default": _Recognizer.linear,
+    "addmm.default": _Recognizer.addmm,
+    "mm.default": _Recognizer.mm,
     **dict.fromkeys(("t.default", "permute.default"), _Recognizer.transposed),
     **dict.fromkeys((f"{name}.default" for name in ACTIVATIONS if name), _Recognizer.activation),
     **dict.fromkeys((f"{name}.default" for name in _NOTHING), _Recognizer.nothing),
-    **dict.fromkeys(
-        ("squeeze.dim", "squeeze.dims", "select.int", "view.default", "reshape.default"),
-        _Recognizer.flattened,
-    ),
-    **{"flatten.using_ints": _Recognizer.flattened, "slice.Tensor": _Recognizer.whole},
+    **dict.fromkeys(("squeeze.dim", "squeeze.dims", "select.int", "view.default"), _Recognizer.flattened),
+    **dict.fromkeys(("reshape.default", "flatten.using_ints"), _Recognizer.flattened),
+    "slice.Tensor": _Recognizer.whole,
 }
 
 
 def _weight(weight: Weight) -> Floats:
-    """A weight over its bytes, which `read_program` saw it lie in."""
+    """Returns a weight over its bytes, which `read_program` saw it lie in."""
     strides = [4 * n for n in weight.strides]
     return np.ndarray(weight.sizes, np.float32, weight.content, 4 * weight.offset, strides)

@@ -1,9 +1,7 @@
-"""Runs a program's graph: one call of torch after another, each checked before it is made for the first time.
-Imports torch.
+"""Runs a program's graph as torch calls, each checked before its first run. Imports torch.
 
-The operators are taken from the list, by name, and nothing of the program is evaluated. No call writes into a
-tensor that was there before, so any number of threads may run one program. Values are let go after their last
-use.
+Operators come from the list by name; nothing is evaluated. No call writes into an existing tensor, so threads
+can share a program. Values are freed after their last use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +31,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def weight_tensors(weights: tuple[Weight, ...], device: torch.device) -> dict[str, torch.Tensor]:
-    """A program's weights by name, over copies of their bytes; on `meta`, their shapes alone."""
+    """Returns a program's weights by name, over copies of their bytes; on `meta`, their shapes alone."""
     contents = {id(w.content): w.content for w in weights}
     copies = {} if device.type == "meta" else {key: bytearray(content) for key, content in contents.items()}
     return {w.name: _tensor(w, copies.get(id(w.content)), device) for w in weights}
@@ -49,7 +47,7 @@ def _tensor(weight: Weight, content: bytearray | None, device: torch.device) -> 
 
 
 def over(memory: Any, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """A weight over memory that holds its content."""
+    """Returns a weight over memory that holds its content."""
     usable = len(memory) // dtype.itemsize
     return torch.frombuffer(memory, dtype=dtype, count=usable).as_strided(
         weight.sizes, weight.strides, weight.offset
@@ -58,15 +56,14 @@ def over(memory: Any, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """A call's arguments: constants, and the slots of the values that stand among them or in lists of
-    theirs."""
+    """A call's arguments: constants, and slots of values, also within lists."""
 
     constants: tuple[Any, ...]
     slots: tuple[tuple[int, int], ...]  # (place, slot)
     lists: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]  # (place of a list, as above)
 
     def read(self, values: list[Any]) -> list[Any]:
-        """The arguments, with values from their slots."""
+        """Returns the arguments, with values from their slots."""
         found = list(self.constants)
         for place, slot in self.slots:
             found[place] = values[slot]
@@ -79,9 +76,8 @@ class _Arguments:
 
 @dataclass(frozen=True)
 class _BoundCall:
-    """A call that is ready to be made. positional: arguments without a keyword; names: of all, keywords last;
-    dead: slots of values that no later call reads; outputs: (slot, whether it is a tensor) of each result;
-    target: its name, for a person."""
+    """A call ready to run. positional: count of positional arguments; names: of all, keywords last; dead:
+    slots not read later; outputs: (slot, is a tensor) per result; target: its name, for people."""
 
     target: str
     function: Callable[..., Any]
@@ -93,8 +89,7 @@ class _BoundCall:
     dead: tuple[int, ...]
 
     def make(self, values: list[Any], is_proven: bool, most_bytes: int) -> None:
-        """Makes the call and keeps its results. is_proven: one with arguments of the same types and sizes
-        passed the checks."""
+        """Runs the call and stores its results. is_proven: checks passed for the same types and sizes."""
         given = self.arguments.read(values)
         if self.checks and not is_proven:
             for check in self.checks:
@@ -126,13 +121,9 @@ class _BoundCall:
 
 
 class Runner:
-    """A program on one device. most_bytes: of one result whose size is a number in the program. dtype: of its
-    inputs; other than fp32: its weights' too (`precision.rounded`), and each call is checked to mix no types.
-
-    Checks look at types, sizes and numbers computed of sizes, which are the same for every batch of as many
-    rows. So they are made for the first batch of each number of rows, and not again. ValueError: an operator
-    has no such argument.
-    """
+    """A program on one device. most_bytes: limit of a result sized by a number in the program. dtype: of
+    inputs; unless fp32, weights are `precision.rounded` and calls must not mix types. Checks depend on sizes
+    alone, so they run once per number of rows. ValueError: an operator lacks an argument."""
 
     def __init__(
         self,
@@ -154,19 +145,16 @@ class Runner:
         self._proven: set[int] = set()  # numbers of rows
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """[rows, width] of each input -> what the program returns. ValueError, RuntimeError, IndexError,
-        TypeError: it does not take inputs of these shapes."""
+        """Maps [rows, width] inputs to outputs. ValueError, RuntimeError, IndexError, TypeError: shapes do
+        not fit."""
         least, most = self._program.rows
         if not least <= (rows := len(inputs[0])) <= most:
             raise ValueError(f"the program was exported for {least:,} to {most:,} rows; found {rows:,}")
         for given, i in zip(inputs, self._program.inputs, strict=True):
             if given.shape != (rows, i.width):
                 raise ValueError(f"input {i.name!r} is {list(given.shape)}; expected {[rows, i.width]}")
-        values: list[Any] = [
-            *self._weights,
-            *inputs,
-            *([None] * (len(self._slots) - len(self._weights) - len(inputs))),
-        ]
+        values: list[Any] = [*self._weights, *inputs]
+        values += [None] * (len(self._slots) - len(values))
         is_proven, most_bytes = rows in self._proven, self._most_bytes
         for call in self._calls:
             try:
@@ -214,13 +202,13 @@ class Runner:
         return _Arguments(tuple(self._constant(v) for v in values), slots, tuple(lists))
 
     def _references(self, values: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-        """The places that name a value, with its slot."""
+        """Returns the places that name a value, with its slot."""
         return tuple(
             (n, self._slots[v.name]) for n, v in enumerate(values) if isinstance(v, TensorRef | NumberRef)
         )
 
     def _constant(self, value: Any) -> Any:
-        """An argument with everything but references as torch wants it."""
+        """Returns an argument with everything but references as torch wants it."""
         match value:
             case tuple():
                 return [self._constant(item) for item in value]
@@ -234,7 +222,7 @@ class Runner:
 
 
 def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Python's numbers have no end: those that a program computes of sizes do."""
+    """Refuses numbers computed from sizes that exceed LARGEST_NUMBER."""
 
     def call(*numbers: Any) -> Any:
         found = function(*numbers)
@@ -246,7 +234,7 @@ def _on_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _makers(program: Program) -> dict[str, str]:
-    """Of each value, what made it, for a person."""
+    """Returns the maker of each value, for people."""
     found = dict.fromkeys((w.name for w in program.weights), "a weight") | dict.fromkeys(
         program.values, "an input"
     )
@@ -254,7 +242,7 @@ def _makers(program: Program) -> dict[str, str]:
 
 
 def _last_uses(program: Program) -> list[tuple[str, ...]]:
-    """Of each call, the values that no later one reads; weights and inputs stay."""
+    """Returns, per call, the values that no later call reads; weights and inputs stay."""
     used: set[str] = {program.result.name, *program.values, *(w.name for w in program.weights)}
     dead: list[tuple[str, ...]] = []
     for node in reversed(program.nodes):

@@ -1,8 +1,7 @@
-"""The rules of a program's graph, a function each, from JSON that nobody trusts to a graph of known fields.
+"""Rules of a program's graph: from untrusted JSON to a graph of known fields.
 
-What these fields do not hold is not looked at and goes no further: metadata, guards, how inputs are nested,
-declared sizes. Malformed JSON raises what Python raises for it (KeyError, TypeError ...); `read` makes a
-ProgramError of that.
+Other fields (metadata, guards, nesting of inputs, declared sizes) are dropped. Malformed JSON raises Python's
+errors (KeyError, TypeError ...), which `read` turns into ProgramError.
 """
 
 import keyword
@@ -43,7 +42,7 @@ def _only(union: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def check_name(name: Any) -> str:
-    """A value's name: it is only ever compared with others."""
+    """Returns a value's name: it is only ever compared with others."""
     if not isinstance(name, str) or not 0 < len(name) <= LARGEST_NAME or not name.isprintable():
         refuse(f"its graph has the name {str(name)[:60]!r}")
     return name
@@ -59,7 +58,7 @@ def _int(value: Any) -> int:
 
 
 def weight_int(value: Any) -> int:
-    """A size, stride or offset of a weight."""
+    """Returns a size, stride or offset of a weight."""
     number = value["as_int"]
     if type(number) is not int:
         refuse(f"a weight has the size {str(number)[:40]!r}")
@@ -97,7 +96,7 @@ def _maybe_tensor(value: Any) -> TensorRef | None:
 def _number(
     of: str, convert: Callable[[Any], int | float | bool]
 ) -> Callable[[Any], NumberRef | int | float | bool]:
-    """A number, or the name of one that is computed."""
+    """Returns a number, or the name of one that is computed."""
 
     def parse(value: Any) -> NumberRef | int | float | bool:
         kind, held = _only(value)
@@ -116,7 +115,7 @@ def _union(kind: str, held: Any, expected: str, parse: Callable[[Any], Any]) -> 
 
 
 def dtype(value: Any) -> int:
-    """A ScalarType that is supported."""
+    """Returns a ScalarType that is supported."""
     if type(value) is not int or value not in TYPES:
         refuse(
             f"its graph has a tensor of type {str(value)[:20]}; supported: "
@@ -142,41 +141,29 @@ def _device(value: Any) -> OwnDevice:
     return OwnDevice()
 
 
-_sym_int, _sym_float, _sym_bool = (
-    _number("as_int", _int),
-    _number("as_float", _float),
-    _number("as_bool", _bool),
-)
-_ITEMS: dict[str, Callable[[Any], Item]] = {
-    "as_none": lambda _: None,
+_OF_LISTS: dict[str, Callable[[Any], Item]] = {
     "as_tensor": _tensor,
     "as_optional_tensor": _maybe_tensor,
     "as_int": _int,
     "as_float": _float,
     "as_bool": _bool,
+    "as_sym_int": _number("as_int", _int),
+    "as_sym_float": _number("as_float", _float),
+    "as_sym_bool": _number("as_bool", _bool),
+}
+_LISTS = {f"{kind}s": item for kind, item in _OF_LISTS.items()}
+_ITEMS: dict[str, Callable[[Any], Item]] = {
+    **_OF_LISTS,
+    "as_none": lambda _: None,
     "as_string": _string,
-    "as_sym_int": _sym_int,
-    "as_sym_float": _sym_float,
-    "as_sym_bool": _sym_bool,
     "as_scalar_type": lambda value: DType(dtype(value)),
     "as_memory_format": _memory_format,
     "as_layout": _layout,
     "as_device": _device,
 }
-_LISTS: dict[str, Callable[[Any], Item]] = {
-    "as_tensors": _tensor,
-    "as_optional_tensors": _maybe_tensor,
-    "as_ints": _int,
-    "as_floats": _float,
-    "as_bools": _bool,
-    "as_sym_ints": _sym_int,
-    "as_sym_floats": _sym_float,
-    "as_sym_bools": _sym_bool,
-}
 
 
 def argument(value: Any) -> Argument:
-    """One argument of a call."""
     kind, held = _only(value)
     if kind in _ITEMS:
         return _ITEMS[kind](held)
@@ -188,7 +175,7 @@ def argument(value: Any) -> Argument:
 
 
 def output(value: Any) -> Output:
-    """What a call gives: a tensor, several in a list, or a number."""
+    """Returns what a call gives: a tensor, several in a list, or a number."""
     kind, held = _only(value)
     if kind in ("as_sym_int", "as_sym_float", "as_sym_bool"):
         inner, name = _only(held)
@@ -205,7 +192,7 @@ def output(value: Any) -> Output:
 
 
 def check_target(target: Any) -> str:
-    """An operator of the list, or arithmetic on sizes."""
+    """Refuses other targets than listed operators and arithmetic on sizes."""
     found = READ_AS.get(target, target) if isinstance(target, str) else None
     if found is None or not (found in OPERATORS or found in ARITHMETIC):
         refuse(
@@ -216,7 +203,7 @@ def check_target(target: Any) -> str:
 
 
 def check_is_for_inference(node: ProgramNode) -> None:
-    """Dropout and batch norms do in training what no request wants."""
+    """Refuses dropout and batch norms in training mode."""
     training = dict(node.arguments).get("train" if ".dropout." in node.target else "training")
     if training not in (None, False):
         refuse(
@@ -226,7 +213,7 @@ def check_is_for_inference(node: ProgramNode) -> None:
 
 
 def check_arguments(node: ProgramNode) -> None:
-    """Each argument once; no memory of another kind."""
+    """Refuses repeated arguments, and memory of another kind."""
     names = [name for name, _ in node.arguments]
     if len(set(names)) != len(names):
         refuse(f"{node.target} is given an argument twice")
@@ -235,8 +222,7 @@ def check_arguments(node: ProgramNode) -> None:
 
 
 def check_is_of_numbers(node: ProgramNode) -> None:
-    """Python's operators would take texts, lists and tensors, too: a text times 2^31, a remainder that no
-    check saw."""
+    """Refuses texts, lists and tensors, which Python's operators accept (a text times 2^31)."""
     if node.target not in ARITHMETIC:
         return
     given = [
@@ -247,7 +233,6 @@ def check_is_of_numbers(node: ProgramNode) -> None:
 
 
 def node(value: Any) -> ProgramNode:
-    """One call."""
     arguments = tuple((check_name(i["name"]), argument(i["arg"])) for i in value["inputs"])
     found = ProgramNode(check_target(value["target"]), arguments, tuple(map(output, value["outputs"])))
     check_arguments(found)
@@ -257,14 +242,14 @@ def node(value: Any) -> ProgramNode:
 
 
 def nodes(values: Any) -> tuple[ProgramNode, ...]:
-    """All calls, in order, but for export's notes."""
+    """Returns all calls in order, without export's notes."""
     if not isinstance(values, list) or len(values) > LARGEST_NODES:
         refuse(f"its graph has more than {LARGEST_NODES:,} calls")
     return tuple(node(v) for v in values if v["target"] not in NOTES)
 
 
 def check_order(given: tuple[str, ...], found: tuple[ProgramNode, ...], result: TensorRef) -> None:
-    """Every value is made once, before it is used, and used as what it is."""
+    """Refuses values that are not made once, before their use, or are used as another kind."""
     made: dict[str, type] = {}
 
     def make(ref: TensorRef | NumberRef) -> None:
@@ -292,7 +277,7 @@ def check_order(given: tuple[str, ...], found: tuple[ProgramNode, ...], result: 
 
 
 def program_input(name: str, declared: Mapping[str, Any]) -> ProgramInput:
-    """An input by its public name: fp32 [batch, n]."""
+    """Returns an input by its public name: fp32 [batch, n]."""
     sizes = declared["sizes"]
     if (
         not isinstance(name, str)
@@ -317,7 +302,7 @@ def program_input(name: str, declared: Mapping[str, Any]) -> ProgramInput:
 
 
 def rows(name: str, declared: Mapping[str, Any], constraints: Mapping[str, Any]) -> tuple[int, int]:
-    """The least and the largest batch that an input was exported for."""
+    """Returns the least and the largest batch that an input was exported for."""
     text = declared["sizes"][0]["as_expr"]["expr_str"]
     found = _SYMBOL.fullmatch(text) if isinstance(text, str) else None
     if not found:
@@ -333,7 +318,6 @@ def rows(name: str, declared: Mapping[str, Any], constraints: Mapping[str, Any])
 
 
 def result(signature: Mapping[str, Any]) -> TensorRef:
-    """The one tensor that is returned."""
     specs = signature["output_specs"]
     if [list(s) for s in specs] != [["user_output"]] or "as_tensor" not in specs[0]["user_output"]["arg"]:
         refuse(f"it returns {len(specs)} values; expected one tensor, the scores")

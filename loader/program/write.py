@@ -1,5 +1,4 @@
-"""A vetted program as bytes: an archive laid out as .pt2 files are, of the fields that are known and
-nothing else."""
+"""Writes a vetted program as an archive laid out like .pt2 files, with known fields only."""
 
 import io
 import json
@@ -26,7 +25,7 @@ _FLOATS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def write_program(program: Program) -> bytes:
-    """The archive of a program: `read_program` gives the same program again."""
+    """Returns the archive of a program: `read_program` gives the same program again."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         contents: dict[int, bytes] = {id(w.content): w.content for w in program.weights}

@@ -1,12 +1,11 @@
-"""Deltas: small immutable segments of rows that override a version's, or extend it.
+"""Deltas: small immutable files of rows that override or extend a version's.
 
     ROOT/MODEL/3+17.delta           delta 17 over version 3
 
-A delta is a file like a version's (loader.segment.segment), with a table of raw ids for each table that it
-changes: of each id that it has a row in the table's own format, or a bit that says that the id is deleted,
-and a filter (quant.rows.overlay). It lies over the version itself, or over one other delta, and then holds
-all that came after that one. So a reader takes a version with two deltas at most, the newer and smaller one
-first, and a delta that is published needs no earlier one of its size.
+A delta has the format of a version (loader.segment.segment). For each table that it changes it holds a table
+of raw ids: for each id a row in the table's format, or a bit for a deleted id; and a filter
+(quant.rows.overlay). It lies over the version, or over one other delta and then holds all later changes. So a
+reader uses two deltas at most, the newer and smaller one first.
 """
 
 import os
@@ -15,15 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tableside.loader.errors import SegmentError
 from tableside.loader.segment.header import Change, checksum
 from tableside.loader.segment.memory import MappedWindow
 from tableside.loader.segment.segment import Segment, Verify, unpickled
 from tableside.loader.segment.stored import StoredTable, filter_part, marks_part
 from tableside.quant import Table
+from tableside.quant.contract import Bytes
 from tableside.quant.rows.ids import RowMap
 from tableside.quant.rows.overlay import Overlay, OverlayLayer
 
@@ -31,25 +28,21 @@ SUFFIX = ".delta"
 
 
 def delta_name(version: int, sequence: int) -> str:
-    """The name of a delta's file."""
     return f"{version}+{sequence}{SUFFIX}"
 
 
 def parse_delta_name(name: str) -> tuple[int, int] | None:
-    """(version, sequence) of the name of a delta's file; None: it is none."""
+    """Returns (version, sequence) of a delta's file name, or None."""
     version, plus, sequence = name.removesuffix(SUFFIX).partition("+")
-    if (
-        not name.endswith(SUFFIX)
-        or not plus
-        or not all(n.isdecimal() and n.isascii() for n in (version, sequence))
-    ):
+    are_numbers = all(n.isdecimal() and n.isascii() for n in (version, sequence))
+    if not (name.endswith(SUFFIX) and plus and are_numbers):
         return None
     return int(version), int(sequence)
 
 
 class Delta:
-    """An attached delta: mapped, never copied. fd: an open file of it, closed here. SegmentError: the file is
-    no whole delta, or not the one that its name says."""
+    """An attached delta, mapped. Closes `fd`. SegmentError: the file is damaged, or its name does not fit
+    it."""
 
     def __init__(self, path: Path, fd: int, verify: Verify = "full") -> None:
         self.path = path
@@ -73,18 +66,17 @@ class Delta:
 
     @property
     def entries(self) -> int:
-        """Ids that it overrides, inserts or deletes, over all tables."""
+        """Returns the number of ids overridden, inserted or deleted, over all tables."""
         return sum(t.id_count for t in self.segment.header.tables)
 
     def layer(self, name: str, base: Table) -> OverlayLayer:
-        """What the delta has of the table `name`, whose own rows are those of `base`. SegmentError: their
-        rows are not alike."""
+        """Returns the delta's layer over table `name`, read beside `base`. SegmentError: row formats
+        differ."""
         stored, table = self.tables[name], self.segment.tables[name]
         if (table.row_format, table.dim) != (base.row_format, base.dim):
             raise SegmentError(
                 f"{self.path}: table {name!r} has rows of {stored.row_format} of dim {stored.dim}; those of "
-                "the version are "
-                f"{base.row_format.label} of dim {base.dim}"
+                f"the version are {base.row_format.label} of dim {base.dim}"
             )
         window = MappedWindow(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
         packed = window.bytes.reshape(stored.rows, stored.row_bytes)
@@ -92,16 +84,11 @@ class Delta:
         return self._layer(stored, table, packed, distance // stored.row_bytes, base)
 
     def own_layer(self, name: str) -> OverlayLayer:
-        """The same where nobody reads rows by their numbers, which begin with 0."""
+        """Returns the layer with row numbers from 0, for callers that do not look rows up."""
         return self._layer(self.tables[name], self.segment.tables[name], self.segment.tables[name].packed, 0)
 
     def _layer(
-        self,
-        stored: StoredTable,
-        table: Table,
-        packed: NDArray[np.uint8],
-        first_row: int,
-        base: Table | None = None,
+        self, stored: StoredTable, table: Table, packed: Bytes, first_row: int, base: Table | None = None
     ) -> OverlayLayer:
         assert stored.ids is not None and stored.ids.index is not None and table.row_map is not None
         index = table.row_map.index
@@ -125,7 +112,7 @@ class Delta:
 
 
 class OverlaidSegment(Segment):
-    """A version with deltas over it, the newest first: the same mapping, and tables that read them."""
+    """A version with deltas over it, newest first; shares the version's mapping."""
 
     def __init__(self, base: Segment, tables: dict[str, Table], deltas: tuple[Delta, ...]) -> None:
         self.__dict__ = {**base.__dict__, "tables": tables}
@@ -152,20 +139,17 @@ class OverlaidSegment(Segment):
 
 
 def _attach_again(path: Path, deltas: list[Path], content: int) -> Segment:
-    """A state out of a pickle. SegmentError: a part of it is gone, or has other rows."""
+    """Attaches a pickled state. SegmentError: a part of it is gone, or has other rows."""
 
     def attach() -> Segment:
-        return overlaid(
-            Segment(path, "header"),
-            [Delta(d, os.open(d, os.O_RDONLY | os.O_CLOEXEC), "header") for d in deltas],
-        )
+        opened = [Delta(d, os.open(d, os.O_RDONLY | os.O_CLOEXEC), "header") for d in deltas]
+        return overlaid(Segment(path, "header"), opened)
 
     return unpickled(path, content, attach)
 
 
 def overlaid(base: Segment, deltas: Sequence[Delta]) -> Segment:
-    """A version with deltas over it, the newest first, at least one. `base` stays as it is. SegmentError: a
-    delta has a table that the version lacks, or other rows."""
+    """Returns `base` under deltas (newest first, at least one). SegmentError: a delta's tables do not fit."""
     tables = dict(base.tables)
     for delta in deltas:
         if unknown := sorted(set(delta.tables) - set(tables)):

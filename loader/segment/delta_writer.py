@@ -1,5 +1,4 @@
-"""Writes a delta's file: entries of several sources, of which the last one of each id counts, become one
-table each."""
+"""Writes delta files. Entries of several sources become one table; the last entry of an id counts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from tableside.loader.segment.stored import (
     write_index,
 )
 from tableside.quant import Table
+from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import IndexBuilder, fill_filter, fill_marks, find_rows
 from tableside.quant.rows.ids import IdIndex, bits_at, set_bits
 from tableside.quant.rows.overlay import OverlayLayer, are_marks_worth_it, filter_words
@@ -31,17 +31,16 @@ _BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
 
 
 class DeltaEntries(NamedTuple):
-    """Changes of one table, in order. ids: int64 [n]; rows: int64 [n], each id's row in packed, uint8 [rows,
-    row_bytes]; deleted: bool [n]."""
+    """Changes of one table, in order. ids, rows: int64 [n]; packed: uint8 [rows, row_bytes], read at `rows`;
+    deleted: bool [n]."""
 
-    ids: NDArray[np.int64]
-    packed: NDArray[np.uint8]
-    rows: NDArray[np.int64]
+    ids: Ids
+    packed: Bytes
+    rows: Ids
     deleted: NDArray[np.bool_]
 
 
 def entries_of(layer: OverlayLayer) -> DeltaEntries:
-    """The entries of a delta's table."""
     kept, slots = np.ascontiguousarray(layer.index.ids), np.arange(layer.index.slots)
     found = np.empty(kept.size, np.int64)
     find_rows(layer.index, kept, found)
@@ -51,7 +50,7 @@ def entries_of(layer: OverlayLayer) -> DeltaEntries:
 
 
 def own_entries(deltas: Sequence[Delta]) -> Iterator[tuple[str, list[DeltaEntries]]]:
-    """Yields the entries of deltas, which come newest first, by table: the oldest delta first."""
+    """Yields the entries of deltas by table, oldest delta first. deltas: newest first."""
     for delta in reversed(deltas):
         for name in delta.tables:
             yield name, [entries_of(delta.own_layer(name))]
@@ -59,22 +58,21 @@ def own_entries(deltas: Sequence[Delta]) -> Iterator[tuple[str, list[DeltaEntrie
 
 @dataclass(frozen=True, eq=False)
 class MergedTable:
-    """A planned table of a delta. kept: mask of the entries of all parts, one part after another, that count;
-    rows: int64, the row of each of these."""
+    """A planned table of a delta. kept: mask over the entries of all parts; rows: int64, a row per kept
+    entry."""
 
     base: Table
     parts: tuple[DeltaEntries, ...]
     index: IdIndex
     ids: StoredIds
     kept: NDArray[np.bool_]
-    rows: NDArray[np.int64]
+    rows: Ids
 
 
 def merge(
     base: Segment, parts: Iterable[tuple[str, list[DeltaEntries]]], threads: int
 ) -> dict[str, MergedTable]:
-    """Plans the tables of a delta over `base` from entries by table, the newest last: an id's last entry
-    counts."""
+    """Plans the tables of a delta over `base` from entries by table, newest last."""
     joined: dict[str, list[DeltaEntries]] = {}
     for name, entries in parts:
         joined.setdefault(name, []).extend(entries)
@@ -95,22 +93,16 @@ def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> Me
     find_rows(index, ids[kept], rows)
     deleted = int(np.concatenate([part.deleted for part in parts])[kept].sum())
     _, numbers = base.row_numbers
-    stored = plan_index(
-        base.row_format,
-        base.dim,
-        index.slots,
-        buckets,
-        has_backfilled=deleted > 0,
-        filter_words=filter_words(rows.size),
-        marked=numbers if are_marks_worth_it(numbers, rows.size, base.row_bytes) else 0,
-    )
-    return MergedTable(
-        base, tuple(parts), index, StoredIds(rows.size, index=stored, deleted=deleted), kept, rows
-    )
+    marked = numbers if are_marks_worth_it(numbers, rows.size, base.row_bytes) else 0
+    shape = (base.row_format, base.dim, index.slots, buckets)
+    words = filter_words(rows.size)
+    stored = plan_index(*shape, has_backfilled=deleted > 0, filter_words=words, marked=marked)
+    stored_ids = StoredIds(rows.size, index=stored, deleted=deleted)
+    return MergedTable(base, tuple(parts), index, stored_ids, kept, rows)
 
 
 def write_delta(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> int:
-    """Writes and seals a delta; returns its bytes. Arguments and errors as those of `write_unsealed`."""
+    """Writes and seals a delta; returns its bytes. Arguments and errors: see `write_unsealed`."""
     writer = write_unsealed(path, fd, base, change, tables)
     try:
         writer.seal({})
@@ -122,17 +114,16 @@ def write_delta(path: Path, fd: int, base: Header, change: Change, tables: Mappi
 def write_unsealed(
     path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]
 ) -> SegmentWriter:
-    """Writes a delta over the version `base`, without the header, which the caller seals. fd: an open, empty
-    file at `path`; the writer closes it. NoSpace: only an empty file stays at `path`."""
+    """Writes a delta over version `base` without its header; the caller seals it. fd: an empty file at
+    `path`, closed by the writer. NoSpace: the file stays empty."""
     keys = {t.name: t.key for t in base.tables}
     shapes = [
         (name, keys[name], t.base.row_format, t.index.slots + 1, t.base.dim) for name, t in tables.items()
     ]
     planned = plan_tables(shapes, ids={name: t.ids for name, t in tables.items()})
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    writer = SegmentWriter(
-        path, Header(base.model, base.version, created, planned, (), delta=change), b"", fd
-    )
+    header = Header(base.model, base.version, created, planned, (), delta=change)
+    writer = SegmentWriter(path, header, b"", fd)
     try:
         for stored in writer.header.tables:
             _write(writer, stored.name, tables[stored.name])

@@ -1,7 +1,6 @@
-"""The header of a segment: which tables, features and scorer a version has, and where they lie in the file.
+"""The header of a segment: its tables, features and scorer, and their places in the file.
 
-It is JSON, with a checksum; `check_header` holds what it says against what can be, since a right checksum
-proves no good will.
+It is JSON with a checksum. `check_header` also checks the values, since anyone can write a valid checksum.
 """
 
 import json
@@ -25,8 +24,8 @@ SPARE_BYTES = 256  # room for what is known only at the end: `load`
 
 @dataclass(frozen=True)
 class ScorerInput:
-    """A tensor that a scorer takes: the pooled vectors of `feature`, or, where that is None, a dense one.
-    fp32 [batch, width]."""
+    """A scorer's input, fp32 [batch, width]: the pooled vectors of `feature`, or a dense tensor (feature
+    None)."""
 
     name: str
     feature: str | None
@@ -35,8 +34,8 @@ class ScorerInput:
 
 @dataclass(frozen=True)
 class StoredScorer:
-    """How a version scores: "dot" or "cosine" of its two inputs, or "program", `bytes` of an archive at
-    `offset`. checksum: xxh3-64 of the archive."""
+    """How a version scores: "dot", "cosine", or "program" (an archive of `bytes` at `offset`, checksum
+    xxh3-64)."""
 
     kind: str
     inputs: tuple[ScorerInput, ...]
@@ -47,8 +46,8 @@ class StoredScorer:
 
 @dataclass(frozen=True)
 class Owner:
-    """Which share of a model's buckets a segment holds: that of owner `number` of `owners`, cut from a
-    version of `model`."""
+    """The share of a model's buckets in a segment: owner `number` of `owners`, cut from a version of
+    `model`."""
 
     model: str
     version: int
@@ -58,14 +57,9 @@ class Owner:
 
 @dataclass(frozen=True)
 class Change:
-    """What a delta says beside its tables, which are small tables of raw ids with a filter
-    (`quant.rows.overlay`).
-
-    sequence: its number, unique in the model; the header's `version` is the one below. below: the sequence of
-    the delta between the two; 0: none. changed: rows of the last batch. positions: stream -> its place behind
-    the last change. made_at, applied_at: when the last batch's oldest change was made (0: not known) and
-    published, of time.time().
-    """
+    """Metadata of a delta. sequence: its number, unique in the model. below: sequence of the delta under it;
+    0: none. changed: rows of the last batch. positions: stream -> position after the last change. made_at,
+    applied_at: time.time() of the batch's oldest change (0: unknown) and of its publication."""
 
     sequence: int
     below: int = 0
@@ -77,9 +71,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Header:
-    """What a version is. source: its checkpoint (path, files) and a digest of its model.toml (spec); load:
-    seconds and source_bytes. owner: None: the version is whole. delta: this is a delta over `version`,
-    without features. merged: the last delta that a compaction put into this version; None: it was loaded."""
+    """Metadata of a version. source: checkpoint paths, files, model.toml digest; load: seconds and
+    source_bytes. owner: None for a whole version. delta: set in a delta over `version`, which has no
+    features. merged: the last delta compacted into it."""
 
     model: str
     version: int
@@ -121,9 +115,8 @@ class Header:
                 raw[name] = Change(**raw[name])
         raw["features"] = tuple(FeatureSpec(**f) for f in raw["features"])
         if (scorer := raw.get("scorer")) is not None:
-            raw["scorer"] = StoredScorer(
-                **{**scorer, "inputs": tuple(ScorerInput(**i) for i in scorer["inputs"])}
-            )
+            inputs = tuple(ScorerInput(**i) for i in scorer["inputs"])
+            raw["scorer"] = StoredScorer(**{**scorer, "inputs": inputs})
         if (evaluation := raw.get("evaluation")) is not None:
             columns = tuple((name, tuple(columns)) for name, columns in evaluation["columns"])
             raw["evaluation"] = EvalSpec(evaluation["label"], columns)
@@ -131,12 +124,11 @@ class Header:
 
     @property
     def indexes(self) -> tuple[StoredIndex, ...]:
-        """The id indexes of tables of raw ids."""
         return tuple(t.ids.index for t in self.tables if t.ids is not None and t.ids.index is not None)
 
     @property
     def stored(self) -> tuple[StoredRows, ...]:
-        """All that is checksummed in chunks, in the order of the checksums: tables, then their indexes."""
+        """Returns all rows with checksums, in order: tables, then their indexes."""
         return (*self.tables, *self.indexes)
 
     @property
@@ -145,19 +137,19 @@ class Header:
 
     @property
     def format_version(self) -> int:
-        """1 where nothing is there that the first format does not have, so that earlier releases read it."""
+        """Returns the oldest format that holds the header, so that earlier releases read it."""
         if self.delta is not None or self.merged is not None:
             return 3
         return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of all rows, without header and padding."""
+        """Returns the bytes of all rows, without header and padding."""
         return sum(t.bytes for t in self.tables)
 
     @property
     def fp32_bytes(self) -> int:
-        """Bytes that the same tables take in fp32."""
+        """Returns the bytes of the tables in fp32."""
         return sum(4 * t.id_count * t.dim for t in self.tables)
 
 
@@ -174,35 +166,21 @@ def plan_tables(
     ids: Mapping[str, StoredIds | None] | None = None,
 ) -> tuple[StoredTable, ...]:
     """Lays out tables (name, key, format, rows, dim), then their indexes; offsets count from the first table.
-
-    steps: table -> a number of rows at whose multiples chunks begin if they hold so many. ids: table -> how
-    its ids become rows.
-    """
+    steps: table -> rows per chunk boundary, if chunks hold that many. ids: table -> its `StoredIds`."""
     stored, offset, chunk = [], 0, 0
     for name, key, row_format, rows, dim in tables:
         row_bytes = row_format.row_bytes(dim)
         chunk_rows, step = max(1, CHUNK_BYTES // row_bytes), (steps or {}).get(name, 1)
         chunk_rows -= chunk_rows % step if chunk_rows >= step else 0
-        table = StoredTable(
-            rows,
-            row_bytes,
-            offset,
-            chunk_rows,
-            chunk,
-            name,
-            key,
-            row_format.label,
-            dim,
-            (ids or {}).get(name),
-        )
+        placed = (rows, row_bytes, offset, chunk_rows, chunk)
+        table = StoredTable(*placed, name, key, row_format.label, dim, (ids or {}).get(name))
         stored.append(table)
         offset += align(table.bytes)
         chunk += table.chunks
     for i, table in enumerate(stored):
         if table.ids is not None and (index := table.ids.index) is not None:
-            stored[i] = replace(
-                table, ids=replace(table.ids, index=replace(index, offset=offset, first_chunk=chunk))
-            )
+            moved = replace(index, offset=offset, first_chunk=chunk)
+            stored[i] = replace(table, ids=replace(table.ids, index=moved))
             offset += align(index.bytes)
             chunk += index.chunks
     return tuple(stored)
@@ -216,27 +194,21 @@ def _moved(table: StoredTable, by: int) -> StoredTable:
 
 
 def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
-    """Returns the header with the places of tables and scorer, the bytes reserved for it, and where the
-    scorer begins.
-
-    The header's size decides where tables begin, and so how many digits it has: sizes grow until it holds
-    itself.
-    """
+    """Returns the header with final offsets, the bytes reserved for it, and the scorer's offset. The header's
+    length and the offsets in it depend on each other: sizes grow until they agree."""
     reserved = _rounded(len(header.to_json()) + SPARE_BYTES)
     while True:
         first_table = align(PRELUDE.size + reserved + 8 * header.chunks)
         tables = tuple(_moved(t, first_table) for t in header.tables)
         end = max([first_table, *(align(s.offset + s.bytes) for s in replace(header, tables=tables).stored)])
-        scorer = header.scorer and replace(
-            header.scorer, offset=end, bytes=len(program), checksum=checksum(program)
-        )
+        size, found = len(program), checksum(program)
+        scorer = header.scorer and replace(header.scorer, offset=end, bytes=size, checksum=found)
         placed = replace(header, tables=tables, scorer=scorer)
         needed = _rounded(len(placed.to_json()) + SPARE_BYTES // 2)
         if needed > LARGEST_HEADER_BYTES:
             raise SegmentError(
                 f"model {header.model!r} has {len(tables):,} tables, whose header takes {needed:,} bytes; "
-                "the format holds "
-                f"{LARGEST_HEADER_BYTES:,}: publish it as several models"
+                f"the format holds {LARGEST_HEADER_BYTES:,}: publish it as several models"
             )
         if needed <= reserved:
             return placed, reserved, end
@@ -248,18 +220,17 @@ def _rounded(n: int) -> int:
 
 
 def align(n: int, to: int = TABLE_ALIGNMENT_BYTES) -> int:
-    """The next multiple of `to`."""
+    """Rounds up to a multiple of `to`."""
     return -(-n // to) * to
 
 
 def checksum(data: Any) -> int:
-    """xxh3-64 of a buffer."""
+    """Returns the xxh3-64 of a buffer."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def check_header(header: Header, header_end: int, size: int) -> None:
-    """SegmentError: what a header says cannot be, whatever its checksum says. header_end, size: bytes of
-    the file."""
+    """Raises SegmentError for impossible values. header_end, size: bytes of the file."""
     chunks = 0
     for t in header.tables:
         _check_table(t, chunks)
@@ -273,9 +244,8 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         chunks += index.chunks
         _check_place("an id index", index.offset, index.bytes, size)
     names = [t.name for t in header.tables]
-    if len(set(names)) != len(names) or not (
-        names or header.delta is not None
-    ):  # a delta may say a position alone
+    # A delta may say a position alone
+    if len(set(names)) != len(names) or not (names or header.delta is not None):
         raise SegmentError("the header names a table twice, or none")
     ends = sorted((s.offset, s.offset + s.bytes) for s in header.stored)
     starts = [header_end, *(end for _, end in ends)]
@@ -310,9 +280,8 @@ def check_header(header: Header, header_end: int, size: int) -> None:
 
 def _check_table(t: StoredTable, first_chunk: int) -> None:
     numbers = (t.dim, t.rows, t.row_bytes, t.offset, t.chunk_rows, t.first_chunk)
-    if not all(type(n) is int and n >= 0 for n in numbers) or not (
-        isinstance(t.name, str) and isinstance(t.key, str)
-    ):
+    are_texts = isinstance(t.name, str) and isinstance(t.key, str)
+    if not are_texts or not all(type(n) is int and n >= 0 for n in numbers):
         raise SegmentError(f"table {str(t.name)[:60]!r} has a name or a number of the wrong type")
     try:
         row_bytes = RowFormat.parse(t.row_format).row_bytes(t.dim)
@@ -348,9 +317,8 @@ def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
 
 def _check_change(c: Change) -> None:
     numbers, times = (c.sequence, c.below, c.changed), (c.made_at, c.applied_at)
-    is_wrong = not all(type(n) is int and n >= 0 for n in numbers) or not all(
-        type(t) in (int, float) for t in times
-    )
+    is_wrong = not all(type(n) is int and n >= 0 for n in numbers)
+    is_wrong = is_wrong or not all(type(t) in (int, float) for t in times)
     if is_wrong or c.below >= max(1, c.sequence) or not isinstance(c.positions, dict):
         raise SegmentError(
             f"the delta has sequence {str(c.sequence)[:30]} over {str(c.below)[:30]}, or a time that is no "
@@ -362,20 +330,14 @@ def _check_change(c: Change) -> None:
 
 def _check_owner(o: Owner) -> None:
     numbers = (o.version, o.number, o.owners)
-    if (
-        not isinstance(o.model, str)
-        or not all(type(n) is int for n in numbers)
-        or not 0 <= o.number < o.owners
-    ):
+    are_numbers = isinstance(o.model, str) and all(type(n) is int for n in numbers)
+    if not are_numbers or not 0 <= o.number < o.owners:
         raise SegmentError(f"the segment is that of owner {str(o.number)[:30]} of {str(o.owners)[:30]}")
 
 
 def _check_scorer(s: StoredScorer, features: tuple[FeatureSpec, ...], size: int) -> None:
-    if not all(type(n) is int for n in (s.offset, s.bytes, s.checksum)) or s.kind not in (
-        "dot",
-        "cosine",
-        "program",
-    ):
+    are_numbers = all(type(n) is int for n in (s.offset, s.bytes, s.checksum))
+    if not are_numbers or s.kind not in ("dot", "cosine", "program"):
         raise SegmentError(f"the scorer is of kind {str(s.kind)[:60]!r}, or its place is no number")
     _check_place("the scorer", s.offset, s.bytes, size)
     pooled = {f.name for f in features if f.pooling != "none"}

@@ -1,14 +1,13 @@
-"""Files of a hugetlbfs, whose memory consists of huge pages alone (2 MiB or 1 GiB, as it was mounted).
+"""Files of a hugetlbfs (pages of 2 MiB or 1 GiB, as mounted).
 
-Such a file is read and mapped like any other, with these differences. Its size is a multiple of the page.
-write(2) is refused, so it is written through a mapping. What is free are the pages that the administrator set
-aside:
+They are read and mapped like others, but sizes are multiples of the page, write(2) is refused (we write
+through a mapping), and free space is what the administrator set aside:
 
     echo 64 > /sys/kernel/mm/hugepages/hugepages-1048576kB/nr_hugepages
     mount -t hugetlbfs -o pagesize=1G none /mnt/huge
     tableside load model.toml --root /mnt/huge
 
-A model there takes two pages more than its versions, for its record. Counters of servers lie in /dev/shm.
+A model takes two pages more than its versions, for its record. Servers keep their counters in /dev/shm.
 """
 
 import ctypes
@@ -25,8 +24,7 @@ _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
 def huge_page_bytes(where: int | Path) -> int:
-    """The page size of the hugetlbfs of a file (a descriptor) or a folder; 0: it is on another file
-    system."""
+    """Returns the page size of the hugetlbfs of a descriptor or folder; 0: another file system."""
     found = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
     failed = (
         _libc.fstatfs(where, found) if isinstance(where, int) else _libc.statfs(os.fsencode(where), found)
@@ -38,20 +36,20 @@ def huge_page_bytes(where: int | Path) -> int:
 
 
 def free_huge_bytes(page_bytes: int) -> int:
-    """Bytes of the free huge pages of that size that nobody else was promised."""
+    """Returns the bytes of free, unreserved huge pages of a size."""
     pool = Path(f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB")
     free, promised = (int((pool / f"{name}_hugepages").read_text()) for name in ("free", "resv"))
     return (free - promised) * page_bytes
 
 
 def take_room(fd: int, size: int) -> None:
-    """Reserves the first `size` bytes of a file, whole pages on a hugetlbfs. OSError: there is no room."""
+    """Reserves the first `size` bytes of a file, in whole pages. OSError: no room."""
     page = huge_page_bytes(fd) or 1
     os.posix_fallocate(fd, 0, -(-size // page) * page)
 
 
 def write_whole(fd: int, data: bytes) -> None:
-    """Makes `data` what the file holds; zeros follow it on a hugetlbfs."""
+    """Replaces a file's content by `data`; zeros follow it on a hugetlbfs."""
     if page := huge_page_bytes(fd):
         take_room(fd, len(data))
         with mmap.mmap(fd, -(-len(data) // page) * page) as memory:

@@ -1,10 +1,8 @@
-"""Files in shared memory, mapped so that the kernel can use 2 MiB pages for them.
+"""Files in shared memory, mapped so that the kernel can use 2 MiB pages.
 
-`reserve` takes all the bytes of a new file at once, so that no later write can die of SIGBUS. It touches one
-page of every 2 MiB and then asks for MADV_COLLAPSE (kernel 6.1): that allocates the huge page almost empty,
-which takes a twentieth of the time of collapsing a full one (docs/log.md). A kernel or a file system that
-refuses leaves small pages, no error. A file of a hugetlbfs has the pages of that file system from the start
-(loader.segment.huge_pages).
+`reserve` allocates all bytes of a new file, so that no later write gets SIGBUS. It touches one page of every
+2 MiB, then asks for MADV_COLLAPSE (kernel 6.1), 20 times faster than collapsing full pages (docs/log.md).
+Where the kernel or file system refuses, pages stay small.
 """
 
 import contextlib
@@ -18,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.loader.errors import NoSpace
 from tableside.loader.segment.huge_pages import free_huge_bytes, huge_page_bytes
+from tableside.quant.contract import Bytes
 
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
@@ -31,14 +29,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -52,22 +43,17 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, 
 
 
 class _Mapped:
-    """Memory that is unmapped when the last array over it is gone. _span: (address, bytes) of all that was
-    reserved."""
+    """Memory that is unmapped with the last array over it. _span: (address, bytes) of the reservation."""
 
     _span: tuple[int, int]
 
     def _show(self, address: int, size: int, writable: bool) -> None:
         # numpy keeps the object that it got the interface from, so every view keeps the mapping.
-        self.__array_interface__: dict[str, Any] = {
-            "data": (address, not writable),
-            "shape": (size,),
-            "typestr": "|u1",
-            "version": 3,
-        }
+        kind = {"shape": (size,), "typestr": "|u1", "version": 3}
+        self.__array_interface__: dict[str, Any] = {"data": (address, not writable), **kind}
 
     @property
-    def bytes(self) -> NDArray[np.uint8]:
+    def bytes(self) -> Bytes:
         return np.asarray(self)
 
     def __del__(self) -> None:
@@ -76,13 +62,9 @@ class _Mapped:
 
 
 class Mapping(_Mapped):
-    """A whole file, mapped shared at a multiple of its pages or of 2 MiB; unmapped with the last array over
-    it.
-
-    `bytes` is uint8 [size]; array and pages are read-only unless `writable`. A copy is the object itself: two
-    would unmap the same addresses. It is not pickled (TypeError): its addresses mean nothing in another
-    process.
-    """
+    """A whole file, mapped shared and aligned to its pages or 2 MiB; unmapped with the last array over it.
+    `bytes`: uint8 [size], read-only unless `writable`. Copies are the object itself; pickling raises
+    TypeError."""
 
     def __init__(self, fd: int, size: int, writable: bool = False) -> None:
         self.size = size
@@ -101,8 +83,7 @@ class Mapping(_Mapped):
         self._show(address, size, writable)
 
     def collapse(self) -> bool:
-        """Asks for 2 MiB pages, on all cores; False where the kernel refuses (some part may still have got
-        them)."""
+        """Asks for 2 MiB pages, on all cores; False where the kernel refuses (part may be done)."""
         pages = self.size // HUGE_PAGE_BYTES
         threads = max(1, min(len(os.sched_getaffinity(0)), pages // _PAGES_A_THREAD))
         bounds = [pages * t // threads * HUGE_PAGE_BYTES for t in range(threads + 1)]
@@ -115,7 +96,7 @@ class Mapping(_Mapped):
             return all(list(pool.map(part, range(threads))))
 
     def huge_fraction(self) -> float:
-        """The share of the file that this process maps with pages of `page_bytes`, from /proc/self/smaps."""
+        """Returns the share of the file mapped in pages of `page_bytes`, from /proc/self/smaps."""
         start = f"{self.address:x}-"
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
@@ -142,12 +123,8 @@ class Mapping(_Mapped):
 
 
 class MappedWindow(_Mapped):
-    """Bytes [offset, offset + size) of a file, mapped read-only where they are a multiple of `step` bytes
-    away from `origin`.
-
-    At least `step` bytes on both sides of them are nobody's. `bytes` is uint8 [size]; unmapped when the last
-    array over it is gone.
-    """
+    """Bytes [offset, offset + size) of a file, mapped read-only at a multiple of `step` bytes from `origin`,
+    with `step` unused bytes on both sides. `bytes`: uint8 [size]; unmapped with the last array over it."""
 
     def __init__(self, fd: int, offset: int, size: int, origin: int, step: int) -> None:
         page = huge_page_bytes(fd) or (HUGE_PAGE_BYTES if size >= HUGE_PAGE_BYTES else mmap.PAGESIZE)
@@ -169,8 +146,7 @@ class MappedWindow(_Mapped):
 
 
 def reserve(fd: int, size: int, where: Path) -> Mapping:
-    """Makes the empty file `fd` `size` bytes long, with every byte reserved, and maps it writable. NoSpace:
-    the file system cannot hold it; the file keeps no bytes."""
+    """Allocates `size` bytes of the empty file `fd` and maps it writable. NoSpace: the file stays empty."""
     free = available_bytes(where)
     if size > free:
         raise _no_space(size, free, where)
@@ -192,8 +168,7 @@ def reserve(fd: int, size: int, where: Path) -> Mapping:
 
 
 def available_bytes(where: Path) -> int:
-    """Bytes that the file system of `where` still takes: without a limit, a tmpfs takes the available memory,
-    and a hugetlbfs the free huge pages."""
+    """Returns the free bytes of a file system: memory for an unlimited tmpfs, free pages for a hugetlbfs."""
     stats = os.statvfs(where)
     if stats.f_blocks:
         return stats.f_bavail * stats.f_frsize
@@ -211,14 +186,13 @@ def _no_space(size: int, free: int, where: Path) -> NoSpace:
             f"set more pages aside: /sys/kernel/mm/hugepages/hugepages-{page >> 10}kB/nr_hugepages"
         )
     return NoSpace(
-        f"{where} has {free:,} bytes free, the segment needs {size:,}; "
-        "remove old versions (tableside gc), choose a smaller row format, "
-        "or enlarge it (docker run --shm-size, remount with size=)"
+        f"{where} has {free:,} bytes free, the segment needs {size:,}; remove old versions (tableside gc), "
+        "choose a smaller row format, or enlarge it (docker run --shm-size, remount with size=)"
     )
 
 
 def processes_below(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, and of theirs; those that end meanwhile may be missing."""
+    """Returns the process ids of descendants of `pid`; ended ones may be missing."""
     children: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         for task in [*Path(f"/proc/{pid}/task").iterdir()]:
@@ -228,17 +202,12 @@ def processes_below(pid: int) -> list[int]:
 
 
 def pss_bytes(pid: int | str = "self") -> dict[str, int]:
-    """Memory of a process from /proc/PID/smaps_rollup: pss (shared pages divided by their users), its parts
-    pss_shmem and pss_file (libraries and other files), and private."""
+    """Returns pss, pss_shmem, pss_file and private of a process, from /proc/PID/smaps_rollup."""
     fields: dict[str, int] = {}
     with open(f"/proc/{pid}/smaps_rollup") as rollup:
         for line in rollup:
             name, _, rest = line.partition(":")
             if rest.strip().endswith("kB"):
                 fields[name] = int(rest.split()[0]) * 1024
-    return {
-        "pss": fields["Pss"],
-        "pss_shmem": fields["Pss_Shmem"],
-        "pss_file": fields["Pss_File"],
-        "private": fields["Private_Clean"] + fields["Private_Dirty"],
-    }
+    private = fields["Private_Clean"] + fields["Private_Dirty"]
+    return {key.lower(): fields[key] for key in ("Pss", "Pss_Shmem", "Pss_File")} | {"private": private}

@@ -1,9 +1,6 @@
-"""A segment registered with CUDA (`cudaHostRegister`): page-locked where it lies, so that every GPU of this
-process reads it in place and copies it at the speed of the bus. Nothing is copied, and other processes that
-register the same pages share them.
-
-A registration belongs to one process. It is undone when the last view of it is gone, and before the segment
-is unmapped.
+"""A segment registered with CUDA (`cudaHostRegister`): page-locked in place, so that every GPU of this
+process reads it at bus speed without a copy. Processes share the pages. The registration ends with its last
+view, before the segment is unmapped.
 """
 
 import fcntl
@@ -33,13 +30,8 @@ _NO_GPU = {3: "CUDA cannot be initialised", 35: "the driver is older than this C
 
 
 class Registration:
-    """A whole segment, registered for every GPU of this process (portable, mapped, read-only where the device
-    can).
-
-    device: a torch device, "cuda:0", through which it is made. cudart: for tests; torch's binding of the
-    runtime otherwise. RegistrationError: CUDA refused, with what to do about it. Other processes wait
-    meanwhile: they register one by one.
-    """
+    """A whole segment, registered for every GPU of this process through `device` ("cuda:0"). cudart: for
+    tests. RegistrationError: CUDA refused; says what to do. Processes register one by one."""
 
     def __init__(
         self, segment: Segment, device: Any, cudart: Any = None, read_only: bool | None = None
@@ -60,8 +52,7 @@ class Registration:
         self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping)
 
     def view(self, offset: int, size: int) -> torch.Tensor:
-        """Bytes [offset, offset + size) of the segment as uint8 [size] on the device; never to be written
-        to."""
+        """Returns bytes [offset, offset + size) as a uint8 tensor on the device. Never write to it."""
         if not 0 <= offset <= offset + size <= self.size:
             raise RegistrationError(
                 f"bytes [{offset}, {offset + size}) do not lie in the segment's {self.size}"
@@ -69,7 +60,7 @@ class Registration:
         return tensor_over(self.address + offset, size, torch.device(self.device), self)
 
     def close(self) -> None:
-        """Undoes the registration now; the caller has let go of all views. Safe to call twice."""
+        """Undoes the registration; the caller has dropped all views. Safe to call twice."""
         if undo := self._undo.detach():
             _unregister(*undo[2])
 
@@ -80,8 +71,8 @@ def _unregister(cudart: Any, mapping: Mapping) -> None:
 
 
 def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
-    """On a thread: unlocking the pages of 100 GB takes seconds, and the last reference may go in the
-    middle of a request."""
+    """Unregisters on a thread, since unlocking 100 GB takes seconds and a request may drop the last
+    reference."""
     thread = threading.Thread(target=_unregister, args=(cudart, mapping), name="tableside-unregister")
     try:
         thread.start()
@@ -90,12 +81,11 @@ def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
 
 
 def _runtime(device: Any) -> Any:
-    """torch's binding of the CUDA runtime, with a context on the device; RegistrationError: there is none."""
+    """Returns torch's binding of the CUDA runtime. RegistrationError: there is none."""
     if not torch.cuda.is_available():
         raise RegistrationError(
             f"{device} was asked for, and torch {torch.__version__} finds no CUDA device here; check the "
-            "driver (nvidia-smi), "
-            "that torch was built for CUDA, and docker run --gpus"
+            "driver (nvidia-smi), that torch was built for CUDA, and docker run --gpus"
         )
     torch.cuda.set_device(device)
     torch.cuda.synchronize()
@@ -104,11 +94,8 @@ def _runtime(device: Any) -> Any:
 
 @contextmanager
 def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]:
-    """Waits for its turn, since registering locks every page and several at once only contend.
-
-    The turn is a lock that the kernel drops with its holder. It only saves time: after `wait_s` seconds this
-    goes on without it, and says so.
-    """
+    """Holds a file lock, since processes that register at once contend; goes on after `wait_s` and says
+    so."""
     fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         deadline = time.monotonic() + wait_s
@@ -145,8 +132,7 @@ def _explain(code: int, segment: Segment, is_read_only: bool) -> str:
         limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,} bytes"
         return (
             f"{what}: they could not be page-locked, the limit is {limit}; raise it (ulimit -l unlimited, "
-            "docker run --ulimit "
-            "memlock=-1), free host memory, or serve with --placement hbm or host"
+            "docker run --ulimit memlock=-1), free host memory, or serve with --placement hbm or host"
         )
     if code in (_INVALID_VALUE, _NOT_SUPPORTED) and not is_read_only:
         return (

@@ -1,21 +1,20 @@
-"""The segment: one immutable file in shared memory that holds a version. All numbers are little-endian.
+"""The segment: one immutable file in shared memory that holds a version. Numbers are little-endian.
 
     offset   bytes
-    0        8      magic, the ASCII text TABLSIDE; written last, so that an unfinished file never looks whole
-    8        4      format version, uint32: 1, or 2 where a table's ids are not its row numbers, or some buckets lie elsewhere; 3
-                    of a delta (loader.segment.delta), and of a version that deltas were merged into
+    0        8      magic TABLSIDE in ASCII, written last
+    8        4      format version, uint32: 1; 2 if ids are not row numbers or buckets lie elsewhere;
+                    3 for a delta (loader.segment.delta) and a compacted version
     12       4      H, uint32: bytes of the header
     16       8      bytes of the whole file, uint64
     24       8      xxh3-64 of header and checksums
     32       32     zeros
     64       H      header: JSON, padded with spaces (loader.segment.header)
-    64 + H   8 C    checksums, uint64: xxh3-64 of each chunk of each table, in order, then of each id index
-    ...             zeros; then each table at its `offset`, a multiple of 4096: rows of `row_bytes` (quant.row_format), and zeros
-    ...             the id index of each table of raw ids (loader.segment.stored, quant.rows.ids) at its `offset`, a multiple of 4096
-    ...             the scorer's program, where there is one, at its `offset`, a multiple of 4096
+    64 + H   8 C    checksums, uint64: xxh3-64 of each chunk of each table, then of each id index
+    ...             each table at its `offset`: rows of `row_bytes` (quant.row_format)
+    ...             the id index of each table of raw ids (loader.segment.stored, quant.rows.ids)
+    ...             the scorer's program, if any
 
-A table's chunk is `chunk_rows` rows, the last one fewer. What the format does not do: compress, or survive a
-change of machine byte order.
+Each `offset` is a multiple of 4096; gaps are zeros. A chunk has `chunk_rows` rows, the last one fewer.
 """
 
 import os
@@ -43,6 +42,7 @@ from tableside.loader.segment.huge_pages import huge_page_bytes
 from tableside.loader.segment.memory import Mapping, reserve
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
+from tableside.quant.contract import Bytes
 
 MAGIC, FORMAT_VERSION = b"TABLSIDE", 3
 
@@ -50,18 +50,14 @@ Verify = Literal["full", "header"]
 
 
 class SegmentWriter:
-    """A new segment at `path`, all bytes reserved, invisible as a version until `seal` and a rename.
-
-    Caller: writes every chunk of `header.stored` once with `rows` and `finish_chunk` (any thread), then
-    `seal`. program: the archive of `header.scorer`. fd: an open, empty file at `path`, closed by this object;
-    None: one is made there. NoSpace: nothing stays at `path` but an empty file.
-    """
+    """A new segment at `path`, with all bytes reserved. The caller writes every chunk of `header.stored` once
+    with `rows` and `finish_chunk` (any thread), then calls `seal`. program: the scorer's archive. fd: an
+    empty file at `path`, closed here; None: it is created. NoSpace: at most an empty file stays."""
 
     def __init__(self, path: Path, header: Header, program: bytes = b"", fd: int | None = None) -> None:
         self.path = path
-        self._fd = (
-            os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600) if fd is None else fd
-        )
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600) if fd is None else fd
         try:
             self.header, self._header_bytes, end = lay_out(header, program)
             self.size = align(end + len(program), huge_page_bytes(self._fd) or TABLE_ALIGNMENT_BYTES)
@@ -72,20 +68,18 @@ class SegmentWriter:
             os.close(self._fd)
             raise
 
-    def rows(self, table: StoredRows, start: int, stop: int) -> NDArray[np.uint8]:
-        """The bytes of rows [start, stop) of a table or an index of `header`, to be written: uint8 [rows,
-        row_bytes]."""
+    def rows(self, table: StoredRows, start: int, stop: int) -> Bytes:
+        """Returns rows [start, stop) of a table or index as writable uint8 [rows, row_bytes]."""
         first = table.offset + start * table.row_bytes
-        return self.mapping.bytes[first : first + (stop - start) * table.row_bytes].reshape(
-            -1, table.row_bytes
-        )
+        part = self.mapping.bytes[first : first + (stop - start) * table.row_bytes]
+        return part.reshape(-1, table.row_bytes)
 
     def finish_chunk(self, table: StoredRows, chunk: int) -> None:
-        """Takes the checksum of a chunk whose rows are all written."""
+        """Stores the checksum of a completely written chunk."""
         self._checksums[table.first_chunk + chunk] = checksum(self.rows(table, *table.chunk_range(chunk)))
 
     def seal(self, load: dict[str, float]) -> Header:
-        """Writes header and checksums, then the magic; the file becomes read-only. Returns the final
+        """Writes header, checksums, then the magic, and makes the file read-only. Returns the final
         header."""
         self.header = replace(self.header, load=load)
         text = self.header.to_json()
@@ -112,13 +106,9 @@ class SegmentWriter:
 
 
 class Segment:
-    """An attached version: mapped, never copied, valid as long as this object or a table of it lives.
-
-    fd: an open file of the segment, closed here; None: `path` is opened. SegmentError: the file is not a
-    whole segment of this format (docs/format.md lists the ways). copy.copy and copy.deepcopy give this object
-    itself, as it never changes. A pickle holds the path; unpickled, the version is attached again, or
-    SegmentError where another file is there now.
-    """
+    """An attached version: mapped, valid while this object or a table of it lives. fd: an open file of it,
+    closed here. SegmentError: the file is no valid segment (docs/format.md). Copies are the object itself; a
+    pickle holds the path and attaches again, with SegmentError if another file is there."""
 
     def __init__(self, path: Path, verify: Verify = "full", fd: int | None = None) -> None:
         self.path = path
@@ -137,22 +127,21 @@ class Segment:
 
     @property
     def base(self) -> "Segment":
-        """The version without deltas."""
         return self
 
     @property
     def deltas(self) -> tuple[Any, ...]:
-        """What lies over the version (loader.segment.delta.Delta), the newest first."""
+        """Returns the deltas over the version, newest first."""
         return ()
 
     @property
     def change(self) -> Change | None:
-        """The last change that it holds; None: it is as it was loaded."""
+        """Returns the last change in the segment; None: unchanged since the load."""
         return self.header.merged
 
     @property
     def sequence(self) -> int:
-        """That of the last delta that it holds; 0: it has none, and was made of none."""
+        """Returns the sequence of the last delta, also if compacted; 0: none."""
         return 0 if self.change is None else self.change.sequence
 
     @property
@@ -192,17 +181,15 @@ class Segment:
         return header, sums.view("<u8")
 
     def content(self) -> int:
-        """What rows and scorer are, whatever the version's number and the time it was made: xxh3-64 over
-        their checksums."""
+        """Returns xxh3-64 over the checksums of rows and scorer; independent of version number and time."""
         h = self.header
         tables = [(t.name, t.row_format, t.dim, t.rows, *((t.ids,) if t.ids else ())) for t in h.tables]
-        what = repr(
-            (h.model, tables, h.features, h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum))
-        )
+        scorer = h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum)
+        what = repr((h.model, tables, h.features, scorer))
         return checksum(what.encode() + self._checksums.tobytes())
 
     def program(self) -> bytes:
-        """The archive of the version's scorer. SegmentError: its bytes changed since they were written."""
+        """Returns the archive of the scorer. SegmentError: its bytes changed."""
         scorer = self.header.scorer
         assert scorer is not None
         data = self.mapping.bytes[scorer.offset : scorer.offset + scorer.bytes].tobytes()
@@ -221,40 +208,37 @@ class Segment:
             raise SegmentError(f"{self.path}: {error}; publish the version again") from None
 
     def chunks(self) -> Iterator[tuple[StoredRows, int, int]]:
-        """(table or index, first row, end row) of each chunk."""
+        """Yields (table or index, first row, end row) of each chunk."""
         for stored in self.header.stored:
             for chunk in range(stored.chunks):
                 yield stored, *stored.chunk_range(chunk)
 
     def is_whole(self, table: StoredRows, start: int, stop: int) -> bool:
-        """Reads the rows of a chunk; whether they are as they were written."""
+        """Reads a chunk; returns whether its checksum is right."""
         first = table.offset + start * table.row_bytes
         data = self.mapping.bytes[first : first + (stop - start) * table.row_bytes]
         return checksum(data) == int(self._checksums[table.first_chunk + start // table.chunk_rows])
 
     def describe(self, stored: StoredRows, start: int, stop: int) -> str:
-        """A chunk, for people."""
         if isinstance(stored, StoredTable):
             return f"table {stored.name!r}, rows [{start}, {stop})"
         owner = next(t.name for t in self.header.tables if t.ids is not None and t.ids.index == stored)
         return f"the id index of table {owner!r}"
 
     def verify(self, threads: int = 1) -> None:
-        """Reads every row, with so many threads; SegmentError names the first chunk whose bytes changed
-        since it was written."""
+        """Reads every row on `threads` threads; SegmentError names the first chunk with a wrong checksum."""
         if self.header.scorer:
             self.program()
         self._check(list(self.chunks()), threads)
 
     def verify_indexes(self) -> None:
-        """As `verify`, of what is followed when rows are looked up, and not of rows: damaged rows give
-        wrong vectors, a damaged id index may lead anywhere."""
+        """Verifies id indexes, not rows: a damaged row gives a wrong vector, a damaged index may lead
+        anywhere."""
         self._check([chunk for chunk in self.chunks() if not isinstance(chunk[0], StoredTable)])
 
     def _check(self, chunks: Sequence[tuple[StoredRows, int, int]], threads: int = 1) -> None:
-        parts = [
-            chunks[len(chunks) * n // threads : len(chunks) * (n + 1) // threads] for n in range(threads)
-        ]
+        count = len(chunks)
+        parts = [chunks[count * n // threads : count * (n + 1) // threads] for n in range(threads)]
         if threads == 1:
             found = [self._first_corrupt(chunks)]
         else:
@@ -273,13 +257,12 @@ class Segment:
 
 
 def _attach_again(path: Path, content: int) -> Segment:
-    """A segment out of a pickle. SegmentError: it is gone, or has other rows."""
+    """Attaches a pickled segment. SegmentError: it is gone, or has other rows."""
     return unpickled(path, content, lambda: Segment(path, "header"))
 
 
 def unpickled(path: Path, content: int, attach: Callable[[], Segment]) -> Segment:
-    """What `attach` makes of a pickle's path. SegmentError: it is gone, or has other rows than `content`
-    said."""
+    """Calls `attach` for a pickled path. SegmentError: the file is gone, or its `content` differs."""
     try:
         segment = attach()
     except FileNotFoundError as error:
@@ -295,7 +278,7 @@ def unpickled(path: Path, content: int, attach: Callable[[], Segment]) -> Segmen
 
 
 def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
-    """Bytes of the header, after checking what can be checked without mapping."""
+    """Checks the prelude before mapping; returns the bytes of the header."""
     if len(prelude) < PRELUDE.size:
         raise SegmentError(
             f"{path}: {len(prelude)} bytes are too few for a segment; it was truncated or never written"
@@ -308,8 +291,7 @@ def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
     if not 1 <= version <= FORMAT_VERSION:
         raise SegmentError(
             f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish "
-            "it again with this "
-            "release"
+            "it again with this release"
         )
     if recorded != size:
         raise SegmentError(

@@ -1,5 +1,4 @@
-"""Where a segment keeps rows and how their ids are found: the parts of a header that say so, and the
-arrays of these."""
+"""The parts of a header that place rows and id indexes in a segment, and arrays over them."""
 
 from dataclasses import dataclass, replace
 from itertools import count
@@ -8,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
+from tableside.quant.contract import Bytes, Ids
 from tableside.quant.row_format import RowFormat
 from tableside.quant.rows.ids import ID_BYTES, DirectoryField, IdIndex, RowMap, id_at, pilots_for
 from tableside.quant.rows.overlay import Marks, mark_words
@@ -21,8 +21,7 @@ _POLICIES = ("error", "zero", "mean", "constant")
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of bytes in the segment. offset: bytes from the start of the file; first_chunk: index of its
-    first checksum."""
+    """Rows of bytes. offset: from the start of the file; first_chunk: index of the first checksum."""
 
     rows: int
     row_bytes: int
@@ -39,23 +38,18 @@ class StoredRows:
         return -(-self.rows // self.chunk_rows)
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """Rows [start, stop) of the chunk number `chunk`."""
+        """Returns rows [start, stop) of a chunk."""
         return chunk * self.chunk_rows, min((chunk + 1) * self.chunk_rows, self.rows)
 
 
 @dataclass(frozen=True)
 class StoredIndex(StoredRows):
-    """The id index of a table of raw ids (`quant.rows.ids`), at a multiple of 4096, in units of 64 bytes,
-    checksummed like rows.
-
-    Its parts, each at a multiple of 64: directory, pilots, the ids of the rows unless these lie in the rows'
-    padding, a bit for each row if any was backfilled, and of a delta its filter and marks
-    (`quant.rows.overlay`).
-
-    buckets: of the whole table; this segment has `owned` from `first_bucket` on. bucket_ids: ids of a bucket,
-    or 0: by hash. slots: rows without the default row. id_at: where an id lies in its row, or -1, as in a
-    delta. filter_words: uint64 of the filter. marked: row numbers that marks tell of; 0: no marks.
-    """
+    """The id index of a table of raw ids (`quant.rows.ids`), in 64-byte units, checksummed like rows. Its
+    parts, 64-byte aligned: directory, pilots, ids (unless in the rows' padding), a bit per row for backfilled
+    ones, and in a delta filter and marks (`quant.rows.overlay`). buckets: of the whole table; `owned` of
+    them, from `first_bucket`, are here. bucket_ids: ids per bucket; 0: by hash. slots: rows without the
+    default row. id_at: place of the id in its row; -1: in the index. filter_words: uint64 of the filter.
+    marked: row numbers with marks; 0: none."""
 
     buckets: int
     bucket_ids: int
@@ -69,13 +63,9 @@ class StoredIndex(StoredRows):
 
 @dataclass(frozen=True)
 class StoredIds:
-    """How ids become rows of a table (`quant.rows.ids.RowMap`).
-
-    count: ids with a row of their own; backfilled: how many of these rows came from an older version.
-    missing: the policy; default_row: the row of missing ids, the last one; None: they are refused. first: the
-    id of row 0, where there is no index; index: of raw ids. deleted: ids of a delta that have no row any
-    more; then the bits mark these, not the backfilled ones.
-    """
+    """How ids become rows (`quant.rows.ids.RowMap`). count: ids with rows; backfilled: rows copied from an
+    older version. missing: the policy; default_row: the last row, read for missing ids; None: they are
+    refused. first: the id of row 0, without an index. deleted: ids a delta deletes; the bits mark these."""
 
     count: int
     missing: str = "error"
@@ -87,14 +77,14 @@ class StoredIds:
 
     @property
     def has_bits(self) -> bool:
-        """Whether its index has a bit for each row."""
+        """Returns whether the index has a bit for each row."""
         return self.backfilled > 0 or self.deleted > 0
 
 
 @dataclass(frozen=True)
 class StoredTable(StoredRows):
-    """A table in the segment. rows: all stored ones, with empty slots and the default row. ids: None: ids are
-    row numbers, and others are refused."""
+    """A table. rows: including empty slots and the default row. ids: None: ids are row numbers, others are
+    refused."""
 
     name: str
     key: str
@@ -104,42 +94,42 @@ class StoredTable(StoredRows):
 
     @property
     def id_count(self) -> int:
-        """Ids that have a row of their own."""
+        """Returns the number of ids with a row of their own."""
         return self.rows if self.ids is None else self.ids.count
 
 
 def plan_index(
-    row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0, owned: int | None =
-    None, has_backfilled: bool = False, filter_words: int = 0,
-    marked: int = 0,
+    row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0,
+    owned: int | None = None, has_backfilled: bool = False, filter_words: int = 0, marked: int = 0,
 ) -> StoredIndex:  # fmt: skip
-    """An index of so many slots; offset and first checksum are not known yet. owned None: all buckets."""
+    """Plans an index; offset and first checksum are set later. owned: None for all buckets."""
     owned = buckets if owned is None else owned
-    index = StoredIndex(0, INDEX_UNIT_BYTES, 0, (1 << 20) // INDEX_UNIT_BYTES, 0, buckets, bucket_ids, first_bucket, owned, slots,
-                        -1 if filter_words else id_at(row_format, dim), filter_words, marked)  # fmt: skip
+    at = -1 if filter_words else id_at(row_format, dim)
+    rows = (0, INDEX_UNIT_BYTES, 0, (1 << 20) // INDEX_UNIT_BYTES, 0)
+    index = StoredIndex(*rows, buckets, bucket_ids, first_bucket, owned, slots, at, filter_words, marked)
     end = sum(-(-size // INDEX_UNIT_BYTES) for size in _part_bytes(index, has_backfilled))
     return replace(index, rows=end)
 
 
-def index_parts(index: StoredIndex, data: NDArray[np.uint8], has_backfilled: bool) -> list[NDArray[np.uint8]]:
-    """The parts of an index over its bytes: directory, pilots, ids, bits; those that it has not are empty."""
+def index_parts(index: StoredIndex, data: Bytes, has_backfilled: bool) -> list[Bytes]:
+    """Returns directory, pilots, ids and bits over an index's bytes; absent parts are empty."""
     return _parts(index, data, has_backfilled)[:4]
 
 
-def filter_part(index: StoredIndex, data: NDArray[np.uint8], has_deleted: bool) -> NDArray[np.uint64]:
-    """The filter of a delta's index over its bytes: uint64 [filter_words]."""
+def filter_part(index: StoredIndex, data: Bytes, has_deleted: bool) -> NDArray[np.uint64]:
+    """Returns the filter of a delta's index over its bytes: uint64 [filter_words]."""
     return _parts(index, data, has_deleted)[4].view("<u8")
 
 
-def marks_part(index: StoredIndex, data: NDArray[np.uint8], has_deleted: bool, first: int) -> Marks | None:
-    """The marks of a delta's index over its bytes. first: the id whose row number is 0."""
+def marks_part(index: StoredIndex, data: Bytes, has_deleted: bool, first: int) -> Marks | None:
+    """Returns the marks of a delta's index over its bytes. first: the id of row 0."""
     if not index.marked:
         return None
     bits, before, slots = _parts(index, data, has_deleted)[5:]
     return Marks(first, index.marked, bits.view("<u8"), before.view("<u4"), slots.view("<u4"))
 
 
-def _parts(index: StoredIndex, data: NDArray[np.uint8], has_backfilled: bool) -> list[NDArray[np.uint8]]:
+def _parts(index: StoredIndex, data: Bytes, has_backfilled: bool) -> list[Bytes]:
     parts, at = [], 0
     for size in _part_bytes(index, has_backfilled):
         parts.append(data[at : at + size])
@@ -160,11 +150,9 @@ def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, ...]:
     )
 
 
-def write_index(
-    stored: StoredIds, index: IdIndex, data: NDArray[np.uint8], packed: NDArray[np.uint8]
-) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Writes directory and pilots of a new index to its bytes; returns the slots' ids and the bits, to be
-    written."""
+def write_index(stored: StoredIds, index: IdIndex, data: Bytes, packed: Bytes) -> tuple[Ids, Bytes]:
+    """Writes directory and pilots to the index's bytes; returns the arrays of slot ids and bits, to be
+    filled."""
     assert stored.index is not None
     directory, pilots, ids, bits = index_parts(stored.index, data, stored.has_bits)
     directory[:] = index.directory.reshape(-1).view(np.uint8)
@@ -172,41 +160,35 @@ def write_index(
     return _kept_ids(stored.index, ids, packed), bits
 
 
-def _kept_ids(index: StoredIndex, ids: NDArray[np.uint8], packed: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The ids of an index's slots, which lie in the rows or in a part of their own."""
+def _kept_ids(index: StoredIndex, ids: Bytes, packed: Bytes) -> Ids:
+    """Returns the ids of an index's slots, from the rows or from the index."""
     if index.id_at < 0:
         return ids.view("<i8")
     return np.ndarray((index.slots,), "<i8", packed.reshape(-1), index.id_at, (packed.shape[1],))
 
 
-def id_index(
-    index: StoredIndex, data: NDArray[np.uint8], packed: NDArray[np.uint8], has_backfilled: bool
-) -> IdIndex:
-    """An index over its bytes and the table's rows, uint8 [rows, row_bytes]. Its directory is taken as it
-    is."""
+def id_index(index: StoredIndex, data: Bytes, packed: Bytes, has_backfilled: bool) -> IdIndex:
+    """Returns the index over its bytes and the table's rows, uint8 [rows, row_bytes]; does not check it."""
     directory, pilots, ids, bits = index_parts(index, data, has_backfilled)
-    return IdIndex(
+    entries, kept = (
         directory.view("<i8").reshape(-1, len(DirectoryField._fields)),
-        pilots,
         _kept_ids(index, ids, packed),
-        index.buckets,
-        index.bucket_ids,
-        index.first_bucket,
-        bits if has_backfilled else None,
     )
+    backfilled = bits if has_backfilled else None
+    return IdIndex(entries, pilots, kept, index.buckets, index.bucket_ids, index.first_bucket, backfilled)
 
 
-def keep_zero_apart(index: IdIndex, kept: NDArray[np.int64], has_zero: bool) -> None:
-    """Slots without an id keep 0: makes sure that id 0, unless the table has it, leads to none of them. kept:
-    int64 [slots]."""
+def keep_zero_apart(index: IdIndex, kept: Ids, has_zero: bool) -> None:
+    """Fills the empty slot that id 0 leads to with another id, unless the table has id 0. kept: int64
+    [slots]."""
     slot = int(index.places(np.zeros(1, np.int64))[0])
     if slot >= 0 and not has_zero and not kept[slot]:
         kept[slot] = next(i for i in count(1) if int(index.places(np.array([i]))[0]) != slot)
 
 
-def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.uint8]) -> RowMap | None:
-    """How a table's ids become rows of `packed`, over the bytes of its segment. SegmentError: the index
-    points outside the table."""
+def row_map(table: StoredTable, segment: Bytes, packed: Bytes) -> RowMap | None:
+    """Returns the map of a table's ids to rows of `packed`. SegmentError: the index points outside the
+    table."""
     if (ids := table.ids) is None:
         return None
     if (stored := ids.index) is None:
@@ -227,16 +209,17 @@ def row_map(table: StoredTable, segment: NDArray[np.uint8], packed: NDArray[np.u
 
 
 def check_ids(t: StoredTable) -> None:
-    """SegmentError: what a header says of a table's ids cannot be. The place of the index in the file is
-    not looked at."""
+    """Raises SegmentError for impossible values in a table's ids; does not check the index's offset."""
     ids, what = t.ids, f"table {t.name!r}"
     if ids is None:
         return
     numbers = (ids.count, ids.first, ids.backfilled, ids.deleted)
-    is_outside = (
-        not all(type(n) is int for n in numbers) or not 0 <= max(ids.backfilled, ids.deleted) <= ids.count
-    )
-    if is_outside or min(ids.backfilled, ids.deleted) != 0 or not isinstance(ids.missing, str):
+    most = max(ids.backfilled, ids.deleted) if all(type(n) is int for n in numbers) else -1
+    if (
+        not 0 <= most <= ids.count
+        or min(ids.backfilled, ids.deleted) != 0
+        or not isinstance(ids.missing, str)
+    ):
         raise SegmentError(
             f"{what} has ids with a number of the wrong type, or more of them backfilled than there are"
         )
@@ -245,29 +228,16 @@ def check_ids(t: StoredTable) -> None:
             f"{what} has default row {str(ids.default_row)[:30]}; expected the last one, {t.rows - 1}"
         )
     if ids.index is None:
-        if not -(2**63) <= ids.first <= 2**63 - ids.count or ids.count != t.rows - (
-            ids.default_row is not None
-        ):
+        rows = t.rows - (ids.default_row is not None)
+        if not -(2**63) <= ids.first <= 2**63 - ids.count or ids.count != rows:
             raise SegmentError(f"{what} has {ids.count} ids from {ids.first} on in {t.rows} rows")
         return
     index = ids.index
-    named = (
-        index.rows,
-        index.row_bytes,
-        index.offset,
-        index.chunk_rows,
-        index.first_chunk,
-        index.buckets,
-        index.bucket_ids,
-    )
-    more = (index.first_bucket, index.owned, index.slots, index.filter_words, index.marked)
-    if not all(type(n) is int and n >= 0 for n in (*named, *more)) or type(index.id_at) is not int:
+    others = [number for name, number in vars(index).items() if name != "id_at"]
+    if not all(type(n) is int and n >= 0 for n in others) or type(index.id_at) is not int:
         raise SegmentError(f"the id index of {what} has a number of the wrong type")
-    if (
-        not 1 <= index.buckets <= LARGEST_BUCKETS
-        or index.buckets & (index.buckets - 1)
-        or index.bucket_ids >= 2**63
-    ):
+    is_power = 1 <= index.buckets <= LARGEST_BUCKETS and not index.buckets & (index.buckets - 1)
+    if not is_power or index.bucket_ids >= 2**63:
         raise SegmentError(f"the id index of {what} has {index.buckets} buckets; expected a power of two")
     if index.first_bucket + index.owned > index.buckets or index.owned < 1:
         raise SegmentError(
@@ -278,13 +248,11 @@ def check_ids(t: StoredTable) -> None:
             f"the id index of {what} has marks of {index.marked} row numbers, and no slot that they could "
             "lead to"
         )
-    expected = plan_index(RowFormat.parse(t.row_format), t.dim, index.slots, index.buckets, index.bucket_ids, index.first_bucket,
-                          index.owned, ids.has_bits, index.filter_words, index.marked)  # fmt: skip
-    if (
-        index.slots != t.rows - 1
-        or ids.count > index.slots
-        or replace(index, offset=0, first_chunk=0) != expected
-    ):
+    buckets = (index.buckets, index.bucket_ids, index.first_bucket, index.owned)
+    shape = (RowFormat.parse(t.row_format), t.dim, index.slots)
+    expected = plan_index(*shape, *buckets, ids.has_bits, index.filter_words, index.marked)
+    is_planned = replace(index, offset=0, first_chunk=0) == expected
+    if index.slots != t.rows - 1 or ids.count > index.slots or not is_planned:
         raise SegmentError(
             f"the id index of {what} does not fit {ids.count} ids in {index.slots} slots of {t.rows} rows"
         )

@@ -1,13 +1,10 @@
-"""Resharding: a version of a model becomes one model for each of several owners, or owners' models become
-others, or one whole.
+"""Resharding: turns a model's version into one model per owner, owners' models into others, or back into one.
 
-Owner k of n of the model `ads` is the model `ads-owner-k-of-n`: a whole segment, which is served, activated
-and removed as any other. It finds the ids of its share (loader.shards.shares); every other id is missing for
-it, and becomes what the model says of missing ids. Of n owners exactly one finds an id that the model has.
-Features and scorer are those of the model.
+Owner k of n of model `ads` is the model `ads-owner-k-of-n`: a whole segment with the features and scorer of
+`ads`. It has the ids of its share (loader.shards.shares); others are missing ids. Each id has exactly one
+owner.
 
-All segments are written before the first one is published. While that happens, shared memory holds the tables
-twice.
+All segments are written before the first is published; meanwhile shared memory holds the tables twice.
 """
 
 import re
@@ -29,8 +26,8 @@ from tableside.quant import RowFormat
 
 @dataclass(frozen=True)
 class ReshardSettings:
-    """How to reshard. from_owners: how many hold the model now, 1: it is whole; version: of the whole model,
-    None: the live one; group: users who may read the new models; user: whose models are trusted."""
+    """from_owners: current owners, 1: the model is whole; version: of the whole model, None: live; group: may
+    read the new models; user: a trusted owner of models."""
 
     from_owners: int = 1
     version: int | None = None
@@ -41,8 +38,7 @@ class ReshardSettings:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one model holds. rows: all stored ones; ids: with a row of their own, in all tables; bytes: of its
-    segment."""
+    """Contents of one model. rows: all stored; ids: with a row of their own; bytes: of its segment."""
 
     model: str
     version: int
@@ -53,27 +49,21 @@ class Holding:
 
 @dataclass(frozen=True)
 class ReshardResult:
-    """What was there, and what was published."""
-
     before: tuple[Holding, ...]
     after: tuple[Holding, ...]
 
 
 def owner_names(model: str, owners: int) -> list[str]:
-    """The models of so many owners; one owner has the model itself."""
+    """Returns the models of so many owners; one owner has the model itself."""
     return [model] if owners == 1 else [f"{model}-owner-{number}-of-{owners}" for number in range(owners)]
 
 
 def reshard(
     root: Path, name: str, owners: int, settings: ReshardSettings = ReshardSettings()
 ) -> ReshardResult:
-    """Publishes a version of model `name` as `owners` models; for one owner, as a new version of the model
-    itself.
-
-    VersionError: what it is made of is not all there, or not of one version. ModelError: a table is too small
-    for so many owners. SegmentError: something is damaged. After an error before the first of them is
-    published nothing is left behind.
-    """
+    """Publishes a version of model `name` as `owners` models; for one owner, as the model itself.
+    VersionError: parts are missing or of several versions. ModelError: a table is too small. SegmentError:
+    damage. After an error before the first publication nothing stays."""
     if owners < 1 or settings.from_owners < 1 or owners == settings.from_owners:
         raise ModelError(
             f"model {name!r} from {settings.from_owners} to {owners} owners; expected two numbers that "
@@ -102,7 +92,7 @@ def reshard(
 
 
 def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]:
-    """The segments that hold the model, all bytes verified, in the owners' order."""
+    """Returns the segments that hold the model, all bytes verified, in the owners' order."""
     _check_owners(root, name, settings)
     if settings.from_owners == 1:
         model = Model(root, name, settings.user)
@@ -111,8 +101,7 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
         if (owner := segment.header.owner) is not None:
             raise VersionError(
                 f"{segment.path} is owner {owner.number} of {owner.owners} of model {owner.model!r}; name "
-                "that model: "
-                f"tableside reshard {owner.model} --from {owner.owners}"
+                f"that model: tableside reshard {owner.model} --from {owner.owners}"
             )
         return [segment]
     models = [Model(root, n, settings.user) for n in owner_names(name, settings.from_owners)]
@@ -125,15 +114,14 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
         if segment.header.owner != Owner(name, version, number, settings.from_owners):
             raise VersionError(
                 f"{segment.path} holds {_described(segment.header)}; expected owner {number} of "
-                f"{settings.from_owners} of "
-                f"version {version} of {name!r}, as {segments[0].path} does; say which with --version, or "
-                "reshard it again"
+                f"{settings.from_owners} of version {version} of {name!r}, as {segments[0].path} does; say "
+                "which with --version, or reshard it again"
             )
     return segments
 
 
 def _check_owners(root: Path, name: str, settings: ReshardSettings) -> None:
-    """VersionError: one of the models that hold the model has no version; it tells which owners there are."""
+    """Raises VersionError, with the known owners, if one of the models has no version."""
     published = {m.name for m in models(root, settings.user) if m.versions()}
     lacking = [n for n in owner_names(name, settings.from_owners) if n not in published]
     if not lacking:
@@ -144,13 +132,12 @@ def _check_owners(root: Path, name: str, settings: ReshardSettings) -> None:
     there += [f"{here} of {owners} owners (--from {owners})" for owners, here in sorted(counts.items())]
     raise VersionError(
         f"{lacking[0]!r} is not published in {root}; of model {name!r} there is: "
-        f"{', '.join(there) or 'nothing'}; say with "
-        "--from how many owners hold it now"
+        f"{', '.join(there) or 'nothing'}; say with --from how many owners hold it now"
     )
 
 
 def _number(model: Model, version: int | None) -> int | None:
-    """The newest version of an owner's model that was cut from `version` of the whole; None: the live one."""
+    """Returns the newest version of an owner's model cut from `version` of the whole; None: the live one."""
     if version is None:
         return None
     for number in reversed(model.versions()):
@@ -189,7 +176,7 @@ def _write(
 
 
 def _plan(of: Header, shares: dict[str, Share], name: str, version: int, owner: Owner | None) -> Header:
-    """The header of what one owner has; chunks have as many rows as before."""
+    """Plans the header of an owner's segment; chunks keep their rows."""
     shapes = [(t.name, t.key, RowFormat.parse(t.row_format), shares[t.name].rows, t.dim) for t in of.tables]
     ids = {table: share.ids for table, share in shares.items()}
     tables = plan_tables(shapes, {t.name: t.chunk_rows for t in of.tables}, ids)

@@ -1,10 +1,9 @@
-"""What each owner has of a table, and how it is copied out of the segments that have parts of it.
+"""The share of each owner in a table, and its copy from the segments that hold parts of it.
 
-Of n owners, owner k has buckets [B k // n, B (k + 1) // n) of a table of B buckets, and rows [R k // n, R (k
-+ 1) // n) of a table of R dense ids; each has the default row. Rows, pilots, kept ids and backfilled bits are
-copied as bytes: no row is read as numbers, and no index is built. Only the first rows in the directory
-change, by where the share begins, and so where pilots and bits lie. What is between the pilots of two buckets
-stays zero.
+Owner k of n has buckets [B k // n, B (k + 1) // n) of B, or rows [R k // n, R (k + 1) // n) of R dense ids,
+and the default row. Rows, pilots, ids and backfilled bits are copied as bytes. Only the directory's first
+rows change with the start of the share, and with them the places of pilots and bits. Gaps between pilots stay
+zero.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.loader.errors import ModelError, SegmentError
 from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.loader.versions.partial import ids_in
 from tableside.quant import RowFormat
-from tableside.quant.contract import Bytes
+from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.ids import IdIndex
 
 PIECE_BYTES = 16 << 20  # copied at once
@@ -36,17 +34,17 @@ class TablePart:
 
     @property
     def first(self) -> int:
-        """Its first bucket, or of a table of dense ids its first id."""
+        """Returns its first bucket, or first dense id."""
         return self.index.first_bucket if self.index else self.stored.ids.first if self.stored.ids else 0
 
     @property
     def end(self) -> int:
-        """The bucket or id behind its last one."""
+        """Returns the bucket or dense id after its last."""
         return self.first + (len(self.index.directory) - 1 if self.index else self.stored.id_count)
 
     @property
     def has_default(self) -> bool:
-        """Whether its last row is of no id: where ids are raw there always is one."""
+        """Returns whether the last row is a default row, as always for raw ids."""
         return self.stored.ids is not None and (
             self.index is not None or self.stored.ids.default_row is not None
         )
@@ -54,8 +52,8 @@ class TablePart:
 
 @dataclass(frozen=True, eq=False)
 class RowRun:
-    """Rows [start, stop) of a part, and of raw ids buckets [first_bucket, end_bucket), both counted from
-    the part's first."""
+    """Rows [start, stop) of a part, and for raw ids buckets [first_bucket, end_bucket), counted in the
+    part."""
 
     part: TablePart
     start: int
@@ -66,8 +64,8 @@ class RowRun:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """An owner's part of a table: runs of rows, and the default row behind them, if any. rows: with the
-    default row. ids: how ids become rows there; None: they are row numbers."""
+    """An owner's part of a table: runs of rows, then the default row, if any (counted in rows). ids: None:
+    row numbers."""
 
     rows: int
     ids: StoredIds | None
@@ -81,8 +79,7 @@ class Share:
 
 
 def parts_of(segments: Sequence[Segment], name: str) -> list[TablePart]:
-    """A table in the segments that hold it together, in order. SegmentError: these are not parts of one
-    table."""
+    """Returns a table's parts in order. SegmentError: they do not form one table."""
     parts = []
     for segment in segments:
         stored = next((t for t in segment.header.tables if t.name == name), None)
@@ -105,7 +102,7 @@ def parts_of(segments: Sequence[Segment], name: str) -> list[TablePart]:
 
 
 def _kind(part: TablePart) -> tuple[object, ...]:
-    """What all parts of a table have in common."""
+    """Returns what all parts of a table have in common."""
     stored, index = part.stored, part.index
     default = part.packed[-1].tobytes() if part.has_default else None
     policy = None if stored.ids is None else (stored.ids.missing, stored.ids.default_row is None)
@@ -114,14 +111,11 @@ def _kind(part: TablePart) -> tuple[object, ...]:
 
 
 def shares_of(parts: Sequence[TablePart], owners: int) -> list[Share]:
-    """What each of so many owners has. ModelError: there would be owners without a row. SegmentError: ids
-    are lost on the way."""
+    """Returns each owner's share. ModelError: an owner would have no row. SegmentError: ids would be lost."""
     shares = [_cut(parts, number, owners) for number in range(owners)]
-    name, before, after = (
-        parts[0].stored.name,
-        sum(p.stored.id_count for p in parts),
-        sum(s.id_count for s in shares),
-    )
+    name = parts[0].stored.name
+    before = sum(p.stored.id_count for p in parts)
+    after = sum(s.id_count for s in shares)
     if before != after:
         raise SegmentError(
             f"table {name!r} has {before} ids by its header, {after} by its directory; publish the version "
@@ -141,8 +135,7 @@ def _cut(parts: Sequence[TablePart], number: int, owners: int) -> Share:
     if not parts[0].has_default and owners > size:
         raise ModelError(
             f"table {stored.name!r} has {size} rows, and some of {owners} owners would have none; expected "
-            f"at most {size} "
-            "owners, or a policy for missing ids in model.toml"
+            f"at most {size} owners, or a policy for missing ids in model.toml"
         )
     start, stop = first + size * number // owners, first + size * (number + 1) // owners
     runs = [_run(p, max(start, p.first), min(stop, p.end)) for p in parts if p.first < stop and start < p.end]
@@ -210,13 +203,13 @@ def copy_share(writer: SegmentWriter, stored: StoredTable, share: Share) -> None
             writer.finish_chunk(index, chunk)
 
 
-def _copy_rows(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+def _copy_rows(source: Bytes, out: Bytes) -> None:
     step = max(1, PIECE_BYTES // source.shape[1])
     for first in range(0, len(source), step):
         out[first : first + step] = source[first : first + step]
 
 
-def _copy_index(parts: list[NDArray[np.uint8]], has_kept_ids: bool, share: Share) -> None:
+def _copy_index(parts: list[Bytes], has_kept_ids: bool, share: Share) -> None:
     directory, pilots, ids, bits = parts
     entries = directory.view("<i8").reshape(-1, 2)
     row = bucket = 0
@@ -234,9 +227,8 @@ def _copy_index(parts: list[NDArray[np.uint8]], has_kept_ids: bool, share: Share
     entries[bucket] = row, 0
 
 
-def _copy_pilots(run: RowRun, out: NDArray[np.uint8], row: int, bucket: int) -> None:
-    """The pilots of a run to those of a share, in which its rows begin at `row` and its buckets at
-    `bucket`."""
+def _copy_pilots(run: RowRun, out: Bytes, row: int, bucket: int) -> None:
+    """Copies a run's pilots to a share where its rows begin at `row` and its buckets at `bucket`."""
     assert run.part.index is not None
     pilots, firsts = run.part.index.pilots, _entries(run)[:, 0].tolist()
     for n, (first, end) in enumerate(pairwise(firsts)):
@@ -246,20 +238,20 @@ def _copy_pilots(run: RowRun, out: NDArray[np.uint8], row: int, bucket: int) -> 
         out[target : target + count] = pilots[source : source + count]
 
 
-def _entries(run: RowRun) -> NDArray[np.int64]:
-    """The directory's entries of a run's buckets, and the one behind them."""
+def _entries(run: RowRun) -> Ids:
+    """Returns the directory's entries of a run's buckets, and the next one."""
     assert run.part.index is not None
     return run.part.index.directory[run.first_bucket : run.end_bucket + 1]
 
 
-def _bits(bits: NDArray[np.uint8], start: int, count: int) -> NDArray[np.uint8]:
-    """Bits [start, start + count), a byte each."""
+def _bits(bits: Bytes, start: int, count: int) -> Bytes:
+    """Returns bits [start, start + count), a byte each."""
     some = np.unpackbits(bits[start >> 3 : (start + count + 7) >> 3], bitorder="little")
     return some[start & 7 : (start & 7) + count]
 
 
 def _count_bits(run: RowRun) -> int:
-    """How many rows of a run were backfilled."""
+    """Counts the backfilled rows of a run."""
     index = run.part.index
     if index is None or (bits := index.backfilled) is None:
         return 0
@@ -267,8 +259,8 @@ def _count_bits(run: RowRun) -> int:
     return sum(int(np.count_nonzero(_bits(bits, at, min(_PIECE_BITS, run.stop - at)))) for at in pieces)
 
 
-def _copy_bits(source: NDArray[np.uint8], start: int, out: NDArray[np.uint8], at: int, count: int) -> None:
-    """Bits [start, start + count) to [at, at + count); what else is in the bytes there stays."""
+def _copy_bits(source: Bytes, start: int, out: Bytes, at: int, count: int) -> None:
+    """Copies bits [start, start + count) to [at, at + count), without touching others."""
     for done in range(0, count, _PIECE_BITS):
         some = min(_PIECE_BITS, count - done)
         first, end = (at + done) >> 3, (at + done + some + 7) >> 3

@@ -1,12 +1,8 @@
-"""FBGEMM inference modules over a segment: initialised without weights, then handed a view of the rows.
+"""FBGEMM inference modules over a segment, built without weights and pointed at its rows by `bind`.
 
-The idea is FBGEMM's pull request 5640 (`weight_init_device`), which is not in a release: weights are
-allocated on another device than the metadata, or not at all, so that fp32 (or a second copy of the quantized
-rows) never exists on the compute device. Here the released module is built with everything but its weights,
-and `bind` points it at the segment.
-
-A bound module is copied without its rows: copies share the segment. Its pickle holds the segment's path, and
-attaches it again.
+After FBGEMM's unreleased pull request 5640 (`weight_init_device`): weights lie on another device than the
+metadata, or nowhere, so fp32 weights or a second copy never exist on the compute device. Copies of a bound
+module share the segment; a pickle holds its path and attaches it again.
 """
 
 import ctypes
@@ -48,14 +44,10 @@ def init_tbe(
     half: bool = False,
     feature_tables: Sequence[int] | None = None,
 ) -> Any:
-    """An IntNBitTableBatchedEmbeddingBagsCodegen with its metadata on `device` and its weights on
-    `weight_init_device`.
-
-    meta: no weight is allocated. cpu: zeros, to be filled by the caller through `split_embedding_weights`.
-    None: FBGEMM's own allocation on `device`. Until `bind` or `place`, a forward pass with weights elsewhere
-    than `device` is a LoaderError. feature_tables: the table of each feature, by its index; None: each table
-    has one. LoaderError: another weight_init_device. MissingBackend: torch or FBGEMM is not installed.
-    """
+    """Returns an IntNBitTableBatchedEmbeddingBagsCodegen with weights on `weight_init_device`: meta: none;
+    cpu: zeros, filled through `split_embedding_weights`; None: on `device`. Until `bind` or `place`, forward
+    raises LoaderError if they are elsewhere. feature_tables: feature index -> table. LoaderError: another
+    weight_init_device. MissingBackend: no torch or FBGEMM."""
     check_pair()
     import torch
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -149,11 +141,9 @@ def _on_device(segment: Segment, device: str) -> "torch.Tensor":
 
 
 def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.Tensor | None" = None) -> None:
-    """Points a module's tables, in order, at the rows of a segment. Nothing is copied.
-
-    weights: a uint8 view of the whole segment on the module's device; None: this process's mapping (CPU). The
-    module keeps the segment alive. LoaderError: a table's shape or format is not the module's.
-    """
+    """Points a module's tables at a segment's rows, without a copy. weights: a uint8 view of the segment on
+    the module's device; None: the mapping (CPU). The module keeps the segment alive. LoaderError: shape or
+    format differ."""
     from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
     stored = {t.name: t for t in segment.header.tables}
@@ -179,13 +169,11 @@ def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.T
 
 @cache
 def _shared_rows() -> Any:
-    """The class of weights that lie in a segment: a tensor that is never copied, and pickled as its
-    segment."""
+    """Returns the tensor class of weights in a segment: never copied, pickled as the segment."""
     import torch
 
     class SharedRows(torch.Tensor):
-        """uint8 [bytes] over a whole segment. segment: None where they are a device's view, which is not
-        pickled."""
+        """uint8 [bytes] over a segment. segment: None for a device's view, which is not pickled."""
 
         segment: Segment | None
         # Operators see, and return, plain tensors.
@@ -230,12 +218,9 @@ def check_device(weight_init_device: str | None) -> None:
 
 
 def place(module: Any, weights: "torch.Tensor | None" = None) -> None:
-    """Gives a module its weights on the compute device: these, or a copy of those that it began with.
-
-    weights: as many elements, of the same type, as `weights_of` has; they are not copied. A parameter is
-    replaced by a new one: make optimizers afterwards. LoaderError: they do not fit, lie elsewhere, or there
-    is nothing to copy (meta).
-    """
+    """Sets a module's weights on the compute device: these (not copied), or a copy of its own. weights: size
+    and type as `weights_of`. Replaces parameters: create optimizers afterwards. LoaderError: misfit, another
+    device, or nothing to copy (meta)."""
     import torch
 
     name, initial = weights_of(module)
@@ -250,8 +235,7 @@ def place(module: Any, weights: "torch.Tensor | None" = None) -> None:
     if (weights.numel(), weights.dtype, weights.device.type) != (initial.numel(), initial.dtype, device.type):
         raise LoaderError(
             f"{type(module).__name__}.{name} has {initial.numel():,} elements of {initial.dtype} and belongs "
-            f"on {device}; found "
-            f"{weights.numel():,} of {weights.dtype} on {weights.device}"
+            f"on {device}; found {weights.numel():,} of {weights.dtype} on {weights.device}"
         )
     weights = weights.detach().view(initial.shape)
     is_parameter = isinstance(initial, torch.nn.Parameter)
@@ -264,20 +248,17 @@ def place(module: Any, weights: "torch.Tensor | None" = None) -> None:
 
 
 def training_names() -> Any:
-    """FBGEMM's names for training modules, imported where FBGEMM is imported. MissingBackend: it is not
-    installed."""
+    """Returns FBGEMM's names for training modules. MissingBackend: it is not installed."""
     check_pair()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # its CPU build has no lookups of SSDs, and warns of each
+        # Its CPU build has no lookups of SSDs, and warns of each
+        warnings.simplefilter("ignore", DeprecationWarning)
         from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
     return training
 
 
 def guard(module: Any, weight_init_device: str) -> None:
-    """Says that the weights of a module lie on another device, and refuses its forward passes until they
-    are placed."""
+    """Marks a module's weights as elsewhere; forward passes are refused until they are placed."""
     name, weights = weights_of(module)
     logger.info(
         "%s: %s bytes of weights (%s) begin on %s, its metadata on %s; place them before a forward pass",
@@ -292,7 +273,7 @@ def unguard(module: Any) -> None:
 
 
 def weights_of(module: Any) -> tuple[str, "torch.Tensor"]:
-    """The one tensor that holds a module's weights, with its name."""
+    """Returns the one tensor that holds a module's weights, with its name."""
     names = ("weights_host", "weights_dev", "weights_uvm", "weights")
     return next((n, w) for n in names if (w := getattr(module, n, None)) is not None and w.numel())
 
@@ -308,8 +289,7 @@ def _refuse_elsewhere(module: Any, _: Any) -> None:
     if weights.device.type != compute_device(module).type:
         raise LoaderError(
             f"{type(module).__name__}.{name} lies on {weights.device}, and the module computes on "
-            f"{compute_device(module)}; "
-            "bind it to a segment, or place its weights, before a forward pass"
+            f"{compute_device(module)}; bind it to a segment, or place its weights, before a forward pass"
         )
 
 

@@ -1,10 +1,8 @@
-"""FBGEMM's training modules with weights that begin on another device than their metadata, or nowhere.
+"""FBGEMM training modules with weights on another device than their metadata, or none yet.
 
-After FBGEMM's pull request 5640 (`weight_init_device`), which is not in a release. fp32 weights then never
-lie on the compute device before they are wanted there: they are loaded, quantized or mapped first, and then
-placed (`tbe.place`). What is not of the weights is built on the compute device as ever: offsets, placements,
-and an optimizer's states. Views by table (`split_embedding_weights`) and state dicts see the device that the
-weights are on.
+After FBGEMM's unreleased pull request 5640 (`weight_init_device`): weights are loaded, quantized or mapped
+first, then placed (`tbe.place`). Offsets, placements and optimizer states are on the compute device from the
+start. `split_embedding_weights` and state dicts see the device of the weights.
 """
 
 from collections.abc import Sequence
@@ -41,13 +39,10 @@ def init_split_tbe(
     half: bool = False,
     **options: Any,
 ) -> Any:
-    """A SplitTableBatchedEmbeddingBagsCodegen, whose backward is its optimizer's step.
-
-    device: cpu, or the current CUDA device. optimizer: a name of FBGEMM's OptimType. half: fp16 weights.
-    options: FBGEMM's own (learning_rate, eps, ...). weight_init_device: meta, cpu, or None: as FBGEMM does.
-    Optimizer states are on `device`. LoaderError: a weight_init_device or an optimizer that is not supported
-    here.
-    """
+    """Returns a SplitTableBatchedEmbeddingBagsCodegen. device: cpu, or the current CUDA device. optimizer: a
+    name of FBGEMM's OptimType. half: fp16 weights. options: FBGEMM's (learning_rate, eps, ...).
+    weight_init_device: meta, cpu, or None: on `device`. LoaderError: unsupported weight_init_device or
+    optimizer."""
     check_device(weight_init_device)
     fbgemm = training_names()
     on_cpu = device == "cpu"
@@ -81,8 +76,8 @@ def init_dense_tbe(
     weight_init_device: str | None = "meta",
     half: bool = False,
 ) -> Any:
-    """A DenseTableBatchedEmbeddingBagsCodegen: gradients for any optimizer of torch's. Arguments as those
-    of `init_split_tbe`."""
+    """Returns a DenseTableBatchedEmbeddingBagsCodegen, for torch optimizers. Arguments: see
+    `init_split_tbe`."""
     check_device(weight_init_device)
     fbgemm = training_names()
     with nullcontext() if weight_init_device is None else _RandomWeightsOn(weight_init_device):

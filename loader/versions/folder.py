@@ -1,17 +1,13 @@
-"""A folder that only its owner can change, opened once, its files reached through it and never through a
-link.
+"""A folder that only its owner can change, opened once; its files are reached through the descriptor.
 
-`/dev/shm` is writable for every user of the machine, and a folder there may have been made by anyone who knew
-its name. So what is published is only written to, and only read from, folders and files
+Everyone can write to `/dev/shm`, so a folder there may be anybody's. Published data is read and written only
+in folders and files that
 
-* that belong to this user, to root, or to the user that `owner` names,
-* that nobody else can write to (no group, no others; a root that is sticky, as /dev/shm is, will do: what
-  others make there is theirs, and refused),
-* that are no symbolic links.
+* belong to this user, to root, or to the user named by `owner`,
+* nobody else can write to (a sticky root like /dev/shm is allowed),
+* are no symbolic links.
 
-Everything is opened relative to the folder's descriptor (openat(2)) with O_NOFOLLOW: who changes the path
-meanwhile changes nothing here. Files are readable by their owner alone, or, where the folder is open to a
-group (mode 0750), by that group.
+Files are opened with openat(2) and O_NOFOLLOW. Only the owner can read them, or a group (folder mode 0750).
 """
 
 import contextlib
@@ -24,7 +20,6 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 from tableside.loader.errors import AccessError, VersionError
 
@@ -33,8 +28,8 @@ _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class Folder:
-    """An open folder of trusted owners. A context manager; closes its descriptor. AccessError: it is a link,
-    belongs to another user, or others can write to it. FileNotFoundError: it is not there."""
+    """An open folder; a context manager. AccessError: it is a link, another user's, or writable for
+    others."""
 
     def __init__(
         self,
@@ -44,8 +39,8 @@ class Folder:
         *,
         only_a_way: bool = False,
     ) -> None:
-        """parent: the open folder that it is in. only_a_way: it is only gone through, which needs no leave
-        to list it."""
+        """parent: the open folder above it. only_a_way: opens with O_PATH, which needs no right to list
+        it."""
         self.path, self.owner, self.fd = path, owner, -1
         flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_PATH if only_a_way else os.O_RDONLY)
         try:
@@ -54,8 +49,7 @@ class Folder:
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise AccessError(
                     f"{path} is a symbolic link or a file; expected a folder of this user; name the folder "
-                    "itself with --root, "
-                    "or remove what is there"
+                    "itself with --root, or remove what is there"
                 ) from error
             raise
         try:
@@ -66,16 +60,15 @@ class Folder:
 
     @property
     def is_open_to_group(self) -> bool:
-        """Whether files of this folder may be read by its group: it was asked for (mode 0750), not left
-        over from a umask."""
+        """Returns whether the group may read files: mode is exactly 0750, not left over from a umask."""
         return stat.S_IMODE(os.fstat(self.fd).st_mode) == 0o750
 
     def names(self) -> list[str]:
-        """The names of what it holds, sorted."""
+        """Returns the sorted names of the entries."""
         return sorted(os.listdir(self.fd))
 
     def exists(self, name: str) -> bool:
-        """Whether there is an entry `name`; a link counts as itself."""
+        """Returns whether an entry `name` exists; links are not followed."""
         try:
             os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -83,12 +76,11 @@ class Folder:
         return True
 
     def open(self, name: str) -> int:
-        """A descriptor of the file `name`, for reading. AccessError: it is no plain file of a trusted
-        owner."""
+        """Opens a file for reading. AccessError: it is no plain file of a trusted owner."""
         return self._open(name, os.O_RDONLY)
 
     def read(self, name: str, limit_bytes: int = 1 << 16) -> bytes:
-        """The first `limit_bytes` bytes of the file `name`."""
+        """Returns the first `limit_bytes` bytes of a file."""
         fd = self.open(name)
         try:
             return os.read(fd, limit_bytes)
@@ -96,8 +88,7 @@ class Folder:
             os.close(fd)
 
     def create(self, name: str) -> int:
-        """A new, empty file, open for reading and writing. FileExistsError: there is something of that
-        name."""
+        """Creates a file for reading and writing. FileExistsError: the name is taken."""
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE_FLAGS, 0o600, dir_fd=self.fd)
         if self.is_open_to_group:
             os.fchown(fd, -1, os.fstat(self.fd).st_gid)
@@ -105,27 +96,22 @@ class Folder:
         return fd
 
     def open_for_writing(self, name: str) -> int:
-        """A descriptor of the file `name`, which is there, for reading and writing. AccessError as for
-        `open`."""
+        """Opens an existing file for reading and writing. AccessError: see `open`."""
         return self._open(name, os.O_RDWR)
 
     def rename(self, old: str, new: str) -> None:
-        """Renames within the folder; replaces what is called `new`."""
+        """Renames within the folder; replaces `new`."""
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> None:
-        """Removes a file where there is one."""
+        """Removes a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
     @contextlib.contextmanager
     def lock(self, name: str, wait_s: float = LOCK_WAIT_S, what: str = "") -> Iterator[None]:
-        """Holds the lock `name`: a file that only the owner can open. The kernel drops it when its holder
-        dies.
-
-        VersionError, with the process that holds it: it was not free within `wait_s` seconds. `what` says
-        what is waited for.
-        """
+        """Holds a file lock, dropped by the kernel if its holder dies. VersionError after `wait_s` seconds
+        names the holder and `what`."""
         fd = self._open(name, os.O_RDWR | os.O_CREAT)
         try:
             if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600 and os.fstat(fd).st_uid == os.geteuid():
@@ -136,15 +122,12 @@ class Folder:
             os.close(fd)
 
     def close(self) -> None:
-        """Closes the descriptor."""
         os.close(self.fd)
 
     def __enter__(self) -> "Folder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self, name: str, flags: int) -> int:
@@ -182,8 +165,7 @@ class Folder:
 
 
 def make_folder(path: Path, owner: str | None = None, group: str | None = None) -> None:
-    """Makes `path` for this user where it is not there, and opens it to `group` where one is named.
-    AccessError as `Folder`."""
+    """Creates `path` if needed and opens it to `group`, if given. AccessError: see `Folder`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -196,8 +178,7 @@ def make_folder(path: Path, owner: str | None = None, group: str | None = None) 
 
 
 def open_to_group(folder: Folder, group: str, mode: int = 0o750) -> None:
-    """Lets a group read the folder and the files that are made in it from now on. AccessError: there is no
-    such group."""
+    """Lets a group read the folder and files made in it later. AccessError: no such group."""
     try:
         gid = grp.getgrnam(group).gr_gid
         os.fchown(folder.fd, -1, gid)
@@ -211,8 +192,8 @@ def open_to_group(folder: Folder, group: str, mode: int = 0o750) -> None:
 
 
 def check_owner(found: os.stat_result, path: Path, owner: str | None, may_be_sticky: bool = False) -> None:
-    """AccessError unless a file or folder belongs to a trusted owner and nobody else can write to it.
-    may_be_sticky: others may make files in a folder, if they cannot rename or remove this user's."""
+    """Raises AccessError for an untrusted owner or one that others can write to. may_be_sticky: allows sticky
+    folders."""
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
         raise AccessError(f"{path} is neither a file nor a folder; remove it")
     if found.st_uid not in _trusted(owner):
@@ -225,8 +206,7 @@ def check_owner(found: os.stat_result, path: Path, owner: str | None, may_be_sti
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_sticky:
         raise AccessError(
             f"{path} has mode {stat.S_IMODE(found.st_mode):04o}: users other than {_user(found.st_uid)} can "
-            "change it; "
-            f"chmod go-w {path}, or choose another --root"
+            f"change it; chmod go-w {path}, or choose another --root"
         )
 
 
@@ -250,15 +230,12 @@ def _user(uid: int) -> str:
 
 
 def _holder(fd: int) -> str:
-    """The process that holds the lock of an open file, from /proc/locks, as a subject of a sentence."""
+    """Returns the holder of an open file's lock, from /proc/locks, as the subject of a sentence."""
     found = os.fstat(fd)
     with open("/proc/locks") as locks:
         for line in locks:
             fields = line.split()
-            if (
-                len(fields) >= 6
-                and fields[1] == "FLOCK"
-                and fields[5].rpartition(":")[2] == str(found.st_ino)
-            ):
+            inode = fields[5].rpartition(":")[2] if len(fields) >= 6 else ""
+            if fields[1:2] == ["FLOCK"] and inode == str(found.st_ino):
                 return f"process {fields[4]}"
     return "another process"

@@ -1,14 +1,8 @@
-"""A table of a published version as a tensor of which parts are read: fp32 [ids, dim], never whole unless it
-is asked for.
+"""A table of a published version as an fp32 tensor [ids, dim], read in parts.
 
-Its rows are those that ids have, in the order in which they are stored: row numbers in a table of dense ids,
-in a table of raw ids the rows by bucket (`quant.rows.ids`), without empty slots. The default row is no part
-of it. Sizes are those of the linear fp32 tensor that the rows dequantize to, whatever they take as they are
-stored.
-
-Empty slots are found where they are passed: slot s is empty where the id that it keeps belongs to another
-slot. How many ids a bucket has follows from the directory, so that to begin anywhere reads no more than one
-bucket, and a large one only once.
+Rows come in stored order: by row number, or for raw ids by bucket (`quant.rows.ids`), without empty slots and
+the default row. Sizes are those of the linear fp32 tensor. A slot is empty if its id belongs to another slot.
+The directory gives the ids per bucket, so a read can begin anywhere after reading at most one bucket, once.
 """
 
 from collections.abc import Iterator
@@ -31,23 +25,22 @@ _FP32, _BYTE = "float32", "uint8"
 _FP32_BYTES = 4
 
 
-def ids_in(slots: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ids of buckets that have so many slots: the inverse of `quant.rows.ids.slots_for`."""
+def ids_in(slots: Ids) -> Ids:
+    """Returns the ids of buckets with these slots: the inverse of `quant.rows.ids.slots_for`."""
     return np.where(slots > 0, slots - 1 - (slots - 1) // 65, 0)
 
 
 class TableRows:
-    """The rows of a table that ids have, counted from 0, and their row numbers. Reads rows and index where
-    they lie."""
+    """The rows of a table that have ids, counted from 0. Reads rows and index in place."""
 
     def __init__(self, stored: StoredTable, table: Table) -> None:
         self.stored, self.table, self.count = stored, table, stored.id_count
         self._index = None if table.row_map is None else table.row_map.index
-        self._blocks: dict[int, NDArray[np.int64]] = {}
+        self._blocks: dict[int, Ids] = {}
 
     def numbers(self, start: int, stop: int) -> Iterator[Ids]:
-        """Row numbers of rows [start, stop), in arrays of at most PIECE_ROWS. SegmentError: the index
-        lacks some of them."""
+        """Yields row numbers of rows [start, stop), at most PIECE_ROWS each. SegmentError: the index is
+        damaged."""
         if self._index is None:
             for first in range(start, stop, PIECE_ROWS):
                 yield np.arange(first, min(first + PIECE_ROWS, stop), dtype=np.int64)
@@ -63,19 +56,19 @@ class TableRows:
             left, at, skip = left - found.size, at + PIECE_ROWS, 0
 
     def ids(self, numbers: Ids) -> Ids:
-        """The id of each of these rows."""
+        """Returns the ids of these rows."""
         if self._index is not None:
             found: Ids = self._index.ids[numbers]
             return found
         return numbers + np.int64(0 if self.table.row_map is None else self.table.row_map.first)
 
     def _taken(self, first: int, end: int) -> Ids:
-        """The row numbers in [first, end) that are of an id."""
+        """Returns the row numbers in [first, end) that have an id."""
         assert self.table.row_map is not None and self._index is not None
         return self.table.row_map.rows_with_ids(first, min(end, self._index.slots))[0]
 
     def _seek(self, row: int) -> tuple[int, int]:
-        """A row number, and how many rows to skip from there on."""
+        """Returns a row number and the rows to skip from it."""
         assert self._index is not None
         bucket = int(np.searchsorted(self._before, row, side="right")) - 1
         row -= int(self._before[bucket])
@@ -86,18 +79,17 @@ class TableRows:
         return int(self._index.directory[bucket, 0]) + block * PIECE_ROWS, row - int(blocks[block])
 
     @cached_property
-    def _before(self) -> NDArray[np.int64]:
-        """The rows before each bucket, and behind the last one."""
+    def _before(self) -> Ids:
+        """Returns the number of rows before each bucket, and after the last."""
         assert self._index is not None
-        before = np.concatenate([[0], np.cumsum(ids_in(np.diff(self._index.directory[:, 0])))]).astype(
-            np.int64
-        )
+        counts = ids_in(np.diff(self._index.directory[:, 0]))
+        before = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         if before[-1] != self.count:
             raise self._damaged(f"{before[-1]} ids by its directory, {self.count} by its header")
         return before
 
-    def _blocks_of(self, bucket: int) -> NDArray[np.int64]:
-        """The rows of a bucket before each of its blocks of PIECE_ROWS slots; counted once."""
+    def _blocks_of(self, bucket: int) -> Ids:
+        """Returns the rows before each block of PIECE_ROWS slots of a bucket; cached."""
         assert self._index is not None
         first, end = (int(row) for row in self._index.directory[bucket : bucket + 2, 0])
         if end - first <= PIECE_ROWS:
@@ -116,13 +108,8 @@ class TableRows:
 
 @dataclass(frozen=True, eq=False)
 class PartialTensor:
-    """Rows of a table as an fp32 tensor, or as its bytes: [rows, dim], or one after another. Nothing is read
-    until asked for.
-
-    rows: of the table. start, stop: what of them this is, along dim 0 of `shape`: rows, or where it is linear
-    values or bytes. dtype: "float32", or "uint8" for the bytes of those. QuantError: a part or a view that is
-    not there.
-    """
+    """Rows of a table as fp32 [rows, dim], or linear (values or bytes); lazy. start, stop: range along dim 0
+    of `shape`. dtype: "float32", or "uint8" for their bytes. QuantError: no such part or view."""
 
     rows: TableRows
     start: int
@@ -135,7 +122,6 @@ class PartialTensor:
 
     @property
     def dim(self) -> int:
-        """Values of a row."""
         return self.rows.stored.dim
 
     @property
@@ -143,22 +129,19 @@ class PartialTensor:
         return (len(self),) if self.is_linear else (len(self), self._columns)
 
     def element_size(self) -> int:
-        """Bytes of an element, as the linear tensor has it: 4, or 1 of a view of bytes. What rows take is
-        `packed().nbytes`."""
+        """Returns the bytes of a linear element: 4, or 1 for bytes. `packed().nbytes` gives stored bytes."""
         return _FP32_BYTES if self.dtype == _FP32 else 1
 
     def numel(self) -> int:
-        """Elements in all."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the linear tensor: numel times element_size."""
+        """Returns the bytes of the linear tensor: numel times element_size."""
         return self.numel() * self.element_size()
 
     def narrow(self, dim: int, start: int, length: int) -> "PartialTensor":
-        """`length` rows (of a linear view: elements) from `start` on, which counts from the end where it
-        is negative."""
+        """Returns `length` rows (linear: elements) from `start`, which may be negative."""
         if dim not in (0, -len(self.shape)):
             raise QuantError(
                 f"narrow along dim {dim}: rows are read whole; expected dim 0; narrow what numpy() returns "
@@ -170,8 +153,8 @@ class PartialTensor:
         return replace(self, start=self.start + first, stop=self.start + first + length)
 
     def view(self, *to: Any) -> "PartialTensor":
-        """The same values one after another (`view(-1)`), again by rows (`view(-1, dim)`), or as bytes
-        (`view(numpy.uint8)`, or torch's). There is no other shape."""
+        """Returns the values linear (`view(-1)`), by rows (`view(-1, dim)`) or as bytes (`view(numpy.uint8)`,
+        torch.uint8)."""
         if len(to) == 1 and isinstance(to[0], (tuple, list)):
             to = tuple(to[0])
         if len(to) == 1 and not isinstance(to[0], (int, np.integer)):
@@ -193,7 +176,7 @@ class PartialTensor:
         return replace(self, start=self.start // columns, stop=self.stop // columns, is_linear=False)
 
     def numpy(self) -> NDArray[Any]:
-        """The values (or bytes), read: a new array of `shape`."""
+        """Returns the values (or bytes) in a new array of `shape`."""
         unit = self._columns if self.is_linear else 1
         first, stop = self.start // unit, -(-self.stop // unit)
         values = np.empty((stop - first, self.dim), np.float32)
@@ -202,11 +185,8 @@ class PartialTensor:
             self._dequantize(numbers, values[at : at + numbers.size])
             at += numbers.size
         whole = values.view(self.dtype)
-        return (
-            whole.reshape(-1)[self.start - first * unit : self.stop - first * unit]
-            if self.is_linear
-            else whole
-        )
+        part = slice(self.start - first * unit, self.stop - first * unit)
+        return whole.reshape(-1)[part] if self.is_linear else whole
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
@@ -214,8 +194,8 @@ class PartialTensor:
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def packed(self) -> Bytes:
-        """The rows as they are stored, uint8 [rows, row_bytes]. Of dense ids they are the segment's own
-        memory, of raw ids a copy with the id in the row, where it lies there."""
+        """Returns rows as stored, uint8 [rows, row_bytes]: the segment's memory for dense ids, a copy for raw
+        ids."""
         self._check_rows("packed()")
         table, count = self.rows.table, len(self)
         if table.row_map is None or table.row_map.index is None:
@@ -226,14 +206,13 @@ class PartialTensor:
             at += numbers.size
         return out
 
-    def chunks(self, rows: int = PIECE_ROWS) -> Iterator[tuple[Ids, NDArray[np.float32]]]:
-        """Ids int64 [n] and values fp32 [n, dim] of `rows` rows each time, at last fewer. Holds one chunk
-        at a time."""
+    def chunks(self, rows: int = PIECE_ROWS) -> Iterator[tuple[Ids, Floats]]:
+        """Yields ids int64 [n] and values fp32 [n, dim], `rows` rows at a time."""
         for numbers in self._numbers(rows):
             yield self.rows.ids(numbers), self._dequantize(numbers)
 
     def id_chunks(self, rows: int = PIECE_ROWS) -> Iterator[Ids]:
-        """The ids of `chunks`, without reading a row but for its id."""
+        """Yields the ids of `chunks`, without reading rows beyond their ids."""
         for numbers in self._numbers(rows):
             yield self.rows.ids(numbers)
 
@@ -257,7 +236,7 @@ class PartialTensor:
         return replace(self, start=self.start * unit, stop=self.stop * unit, dtype=_BYTE)
 
     def _complete(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape with its -1 filled in, where there is one that can be."""
+        """Replaces the -1 of a shape, if possible."""
         rest = prod(n for n in shape if n != -1)
         if shape.count(-1) != 1 or rest <= 0 or self.numel() % rest:
             return shape
@@ -270,7 +249,7 @@ class PartialTensor:
             )
 
     def _numbers(self, rows: int) -> Iterator[Ids]:
-        """Row numbers, so many at a time."""
+        """Yields row numbers, so many at a time."""
         self._check_rows("chunks()")
         if rows < 1:
             raise QuantError(f"chunks of {rows} rows; expected 1 or more")
@@ -291,7 +270,7 @@ class PartialTensor:
 
 
 def partial_tensor(segment: Segment, name: str) -> PartialTensor:
-    """A table of an attached version. VersionError: it has no table of this name."""
+    """Returns a table of an attached version. VersionError: it has no table of this name."""
     for stored in segment.header.tables:
         if stored.name == name:
             rows = TableRows(stored, segment.tables[name])

@@ -1,14 +1,11 @@
-"""The record of a model: which of its versions is live. Replaced as a whole by a rename, so that a reader
-sees one or the other.
+"""The record of a model: its live version. A rename replaces it, so that readers see the old or the new one.
 
     current        {"current": 3, "latest": 4, "lived": [2, 3], "sequence": 17, "latest_sequence": 17}
-    current.new    room for the next one: a page that was taken while there was some, so that the flip works on a full file
-                   system; after a kill between a rename and the flip, the record that was about to be
+    current.new    a page reserved for the next record, so that a flip works on a full file system;
+                   after a kill between rename and flip, the next record
 
-latest: the highest number that was ever given. lived: the published versions that were live once, the current
-one among them; absent in records of older releases, which take every published version for one. sequence: of
-the delta that is live over the current version (loader.segment.delta), and the highest that was ever given;
-absent where there was none.
+latest, latest_sequence: the highest version and delta numbers ever given. lived: the published versions that
+were live once, including the current; absent in old records (all versions). sequence: the live delta.
 """
 
 import contextlib
@@ -26,8 +23,8 @@ _ROOM_BYTES = 4096
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """Which version is live (0: none), the highest number ever given, and the versions that were live (None:
-    not known). sequence: of the live delta; 0: none. latest_sequence: the highest ever given."""
+    """current, sequence: live version and delta; 0: none. latest, latest_sequence: highest ever given. lived:
+    see above."""
 
     current: int = 0
     latest: int = 0
@@ -37,7 +34,7 @@ class VersionRecord:
 
 
 def read_record(folder: Folder, model: str) -> VersionRecord:
-    """The record; Record() of a model that was never published. VersionError: it is damaged."""
+    """Reads the record; VersionRecord() if never published. VersionError: it is damaged."""
     try:
         return _parse(folder.read(CURRENT))
     except FileNotFoundError:
@@ -50,7 +47,7 @@ def read_record(folder: Folder, model: str) -> VersionRecord:
 
 
 def intended(folder: Folder) -> VersionRecord | None:
-    """The record that a killed process was about to make current, or None."""
+    """Returns the record that a killed process was about to publish, or None."""
     try:
         return _parse(folder.read(NEXT))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -58,8 +55,7 @@ def intended(folder: Folder) -> VersionRecord | None:
 
 
 def write_next(folder: Folder, record: VersionRecord) -> None:
-    """Writes the next record beside the current one. Caller holds the record lock. OSError: there is no
-    room for it."""
+    """Writes the next record beside the current one; needs the record lock. OSError: no space."""
     fd = _room(folder)
     try:
         raw = {k: v for k, v in asdict(record).items() if v is not None and (v or "sequence" not in k)}
@@ -69,20 +65,19 @@ def write_next(folder: Folder, record: VersionRecord) -> None:
 
 
 def flip(folder: Folder) -> None:
-    """Makes the record that `write_next` wrote the current one, and takes room for the one after it."""
+    """Publishes the record of `write_next`, and reserves space for the one after it."""
     folder.rename(NEXT, CURRENT)
     reserve_room(folder)
 
 
 def reserve_room(folder: Folder) -> None:
-    """Takes room for the next record where there is some. Without it the next record is still written if
-    there is room then."""
+    """Reserves space for the next record, if there is some."""
     with contextlib.suppress(OSError):
         os.close(_room(folder))
 
 
 def _room(folder: Folder) -> int:
-    """A descriptor of the next record's file, with a page of memory behind it."""
+    """Opens the next record's file, with a page allocated."""
     try:
         return folder.open_for_writing(NEXT)
     except FileNotFoundError:

@@ -1,8 +1,6 @@
-"""How long states stay: those that can be gone back to, and the deltas that they need.
+"""Retention of states: the ones that can be gone back to, and their deltas.
 
-Beside the live state the newest states stay, by number or by age, over all versions that are published. Of
-each version its newest state stays, so that the version can be made live again with all its changes. A state
-costs the bytes of its newest delta.
+The newest states stay, by number or age, over all published versions, and the newest state of each version.
 """
 
 import contextlib
@@ -22,8 +20,7 @@ from tableside.loader.versions.versions import Model
 
 
 class Retention(NamedTuple):
-    """Which states stay beside the live one: the `states` newest, and all that were live in the last
-    `age_s` seconds."""
+    """The states kept beside the live one: the `states` newest and those live in the last `age_s` seconds."""
 
     states: int = 8
     age_s: float = 0.0
@@ -33,22 +30,15 @@ DEFAULT, ALL = Retention(), Retention(1 << 62)
 
 
 def forget_states(model: Model, folder: Folder, record: VersionRecord, keep: Retention) -> list[Path]:
-    """Removes the deltas that no kept state needs. Who has them mapped keeps them. Caller holds the record
-    lock."""
+    """Removes deltas that no kept state needs; mappings stay valid. Needs the record lock."""
     named = (parse_delta_name(name) for name in folder.names())
-    there = sorted(
-        (State(*found) for found in named if found is not None),
-        key=lambda state: (state.sequence, state.version),
-    )
+    there = [State(*found) for found in named if found is not None]
+    there.sort(key=lambda state: (state.sequence, state.version))
     newest = {state.version: state for state in there}
     live = state_of(record)
     others = [state for state in there if state != live]
-    wanted = {
-        live,
-        *newest.values(),
-        *others[max(0, len(others) - keep.states) :],
-        *_recent(folder, there, keep.age_s),
-    }
+    recent = others[max(0, len(others) - keep.states) :]
+    wanted = {live, *newest.values(), *recent, *_recent(folder, there, keep.age_s)}
     removed = []
     for state in sorted(set(there) - _needed(model, folder, wanted & set(there))):
         folder.unlink(delta_name(*state))
@@ -57,8 +47,8 @@ def forget_states(model: Model, folder: Folder, record: VersionRecord, keep: Ret
 
 
 def collect_states(model: Model, keep: Retention) -> list[Path]:
-    """Removes the leftovers of killed applies, and deltas that no kept state needs. Leaves a model alone that
-    was never published, or whose changes are being applied."""
+    """Removes leftovers of killed applies and unneeded deltas, unless an apply runs or nothing was
+    published."""
     with contextlib.ExitStack() as held:
         try:
             folder = held.enter_context(model.opened())
@@ -71,8 +61,7 @@ def collect_states(model: Model, keep: Retention) -> list[Path]:
 
 
 def _recent(folder: Folder, there: list[State], age_s: float) -> list[State]:
-    """The states that were live in the last `age_s` seconds. The oldest of them was published before that
-    time."""
+    """Returns the states live in the last `age_s` seconds; the oldest was published before that."""
     if not age_s:
         return []
     since = time.time() - age_s
@@ -81,12 +70,11 @@ def _recent(folder: Folder, there: list[State], age_s: float) -> list[State]:
 
 
 def _needed(model: Model, folder: Folder, states: Iterable[State]) -> set[State]:
-    """These states, and those whose deltas they lie over."""
+    """Returns these states and those below their deltas."""
     needed = set(states)
     for state in list(needed):
-        with contextlib.suppress(
-            SegmentError, FileNotFoundError
-        ):  # a damaged one is kept for who looks into it
+        # A damaged one is kept for who looks into it
+        with contextlib.suppress(SegmentError, FileNotFoundError):
             if below := _below(model, state, _file(folder, state).st_mtime_ns):
                 needed.add(State(state.version, below))
     return needed
@@ -94,8 +82,7 @@ def _needed(model: Model, folder: Folder, states: Iterable[State]) -> set[State]
 
 @lru_cache(1 << 14)
 def _below(model: Model, state: State, written_ns: int) -> int:
-    """The sequence of the delta that a state's delta lies over, which is read once; 0: it lies over the
-    version."""
+    """Returns the sequence of the delta below a state's delta (0: the version), read once."""
     return open_delta(model, state, "header").change.below
 
 

@@ -1,9 +1,6 @@
-"""States of a model: a version, and the delta that is live over it. Who reads takes one state for each
-request.
+"""States of a model: a version and the live delta over it. A reader takes one state per request.
 
-A state is named VERSION or VERSION+SEQUENCE. A sequence is the number of a delta (loader.segment.delta); it
-is never given twice, so that a state means one set of rows. The record says which state is live, and flips as
-a whole.
+A state is named VERSION or VERSION+SEQUENCE. Delta numbers are never reused, so a name means one set of rows.
 """
 
 import contextlib
@@ -22,9 +19,7 @@ from tableside.loader.versions.record import VersionRecord, reserve_room
 from tableside.loader.versions.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
-UNPUBLISHED = (
-    ".merged"  # ends the name of a file that is being merged; the process that writes it holds its lock
-)
+UNPUBLISHED = ".merged"  # suffix of an unpublished merge; its writer holds a lock on it
 APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
 
 
@@ -39,30 +34,28 @@ class State(NamedTuple):
 
     @property
     def number(self) -> int:
-        """One number for both, which no other state of the model has: the version in its lower 32 bits."""
+        """Returns a number unique among the model's states: the version in the lower 32 bits."""
         return self.sequence << 32 | self.version
 
     @classmethod
     def numbered(cls, number: int) -> "State":
-        """The state of a `number`."""
         return cls(number & 0xFFFFFFFF, number >> 32)
 
 
 def parse_state(text: str) -> tuple[int, int | None]:
-    """The version and the sequence (None: not named) of VERSION or VERSION+SEQUENCE. VersionError: it is
-    neither."""
+    """Parses VERSION or VERSION+SEQUENCE (sequence None: not given). VersionError: neither."""
     if not (found := _NAMED.fullmatch(text)):
         raise VersionError(f"found {text!r}; expected VERSION or VERSION+SEQUENCE, as 3 or 3+17")
     return int(found["version"]), None if found["sequence"] is None else int(found["sequence"])
 
 
 def state_of(record: VersionRecord) -> State:
-    """The live state; version 0: none is."""
+    """Returns the live state; version 0: none."""
     return State(record.current, record.sequence)
 
 
 def resolve(model: Model, version: int, sequence: int | None = None) -> State:
-    """A version with its newest delta, or with the delta `sequence`; 0: without one."""
+    """Returns a version with delta `sequence` (0: none; None: newest)."""
     if sequence is not None:
         return State(version, sequence)
     try:
@@ -73,24 +66,22 @@ def resolve(model: Model, version: int, sequence: int | None = None) -> State:
 
 
 def good_state(model: Model) -> State:
-    """The state to serve: the live one, or, where its version is known to be damaged, the last good version
-    before it. VersionError: none is live."""
+    """Returns the live state, or the last good version before it if damaged. VersionError: none is live."""
     live, good = state_of(model.record()), model.good()
     return live if live.version == good else resolve(model, good)
 
 
 def check_bare(model: Model, version: int, what: str) -> None:
-    """VersionError: changes lie over a version, which `what` does not read."""
+    """Raises VersionError if changes lie over a version, which `what` does not read."""
     if (state := resolve(model, version)).sequence:
         raise VersionError(
             f"changes up to {state} lie over version {version} of model {model.name!r}, and {what} reads "
-            "versions alone; make a "
-            f"version of them first, with: tableside compact {model.name}"
+            f"versions alone; make a version of them first, with: tableside compact {model.name}"
         )
 
 
 def kept_states(model: Model, version: int) -> list[State]:
-    """The states of a version that are there, oldest first, the one without a delta before all."""
+    """Returns the kept states of a version, oldest first, beginning without a delta."""
     with model.opened() as folder:
         return [State(version), *(State(version, sequence) for sequence in deltas_of(folder, version))]
 
@@ -98,14 +89,10 @@ def kept_states(model: Model, version: int) -> list[State]:
 def attach_state(
     model: Model, state: State | None = None, verify: Verify = "full", reuse: Segment | None = None
 ) -> Segment:
-    """Maps a state (None: the live one). reuse: an attached segment, whose base and deltas are shared where
-    the state has them.
-
-    SegmentError: it is damaged. VersionError: it is not published, or not kept any more.
-    """
-    for _ in range(
-        3
-    ):  # the live state may be replaced and its files removed between reading its name and opening them
+    """Maps a state (None: live). reuse: an attached segment; its base and deltas are shared where the state
+    has them too. SegmentError: damaged. VersionError: not published, or no longer kept."""
+    # The live state may be replaced and its files removed between reading its name and opening them
+    for _ in range(3):
         wanted = state or State(model.current(), model.record().sequence)
         try:
             return _attach(model, wanted, verify, reuse)
@@ -138,7 +125,7 @@ def _attach(model: Model, state: State, verify: Verify, reuse: Segment | None) -
 
 
 def open_delta(model: Model, state: State, verify: Verify) -> Delta:
-    """The delta of a state. FileNotFoundError: it is not there. SegmentError: it is damaged."""
+    """Opens a state's delta. FileNotFoundError: it is gone. SegmentError: it is damaged."""
     path = model.folder / delta_name(*state)
     with model.opened() as folder:
         delta = Delta(path, folder.open(path.name), verify)
@@ -149,12 +136,11 @@ def open_delta(model: Model, state: State, verify: Verify) -> Delta:
 
 @contextlib.contextmanager
 def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
-    """Holds the locks under which one process at a time writes deltas, and clears what killed ones left.
-    Turns are fair. VersionError: others held them for `wait_s` seconds."""
+    """Holds the locks for writing deltas, in fair order; clears leftovers. VersionError after `wait_s`
+    seconds."""
     with contextlib.ExitStack() as held:
-        with folder.lock(
-            _TURN_LOCK, wait_s
-        ):  # free while somebody writes: the one that holds it then is the next
+        # Free while somebody writes: the one that holds it then is the next
+        with folder.lock(_TURN_LOCK, wait_s):
             held.enter_context(folder.lock(APPLY_LOCK, wait_s))
         with folder.lock("record.lock"):
             clear_unpublished(folder, model.record())
@@ -163,13 +149,9 @@ def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
 
 
 def clear_unpublished(folder: Folder, record: VersionRecord) -> list[Path]:
-    """Removes unfinished deltas and merges of killed processes, and deltas that were never live. Caller holds
-    both locks."""
-    names = [
-        n
-        for n in folder.names()
-        if n.endswith(".delta.partial") or (n.endswith(UNPUBLISHED) and not _is_held(folder, n))
-    ]
+    """Removes unfinished deltas, abandoned merges and deltas never live. Needs both locks."""
+    names = [n for n in folder.names() if n.endswith((".delta.partial", UNPUBLISHED))]
+    names = [n for n in names if not n.endswith(UNPUBLISHED) or not _is_held(folder, n)]
     for name in folder.names():
         version, sequence = parse_delta_name(name) or (0, 0)
         if sequence > record.latest_sequence or (sequence and not folder.exists(f"{version}.segment")):
@@ -180,7 +162,6 @@ def clear_unpublished(folder: Folder, record: VersionRecord) -> list[Path]:
 
 
 def _is_held(folder: Folder, name: str) -> bool:
-    """Whether a process holds the lock of a file."""
     try:
         fd = folder.open(name)
     except FileNotFoundError:

@@ -1,17 +1,15 @@
 """Versions of models in shared memory: publish, activate, attach, remove.
 
     ROOT/MODEL/3.segment            a version, immutable
-    ROOT/MODEL/3.damaged            rows of version 3 were found to have changed since: nobody attaches it any more
-    ROOT/MODEL/4.segment.partial    a load under way, or what a killed one left (the next load or `gc` removes it)
-    ROOT/MODEL/current              which version is live, replaced as a whole: the flip (loader.versions.record)
+    ROOT/MODEL/3.damaged            marks version 3 as changed after publication; it is not attached any more
+    ROOT/MODEL/4.segment.partial    a load under way, or left by a killed one (a load or `gc` removes it)
+    ROOT/MODEL/current              the live version, replaced as a whole (loader.versions.record)
     ROOT/MODEL/3+17.delta           delta 17 over version 3 (loader.segment.delta, loader.versions.states)
-    ROOT/MODEL/load.lock            held (flock) by the one load of this model
-    ROOT/MODEL/record.lock          held for the moment of changing `current` or removing a version
+    ROOT/MODEL/load.lock            held (flock) by the model's one load
+    ROOT/MODEL/record.lock          held while `current` changes or a version is removed
 
-The kernel drops a lock when its holder dies. Readers take no lock: they map a segment and keep it; one that
-is unlinked meanwhile lives as long as it is mapped. A version's number is never given twice, so a name means
-one set of bytes. Folders and files belong to one user, and no other user can change them or hold a lock
-(loader.versions.folder).
+Readers take no lock; a mapped segment outlives its unlinking. Version numbers are never reused. No other user
+can change the files or hold a lock (loader.versions.folder).
 """
 
 import contextlib
@@ -42,11 +40,8 @@ _PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"
 
 
 class Model:
-    """The published versions of one model under `root`. Holds no file open.
-
-    owner: a user who is trusted beside this user and root. Every method raises AccessError where another user
-    owns, or could change, what it would read or write.
-    """
+    """The published versions of one model under `root`; holds no file open. owner: a user trusted beside this
+    user and root. Every method raises AccessError where another user could change its files."""
 
     def __init__(self, root: Path, name: str, owner: str | None = None) -> None:
         self.root, self.name, self.owner = root, check_name(name), owner
@@ -55,7 +50,7 @@ class Model:
     # ---- questions ----
 
     def record(self) -> VersionRecord:
-        """The flip record; a model that was never published has Record(). VersionError: it is damaged."""
+        """Reads the record; VersionRecord() if never published. VersionError: it is damaged."""
         try:
             with self.opened() as folder:
                 return read_record(folder, self.name)
@@ -63,19 +58,19 @@ class Model:
             return VersionRecord()
 
     def versions(self) -> list[int]:
-        """Published versions, oldest first."""
+        """Returns the published versions, oldest first."""
         return self._numbers(_SEGMENT)
 
     def loading_versions(self) -> list[int]:
-        """Versions that are being loaded, or whose load was killed."""
+        """Returns versions being loaded, or left by a killed load."""
         return self._numbers(_PARTIAL)
 
     def damaged_versions(self) -> list[int]:
-        """Published versions that `mark_damaged` named."""
+        """Returns the published versions marked as damaged."""
         return self._numbers(_DAMAGED)
 
     def check_known(self) -> None:
-        """VersionError: no version was ever published, and none is being loaded."""
+        """Raises VersionError if nothing was ever published or is being loaded."""
         try:
             with self.opened():
                 return
@@ -86,28 +81,25 @@ class Model:
         return self.folder / f"{version}{_SEGMENT}"
 
     def current(self) -> int:
-        """The live version; VersionError where there is none."""
+        """Returns the live version. VersionError: none is live."""
         if version := self.record().current:
             return version
         raise self._missing("no version is live")
 
     def last_good(self) -> list[int]:
-        """Published versions that were live once and are not known to be damaged, newest first."""
+        """Returns published, undamaged versions that were live once, newest first."""
         lived, damaged = self._lived(self.record()), self.damaged_versions()
         return [v for v in reversed(lived) if v not in damaged]
 
     def good(self) -> int:
-        """The version to serve: the live one, or the last good one if that is marked as damaged and another
-        is there. VersionError: none is live."""
+        """Returns the live version, or the last good one if it is damaged. VersionError: none is live."""
         current = self.current()
         return current if current not in self.damaged_versions() else next(iter(self.last_good()), current)
 
     def attach(self, version: int | None = None, verify: Verify = "full") -> Segment:
-        """Maps a version (None: the live one). SegmentError: it is damaged. VersionError: it is not
-        published."""
-        for _ in range(
-            3
-        ):  # the live version may be replaced and removed between reading its number and opening it
+        """Maps a version (None: live). SegmentError: damaged. VersionError: not published."""
+        # The live version may be replaced and removed between reading its number and opening it
+        for _ in range(3):
             number = self.current() if version is None else version
             try:
                 return self._attach(number, verify)
@@ -117,8 +109,8 @@ class Model:
         raise self._missing(f"version {number} is not published")
 
     def tensor(self, table: str, version: int | None = None, verify: Verify = "full") -> PartialTensor:
-        """A table of a version as a tensor of which parts are read. Raises as `attach`; VersionError: no
-        such table."""
+        """Returns a table of a version as a `PartialTensor`. Errors: see `attach`; VersionError: no such
+        table."""
         return partial_tensor(self.attach(version, verify), table)
 
     def _attach(self, version: int, verify: Verify) -> Segment:
@@ -140,9 +132,8 @@ class Model:
     def _missing(self, what: str) -> VersionError:
         versions, hint = self.versions(), ""
         if not versions:
-            with contextlib.suppress(
-                PermissionError
-            ):  # another user's root, in which only the models that one may read are open
+            # Another user's root, in which only the models that one may read are open
+            with contextlib.suppress(PermissionError):
                 hint = did_you_mean(self.name, [m.name for m in models(self.root, self.owner)])
         known = ", ".join(map(str, versions)) or "none"
         remedy = hint or "; publish one with: tableside load model.toml"
@@ -152,21 +143,16 @@ class Model:
 
     @contextlib.contextmanager
     def loading(self, group: str | None = None) -> Iterator[int]:
-        """Holds the load lock; yields the next version's number. Clears what a killed load left behind.
-
-        group: may read what is published from now on. VersionError: another load of this model is under way.
-        """
+        """Holds the load lock, clears leftovers, yields the next version number. group: may read the model.
+        VersionError: another load runs."""
         self._make_folders()
         if group is not None:
             with Folder(self.root, self.owner) as root, self.opened() as folder:
                 open_to_group(folder, group)
-                open_to_group(
-                    root, group, 0o711
-                )  # the way to the model; what other models there are stays private
-        with (
-            self.opened() as folder,
-            folder.lock("load.lock", 0, f"another load of model {self.name!r} is under way"),
-        ):
+                # The way to the model; what other models there are stays private
+                open_to_group(root, group, 0o711)
+        busy = f"another load of model {self.name!r} is under way"
+        with self.opened() as folder, folder.lock("load.lock", 0, busy):
             self._clear_leftovers(folder)
             with folder.lock("record.lock"):
                 reserve_room(folder)
@@ -176,12 +162,12 @@ class Model:
         return self.folder / f"{version}{_PARTIAL}"
 
     def create_partial(self, version: int) -> int:
-        """A descriptor of the new, empty file of a load. Caller holds `loading`."""
+        """Creates the file of a load and returns its descriptor. Needs `loading`."""
         with self.opened() as folder:
             return folder.create(f"{version}{_PARTIAL}")
 
     def create_scratch(self, version: int) -> int:
-        """A descriptor of a new, empty file that has no name, for a load that holds `loading`."""
+        """Creates an unlinked file and returns its descriptor. Needs `loading`."""
         name = f"{version}.scratch.partial"
         with self.opened() as folder:
             fd = folder.create(name)
@@ -189,11 +175,8 @@ class Model:
         return fd
 
     def publish(self, version: int, activate: bool = True, sequence: int = 0) -> None:
-        """Makes the sealed partial of `version` visible; if `activate`, live with the delta `sequence` over
-        it (0: none).
-
-        Caller holds `loading`. A full file system publishes nothing, since the record is written first.
-        """
+        """Publishes the sealed partial; `activate` makes it live with delta `sequence` (0: none). Needs
+        `loading`. Writes the record first, so that a full file system publishes nothing."""
         with self.opened() as folder, folder.lock("record.lock"):
             before = self._readable_record() if activate else self.record()
             lived = self._lived(before)
@@ -201,9 +184,8 @@ class Model:
             if activate:
                 lived = [v for v in lived if v != version] + [version]
                 after = replace(after, current=version, lived=tuple(lived), sequence=sequence)
-            for stale in set(deltas_of(folder, version)) - {
-                sequence
-            }:  # of a killed compaction to another version of this number
+            # Of a killed compaction to another version of this number
+            for stale in set(deltas_of(folder, version)) - {sequence}:
                 folder.unlink(delta_name(version, stale))
             write_next(folder, after)
             folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
@@ -214,8 +196,8 @@ class Model:
                 raise
 
     def activate(self, version: int, sequence: int | None = None) -> None:
-        """Makes a published version the live one, with the delta `sequence` over it (0: none; None: its
-        newest). VersionError: one of them is not there. SegmentError: the version is damaged."""
+        """Makes a version live with delta `sequence` (0: none; None: newest). VersionError: missing.
+        SegmentError: damaged."""
         self.attach(version)
         with self.opened() as folder, folder.lock("record.lock"):
             if not folder.exists(f"{version}{_SEGMENT}"):  # removed while it was verified
@@ -228,7 +210,7 @@ class Model:
             self._record_version(folder, version, sequence)
 
     def remove(self, version: int) -> None:
-        """Unlinks a version that is not live; who has it mapped keeps it."""
+        """Unlinks a version that is not live; mappings of it stay valid."""
         if version not in self.versions():
             raise self._missing(f"version {version} is not published")
         with self.opened() as folder, folder.lock("record.lock"):
@@ -240,8 +222,7 @@ class Model:
             self._unlink(folder, [version])
 
     def remove_all(self) -> int:
-        """Removes every version; returns how many there were. The record stays, so that no number is given
-        again."""
+        """Removes and counts all versions. The record stays, so that no number is given again."""
         if not self.versions():
             raise self._missing("it is not published")
         busy = f"a load of model {self.name!r} is under way"
@@ -258,9 +239,8 @@ class Model:
         return len(versions)
 
     def collect(self, keep: int) -> list[Path]:
-        """Removes leftovers of killed loads, older versions that never were live, and all but the `keep`
-        newest of those that were. The live version stays, and those that wait to be activated. VersionError:
-        keep is negative."""
+        """Removes leftovers, older versions that never were live, and all but the `keep` newest that were.
+        Keeps the live version and those not activated yet. VersionError: keep is negative."""
         if keep < 0:
             raise VersionError(
                 f"keep is {keep}; expected how many versions stay beside the live one, 0 or more"
@@ -271,10 +251,8 @@ class Model:
         except FileNotFoundError:
             return []
         with folder:
-            with (
-                contextlib.suppress(VersionError),
-                folder.lock("load.lock", 0),
-            ):  # else a load is under way: it is its own
+            # Else a load is under way: it is its own
+            with contextlib.suppress(VersionError), folder.lock("load.lock", 0):
                 removed += self._clear_leftovers(folder)
             with folder.lock("record.lock"):
                 record = self.record()
@@ -284,13 +262,13 @@ class Model:
         return removed
 
     def mark_damaged(self, version: int) -> None:
-        """Marks a version whose rows changed after it was published, for all processes."""
+        """Marks a version as damaged, for all processes."""
         with self.opened() as folder, contextlib.suppress(FileExistsError):
             os.close(folder.create(f"{version}{_DAMAGED}"))
 
     @contextlib.contextmanager
     def alone(self, name: str, wait_s: float = 600.0) -> Iterator[None]:
-        """Holds the lock `name` of this model's folder, up to `wait_s` after another holder."""
+        """Holds the lock `name` of this model; waits up to `wait_s`."""
         self._make_folders()
         with self.opened() as folder, folder.lock(name, wait_s):
             yield
@@ -298,8 +276,7 @@ class Model:
     # ---- parts ----
 
     def opened(self) -> Folder:
-        """The model's folder. FileNotFoundError: it was never published. AccessError: another user could
-        change it."""
+        """Opens the folder. FileNotFoundError: never published. AccessError: another user could change it."""
         with Folder(self.root, self.owner, only_a_way=True) as root:
             return Folder(self.folder, self.owner, root)
 
@@ -317,12 +294,12 @@ class Model:
         return sorted(int(n) for n in numbers if n.isdecimal() and n.isascii())
 
     def _lived(self, record: VersionRecord) -> list[int]:
-        """The published versions that were live once, in the order in which they last became so."""
+        """Returns the published versions that were live once, by the last time they became so."""
         published = self.versions()
         return published if record.lived is None else [v for v in record.lived if v in published]
 
     def _readable_record(self) -> VersionRecord:
-        """The record, or an empty one where it is unreadable: for writers, who are about to replace it."""
+        """Returns the record, or an empty one if it is unreadable; for writers, who replace it."""
         try:
             return self.record()
         except AccessError:
@@ -331,8 +308,7 @@ class Model:
             return VersionRecord()
 
     def _record_version(self, folder: Folder, version: int, sequence: int | None = None) -> None:
-        """Flips to `version`, with the delta `sequence` (0: none; None: its newest). Caller holds the
-        record lock."""
+        """Flips to `version` with delta `sequence` (0: none; None: newest). Needs the record lock."""
         before = self._readable_record()
         lived = [v for v in self._lived(before) if v != version] + ([version] if version else [])
         sequence = newest_delta(folder, version, before.latest_sequence) if sequence is None else sequence
@@ -341,8 +317,8 @@ class Model:
         flip(folder)
 
     def _unlink(self, folder: Folder, versions: list[int]) -> list[Path]:
-        """Unlinks versions whose numbers are on record, or will be as soon as there is room. Caller holds
-        the record lock."""
+        """Unlinks versions after recording their numbers, or later if space is short. Needs the record
+        lock."""
         before, latest = self._readable_record(), max(versions, default=0)
         is_on_record = latest <= before.latest
         if not is_on_record:
@@ -360,26 +336,19 @@ class Model:
         return [self.path(v) for v in versions]
 
     def _clear_leftovers(self, folder: Folder) -> list[Path]:
-        """Removes unfinished segments, and a version whose load died before it was live. Caller holds the
-        load lock."""
+        """Removes partials and a version whose load died before it was live. Needs the load lock."""
         cleared = self._clear_partials(folder)
         with folder.lock("record.lock"):
             meant, before = intended(folder), self._readable_record()
-            if (
-                meant is not None
-                and before.latest < meant.latest == meant.current
-                and folder.exists(f"{meant.latest}{_SEGMENT}")
-            ):
+            is_new = meant is not None and before.latest < meant.latest == meant.current
+            if meant is not None and is_new and folder.exists(f"{meant.latest}{_SEGMENT}"):
                 cleared += self._unlink(folder, [meant.latest])
         return cleared
 
     def _clear_partials(self, folder: Folder) -> list[Path]:
-        """Removes unfinished segments. Caller holds the load lock."""
-        leftovers = [
-            name
-            for name in folder.names()
-            if name.endswith(".partial") and not name.endswith(f"{SUFFIX}.partial")
-        ]
+        """Removes unfinished segments. Needs the load lock."""
+        partials = [name for name in folder.names() if name.endswith(".partial")]
+        leftovers = [name for name in partials if not name.endswith(f"{SUFFIX}.partial")]
         for name in leftovers:
             folder.unlink(name)
         return [self.folder / name for name in leftovers]
@@ -387,7 +356,7 @@ class Model:
 
 @contextlib.contextmanager
 def _unless_full() -> Iterator[None]:
-    """Leaves its block where the file system is full."""
+    """Suppresses ENOSPC."""
     try:
         yield
     except OSError as error:
@@ -396,18 +365,18 @@ def _unless_full() -> Iterator[None]:
 
 
 def deltas_of(folder: Folder, version: int) -> list[int]:
-    """The sequences of the deltas that are kept over a version, oldest first."""
+    """Returns the sequences of the deltas over a version, oldest first."""
     found = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
     return sorted(sequence for over, sequence in found if over == version)
 
 
 def newest_delta(folder: Folder, version: int, latest: int) -> int:
-    """The newest delta over a version up to the number `latest`; 0: none."""
+    """Returns the newest delta over a version up to `latest`; 0: none."""
     return max((s for s in deltas_of(folder, version) if s <= latest), default=0)
 
 
 def models(root: Path, owner: str | None = None) -> list[Model]:
-    """Every model that has a folder under `root`, by name."""
+    """Returns every model under `root`, by name."""
     try:
         with Folder(root, owner) as folder:
             names = [n for n in folder.names() if NAME.fullmatch(n) and (root / n).is_dir()]

@@ -1,8 +1,7 @@
-"""Tables of raw ids whose ids and vectors lie row after row in files: pairs of tensors, DynamicEmb dumps,
-HugeCTR's models.
+"""Tables of raw ids with ids and vectors row after row in files: tensor pairs, DynamicEmb dumps, HugeCTR
+models.
 
-They can be cut anywhere, so a piece is about 64 MiB of vectors. Where the files are archives, their CRC-32 is
-compared.
+They can be cut anywhere; a piece is about 64 MiB of vectors. CRC-32 of archives is checked.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,34 +23,28 @@ class FlatRows(KeyedRows):
     """A tensor of ids and a matrix of as many rows, as places in the files of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, ids: Ids, values: Matrix, empty: int | None = None) -> None:
-        """empty: the id of rows that hold nothing, and are left out. CheckpointError: the two do not fit,
-        or a file is short."""
+        """empty: the id of empty rows, which are skipped. CheckpointError: ids and vectors do not fit, or a
+        file is short."""
         if ids.rows != values.rows:
             raise CheckpointError(
                 f"{checkpoint.path}: {ids.key!r} has {ids.rows:,} ids, {values.key!r} has {values.rows:,} "
-                "vectors; expected as "
-                "many of both, one of each a row"
+                "vectors; expected as many of both, one of each a row"
             )
-        self._checkpoint, self._ids, self._values, self._empty = (
-            checkpoint,
-            ids.check(checkpoint.path),
-            values,
-            empty,
-        )
+        self._checkpoint = checkpoint
+        self._ids = ids.check(checkpoint.path)
+        self._values = values
+        self._empty = empty
         values.check(checkpoint.path)
         for tensor in (ids, values):
             checkpoint.open_files(tensor)
         self.key, self.rows, self.dim, self.source = values.key, values.rows, values.dim, values.source
         self.paths = tuple(sorted({s.path for t in (ids, values) for s in t.shards}))
         row_bytes = values.dim * values.item_bytes
-        self._piece_rows, self._block_rows = (
-            max(1, keyed.PIECE_BYTES // row_bytes),
-            max(1, keyed.BLOCK_BYTES // row_bytes),
-        )
+        self._piece_rows = max(1, keyed.PIECE_BYTES // row_bytes)
+        self._block_rows = max(1, keyed.BLOCK_BYTES // row_bytes)
         self.pieces = -(-self.rows // self._piece_rows)
-        self.buffer_bytes = (
-            2 * self._block_rows * (row_bytes + 2 * ids.item_bytes)
-        )  # whole rows, and those of column shards
+        # Whole rows, and those of column shards
+        self.buffer_bytes = 2 * self._block_rows * (row_bytes + 2 * ids.item_bytes)
         self._crc = Crc32Check({_IDS: ids, _VALUES: values})
         self._lock = Lock()
         self._begun, self._ended = set[int](), set[int]()
@@ -110,7 +103,7 @@ class FlatRows(KeyedRows):
     def _read_ids(
         self, start: int, stop: int, buffer: NDArray[Any], seen: Seen | None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_] | None]:
-        """(rows, ids, which of them are kept; None: all)."""
+        """Returns (rows, ids, which of them are kept; None: all)."""
         part = buffer[: stop - start]
         self._checkpoint.read(self._ids, start, stop, part, bytearray(), seen)
         rows, ids = np.arange(start, stop), part[:, 0].astype(np.int64, copy=False)
@@ -123,7 +116,7 @@ _IDS, _VALUES = "ids", "values"
 
 
 def place(tensor: ShardedRows, row: int) -> str:
-    """The place of a row of a tensor, for people: its file, and its number there."""
+    """Returns the place of a row of a tensor, for people: its file, and its number there."""
     shard = next(s for s in tensor.shards if s.row <= row < s.row + s.rows)
     inside = "" if len({s.path for s in tensor.shards}) == 1 else f" (row {row - shard.row:,} there)"
     return f"{shard.path}: {tensor.key!r}, row {row:,}{inside}"

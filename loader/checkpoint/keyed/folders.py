@@ -1,20 +1,19 @@
-"""Tables of raw ids as folders of plain files: DynamicEmb's dumps and HugeCTR's sparse models. Numbers are
-little-endian. Where a folder has Parquet files is found here too; what they hold is `keyed_parquet`'s.
+"""Tables of raw ids as folders of little-endian files: DynamicEmb dumps and HugeCTR sparse models. Also finds
+folders of Parquet files (`parquet`).
 
 DynamicEmb (github.com/NVIDIA/recsys-examples, corelib/dynamicemb/dynamicemb: batched_dynamicemb_tables.py,
-encode_checkpoint_file_path and find_files; key_value_table.py, _dump_table). One pair of files for each rank
-of the training, all in one folder, or in a sub-folder for each collection of tables:
+encode_checkpoint_file_path and find_files; key_value_table.py, _dump_table) writes one pair of files per
+rank, in one folder or in a sub-folder per collection:
 
     <table>_emb_keys.rank_<R>.world_size_<W>       int64 [n]
     <table>_emb_values.rank_<R>.world_size_<W>     fp32 [n, dim], the vectors alone
 
-What lies beside them (scores, opt_values, opt_args.json, counters) is not read. No file says dim: it is what
-the sizes give, so a file of values that lost the same number of bytes for each key is seen only where the
-ranks then differ.
+Other files (scores, opt_values, opt_args.json, counters) are not read. dim follows from the sizes alone, so a
+truncation is noticed only if it changes dim or the ranks' dims differ.
 
 HugeCTR (github.com/NVIDIA-Merlin/HugeCTR, HugeCTR/src/hps/modelloader.cpp, RawModelLoader::load;
-docs/source/api/python_interface.md, save_params_to_files). A folder for each table; keys have 64 bits in any
-case:
+docs/source/api/python_interface.md, save_params_to_files) writes a folder per table; keys always have 64
+bits:
 
     key                                            int64 [n]
     emb_vector                                     fp32 [n, dim]
@@ -50,8 +49,7 @@ class FilePair(NamedTuple):
 
 
 class FolderTables(KeyedTables):
-    """Tables whose ids and vectors lie in files of their own. parts: table -> its files, in the order of
-    its rows."""
+    """Tables with ids and vectors in separate files. parts: table -> its files, in row order."""
 
     def __init__(self, checkpoint: Checkpoint, tables: dict[str, list[FilePair]], kind: str) -> None:
         self._checkpoint, self._tables, self._kind = checkpoint, tables, kind
@@ -83,8 +81,7 @@ def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
         if (values and not count) or (count and (values % (4 * count) or not values)):
             raise CheckpointError(
                 f"{part.values}: {values / 4:,.6g} fp32 values are no whole number, from 1, for each of the "
-                f"{count:,} keys of "
-                f"{part.ids}; one of the two was truncated"
+                f"{count:,} keys of {part.ids}; one of the two was truncated"
             )
         if count:
             dims.setdefault(values // (4 * count), part.values)
@@ -105,11 +102,8 @@ def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
     id_shards = [
         RowShard(p.ids, 0, first, n, 0, 1) for p, first, n in zip(parts, firsts, counts, strict=False) if n
     ]
-    value_shards = [
-        RowShard(p.values, 0, first, n, 0, dim)
-        for p, first, n in zip(parts, firsts, counts, strict=False)
-        if n
-    ]
+    places = [place for place in zip(parts, firsts, counts, strict=False) if place[2]]
+    value_shards = [RowShard(p.values, 0, first, n, 0, dim) for p, first, n in places]
     rows = firsts[-1]
     return Ids(key, rows, _ID, tuple(id_shards)), Matrix(key, rows, dim, Source.FP32, tuple(value_shards))
 
@@ -123,8 +117,7 @@ def _size(path: Path) -> int:
 
 
 def dynamicemb(path: Path) -> Checkpoint | None:
-    """A DynamicEmb dump, or None where the folder is none. CheckpointError: files of some ranks are
-    missing."""
+    """Returns a DynamicEmb dump, or None. CheckpointError: files of some ranks are missing."""
     found: dict[str, dict[tuple[str, int, int], Path]] = {}
     for folder in (path, *_folders(path)):
         for name in _names(folder):
@@ -143,7 +136,7 @@ def dynamicemb(path: Path) -> Checkpoint | None:
 
 
 def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[FilePair]:
-    """The files of a table, rank after rank. CheckpointError: they are not those of one dump."""
+    """Returns the files of a table, rank after rank. CheckpointError: they are not those of one dump."""
     worlds, any_file = sorted({world for _, _, world in files}), next(iter(files.values()))
     if len(worlds) > 1:
         raise CheckpointError(
@@ -162,18 +155,15 @@ def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[FilePair
         raise CheckpointError(
             f"{any_file.parent}: {table!r} has a file of rank {strange[0]}, of {worlds[0]} ranks"
         )
-    return [
-        FilePair(files["keys", rank, worlds[0]], files["values", rank, worlds[0]])
-        for rank in range(worlds[0])
-    ]
+    world = worlds[0]
+    return [FilePair(files["keys", rank, world], files["values", rank, world]) for rank in range(world)]
 
 
 # ---- HugeCTR ----
 
 
 def hugectr(path: Path) -> Checkpoint | None:
-    """A sparse model of HugeCTR, or a folder of some, called by their paths in it; None where the folder
-    is neither."""
+    """Returns one HugeCTR sparse model or several, named by relative path; or None."""
     if _is_sparse_model(path):
         found = {path.resolve().name or "table": path}
     else:
@@ -209,26 +199,22 @@ def _sparse_models(path: Path) -> Iterator[Path]:
 
 
 def parquet(path: Path) -> dict[str, list[Path]]:
-    """The Parquet files in a folder, by the prefix of their columns' keys: "" for all files of the folder
-    itself, "NAME/" for a sub-folder's files or one file."""
+    """Returns a folder's Parquet files by key prefix: "" for the folder's own, "NAME/" for a sub-folder or a
+    file."""
     parts = _parts(path)
     groups = {f"{folder.name}/": files for folder in _folders(path) if (files := _parts(folder))}
     return groups | ({"": parts} if parts else {}) | {f"{p.name}/": [p] for p in parts}
 
 
 def _parts(folder: Path) -> list[Path]:
-    return [
-        folder / n
-        for n in _names(folder)
-        if n.endswith(".parquet") and n[0] not in "._" and not os.path.isdir(folder / n)
-    ]
+    names = [n for n in _names(folder) if n.endswith(".parquet") and n[0] not in "._"]
+    return [folder / n for n in names if not os.path.isdir(folder / n)]
 
 
 # ---- folders ----
 
 
 def _folders(path: Path) -> list[Path]:
-    """The folders in a folder, by name."""
     with os.scandir(path) as entries:
         return sorted(
             path / e.name for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] not in "._"

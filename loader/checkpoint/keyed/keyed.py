@@ -1,10 +1,8 @@
-"""Tables of raw ids: ids and their vectors, one of each a row, read piece by piece. Every format is one more
-`KeyedRows`.
+"""Tables of raw ids: rows of an id and a vector, read in pieces. Each format is a `KeyedRows`.
 
-A table is read twice at most: its ids alone (`ids`), to know how many there are and which come twice, then
-ids and vectors (`blocks`). Neither keeps more than a block in memory, whatever the size of the files. Rows
-that hold nothing are left out (empty slots of a hash table), so fewer rows may come than `rows` says. An id
-that comes twice comes twice here as well.
+A table is read at most twice: ids alone (`ids`), then ids and vectors (`blocks`), a block in memory at a
+time. Empty rows (of a hash table) are skipped, so fewer rows than `rows` may come. Repeated ids come
+repeatedly.
 """
 
 from abc import ABC, abstractmethod
@@ -12,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant import Source
+from tableside.quant.contract import Ids
 
 PIECE_BYTES = 64 << 20  # of vectors, about, where a format can be cut anywhere
 BLOCK_BYTES = 2 << 20  # of vectors, at most, but one row
@@ -25,25 +23,22 @@ ID_BLOCK_ROWS = 1 << 17
 class IdBlock(NamedTuple):
     """Ids of some rows. rows: which, counted over the whole table, ascending, int64 [n]; ids: int64 [n]."""
 
-    rows: NDArray[np.int64]
-    ids: NDArray[np.int64]
+    rows: Ids
+    ids: Ids
 
 
 class Block(NamedTuple):
     """Ids and vectors of some rows. rows, ids: as IdBlock; values: [n, dim] as they lie, bf16 as uint16."""
 
-    rows: NDArray[np.int64]
-    ids: NDArray[np.int64]
+    rows: Ids
+    ids: Ids
     values: NDArray[Any]
 
 
 class KeyedRows(ABC):
-    """One table. rows: at most; pieces: parts that any thread may read; paths: its files; buffer_bytes:
-    private memory that reading a piece takes, about.
-
-    Pieces are in the order of rows. `ids` and `blocks` give the same rows of a piece in the same order, cut
-    into other blocks. The next block may overwrite a block's arrays.
-    """
+    """One table. rows: at most; pieces: readable by any thread, in row order; paths: files; buffer_bytes:
+    memory per piece, about. `ids` and `blocks` give a piece's rows in the same order, in different blocks. A
+    block's arrays may be overwritten by the next."""
 
     key: str
     rows: int
@@ -55,25 +50,25 @@ class KeyedRows(ABC):
 
     @abstractmethod
     def ids(self, piece: int) -> Iterator[IdBlock]:
-        """The ids of a piece. CheckpointError: they cannot be read."""
+        """Returns the ids of a piece. CheckpointError: they cannot be read."""
 
     @abstractmethod
     def blocks(self, piece: int) -> Iterator[Block]:
-        """The ids and vectors of a piece. CheckpointError: they cannot be read."""
+        """Returns the ids and vectors of a piece. CheckpointError: they cannot be read."""
 
     @abstractmethod
     def where(self, row: int) -> str:
-        """The place of a row, for people: its file, and its number there, from 0."""
+        """Returns the place of a row, for people: its file, and its number there, from 0."""
 
     @property
     @abstractmethod
     def verification(self) -> Mapping[str, str]:
-        """What `finish` compares: {"by": checksum}, or {"not": why}."""
+        """Returns what `finish` compares: {"by": checksum}, or {"not": why}."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Call it when `blocks` of every piece was read once to its end. CheckpointError: bytes changed since
-        they were written."""
+        """Call after every `blocks` was read to its end. CheckpointError: bytes changed since they were
+        written."""
 
 
 class KeyedTables(ABC):
@@ -83,4 +78,4 @@ class KeyedTables(ABC):
 
     @abstractmethod
     def open(self, key: str, id_key: str | None) -> KeyedRows:
-        """A table, its files open. CheckpointError: there is none, or it is not as it should be."""
+        """Returns a table, its files open. CheckpointError: there is none, or it is not as it should be."""

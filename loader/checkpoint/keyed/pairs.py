@@ -1,15 +1,12 @@
-"""Tables of raw ids as pairs of tensors, in any format of tensors: ids [rows] or [rows, 1] beside vectors
-[rows, dim].
+"""Tables of raw ids as pairs of tensors in any format: ids [rows] or [rows, 1], and vectors [rows, dim].
 
-Which tensors are pairs is told by model.toml (`id_key`), or by names: what is left without their last word
-("user.ids" and "user.weight": "user") is the same, or there is one tensor of ids and one matrix. Either way
-they have the same number of rows.
+model.toml names the ids (`id_key`), or the names without their last word match ("user.ids", "user.weight"),
+or there is one of each. Both must have as many rows.
 
-TorchRec's multi-probe zero-collision hashing (MPZCH) is such a pair: row i of the table belongs to the id in
-slot i of `_hash_zch_identities`, int64 [slots, 1], where -1 is an empty slot, which is left out. Names in a
-state dict, for a table T of ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection
-(torchrec 1.8.0, modules/hash_mc_modules.py, HashZchManagedCollisionModule; modules/mc_embedding_modules.py
-and mc_modules.py for the names before it):
+TorchRec's multi-probe zero-collision hashing (MPZCH) is such a pair: row i belongs to the id in slot i of
+`_hash_zch_identities`, int64 [slots, 1]; -1 is an empty slot. Names in a state dict for table T of
+ManagedCollisionEmbeddingBagCollection or ManagedCollisionEmbeddingCollection (torchrec 1.8.0,
+modules/hash_mc_modules.py, HashZchManagedCollisionModule; modules/mc_embedding_modules.py, mc_modules.py):
 
     _managed_collision_collection._managed_collision_modules.T._hash_zch_identities
     _embedding_module.embedding_bags.T.weight        or embeddings.T.weight
@@ -34,8 +31,6 @@ _VALUE_WORD = re.compile(
 
 
 class Pairs(KeyedTables):
-    """The pairs of a checkpoint's tensors."""
-
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.names = dict(_found(checkpoint))
@@ -47,25 +42,20 @@ class Pairs(KeyedTables):
         if id_key is None:
             raise CheckpointError(
                 f"{path}: names do not tell which tensor holds the ids of {key!r}; say it as id_key in "
-                "model.toml, one of: "
-                f"{some(found.ids)}"
+                f"model.toml, one of: {some(found.ids)}"
             )
         if id_key not in found.ids:
-            why = (
-                f"{id_key!r} holds no ids"
-                if id_key in {*found.matrices, *found.skipped}
-                else f"there is no tensor {id_key!r}"
-            )
+            is_there = id_key in {*found.matrices, *found.skipped}
+            why = f"{id_key!r} holds no ids" if is_there else f"there is no tensor {id_key!r}"
             raise CheckpointError(
                 f"{path}: {why}; expected int64 or int32 [rows], as these: {some(found.ids)}"
             )
-        return FlatRows(
-            found, found.ids[id_key], values, _EMPTY_SLOT if id_key.endswith("_hash_zch_identities") else None
-        )
+        empty = _EMPTY_SLOT if id_key.endswith("_hash_zch_identities") else None
+        return FlatRows(found, found.ids[id_key], values, empty)
 
 
 def _found(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """(vectors, ids) of the pairs that names tell of."""
+    """Returns (vectors, ids) of the pairs that names imply."""
     matrices, ids = checkpoint.matrices, checkpoint.ids
     by_stem: dict[str, str] = {}
     for id_key in ids:

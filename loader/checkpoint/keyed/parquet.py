@@ -1,16 +1,12 @@
-"""Tables of raw ids in Parquet: a column of ids and a column of vectors, in a file, or in a folder of part
-files in name order.
+"""Tables of raw ids in Parquet: an id column and a vector column in a file, or in part files in name order.
 
-ids: any integers that int64 holds, none of them null. vectors: fixed-size lists, or lists of one length, of
-float32, float16 or float64, none of them null; float64 is rounded to float32, and that is said.
+ids: integers within int64. vectors: lists of one length of float32, float16 or float64 (rounded to float32,
+with a note). Nulls are refused. Arrow reads them (github.com/apache/parquet-format), some rows of a row group
+at a time. A piece is whole row groups. Page checksums are checked if present. Arrow trusts sizes in page
+headers, so `parquet_pages` compares them with the file first.
 
-Bytes are Arrow's to read (github.com/apache/parquet-format): row group after row group, some rows at a time,
-so that memory does not grow with a file. A piece is whole row groups. Checksums of pages are compared where
-the writer left some. Arrow takes the sizes in page headers on trust, so they are compared with the file first
-(`parquet_pages`).
-
-Keys are columns: of the file, or of the part files of a folder, and "NAME/COLUMN" of a sub-folder or a single
-file NAME in it. Names that begin with "_" or "." are not read.
+Keys are columns: of the file or a folder's part files, and "NAME/COLUMN" of a sub-folder or file NAME in it.
+Names that begin with "_" or "." are ignored.
 """
 
 import logging
@@ -33,6 +29,7 @@ from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, narrowed, 
 from tableside.loader.errors import CheckpointError, LoaderError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
+from tableside.quant.contract import Ids
 
 _READ_BYTES = 1 << 20  # of a column chunk at once
 _SMALLER = 4  # than elsewhere are blocks: Arrow takes some 12 times a block's bytes, and is no slower
@@ -43,16 +40,15 @@ _log = logging.getLogger("tableside")
 
 
 def read(path: Path, groups: dict[str, list[Path]]) -> Checkpoint:
-    """The tables of a Parquet file or a folder. groups: prefix of keys -> files. CheckpointError: a file
-    is damaged."""
+    """Returns the tables of a Parquet file or folder. groups: key prefix -> files. CheckpointError: a file is
+    damaged."""
     checkpoint = Checkpoint(path, {}, {})
     checkpoint.tables = ParquetTables(checkpoint, groups)
     return checkpoint
 
 
 class ParquetTables(KeyedTables):
-    """The tables of some groups of files. Only columns that look like a table alone are named: one of
-    vectors, and of its ids."""
+    """Tables of groups of files. Names columns only where one holds vectors and one can hold its ids."""
 
     def __init__(self, checkpoint: Checkpoint, groups: dict[str, list[Path]]) -> None:
         self._path, self._groups = checkpoint.path, groups
@@ -68,18 +64,12 @@ class ParquetTables(KeyedTables):
                     if len(ids) == 1:
                         self.names[prefix + field.name] = ids[0]
                     else:
-                        what = (
-                            f"which column holds its ids cannot be told: {some(ids)}"
-                            if ids
-                            else _without_ids(schema)
-                        )
-                        checkpoint.skipped[prefix + field.name] = what
+                        unclear = f"which column holds its ids cannot be told: {some(ids)}"
+                        checkpoint.skipped[prefix + field.name] = unclear if ids else _without_ids(schema)
 
     def open(self, key: str, id_key: str | None) -> KeyedRows:
-        prefix, column = next(
-            ((p, key.removeprefix(p)) for p in sorted(self._groups, reverse=True) if key.startswith(p)),
-            ("", key),
-        )
+        prefix = next((p for p in sorted(self._groups, reverse=True) if key.startswith(p)), "")
+        column = key.removeprefix(prefix)
         if prefix not in self._groups:
             raise CheckpointError(
                 f"{self._path}: there is no column {key!r}; columns of vectors there: {some(self.names)}"
@@ -93,8 +83,8 @@ class ParquetTables(KeyedTables):
 
 
 class _Group(NamedTuple):
-    """A row group that has rows. group: its number in its file; first: its first row, in the table;
-    in_file: in the file."""
+    """A row group with rows. group: its number in the file; first: its first row in the table; in_file: in
+    the file."""
 
     path: Path
     group: int
@@ -104,8 +94,6 @@ class _Group(NamedTuple):
 
 
 class ParquetRows(KeyedRows):
-    """A table of part files."""
-
     def __init__(self, key: str, column: str, id_column: str, files: list[Path]) -> None:
         """CheckpointError: a file is damaged, or lacks a column, or has one of another type."""
         self.key, self.paths, self._column, self._id_column = key, tuple(files), column, id_column
@@ -154,8 +142,8 @@ class ParquetRows(KeyedRows):
             self.rows, in_file = self.rows + rows, in_file + rows
 
     def _cut(self, most: int) -> Iterator[list[_Group]]:
-        """Pieces: as many row groups of a file as have `most` rows together, or one. A file of small ones
-        is opened seldom."""
+        """Returns pieces: adjacent row groups of a file up to `most` rows, or one. So files are opened
+        seldom."""
         piece: list[_Group] = []
         for group in self._groups:
             if piece and (group.path != piece[0].path or group.first + group.rows - piece[0].first > most):
@@ -171,18 +159,15 @@ class ParquetRows(KeyedRows):
 
     def blocks(self, piece: int) -> Iterator[Block]:
         for first, batch in self._batches(piece, [self._id_column, self._column], self._block_rows):
-            yield Block(
-                np.arange(first, first + len(batch)),
-                self._ids_of(batch, first),
-                self._values_of(batch, first),
-            )
+            rows = np.arange(first, first + len(batch))
+            yield Block(rows, self._ids_of(batch, first), self._values_of(batch, first))
 
     def where(self, row: int) -> str:
         group = self._groups[bisect_right(self._groups, row, key=lambda g: g.first) - 1]
         return f"{group.path}: row {row - group.first + group.in_file:,} (row group {group.group})"
 
     def _batches(self, piece: int, columns: list[str], rows: int) -> Iterator[tuple[int, Any]]:
-        """(row of the whole table, batch) of a piece; CheckpointError: it cannot be read."""
+        """Yields (row in the table, batch) of a piece. CheckpointError: it is unreadable."""
         groups = self._pieces[piece]
         path, first = groups[0].path, groups[0].first
         end = groups[-1].first + groups[-1].rows
@@ -204,7 +189,7 @@ class ParquetRows(KeyedRows):
                 f"{path}: a column has {first - end:+,} rows against the file's footer; it is damaged"
             )
 
-    def _ids_of(self, batch: Any, first: int) -> NDArray[np.int64]:
+    def _ids_of(self, batch: Any, first: int) -> Ids:
         column = batch.column(self._id_column)
         if column.null_count:
             raise CheckpointError(
@@ -273,8 +258,8 @@ class _File(pq.ParquetFile):  # type: ignore[misc]  # it has no types
 def open_parquet(
     path: Path, what: str = "a file of the checkpoint", failure: type[LoaderError] = CheckpointError
 ) -> Iterator[_File]:
-    """A Parquet file, read as a stream. failure: raised where it is no regular file, or damaged, here or
-    while it is read."""
+    """Opens a Parquet file as a stream. failure: raised if it is no regular file, or damaged, now or
+    later."""
     fd = open_regular(path, what, failure)
     try:
         with pa.OSFile(f"/proc/self/fd/{fd}") as source:
@@ -297,14 +282,14 @@ def _schema(path: Path) -> Any:
 
 
 def is_list(kind: Any) -> bool:
-    """Whether a column is of lists, of one length or of any."""
+    """Returns whether a column is of lists, of one length or of any."""
     return any(
         is_one(kind) for is_one in (pa.types.is_fixed_size_list, pa.types.is_list, pa.types.is_large_list)
     )
 
 
 def _without_ids(schema: Any) -> str:
-    """Why no column of a file can be ids."""
+    """Returns why no column of a file can be ids."""
     named = next((f for f in schema if f.name.lower() in _ID_NAMES), None)
     return "no column of integers" + (
         "" if named is None else f"; {named.name!r} is of type {type_name(named.type)}{id_remedy(named.type)}"
@@ -312,8 +297,8 @@ def _without_ids(schema: Any) -> str:
 
 
 def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Any, int]:
-    """(type of a value, dim) of the vectors, dim 0 where their type does not say it. CheckpointError: a
-    column cannot be used."""
+    """Returns (value type, dim) of the vectors; dim 0: the type lacks it. CheckpointError: a column is
+    unusable."""
     schema = file.schema_arrow
     for name in (column, id_column):
         if (count := len(schema.get_all_field_indices(name))) != 1:
@@ -332,8 +317,7 @@ def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Any, int]
     if vectors.value_type not in _SOURCES:
         raise CheckpointError(
             f"{path}: the values of {column!r} are of type {vectors.value_type}; expected float32, float16 "
-            "or float64, so cast "
-            "them when the file is written"
+            "or float64, so cast them when the file is written"
         )
     dim = vectors.list_size if pa.types.is_fixed_size_list(vectors) else 0
     if dim == 0 and pa.types.is_fixed_size_list(vectors):
@@ -354,21 +338,20 @@ def _first_length(file: Any, path: Path, column: str) -> int:
 
 
 def type_name(kind: Any) -> str:
-    """A column's type, for people."""
     return f"categories of {kind.value_type}" if pa.types.is_dictionary(kind) else str(kind)
 
 
 def id_remedy(kind: Any) -> str:
-    """How a column of this type, as pandas writes some, becomes ids; "": it has integers, or nothing is
-    known of its kind."""
+    """Returns how a column of this type, as pandas writes some, becomes ids; "": it is integer or unknown."""
     of = kind.value_type if pa.types.is_dictionary(kind) else kind
     if pa.types.is_floating(of):
-        return ' (pandas makes floats of integers where one is missing: leave such rows out, and write astype("int64"))'
+        why = "pandas makes floats of integers where one is missing"
+        return f' ({why}: leave such rows out, and write astype("int64"))'
     if pa.types.is_string(of) or pa.types.is_large_string(of):
-        return ' (where they are numbers, write astype("int64"); else number or hash them, and do the same in requests)'
+        numbers = 'where they are numbers, write astype("int64")'
+        return f" ({numbers}; else number or hash them, and do the same in requests)"
     return ' (write astype("int64"))' if of is not kind and pa.types.is_integer(of) else ""
 
 
 def first_null(column: Any) -> int:
-    """The first row of a column that is null."""
     return int(column.is_null().to_numpy(zero_copy_only=False).argmax())

@@ -1,9 +1,8 @@
-"""The page headers of a Parquet file, compared with the column chunks that hold the pages before Arrow reads
-one.
+"""Compares Parquet page headers with their column chunks before Arrow reads a page.
 
-Arrow makes room for as many bytes as a page's header says, and fills them, so a damaged header would take 2
-GiB. A header is a struct of Thrift's compact protocol (github.com/apache/parquet-format, PageHeader): field 3
-is the page's bytes in the file.
+Arrow allocates and fills as many bytes as a page header says, so a damaged one would take 2 GiB. A header is
+a struct of Thrift's compact protocol (github.com/apache/parquet-format, PageHeader); field 3 is the page's
+bytes in the file.
 """
 
 import os
@@ -12,16 +11,13 @@ from typing import Any
 
 _HEADER_BYTES, _LONGEST_HEADER_BYTES = 512, 16 << 20  # that are read at once; the longest that Arrow reads
 _COMPRESSED_SIZE = 3
-_PADDING_BYTES = (
-    100  # of chunks whose footer leaves a header out, as parquet-mr wrote before 1.2.9, and Arrow allows for
-)
+_PADDING_BYTES = 100  # Arrow's allowance: before 1.2.9 parquet-mr's footers left a header out
 _DEEPEST = 8
 _BOOLEANS, _INTEGERS, _BINARY, _STRUCT = (1, 2), (4, 5, 6), 8, 12  # kinds of values that page headers have
 
 
 def check_pages(fd: int, metadata: Any, group: int, columns: Sequence[str]) -> None:
-    """OSError: a page of a row group, of these columns or what lies in them, is longer than what holds it,
-    or has no header."""
+    """Raises OSError if a page of these columns of a row group exceeds its chunk, or has no header."""
     size, found = os.fstat(fd).st_size, metadata.row_group(group)
     inside = tuple(f"{name}." for name in columns)
     for column in map(found.column, range(found.num_columns)):
@@ -47,7 +43,7 @@ def _check_chunk(fd: int, column: Any, size: int, where: str) -> None:
 
 
 def _page(fd: int, at: int, most: int, where: str) -> tuple[int, int]:
-    """A page's bytes, and those of its header, which are `most` at most."""
+    """Returns a page's bytes, and those of its header, which are `most` at most."""
     length = min(_HEADER_BYTES, most)
     while True:
         try:
@@ -63,8 +59,8 @@ def _page(fd: int, at: int, most: int, where: str) -> tuple[int, int]:
 
 
 def _skip_struct(data: bytes, at: int, depth: int, fields: dict[int, int] | None = None) -> int:
-    """Where a struct ends. fields: takes its integers, by their numbers. IndexError: behind `data`.
-    ValueError: it is none."""
+    """Returns the end of a struct. fields: receives its integers by number. IndexError: beyond `data`.
+    ValueError: no struct."""
     if depth > _DEEPEST:
         raise ValueError("structs nested too deep")
     number = 0
@@ -82,7 +78,7 @@ def _skip_struct(data: bytes, at: int, depth: int, fields: dict[int, int] | None
 
 
 def _skip(data: bytes, at: int, kind: int, depth: int) -> int:
-    """Where a value ends."""
+    """Returns the end of a value."""
     if kind in _INTEGERS:
         return _varint(data, at)[1]
     if kind == _BINARY:
@@ -99,7 +95,7 @@ def _integer(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """An unsigned integer of up to 64 bits, and where it ends."""
+    """Returns an unsigned integer of up to 64 bits, and its end."""
     number = 0
     for shift in range(0, 70, 7):
         number |= (data[at] & 127) << shift

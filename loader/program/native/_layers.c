@@ -1,17 +1,16 @@
-/* Dense layers over a request's vectors and dense tensors, in one call: the Python face of `_layers.h`.
+/* Runs dense layers over a request's vectors and tensors in one call: the Python module over `_layers.h`.
  *
- * run(layers, pieces, sources, weights, inputs, outputs, rows, scores_at, threads) -> first row with a score that is not finite, or -1
+ * run(layers, pieces, sources, weights, inputs, outputs, rows, scores_at, threads)
+ *   returns the first row with a non-finite score, or -1
  *   layers, pieces, sources: int64 [n, fields of LAYER_FIELDS, PIECE_FIELDS, SOURCE_FIELDS], as bytes
- *   weights: fp32, as each layer's weights_at says; inputs, outputs: a request's buffers, in any alignment
- * LAYER_FIELDS, PIECE_FIELDS, SOURCE_FIELDS: the names of the fields, in order; whoever writes them checks its own against them
- * PANEL: outputs that lie side by side in `weights`
+ *   weights: fp32, at each layer's weights_at; inputs, outputs: a request's buffers, unaligned
+ * LAYER_FIELDS, PIECE_FIELDS, SOURCE_FIELDS: field names in order, for callers to check theirs
+ * PANEL: outputs side by side in `weights`
  * isas(), use(name): as in quant/cpu/native/_native.c
  *
- * The input of a layer is its pieces side by side. A piece is all columns of a source (a tensor of the request) or all outputs of
- * a layer before. The last layer's outputs are the scores: fp32 [rows, width] at byte scores_at of `outputs`.
- * Rows are taken TILE at a time through all layers, so that what lies between two layers stays in the processor's cache.
- * Every size is checked against the buffers before anything is read. The interpreter's lock is released meanwhile.
- */
+ * A layer's input is its pieces side by side: sources (tensors of the request) or outputs of earlier layers.
+ * The last layer's outputs are the scores: fp32 [rows, width] at byte scores_at of `outputs`. TILE rows at a
+ * time pass all layers, to stay in the cache. All sizes are checked before a read. The GIL is released. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -36,7 +35,7 @@ static int n_available;
 #define LAYER_FIELDS(F) F(depth) F(width) F(weights_at) F(activation) F(pieces)
 /* of: the number of a source, or -1 - the number of a layer. */
 #define PIECE_FIELDS(F) F(of) F(width)
-/* at: bytes in the request's output buffer where is_output, else in its input buffer. row_bytes: from one row to the next.
+/* at: bytes in the output buffer if is_output, else in the input buffer. row_bytes: between rows.
  * is_half: fp16, else fp32. */
 #define SOURCE_FIELDS(F) F(is_output) F(at) F(row_bytes) F(is_half)
 #define MEMBER(name) int64_t name;
@@ -44,8 +43,9 @@ static int n_available;
 typedef struct { LAYER_FIELDS(MEMBER) } layer_fields;
 typedef struct { PIECE_FIELDS(MEMBER) } piece_fields;
 typedef struct { SOURCE_FIELDS(MEMBER) } source_fields;
-static const char *const layer_names[] = {LAYER_FIELDS(FIELD_NAME) NULL}, *const piece_names[] = {PIECE_FIELDS(FIELD_NAME) NULL},
-                  *const source_names[] = {SOURCE_FIELDS(FIELD_NAME) NULL};
+static const char *const layer_names[] = {LAYER_FIELDS(FIELD_NAME) NULL};
+static const char *const piece_names[] = {PIECE_FIELDS(FIELD_NAME) NULL};
+static const char *const source_names[] = {SOURCE_FIELDS(FIELD_NAME) NULL};
 enum activation { NONE = 0, RELU = 1, SIGMOID = 2, TANH = 3 };
 
 enum { TILE = 64, LARGEST_WIDTH = 1 << 20, TILE_FLOATS = 1 << 18 };
@@ -70,7 +70,8 @@ static int64_t padded(int64_t width) { return (width + PANEL / 2 - 1) / (PANEL /
 
 /* ---- running: each part takes an equal range of the rows, tile by tile ---- */
 
-static void gather_source(const call *c, const piece_fields *p, int64_t row, int64_t rows, float *to, int64_t stride) {
+static void gather_source(const call *c, const piece_fields *p, int64_t row, int64_t rows, float *to,
+                          int64_t stride) {
     const source_fields *s = c->sources + p->of;
     const uint8_t *from = (s->is_output ? c->outputs : c->inputs) + s->at + row * s->row_bytes;
     for (int64_t r = 0; r < rows; r++, from += s->row_bytes, to += stride) {
@@ -86,7 +87,7 @@ static void activate(float *values, int64_t n, int64_t activation) {
         for (int64_t i = 0; i < n; i++) values[i] = (float)tanh((double)values[i]);
 }
 
-/* Where layer `number` leaves its outputs: [rows, padded width] each, one after another behind what is put together. */
+/* Returns the outputs of layer `number`: [rows, padded width], behind the gathered input. */
 static float *outputs_of(const call *c, int64_t number, int64_t rows, float *scratch) {
     float *at = scratch + rows * c->gathered;
     for (int64_t l = 0; l < number; l++) at += rows * padded(c->layers[l].width);
@@ -99,8 +100,9 @@ static int64_t run_tile(const call *c, int64_t row, int64_t rows, float *scratch
     const layer_fields *l = c->layers;
     float *out = NULL;
     for (int64_t n = 0; n < c->n_layers; n++, p += l->pieces, l++) {
-        tile t = {.weights = c->weights + l->weights_at, .out = outputs_of(c, n, rows, scratch), .rows = rows, .depth = l->depth,
-                  .width = padded(l->width), .out_stride = padded(l->width), .is_relu = l->activation == RELU};
+        tile t = {.weights = c->weights + l->weights_at, .out = outputs_of(c, n, rows, scratch), .rows = rows,
+                  .depth = l->depth, .width = padded(l->width), .out_stride = padded(l->width),
+                  .is_relu = l->activation == RELU};
         if (l->pieces == 1 && p->of < 0) {
             t.in = outputs_of(c, -1 - p->of, rows, scratch), t.in_stride = padded(p->width);
         } else {
@@ -112,13 +114,15 @@ static int64_t run_tile(const call *c, int64_t row, int64_t rows, float *scratch
                 }
                 const float *from = outputs_of(c, -1 - p[k].of, rows, scratch);
                 for (int64_t r = 0; r < rows; r++)
-                    memcpy(to + r * l->depth, from + r * padded(p[k].width), (size_t)p[k].width * sizeof(float));
+                    memcpy(to + r * l->depth, from + r * padded(p[k].width),
+                           (size_t)p[k].width * sizeof(float));
             }
             t.in = scratch, t.in_stride = l->depth;
         }
         active->layer(&t);
         out = t.out;
-        for (int64_t r = 0; l->activation > RELU && r < rows; r++) activate(out + r * t.out_stride, l->width, l->activation);
+        for (int64_t r = 0; l->activation > RELU && r < rows; r++)
+            activate(out + r * t.out_stride, l->width, l->activation);
     }
     const int64_t width = c->layers[c->n_layers - 1].width;
     int64_t bad = -1;
@@ -154,11 +158,13 @@ static int unsound(const char *what) {
 static int lies_in(int64_t at, int64_t rows, int64_t bytes, int64_t row_bytes, const Py_buffer *b) {
     int64_t last, end;
     return at >= 0 && row_bytes >= 0 && !__builtin_mul_overflow(rows > 0 ? rows - 1 : 0, row_bytes, &last)
-           && !__builtin_add_overflow(at, last, &end) && !__builtin_add_overflow(end, rows > 0 ? bytes : 0, &end) && end <= b->len;
+            && !__builtin_add_overflow(at, last, &end)
+            && !__builtin_add_overflow(end, rows > 0 ? bytes : 0, &end) && end <= b->len;
 }
 
 /* Whether a piece is a source that lies in its buffer, or a layer before layer `number`, of this width. */
-static int is_sound_piece(const call *c, const piece_fields *p, int64_t number, const Py_buffer *in, const Py_buffer *out) {
+static int is_sound_piece(const call *c, const piece_fields *p, int64_t number, const Py_buffer *in,
+                          const Py_buffer *out) {
     if (p->width < 1 || p->width > LARGEST_WIDTH) return 0;
     if (p->of < 0) return p->of >= -number && c->layers[-1 - p->of].width == p->width;
     if (p->of >= c->n_sources) return 0;
@@ -166,22 +172,24 @@ static int is_sound_piece(const call *c, const piece_fields *p, int64_t number, 
     return lies_in(s->at, c->rows, p->width * (s->is_half ? 2 : 4), s->row_bytes, s->is_output ? out : in);
 }
 
-/* Checks all sizes and finds how much scratch a row takes; 0 with ValueError set where a size does not fit. */
+/* Checks all sizes and sets the scratch floats per row; returns 0 with ValueError set for a misfit. */
 static int check(call *c, const Py_buffer *weights, const Py_buffer *in, const Py_buffer *out) {
     const piece_fields *p = c->pieces;
     if (c->n_layers < 1 || c->rows < 0) return unsound("layers: expected one at least, and rows");
     for (int64_t n = 0; n < c->n_layers; n++) {
         const layer_fields *l = c->layers + n;
-        if (l->width < 1 || l->width > LARGEST_WIDTH || l->depth < 1 || l->activation < NONE || l->activation > TANH
-            || l->weights_at < 0 || l->weights_at > weights->len / 4 || l->pieces < 1
+        if (l->width < 1 || l->width > LARGEST_WIDTH || l->depth < 1 || l->activation < NONE
+            || l->activation > TANH || l->weights_at < 0 || l->weights_at > weights->len / 4 || l->pieces < 1
             || l->pieces > c->n_pieces - (p - c->pieces))
             return unsound("layers: a size, an activation or a number of pieces is out of range");
         int64_t depth = 0, is_gathered = l->pieces > 1 || p->of >= 0;
         for (int64_t k = 0; k < l->pieces; k++, p++) {
-            if (!is_sound_piece(c, p, n, in, out)) return unsound("layers: a piece does not lie in its buffer, or is no layer before");
+            if (!is_sound_piece(c, p, n, in, out))
+                return unsound("layers: a piece does not lie in its buffer, or is no layer before");
             depth += p->width;
         }
-        if (depth != l->depth || !lies_in(l->weights_at * 4, padded(l->width), (depth + 1) * 4, (depth + 1) * 4, weights))
+        if (depth != l->depth
+            || !lies_in(l->weights_at * 4, padded(l->width), (depth + 1) * 4, (depth + 1) * 4, weights))
             return unsound("layers: a layer's weights do not lie in their buffer");
         if (is_gathered && depth > c->gathered) c->gathered = depth;
         c->row_floats += padded(l->width);
@@ -193,10 +201,11 @@ static int check(call *c, const Py_buffer *weights, const Py_buffer *in, const P
     return 1;
 }
 
-/* Runs a sound call; the first row with a score that is not finite, -1 where there is none, -2 where there is no memory. */
+/* Runs a checked call; returns the first row with a non-finite score, -1: none, -2: no memory. */
 static int64_t run_rows(call *c, int64_t threads) {
     int64_t bad[MAX_THREADS], first = -1;
-    const int64_t fitting = TILE_FLOATS / c->row_floats, most = fitting > TILE ? TILE : fitting < 8 ? 8 : fitting;
+    const int64_t fitting = TILE_FLOATS / c->row_floats;
+    const int64_t most = fitting > TILE ? TILE : fitting < 8 ? 8 : fitting;
     const int64_t tiles = (c->rows + most - 1) / most;
     c->parts = (int)(tiles < threads ? tiles : threads < MAX_THREADS ? threads : MAX_THREADS);
     if (c->parts < 1) return -1; /* no rows */
@@ -219,17 +228,20 @@ static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t numbers[3], first = -1;
     int is_done = 0;
     (void)self;
-    if (n != BUFFERS + 3) return PyErr_Format(PyExc_TypeError, "run takes %d arguments, got %zd", BUFFERS + 3, n);
+    if (n != BUFFERS + 3)
+        return PyErr_Format(PyExc_TypeError, "run takes %d arguments, got %zd", BUFFERS + 3, n);
     for (int i = 0; i < 3; i++) {
         numbers[i] = PyLong_AsLongLong(args[BUFFERS + i]);
         if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
     }
     for (int i = 0; i < BUFFERS; i++)
         if (PyObject_GetBuffer(args[i], b + i, i == OUTPUTS ? PyBUF_WRITABLE : PyBUF_SIMPLE)) goto done;
-    call c = {.layers = b[LAYERS].buf, .pieces = b[PIECES].buf, .sources = b[SOURCES].buf, .weights = b[WEIGHTS].buf,
-              .inputs = b[INPUTS].buf, .outputs = b[OUTPUTS].buf, .n_layers = b[LAYERS].len / (Py_ssize_t)sizeof(layer_fields),
+    call c = {.layers = b[LAYERS].buf, .pieces = b[PIECES].buf, .sources = b[SOURCES].buf,
+              .weights = b[WEIGHTS].buf, .inputs = b[INPUTS].buf, .outputs = b[OUTPUTS].buf,
+              .n_layers = b[LAYERS].len / (Py_ssize_t)sizeof(layer_fields),
               .n_pieces = b[PIECES].len / (Py_ssize_t)sizeof(piece_fields),
-              .n_sources = b[SOURCES].len / (Py_ssize_t)sizeof(source_fields), .rows = numbers[0], .scores_at = numbers[1]};
+              .n_sources = b[SOURCES].len / (Py_ssize_t)sizeof(source_fields),
+              .rows = numbers[0], .scores_at = numbers[1]};
     if (!check(&c, b + WEIGHTS, b + INPUTS, b + OUTPUTS)) goto done;
     Py_BEGIN_ALLOW_THREADS
     first = run_rows(&c, numbers[2]);
@@ -245,7 +257,8 @@ done:
 static PyObject *py_isas(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;
     PyObject *names = PyTuple_New(n_available);
-    for (int i = 0; names && i < n_available; i++) PyTuple_SetItem(names, i, PyUnicode_FromString(available[i]->name));
+    for (int i = 0; names && i < n_available; i++)
+        PyTuple_SetItem(names, i, PyUnicode_FromString(available[i]->name));
     return names;
 }
 
@@ -256,7 +269,8 @@ static PyObject *py_use(PyObject *self, PyObject *name) {
             active = available[i];
             Py_RETURN_NONE;
         }
-    return PyErr_Format(PyExc_ValueError, "instruction set %R: this processor does not run it; isas() lists what it runs", name);
+    return PyErr_Format(PyExc_ValueError, "instruction set %R: %s", name,
+                        "this processor does not run it; isas() lists what it runs");
 }
 
 static int add_names(PyObject *module, const char *name, const char *const *fields) {
@@ -270,12 +284,14 @@ static int add_names(PyObject *module, const char *name, const char *const *fiel
 }
 
 static PyMethodDef methods[] = {
-    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, "Runs dense layers over a request's buffers."},
+    {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL,
+     "Runs dense layers over a request's buffers."},
     {"isas", py_isas, METH_NOARGS, "The instruction sets that this processor runs, fastest first."},
     {"use", py_use, METH_O, "Selects an instruction set."},
     {NULL, NULL, 0, NULL},
 };
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_layers", NULL, -1, methods, NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {
+    .m_base = PyModuleDef_HEAD_INIT, .m_name = "_layers", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__layers(void) {
     n_available = 0;
@@ -289,7 +305,8 @@ PyMODINIT_FUNC PyInit__layers(void) {
     open_pool();
     PyObject *made = PyModule_Create(&module);
     if (made && add_names(made, "LAYER_FIELDS", layer_names) && add_names(made, "PIECE_FIELDS", piece_names)
-        && add_names(made, "SOURCE_FIELDS", source_names) && PyModule_AddIntConstant(made, "PANEL", PANEL) == 0)
+        && add_names(made, "SOURCE_FIELDS", source_names)
+        && PyModule_AddIntConstant(made, "PANEL", PANEL) == 0)
         return made;
     Py_XDECREF(made);
     return NULL;

@@ -1,9 +1,6 @@
-/* Dense layers for one instruction set: x -> activation(x W^T + b), row by row. An including file defines ISA_AVX512, ISA_AVX2 or
- * nothing, and NAME.
- *
- * A row's result does not depend on the rows beside it, to the last bit: each value is its bias, to which the products are
- * added one by one in the order of the depth, whatever the number of rows.
- */
+/* Dense layers for one instruction set: x -> activation(x W^T + b), row by row. The including file defines
+ * NAME, and ISA_AVX512, ISA_AVX2 or neither. A value is its bias plus the products, added one by one in order
+ * of depth, so a row's result does not depend on other rows, bit for bit. */
 #include <math.h>
 #include <string.h>
 #include "_layers_types.h"
@@ -21,16 +18,17 @@ enum { BLOCK_ROWS = 8 }; /* with 2 vectors a row: 16 sums in registers */
 enum { BLOCK_ROWS = 2 }; /* with 4 vectors a row: 8 of AVX2's 16 */
 #endif
 
-/* `rows` rows of `columns` outputs. panel: [depth, columns]; in: [rows, depth], in_stride floats a row; out likewise. */
-INLINE void block(int rows, int columns, const float *in, int64_t in_stride, const float *panel, int64_t depth, const float *bias,
-                  float *out, int64_t out_stride, int is_relu) {
+/* `rows` rows of `columns` outputs. panel: [depth, columns]; in: [rows, depth]; strides in floats per row. */
+INLINE void block(int rows, int columns, const float *in, int64_t in_stride, const float *panel,
+                  int64_t depth, const float *bias, float *out, int64_t out_stride, int is_relu) {
     vf sum[BLOCK_ROWS][PANEL / LANES];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < columns / LANES; v++) sum[r][v] = v_load(bias + v * LANES);
     for (int64_t k = 0; k < depth; k++, panel += columns) {
         UNROLL for (int r = 0; r < rows; r++) {
             const vf x = v_set(in[r * in_stride + k]);
-            UNROLL for (int v = 0; v < columns / LANES; v++) sum[r][v] = v_fma(x, v_load(panel + v * LANES), sum[r][v]);
+            UNROLL for (int v = 0; v < columns / LANES; v++)
+                sum[r][v] = v_fma(x, v_load(panel + v * LANES), sum[r][v]);
         }
     }
     /* Zero first: where a sum is not a number the maximum is the second operand, so it stays none. */

@@ -4,8 +4,8 @@
 
 enum { PANEL = 32 }; /* outputs side by side in memory; the last panel of a layer may have half as many */
 
-/* One layer for some rows. weights: bias [width], then panels of [depth, PANEL]; width: of the outputs, a multiple of PANEL / 2.
- * in: fp32 [rows, depth], in_stride floats a row; out: fp32 [rows, width], out_stride floats a row. */
+/* One layer for some rows. weights: bias [width], then panels [depth, PANEL]; width: a multiple of PANEL / 2.
+ * in: fp32 [rows, depth]; out: fp32 [rows, width]; strides in floats per row. */
 typedef struct {
     const float *in, *weights;
     float *out;
