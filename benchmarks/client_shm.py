@@ -329,7 +329,10 @@ def main() -> None:
             for name in FORMS:
                 rows += measure(name, server, inside)
                 console.print(*map(line, rows[-len(WAYS) :]), sep="\n")
-    title = f"system shared memory against binary bodies, {CASE}, int8 D {DIM}, one worker on one core, the client on another"
+    title = (
+        f"system shared memory against binary bodies, {CASE}, int8 D {DIM}, one worker on one core, "
+        f"the client on another"
+    )
     report("client_shm", title, rows)
 
 

@@ -65,9 +65,8 @@ class ResultError(Exception):
 @cache
 def machine() -> dict[str, Any]:
     """Processor, cores, memory, kernel, versions, and the commit that the process started from."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "?"
-    )  # noqa: SIM115
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
     packages = ("tableside", "torch", "triton", "fbgemm-gpu-cpu", "fbgemm-gpu", "numpy", "uvicorn", "fastapi")
     return {
         "cpu": cpu,

@@ -7,7 +7,7 @@ Between the lines `<!--table:NAME-->` and `<!--/table-->` a page has the table N
     [kernel]
     head = ["rows", "ours, µs", "ratio"]          # the headings
     file = "gpu_lookup"                           # benchmarks/results/gpu_lookup.json
-    where = { D = 128, format = ["int8"] }        # takes the file's rows with this value, or one of these values
+    where = { D = 128, format = ["int8"] }        # takes the file's rows with one of these values
     cells = ["{ours_us:.1f}", "{ratio:.2f} ×"]    # {FIELD:FORMAT} is a field of the rows taken
     rows = [{ label = "uniform", where = { ids = "uniform" } }]
 

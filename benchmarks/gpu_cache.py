@@ -1,7 +1,9 @@
 """The cache in HBM against FBGEMM's, over the same rows: a segment in shared memory, registered with CUDA.
 
-    python benchmarks/gpu_cache.py --tables     # 26 tables x 500 k rows, pooled, 4096 bags of 20 ids: 5 % and 20 % of rows cached
-    python benchmarks/gpu_cache.py --keys       # one table, 262,144 keys a call, not pooled and pooled: 60 M rows, 10 % cached
+    python benchmarks/gpu_cache.py --tables     # 26 tables x 500 k rows, pooled, 4096 bags of 20 ids: 5 % and
+                                                # 20 % of rows cached
+    python benchmarks/gpu_cache.py --keys       # one table, 262,144 keys a call, not pooled and pooled: 60 M
+                                                # rows, 10 % cached
     python benchmarks/gpu_cache.py --wide       # the same, 400 M rows (57 GB), 5 % cached
     python benchmarks/gpu_cache.py --shift      # hit rates while the hot ids move, with a scan in it
     python benchmarks/gpu_cache.py --hybrid     # a static split, where every id is as likely as any other

@@ -1,7 +1,9 @@
 """The cache with batches prefetched ahead of a dense part of 2 ms, against all tables in HBM.
 
-    python benchmarks/gpu_cache_pipeline.py     # 26 tables x 500 k rows, 4096 bags of 20 ids, Zipf 1.05, 20 % of rows cached
-    python benchmarks/gpu_cache_pipeline.py --dense products --programs 528 2112     # one kind, kernels of fewer programs
+    python benchmarks/gpu_cache_pipeline.py     # 26 tables x 500 k rows, 4096 bags of 20 ids, Zipf 1.05, 20 %
+                                                # of rows cached
+    python benchmarks/gpu_cache_pipeline.py --dense products --programs 528 2112     # one kind, kernels of
+                                                                                     # fewer programs
 
 With a fifth of the rows cached, nine ids of ten hit. Two kinds of dense part: products of large matrices, and
 layers of an MLP. Misses are read by the GPU, or gathered by the CPU and copied by the copy engine; once with

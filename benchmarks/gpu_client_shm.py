@@ -1,7 +1,8 @@
 """A client whose ids and vectors stay in the GPU's memory: Triton's CUDA shared memory against binary bodies,
 over HTTP.
 
-    python benchmarks/gpu_client_shm.py      # 26 features x 4096 bags x 20 ids a request, int8 D 128, all tables in HBM
+    python benchmarks/gpu_client_shm.py      # 26 features x 4096 bags x 20 ids a request, int8 D 128, all
+                                             # tables in HBM
 
 One client with one connection asks one door of one engine process, one request after another. It shares one
 allocation by its IPC handle, as tritonclient.utils.cuda_shared_memory does. Requests take turns between
@@ -207,7 +208,10 @@ def main() -> None:
             for row in rows:
                 console.print(row)
             client.post("/v2/cudasharedmemory/unregister", b"")
-    title = f"one client's requests of {FEATURES} features x {BAGS} x {IDS} ids, int8 D {DIM} in HBM, tensors in CUDA shared memory"
+    title = (
+        f"one client's requests of {FEATURES} features x {BAGS} x {IDS} ids, int8 D {DIM} in HBM, "
+        f"tensors in CUDA shared memory"
+    )
     report("gpu_client_shm", title, rows, gpu=gpu[0])
 
 

@@ -1,6 +1,6 @@
 """Lookups over HTTP through the engine process of one GPU, beside the CPU's server on the same cores.
 
-    python benchmarks/gpu_engine.py            # 26 features x 32 bags x 20 ids, int8 D 128, 4 workers, 64 connections
+    python benchmarks/gpu_engine.py            # 26 features x 32 bags x 20 ids, int8 D 128, 4 workers
 
 Half of the cores are the server's, the other half the load generators', which are processes of their own.
 First every server is asked as much as it answers (closed loop). Then each gets half of what the CPU's server

@@ -1,7 +1,7 @@
 """The evaluation pool on GPUs: rows a second of 1, 2, 4 and 8 of them, a process each, against a plain
 PyTorch loop on one.
 
-    python benchmarks/gpu_eval.py [--rows 4000000]     # as many GPUs as there are; on one, --stash and bf16, too
+    python benchmarks/gpu_eval.py [--rows 4000000]     # as many GPUs as there are; on one also --stash, bf16
 
 The model and the data of benchmarks/eval_pool.py, all ways in turns with the loop, whose scores theirs are
 held to. Start-up (imports, a CUDA context, kernels that are compiled) is a matter of seconds and does not

@@ -1,7 +1,8 @@
 """What more doors cost on one GPU: memory of the host and of the GPU, and how many contexts there are, with
 one door and four.
 
-    python benchmarks/gpu_memory.py   # 26 tables x 500,000 rows x D 128 int8, in HBM and behind a cache of a tenth of their bytes
+    python benchmarks/gpu_memory.py   # 26 tables x 500,000 rows x D 128 int8, in HBM and behind a cache of a
+                                      # tenth of their bytes
 
 Doors share one engine process, so four of them should have one context and one cache, as one has. Each server
 is measured after requests of ids of every table over many connections, and one answer was compared with the

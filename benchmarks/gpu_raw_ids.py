@@ -1,8 +1,10 @@
 """Lookups of raw ids on one GPU against lookups of the same rows by their numbers, as a dense table's are.
 
-    python benchmarks/gpu_raw_ids.py --tables   # 26 tables x 500 k ids, pooled, 4096 bags of 20 ids: all in HBM, and 20 % cached
+    python benchmarks/gpu_raw_ids.py --tables   # 26 tables x 500 k ids, pooled, 4096 bags of 20 ids: all in
+                                                # HBM, and 20 % cached
     python benchmarks/gpu_raw_ids.py --keys     # one table of 60 M ids, 262,144 keys a call, 10 % cached
-    python benchmarks/gpu_raw_ids.py --wide     # 400 M ids, each as likely, so nearly all miss; ids in HBM and in host memory
+    python benchmarks/gpu_raw_ids.py --wide     # 400 M ids, each as likely, so nearly all miss; ids in HBM
+                                                # and in host memory
 
 Every batch is new. Both sides read the same registered segment, with caches of one size, and are called batch
 by batch, as they are used; times are medians of steady state. What comes out is compared bit by bit, before

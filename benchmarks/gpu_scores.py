@@ -1,10 +1,12 @@
 """Scores of a DLRM over HTTP: a server on a GPU against the same server on the CPU, both on the same cores,
 in turns.
 
-    python benchmarks/gpu_scores.py                # requests of 32 and 512 rows; one worker and four on the GPU, four on the CPU
+    python benchmarks/gpu_scores.py                # requests of 32 and 512 rows; one worker and four on the
+                                                   # GPU, four on the CPU
     python benchmarks/gpu_scores.py --workers 4    # only so many workers on the GPU
-    python benchmarks/gpu_scores.py --workers 3 --dtypes fp32    # in bf16 as well by default, which is a server of its own
-    TRIAL=1 TRITON_INTERPRET=1 python benchmarks/gpu_scores.py --device interpreter --batches 2 --connections 1   # a try
+    python benchmarks/gpu_scores.py --workers 3 --dtypes fp32    # in bf16 as well by default, which is a
+                                                                 # server of its own
+    TRIAL=1 TRITON_INTERPRET=1 python benchmarks/gpu_scores.py --device interpreter --batches 2   # a try
 
 26 features of 20 ids each, a table of 100,000 rows x D 64 (int8) for each, and an MLP 1664-1024-1024-256-1.
 Requests name the score alone. All servers have the same four cores; the load comes from processes that have a

@@ -1,8 +1,10 @@
 """Servers on GPUs: what registration and workers cost, and lookups over HTTP against the same server on the
 CPU.
 
-    python benchmarks/gpu_server.py --memory 32    # GiB of a segment: registration, first answer, PSS and HBM of 1, 2, 4 workers
-    python benchmarks/gpu_server.py --http         # the cases of http_lookup.py, a CPU worker and an hbm worker in turns
+    python benchmarks/gpu_server.py --memory 32    # GiB of a segment: registration, first answer, PSS and HBM
+                                                   # of 1, 2, 4 workers
+    python benchmarks/gpu_server.py --http         # the cases of http_lookup.py, a CPU worker and an hbm
+                                                   # worker in turns
     python benchmarks/gpu_server.py --placements   # 26 features, every placement, 1 and 4 workers
 
 Lengths differ in every request, but for the way `same` of --http. Without a GPU, --http measures its CPU
@@ -294,7 +296,10 @@ def main() -> None:
         with shared_folder() as root:
             rows = http(root, bool(gpu))
         if gpu:
-            title = f"lookups over HTTP, int8 D 64, one worker, {CONNECTIONS} connections; load generator on a core of its own"
+            title = (
+                f"lookups over HTTP, int8 D 64, one worker, {CONNECTIONS} connections; load generator "
+                f"on a core of its own"
+            )
             report("gpu_http", title, rows, gpu=gpu[0])
     if options.placements:
         with shared_folder() as root:

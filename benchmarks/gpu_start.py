@@ -1,6 +1,6 @@
 """Seconds until a server on GPUs is ready: on a machine that never compiled its kernels, and when it did.
 
-    python benchmarks/gpu_start.py                      # 26 tables x 500,000 rows x D 128 int8; every placement
+    python benchmarks/gpu_start.py                      # 26 tables x 500,000 rows x D 128 int8
     python benchmarks/gpu_start.py --placements cached  # one of them
 
 For each placement the cache of Triton is an empty folder first, and then what that start left; the later
@@ -88,7 +88,10 @@ def main() -> None:
         for placement in options.placements:
             rows.append(measure(root, placement, range(min(MOST_GPUS, len(gpu)))))
             console.print(rows[-1])
-    title = f"seconds until a server is ready: {FEATURES} tables of {ROWS:,} rows, int8 D {DIM}, {len(os.sched_getaffinity(0))} cores"
+    title = (
+        f"seconds until a server is ready: {FEATURES} tables of {ROWS:,} rows, int8 D {DIM}, "
+        f"{len(os.sched_getaffinity(0))} cores"
+    )
     report("gpu_start", title, rows, gpu=gpu[0])
 
 

@@ -1,9 +1,10 @@
 """Published tables as a PyTorch module on one GPU, beside FBGEMM's module and torch.nn.EmbeddingBag. Wall
 time of calls in a row.
 
-    python benchmarks/gpu_torch_module.py --hbm       # 26 tables x 500 k rows, int8 D 128, all in HBM, bags of 20 ids
-    python benchmarks/gpu_torch_module.py --processes # the same tables, held by 1 and 2 processes: host memory (PSS) and HBM
-    python benchmarks/gpu_torch_module.py --cached    # one table of 60 M rows, 10 % of its bytes in HBM, 262,144 ids a call
+    python benchmarks/gpu_torch_module.py --hbm       # 26 tables x 500 k rows, int8 D 128, bags of 20 ids
+    python benchmarks/gpu_torch_module.py --processes # the same tables, held by 1 and 2 processes
+    python benchmarks/gpu_torch_module.py --cached    # one table of 60 M rows, 10 % of its bytes in HBM,
+                                                      # 262,144 ids a call
 
 Every side gets what its users give it, on the device: ours the ids of all tables in one tensor with the
 offsets of their bags (`packed`), as FBGEMM's module takes them, and as a dict with a tensor [bags, 20] for

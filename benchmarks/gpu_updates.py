@@ -1,8 +1,10 @@
 """Lookups on one GPU while rows change: what deltas cost, how long a state takes, and whether any answer is
 of no one state.
 
-    python benchmarks/gpu_updates.py --deltas   # 26 tables x 500 k ids, pooled, 4096 bags of 20 ids: all in HBM, and 10 % cached
-    python benchmarks/gpu_updates.py --oracle   # 50 M reads while another process applies deltas as fast as it can
+    python benchmarks/gpu_updates.py --deltas   # 26 tables x 500 k ids, pooled, 4096 bags of 20 ids: all in
+                                                # HBM, and 10 % cached
+    python benchmarks/gpu_updates.py --oracle   # 50 M reads while another process applies deltas as fast as
+                                                # it can
 
 Deltas are applied as a user applies them, to a model in shared memory. Without one, with one, and with a
 second one of a tenth of its rows over it, the same batches are looked up in turn, through the same cache;

@@ -8,8 +8,10 @@ The worker has one core and the load generator another. All of these take turns,
     same       the named form, as many ids in every bag, so one header for all requests
     named      the named form, lengths of its own in every request
     compact    the compact form, lengths of its own in every request
-    fbgemm     the same bytes as compact, answered by FBGEMM's operator in a plain ASGI application (http_servers.py)
-    echo       bodies of as many bytes as one of the above has, and answers of as many bytes, in Tableside's worker
+    fbgemm     the same bytes as compact, answered by FBGEMM's operator in a plain ASGI application
+               (http_servers.py)
+    echo       bodies of as many bytes as one of the above has, and answers of as many bytes, in Tableside's
+               worker
     lookup     in process, the kernel's call alone, on inputs that were laid out before
 
 `busy` is the share of the server's core that its processes used, and `cpu us` what they used for a request.

@@ -1,8 +1,10 @@
 """The servers that http_lookup.py measures, each on one core. They are started by it, as processes of their
 own.
 
-    python benchmarks/http_servers.py ours ROOT CORE      Tableside with one worker, and with POST /echo/N in that worker
-    python benchmarks/http_servers.py fbgemm ROOT CORE    FBGEMM's operator in a plain ASGI application under uvicorn
+    python benchmarks/http_servers.py ours ROOT CORE      Tableside with one worker, and with POST /echo/N in
+                                                          that worker
+    python benchmarks/http_servers.py fbgemm ROOT CORE    FBGEMM's operator in a plain ASGI application under
+                                                          uvicorn
 
 The echo reads a request's body and answers N bytes. The peer takes the compact form and answers it as
 Tableside does, by one call of the operator for all features. It checks nothing: neither the header's fields

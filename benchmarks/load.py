@@ -5,7 +5,8 @@ quantize  the same rows from memory to memory, as many threads
 load      both, plus reserving, hashing and publishing the segment
 attach    mapping the segment and verifying its bytes, as every worker does; in bytes of the segment
 Private memory is the most that a load takes in a fresh process, over what that process had before.
-The file is in the page cache (warm: the processor is the limit), or dropped from it first (cold: the disk is).
+The file is in the page cache (warm: the processor is the limit), or dropped from it first (cold: the disk
+is).
 verified  loads of the same tables: not verified (safetensors), by a manifest, by the CRC-32 of a .npz
 """
 

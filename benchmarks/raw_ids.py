@@ -1,11 +1,11 @@
 """Lookups by raw ids against lookups of the same rows by their numbers, on one core; and what else finds an
 id.
 
-raw, dense  pooled SUM of int8 rows of D 64, ids drawn evenly; 26 features x 32 bags x 20 ids in one call, as a server makes it,
-            and one feature x 4096 bags x 20. Both tables are the same bytes; the raw one goes through its
-            index. Checked first.
-find        ids to row numbers alone: our index; up to 10 M ids also FBGEMM's pruned_hashmap_lookup and zero_collision_hash, and a
-            Python dict
+raw, dense  pooled SUM of int8 rows of D 64, ids drawn evenly; 26 features x 32 bags x 20 ids in one call, as
+            a server makes it, and one feature x 4096 bags x 20. Both tables are the same bytes; the raw one
+            goes through its index. Checked first.
+find        ids to row numbers alone: our index; up to 10 M ids also FBGEMM's pruned_hashmap_lookup and
+            zero_collision_hash, and a Python dict
 build       making the index, ids a second of one core: counted, put into buckets, distinct, pilots
 """
 
@@ -219,7 +219,8 @@ def main() -> None:
         kept = 0 if RowFormat.INT8.row_bytes(DIM) - RowFormat.INT8.used_bytes(DIM) >= 8 else 8
         index_bytes = index.directory.nbytes + index.pilots.nbytes
         built.append(
-            {"ids": count, "M ids/s a core": count / seconds / 1e6, "index bytes an id": index_bytes / count + kept,
+            {"ids": count, "M ids/s a core": count / seconds / 1e6,
+             "index bytes an id": index_bytes / count + kept,
              "slots an id": index.slots / count}
         )  # fmt: skip
         table, rows = table_of(index, ids)

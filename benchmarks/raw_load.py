@@ -1,9 +1,12 @@
 """Loads of a table of raw ids, from Parquet and from a DynamicEmb dump: against reading the file and
 quantizing, in the same run.
 
-read + quantize  what any load must do: ids and vectors read as the load reads them, and each block quantized, on as many threads
-load             that, and the index, the rows at their places, checksums and publication; each in a fresh process
-Private memory is the most that the load's process took (RssAnon) over what it had before. Files are in the page cache.
+read + quantize  what any load must do: ids and vectors read as the load reads them, and each block quantized,
+                 on as many threads
+load             that, and the index, the rows at their places, checksums and publication; each in a fresh
+                 process
+Private memory is the most that the load's process took (RssAnon) over what it had before. Files are in the
+page cache.
 """
 
 import argparse

@@ -5,11 +5,11 @@ Memory is PSS (shared pages divided by their users) summed over 1, 2 and 4 proce
 their tables and have read every row. What they hold:
 
     published   tableside.torch.EmbeddingBags over one version in shared memory, int8
-    torchrec    TorchRec's EmbeddingBagCollection, quantized by itself to int8, read by torch.load; it has each table twice, as it
-                was quantized and in rows of 16 bytes' multiples for FBGEMM's module
+    torchrec    TorchRec's EmbeddingBagCollection, quantized by itself to int8, read by torch.load; it has
+                each table twice, as it was quantized and in rows of 16 bytes' multiples for FBGEMM's module
     fp32        torch.nn.EmbeddingBag over the same rows, dequantized, read by torch.load
-    nothing     Python, torch and TorchRec alone; `tables MB` of the others is what they take beside that, without the pages of
-                libraries, which processes of others share too
+    nothing     Python, torch and TorchRec alone; `tables MB` of the others is what they take beside that,
+                without the pages of libraries, which processes of others share too
 
 Before anything is measured the vectors of all three are compared. Ours and fp32's are sums of the same values
 in another order; TorchRec quantizes the rows once more.

@@ -1,11 +1,12 @@
 """Rates at which changes of rows are applied: from files, and from a Redis stream beside what its bare client
 reads.
 
-read     the changes as arrays, from the file, or from Redis by a client that does nothing else with its answers
+read     the changes as arrays, from the file, or from Redis by a client that does nothing else with its
+         answers
 floor    that, and each block quantized, on one thread
 apply    `apply`, or the loop of `tableside follow`: read, quantized, written, checksummed and visible
-Rows are applied to a table of twice as many, which is published anew each time. Files are in the page cache; Redis runs on the
-same cores.
+Rows are applied to a table of twice as many, which is published anew each time. Files are in the page cache;
+Redis runs on the same cores.
 """
 
 import argparse

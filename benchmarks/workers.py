@@ -201,7 +201,10 @@ def main() -> None:
         publish(root, "small", options.gib / 4)
         scaled = [scaling(root, model) for model in ("small", "ads")]
         report("workers_memory", f"memory of a server over one segment of {segment / 1e9:.2f} GB", found)
-        title = f"in-process lookups, {TABLES} features x {IDS} ids x batch {BATCH}, int8 D {DIM}, one thread a process"
+        title = (
+            f"in-process lookups, {TABLES} features x {IDS} ids x batch {BATCH}, int8 D {DIM}, one "
+            f"thread a process"
+        )
         report("workers_scaling", title, scaled)
 
 

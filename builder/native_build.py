@@ -83,7 +83,10 @@ def _compiler(glibc: str | None) -> Iterator[None]:
         # Debian's Python.h includes a header of the folder above its own, which zig does not search for
         # another target.
         above = Path(sysconfig.get_path("include")).parent
-        command = f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{glibc} -idirafter {above}"
+        command = (
+            f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{glibc} "
+            f"-idirafter {above}"
+        )
         # without the options of the compiler that Python was built with, which zig refuses
         linker = f"{command} -shared"
         before = dict(os.environ)

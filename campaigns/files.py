@@ -6,8 +6,10 @@ it finds, and says what came of it and by how much its memory grew. Outcomes:
 
     refused    an error of one line that names the file
     true       loaded, and every matrix has the honest file's rows
-    other      loaded, with other rows: no checksum covers what changed (safetensors, .npy, fields of a pickle made anew)
-    broken     another exception, a signal, an error of several lines, no answer in time, memory beyond the bound; must be 0
+    other      loaded, with other rows: no checksum covers what changed (safetensors, .npy, fields of a pickle
+               made anew)
+    broken     another exception, a signal, an error of several lines, no answer in time, memory beyond the
+               bound; must be 0
 """
 
 import argparse

@@ -6,7 +6,8 @@ it with the real loader. Half of the flips fall anywhere, half near the ends of 
 offsets stand. Outcomes:
 
     found      an error of one line
-    harmless   loaded, and every row is the original's, bit for bit: a name or a tensor that no table uses, padding
+    harmless   loaded, and every row is the original's, bit for bit: a name or a tensor that no table uses,
+               padding
     silent     loaded, and a row differs                         must be 0
     broken     another exception, an error of several lines, a signal, no answer   must be 0
 """

@@ -21,8 +21,10 @@ from campaigns.common import DIM, FEATURES, ROWS, TABLES, told
 VALUE = 1  # of the version that is served
 SIZES = {"INT64": 8, "INT32": 4, "FP32": 4}
 HOSTILE: list[Any] = [
-    None, True, False, 0, 1, -1, 1.0, 0.5, 2**31, 2**32, 2**40, 2**63, 2**64, -(2**63), 1e308, 10**30, "", "1", "user", "\x00",
-    "x" * 300, "é\u2028\U0001f600", [], [[]], [[[1]]], [1, "1"], [True], {}, {"name": "user"}, {"values": [1]}, [None], [1e400],
+    None, True, False, 0, 1, -1, 1.0, 0.5, 2**31, 2**32, 2**40, 2**63, 2**64, -(2**63), 1e308, 10**30, "",
+    "1", "user", "\x00",
+    "x" * 300, "é\u2028\U0001f600", [], [[]], [[[1]]], [1, "1"], [True], {}, {"name": "user"},
+    {"values": [1]}, [None], [1e400],
     "FP32", "INT64", "BYTES", [1, 1], [0, 0], [2**62, 4], [-1, -1], ROWS, ROWS - 1,
 ]  # fmt: skip
 Vectors = dict[str, NDArray[np.float64]]

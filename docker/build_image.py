@@ -1,8 +1,11 @@
 """Builds the images with buildah, which needs neither a daemon nor BuildKit: `make image`.
 
-    python docker/build_image.py slim cpu                       # from the base that the Dockerfile names, of its registry
-    python docker/build_image.py slim --base-from-host          # from a base of this Debian host's packages, without a registry
-    python docker/build_image.py slim --storage build/images    # where images lie: buildah --root build/images/root images
+    python docker/build_image.py slim cpu                       # from the base that the Dockerfile names, of
+                                                                # its registry
+    python docker/build_image.py slim --base-from-host          # from a base of this Debian host's packages,
+                                                                # without a registry
+    python docker/build_image.py slim --storage build/images    # where images lie: buildah --root
+                                                                # build/images/root images
 
 Steps run in a chroot, as root, and see the pip configuration, certificates and local package folders of this
 host. So an image is built wherever `pip install` works. What is built is for trials: images that are

@@ -60,8 +60,8 @@ class BadIds(QuantError):
             return f"{name}: {at} is outside the table's rows [0, {self.bound})"
         if self.problem is Problem.MISSING:
             return (
-                f"{name}: id {self.value} at position {self.position} is not among the table's {self.bound:,} "
-                "ids; send ids that it has, or publish the table with a policy for missing ids"
+                f"{name}: id {self.value} at position {self.position} is not among the table's "
+                f"{self.bound:,} ids; send ids that it has, or publish the table with a policy for missing ids"
             )
         if self.problem is Problem.CHANGED:
             return (

@@ -47,7 +47,10 @@ def test_another_name_is_an_attribute_error() -> None:
 
 
 def test_a_client_imports_no_server_and_no_torch() -> None:
-    script = "import sys, tableside; from tableside import Client; print({'torch', 'fastapi', 'uvicorn'} & {*sys.modules})"
+    script = (
+        "import sys, tableside; from tableside import Client; print({'torch', 'fastapi', 'uvicorn'} & "
+        "{*sys.modules})"
+    )
     assert python("-c", script).stdout == "set()\n"
 
 

@@ -144,7 +144,8 @@ def test_a_serving_runtime_has_what_its_reference_lists() -> None:
     for."""
     assert one("ServingRuntime")["apiVersion"] == "serving.kserve.io/v1alpha1"
     assert set(RUNTIME) <= {
-        "annotations", "affinity", "containers", "imagePullSecrets", "labels", "multiModel", "nodeSelector", "protocolVersions",
+        "annotations", "affinity", "containers", "imagePullSecrets", "labels", "multiModel", "nodeSelector",
+        "protocolVersions",
         "supportedModelFormats", "tolerations", "volumes",
     }  # fmt: skip
     assert set(RUNTIME["supportedModelFormats"][0]) <= {"name", "version", "autoSelect", "priority"}

@@ -90,7 +90,8 @@ mount -o remount,bind,ro "$0/mnt"
 mount --rbind /proc "$0/proc"
 mount -o remount,bind,ro "$0"
 shift
-exec chroot "$PWD" setpriv --reuid 10001 --regid 10001 --clear-groups --bounding-set=-all --inh-caps=-all --no-new-privs \\
+exec chroot "$PWD" setpriv --reuid 10001 --regid 10001 --clear-groups \\
+    --bounding-set=-all --inh-caps=-all --no-new-privs \\
     env -i PATH=/usr/local/bin:/usr/bin:/bin "$@"
 """
 

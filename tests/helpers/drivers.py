@@ -10,7 +10,8 @@ from triton.backends import nvidia
 _KNOWN = """
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGet(int *device, int number) { *device = number; return number < 2 ? 0 : 101; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? %d : %d; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device)
+{ *value = attribute == 75 ? %d : %d; return 0; }
 """
 _NOT_SUPPORTED = 801
 

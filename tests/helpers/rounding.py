@@ -8,7 +8,8 @@ the result:
     2          products, w * s and then * q
     2 n        additions: as many as there are parts, and one more where sums are joined
     2          a mean: the reciprocal of n and the product with it
-    3          the reference's own: the unpacked value (twice: it also tells q s from b) and the result are fp32; its sum is fp64
+    3          the reference's own: the unpacked value (twice: it also tells q s from b) and the result are
+               fp32; its sum is fp64
 
 Each rounding changes a number by at most u = 2^-24 of itself. So the result differs from the reference's by
 at most

@@ -161,7 +161,8 @@ def test_not_found_names_no_path(start: Start, root: Path, tmp_path: Path) -> No
     shutil.copy(root / "demo" / "1.segment", root / "demo" / "7.segment")  # which says it is version 1
     asked = {
         "/v2/models/demo/versions/9": "version 9 of model 'demo' is not published; versions there: 1, 7",
-        "/v2/models/demo/versions/7": "version 7 of model 'demo' cannot be served; the server's log has the reason",
+        "/v2/models/demo/versions/7": "version 7 of model 'demo' cannot be served; the server's log has "
+        "the reason",
         f"/v2/models/{'x' * 5000}": "is not served here",
         f"/v2/{'y' * 5000}": "is not a path of this server",
         f"/{'z' * 5000}": "Not Found",

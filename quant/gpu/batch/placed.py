@@ -127,21 +127,7 @@ class NativeBatchLayout:
         """As of `BatchLayout`."""
         self._has_header = True
         lookups = tuple(
-            Launch(
-                is_pooled,
-                alike.key,
-                alike.config,
-                jobs,
-                programs,
-                flag,
-                lengths,
-                weights,
-                indirect,
-                at,
-                programs_at,
-                members,
-            )
-            for alike, is_pooled, jobs, programs, flag, lengths, weights, indirect, at, programs_at, members in self._launches
+            Launch(is_pooled, alike.key, alike.config, *rest) for alike, is_pooled, *rest in self._launches
         )
         resolve = probe = None
         if self._resolve is not None:

@@ -322,7 +322,10 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path: Path) -> None:
     """In one line; other formats are read without it."""
     without = Path(__file__).parent.parent.parent / "fixtures" / "without"
     path = write(tmp_path / "t.parquet", id=IDS, vector=fixed(VALUES))
-    code = f"from pathlib import Path; from tableside.loader.checkpoint import open_checkpoint; open_checkpoint(Path({str(path)!r}))"
+    code = (
+        f"from pathlib import Path; from tableside.loader.checkpoint import open_checkpoint; "
+        f"open_checkpoint(Path({str(path)!r}))"
+    )
     top = Path(__file__).parent.parent.parent.parent
     environment = {**os.environ, "WITHOUT": "pyarrow", "PYTHONPATH": f"{without}{os.pathsep}{top}"}
     found = subprocess.run(

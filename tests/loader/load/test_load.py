@@ -194,7 +194,8 @@ def test_memory_of_a_load_does_not_grow_with_the_table(tmp_path: Path, root: Pat
                 peak = max(peak, pss_bytes()["private"] - pss_bytes()["pss_shmem"])
         watcher = threading.Thread(target=watch)
         watcher.start()
-        spec = parse_model({{"name": "big", "checkpoint": "t.npy", "tables": {{"t": {{"key": "t"}}}}}}, Path({str(tmp_path)!r}))
+        raw = {{"name": "big", "checkpoint": "t.npy", "tables": {{"t": {{"key": "t"}}}}}}
+        spec = parse_model(raw, Path({str(tmp_path)!r}))
         load(spec, Path({str(root)!r}))
         done.set()
         watcher.join()
@@ -223,7 +224,10 @@ def _model_file(folder: Path, rows: int = 60_000) -> Path:
 def _start_load(path: Path, root: Path, patch: str = "") -> subprocess.Popen[str]:
     """A load in a process of its own, with `patch` run before it."""
     command = ["load", str(path), "--root", str(root)]
-    script = f"{textwrap.dedent(patch)}\nimport sys\nfrom tableside.serving.cli.cli import main\nsys.exit(main({command!r}))"
+    script = (
+        f"{textwrap.dedent(patch)}\nimport sys\nfrom tableside.serving.cli.cli import "
+        f"main\nsys.exit(main({command!r}))"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -232,11 +236,13 @@ def _start_load(path: Path, root: Path, patch: str = "") -> subprocess.Popen[str
 STEPS = {
     "reserving": "import os; os.posix_fallocate = lambda *a: os.kill(os.getpid(), 9)",
     "reading": "import os; os.preadv = lambda *a: os.kill(os.getpid(), 9)",
-    "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: os.kill(os.getpid(), 9)",
+    "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: "
+    "os.kill(os.getpid(), 9)",
     "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
     "recording": "import os; os.pwrite = lambda *a: os.kill(os.getpid(), 9)",
     "renaming": "import os; os.rename = lambda *a, **k: os.kill(os.getpid(), 9)",
-    "flipping": "import tableside.loader.versions.versions as v, os; v.flip = lambda *a: os.kill(os.getpid(), 9)",
+    "flipping": "import tableside.loader.versions.versions as v, os; v.flip = lambda *a: "
+    "os.kill(os.getpid(), 9)",
 }
 
 

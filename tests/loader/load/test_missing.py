@@ -130,5 +130,6 @@ def test_a_default_row_behind_whole_chunks(root: Path, tmp_path: Path, row_forma
     publish_raw(tmp_path, root, {"t": (None, values)}, {"t": {"missing": [0.5] * 64}}, row_format=row_format)
     table = attached(root)
     assert table.rows == rows + 1
-    np.testing.assert_allclose(vectors_of(table, [rows - 1, rows, -1]), [quantized(values[-1:], table)[0], *[[0.5] * 64] * 2],
+    np.testing.assert_allclose(vectors_of(table, [rows - 1, rows, -1]), [quantized(values[-1:], table)[0],
+                               *[[0.5] * 64] * 2],
                                atol=1e-5)  # fmt: skip

@@ -257,7 +257,8 @@ def test_memory_of_a_load_does_not_grow_with_the_ids(root: Path, tmp_path: Path)
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         of = {{"key": "t.weight", "id_key": "t.ids", "ids": "raw"}}
-        spec = parse_model({{"name": "big", "checkpoint": "c.npz", "tables": {{"t": of}}}}, Path({str(tmp_path)!r}))
+        raw = {{"name": "big", "checkpoint": "c.npz", "tables": {{"t": of}}}}
+        spec = parse_model(raw, Path({str(tmp_path)!r}))
         load(spec, Path({str(root)!r}), LoadSettings(threads=1, max_memory_bytes=24 << 20, backend="native"))
         done.set()
         watcher.join()
@@ -271,16 +272,23 @@ def test_memory_of_a_load_does_not_grow_with_the_ids(root: Path, tmp_path: Path)
 
 
 STEPS = {
-    "counting": "import tableside.quant.cpu.index_builder as b, os; b.IndexBuilder.begin = lambda *a: os.kill(os.getpid(), 9)",
-    "sorting": "import tableside.quant.cpu.index_builder as b, os; b.IndexBuilder.put = lambda *a: os.kill(os.getpid(), 9)",
-    "building": "import tableside.quant.cpu.index_builder as b, os; b.IndexBuilder.build = lambda *a: os.kill(os.getpid(), 9)",
-    "writing": "import tableside.loader.load.raw_ids as r, os; r.RawWriter.write = lambda *a: os.kill(os.getpid(), 9)",
-    "finishing": "import tableside.loader.load.raw_ids as r, os; r.RawWriter.finish = lambda *a: os.kill(os.getpid(), 9)",
-    "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: os.kill(os.getpid(), 9)",
+    "counting": "import tableside.quant.cpu.index_builder as b, os; b.IndexBuilder.begin = lambda *a: "
+    "os.kill(os.getpid(), 9)",
+    "sorting": "import tableside.quant.cpu.index_builder as b, os; b.IndexBuilder.put = lambda *a: "
+    "os.kill(os.getpid(), 9)",
+    "building": "import tableside.quant.cpu.index_builder as b, os; b.IndexBuilder.build = lambda *a: "
+    "os.kill(os.getpid(), 9)",
+    "writing": "import tableside.loader.load.raw_ids as r, os; r.RawWriter.write = lambda *a: "
+    "os.kill(os.getpid(), 9)",
+    "finishing": "import tableside.loader.load.raw_ids as r, os; r.RawWriter.finish = lambda *a: "
+    "os.kill(os.getpid(), 9)",
+    "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: "
+    "os.kill(os.getpid(), 9)",
     "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
     "recording": "import os; os.pwrite = lambda *a: os.kill(os.getpid(), 9)",
     "renaming": "import os; os.rename = lambda *a, **k: os.kill(os.getpid(), 9)",
-    "flipping": "import tableside.loader.versions.versions as v, os; v.flip = lambda *a: os.kill(os.getpid(), 9)",
+    "flipping": "import tableside.loader.versions.versions as v, os; v.flip = lambda *a: "
+    "os.kill(os.getpid(), 9)",
 }
 
 
@@ -292,7 +300,8 @@ def test_a_load_killed_at_each_step(step: str, root: Path, tmp_path: Path) -> No
     one version alone."""
     publish_raw(tmp_path, root, {"t": (IDS, VALUES)})
     (tmp_path / "model.toml").write_text(
-        'name = "demo"\ncheckpoint = "c.npz"\n[tables.t]\nkey = "t.weight"\nids = "raw"\nid_key = "t.ids"\nmissing = "mean"\n'
+        'name = "demo"\ncheckpoint = "c.npz"\n[tables.t]\nkey = "t.weight"\nids = "raw"\nid_key = '
+        '"t.ids"\nmissing = "mean"\n'
     )
     command = ["load", str(tmp_path / "model.toml"), "--root", str(root)]
     script = (

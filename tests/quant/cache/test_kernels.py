@@ -231,14 +231,18 @@ KERNELS = [
     *((admit.choose_threshold, dict(LFU=lfu, SAMPLE=1024, CLASS_LANES=64), 8) for lfu in (True, False)),
     *((admit.rank_admitted, dict(LFU=lfu, BLOCK=256), 4) for lfu in (True, False)),
     *((admit.insert, dict(LFU=lfu, BLOCK=512), 4) for lfu in (True, False)),
-    *((evict.evict, dict(ANY=any_, LFU=lfu, BLOCK=512, CLASS_LANES=64), 1) for any_ in (True, False) for lfu in (True, False)),
-    (evict.unlink, dict(BLOCK=1024), 4), (evict.link_all, dict(BLOCK=1024), 4), (evict.forget, dict(BLOCK=1024), 4),
-    (fetch.list_rows, dict(BLOCK=256), 4), (fetch.copy_gathered, dict(CHUNKS=2048), 8), (fetch.fill_slots, TILE, 8),
-    *((fetch.fetch_misses, dict(GATHERS=g, REST=r, **TILE), 8) for g, r in ((True, False), (False, False), (False, True))),
+    *((evict.evict, dict(ANY=any_, LFU=lfu, BLOCK=512, CLASS_LANES=64), 1)
+      for any_ in (True, False) for lfu in (True, False)),
+    (evict.unlink, dict(BLOCK=1024), 4), (evict.link_all, dict(BLOCK=1024), 4),
+    (evict.forget, dict(BLOCK=1024), 4), (fetch.list_rows, dict(BLOCK=256), 4),
+    (fetch.copy_gathered, dict(CHUNKS=2048), 8), (fetch.fill_slots, TILE, 8),
+    *((fetch.fetch_misses, dict(GATHERS=g, REST=r, **TILE), 8)
+      for g, r in ((True, False), (False, False), (False, True))),
     (find.resolve, dict(BLOCK=128), 1),
 ]
 launched = {k for m in (admit, batch, evict, fetch, find) for k in vars(m).values()
-            if isinstance(k, JITFunction) and k.fn.__module__ == m.__name__ and k.arg_names[0] == "root" and k.do_not_specialize}
+            if isinstance(k, JITFunction) and k.fn.__module__ == m.__name__
+            and k.arg_names[0] == "root" and k.do_not_specialize}
 assert launched == {k for k, _, _ in KERNELS}, "not every kernel is compiled here"
 for kernel, constants, warps in KERNELS:
     name = kernel.fn.__name__

@@ -228,8 +228,10 @@ def row_map(**change: int) -> np.ndarray:
 def _built() -> dict[str, Any]:
     """Arguments of `build` for two buckets of three ids and two."""
     records = np.array([[i, i] for i in range(5)], np.int64)
-    return {"records": records, "starts": np.array([0, 3, 5]), "kept": np.array([3, 2]), "first": 0, "last": 2,
-            "directory": np.array([[0, 0], [4, 0], [7, 0]]), "pilots": np.zeros(7 * 5 // 16 + 2, np.uint8)}  # fmt: skip
+    return {"records": records, "starts": np.array([0, 3, 5]), "kept": np.array([3, 2]), "first": 0,
+            "last": 2,
+            "directory": np.array([[0, 0], [4, 0], [7, 0]]), "pilots": np.zeros(7 * 5 // 16 + 2,
+            np.uint8)}  # fmt: skip
 
 
 def _distinct() -> dict[str, Any]:

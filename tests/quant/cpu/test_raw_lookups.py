@@ -34,7 +34,8 @@ BACKENDS = ["reference", "fbgemm", *(f"native-{isa}" for isa in _native.isas())]
 KINDS = kinds_of_ids(300)
 # the id in the row's padding, with rows of 1, 2, 3 and more lines of the cache; and beside the rows
 LAYOUTS = [
-    (RowFormat.INT8, 64), (RowFormat.INT8, 4), (RowFormat.INT8, 128), (RowFormat.INT8, 256), (RowFormat.INT4, 24),
+    (RowFormat.INT8, 64), (RowFormat.INT8, 4), (RowFormat.INT8, 128), (RowFormat.INT8, 256), (RowFormat.INT4,
+    24),
     (RowFormat.FP16, 32), (RowFormat.INT8, 60), (RowFormat.FP32, 20),
 ]  # fmt: skip
 ODD = [(RowFormat.INT8, 65), (RowFormat.INT8, 5), (RowFormat.FP16, 33)]
@@ -124,8 +125,10 @@ class Request:
         self.places: list[Place] = []
         self.inputs, self.out_bytes = b"xyz", 1
 
-    def add(self, table: Table, ids: np.ndarray, lengths: np.ndarray | int | None, weights: np.ndarray | None = None,
-            pooling: Pooling = Pooling.SUM, precision: Precision = Precision.FP32, is_found: bool = True) -> None:  # fmt: skip
+    def add(self, table: Table, ids: np.ndarray, lengths: np.ndarray | int | None,
+            weights: np.ndarray | None = None,
+            pooling: Pooling = Pooling.SUM, precision: Precision = Precision.FP32,
+        is_found: bool = True) -> None:  # fmt: skip
         """lengths: int32 [bags], or how many ids every bag has, or None where it is not pooled."""
         fixed = lengths if isinstance(lengths, int) else 0
         bags = 0 if lengths is None else len(ids) // fixed if fixed else np.size(lengths)

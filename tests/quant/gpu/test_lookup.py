@@ -459,15 +459,18 @@ import triton
 from tableside.quant.gpu.kernels import lookup as k
 
 names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging")
-VARIANTS = {80: ((4, 1, 0, 0, 1, 1),), 90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8))}
+VARIANTS = {80: ((4, 1, 0, 0, 1, 1),),
+            90: ((4, 1, 0, 0, 1, 1), (4, 0, 0, 1, 1, 1), (63, 1, 1, 0, 0, 1), (4, 1, 0, 1, 1, 8))}
 for arch in VARIANTS:
     for formats, pooled, weighted, indirect, whole, lanes in VARIANTS[arch]:
-        constants = dict(FORMATS=formats, POOLED=bool(pooled), WEIGHTED=bool(weighted), INDIRECT=bool(indirect),
-                         WHOLE_WORDS=bool(whole), UNROLL=(4 if lanes > 1 else 8) if pooled else 1,
+        constants = dict(FORMATS=formats, POOLED=bool(pooled), WEIGHTED=bool(weighted),
+                         INDIRECT=bool(indirect), WHOLE_WORDS=bool(whole),
+                         UNROLL=(4 if lanes > 1 else 8) if pooled else 1,
                          COLUMNS=32 if lanes > 1 else 128 if pooled else 512, LANES=lanes)
         signature = {**dict.fromkeys(names, "i64"), **dict.fromkeys(constants, "constexpr")}
         source = ASTSource(k.lookup, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8 if lanes > 1 else 4})
+        options = {"num_warps": 8 if lanes > 1 else 4}
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
         ptx = compiled.asm["ptx"]
         assert ".local" not in ptx, "registers spill, or arrays are in local memory"
         if whole and formats == 4 and lanes == 1:

@@ -220,7 +220,8 @@ def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) 
 
 @pytest.mark.parametrize(
     ("case", "how", "copies_ids"),
-    [(PADDED, "hbm", False), (ARRAY, "hbm", True), (PADDED, "mapped", True), (PADDED, "mapped, ids in host", False),
+    [(PADDED, "hbm", False), (ARRAY, "hbm", True), (PADDED, "mapped", True), (PADDED, "mapped, ids in host",
+     False),
      (ARRAY, "cached", True), (ARRAY, "cached, ids in host", False)],
 )  # fmt: skip
 @needs_interpreter

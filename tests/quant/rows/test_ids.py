@@ -90,8 +90,10 @@ def test_pilots_of_buckets_do_not_overlap(counts: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("row_format", "dim", "at"),
-    [("int8", 64, 72), ("int8", 128, 136), ("int8", 68, 72), ("int8", 69, -1), ("int8", 60, -1), ("int8", 3, 8), ("int8", 5, -1),
-     ("fp16", 32, -1), ("fp16", 36, 72), ("fp32", 2, 8), ("fp32", 3, -1), ("int4", 8, 8), ("int2", 4, 8), ("fp8", 8, 8),
+    [("int8", 64, 72), ("int8", 128, 136), ("int8", 68, 72), ("int8", 69, -1), ("int8", 60, -1), ("int8", 3,
+     8), ("int8", 5, -1),
+     ("fp16", 32, -1), ("fp16", 36, 72), ("fp32", 2, 8), ("fp32", 3, -1), ("int4", 8, 8), ("int2", 4, 8),
+     ("fp8", 8, 8),
      ("fp8", 9, -1)],
 )  # fmt: skip
 def test_where_an_id_lies_in_its_row(row_format: str, dim: int, at: int) -> None:

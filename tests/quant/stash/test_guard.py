@@ -17,7 +17,10 @@ from tableside.quant.stash.stash import StashError, registry, stash_embedding_we
 pytestmark = pytest.mark.gpu
 
 ROWS, DIM = 50, 4
-REFUSED = r"weights of Embedding, 800 bytes, are stashed, and cannot be copied or pickled; call what stash_embedding_weights"
+REFUSED = (
+    r"weights of Embedding, 800 bytes, are stashed, and cannot be copied or pickled; call what "
+    r"stash_embedding_weights"
+)
 
 
 def model() -> torch.nn.Module:

@@ -86,7 +86,10 @@ def test_a_transfer_that_does_not_end_is_an_error_after_its_time(direction: str)
     transfer.check(0.0)
     transfer._events = (Held(), Held())
     transfer.check(60.0)
-    said = rf"4,096 bytes of embedding weights were to be copied {direction} .* still are not; expected at most .* timeout_s"
+    said = (
+        rf"4,096 bytes of embedding weights were to be copied {direction} .* still are not; expected at "
+        rf"most .* timeout_s"
+    )
     with pytest.raises(StashError, match=said):
         transfer.finish(2 * stash_transfers._POLL_S)
     assert transfer.copy_ms() is None
@@ -112,7 +115,8 @@ WITHOUT_MEMORY = """
     modules[0](torch.zeros(1, dtype=torch.long))
     with open("/proc/self/statm") as f:
         used = int(f.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (320 << 20), resource.RLIM_INFINITY))  # room for the first alone
+    limits = used + (320 << 20), resource.RLIM_INFINITY  # room for the first alone
+    resource.setrlimit(resource.RLIMIT_AS, limits)
     try:
         stash_embedding_weights(modules)
     except StashError as error:

@@ -27,7 +27,10 @@ def test_killed_and_resumed_evaluations_give_the_same_report() -> None:
     file or process left."""
     seed = int(time.time()) % 1000
     print(f"seed {seed}")
-    code = "import sys, json; from campaigns.evals import run; print(json.dumps(run(float('inf'), int(sys.argv[1]), 8)))"
+    code = (
+        "import sys, json; from campaigns.evals import run; print(json.dumps(run(float('inf'), "
+        "int(sys.argv[1]), 8)))"
+    )
     command = [sys.executable, "-c", code, str(seed)]
     done = subprocess.run(command, cwd=TOP, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -156,7 +156,8 @@ def flip(done, total):
         content = bytearray(part.read_bytes())
         content[100] ^= 4
         part.write_bytes(content)
-evaluate([Candidate("towers", 1)], EvalSettings(data, out, 2, shard_rows=50), ServerSettings(root=root, workers=2), flip)
+settings = EvalSettings(data, out, 2, shard_rows=50)
+evaluate([Candidate("towers", 1)], settings, ServerSettings(root=root, workers=2), flip)
 """
 
 

@@ -284,7 +284,10 @@ def test_a_body_in_the_smallest_chunks_takes_no_more_than_its_bytes(monkeypatch:
 
     async def test() -> None:
         async with talk(app=answer) as one:
-            head = b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            head = (
+                b"POST /v2/models/demo/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: "
+                b"chunked\r\n\r\n"
+            )
             await one.send(head + b"2\r\nxy\r\n" * 100_000 + b"0\r\n\r\n")
             assert await one.answer() == b"Z"
         assert sizes[0] < 300_000

@@ -255,7 +255,10 @@ def test_garbage_after_a_request_does_not_eat_its_answer(connect: Callable[[], s
 def test_an_offer_to_upgrade_is_ignored(connect: Callable[[], socket.socket]) -> None:
     """As Java's client sends it: the body is read, and the answer is plain HTTP/1.1."""
     body = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
-    head = b"POST /v1/lookup HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: localhost\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    head = (
+        b"POST /v1/lookup HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: "
+        b"localhost\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    )
     connection = connect()
     for _ in range(2):
         connection.sendall(head + b"Upgrade: h2c\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -41,7 +41,8 @@ def test_a_server_on_loopback_has_its_own_names(host: bytes) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    [b"evil.example", b"evil.example:8000", b"localhost.evil.example", b"localhost@evil.example", b"", b"127.0.0.1.evil.example",
+    [b"evil.example", b"evil.example:8000", b"localhost.evil.example", b"localhost@evil.example", b"",
+     b"127.0.0.1.evil.example",
      b"localhost:80:80", b"xlocalhost", "localhost\xe9".encode("latin-1")],
 )  # fmt: skip
 @pytest.mark.parametrize("method", [b"GET", b"POST"])

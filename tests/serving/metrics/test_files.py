@@ -2,6 +2,7 @@
 not requests."""
 
 import fcntl
+import json
 import os
 import re
 import resource
@@ -23,7 +24,6 @@ from small_memory import fill, on_small_tmpfs, seen_by
 from support import end, is_running, until
 
 from tableside.loader.segment.memory import processes_below
-from tableside.serving.metrics import files as metrics_files
 from tableside.serving.metrics.counters import Count, CountsCollector, Histogram, LabelledMetric, Observations
 from tableside.serving.metrics.files import NAMES_AT, VARIABLE, CountsFile, heads, metrics_folder, sums
 
@@ -31,7 +31,7 @@ REQUEST = {"features": {"user": [[1]]}}
 
 
 def line(name: str, *labels: str, count: int = 1) -> bytes:
-    return metrics_files.json.dumps([name, count, *labels]).encode() + b"\n"
+    return json.dumps([name, count, *labels]).encode() + b"\n"
 
 
 def add(file: CountsFile, name: str, *values: float) -> None:
@@ -129,7 +129,6 @@ def dying(function):
     return call
 pwrite = os.pwrite
 os.posix_fallocate, os.ftruncate, os.pwrite = dying(os.posix_fallocate), dying(os.ftruncate), dying(os.pwrite)
-from tableside.serving.metrics import files as metrics_files
 from tableside.serving.metrics.counters import Counter
 one = Counter("tableside_one_total", "", ["label"])
 for label in range(4):
@@ -257,15 +256,17 @@ def test_buckets_count_those_below(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 TALLYING = """
 import sys
 from pathlib import Path
-from tableside.serving.metrics import files as metrics_files, metrics
-counts, request = metrics.ModelMetrics("first", "v2"), type("R", (), dict(ids=3, vectors=2, row_bytes=5, out_bytes=7))()
+from tableside.serving.metrics import files, metrics
+request = type("R", (), dict(ids=3, vectors=2, row_bytes=5, out_bytes=7))()
+counts = metrics.ModelMetrics("first", "v2")
 for turn in range(3):
     counts.answered(request, 11, metrics.Stages(0.0, 2e-5, 5e-5, 50.0))
     for model in range(5000):
         metrics.IDS.labels(f"turn{turn}.{model}").inc()  # more is reserved
-found = metrics_files.sums(Path(sys.argv[1]))
+found = files.sums(Path(sys.argv[1]))
 assert len(found["tableside_ids_total"]) == 15001
-print({name: {labels: values for labels, values in of.items() if labels[0] == "first"} for name, of in found.items()})
+firsts = {name: {labels: v for labels, v in of.items() if labels[0] == "first"} for name, of in found.items()}
+print(firsts)
 """
 
 
@@ -286,13 +287,13 @@ def test_a_request_is_counted_where_metrics_are_read(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 from pathlib import Path
-from tableside.serving.metrics import files as metrics_files, metrics
+from tableside.serving.metrics import files, metrics
 metrics.IDS.labels("first").inc()
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 for model in range(2000):
     metrics.IDS.labels(f"model{model}").inc()
     metrics.IDS.labels("first").inc()
-found = metrics_files.sums(Path(sys.argv[2]))["tableside_ids_total"]
+found = files.sums(Path(sys.argv[2]))["tableside_ids_total"]
 print(len(found), found["first",][0])
 """
 
@@ -343,9 +344,15 @@ def test_bytes_are_reserved_before_they_are_written(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_just_made_is_not_taken_for_a_stale_one(tmp_path: Path) -> None:
     """Many servers that start at once: each keeps its own folder until it ends, and then none is left."""
-    code = "import os, sys; from pathlib import Path; from tableside.serving.metrics.files import metrics_folder\n"
+    code = (
+        "import os, sys; from pathlib import Path; from tableside.serving.metrics.files import "
+        "metrics_folder\n"
+    )
     code += "from tableside.serving.metrics.files import VARIABLE\n"
-    code += "for _ in range(100):\n    with metrics_folder(Path(sys.argv[1])): assert Path(os.environ[VARIABLE]).is_dir()"
+    code += (
+        "for _ in range(100):\n    with metrics_folder(Path(sys.argv[1])): assert "
+        "Path(os.environ[VARIABLE]).is_dir()"
+    )
     processes = [python(code, tmp_path) for _ in range(3)]
     for process in processes:
         error = process.communicate(timeout=300)[1]
@@ -360,7 +367,10 @@ def small_server(
     """A server with its models on a small tmpfs, and its log. before: a command of sh that runs before it
     serves."""
     publish_demo(folder / "source", folder)
-    serve = f"{sys.executable} -m tableside serve demo --root {root} --port 0 --drain-s 0 --workers 2 --verify header"
+    serve = (
+        f"{sys.executable} -m tableside serve demo --root {root} --port 0 --drain-s 0 --workers 2 "
+        f"--verify header"
+    )
     script = f"cp -a {folder}/source/. {root} && {before} && exec {serve}"
     log = folder / "server.log"
     with log.open("w") as err:

@@ -238,10 +238,12 @@ def test_top_shows_rates(start: Start) -> None:
     shown = run_tableside("top", "--url", server.url, "--once", "--seconds", "0.2", "--json").stdout
     assert [m["model"] for m in json.loads(shown)["models"]] == ["demo"] and shown.count("\n") == 1
     before = top.samples(
-        'tableside_version{model="ads"} 1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 90\n'
+        'tableside_version{model="ads"} '
+        '1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 90\n'
     )
     now = top.samples(
-        'tableside_version{model="ads"} 1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 100\n'
+        'tableside_version{model="ads"} '
+        '1\ntableside_requests_total{model="ads",outcome="ok",protocol="v2"} 100\n'
         'tableside_requests_total{model="ads",outcome="refused",protocol="v1"} 4\n'
         'tableside_cache_ids_total{table="ads/user"} 200\n'
         'tableside_cache_hits_total{table="ads/user"} 150\ntableside_cache_slots{device="cuda:0"} 8\n'

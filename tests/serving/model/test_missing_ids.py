@@ -256,7 +256,10 @@ def test_an_id_that_is_refused_is_named(served: Server, door: str) -> None:
     """400 with feature, position, id and remedy, and nothing is looked up; a mask does not help."""
     there = TABLES["strict"].ids.tolist()
     request = {"user": [[1, 2], [3]], "strict": [[there[0], there[1]], [there[2], 4242, 4243]]}
-    message = "feature 'strict': id 4242 at position 3 is not among the table's 100 ids; send ids that it has, or publish"
+    message = (
+        "feature 'strict': id 4242 at position 3 is not among the table's 100 ids; send ids that it "
+        "has, or publish"
+    )
     with pytest.raises((ClientError, AssertionError), match=message):
         DOORS[door](served.url, request)
 

@@ -243,7 +243,10 @@ def test_a_program_that_follows_its_inputs_runs(root: Path, tmp_path: Path, modu
 
 
 def test_a_weight_beyond_fp16_is_refused(root: Path, tmp_path: Path) -> None:
-    expected = r"does not run in fp16 .*its weight '[\w.]*weight' holds 1e\+05; expected at most 6\.55e\+04.*take bf16 or fp32"
+    expected = (
+        r"does not run in fp16 .*its weight '[\w.]*weight' holds 1e\+05; expected at most "
+        r"6\.55e\+04.*take bf16 or fp32"
+    )
     with pytest.raises(ServingError, match=expected):
         opened(root, tmp_path, Large(), Precision.FP16)
     assert opened(root, tmp_path, Large(), Precision.BF16).dtype == "bf16"

@@ -319,7 +319,10 @@ def test_no_room() -> None:
         command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths}
     )
     assert not done.stderr
-    refusal = "507 shared memory region 'r' takes no more bytes (No space left on device); free shared memory, then try again"
+    refusal = (
+        "507 shared memory region 'r' takes no more bytes (No space left on device); free shared "
+        "memory, then try again"
+    )
     assert done.stdout.splitlines() == [refusal, "{2}"]
 
 
