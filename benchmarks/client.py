@@ -85,8 +85,9 @@ async def measure(model: str, url: str, requests: list[Features], forms: dict[st
                 for name, compact in forms.items():
                     one = cpu_ms(lambda f, c=compact: client.lookup(model, f, compact=c), requests)  # type: ignore[misc]
                     other = await cpu_ms_async(
-                        lambda f, c=compact: async_client.lookup(model, f, compact=c), requests
-                    )  # type: ignore[misc]
+                        lambda f, c=compact: async_client.lookup(model, f, compact=c),
+                        requests,  # type: ignore[misc]
+                    )
                     if i:
                         found.setdefault(f"{name} ms", []).append(one)
                         found.setdefault(f"{name} async ms", []).append(other)

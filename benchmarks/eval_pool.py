@@ -272,8 +272,8 @@ def write(shape: str, rates: dict[str, list[float]], runs: dict[str, list[Run]],
     one = rows[1]
     if shape == "criteo":
         missed = (
-            [] if one["of_plain"] >= 1.5 else [f"the pool's rate is {one['of_plain']:.2f} x the loop's < 1.5"]
-        )  # type: ignore[operator]
+            [] if one["of_plain"] >= 1.5 else [f"the pool's rate is {one['of_plain']:.2f} x the loop's < 1.5"]  # type: ignore[operator]
+        )
         missed += [] if one["startup_s"] <= 1.0 else [f"start-up takes {one['startup_s']:.2f} s > 1"]  # type: ignore[operator]
         title = "Evaluation of Criteo's shape, one worker on one core"
         report("eval_criteo", title, rows, segment_mb=segment / 1e6, rounds=rates, missed=missed)

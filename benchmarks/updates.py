@@ -103,8 +103,8 @@ def of_file(kind: str, path: Path, rows: int, rounds: int) -> dict[str, Any]:
         found["floor"].append(rate(rows, lambda: quantized(read_changes(path, "user"))))
         with published(2 * rows) as model:
             found["apply"].append(
-                rate(rows, lambda m=model: apply(m, ChangeBatch(read_changes(path, "user"))))
-            )  # type: ignore[misc]
+                rate(rows, lambda m=model: apply(m, ChangeBatch(read_changes(path, "user"))))  # type: ignore[misc]
+            )
             check(model, rows)
     return line(kind, rows, {name: float(np.median(rates[1:])) for name, rates in found.items()}, FILE_GOAL)
 
@@ -191,8 +191,8 @@ def of_redis(rows: int, an_entry: int, batch: int, rounds: int, goal: float | No
             found["floor"].append(rate(rows, lambda: quantized(of_stream(f"{url}?stream=rows", rows, batch))))
             with published(2 * rows) as model:
                 found["apply"].append(
-                    rate(rows, lambda m=model: follow_all(m, f"{url}?stream=rows", rows, batch))
-                )  # type: ignore[misc]
+                    rate(rows, lambda m=model: follow_all(m, f"{url}?stream=rows", rows, batch))  # type: ignore[misc]
+                )
                 if an_entry > 1:
                     check(model, rows)
     rates = {name: float(np.median(rates[1:])) for name, rates in found.items()}

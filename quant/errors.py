@@ -61,7 +61,8 @@ class BadIds(QuantError):
         if self.problem is Problem.MISSING:
             return (
                 f"{name}: id {self.value} at position {self.position} is not among the table's "
-                f"{self.bound:,} ids; send ids that it has, or publish the table with a policy for missing ids"
+                f"{self.bound:,} ids; send ids that it has, or publish the table with a policy for "
+                "missing ids"
             )
         if self.problem is Problem.CHANGED:
             return (
