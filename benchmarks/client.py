@@ -9,6 +9,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,8 @@ async def measure(model: str, url: str, requests: list[Features], forms: dict[st
         async with AsyncClient(url) as async_client:
             for i in range(ROUNDS + 1):
                 for name, compact in forms.items():
-                    one = cpu_ms(lambda f, c=compact: client.lookup(model, f, compact=c), requests)  # type: ignore[misc]
-                    other = await cpu_ms_async(
-                        lambda f, c=compact: async_client.lookup(model, f, compact=c),
-                        requests,  # type: ignore[misc]
-                    )
+                    one = cpu_ms(partial(client.lookup, model, compact=compact), requests)
+                    other = await cpu_ms_async(partial(async_client.lookup, model, compact=compact), requests)
                     if i:
                         found.setdefault(f"{name} ms", []).append(one)
                         found.setdefault(f"{name} async ms", []).append(other)
