@@ -58,6 +58,10 @@ def a_list(items: Json, **more: Any) -> Json:
     return {"type": "array", "items": items, **more}
 
 
+def or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
 def noted(schema: Json, description: str, **more: Any) -> Json:
     return {**schema, "description": description, **more}
 

@@ -118,7 +118,7 @@ def _by_name(schema: openapi.Json, description: str) -> openapi.Json:
 
 
 def _request(example: openapi.Json, **more: openapi.Json) -> openapi.Json:
-    version = openapi.noted(openapi.SIZE, "the live one where left out")
+    version = openapi.noted(openapi.or_null(openapi.SIZE), "the live one where left out")
     found = openapi.an_object(
         "version", *more, model=openapi.STRING, version=version, features=_FEATURES, **more
     )
@@ -137,9 +137,9 @@ _JAGGED = openapi.an_object(
     "weights",
     values=openapi.noted(openapi.a_list(openapi.ID), "ids, bag after bag"),
     lengths=openapi.noted(
-        openapi.a_list(openapi.COUNT), "ids of each bag; not needed for an unpooled feature"
+        openapi.or_null(openapi.a_list(openapi.COUNT)), "ids of each bag; not needed for an unpooled feature"
     ),
-    weights=openapi.noted(openapi.a_list(openapi.NUMBER), "one an id"),
+    weights=openapi.noted(openapi.or_null(openapi.a_list(openapi.NUMBER)), "one an id"),
 )
 _FEATURES = _by_name(
     {"anyOf": [openapi.a_list(openapi.a_list(openapi.ID)), _JAGGED]},
