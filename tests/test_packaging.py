@@ -59,6 +59,7 @@ def test_the_module_is_the_command() -> None:
     assert (found.returncode, found.stdout) == (0, f"tableside {metadata.version('tableside')}\n")
 
 
+@pytest.mark.thorough
 def test_a_users_own_modules_of_our_rooms_names_break_nothing(tmp_path: Path) -> None:
     """A project with its own loader.py, quant.py and serving/ loads, serves, looks up; `make wheel` runs it
     on the wheel, too.
@@ -126,6 +127,7 @@ def write_checkpoint(folder: Path, kind: str) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", ["npz", "pt", "dcp", "safetensors"])
 def test_the_base_loads_every_kind_of_checkpoint(kind: str, tmp_path: Path, root: Path) -> None:
@@ -166,6 +168,7 @@ def one_feature() -> bytes:
     return exported(Sum(), user=8)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("absent", "options", "extra"),
     [

@@ -104,6 +104,7 @@ def damage(root: Path, version: int) -> None:
     path.chmod(0o400)
 
 
+@pytest.mark.thorough
 def test_damage_after_attach_is_found_and_the_last_good_version_served(
     start: Start, root: Path, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_damage_after_attach_is_found_and_the_last_good_version_served(
     until(lambda: all(answer(server.url) == 3.0 for _ in range(20)), what="the new version")
 
 
+@pytest.mark.thorough
 def test_damage_without_another_version(start: Start, root: Path, tmp_path: Path) -> None:
     """Damaged rows are not served: 503 and not ready, until another version is loaded. Metrics go on."""
     publish_constant(root, tmp_path, 1.0)

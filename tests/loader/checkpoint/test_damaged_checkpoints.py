@@ -65,6 +65,7 @@ def test_random_changes_break_nothing(kind: str, child: Child, tmp_path: Path) -
 # ---- memory ----
 
 
+@pytest.mark.thorough
 def test_a_header_of_a_million_tensors_takes_little_memory(child: Child, tmp_path: Path) -> None:
     """Refused at the bound; a hundred thousand are read, in less than 400 MiB."""
     for tensors, outcome in ((1_000_000, "refused"), (100_000, "true")):
@@ -289,6 +290,7 @@ def test_shards_that_lie_outside_their_file_are_refused(shard: tuple[int, int], 
         Matrix("a", rows, 4, Source.FP32, (RowShard(tmp_path / "x", offset, 0, rows, 0, 4),)).check(tmp_path)
 
 
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("seed", range(40))
 def test_overlaps_are_those_that_a_plain_comparison_finds(seed: int, tmp_path: Path) -> None:
     """Random rectangles against a count of who holds each value."""

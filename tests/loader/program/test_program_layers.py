@@ -226,7 +226,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("function", OTHERS)
 def test_other_programs_are_not(function: Callable[[Module, Tensor, Tensor], Tensor]) -> None:
     """They are left to torch, and nothing of them is taken for what it is not."""
@@ -248,7 +248,7 @@ def test_layers_that_take_much_memory_are_left_to_torch(monkeypatch: pytest.Monk
 # ---- what the kernel computes ----
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 13, 63, 64, 65, 130])
 @pytest.mark.parametrize("function", RECOGNIZED)
 def test_scores_are_within_the_bound_of_any_fp32_sum(

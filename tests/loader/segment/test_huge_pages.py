@@ -110,6 +110,7 @@ def test_a_segment_that_does_not_fit(publish: Publish, root: Path) -> None:
     assert Model(root, "demo").attach().tables["t"].rows == 1000
 
 
+@pytest.mark.thorough
 def test_a_server_serves_and_counts(publish: Publish, root: Path, tmp_path: Path) -> None:
     """Its counters lie in /dev/shm and not among the huge pages; the command line says the pages."""
     publish({"t": rows_of(1000, 32)}, features={"f": {"table": "t"}})

@@ -272,6 +272,7 @@ def test_a_prefetch_that_fails_leaves_a_cache_that_works(monkeypatch: pytest.Mon
     assert t.cache.statistics(wait=True).locked_out == 0
 
 
+@pytest.mark.thorough
 def test_one_ticket_held_while_many_come_and_go() -> None:
     """While it is out nothing that was used since is evicted, also where numbers wrap; after it, all may
     be."""
@@ -309,6 +310,7 @@ def test_what_cannot_be_is_refused(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.thorough
 def test_hot_rows_are_in_order_while_batches_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses are compared with one ticket, however many begin while the pages are read."""
     monkeypatch.setattr("tableside.quant.cache.pages._PAGES_AT_ONCE", 1)

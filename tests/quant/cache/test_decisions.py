@@ -40,6 +40,7 @@ def test_a_row_that_is_missed_often_is_admitted() -> None:
     assert [hits_of(t, asked) for _ in range(6)][-1] == 4
 
 
+@pytest.mark.thorough
 def test_old_uses_count_less() -> None:
     """Rows that were used eight times, many half lives ago, go for rows that are used twice now."""
     t = CachedTables(6_000, settings(Policy.LFU, half_life=2), {"a": (1000, 48)})

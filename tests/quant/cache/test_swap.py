@@ -28,6 +28,7 @@ def swapped(policy: Policy = Policy.LRU, budget: int = 40_000) -> tuple[CachedTa
     return t, 0, 1, order
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", list(Policy))
 def test_rows_that_are_handed_over_hit(policy: Policy) -> None:
     """All of them, at once and with nothing fetched, under their new numbers; the successor has no other

@@ -207,7 +207,7 @@ def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) 
     _native.use(ISAS[0])
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("dim", [4, 20, 128, 200])
 @pytest.mark.parametrize("row_format", [f for f in RowFormat if not f.has_scale], ids=lambda f: f.label)
 def test_the_sum_of_one_row_is_that_row_bit_for_bit(

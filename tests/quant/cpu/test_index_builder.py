@@ -102,6 +102,7 @@ def test_one_thread_and_two_build_the_same(buckets: int, bucket_ids: int) -> Non
     assert one.directory.tobytes() == two.directory.tobytes() and one.pilots.tobytes() == two.pilots.tobytes()
 
 
+@pytest.mark.thorough
 def test_ten_million_ids() -> None:
     """Each has a row of its own, and those whose bits differ from theirs in one place mostly have rows
     that others keep."""

@@ -86,6 +86,7 @@ def run(function: Any, *arguments: Any) -> Any:
         return refused
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
 def test_a_changed_job_is_refused_or_stays_in_its_buffers(data: st.DataObject) -> None:

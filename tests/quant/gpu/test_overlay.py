@@ -110,6 +110,7 @@ def test_raw_ids_of_every_layout_and_residence(where: str, row_format: RowFormat
         check_rows(backend, held, made, asked_of(made, KINDS["random"]))
 
 
+@pytest.mark.drawn(11)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
 def test_row_numbers(where: str, default: bool) -> None:
@@ -277,7 +278,7 @@ def test_a_refused_id_of_a_tensor_is_told() -> None:
     )
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("where", ["hbm", "cached", "split", "mapped", "host"])
 def test_states_share_the_table_and_the_layers(where: str) -> None:
     """A state that adds a level copies that one alone, and finds what the cache held; the states before it

@@ -171,6 +171,7 @@ RSS = """
 """
 
 
+@pytest.mark.thorough
 def test_the_host_pays_one_copy_of_the_weights_until_the_registry_is_closed() -> None:
     """Private memory of a process, from /proc: the copy stays between steps, and nothing beyond it (2 MiB
     for allocators)."""

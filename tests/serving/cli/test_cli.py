@@ -83,7 +83,7 @@ def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
     assert sorted(p.name for p in (root / "m").glob("*.segment")) == ["2.segment", "3.segment"]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -134,6 +134,7 @@ def test_mistakes_are_one_line_and_exit_code_1(
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("found", ["-1", "two", "1.5"])
 def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Path, root: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Pa
         Model(root, "m").collect(-1)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -267,6 +268,7 @@ def code_of(*arguments: str) -> int:
         return error.code
 
 
+@pytest.mark.thorough
 def test_a_half_written_checkpoint(tmp_path: Path, root: Path) -> None:
     """One line, exit code 1, and the version that was published before is still there."""
     np.save(tmp_path / "t.npy", rows_of(1000, 8))
@@ -288,6 +290,7 @@ def test_a_load_says_what_its_bytes_are_to_fp32(dim: int, text: str, tmp_path: P
     assert found.returncode == 0 and text in found.stdout, found.stdout + found.stderr
 
 
+@pytest.mark.thorough
 def test_a_terminal_sees_progress(tmp_path: Path, root: Path) -> None:
     """On a real pseudo-terminal: a bar with rows/s; without one, nothing but the result."""
     np.save(tmp_path / "t.npy", rows_of(300_000, 64))
@@ -338,6 +341,7 @@ def test_lookup_and_bench_against_a_server(server: Any) -> None:
     assert form["requests"] > 0 and form["ids_per_s"] == pytest.approx(form["requests_per_s"] * 4 * 32 * 20)
 
 
+@pytest.mark.thorough
 def test_bench_tells_why_requests_fail(server: Any) -> None:
     """The pooled features of demo give fp32 and fp16, which the compact form does not put side by side:
     exit code 1."""
@@ -366,6 +370,7 @@ def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> N
     np.testing.assert_allclose(answers[0], answers[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_compile_says_what_it_needs(
     root: Path, publish: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def test_list_and_inspect_as_json(folder: Path, root: Path, capsys: pytest.Captu
     assert found["bytes"] == (root / "m" / "2.segment").stat().st_size and found["owner"] is None
 
 
+@pytest.mark.thorough
 def test_nothing_is_cut_in_a_pipe(folder: Path, root: Path) -> None:
     """A key of two hundred characters stands whole in one line."""
     key = "a_long_name." * 20

@@ -111,6 +111,7 @@ def test_a_bad_file_changes_nothing(model: Model, tmp_path: Path, root: Path) ->
     np.testing.assert_array_equal(values(model), START)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("suffix", ["jsonl", "npz", "parquet"])
 def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:
@@ -228,6 +229,7 @@ def test_servers_come_first(
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(19, os.nice(0) + more)
 
 
+@pytest.mark.thorough
 def test_changes_are_compacted_where_they_add_up(model: Model, tmp_path: Path, root: Path) -> None:
     """In a process beside the follower, which goes on with the new version."""
     name, number = f"folder:{tmp_path}", 0

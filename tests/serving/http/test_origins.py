@@ -136,6 +136,7 @@ def memory() -> Iterator[Path]:
     path.unlink()
 
 
+@pytest.mark.thorough
 def test_another_program_s_memory_is_not_written_by_a_page(
     start: Callable[..., Server], memory: Path
 ) -> None:
@@ -161,6 +162,7 @@ def test_another_program_s_memory_is_not_written_by_a_page(
     assert memory.read_bytes() != before
 
 
+@pytest.mark.thorough
 def test_a_name_that_points_here_reads_nothing(start: Callable[..., Server]) -> None:
     """By DNS rebinding: the page's own name is its Host."""
     infer = json.dumps(

@@ -271,6 +271,7 @@ def test_scorers_that_look_at_other_rows_are_known(
     assert scorer is not None and scorer.is_row_wise is is_row_wise
 
 
+@pytest.mark.thorough
 def test_scorer_and_tables_are_swapped_as_one(
     start: Callable[..., Server], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +310,7 @@ def test_scorer_and_tables_are_swapped_as_one(
             client.score("demo", IDS, {"context": CONTEXT}, version=9)
 
 
+@pytest.mark.thorough
 def test_scores_of_a_gpu_worker(start: Callable[..., Server], root: Path, tmp_path: Path) -> None:
     """The vectors come from the fused kernel, the scorer runs on the worker's device."""
     publish(root, tmp_path, {"program": "scorer.pt2"}, "ctr")

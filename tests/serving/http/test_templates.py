@@ -219,6 +219,7 @@ MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
 ]
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None)
 @given(st.integers(0, 2**32))
 def test_mutated_headers_are_understood_alike_or_not_by_a_template(
@@ -484,6 +485,7 @@ def test_templates_keep_no_replaced_version(version: ServedVersion, root: Path) 
     assert all(ref() is None for ref in gone)
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_features_are_refused_in_a_sentence(version: ServedVersion) -> None:
     """No limit is hit but those of the request: the first unknown feature is named."""
     entry = {"datatype": "INT64", "shape": [1, 1], "parameters": {"binary_data_size": 8}}

@@ -273,6 +273,7 @@ def test_no_json_breaks_the_server(server: Any, features: Any, where: str) -> No
         assert response.status_code in (200, 400, 404), response.text
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(data=st.binary(max_size=200), length=st.integers(0, 250))
 def test_no_bytes_break_the_server(server: Any, data: bytes, length: int) -> None:

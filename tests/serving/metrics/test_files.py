@@ -387,6 +387,7 @@ def small_server(
         until(lambda: not any(map(is_running, below)), what="the server's processes to end")
 
 
+@pytest.mark.thorough
 def test_workers_on_a_full_memory_are_replaced_by_ones_that_count_on(tmp_path: Path) -> None:
     """In the files of those that were killed. One more worker has no room for its counts: it says so with
     the remedy, and answers."""

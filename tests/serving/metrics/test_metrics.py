@@ -168,6 +168,7 @@ def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
     until(lambda: count("http", "refused") == 1, what="what was no request to be counted")
 
 
+@pytest.mark.thorough
 def test_what_workers_do_now_is_summed(start: Start, root: Path) -> None:
     """Connections and requests of all workers, whichever is asked; a worker that was killed is in no sum,
     and counted."""
@@ -230,6 +231,7 @@ def test_counters_survive_kills(start: Start, root: Path) -> None:
         assert len(list(folder.iterdir())) == 3
 
 
+@pytest.mark.thorough
 def test_top_shows_rates(start: Start) -> None:
     """Of each model; what is cached on a GPU has tables of its own."""
     server = start()

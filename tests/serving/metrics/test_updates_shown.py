@@ -44,6 +44,7 @@ def test_list_and_inspect(oracle: Oracle, root: Path) -> None:
         assert shown["positions"] == ({"stream": str(sequence)} if sequence else {})
 
 
+@pytest.mark.thorough
 def test_activate_names_states(oracle: Oracle, root: Path) -> None:
     assert "demo version 1+2 is live" in run_tableside("activate", "demo", "1+2", "--root", root).stdout
     assert state_of(oracle.model.record()) == State(1, 2)
@@ -53,6 +54,7 @@ def test_activate_names_states(oracle: Oracle, root: Path) -> None:
     assert refused.returncode == 2 and "expected VERSION or VERSION+SEQUENCE" in refused.stderr
 
 
+@pytest.mark.thorough
 def test_compact_and_gc(oracle: Oracle, root: Path) -> None:
     text = run_tableside("compact", "demo", "--root", root).stdout
     assert re.search(r"demo version 2\+4 is live: [\d,]+ rows, \d+ changes merged, .* GB/s", text)

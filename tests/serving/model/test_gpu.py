@@ -93,7 +93,7 @@ REQUEST = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -130,6 +130,7 @@ def test_every_placement_gives_what_the_cpu_gives(start: Start, root: Path, opti
     assert options[0] != "hybrid" or in_hbm or found == ["hybrid"] * 3
 
 
+@pytest.mark.thorough
 def test_ids_that_are_wrong_are_refused_as_on_the_cpu(start: Start) -> None:
     server = start(*on_gpu())
     with Client(server.url, retries=0) as client:
@@ -142,6 +143,7 @@ def test_ids_that_are_wrong_are_refused_as_on_the_cpu(start: Start) -> None:
             client.lookup("demo", {"text": [[-1]]})
 
 
+@pytest.mark.thorough
 def test_requests_that_arrive_together_go_to_the_gpu_together(start: Start, root: Path) -> None:
     """Twelve that came while the engine was stopped, two of them wrong, in fewer batches: each gets its
     own answer, and only those two are refused."""
@@ -250,6 +252,7 @@ def cache_counts(server: Any, client: Client, table: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(pattern, server.get("/metrics").text)}
 
 
+@pytest.mark.thorough
 def test_metrics_count_what_the_cache_did(start: Start) -> None:
     """Rows are fetched once and hit from then on, and slots are taken."""
     server = start(*on_gpu(), "--placement", "cached", "--hbm-budget", "1MiB")
@@ -268,6 +271,7 @@ def test_metrics_count_what_the_cache_did(start: Start) -> None:
     assert 0 < of_device["bytes"] <= 2 << 20
 
 
+@pytest.mark.thorough
 def test_counts_of_the_cache_follow_on_a_quiet_server(start: Start) -> None:
     """Three lookups and none after them: what they did is told, though no batch comes that would bring the
     counts."""
@@ -308,6 +312,7 @@ def test_a_version_that_is_taken_is_warm(start: Start, root: Path, tmp_path: Pat
     assert after["hits"] - before["hits"] >= cold["hits"] + 19
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="this machine has a GPU")
 def test_a_gpu_that_is_not_there(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server ends, says why, and never takes a request."""
@@ -341,6 +346,7 @@ def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> No
     assert "start at least --workers 2" in result.stderr
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -412,6 +418,7 @@ def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: 
         engine.close()
 
 
+@pytest.mark.thorough
 def test_small_requests_of_a_gpu_worker_are_the_cpus(start: Start, root: Path) -> None:
     """Fewer than gpu_from_ids ids: bit for bit the CPU's answer, and no batch; as many or more: a batch of
     the GPU. JSON too."""

@@ -68,6 +68,7 @@ class Worker:
             np.testing.assert_array_equal(found, rows[name], name)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy", "host"])
 def test_states_answer_as_a_dictionary_does(
@@ -122,6 +123,7 @@ def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> N
     assert worker.placer._held == held
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "zero_copy"])
 def test_a_state_is_served_where_the_budget_leaves_nothing(
@@ -137,6 +139,7 @@ def test_a_state_is_served_where_the_budget_leaves_nothing(
     worker.check(served, worker.rows())
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy"])
 @pytest.mark.parametrize("share", [1.1, 0.3])
@@ -178,6 +181,7 @@ def test_the_index_of_a_successor_is_read_in_host_memory_where_the_budget_leaves
     worker.check(served, worker.rows())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_rows_that_the_budget_does_not_hold_are_read_in_host_memory(
     root: Path, placement: str, caplog: pytest.LogCaptureFixture

@@ -86,6 +86,7 @@ def test_a_new_version_is_taken_by_all_workers_while_requests_run(
         assert [found for found, _ in groupby(of_one)] == [{value} for value in values]
 
 
+@pytest.mark.thorough
 def test_rollback(start: Start, root: Path, tmp_path: Path) -> None:
     """`tableside activate` back to the version before; a named version is answered whichever is live."""
     publish_constant(root, tmp_path, 1.0)
@@ -154,6 +155,7 @@ def test_a_removed_model_is_served_on(start: Start, root: Path, tmp_path: Path) 
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_two_models_in_one_server(start: Start, root: Path, tmp_path: Path, workers: int) -> None:
     np.save(tmp_path / "t.npy", np.ones((5, 8), np.float32))

@@ -147,7 +147,7 @@ DOORS: dict[str, Callable[[str, Request], Answer]] = {
 }
 
 
-@pytest.mark.drawn(19)
+@pytest.mark.drawn(18)
 @pytest.mark.parametrize("door", DOORS)
 def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> None:
     """Of raw tables with ids in the rows' padding and beside them, by hash and in ranges, with default
@@ -280,6 +280,7 @@ def counted(url: str, model: str = "raw") -> dict[tuple[str, str], float]:
     }
 
 
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("door", DOORS)
 def test_every_id_without_a_row_is_counted(served: Server, door: str) -> None:
     """By table and reason, over every door; ids that have a row are not. A refused request counts its
@@ -347,6 +348,7 @@ def test_scores_of_missing_ids(served: Server, way: str) -> None:
     assert counted(served.url, "scored")
 
 
+@pytest.mark.thorough
 def test_metadata_tells_of_ids(served: Server) -> None:
     """/v1/models and the protocol's metadata say which ids a table has, what becomes of others, and which
     masks there are."""

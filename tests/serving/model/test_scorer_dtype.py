@@ -72,6 +72,7 @@ def check_ctr(
     assert (np.abs(found["score"] - expected) > 1e-5).any(), "they are those of fp32"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", NARROW)
 def test_scores_lie_within_their_bounds(root: Path, tmp_path: Path, precision: Precision) -> None:
     """Programs with one score and with three, fp16 and fp32 vectors, dense tensors; two towers stay fp32."""
@@ -294,6 +295,7 @@ def test_the_cpu_scores_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ServerSettings(devices=("0",)).scorer_precision is Precision.FP32
 
 
+@pytest.mark.thorough
 def test_a_server_says_in_what_it_scores(start: Start, root: Path, tmp_path: Path) -> None:
     """By its metadata and its metrics; scores of clients are those of fp32 within their bounds."""
     publish(root, tmp_path, "ctr", "dot")

@@ -132,6 +132,7 @@ def test_tensors_say_their_sequence(start: Start, root: Path, tmp_path: Path) ->
     assert told()["outputs"][0]["data"][0] == 1.0
 
 
+@pytest.mark.thorough
 def test_a_state_is_gone_back_to(start: Start, root: Path, tmp_path: Path) -> None:
     publish_ones(root, tmp_path)
     server, writer = start("--workers", 2), Writer(root)

@@ -153,6 +153,7 @@ class Looks(torch.utils.data.Dataset[torch.Tensor]):
         return found
 
 
+@pytest.mark.thorough
 def test_workers_of_a_data_loader(busy: Answers) -> None:
     """Four, each with its own answers."""
     loader: Any = torch.utils.data.DataLoader(

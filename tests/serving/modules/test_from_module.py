@@ -182,6 +182,7 @@ def test_torchrecs_collections_through_their_configurations(
     assert module.ec.embeddings.features == ("clicked:words", "word")
 
 
+@pytest.mark.thorough
 def test_torchrecs_collections_through_an_exported_program(tmp_path: Path, root: Path) -> None:
     """The program tells tables alone: each is a feature, and every feature of the collection over it reads
     that one."""

@@ -148,6 +148,7 @@ def test_autocast_changes_nothing(model: str, output: torch.dtype) -> None:
     assert expected.dtype is output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["hbm", "cached"])
 def test_a_gpu_leaves_padding_out(model: str, placement: str) -> None:
     """In every form, prefetched or not: as bags without it, bit for bit."""

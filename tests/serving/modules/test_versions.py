@@ -232,6 +232,7 @@ def test_raw_ids_follow_the_policy_of_their_table(root: Path, tmp_path: Path, mi
     assert error.value.problem is Problem.MISSING
 
 
+@pytest.mark.thorough
 def test_the_thread_that_looks_ends_with_the_process(model: str) -> None:
     """Before Python takes its threads away, which in the middle of torch's code ends the process with
     SIGABRT."""

@@ -98,6 +98,7 @@ def test_what_cannot_be_sent_is_refused_at_once(options: dict[str, object], mess
             kind(**{"base_url": "http://h", **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_the_commands_refuse_headers_without_a_name(tmp_path: Path) -> None:
     """With what a header looks like; a file of headers is named."""
     assert "expected Name: value" in run_tableside("list", "--url", "http://h", "--header", "x").stderr
@@ -110,6 +111,7 @@ def test_the_commands_refuse_headers_without_a_name(tmp_path: Path) -> None:
     assert bad.returncode == 1 and "the client's own to write" in bad.stderr
 
 
+@pytest.mark.thorough
 def test_the_environment_names_the_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """TABLESIDE_URL is where clients and commands ask when nothing else is named; `list` alone still shows
     shared memory."""
@@ -154,6 +156,7 @@ def test_a_unix_socket_takes_the_place_of_a_port(server: Server, path: Path, sta
     assert not path.exists()
 
 
+@pytest.mark.thorough
 def test_a_socket_that_is_taken_is_refused_and_a_dead_one_replaced(
     server: Server, path: Path, start_on: Start
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_model_is_loaded_and_unloaded_in_every_worker(both: Server) -> None:
         assert client.is_server_ready() and set(answers(both, "other")) == {404}
 
 
+@pytest.mark.thorough
 def test_workers_that_start_later_serve_what_was_loaded(both: Server) -> None:
     assert httpx.post(f"{both.url}/v2/repository/models/other/load", headers=OPERATOR).status_code == 200
     assert httpx.post(f"{both.url}/v2/repository/models/demo/unload", headers=OPERATOR).status_code == 200
@@ -83,6 +84,7 @@ def test_workers_that_start_later_serve_what_was_loaded(both: Server) -> None:
     assert set(answers(both, "other")) == {200} and set(answers(both, "demo")) == {404}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
 def test_whoever_has_not_the_token_is_refused(both: Server, headers: dict[str, str]) -> None:
     for call in ("models/other/load", "models/demo/unload"):
@@ -92,6 +94,7 @@ def test_whoever_has_not_the_token_is_refused(both: Server, headers: dict[str, s
     assert set(answers(both, "demo", 3)) == {200} and set(answers(both, "other", 3)) == {404}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("scheme", ["bearer", "BEARER", "Bearer "])
 def test_the_scheme_is_written_in_any_case(start: Start, scheme: str) -> None:
     """As HTTP has it; the token itself is compared as it is."""
@@ -189,6 +192,7 @@ def test_the_token_is_nowhere_to_be_seen(both: Server) -> None:
     assert end(both.process) == 0
 
 
+@pytest.mark.thorough
 def test_models_come_and_go_on_a_gpu(start: Start, root: Path, tmp_path: Path) -> None:
     """With a cache that models share: the rows of each are its own, also when one comes back to what
     another one left."""

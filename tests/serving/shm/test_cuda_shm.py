@@ -319,6 +319,7 @@ def test_a_successor_of_the_engine_opens_what_is_registered(
         until(lambda: region.memory.path.name not in maps.read_text(), what="the region to be closed")
 
 
+@pytest.mark.thorough
 def test_a_server_without_a_gpu_says_so(start: Callable[..., Server]) -> None:
     """And one that does not allow regions says that."""
     handle = {"raw_handle": {"b64": base64.b64encode(bytes(64)).decode()}, "device_id": 0, "byte_size": 64}

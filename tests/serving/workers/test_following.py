@@ -40,6 +40,7 @@ def served(server: Server) -> list[str]:
     return list(answers.pop()) if len(answers) == 1 else ["not all workers have the same"]
 
 
+@pytest.mark.thorough
 def test_models_come_and_go(server: Server, root: Path, tmp_path: Path) -> None:
     """A client sees nothing of it: none of its requests fails, and its worker stays."""
     assert served(server) == []
@@ -113,6 +114,7 @@ def test_what_a_worker_could_not_take_is_tried_again(
     assert models.wanted().serial == 3
 
 
+@pytest.mark.thorough
 def test_models_come_and_go_on_a_gpu(start: Callable[..., Server], root: Path, tmp_path: Path) -> None:
     """An engine process that takes another one's place serves those that there are now, and needs none
     that went."""
@@ -128,6 +130,7 @@ def test_models_come_and_go_on_a_gpu(start: Callable[..., Server], root: Path, t
     assert server.engines() != [engine] and server.workers() == workers
 
 
+@pytest.mark.thorough
 def test_names_and_all_are_two_ways(root: Path) -> None:
     assert "leave one of them out" in run_tableside("serve", "demo", "--all", root=root).stderr
     assert "or --all" in run_tableside("serve", root=root).stderr

@@ -115,6 +115,7 @@ def _is_free(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+@pytest.mark.thorough
 def test_hangup_replaces_every_worker(start: Start) -> None:
     """SIGHUP: each successor is ready before its predecessor goes; no request fails."""
     server = start("--workers", 2, "--drain-s", 0.1)
@@ -138,6 +139,7 @@ def test_hangup_replaces_every_worker(start: Start) -> None:
     assert not failed
 
 
+@pytest.mark.thorough
 def test_a_taken_port(start: Start, root: Path) -> None:
     """One line with the remedy, exit code 1, and the server that has the port is not disturbed."""
     server = start("--workers", 1)
@@ -158,6 +160,7 @@ def test_a_model_that_is_not_published(root: Path) -> None:
     assert "tableside load model.toml" in found.stderr
 
 
+@pytest.mark.thorough
 def test_a_version_that_is_damaged_at_start(start: Start, root: Path) -> None:
     """Workers refuse it at attach; the server says why and ends with exit code 1 instead of trying for
     ever."""
@@ -178,6 +181,7 @@ def test_no_model_is_named(root: Path) -> None:
     assert (found.returncode, "no model is named" in found.stderr) == (1, True)
 
 
+@pytest.mark.thorough
 def test_settings_from_the_environment_and_bad_ones(root: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("TABLESIDE_PORT", "many")
     found = run_tableside("serve", "demo", root=root)
@@ -210,6 +214,7 @@ def test_a_replaced_version_is_unmapped(start: Start, root: Path, tmp_path: Path
         )
 
 
+@pytest.mark.thorough
 def test_the_metrics_folder_goes_with_the_server(start: Start, root: Path) -> None:
     """And that of a server that was killed goes when the next one starts; one that runs keeps its own."""
     first = start("--workers", 1)
@@ -224,6 +229,7 @@ def test_the_metrics_folder_goes_with_the_server(start: Start, root: Path) -> No
     assert not list(root.glob(".metrics-*"))
 
 
+@pytest.mark.thorough
 def test_a_worker_that_cannot_be_replaced_does_not_end_the_others(start: Start, root: Path) -> None:
     """The model was removed and a worker dies: the other one serves on, and a later version brings the
     second back."""

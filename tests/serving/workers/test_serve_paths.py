@@ -54,6 +54,7 @@ def test_what_is_live_is_not_loaded_again(settings: RootSettings, capfd: pytest.
     assert versions(settings, str(Path("m.toml").resolve())) == {"m": [1]}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("change", ["checkpoint", "model.toml", "activate", "damage", "only"])
 def test_what_changed_is_loaded_again(change: str, settings: RootSettings) -> None:
     """A file of the checkpoint, what model.toml says, which version is live, whether it is whole and was

@@ -18,6 +18,7 @@ from tableside.serving.client import Client
 Start = Callable[..., Any]
 
 
+@pytest.mark.thorough
 def test_a_worker_is_replaced_while_another_one_hangs(start: Start) -> None:
     """One is stopped, so that it answers nothing; one that is killed meanwhile has its successor before
     the first is given up."""
@@ -35,6 +36,7 @@ def test_a_worker_is_replaced_while_another_one_hangs(start: Start) -> None:
             os.kill(stopped, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_kills_again_and_again(start: Start) -> None:
     """Whenever the supervisor is asked to look, both places are filled again, and a client with retries
     sees nothing of it."""
