@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from servers import publish_demo
 from support import end, is_running, run_tableside, until
 

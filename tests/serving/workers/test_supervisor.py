@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
+import pytest
 from support import is_running, until
 
 from tableside.loader.segment.memory import processes_below
