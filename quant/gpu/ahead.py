@@ -161,7 +161,7 @@ def compile_all(
 
 def _read(lines: Any, done: list[CompiledKernel], progress: Callable[[int, int], None] | None) -> str:
     """Takes what the process says of each kernel; why it failed, or ""."""
-    for line in lines:
+    for line in filter(bytes.strip, lines):  # a compiler that fails may write empty lines between
         told = json.loads(line)
         if "error" in told:
             return str(told["error"])
