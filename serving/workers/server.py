@@ -19,7 +19,8 @@ from tableside.serving.model.scorers import TORCH_MODULES, needs_torch
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.shm.regions import RegionRegistry
 from tableside.serving.supervised import signals_kept_off
-from tableside.serving.workers.supervisor import Following, Supervisor, published_models
+from tableside.serving.workers.following import Following, published_models
+from tableside.serving.workers.supervisor import Supervisor
 from tableside.serving.workers.worker import MakeApplication, WorkerConfig, make_application
 
 _BACKLOG = 2048

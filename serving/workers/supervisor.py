@@ -1,5 +1,4 @@
-"""The supervisor starts and replaces workers and engine processes, handles signals, and follows the root's
-models.
+"""The supervisor starts and replaces workers and engine processes, and handles signals.
 
     SIGTERM, SIGINT     workers finish what they have begun, and end
     SIGQUIT             workers are killed
@@ -15,74 +14,23 @@ import multiprocessing.connection
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import FrameType
 
 from uvicorn.config import STARTUP_FAILURE
 
-from tableside.loader.errors import LoaderError
-from tableside.loader.versions.versions import Model, models
 from tableside.serving.engine_process.main import run_engine
 from tableside.serving.engine_process.messages import address_of, listen
 from tableside.serving.metrics.counters import RESTARTS
-from tableside.serving.service.model_list import ModelList
-from tableside.serving.settings import RootSettings
+from tableside.serving.workers.following import Following
 from tableside.serving.workers.worker import WorkerConfig, WorkerProcess
 
-LOOK_S = 1.0  # between two looks at the root
-LOAD_AGAIN_S = 5.0  # before workers try again what they could not take
 logger = logging.getLogger("tableside")
 RETRY_S = 5.0  # before a worker that could not start is tried again
 _AGAIN_S = 0.5  # before one that ended before it was ready is tried again
 _GRACE_S = 5.0  # beyond the time that a worker takes to end
 _LOOK_S, _EAGER_S = 0.25, 0.02
 _KILLED_BY_QUIT = 128 + signal.SIGQUIT
-
-
-def published_models(settings: RootSettings, served: Collection[str] = ()) -> tuple[str, ...]:
-    """Returns the names of models with a live version that can be attached. served: stay as long as one is
-    live. LoaderError: the root is unreadable."""
-    return tuple(m.name for m in models(settings.root, settings.owner) if _is_live(m, m.name in served))
-
-
-def _is_live(model: Model, is_served: bool) -> bool:
-    try:
-        if not model.record().current:
-            return False
-        if not is_served:
-            model.attach(model.good(), "header")
-    except (LoaderError, OSError) as error:
-        if not is_served:
-            logger.warning("model %s is not served: %s", model.name, error)
-        return is_served
-    return True
-
-
-class Following:
-    """Writes which models the root has into the list that workers follow."""
-
-    def __init__(self, settings: RootSettings, models: ModelList) -> None:
-        self._settings, self._models = settings, models
-        self._look_at = self._again_at = 0.0
-
-    def look(self) -> None:
-        """Reads the root, at most every LOOK_S seconds."""
-        if (now := time.monotonic()) < self._look_at:
-            return
-        self._look_at, wanted = now + LOOK_S, self._models.wanted().models
-        try:
-            found = published_models(self._settings, wanted)
-        except (LoaderError, OSError) as error:
-            logger.warning("cannot see which models are published: %s", error)
-            return
-        # in each worker's order
-        models = [*(m for m in wanted if m in found), *(m for m in found if m not in wanted)]
-        if models != wanted:
-            logger.info("models to serve from now on: %s", ", ".join(models) or "none")
-        elif now < self._again_at or not self._models.reasons():
-            return
-        self._again_at = now + LOAD_AGAIN_S
-        self._models.want_these(models)
 
 
 class EngineKeeper:

@@ -17,8 +17,8 @@ from tableside.loader.versions.versions import Model
 from tableside.serving.client import Client, ClientError
 from tableside.serving.service.model_list import ModelList
 from tableside.serving.settings import RootSettings
-from tableside.serving.workers import supervisor
-from tableside.serving.workers.supervisor import Following, published_models
+from tableside.serving.workers import following
+from tableside.serving.workers.following import Following, published_models
 
 USER = {"user": TABLES["user"]}
 
@@ -96,7 +96,7 @@ def test_what_a_worker_could_not_take_is_tried_again(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not sooner than RETRY_S after the list was written last; where all was taken the list stays."""
-    monkeypatch.setattr(supervisor, "LOOK_S", 0.0)
+    monkeypatch.setattr(following, "LOOK_S", 0.0)
     publish_demo(root, tmp_path, USER, "good")
     models = ModelList.of([])
     one = Following(RootSettings(root=root), models)
