@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# Some machines tell Python to keep no bytecode: the hundreds of processes that tests start would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/program/native/*.[ch] serving/http/v2/native/*.[ch])
 
 .PHONY: help setup dev demo serve minilm dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
@@ -52,11 +54,11 @@ live: dev        ## a trainer whose rows reach a server through Redis while it a
 
 # DRAW=SEED, which every run prints, draws the same tests again (tests/helpers/drawing.py).
 # One thread of torch each: threads that wait for one another spin, which is slow where other work has the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
 MARKED = $(shell grep -rlw 'mark\.$(1)' tests)
 
 test: dev        ## the tests that a change has to pass, in five minutes
-	@$(PYTEST)
+	@$(PYTEST) --junitxml build/times.xml
 
 test-all: dev    ## all tests
 	@$(PYTEST) --all

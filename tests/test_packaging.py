@@ -127,8 +127,7 @@ def write_checkpoint(folder: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["npz", "pt", "dcp", "safetensors"])
 def test_the_base_loads_every_kind_of_checkpoint(kind: str, tmp_path: Path, root: Path) -> None:
     found = without(ALL_EXTRAS, "load", write_checkpoint(tmp_path, kind), "--root", root)
@@ -168,7 +167,7 @@ def one_feature() -> bytes:
     return exported(Sum(), user=8)
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("absent", "options", "extra"),
     [

@@ -109,6 +109,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield one
 
 
+@pytest.mark.thorough
 def test_an_unchanged_triton_client_asks_as_the_page_says(server: Server) -> None:
     """The block of docs/from-triton.md, on another port."""
     (code,) = re.findall(

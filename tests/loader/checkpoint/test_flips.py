@@ -11,7 +11,6 @@ from campaigns import flips
 SEED, CHANGES = 3, 40
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", flips.KINDS)
 def test_no_changed_bit_is_served(kind: str) -> None:

@@ -106,7 +106,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return Story(tmp_path_factory.mktemp("story"))
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("what", ["kill", "full"])
 @pytest.mark.parametrize("name", WORKS)

@@ -246,8 +246,7 @@ STEPS = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_load_killed_at_each_publishing_step(
     step: str, publish: Publish, root: Path, tmp_path: Path

@@ -292,8 +292,7 @@ STEPS = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_load_killed_at_each_step(step: str, root: Path, tmp_path: Path) -> None:
     """The version before it stays live and whole, no scratch file stays, and the next load and gc leave

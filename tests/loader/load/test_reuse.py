@@ -118,7 +118,7 @@ def test_the_header_says_what_was_taken_over(first: Loaded, root: Path, tmp_path
     )  # one value: scale 0, bias in fp16
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("table", "change", "message"),
     [

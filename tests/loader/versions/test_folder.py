@@ -276,6 +276,7 @@ def test_a_version_that_was_found_damaged_is_not_attached(publish: Publish, root
     assert model.attach().tables["t"].rows == 10
 
 
+@pytest.mark.thorough
 def test_more_than_three_thousand_tables(publish: Publish, root: Path) -> None:
     """The header is as large as it has to be."""
     tables = {f"table_{n}": rows_of(1, 4, n) for n in range(3500)}
@@ -321,7 +322,6 @@ def full(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(1)
 @pytest.mark.parametrize("command", [("gc", "--keep", 0), ("remove", "demo", 1), ("remove", "demo", "--all")])
 def test_a_full_shared_memory_can_be_emptied(command: tuple[object, ...], full: Path) -> None:
     """Removing needs no room; numbers are not given again afterwards."""

@@ -19,7 +19,6 @@ from tableside.quant.device.interpreter import InterpretedDevice
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("policy", "budget", "page_bytes", "held", "threads"),

@@ -144,7 +144,6 @@ class Steps:
         return expected
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.skipif(
     "__import__('tables').DEVICE != 'interpreter'", reason="reads what kernels wrote at its address"

@@ -73,6 +73,7 @@ def test_the_architecture_is_what_the_driver_says(tmp_path: Path, monkeypatch: p
     assert architectures((0, 1)) == [103, 103] and architectures((0, 2)) == []
 
 
+@pytest.mark.thorough
 def test_compilers_end_with_the_process_that_asked() -> None:
     """However it ends: here it is killed."""
     code = """

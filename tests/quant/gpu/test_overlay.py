@@ -110,7 +110,7 @@ def test_raw_ids_of_every_layout_and_residence(where: str, row_format: RowFormat
         check_rows(backend, held, made, asked_of(made, KINDS["random"]))
 
 
-@pytest.mark.drawn(11)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
 def test_row_numbers(where: str, default: bool) -> None:
@@ -138,8 +138,7 @@ def test_raw_ids_of_other_kinds(kind: str) -> None:
     check_rows(backend, backend.to_hbm(made.table), made, asked_of(made, KINDS[kind]))
 
 
-@pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("where", ["hbm", "cached", "split"])
 def test_bags_weights_and_precisions(where: str) -> None:
     made, backend = raw(), new_backend()

@@ -196,7 +196,7 @@ NOT_IN_HBM = [
 ]
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", [PADDED, ARRAY], ids=["in padding", "in an array"])
 @pytest.mark.parametrize("how", [*PLACES, *NOT_IN_HBM])
 def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) -> None:
@@ -236,7 +236,6 @@ def test_ids_are_copied_only_where_no_rows_in_hbm_hold_them(case: Case, how: str
     assert held.device_map.bytes == least + 8 * index.slots * copies_ids
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("how", ["hbm", "cached", "mapped"])
 def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:

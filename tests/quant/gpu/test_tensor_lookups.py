@@ -131,7 +131,6 @@ def test_tensors_of_each_feature() -> None:
     assert lookup._reports.take() is None
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("chosen", [features, plain], ids=["mixed", "plain"])
 @pytest.mark.parametrize("offset_type", [np.int32, np.int64])

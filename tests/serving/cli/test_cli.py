@@ -23,6 +23,7 @@ from tableside.serving.cli.cli import main
 DCP = Path(__file__).parents[2] / "fixtures" / "torchrec_dcp"
 
 
+@pytest.mark.thorough
 def test_from_a_checkpoint_to_published_versions(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +136,6 @@ def test_mistakes_are_one_line_and_exit_code_1(
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(1)
 @pytest.mark.parametrize("found", ["-1", "two", "1.5"])
 def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Path, root: Path) -> None:
     """Before anything is loaded or removed: the versions to roll back to are still there."""

@@ -339,6 +339,7 @@ def test_a_server_that_does_not_know_the_compact_form(monkeypatch: pytest.Monkey
         call.send(respond(200, {"parameters": {}}))
 
 
+@pytest.mark.thorough
 def test_a_version_with_other_dims(start: Callable[..., Server], root: Path, tmp_path: Path) -> None:
     """Vectors are cut by the dims of the version that answers, and no call fails when they change."""
     features = {"user": Jagged([1, 2, 3], [2, 1]), "clicked": Jagged([4, 5], [1, 1])}

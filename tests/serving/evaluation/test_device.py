@@ -77,7 +77,7 @@ def candidates(root: Path, *versions: int) -> list[Candidate]:
     return [Candidate("ctr", v, Model(root, "ctr").attach(v).content()) for v in versions]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("options", "server"),
     [

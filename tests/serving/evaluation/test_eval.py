@@ -155,6 +155,7 @@ def parts(out: Path) -> Any:
     return pa.concat_tables([pq.read_table(p) for p in sorted((out / "parts").glob("*.parquet"))])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("kind", "workers"), [("parquet", 2), ("jsonl", 1)])
 def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: str, workers: int) -> None:
     publish(root, tmp_path)

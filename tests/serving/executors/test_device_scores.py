@@ -132,7 +132,6 @@ def test_scores_alone_bring_no_vectors_to_the_host(
     assert sizes[1] >= 6 * (8 * 4 + 4 * 2)
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("placement", ["host", "zero_copy", "cached", "hybrid"])
 def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -> None:

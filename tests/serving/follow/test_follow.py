@@ -111,7 +111,6 @@ def test_a_bad_file_changes_nothing(model: Model, tmp_path: Path, root: Path) ->
     np.testing.assert_array_equal(values(model), START)
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("suffix", ["jsonl", "npz", "parquet"])
 def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:

@@ -18,7 +18,7 @@ def test_there_are_blocks_for_each_client() -> None:
     assert len(BLOCKS) == 3 and all(client in text for client in ("curl", "tritonclient", "kserve"))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("language", "block"), BLOCKS, ids=[f"{k} {language}" for k, (language, _) in enumerate(BLOCKS)]
 )

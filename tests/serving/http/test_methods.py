@@ -39,7 +39,7 @@ def test_head_is_get_without_its_body(server: Any, path: str) -> None:
         assert head.headers["content-length"] == str(len(got.content))
 
 
-@pytest.mark.drawn(64)
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("path", GETS)
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
 def test_what_is_got_is_not_posted(server: Any, path: str, method: str) -> None:

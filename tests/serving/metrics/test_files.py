@@ -434,6 +434,7 @@ def test_workers_on_a_full_memory_are_replaced_by_ones_that_count_on(tmp_path: P
         assert replaced < set(server.workers()), "workers went on dying"
 
 
+@pytest.mark.thorough
 def test_a_server_starts_where_no_folder_can_be_made(tmp_path: Path) -> None:
     """A tmpfs without one more inode: counters are missing, which the log says; lookups and gauges are
     not."""

@@ -117,6 +117,7 @@ def test_a_line_is_said_once_a_second_with_its_count() -> None:
     assert all(passed(7.0, f"line {n}") for n in range(10_000)) and len(once._passed) <= 256
 
 
+@pytest.mark.thorough
 def test_a_span_of_each_request(root: Path, tmp_path: Path) -> None:
     """With its parent, its times and its attributes, whichever way it was answered; refused and unknown
     ones too."""

@@ -202,6 +202,7 @@ def test_what_workers_do_now_is_summed(start: Start, root: Path) -> None:
     assert len(list(folder.iterdir())) == 3  # the supervisor's, and one that the successor took over
 
 
+@pytest.mark.thorough
 def test_a_damaged_metrics_file_does_not_fail_the_scrape(start: Start, root: Path) -> None:
     """It is left out, the rest counts."""
     server = start("--workers", 2)

@@ -110,6 +110,7 @@ def test_a_worker_that_falls_behind_is_not_ready(oracle: Oracle, start: Start) -
     until(lambda: httpx.get(f"{server.url}/v2/health/ready").status_code == 200, what="it is ready again")
 
 
+@pytest.mark.thorough
 def test_what_reads_versions_alone_says_so(oracle: Oracle, root: Path, tmp_path: Path) -> None:
     """Rows that changed are not left out silently."""
     for command in (

@@ -93,7 +93,7 @@ REQUEST = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -328,6 +328,7 @@ def test_a_gpu_that_is_not_there(root: Path, tmp_path: Path, monkeypatch: pytest
     assert "tableside serves" not in result.stdout
 
 
+@pytest.mark.thorough
 def test_a_budget_that_is_too_small_for_hbm(root: Path, tmp_path: Path) -> None:
     publish_demo(root, tmp_path)
     options = [*map(str, on_gpu()), "--placement", "hbm", "--hbm-budget", "1KiB"]

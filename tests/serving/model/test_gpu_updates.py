@@ -68,7 +68,6 @@ class Worker:
             np.testing.assert_array_equal(found, rows[name], name)
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy", "host"])
 def test_states_answer_as_a_dictionary_does(
@@ -123,7 +122,6 @@ def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> N
     assert worker.placer._held == held
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "zero_copy"])
 def test_a_state_is_served_where_the_budget_leaves_nothing(
@@ -140,7 +138,6 @@ def test_a_state_is_served_where_the_budget_leaves_nothing(
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy"])
 @pytest.mark.parametrize("share", [1.1, 0.3])
 def test_states_and_versions_go_on_where_the_budget_is_small(

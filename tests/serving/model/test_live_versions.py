@@ -129,6 +129,7 @@ def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path
     until(lambda: server.get("/health").json()["models"] == {"demo": 3}, what="the next version")
 
 
+@pytest.mark.thorough
 def test_a_removed_model_is_served_on(start: Start, root: Path, tmp_path: Path) -> None:
     """What is mapped stays; the server answers from it until there is another version, which has another
     number."""

@@ -140,6 +140,7 @@ def test_a_door_asks_again_for_what_the_next_engine_process_serves(
     assert door.is_passing(State(1, 7), overloaded("the engine process is being replaced"))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("device", [True, False], ids=["engine", "cpu"])
 def test_requests_without_a_version_are_answered(
     start: Callable[..., Any], root: Path, tmp_path: Path, device: bool

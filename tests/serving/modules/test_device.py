@@ -31,7 +31,6 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if devices.DEVICE == "interpreter" else tensor.to(devices.DEVICE)
 
 
-@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
 def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:

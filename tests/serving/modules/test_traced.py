@@ -69,7 +69,7 @@ def inputs(seed: int) -> Inputs:
     )
 
 
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", TRACERS)
 def test_a_traced_call_is_the_eager_one(model: str, name: str) -> None:
     """For other ids, offsets and weights than those that it was traced with. Eager calls before let the

@@ -94,7 +94,7 @@ def test_whoever_has_not_the_token_is_refused(both: Server, headers: dict[str, s
     assert set(answers(both, "demo", 3)) == {200} and set(answers(both, "other", 3)) == {404}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["bearer", "BEARER", "Bearer "])
 def test_the_scheme_is_written_in_any_case(start: Start, scheme: str) -> None:
     """As HTTP has it; the token itself is compared as it is."""
@@ -138,12 +138,14 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_all_as_it_was(both: Server,
     assert set(answers(both, "demo", 5)) == {200}
 
 
+@pytest.mark.thorough
 def test_the_index_may_leave_out_what_is_not_ready(both: Server) -> None:
     found = httpx.post(f"{both.url}/v2/repository/index", headers=OPERATOR, json={"ready": True})
     assert found.json() == [{"name": "demo", "version": "1", "state": "READY"}]
     assert httpx.post(f"{both.url}/v2/repository/index", json={"ready": 1}).status_code == 400
 
 
+@pytest.mark.thorough
 def test_a_server_with_a_token_may_begin_without_a_model(start: Start, root: Path) -> None:
     server = start("--admin-token", TOKEN, models=())
     assert (

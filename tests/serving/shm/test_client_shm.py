@@ -228,6 +228,7 @@ def test_no_ids_and_no_bags(client: Any, share: Callable[..., Shared]) -> None:
         assert result.get_output("user")["shape"] == [shape[0], 64]
 
 
+@pytest.mark.thorough
 def test_large_tensors(start: Callable[..., Server]) -> None:
     """Which are copied beside the event loop, in and out, by requests that go by no template."""
     server = start("--allow-client-shm")

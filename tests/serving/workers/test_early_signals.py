@@ -56,7 +56,7 @@ STAGES = {
 }
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_end_of_a_start_is_quiet(
@@ -70,7 +70,7 @@ def test_the_end_of_a_start_is_quiet(
     assert "Traceback" not in log and "KeyboardInterrupt" not in log, log
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_signals_end_nothing(

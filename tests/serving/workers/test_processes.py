@@ -70,6 +70,7 @@ def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
     assert len(answered) <= counted <= len(answered) + len(broken)
 
 
+@pytest.mark.thorough
 def test_a_client_with_retries_does_not_notice(start: Start) -> None:
     """A lookup that breaks with a killed worker is sent again."""
     server = start("--workers", 2)
@@ -195,6 +196,7 @@ def test_settings_from_the_environment_and_bad_ones(root: Path, monkeypatch: Any
     assert "--workers: Input should be greater than or equal to 1" in found.stderr
 
 
+@pytest.mark.thorough
 def test_models_from_the_environment(root: Path, tmp_path: Path, start: Start, monkeypatch: Any) -> None:
     """TABLESIDE_MODELS=a,b, as a container sets it."""
     monkeypatch.setenv("TABLESIDE_MODELS", "demo")
@@ -248,6 +250,7 @@ def test_a_worker_that_cannot_be_replaced_does_not_end_the_others(start: Start, 
     assert server.process.poll() is None
 
 
+@pytest.mark.thorough
 def test_a_second_worker_adds_little_memory(start: Start) -> None:
     """Workers share imports with the process they were forked from: each has less than 40 MB of its own."""
     server = start("--workers", 3)

@@ -65,6 +65,7 @@ def test_a_request_to_end_overtakes_those_to_replace(start: Start) -> None:
     assert server.process.wait(300) == 0
 
 
+@pytest.mark.thorough
 def test_hangups_are_not_queued(start: Start) -> None:
     """Many SIGHUPs at once replace each worker, and then it is quiet."""
     server = start("--workers", 1)
@@ -109,6 +110,7 @@ def test_a_successor_is_ready_before_its_predecessor_goes(start: Start) -> None:
     until(is_replaced, what="a successor that is not given up")
 
 
+@pytest.mark.thorough
 def test_quit_ends_at_once(start: Start) -> None:
     """Whatever runs: a response that is being drained does not hold SIGQUIT up."""
     server = start("--workers", 2, "--drain-s", 300)
