@@ -4,6 +4,7 @@ it."""
 import logging
 import os
 import shutil
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell ignores SIGINT in what it starts in the background, and the servers of tests would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     tables.DEVICE = config.getoption("--device")
     if tables.DEVICE == "interpreter":
         os.environ["TRITON_INTERPRET"] = (
