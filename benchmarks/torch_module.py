@@ -117,7 +117,14 @@ class Sides:
         out = torch.empty(bags, DIM)
         bound = self.served.features[name]
         place = Place(
-            ids.data_ptr() - BASE, ids.numel(), lengths.data_ptr() - BASE, 0, bags, -1, out.data_ptr() - BASE
+            0,
+            ids.data_ptr() - BASE,
+            ids.numel(),
+            lengths.data_ptr() - BASE,
+            0,
+            bags,
+            -1,
+            out.data_ptr() - BASE,
         )
         planner = self.served.backend.planner(
             [LookupKind(bound.table, bound.pooling)], torch.get_num_threads()

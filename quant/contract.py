@@ -167,13 +167,13 @@ class LookupKind:
     table: RowSource
     pooling: Pooling
     precision: Precision = Precision.FP32
-    out_row_bytes: int | None = None
 
 
 class Place(NamedTuple):
-    """The request-dependent part of a `Lookup`; -1 for None. Several are int64 [lookups, fields], in any
-    buffer."""
+    """The request-dependent part of a `Lookup`; -1 for None. kind: its kind's number in the planner.
+    out_row_bytes: 0 for dense vectors. Several are int64 [lookups, fields], in any buffer."""
 
+    kind: int
     ids_at: int
     ids: int
     lengths_at: int
@@ -181,12 +181,14 @@ class Place(NamedTuple):
     bags: int
     weights_at: int
     out_at: int
+    out_row_bytes: int = 0
     found_at: int = -1
 
 
-def place_of(lookup: Lookup) -> Place:
-    """The place of a lookup."""
+def place_of(lookup: Lookup, kind: int) -> Place:
+    """The place of a lookup, whose kind has this number."""
     return Place(
+        kind,
         lookup.ids_at,
         lookup.ids,
         -1 if lookup.lengths_at is None else lookup.lengths_at,
@@ -194,12 +196,20 @@ def place_of(lookup: Lookup) -> Place:
         lookup.bags,
         -1 if lookup.weights_at is None else lookup.weights_at,
         lookup.out_at,
+        lookup.out_row_bytes or 0,
         -1 if lookup.found_at is None else lookup.found_at,
     )
 
 
-def lookup_at(kind: LookupKind, place: Place) -> Lookup:
-    """A lookup of a kind at a place."""
+def places_in(buffer: Any) -> list[Place]:
+    """The places of a request, int64 [lookups, fields of Place]."""
+    rows = np.frombuffer(buffer, np.int64).reshape(-1, len(Place._fields)).tolist()
+    return [Place(*row) for row in rows]
+
+
+def lookup_at(kinds: Sequence[LookupKind], place: Place) -> Lookup:
+    """The lookup at a place."""
+    kind = kinds[place.kind]
     return Lookup(
         kind.table,
         kind.pooling,
@@ -211,9 +221,26 @@ def lookup_at(kind: LookupKind, place: Place) -> Lookup:
         None if place.lengths_at < 0 else place.lengths_at,
         place.bag_length,
         None if place.weights_at < 0 else place.weights_at,
-        kind.out_row_bytes,
+        place.out_row_bytes or None,
         None if place.found_at < 0 else place.found_at,
     )
+
+
+class MatrixPlace(NamedTuple):
+    """Where a request has a matrix [rows, width] for what reads it: in its output buffer, fp32 or (is_half)
+    fp16, or in its inputs, fp32. row_bytes: from one row to the next. Several are int64 [matrices, fields],
+    in any buffer."""
+
+    is_output: int
+    at: int
+    row_bytes: int
+    is_half: int
+    width: int
+
+
+def matrices_in(buffer: Any) -> NDArray[np.int64]:
+    """The matrices of a request, int64 [matrices, fields of MatrixPlace]."""
+    return np.frombuffer(buffer, np.int64).reshape(-1, len(MatrixPlace._fields))
 
 
 class Unfound(NamedTuple):
@@ -245,12 +272,13 @@ class Plan(ABC):
 
 
 class Planner(ABC):
-    """Plans lookups of the same kinds again and again, each time at other places. Any thread may call."""
+    """Plans lookups of its kinds, of any of them in any order, each time at other places. Any thread may
+    call."""
 
     @abstractmethod
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        """Plans lookups at `places`: int64 [kinds, fields of Place], which must not change. out_bytes: as in
-        `Backend.plan`."""
+        """Plans lookups at `places`: int64 [lookups, fields of Place], which must not change. `BadIds.job`
+        and the order of `Unfound` are those of the places. out_bytes: as in `Backend.plan`."""
 
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Runs a plan of these places once, as `Plan.run` does."""
@@ -264,8 +292,7 @@ class _OneByOnePlanner(Planner):
         self._backend, self._kinds, self._threads = backend, tuple(kinds), threads
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        rows = np.frombuffer(places, np.int64).reshape(len(self._kinds), len(Place._fields)).tolist()
-        lookups = [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
+        lookups = [lookup_at(self._kinds, place) for place in places_in(places)]
         return self._backend.plan(lookups, self._threads, out_bytes)
 
 

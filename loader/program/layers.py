@@ -9,7 +9,6 @@ Rounding: a value is a sum of `depth` fp32 products, added one by one. Its error
 "Accuracy and Stability of Numerical Algorithms", 2002, section 3.1), as for any order of the sum.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from tableside.loader.program import _layers
 from tableside.loader.program.graph import Program
 from tableside.loader.program.recognize import ACTIVATIONS, Floats, FromInput, Layer, recognize
-from tableside.quant.contract import Ids
+from tableside.quant.contract import Ids, MatrixPlace
 
 LARGEST_PACKED_BYTES = 1 << 30  # of weights; a program may use one weight in many layers
 LARGEST_ROW_BYTES = 4 << 20  # of what lies between the layers, for one row
@@ -43,16 +42,6 @@ class _PieceFields(NamedTuple):
 
     of: int
     width: int
-
-
-class LayerSource(NamedTuple):
-    """A program's input in a request: [rows, width] from byte `at` of its output or input buffer, fp16 or
-    fp32; rows are row_bytes apart."""
-
-    is_output: bool
-    at: int
-    row_bytes: int
-    is_half: bool
 
 
 @dataclass(frozen=True)
@@ -98,15 +87,10 @@ class PackedLayers:
 
     def run(self, sources: bytes, inputs: Any, outputs: Any, rows: int, scores_at: int) -> int:
         """Writes fp32 [rows, width] to byte `scores_at` of `outputs`; returns the first row with a non-finite
-        score, or -1. sources: per input, by `pack_sources`. ValueError: out of the buffers. MemoryError: no
+        score, or -1. sources: `MatrixPlace` of each input. ValueError: out of the buffers. MemoryError: no
         room for intermediate values."""
         packed = (self._layers, self._pieces, sources, self._weights)
         return _layers.run(*packed, inputs, outputs, rows, scores_at, self._threads)
-
-
-def pack_sources(sources: Sequence[LayerSource]) -> bytes:
-    """Where a request's inputs lie, as `PackedLayers.run` takes it."""
-    return array("q", [field for source in sources for field in source]).tobytes()
 
 
 def runnable_layers(program: Program) -> tuple[Layer, ...] | None:
@@ -151,7 +135,7 @@ def _as_bytes(fields: Sequence[tuple[Any, ...]]) -> bytes:
     return found.tobytes()
 
 
-if (_LayerFields._fields, _PieceFields._fields, LayerSource._fields, _PANEL) != (
+if (_LayerFields._fields, _PieceFields._fields, MatrixPlace._fields, _PANEL) != (
     _layers.LAYER_FIELDS,
     _layers.PIECE_FIELDS,
     _layers.SOURCE_FIELDS,

@@ -124,8 +124,10 @@ def feature_places(
     bags: int,
     weights_at: int,
     out_at: int,
+    out_row_bytes: int,
 ) -> bytes:
-    """Places of lookups, int64 [lookups, fields of `Place`], over features of `bags` bags each.
+    """Places of lookups, int64 [lookups, fields of `Place`], over features of `bags` bags each. The kind
+    of lookup k is k.
 
     parts: as of `parts_of`. order: the feature of each lookup, by its index; None: they are the same.
     columns: int64 [lookups], bytes from `out_at` to the first vector of each. ids_at, lengths_at, weights_at:

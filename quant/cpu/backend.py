@@ -25,6 +25,7 @@ from tableside.quant.contract import (
     Table,
     Unfound,
     place_of,
+    places_in,
 )
 from tableside.quant.errors import BadIds, NotRepresentable, Problem, QuantError
 from tableside.quant.row_format import RowFormat, Source
@@ -42,7 +43,7 @@ class CpuBackend(Backend):
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner: ...
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        places = np.array([place_of(lookup) for lookup in lookups], np.int64)
+        places = np.array([place_of(lookup, n) for n, lookup in enumerate(lookups)], np.int64)
         return self.planner(lookups, threads).plan(places.tobytes())
 
 
@@ -82,14 +83,17 @@ class CpuPlan(Plan):
         self._planner, self._places = planner, places
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        kinds = zip(self._planner.kinds, self._planner.tables, self._places, strict=True)
-        checked = [_check(job, *of_it, inputs, outputs) for job, of_it in enumerate(kinds)]
+        kinds, tables = self._planner.kinds, self._planner.tables
+        checked = [
+            _check(job, kinds[place.kind], tables[place.kind], place, inputs, outputs)
+            for job, place in enumerate(self._places)
+        ]
         for place, (_, found, _) in zip(self._places, checked, strict=True):
             if place.found_at >= 0:
                 np.frombuffer(outputs, np.bool_, place.ids, place.found_at)[:] = (
                     True if found is None else found
                 )
-        self._planner.look_up([one for one, _, _ in checked])
+        self._planner.look_up([one for one, _, _ in checked], [place.kind for place in self._places])
         unfound = [lacks for _, _, lacks in checked]
         return unfound if any(map(any, unfound)) else None
 
@@ -101,12 +105,11 @@ class CpuPlanner(Planner):
         self.kinds, self.tables = tuple(kinds), host_tables(kinds)
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        rows = np.frombuffer(places, np.int64).reshape(len(self.kinds), len(Place._fields)).tolist()
-        return CpuPlan(self, [Place(*row) for row in rows])
+        return CpuPlan(self, places_in(places))
 
     @abstractmethod
-    def look_up(self, lookups: Sequence[CheckedLookup]) -> None:
-        """Writes the vectors of all lookups, one of each kind."""
+    def look_up(self, lookups: Sequence[CheckedLookup], kinds: Sequence[int]) -> None:
+        """Writes the vectors of all lookups. kinds: the number of each one's kind."""
 
 
 def _check(
@@ -126,7 +129,7 @@ def _check(
     table, rows = plain_rows(table, rows)
     dtype = np.dtype(np.float16 if kind.precision is Precision.FP16 else np.float32)
     vectors = place.ids if lengths is None else place.bags
-    step = kind.out_row_bytes or table.dim * dtype.itemsize
+    step = place.out_row_bytes or table.dim * dtype.itemsize
     out: Floats = np.ndarray((vectors, table.dim), dtype, outputs, place.out_at, (step, dtype.itemsize))
     return CheckedLookup(table, kind.pooling, rows, lengths, weights, out), found, lacks
 

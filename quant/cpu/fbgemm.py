@@ -131,10 +131,10 @@ class _Planner(CpuPlanner):
         super().__init__(kinds)
         tables, precisions = self.tables, [kind.precision for kind in kinds]
         self._bound = lru_cache(_BOUND)(
-            lambda *jobs: operator([tables[job] for job in jobs], precisions[jobs[0]] is Precision.FP16)
+            lambda *kinds: operator([tables[kind] for kind in kinds], precisions[kinds[0]] is Precision.FP16)
         )
 
-    def look_up(self, lookups: Sequence[CheckedLookup]) -> None:
+    def look_up(self, lookups: Sequence[CheckedLookup], kinds: Sequence[int]) -> None:
         together: dict[Any, list[int]] = {}
         for job, one in enumerate(lookups):
             alike = (
@@ -145,14 +145,15 @@ class _Planner(CpuPlanner):
             together.setdefault(alike, []).append(job)
         for jobs in together.values():
             of_call = [lookups[job] for job in jobs]
-            _call(self._operator(jobs, of_call), of_call)
+            _call(self._operator([kinds[job] for job in jobs], of_call), of_call)
 
-    def _operator(self, jobs: Sequence[int], lookups: Sequence[CheckedLookup]) -> Any:
-        if any(m is not None and m.overlay is not None for m in (self.tables[job].row_map for job in jobs)):
+    def _operator(self, kinds: Sequence[int], lookups: Sequence[CheckedLookup]) -> Any:
+        maps = [self.tables[kind].row_map for kind in kinds]
+        if any(m is not None and m.overlay is not None for m in maps):
             return operator(
                 [one.table for one in lookups], lookups[0].out.dtype == np.float16
             )  # of rows copied for this call
-        return self._bound(*jobs)
+        return self._bound(*kinds)
 
 
 def _call(bound: Any, lookups: Sequence[CheckedLookup]) -> None:

@@ -23,6 +23,7 @@ from tableside.quant.contract import (
     RowSource,
     Table,
     Unfound,
+    places_in,
 )
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, check_quantize, host_table, host_tables, not_representable
@@ -43,7 +44,6 @@ class _Kind(NamedTuple):
     dim: int
     row_format: int
     pooling: int
-    out_row_bytes: int  # from one vector to the next
     out_half: int
     row_map: int  # address of a NativeRowMap, or 0
 
@@ -70,17 +70,15 @@ if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields, Nati
     raise ImportError("the native kernel was built from other sources than these; reinstall tableside")
 
 
-def _raise(verdict: tuple[int, int, int, int], tables: Sequence[Table], counts: Sequence[int]) -> None:
+def _raise(verdict: tuple[int, int, int, int], table: Table, ids: int) -> None:
+    """Raises BadIds for a lookup of so many ids in `table`."""
     job, kind, position, value = verdict
     problem = _PROBLEMS[kind]
     assert problem is not None
-    table = tables[job]
     known = table.rows if table.row_map is None else table.row_map.count
     if problem is Problem.MISSING and table.row_map is not None and table.row_map.is_plain:
         problem = Problem.ID
-    bound = {Problem.ID: table.rows, Problem.MISSING: known, Problem.LENGTH: 0, Problem.SUM: counts[job]}[
-        problem
-    ]
+    bound = {Problem.ID: table.rows, Problem.MISSING: known, Problem.LENGTH: 0, Problem.SUM: ids}[problem]
     raise BadIds(problem, job, position, value, bound)
 
 
@@ -111,10 +109,8 @@ class _NativePlanner(Planner):
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         found = _native.run(self.kinds, places, inputs, outputs, self.threads)
         if isinstance(found, tuple):
-            counts = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))[
-                :, Place._fields.index("ids")
-            ]
-            _raise(found, self.tables, counts.tolist())
+            place = places_in(places)[found[0]]
+            _raise(found, self.tables[place.kind], place.ids)
         if found is None or isinstance(found, tuple):
             return None
         return [Unfound(*pair) for pair in np.frombuffer(found, np.int64).reshape(-1, 2).tolist()]
@@ -130,7 +126,7 @@ class _GatherPlan(Plan):
 
     def run(self, inputs: Any, outputs: Any) -> None:
         if verdict := _native.gather(self._jobs, inputs, outputs, self._threads):
-            _raise(verdict, self._tables, self._counts)
+            _raise(verdict, self._tables[verdict[0]], self._counts[verdict[0]])
 
 
 def _kind(kind: Lookup | LookupKind, table: Table) -> _Kind:
@@ -141,7 +137,6 @@ def _kind(kind: Lookup | LookupKind, table: Table) -> _Kind:
         dim=table.dim,
         row_format=table.row_format,
         pooling=kind.pooling,
-        out_row_bytes=table.dim * kind.precision.bytes if kind.out_row_bytes is None else kind.out_row_bytes,
         out_half=kind.precision,
         row_map=0 if table.row_map is None else table.row_map.native_address,
     )
@@ -196,7 +191,7 @@ class Native(CpuBackend):
             0 if held.row_map is None else held.row_map.native_address,
         )
         if verdict:
-            _raise(verdict, (held,), (ids.size,))
+            _raise(verdict, held, ids.size)
         return out
 
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:

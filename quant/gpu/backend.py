@@ -42,7 +42,6 @@ from tableside.quant.gpu.batch.batches import Batches
 from tableside.quant.gpu.batch.launcher import Launcher
 from tableside.quant.gpu.batch.layout import lay_out
 from tableside.quant.gpu.batch.plan import GpuPlan, SteadyPlanner
-from tableside.quant.gpu.batch.steady import are_steady
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.layers import DeviceLayers
@@ -248,7 +247,7 @@ class GpuBackend(Backend):
         return GpuPlan(self.batches, layout)
 
     def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        return SteadyPlanner(self, kinds, threads) if are_steady(kinds) else super().planner(kinds, threads)
+        return SteadyPlanner(self, kinds, threads)
 
     def lookup(
         self,

@@ -35,10 +35,10 @@ class _EngineBackend(Backend):
         return self._description
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        raise QuantError("an engine process plans by features; use the version's planners")
+        raise QuantError("an engine process makes the plans; use the version's requests")
 
     def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        raise QuantError("an engine process plans by features; use the version's planners")
+        raise QuantError("an engine process makes the plans; use the version's requests")
 
     def lookup(self, *arguments: Any, **options: Any) -> Floats:
         raise QuantError("an engine process looks up whole requests")
@@ -57,10 +57,8 @@ class _EngineScorer(Scorer):
 
 
 class EngineVersion(ServedVersion):
-    def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
-        numbers = {name: n for n, name in enumerate(self.features)}
-        key, features_read = model_key(self.header.model), [numbers[f] for f in features]
-        return DescribingPlanner(key, self.state.number, self.layout, features_read, together)
+    def _device_planner(self) -> Planner:
+        return DescribingPlanner(model_key(self.header.model), self.state.number, self.layout)
 
 
 class DoorEngine(Engine):

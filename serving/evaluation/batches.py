@@ -60,7 +60,7 @@ class Batch:
                 f"{self.file}, row {self.start} and on, a batch of {self.size}: {refused.message}"
             )
         request, inputs = self.requests[candidate]
-        i = next(i for i in self.features[candidate] if i.feature == request.features[cause.job])
+        i = next(i for i in self.features[candidate] if i.feature == request.feature(cause.job))
         row = cause.position
         if i.lengths_at is not None:
             row = int(

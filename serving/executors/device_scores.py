@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from tableside.quant.gpu.batch.follower import FollowerInputs, FollowerTensor
+from tableside.quant.contract import matrices_in
+from tableside.quant.gpu.batch.follower import FollowerInputs
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.scoring import ScoreStage, Tell
-from tableside.serving.model.places import Buffer, DenseInput
+from tableside.serving.model.places import Buffer
 from tableside.serving.model.request import Request
 from tableside.serving.model.scorer import REFUSED, Floats, Scoring, does_not_take
 
@@ -60,14 +59,8 @@ class DeviceScores:
         scoring = member.scoring
         calls = _calls(scoring)
         targets = member.room.addresses + member.start * calls.row_bytes
-        is_dense = [isinstance(s, DenseInput) for s in scoring.sources]
-        tensors = [
-            FollowerTensor(s.at, s.rows * s.width, int(target))
-            for s, target in zip(scoring.sources, targets, strict=True)
-            if isinstance(s, DenseInput)
-        ]
-        of_vectors = targets[np.logical_not(is_dense)] if tensors else targets
-        return FollowerInputs(scoring.vectors, of_vectors, tensors, scoring.is_alone, calls.precision)
+        sources = matrices_in(scoring.sources)
+        return FollowerInputs(sources, scoring.rows, targets, scoring.is_alone, calls.precision)
 
     def _placed(self) -> dict[int, _Member]:
         of_scorer: dict[int, list[int]] = {}

@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.versions.states import State
-from tableside.quant import BadIds, Plan
+from tableside.quant import BadIds, Place, Plan
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ApiError, ErrorKind, bad_request
+from tableside.serving.model.features import Features
 from tableside.serving.model.places import Buffer, Output
 from tableside.serving.model.scorer import Scoring
 
@@ -40,8 +41,6 @@ class Answer(NamedTuple):
     state: State | None = None
 
 
-Lookups = tuple[tuple[str, ...], tuple[str, ...], Plan, bool]
-"""Features and tables of the lookups in order, their plan, and whether the CPU beside a device runs it."""
 Sizes = tuple[int, int, int, int]
 """Ids, vectors, bytes of all rows read, and of the output buffer. Plain tuples are made faster."""
 
@@ -54,40 +53,63 @@ class Request:
         "features",
         "ids",
         "is_small",
-        "model",
         "names_version",
         "out_bytes",
         "outputs",
+        "places",
         "plan",
         "row_bytes",
         "scoring",
         "sequence",
-        "tables",
         "unpooled_bags",
         "vectors",
-        "version",
     )
 
     def __init__(
         self,
-        model: str,
-        version: int,
-        lookups: Lookups,
+        features: Features,
+        places: Any,
+        plan: Plan,
         sizes: Sizes,
         *,
+        is_small: bool = False,
         outputs: tuple[Output, ...] = (),
         unpooled_bags: tuple[FeatureInput, ...] = (),
         scoring: Scoring | None = None,
         sequence: int = 0,
     ) -> None:
-        """outputs: by name; () if the caller knows their places. unpooled_bags: inputs with unchecked
+        """features: the version's. places: of the lookups. is_small: the CPU beside a device runs the plan.
+        outputs: by name; () if the caller knows their places. unpooled_bags: inputs with unchecked
         lengths. sequence: the version's last change. `names_version`, set later: the client named the
         version, so no other may answer."""
-        self.model, self.version, self.scoring, self.outputs = model, version, scoring, outputs
-        self.features, self.tables, self.plan, self.is_small = lookups
+        self.features, self.places, self.plan, self.is_small = features, places, plan, is_small
+        self.scoring, self.outputs = scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = sizes
         self.unpooled_bags, self.sequence = unpooled_bags, sequence
         self.names_version = False
+
+    @property
+    def model(self) -> str:
+        return self.features.model
+
+    @property
+    def version(self) -> int:
+        return self.features.version
+
+    @property
+    def numbers(self) -> list[int]:
+        """The feature of each lookup, by its number."""
+        found: list[int] = np.frombuffer(self.places, np.int64)[:: len(Place._fields)].tolist()
+        return found
+
+    @property
+    def tables(self) -> list[str]:
+        """The table of each lookup."""
+        return [self.features.tables[number] for number in self.numbers]
+
+    def feature(self, lookup: int) -> str:
+        """Returns the feature of a lookup."""
+        return self.features.names[self.numbers[lookup]]
 
     @property
     def staged_bytes(self) -> int:
@@ -112,10 +134,9 @@ class Request:
 
     def refusal(self, error: BadIds) -> ApiError:
         """Returns the client's error for `error`; it names the feature."""
-        lacking = self.tables[error.job] if error.problem is Problem.MISSING and self.tables else None
-        refused = ApiError(
-            400, ErrorKind.BAD_ID, error.describe(f"feature {self.features[error.job]!r}"), lacking
-        )
+        lacking = self.tables[error.job] if error.problem is Problem.MISSING else None
+        what = error.describe(f"feature {self.feature(error.job)!r}")
+        refused = ApiError(400, ErrorKind.BAD_ID, what, lacking)
         refused.__cause__ = error
         return refused
 

@@ -1,19 +1,18 @@
 """A scorer turns pooled vectors and dense tensors into one score a row. Kinds: `serving.model.scorers`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.program.layers import LayerSource
 from tableside.loader.segment.header import ScorerInput
-from tableside.quant.contract import Precision
+from tableside.quant.contract import MatrixPlace, Precision, matrices_in
 from tableside.serving.errors import ApiError, ErrorKind, bad_request
-from tableside.serving.model.places import Buffer, DenseInput, Output
+from tableside.serving.model.places import Buffer, Output
 
 if TYPE_CHECKING:
     from tableside.serving.model.device_calls import DeviceCalls  # imports torch
@@ -57,9 +56,9 @@ class Scorer(ABC):
     def run(self, arrays: list[Floats]) -> Floats:
         """Takes fp32 [rows, width] for each input; returns fp32 [rows], or [rows, self.width]."""
 
-    def in_place(self, sources: Sequence[LayerSource], rows: int, scores_at: int) -> InPlace | None:
+    def in_place(self, sources: bytes, rows: int, scores_at: int) -> InPlace | None:
         """Returns a function that reads a request's buffers and writes fp32 scores at byte `scores_at` of the
-        output. None: use `run`. sources: per input, with `rows` rows each."""
+        output. None: use `run`. sources: `MatrixPlace` of each input, with `rows` rows each."""
         return None
 
     def admit(self, rows: int) -> int:
@@ -95,16 +94,15 @@ class Scorer(ABC):
         return {**about, "inputs": inputs, "shape": shape}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scoring:
-    """A request's scorer inputs in order, and its scores' place. is_alone: only the scorer reads the vectors,
-    so a device need not send them. known_vectors: `vectors`, if known already."""
+    """A request's scorer inputs, and its scores' place. sources: `MatrixPlace` of each input, in order.
+    is_alone: only the scorer reads the vectors, so a device need not send them."""
 
     scorer: Scorer
-    sources: tuple[Output | DenseInput, ...]
+    sources: bytes
     output: Output
     is_alone: bool = False
-    known_vectors: NDArray[np.int64] | None = field(default=None, compare=False)
 
     def run(self, inputs: Any, buffer: Buffer) -> None:
         """Scores the vectors in `buffer` and writes scores there. ApiError: as of `score_together`."""
@@ -115,33 +113,12 @@ class Scoring:
         return self.output.shape[0]
 
     @cached_property
-    def vectors(self) -> NDArray[np.int64]:
-        """The vectors to read for a device: int64 [outputs, fields of
-        `quant.gpu.batch.follower.VectorField`]."""
-        if self.known_vectors is not None:
-            return self.known_vectors
-        found = [
-            (s.at, int(s.half), s.shape[1], s.row_values, s.shape[0] * s.shape[1])
-            for s in self.sources
-            if isinstance(s, Output)
-        ]
-        return np.array(found, np.int64).reshape(-1, 5)
-
-    @cached_property
     def in_place(self) -> InPlace | None:
         """The scorer's function over the buffers; None if it has none or a width differs (`run` says so)."""
-        widths = [s.shape[1] if isinstance(s, Output) else s.width for s in self.sources]
-        if widths != self.scorer.widths:
+        widths = matrices_in(self.sources)[:, MatrixPlace._fields.index("width")]
+        if widths.tolist() != self.scorer.widths:
             return None
-        sources = [
-            LayerSource(
-                True, s.at, s.shape[1] * (2 if s.half else 4) if s.row_bytes is None else s.row_bytes, s.half
-            )
-            if isinstance(s, Output)
-            else LayerSource(False, s.at, s.width * 4, False)
-            for s in self.sources
-        ]
-        return self.scorer.in_place(sources, self.rows, self.output.at)
+        return self.scorer.in_place(self.sources, self.rows, self.output.at)
 
     def run_in_place(self, in_place: InPlace, inputs: Any, buffer: Buffer) -> None:
         if in_place(inputs, buffer) >= 0:
@@ -151,11 +128,11 @@ class Scoring:
         """ApiError: a score is not finite; 400 if a dense tensor is not finite either, else 500."""
         if np.isfinite(scores).all():
             return
-        for source, values in self._dense(inputs):
-            if not np.isfinite(values).all():
+        for i, place in zip(self.scorer.inputs, self._places, strict=True):
+            if not place.is_output and not np.isfinite(values := self._matrix(place, inputs)).all():
                 row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
                 raise bad_request(
-                    f"dense tensor {source.name!r} is not finite in row {row}; expected finite numbers"
+                    f"dense tensor {i.name!r} is not finite in row {row}; expected finite numbers"
                 )
         row = int(np.flatnonzero(~np.isfinite(scores.reshape(len(scores), -1)).all(axis=1))[0])
         what = f"the score of row {row} is {scores[row]}, from {self.scorer.name}{self._beyond}"
@@ -171,21 +148,18 @@ class Scoring:
 
     def arrays(self, inputs: Any, buffer: Buffer) -> list[Floats]:
         """Returns the scorer's inputs, fp32 [rows, width] each."""
-        return [
-            s.view(buffer).astype(np.float32, copy=False)
-            if isinstance(s, Output)
-            else _dense_values(s, inputs)
-            for s in self.sources
-        ]
+        return [self._matrix(p, buffer if p.is_output else inputs) for p in self._places]
 
-    def _dense(self, inputs: Any) -> Iterator[tuple[DenseInput, Floats]]:
-        return ((s, _dense_values(s, inputs)) for s in self.sources if isinstance(s, DenseInput))
+    @property
+    def _places(self) -> list[MatrixPlace]:
+        return [MatrixPlace(*fields) for fields in matrices_in(self.sources).tolist()]
 
-
-def _dense_values(source: DenseInput, inputs: Any) -> Floats:
-    return np.frombuffer(inputs, np.float32, source.rows * source.width, source.at).reshape(
-        source.rows, source.width
-    )
+    def _matrix(self, place: MatrixPlace, memory: Any) -> Floats:
+        """Returns fp32 [rows, width]."""
+        dtype = np.dtype(np.float16 if place.is_half else np.float32)
+        shape, steps = (self.rows, place.width), (place.row_bytes, dtype.itemsize)
+        found: Floats = np.ndarray(shape, dtype, memory, place.at if self.rows else 0, steps)
+        return found.astype(np.float32, copy=False)
 
 
 def does_not_take(rows: int, error: Exception) -> ApiError:

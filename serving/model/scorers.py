@@ -9,16 +9,14 @@ import numpy as np
 from tableside.loader.errors import ProgramError
 from tableside.loader.program import Program, ProgramInput, read_program
 from tableside.loader.program.layers import (
-    LayerSource,
     PackedLayers,
     kernel_name,
-    pack_sources,
     runnable_layers,
 )
 from tableside.loader.program.recognize import Layer
 from tableside.loader.segment.header import ScorerInput, StoredScorer
 from tableside.loader.segment.segment import Segment
-from tableside.quant.contract import Precision
+from tableside.quant.contract import MatrixPlace, Precision
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request
 from tableside.serving.model.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
 
@@ -66,19 +64,21 @@ class LayersScorer(Scorer):
         self.runs_on = f"dense layers ({kernel_name()})"
 
     def run(self, arrays: list[Floats]) -> Floats:
-        rows, at, sources = len(arrays[0]), 0, []
+        rows, at = len(arrays[0]), 0
+        sources: list[MatrixPlace] = []
         for array, i in zip(arrays, self.inputs, strict=True):
             if array.shape != (rows, i.width):
                 raise ValueError(f"input {i.name!r} is {list(array.shape)}; expected {[rows, i.width]}")
-            sources.append(LayerSource(False, at, 4 * i.width, False))
+            sources.append(MatrixPlace(0, at, 4 * i.width, 0, i.width))
             at += array.nbytes
         scores = np.empty((rows, self._layers.width), np.float32)
-        self._layers.run(pack_sources(sources), b"".join(a.tobytes() for a in arrays), scores, rows, 0)
+        given = np.array(sources, np.int64).tobytes()
+        self._layers.run(given, b"".join(a.tobytes() for a in arrays), scores, rows, 0)
         return scores[:, 0] if self.width is None else scores
 
-    def in_place(self, sources: Sequence[LayerSource], rows: int, scores_at: int) -> InPlace:
-        run, packed = self._layers.run, pack_sources(sources)
-        return lambda inputs, outputs: run(packed, inputs, outputs, rows, scores_at)
+    def in_place(self, sources: bytes, rows: int, scores_at: int) -> InPlace:
+        run = self._layers.run
+        return lambda inputs, outputs: run(sources, inputs, outputs, rows, scores_at)
 
     def admit(self, rows: int) -> int:
         least, most = self._rows

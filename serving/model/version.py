@@ -13,11 +13,13 @@ from tableside.loader.model.model import FeatureSpec
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Planner, Pooling, Precision, RowSource
+from tableside.quant.contract import MatrixPlace
 from tableside.quant.rows.ids import RowMap
 from tableside.serving.errors import ErrorKind, bad_request, short
+from tableside.serving.model.features import Features
 from tableside.serving.model.placement import Placements
 from tableside.serving.model.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
-from tableside.serving.model.request import FeatureInput, Lookups, Request
+from tableside.serving.model.request import FeatureInput, Request, Sizes
 from tableside.serving.model.scorer import Scorer, Scoring
 
 
@@ -29,11 +31,13 @@ class Beside(NamedTuple):
 
 
 _ENDS = 4096  # rows at either end of a table that are looked through for ids
-_PLANNERS = 64  # sets of features whose planners a version keeps
 
 
 @dataclass(frozen=True)
 class BoundFeature:
+    """A feature and its table. number: the kind of its lookups in the version's planners."""
+
+    number: int
     feature: FeatureSpec
     table: RowSource
     pooling: Pooling
@@ -65,24 +69,6 @@ class BoundFeature:
             )
 
 
-class Planners(NamedTuple):
-    """Planners for a list of features. host: for requests of fewer than `device_from_ids` ids. tables: one
-    per feature."""
-
-    features: tuple[str, ...]
-    tables: tuple[str, ...]
-    device: Planner
-    host: Planner | None
-    device_from_ids: int
-
-    def plan(self, places: Any, out_bytes: int, ids: int, score: bool = False) -> Lookups:
-        """Plans a request's lookups. places, out_bytes: of `Planner.plan`. score: it goes where the scorer
-        is."""
-        if self.host is not None and ids < self.device_from_ids and not score:
-            return self.features, self.tables, self.host.plan(places, out_bytes), True
-        return self.features, self.tables, self.device.plan(places, out_bytes), False
-
-
 class ServedVersion:
     """One attached version. Its answers never change; any thread may call. Segment and GPU memory stay while
     it or one of its requests lives."""
@@ -98,19 +84,25 @@ class ServedVersion:
         max_response_bytes: int | None = None,
         verified_at: float = 0.0,
         beside: Beside | None = None,
+        names: Features | None = None,
     ) -> None:
         """max_response_bytes: of one output; None: any. verified_at: time.time() of the last checksum of all
-        rows; 0: never. beside: for small requests if `backend` is a device's."""
+        rows; 0: never. beside: for small requests if `backend` is a device's. names: of another state of
+        this version."""
         self.segment, self.header, self.version = segment, segment.header, segment.header.version
         self.backend, self.placed, self.scorer = backend, placed, scorer
         self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
         self._beside = beside
-        self._planners: dict[tuple[tuple[str, ...], bool], Planners] = {}
         self.state = State(self.version, segment.deltas[0].sequence if segment.deltas else 0)
         self.features = {
-            f.name: BoundFeature(f, placed.tables[f.table], Pooling.parse(f.pooling))
-            for f in segment.header.features
+            f.name: BoundFeature(number, f, placed.tables[f.table], Pooling.parse(f.pooling))
+            for number, f in enumerate(segment.header.features)
         }
+        self.names = names or _names(segment.header.model, self.version, list(self.features.values()))
+        self._planner = self._device_planner()
+        self._host_planner = None
+        if beside is not None:
+            self._host_planner = beside.backend.planner(self._kinds(segment.tables))
 
     @cached_property
     def layout(self) -> int:
@@ -137,6 +129,7 @@ class ServedVersion:
             max_response_bytes=self.max_response_bytes,
             verified_at=self.verified_at,
             beside=self._beside,
+            names=self.names,
         )
 
     def feature(self, name: str) -> BoundFeature:
@@ -150,41 +143,26 @@ class ServedVersion:
         """Returns whether `given` names all inputs of a scorer that exists."""
         return self.scorer is not None and all((i.feature or i.name) in given for i in self.scorer.inputs)
 
-    def planners(self, features: tuple[str, ...], together: bool = False) -> Planners:
-        """Returns planners for these features; `_PLANNERS` are kept. together: pooled vectors lie side by
-        side."""
-        key = (features, together)
-        if (known := self._planners.get(key)) is None:
-            device, host = self._device_planner(features, together), None
-            if self._beside is not None:
-                host = self._beside.backend.planner(self._kinds(features, together, self.segment.tables))
-            tables = tuple(self.features[f].feature.table for f in features)
-            known = Planners(
-                features, tables, device, host, 0 if self._beside is None else self._beside.below_ids
-            )
-            if len(self._planners) >= _PLANNERS:
-                self._planners.clear()
-            self._planners[key] = known
-        return known
+    def _device_planner(self) -> Planner:
+        return self.backend.planner(self._kinds(), self.threads)
 
-    def _device_planner(self, features: tuple[str, ...], together: bool) -> Planner:
-        return self.backend.planner(self._kinds(features, together), self.threads)
-
-    def _kinds(
-        self, features: tuple[str, ...], together: bool, tables: Mapping[str, RowSource] | None = None
-    ) -> list[LookupKind]:
-        """tables: by name; None: the placed ones."""
-        bound = [self.features[f] for f in features]
-        apart = side_by_side(bound) if together else None
+    def _kinds(self, tables: Mapping[str, RowSource] | None = None) -> list[LookupKind]:
+        """Returns what each feature's lookups read. tables: by name; None: the placed ones."""
         return [
-            LookupKind(
-                b.table if tables is None else tables[b.feature.table],
-                b.pooling,
-                b.precision,
-                apart if b.is_pooled else None,
-            )
-            for b in bound
+            LookupKind(b.table if tables is None else tables[b.feature.table], b.pooling, b.precision)
+            for b in self.features.values()
         ]
+
+    def request(self, places: Any, sizes: Sizes, on_device: bool = False, **more: Any) -> Request:
+        """Returns a request with lookups at `places` (`Planner.plan`). on_device: it goes to a device at any
+        size. more: as `Request` takes it."""
+        ids, _, _, out_bytes = sizes
+        planner, is_small = self._planner, False
+        if self._host_planner is not None and self._beside is not None and not on_device:
+            is_small = ids < self._beside.below_ids
+            planner = self._host_planner if is_small else planner
+        plan = planner.plan(places, out_bytes)
+        return Request(self.names, places, plan, sizes, is_small=is_small, sequence=self.sequence, **more)
 
     def lay_out(
         self,
@@ -225,23 +203,19 @@ class ServedVersion:
                 ErrorKind.TOO_LARGE,
             )
         places = np.array(
-            [_place(i, o.at, at) for i, o, at in zip(inputs, outputs, found_at, strict=True)], np.int64
+            [_place(b, i, o, at) for b, i, o, at in zip(bound, inputs, outputs, found_at, strict=True)],
+            np.int64,
         )
-        names = tuple(i.feature for i in inputs)
-        ids = sum(i.ids for i in inputs)
-        planners = self.planners(names, together)
         row_bytes = sum(i.ids * b.table.row_bytes for b, i in zip(bound, inputs, strict=True))
-        return Request(
-            self.header.model,
-            self.version,
-            planners.plan(places, out_bytes, ids, score or warms_up),
-            (ids, sum(o.shape[0] for o in outputs), row_bytes, out_bytes),
+        return self.request(
+            places.tobytes(),
+            (sum(i.ids for i in inputs), sum(o.shape[0] for o in outputs), row_bytes, out_bytes),
+            score or warms_up,
             outputs=tuple(shown),
             unpooled_bags=tuple(
                 i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled
             ),
             scoring=scoring,
-            sequence=self.sequence,
         )
 
     def _scoring(
@@ -263,7 +237,8 @@ class ServedVersion:
             raise bad_request(
                 f"the score needs as many bags of each feature as rows of each dense tensor; found {found}"
             )
-        return Scoring(self.scorer, sources, scores_at(at, rows[0], self.scorer.width), is_alone)
+        matrices = np.array([_matrix(s) for s in sources], np.int64)
+        return Scoring(self.scorer, matrices.tobytes(), scores_at(at, rows[0], self.scorer.width), is_alone)
 
     def warm_up(self) -> None:
         """Looks up each feature's first and last row with all bag sizes that have kernels, with and without
@@ -344,14 +319,39 @@ def _together(bound: Sequence[BoundFeature], inputs: Sequence[FeatureInput]) -> 
     return outputs, after
 
 
-def _place(i: FeatureInput, out_at: int, found_at: int) -> Place:
+def _place(b: BoundFeature, i: FeatureInput, output: Output, found_at: int) -> Place:
     return Place(
+        b.number,
         i.ids_at,
         i.ids,
         -1 if i.lengths_at is None else i.lengths_at,
         i.bag_length,
         i.bags or 0,
         -1 if i.weights_at is None else i.weights_at,
-        out_at,
+        output.at,
+        output.row_bytes or 0,
         found_at,
+    )
+
+
+def _matrix(source: Output | DenseInput) -> MatrixPlace:
+    if isinstance(source, DenseInput):
+        return MatrixPlace(0, source.at, 4 * source.width, 0, source.width)
+    half, width = source.half, source.shape[1]
+    return MatrixPlace(1, source.at, source.row_bytes or width * (2 if half else 4), int(half), width)
+
+
+def _names(model: str, version: int, bound: Sequence[BoundFeature]) -> Features:
+    names = tuple(b.feature.name for b in bound)
+    return Features(
+        model,
+        version,
+        names,
+        tuple(b.feature.table for b in bound),
+        {name: number for number, name in enumerate(names)},
+        np.array([b.is_pooled for b in bound], np.bool_),
+        np.array([b.half for b in bound], np.bool_),
+        np.array([b.vector_bytes for b in bound], np.int64),
+        np.array([b.table.row_bytes for b in bound], np.int64),
+        np.array([b.table.dim for b in bound], np.int64),
     )

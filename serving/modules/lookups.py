@@ -110,7 +110,9 @@ class HostLookup:
                 values.data_ptr() - BASE if count else 0,
                 out.data_ptr() - BASE if bag_count else 0,
             )
-            places += (ids_at, count, lengths_at, bag_length, bag_count, weights_at, out_at, -1)
+            places += Place(
+                len(outputs) - 1, ids_at, count, lengths_at, bag_length, bag_count, weights_at, out_at
+            )
         return self._pack(*places), outputs, held
 
 
@@ -267,10 +269,10 @@ class HostKeyed:
         self._names, self._output, self._missing = names, output, attached.missing
         self._written = torch.float16 if output is torch.float16 else torch.float32
         item = OUTPUTS[output].bytes
-        kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output], sum(dims) * item) for b in bound]
+        kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output]) for b in bound]
         self._planner = attached.served.backend.planner(kinds, attached.threads)
         self._new = torch.empty(0, dtype=self._written, device="cpu").new_empty
-        self._width = sum(dims)
+        self._width, self._row_bytes = sum(dims), sum(dims) * item
         self._columns = np.array([at * item for at in accumulate(dims[:-1], initial=0)], np.int64).tobytes()
 
     def __call__(self, jagged: JaggedFeatures, order: list[int] | None) -> torch.Tensor:
@@ -280,7 +282,9 @@ class HostKeyed:
         out = self._new(bags, self._width)
         weights_at = -1 if weights is None or not weights.numel() else weights.data_ptr() - BASE
         out_at = out.data_ptr() - BASE if bags else 0
-        places = feature_places(parts, order, self._columns, ids_at, lengths_at, bags, weights_at, out_at)
+        places = feature_places(
+            parts, order, self._columns, ids_at, lengths_at, bags, weights_at, out_at, self._row_bytes
+        )
         try:
             unfound = self._planner.run(places, MEMORY, MEMORY)
         except BadIds as error:

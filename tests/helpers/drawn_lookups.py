@@ -13,7 +13,8 @@ ROWS = 60
 
 
 class Drawn:
-    """Kinds of lookups, drawn; `request` draws places, inputs and the size of the outputs for them.
+    """Kinds of lookups, drawn; `request` draws some of them in any order, with places, inputs and the size of
+    the outputs.
 
     together: the vectors of pooled lookups lie side by side, those of the others behind them.
     """
@@ -31,17 +32,11 @@ class Drawn:
         if self.together:
             pooled = [k for k in self.kinds if k.pooling is not Pooling.NONE]
             self.row_bytes = sum(k.table.dim * k.precision.bytes for k in pooled)
-            self.kinds = [
-                LookupKind(
-                    k.table, k.pooling, k.precision, None if k.pooling is Pooling.NONE else self.row_bytes
-                )
-                for k in self.kinds
-            ]
 
     def over(self, sources: Sequence[RowSource]) -> list[LookupKind]:
         """The kinds, with tables that lie elsewhere."""
         found = zip(self.kinds, sources, strict=True)
-        return [LookupKind(table, k.pooling, k.precision, k.out_row_bytes) for k, table in found]
+        return [LookupKind(table, k.pooling, k.precision) for k, table in found]
 
     def request(self, wrong: bool = False) -> tuple[np.ndarray, bytes, int]:
         rng = self.rng
@@ -50,7 +45,9 @@ class Drawn:
         at = len(parts[0])
         if self.together:
             out_at = self.row_bytes * bags_of_all
-        for kind in self.kinds:
+        numbers = rng.sample(range(len(self.kinds)), rng.randint(1, len(self.kinds)))
+        for number in numbers:
+            kind = self.kinds[number]
             is_pooled = kind.pooling is not Pooling.NONE
             bags = bags_of_all if self.together else rng.randint(0, 5)
             fixed = rng.randint(0, 3) if is_pooled and rng.random() < 0.4 else None
@@ -79,5 +76,8 @@ class Drawn:
                 fixed if uses_fixed else 0,
                 bags if is_pooled else 0,
             )
-            places.append(Place(ids_at, count, found[0], found[1] or 0, found[2], weights_at, place_at))
+            step = self.row_bytes if self.together and is_pooled else 0
+            places.append(
+                Place(number, ids_at, count, found[0], found[1] or 0, found[2], weights_at, place_at, step)
+            )
         return np.array(places, np.int64), b"".join(parts), out_at

@@ -170,7 +170,7 @@ class Reference(CpuBackend):
 class _Planner(CpuPlanner):
     """One lookup after another."""
 
-    def look_up(self, lookups: Sequence[CheckedLookup]) -> None:
+    def look_up(self, lookups: Sequence[CheckedLookup], kinds: Sequence[int]) -> None:
         for table, pooling, ids, lengths, weights, out in lookups:
             half = out.dtype == np.float16
             out[:] = REFERENCE.lookup(table, ids, lengths, pooling=pooling, weights=weights, half=half)

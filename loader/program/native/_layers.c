@@ -36,8 +36,8 @@ static int n_available;
 /* of: the number of a source, or -1 - the number of a layer. */
 #define PIECE_FIELDS(F) F(of) F(width)
 /* at: bytes in the output buffer if is_output, else in the input buffer. row_bytes: between rows.
- * is_half: fp16, else fp32. */
-#define SOURCE_FIELDS(F) F(is_output) F(at) F(row_bytes) F(is_half)
+ * is_half: fp16, else fp32. width: values of a row. */
+#define SOURCE_FIELDS(F) F(is_output) F(at) F(row_bytes) F(is_half) F(width)
 #define MEMBER(name) int64_t name;
 #define FIELD_NAME(name) #name,
 typedef struct { LAYER_FIELDS(MEMBER) } layer_fields;
@@ -169,6 +169,7 @@ static int is_sound_piece(const call *c, const piece_fields *p, int64_t number, 
     if (p->of < 0) return p->of >= -number && c->layers[-1 - p->of].width == p->width;
     if (p->of >= c->n_sources) return 0;
     const source_fields *s = c->sources + p->of;
+    if (s->width != p->width) return 0;
     return lies_in(s->at, c->rows, p->width * (s->is_half ? 2 : 4), s->row_bytes, s->is_output ? out : in);
 }
 

@@ -5,10 +5,8 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <stdint.h>
+#include "_place.h"
 #include "_rows.h"
-
-/* as PLACE_FIELDS */
-typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place;
 
 /* How ids make bags, as quant/cpu/bags.py numbers it. */
 enum form { FORM_IDS = 0, FORM_FIXED = 1, FORM_LENGTHS = 2, FORM_OFFSETS = 3, FORM_ENDS = 4 };

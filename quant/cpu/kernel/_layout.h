@@ -3,13 +3,12 @@
 #pragma once
 #include <stdint.h>
 #include "_native_jobs.h"
+#include "_place.h"
 
 #define MEMBER(name) int64_t name;
 typedef struct { GPU_KIND_FIELDS(MEMBER) } kind;
 typedef struct { JOB_FIELDS(MEMBER) } job;
 typedef struct { MOVE_FIELDS(MEMBER) } move;
-/* as PLACE_FIELDS */
-typedef struct { int64_t ids_at, ids, lengths_at, bag_length, bags, weights_at, out_at, found_at; } place;
 typedef struct { int64_t table, ids_at, ids, locations_at; } cached;
 typedef struct { int64_t lookup, row_map, ids_at, ids; } resolved;
 
@@ -31,7 +30,7 @@ static const int64_t LARGEST = INT32_MAX;
 
 static inline int is_sound(const kind *k, const place *p) {
     int64_t ids;
-    return p->found_at < 0 && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST
+    return k->is_steady && p->found_at < 0 && p->out_row_bytes >= 0 && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST
         && p->bag_length >= 0
            && (!k->is_pooled || p->lengths_at >= 0
                || (!__builtin_mul_overflow(p->bags, p->bag_length, &ids) && ids == p->ids));
@@ -40,7 +39,7 @@ static inline int is_sound(const kind *k, const place *p) {
 /* The kernel can write vectors there: it writes 4 values at once if dim is a multiple of 4. */
 static inline int can_be_written(const kind *k, const place *p) {
     int64_t unit = item_of(k) * (k->dim % 4 ? 1 : 4);
-    return p->out_at % unit == 0 && k->out_row_bytes % unit == 0;
+    return p->out_at % unit == 0 && p->out_row_bytes % unit == 0;
 }
 
 typedef struct { int64_t in_bytes, out_bytes, scratch, locations, moved_in, moved_out, found, mapped; } sizes;
@@ -91,13 +90,13 @@ static inline void add(int64_t number, const kind *k, const place *p, int is_pla
     to->is_indirect |= j->locations_at >= 0 || j->hbm_share > 0;
     if (is_placed) {
         j->out_at = p->out_at;
-        if (k->out_row_bytes) j->out_step = k->out_row_bytes / item;
+        if (p->out_row_bytes) j->out_step = p->out_row_bytes / item;
     } else {
         j->out_at = s->out_bytes;
         s->out_bytes += aligned(bytes, OUT_ALIGNMENT);
         int64_t row = k->dim * item;
-        if (bytes && k->out_row_bytes)
-            m->out[s->moved_out++] = (move){j->out_at, p->out_at, row, outputs, row, k->out_row_bytes};
+        if (bytes && p->out_row_bytes)
+            m->out[s->moved_out++] = (move){j->out_at, p->out_at, row, outputs, row, p->out_row_bytes};
         else if (bytes) m->out[s->moved_out++] = (move){j->out_at, p->out_at, bytes, 1, 0, 0};
     }
     to->programs += (outputs * k->columns + to->block - 1) / to->block;
@@ -105,14 +104,15 @@ static inline void add(int64_t number, const kind *k, const place *p, int is_pla
 }
 
 /* Whether vectors go straight to where the caller wants them. */
-static inline int is_direct(const kind *k, const place *p, int64_t count, int *is_placed) {
+static inline int is_direct(const kind *kinds, const place *p, int64_t count, int *is_placed) {
     int64_t at = 0;
     int packed = 1, apart = 0, writable = 1;
     for (int64_t i = 0; i < count; i++) {
-        int64_t bytes = outputs_of(k + i, p + i) * k[i].dim * item_of(k + i);
-        packed &= !bytes || (p[i].out_at == at && !k[i].out_row_bytes);
-        apart |= k[i].out_row_bytes > 0;
-        writable &= can_be_written(k + i, p + i);
+        const kind *k = kinds + p[i].kind;
+        int64_t bytes = outputs_of(k, p + i) * k->dim * item_of(k);
+        packed &= !bytes || (p[i].out_at == at && !p[i].out_row_bytes);
+        apart |= p[i].out_row_bytes > 0;
+        writable &= can_be_written(k, p + i);
         at += aligned(bytes, OUT_ALIGNMENT);
     }
     *is_placed = packed || (apart && writable);
@@ -122,27 +122,29 @@ static inline int is_direct(const kind *k, const place *p, int64_t count, int *i
 /* A request's lookups, laid out. end: where the last vector ends in the caller's output buffer. */
 typedef struct { jobs_of pooled, unpooled; sizes sizes; int64_t end; int is_direct; } laid_out;
 
-static inline int are_sound(const kind *k, const place *p, int64_t count) {
+/* Whether the device needs nothing but the ids of these lookups, of `of_kinds` kinds. */
+static inline int are_sound(const kind *kinds, int64_t of_kinds, const place *p, int64_t count) {
     for (int64_t i = 0; i < count; i++)
-        if (!is_sound(k + i, p + i)) return 0;
+        if (p[i].kind < 0 || p[i].kind >= of_kinds || !is_sound(kinds + p[i].kind, p + i)) return 0;
     return 1;
 }
 
 /* Lays out lookups that are sound, in room for as many. */
-static inline void lay_out_in(room *m, const kind *k, const place *p, int64_t count, int64_t pooled_block,
+static inline void lay_out_in(room *m, const kind *kinds, const place *p, int64_t count, int64_t pooled_block,
                               int64_t unpooled_block, laid_out *to) {
     int64_t each = count + 1;
     int is_placed;
     *to = (laid_out){.pooled = {.jobs = m->jobs, .is_offset = m->jobs + each, .block = pooled_block},
                      .unpooled = {.jobs = m->jobs + 2 * each, .is_offset = m->jobs + 3 * each,
                                   .block = unpooled_block}};
-    to->is_direct = is_direct(k, p, count, &is_placed);
+    to->is_direct = is_direct(kinds, p, count, &is_placed);
     for (int64_t i = 0; i < count; i++) {
-        int64_t outputs = outputs_of(k + i, p + i), row = k[i].dim * item_of(k + i);
-        int64_t last = outputs ? p[i].out_at + (outputs - 1) * (k[i].out_row_bytes ? k[i].out_row_bytes
+        const kind *k = kinds + p[i].kind;
+        int64_t outputs = outputs_of(k, p + i), row = k->dim * item_of(k);
+        int64_t last = outputs ? p[i].out_at + (outputs - 1) * (p[i].out_row_bytes ? p[i].out_row_bytes
                                                                 : row) + row : 0;
         if (last > to->end) to->end = last;
-        add(i, k + i, p + i, is_placed, &to->sizes, m, k[i].is_pooled ? &to->pooled : &to->unpooled);
+        add(i, k, p + i, is_placed, &to->sizes, m, k->is_pooled ? &to->pooled : &to->unpooled);
     }
     if (is_placed) to->sizes.out_bytes = aligned(to->end, OUT_ALIGNMENT);
 }

@@ -6,9 +6,8 @@
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out,
  *   out_half, threads, row_map)
  *   lengths: int32, for pooled lookups; row_map: address of one (_ids.h), or 0
- * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [n, fields of KIND_FIELDS], what
- *   they read, and
- *   places int64 [n, fields of PLACE_FIELDS], where in the buffers
+ * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [kinds, fields of KIND_FIELDS],
+ *   what may be read, and places int64 [n, fields of PLACE_FIELDS], which of them and where in the buffers
  * gather(jobs, inputs, outputs, threads): jobs is int64 [n, fields of GATHER_FIELDS]; copies rows as they are
  *   packed
  *   All three check every id and length before any row is read. They return None, or (job, problem, position,
@@ -36,6 +35,7 @@
 #include "_native_bags.h"
 #include "_native_index.h"
 #include "_native_jobs.h"
+#include "_place.h"
 
 #if defined(__x86_64__)
 extern const kernel kernel_avx512, kernel_avx2;
@@ -46,18 +46,13 @@ static const kernel *available[3];
 static runner active;
 static int n_available;
 
-/* Fields of `run`'s matrices. Offsets are bytes into `inputs` (ids, lengths, weights) or `outputs`;
- * lengths_at, weights_at -1: none. */
-#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_row_bytes) \
-    F(out_half) F(row_map)
-#define PLACE_FIELDS(F) F(ids_at) F(ids) F(lengths_at) F(bag_length) F(bags) F(weights_at) F(out_at) \
-    F(found_at)
+/* The fields of a lookup's kind. */
+#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_half) F(row_map)
 /* The same for `gather`. */
 #define GATHER_FIELDS(F) F(table) F(rows) F(row_bytes) F(ids_at) F(ids) F(out_at)
 #define MEMBER(name) int64_t name;
 #define NAME(name) #name,
 typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
-typedef struct { PLACE_FIELDS(MEMBER) } place_fields;
 typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
 static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL},
     *const place_names[] = {PLACE_FIELDS(NAME) NULL};
@@ -182,13 +177,15 @@ static int vectors_fit(int64_t offset, int64_t count, int64_t step, int64_t size
 }
 
 /* Makes a job of a lookup over the two buffers; 0 with ValueError set if it does not lie in them. */
-static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buffer *in, const Py_buffer *out,
+static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in, const Py_buffer *out,
                        int64_t threads, job *j) {
     const uint8_t *inputs = in->buf;
+    const int64_t vector_bytes = f->dim * (f->out_half ? 2 : 4);
     *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
                .dim = f->dim, .format = choice(f->row_format), .pooling = choice(f->pooling), .n_ids = p->ids,
                    .fixed_length = p->bag_length,
-               .n_bags = p->bags, .out_row_bytes = f->out_row_bytes, .out_half = f->out_half != 0,
+               .n_bags = p->bags, .out_row_bytes = p->out_row_bytes ? p->out_row_bytes : vector_bytes,
+                   .out_half = f->out_half != 0,
                .map = (const row_map *)(intptr_t)f->row_map};
     int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
@@ -196,7 +193,7 @@ static int bind_lookup(const kind_fields *f, const place_fields *p, const Py_buf
         || (has_lengths && !fits("inputs (lengths)", p->lengths_at, p->bags, 4, in))
         || (has_weights && !fits("inputs (weights)", p->weights_at, p->ids, 4, in))
         || (p->found_at >= 0 && !fits("outputs (found)", p->found_at, p->ids, 1, out))
-        || !vectors_fit(p->out_at, outputs, f->out_row_bytes, f->dim * (j->out_half ? 2 : 4), out))
+        || !vectors_fit(p->out_at, outputs, j->out_row_bytes, vector_bytes, out))
         return 0;
     j->found = p->found_at >= 0 ? (uint8_t *)out->buf + p->found_at : NULL;
     j->ids = inputs + p->ids_at;
@@ -237,16 +234,22 @@ static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, con
     int64_t *rows = NULL;
     int failed = 0;
     PyObject *result = NULL;
-    int64_t count = kinds->len / (int64_t)(places ? sizeof(kind_fields) : sizeof(gather_fields));
+    const int64_t of_kinds = kinds->len / (int64_t)(places ? sizeof(kind_fields) : sizeof(gather_fields));
+    const int64_t count = places ? places->len / (int64_t)sizeof(place) : of_kinds;
     int64_t room = threads > 1 ? 2 * count + MAX_PARTS : count;
-    if (places && places->len != count * (int64_t)sizeof(place_fields))
-        return PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places->len,
-                            (long long)count);
+    if (places && places->len % (Py_ssize_t)sizeof(place))
+        return PyErr_Format(PyExc_ValueError, "%zd bytes are no places of %zu bytes each", places->len,
+                            sizeof(place));
     if (room > FEW && !(jobs = PyMem_Malloc((size_t)room * sizeof(job)))) return PyErr_NoMemory();
     for (int64_t k = 0; k < count; k++) {
-        place_fields place;
-        if (places) memcpy(&place, (const char *)places->buf + k * (int64_t)sizeof place, sizeof place);
-        if (places ? !bind_lookup((const kind_fields *)kinds->buf + k, &place, in, out, threads, jobs + k)
+        place at = {0};
+        if (places) memcpy(&at, (const char *)places->buf + k * (int64_t)sizeof at, sizeof at);
+        if (at.kind < 0 || at.kind >= of_kinds) {
+            PyErr_Format(PyExc_ValueError, "lookup %lld is of kind %lld; there are %lld", (long long)k,
+                         (long long)at.kind, (long long)of_kinds);
+            goto done;
+        }
+        if (places ? !bind_lookup((const kind_fields *)kinds->buf + at.kind, &at, in, out, threads, jobs + k)
                    : !bind_gather((const gather_fields *)kinds->buf + k, in, out, threads, jobs + k))
             goto done;
     }

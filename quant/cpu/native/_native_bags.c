@@ -82,7 +82,7 @@ static int64_t from_base(int64_t a, int64_t b, int64_t c) {
 /* order: index of each lookup's feature, or null: the same order. 0: ValueError is set. */
 static int write_places(place *to, const uint8_t *parts, int64_t features, PyObject *order,
                         const uint8_t *columns, int64_t lookups, const int64_t *v) {
-    const int64_t ids_at = v[0], lengths_at = v[1], bags = v[2], weights_at = v[3], out_at = v[4];
+    const int64_t ids_at = v[0], lengths_at = v[1], bags = v[2], weights_at = v[3], out_at = v[4], step = v[5];
     for (int64_t k = 0; k < lookups; k++) {
         int64_t f = order ? PyLong_AsLongLong(PyList_GetItem(order, k)) : k;
         if (f < 0 || f >= features) {
@@ -92,23 +92,24 @@ static int write_places(place *to, const uint8_t *parts, int64_t features, PyObj
             return 0;
         }
         const int64_t start = load_i64(parts + 8 * f);
-        to[k] = (place){.ids_at = from_base(ids_at, start, 8), .ids = load_i64(parts + 8 * (features + f)),
+        to[k] = (place){.kind = k, .ids_at = from_base(ids_at, start, 8), .ids = load_i64(parts + 8 * (features + f)),
                         .lengths_at = from_base(lengths_at, from_base(0, bags, 4), f), .bags = bags,
                         .weights_at = weights_at < 0 ? -1 : from_base(weights_at, start, 4),
-                        .out_at = bags ? from_base(out_at, load_i64(columns + 8 * k), 1) : 0, .found_at = -1};
+                        .out_at = bags ? from_base(out_at, load_i64(columns + 8 * k), 1) : 0,
+                        .out_row_bytes = step, .found_at = -1};
     }
     return 1;
 }
 
 PyObject *py_feature_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    int64_t v[5];
+    int64_t v[6];
     Py_buffer parts, columns;
     PyObject *made = NULL;
-    if (n != 8) return PyErr_Format(PyExc_TypeError, "feature_places takes 8 arguments, got %zd", n);
+    if (n != 9) return PyErr_Format(PyExc_TypeError, "feature_places takes 9 arguments, got %zd", n);
     PyObject *order = args[1] == Py_None ? NULL : args[1];
     if (order && !PyList_Check(order))
         return PyErr_Format(PyExc_TypeError, "order is %R; expected a list of int, or None", order);
-    if (!numbers(args + 3, 5, v)) return NULL;
+    if (!numbers(args + 3, 6, v)) return NULL;
     if (PyObject_GetBuffer(args[0], &parts, PyBUF_SIMPLE)) return NULL;
     if (PyObject_GetBuffer(args[2], &columns, PyBUF_SIMPLE)) {
         PyBuffer_Release(&parts);

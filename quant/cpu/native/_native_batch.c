@@ -60,10 +60,13 @@ static int take_request(PyObject *tuple, asked *a) {
     if (PyTuple_Check(tuple) && PyTuple_Size(tuple) >= 4 && PyBytes_Check(PyTuple_GetItem(tuple, 0))
         && PyBytes_Check(PyTuple_GetItem(tuple, 1))) {
         PyObject *kinds = PyTuple_GetItem(tuple, 0), *sizes = PyTuple_GetItem(tuple, 1);
-        int64_t count = PyBytes_Size(kinds) / (int64_t)sizeof(kind);
-        if (PyBytes_Size(sizes) == (int64_t)sizeof(measured) + count * (int64_t)sizeof(place)) {
-            const measured *m = (const void *)PyBytes_AsString(sizes);
-            *a = (asked){(const void *)PyBytes_AsString(kinds), m, (const void *)(m + 1), count,
+        const kind *k = (const void *)PyBytes_AsString(kinds);
+        const measured *m = (const void *)PyBytes_AsString(sizes);
+        int64_t of_kinds = PyBytes_Size(kinds) / (int64_t)sizeof(kind);
+        int64_t bytes = PyBytes_Size(sizes) - (int64_t)sizeof(measured), count = bytes / (int64_t)sizeof(place);
+        if (bytes >= 0 && bytes % (int64_t)sizeof(place) == 0
+            && are_sound(k, of_kinds, (const void *)(m + 1), count)) {
+            *a = (asked){k, m, (const void *)(m + 1), count,
                          {PyTuple_GetItem(tuple, 2), PyTuple_GetItem(tuple, 3)}, {-1, -1}};
             return 1;
         }

@@ -26,7 +26,7 @@
 #include <string.h>
 #include "_layout.h"
 
-typedef struct { Py_buffer kinds, places; int64_t count; } request;
+typedef struct { Py_buffer kinds, places; int64_t of_kinds, count; } request;
 
 static int take(PyObject *const *args, request *r) {
     if (PyObject_GetBuffer(args[0], &r->kinds, PyBUF_SIMPLE)) return 0;
@@ -34,10 +34,9 @@ static int take(PyObject *const *args, request *r) {
         PyBuffer_Release(&r->kinds);
         return 0;
     }
-    r->count = r->kinds.len / (int64_t)sizeof(kind);
-    if (r->places.len == r->count * (int64_t)sizeof(place)) return 1;
-    PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", r->places.len,
-                 (long long)r->count);
+    r->of_kinds = r->kinds.len / (int64_t)sizeof(kind), r->count = r->places.len / (int64_t)sizeof(place);
+    if (r->places.len % (Py_ssize_t)sizeof(place) == 0) return 1;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are no places of %zu bytes each", r->places.len, sizeof(place));
     PyBuffer_Release(&r->kinds), PyBuffer_Release(&r->places);
     return 0;
 }
@@ -49,10 +48,12 @@ PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t ids = 0, bags = 0, columns = 0;
     if (n != 2) return PyErr_Format(PyExc_TypeError, "totals takes 2 arguments, got %zd", n);
     if (!take(args, &r)) return NULL;
-    const kind *k = r.kinds.buf;
     const place *p = r.places.buf;
-    for (int64_t i = 0; i < r.count; i++)
-        if (k[i].is_pooled) ids += p[i].ids, bags += p[i].bags, columns += p[i].bags * k[i].columns;
+    for (int64_t i = 0; i < r.count; i++) {
+        if (p[i].kind < 0 || p[i].kind >= r.of_kinds) continue; /* `measure` leaves it to Python */
+        const kind *k = (const kind *)r.kinds.buf + p[i].kind;
+        if (k->is_pooled) ids += p[i].ids, bags += p[i].bags, columns += p[i].bags * k->columns;
+    }
     let_go(&r);
     return Py_BuildValue("LLL", (long long)ids, (long long)bags, (long long)columns);
 }
@@ -102,7 +103,7 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (!take(args, &r)) return NULL;
     const kind *k = r.kinds.buf;
     const place *p = r.places.buf;
-    if (!are_sound(k, p, r.count)) {
+    if (!are_sound(k, r.of_kinds, p, r.count)) {
         let_go(&r);
         Py_RETURN_NONE;
     }
@@ -133,7 +134,7 @@ static int64_t traits_of(const jobs_of *j) {
 }
 
 PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    Py_buffer kinds, places;
+    request r;
     int64_t numbers[5];
     PyObject *made = NULL;
     room m;
@@ -144,19 +145,12 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         if (numbers[i] < (i ? 1 : 0))
             return PyErr_Format(PyExc_ValueError, "bytes are not negative, and blocks are positive");
     }
-    if (PyObject_GetBuffer(args[0], &kinds, PyBUF_SIMPLE)) return NULL;
-    if (PyObject_GetBuffer(args[1], &places, PyBUF_SIMPLE)) {
-        PyBuffer_Release(&kinds);
-        return NULL;
-    }
-    int64_t count = kinds.len / (int64_t)sizeof(kind);
-    if (places.len != count * (int64_t)sizeof(place))
-        PyErr_Format(PyExc_ValueError, "places of %zd bytes for %lld lookups", places.len, (long long)count);
-    else if (!are_sound(kinds.buf, places.buf, count))
+    if (!take(args, &r)) return NULL;
+    if (!are_sound(r.kinds.buf, r.of_kinds, r.places.buf, r.count))
         made = Py_NewRef(Py_None);
-    else if (make_room(&m, count)) {
+    else if (make_room(&m, r.count)) {
         laid_out laid;
-        lay_out_in(&m, kinds.buf, places.buf, count, numbers[1], numbers[2], &laid);
+        lay_out_in(&m, r.kinds.buf, r.places.buf, r.count, numbers[1], numbers[2], &laid);
         const sizes *s = &laid.sizes;
         int64_t asked = laid.end > numbers[0] ? laid.end : numbers[0], staged = s->out_bytes,
             whole = aligned(asked, OUT_ALIGNMENT);
@@ -173,12 +167,12 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
             got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[3]);
         for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[4]);
         free_room(&m);
-        if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + places.len))) {
+        if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + r.places.len))) {
             char *to = PyBytes_AsString(made);
-            memcpy(to, &got, sizeof got), memcpy(to + sizeof got, places.buf, (size_t)places.len);
+            memcpy(to, &got, sizeof got), memcpy(to + sizeof got, r.places.buf, (size_t)r.places.len);
         }
     }
-    PyBuffer_Release(&kinds), PyBuffer_Release(&places);
+    let_go(&r);
     return made;
 }
 

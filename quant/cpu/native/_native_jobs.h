@@ -6,12 +6,12 @@
 #include <Python.h>
 
 /* The request-independent part of a lookup. cache_table: its number in the cache, or -1. columns: of one
- * vector, as quant.gpu.batch.layout.columns. out_row_bytes: output stride, or 0: dense. row_map: of its
- * NativeRowMap on the device, or 0: none. */
+ * vector, as quant.gpu.batch.layout.columns. row_map: of its NativeRowMap on the device, or 0: none.
+ * is_steady: the device needs nothing but the ids. */
 #define GPU_KIND_FIELDS(F) \
     F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(mean) F(precision) F(hbm_rows) F(hbm_share) \
     F(cache_table) \
-    F(is_pooled) F(columns) F(out_row_bytes) F(row_map)
+    F(is_pooled) F(columns) F(row_map) F(is_steady)
 /* The fields of a job, those of quant.gpu.kernels.job.JobField. */
 #define JOB_FIELDS(F) \
     F(table) F(rows) F(row_bytes) F(dim) F(format) F(mean) F(ids_at) F(ids) F(lengths_at) F(bag_length) \

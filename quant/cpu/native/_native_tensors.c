@@ -133,6 +133,7 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
             is_placed = one && place_one(with, one, PyTuple_GetItem(dims, placed), args[3], base, outputs,
                                          held, to + placed);
             Py_XDECREF(one);
+            if (is_placed) to[placed].kind = placed;
         }
         if (placed == count) result = PyTuple_Pack(3, places, outputs, held);
         else if (!PyErr_Occurred()) result = Py_NewRef(Py_None);

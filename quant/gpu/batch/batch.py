@@ -66,11 +66,9 @@ class DeviceBatch:
     ) -> None:
         self.buffers, self._device, self.follower, self.clock = buffers, device, follower, clock
         self._layouts = layouts = [layout for layout, _ in requests]
-        self._taken = (
-            [None] * len(layouts) if follower is None else [follower.takes(n) for n in range(len(layouts))]
-        )
-        self.fills = Fills(self._taken, device.block(FILL_BLOCK))
-        self._stays = [t is not None and t.stays for t in self._taken]
+        taken = [None if follower is None else follower.takes(n) for n in range(len(layouts))]
+        self.fills = Fills(taken, device.block(FILL_BLOCK))
+        self._stays = [t is not None and t.stays for t in taken]
         self._elsewhere = {
             n: inputs for n, (_, inputs) in enumerate(requests) if isinstance(inputs, Elsewhere)
         }
@@ -81,8 +79,9 @@ class DeviceBatch:
         self._reads: list[Copy] = []  # from other memory of the device to this batch's inputs
         self._locked = locked
         self._locked_reads: list[Copy] = []  # from the host's memory, as far as it is locked
-        extras = [0 if one is None else one.input_bytes for one in self._taken]
-        self._merged = batch_layout(layouts, extras, self._stays, device, natively=not self._elsewhere)
+        self._merged = batch_layout(
+            layouts, self.fills.input_bytes, self._stays, device, natively=not self._elsewhere
+        )
         sizes = self._merged.sizes
         self.stay_bytes = sizes.stay
         self._counts_at = aligned(sizes.outputs)
@@ -114,7 +113,7 @@ class DeviceBatch:
             rows = self.buffers.device_rows.data_ptr() if self._merged.sizes.rows else 0
             header_bytes, launches = self._merged.launches(rows)
         self._fills_at = aligned(self._header_at + header_bytes)
-        self._end = self._fills_at + self.fills.bytes
+        self._end = self._fills_at + self.fills.size
         self.buffers.fit(inputs=self._end)
         if header_bytes:
             launches = launches.placed(self.buffers.device_in.data_ptr() + self._header_at)
@@ -131,18 +130,18 @@ class DeviceBatch:
         self._locked_reads = self._merged.write(
             self._inputs, self._host, self._header_at, self._locked.ranges
         )
-        if self._merged.sizes.rows or self.fills.programs:
+        for tensor in self.fills.tensors:
+            n = tensor.number
+            first = self._merged.bases[n].inputs + aligned(self._layouts[n].in_bytes) + tensor.staged_at
+            given = np.frombuffer(self._inputs[n], np.uint8, tensor.bytes, tensor.at)
+            self._host[first : first + tensor.bytes] = given
+        if self._merged.sizes.rows:
             for n, one in enumerate(self._inputs):
-                self._stage(n, one)
+                self._gather(n, one)
 
-    def _stage(self, n: int, inputs: Any) -> None:
-        """Stages a follower's tensors of request `n` and gathers and sends its rows."""
+    def _gather(self, n: int, inputs: Any) -> None:
+        """Gathers and sends the rows of request `n`."""
         layout, base = self._layouts[n], self._merged.bases[n]
-        if (taken := self._taken[n]) is not None:
-            first = base.inputs + aligned(layout.in_bytes)
-            for tensor, at in taken.staged():
-                size = 4 * tensor.values
-                self._host[first + at : first + at + size] = np.frombuffer(inputs, np.uint8, size, tensor.at)
         host, device = self.buffers.host_rows, self.buffers.device_rows
         for gather in layout.gathers:
             start = base.rows + gather.target

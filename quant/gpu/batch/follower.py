@@ -3,14 +3,13 @@ It names the vectors and input tensors that it takes of each request, the target
 Tensors are staged and sent with the ids; one launch fills the matrices (`quant.gpu.kernels.fill`). Outputs
 that only the follower reads stay on the device. Imports neither torch nor Triton."""
 
-from collections.abc import Iterable, Sequence
-from enum import IntEnum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.contract import Precision
+from tableside.quant.contract import MatrixPlace, Precision
 from tableside.quant.gpu.batch.moves import Move
 from tableside.quant.gpu.kernels.job import FillField
 
@@ -19,48 +18,29 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 16  # of what is staged
 FILL_BLOCK = 1024  # values that a program copies
-
-
-class VectorField(IntEnum):
-    """The fields of vectors that are taken of a request, as they lie in the caller's output buffer."""
-
-    AT = 0  # bytes, where they begin
-    IS_HALF = 1  # 1: they are fp16, else fp32
-    WIDTH = 2  # values of a vector
-    STEP = 3  # values from one vector to the next
-    VALUES = 4  # of all of them
-
-
-class FollowerTensor(NamedTuple):
-    """A tensor of a request: fp32 [values] at byte `at` of its inputs. target: a device address."""
-
-    at: int
-    values: int
-    target: int
+_IS_OUTPUT, _AT, _ROW_BYTES, _IS_HALF, _WIDTH = range(len(MatrixPlace._fields))
 
 
 class FollowerInputs(NamedTuple):
-    """A follower's inputs from one request.
-    vectors: int64 [parts, fields of VectorField]. targets: int64 [parts], device addresses of [VALUES] of
-    `precision`, as for tensors. stays: the outputs are not copied to the host."""
+    """A follower's inputs from one request: matrices of `rows` rows.
+    sources: int64 [matrices, fields of MatrixPlace]. targets: int64 [matrices], device addresses of
+    [rows, width] of `precision`. stays: the outputs are not copied to the host."""
 
-    vectors: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    rows: int
     targets: NDArray[np.int64]
-    tensors: Sequence[FollowerTensor]
     stays: bool
     precision: Precision = Precision.FP32
 
-    @property
-    def input_bytes(self) -> int:
-        """Bytes that its tensors take of the staged inputs."""
-        return sum(_aligned(4 * tensor.values) for tensor in self.tensors)
 
-    def staged(self) -> Iterable[tuple[FollowerTensor, int]]:
-        """Its tensors, and where each begins among them where they are staged."""
-        at = 0
-        for tensor in self.tensors:
-            yield tensor, at
-            at += _aligned(4 * tensor.values)
+class StagedTensor(NamedTuple):
+    """A matrix among the inputs of request `number`: its byte there, its byte among what is staged, its
+    bytes."""
+
+    number: int
+    at: int
+    staged_at: int
+    bytes: int
 
 
 class Follower(Protocol):
@@ -77,36 +57,55 @@ class Follower(Protocol):
 
 class Fills:
     """Jobs that fill a batch's matrices. taken: of each request. block: values a program. Sources are known
-    once all is staged (`written`)."""
+    once all is staged (`written`).
+    input_bytes: staged bytes of each request's matrices among its inputs. tensors: these matrices."""
+
+    programs = programs_at = size = 0
+    tensors: tuple[StagedTensor, ...] = ()
 
     def __init__(self, taken: Sequence[FollowerInputs | None], block: int) -> None:
+        self.input_bytes = [0] * len(taken)
         self._held = [(n, t) for n, t in enumerate(taken) if t is not None]
-        self.programs = self.programs_at = self.bytes = 0
         if self._held:
             self._lay_out(block)
+            if not self._is_output.all():
+                self._stage()
 
     def _lay_out(self, block: int) -> None:
-        self._vectors = _joined([t.vectors for _, t in self._held], (0, len(VectorField)))
-        tensors = [tensor for _, t in self._held for tensor in t.tensors]
-        values = [*self._vectors[:, VectorField.VALUES].tolist(), *(tensor.values for tensor in tensors)]
-        counts = -(-np.array(values, np.int64) // block)
-        self._of_program = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        self._jobs = np.zeros((len(counts), len(FillField)), np.int64)
+        self._counts = [len(t.sources) for _, t in self._held]
+        self._sources = sources = np.concatenate([t.sources for _, t in self._held])
+        self._is_output = sources[:, _IS_OUTPUT] != 0
+        self._values = values = np.repeat([t.rows for _, t in self._held], self._counts) * sources[:, _WIDTH]
+        programs = -(-values // block)
+        self._of_program = np.repeat(np.arange(len(programs), dtype=np.int32), programs)
+        self._jobs = np.zeros((len(programs), len(FillField)), np.int64)
         self._jobs[:, FillField.VALUES] = values
-        self._jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(counts) - counts
-        self._jobs[:, FillField.WIDTH] = self._jobs[:, FillField.STEP] = 1 << 30  # a tensor is one row
-        of_vectors = [FillField.IS_HALF, FillField.WIDTH, FillField.STEP]
-        fields = [VectorField.IS_HALF, VectorField.WIDTH, VectorField.STEP]
-        self._jobs[: len(self._vectors), of_vectors] = self._vectors[:, fields]
-        self._jobs[: len(self._vectors), FillField.TARGET] = _joined([t.targets for _, t in self._held], (0,))
-        self._jobs[len(self._vectors) :, FillField.TARGET] = [tensor.target for tensor in tensors]
-        precisions = [t.precision for _, t in self._held]
-        if any(precisions):  # else they are zeros, which is fp32
-            parts = [*(len(t.vectors) for _, t in self._held), *(len(t.tensors) for _, t in self._held)]
-            self._jobs[:, FillField.PRECISION] = np.repeat(precisions * 2, parts)
+        self._jobs[:, FillField.FIRST_PROGRAM] = np.cumsum(programs) - programs
+        self._jobs[:, FillField.IS_HALF] = is_half = sources[:, _IS_HALF]
+        self._jobs[:, FillField.WIDTH] = sources[:, _WIDTH]
+        self._jobs[:, FillField.STEP] = sources[:, _ROW_BYTES] // np.where(is_half, 2, 4)
+        self._jobs[:, FillField.TARGET] = np.concatenate([t.targets for _, t in self._held])
+        self._jobs[:, FillField.PRECISION] = np.repeat([t.precision for _, t in self._held], self._counts)
         self.programs = self._of_program.size
         self.programs_at = self._jobs.nbytes
-        self.bytes = _aligned(self.programs_at + self._of_program.nbytes)
+        self.size = _aligned(self.programs_at + self._of_program.nbytes)
+
+    def _stage(self) -> None:
+        """Lays a request's tensors out one after another."""
+        found = []
+        at = [0] * len(self.input_bytes)
+        owners = np.repeat([n for n, _ in self._held], self._counts)
+        which = np.flatnonzero(~self._is_output)
+        rows = zip(
+            owners[which].tolist(),
+            self._sources[which, _AT].tolist(),
+            (4 * self._values[which]).tolist(),
+            strict=True,
+        )
+        for number, source_at, size in rows:
+            found.append(StagedTensor(number, source_at, at[number], size))
+            at[number] += _aligned(size)
+        self.input_bytes, self.tensors = at, tuple(found)
 
     def written(
         self,
@@ -118,28 +117,19 @@ class Fills:
         """Returns the jobs, and from `programs_at` on the job of each program.
         inputs, outputs: device addresses of each request's tensors and staged outputs. failed: requests
         without rows; their vectors become zeros."""
-        counts = [len(t.vectors) for _, t in self._held]
-        at = self._vectors[:, VectorField.AT]
+        at = self._sources[:, _AT]
         if not all(layouts[n].is_direct for n, _ in self._held):
-            at = _joined([_staged_at(layouts[n], t.vectors[:, VectorField.AT]) for n, t in self._held], (0,))
-            apart = np.repeat(
-                [not layouts[n].is_direct for n, _ in self._held], counts
-            )  # such lie one after another
-            steps = self._jobs[: len(self._vectors), FillField.STEP]
-            steps[apart] = self._vectors[apart, VectorField.WIDTH]
-        sources = at + np.repeat([outputs[n] for n, _ in self._held], counts)
+            at = np.concatenate([_staged_at(layouts[n], t.sources[:, _AT]) for n, t in self._held])
+            apart = np.repeat([not layouts[n].is_direct for n, _ in self._held], self._counts)
+            steps = self._jobs[:, FillField.STEP]  # such vectors lie one after another
+            steps[apart] = self._jobs[apart, FillField.WIDTH]
+        sources = at + np.repeat([outputs[n] for n, _ in self._held], self._counts)
         if any(failed):
-            sources[np.repeat([failed[n] for n, _ in self._held], counts)] = 0
-        self._jobs[: len(sources), FillField.SOURCE] = sources
-        self._jobs[len(sources) :, FillField.SOURCE] = [
-            inputs[n] + at for n, t in self._held for _, at in t.staged()
-        ]
+            sources[np.repeat([failed[n] for n, _ in self._held], self._counts)] = 0
+        if self.tensors:
+            sources[~self._is_output] = [inputs[t.number] + t.staged_at for t in self.tensors]
+        self._jobs[:, FillField.SOURCE] = sources
         return self._jobs.tobytes() + self._of_program.tobytes()
-
-
-def _joined(arrays: Sequence[NDArray[np.int64]], empty: tuple[int, ...]) -> NDArray[np.int64]:
-    """empty: the shape where there are none."""
-    return np.concatenate(arrays) if arrays else np.empty(empty, np.int64)
 
 
 def _aligned(n: int) -> int:

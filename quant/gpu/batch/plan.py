@@ -62,7 +62,7 @@ class GpuPlan(Plan):
 
 
 class SteadyPlanner(Planner):
-    """Plans lookups for which the device needs their ids alone."""
+    """Plans lookups by a C routine where the device needs their ids alone, else as the backend does."""
 
     def __init__(self, backend: "GpuBackend", kinds: Sequence[LookupKind], threads: int) -> None:
         self._backend, self._threads = backend, threads

@@ -9,7 +9,7 @@ import numpy as np
 
 from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup
 from tableside.quant.cache.kernels.state import ProbeField
-from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, lookup_at
+from tableside.quant.contract import Lookup, LookupKind, Pooling, lookup_at, places_in
 from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.errors import MissingBackend
@@ -20,11 +20,6 @@ from tableside.quant.gpu.kernels.job import FIELDS, JobField, ResolveField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs, NativeLayout, shared_launch
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.tables import DeviceTable, on_device
-
-
-def are_steady(kinds: Sequence[LookupKind]) -> bool:
-    """True if `SteadyLayouts` can lay these out."""
-    return all(on_device(kind.table).residence.is_steady for kind in kinds)
 
 
 class SteadyKind(NamedTuple):
@@ -42,8 +37,8 @@ class SteadyKind(NamedTuple):
     cache_table: int  # its number in the cache, or -1
     is_pooled: int
     columns: int
-    out_row_bytes: int  # from one vector to the next, or 0: they lie one after another
     row_map: int  # address of its NativeRowMap on the device, or 0
+    is_steady: int  # the device needs nothing but the ids
 
 
 class LayoutSizes(NamedTuple):
@@ -90,7 +85,7 @@ _FIELDS = {
 
 
 def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
-    """Returns the device's view of a kind whose rows the CPU does not gather."""
+    """Returns the device's view of a kind."""
     residence = table.residence
     return SteadyKind(
         residence.address,
@@ -105,13 +100,13 @@ def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
         residence.cache_table,
         int(kind.pooling is not Pooling.NONE),
         columns(kind.table),
-        kind.out_row_bytes or 0,
         0 if table.device_map is None else table.device_map.address,
+        int(residence.is_steady),
     )
 
 
 class SteadyLayouts:
-    """Lays out lookups of fixed kinds by a C routine. Their residences must be steady: the device needs only
+    """Lays out lookups of fixed kinds by a C routine, if their residences are steady: the device needs only
     the ids."""
 
     def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs, device: Device) -> None:
@@ -137,12 +132,11 @@ class SteadyLayouts:
 
     def lookups(self, places: Any) -> list[Lookup]:
         """The lookups at these places."""
-        rows = np.frombuffer(places, np.int64).reshape(len(self._kinds), len(Place._fields)).tolist()
-        return [lookup_at(kind, Place(*row)) for kind, row in zip(self._kinds, rows, strict=True)]
+        return [lookup_at(self._kinds, place) for place in places_in(places)]
 
     def lay_out(self, places: Any, out_bytes: int) -> "SteadyLayout | None":
-        """Returns the layout at these places; None: `lay_out` must do it, for found masks or errors.
-        out_bytes: as there."""
+        """Returns the layout at these places; None: `lay_out` must do it, for found masks, tables that are
+        not steady, or errors. out_bytes: as there."""
         config = self._configs.of_pooled(*_native.totals(self._rows, places))
         blocks = config.block_columns, self._configs.unpooled.block_columns, *self._blocks
         measured = _native.measure(self._rows, places, out_bytes, *blocks)
@@ -157,6 +151,7 @@ class SteadyLayouts:
             self._rows, places, config.block_columns, self._configs.unpooled.block_columns
         )
         assert found is not None, "they were measured"
+        kinds = [place.kind for place in places_in(places)]
         (
             in_bytes,
             staged,
@@ -179,7 +174,7 @@ class SteadyLayouts:
             moves_out=moves_out,
             gathers=(),
             resolved=tuple(
-                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._are_overlaid[number])
+                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._are_overlaid[kinds[number]])
                 for number, row_map, ids_at, ids in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()
             ),
             cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import orjson
@@ -26,11 +25,11 @@ from tableside.serving.http.inputs.json_lists import (
     starts_of,
 )
 from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, feature_inputs
+from tableside.serving.model.features import Features
 from tableside.serving.model.places import Buffer, DenseInput, Output, masked_feature
 from tableside.serving.model.request import FeatureInput, Request
-from tableside.serving.model.version import Planners, ServedVersion
+from tableside.serving.model.version import ServedVersion
 
-_NAMES = 64  # orders of features that are remembered of each version
 _PLACE = np.dtype([(name, np.int64) for name in Place._fields])
 
 
@@ -53,41 +52,29 @@ class JsonRequest:
     bags: "Mapping[str, NDArray[np.int32]]" = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class _Names:
-    """Features that requests name in one order, with one value per feature for lookups."""
-
-    features: tuple[str, ...]
-    planners: Planners
-    is_pooled: NDArray[np.bool_]
-    vector_bytes: Counts
-    row_bytes: Counts
-    dims: tuple[int, ...]
-    halves: tuple[bool, ...]
-
-    @property
-    def are_alike(self) -> bool:
-        return len(set(self.dims)) == len(set(self.halves)) == 1
-
-
 @dataclass(frozen=True)
 class _Vectors:
-    """Places of features' vectors in an output buffer. counts: vectors per feature."""
+    """Places of features' vectors in an output buffer. names: of the features. counts: vectors per
+    feature."""
 
-    names: _Names
+    names: tuple[str, ...]
     out_at: Counts
     counts: Counts
+    dims: Counts
+    is_half: NDArray[np.bool_]
 
     def read(self, buffer: Buffer) -> dict[str, NDArray[np.float32]]:
         """Returns each feature's vectors, fp32 [bags or ids, dim]."""
-        names, counts = self.names, self.counts
-        if names.are_alike and (counts == counts[0]).all():
-            dtype = np.float16 if names.halves[0] else np.float32
-            size = int(names.vector_bytes @ counts)
-            found = buffer[:size].view(dtype).reshape(len(counts), int(counts[0]), names.dims[0])
-            return dict(zip(names.features, found.astype(np.float32, copy=False), strict=True))
+        counts, dims, is_half = self.counts, self.dims, self.is_half
+        if (counts == counts[0]).all() and (dims == dims[0]).all() and (is_half == is_half[0]).all():
+            dtype, shape = (
+                np.dtype(np.float16 if is_half[0] else np.float32),
+                (len(counts), counts[0], dims[0]),
+            )
+            found = np.ndarray(shape, dtype, buffer, self.out_at[0])
+            return dict(zip(self.names, found.astype(np.float32, copy=False), strict=True))
         rows = zip(
-            names.features, self.out_at.tolist(), counts.tolist(), names.dims, names.halves, strict=True
+            self.names, self.out_at.tolist(), counts.tolist(), dims.tolist(), is_half.tolist(), strict=True
         )
         return {
             feature: np.ndarray((count, dim), np.float16 if half else np.float32, buffer, at).astype(
@@ -145,81 +132,57 @@ def _found(masks: Sequence[Output], bags: Mapping[str, NDArray[np.int32]], buffe
     return found
 
 
-class JsonLayouts:
-    """Lays requests out and remembers the features' needs per served version."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[ServedVersion, dict[tuple[str, ...], _Names]] = WeakKeyDictionary()
-
-    def lay_out(self, served: ServedVersion, body: Body, score: bool) -> JsonRequest:
-        """Lays a request out for a version. ApiError: the request is wrong."""
-        features, dense = body.fields["features"], body.fields.get("dense", {})
-        if not isinstance(features, dict) or not features:
-            raise bad_request("features: expected an object of feature to ids, with at least one feature")
-        wants_found = body.fields.get("found", False)
-        lists = None if body.has_booleans or wants_found else bags_of(features) or jagged_of(features)
-        names = None if lists is None else self._names(served, tuple(features))
-        if lists is None or names is None or not (lists.are_sums or names.is_pooled.all()):
-            return _one_by_one(served, features, dense, score, wants_found)
-        places, counts = _places(lists, names)
-        inputs = lists.ids + lists.lengths + lists.weights
-        if score:
-            given, parts = _dense_inputs(served, dense, len(inputs))
-            return JsonRequest(
-                served.lay_out(_feature_inputs(names, places), given, True, scores_alone=True),
-                b"".join([inputs, *parts]),
-            )
-        out_bytes = int(names.vector_bytes @ counts)
-        if served.max_response_bytes is not None and out_bytes > served.max_response_bytes:
-            return _one_by_one(served, features, dense, score)
-        ids = int(lists.id_counts.sum())
-        lookups = names.planners.plan(places.view(np.int64).reshape(len(places), -1), out_bytes, ids)
-        sizes = ids, int(counts.sum()), int(names.row_bytes @ lists.id_counts), out_bytes
-        request = Request(served.header.model, served.version, lookups, sizes)
-        return JsonRequest(request, inputs, _Vectors(names, places["out_at"], counts))
-
-    def _names(self, served: ServedVersion, features: tuple[str, ...]) -> _Names | None:
-        """Returns the needs of these features; None: the version lacks one."""
-        of_version = self._known.setdefault(served, {})
-        if (known := of_version.get(features)) is None:
-            if not served.features.keys() >= set(features):
-                return None
-            bound = [served.features[f] for f in features]
-            known = _Names(
-                features,
-                served.planners(features),
-                np.array([b.is_pooled for b in bound]),
-                np.array([b.vector_bytes for b in bound], np.int64),
-                np.array([b.table.row_bytes for b in bound], np.int64),
-                tuple(b.table.dim for b in bound),
-                tuple(b.half for b in bound),
-            )
-            if len(of_version) >= _NAMES:
-                of_version.clear()
-            of_version[features] = known
-        return known
+def lay_out(served: ServedVersion, body: Body, score: bool) -> JsonRequest:
+    """Lays a request out for a version. ApiError: the request is wrong."""
+    features, dense = body.fields["features"], body.fields.get("dense", {})
+    if not isinstance(features, dict) or not features:
+        raise bad_request("features: expected an object of feature to ids, with at least one feature")
+    wants_found = body.fields.get("found", False)
+    names = served.names
+    numbers = np.array([names.numbers.get(f, -1) for f in features], np.int64)
+    lists = None
+    if not (body.has_booleans or wants_found or (numbers < 0).any()):
+        lists = bags_of(features) or jagged_of(features)
+    if lists is None or not (lists.are_sums or names.is_pooled[numbers].all()):
+        return _one_by_one(served, features, dense, score, wants_found)
+    places, counts = _places(lists, names, numbers)
+    inputs = lists.ids + lists.lengths + lists.weights
+    if score:
+        given, parts = _dense_inputs(served, dense, len(inputs))
+        return JsonRequest(
+            served.lay_out(_feature_inputs(tuple(features), places), given, True, scores_alone=True),
+            b"".join([inputs, *parts]),
+        )
+    out_bytes = int(names.vector_bytes[numbers] @ counts)
+    if served.max_response_bytes is not None and out_bytes > served.max_response_bytes:
+        return _one_by_one(served, features, dense, score)
+    row_bytes = int(names.row_bytes[numbers] @ lists.id_counts)
+    sizes = int(lists.id_counts.sum()), int(counts.sum()), row_bytes, out_bytes
+    vectors = _Vectors(tuple(features), places["out_at"], counts, names.dims[numbers], names.is_half[numbers])
+    return JsonRequest(served.request(places.tobytes(), sizes), inputs, vectors)
 
 
-def _places(lists: FeatureLists, names: _Names) -> tuple[NDArray[Any], Counts]:
+def _places(lists: FeatureLists, names: Features, numbers: Counts) -> tuple[NDArray[Any], Counts]:
     """Returns the features' places in `ids + lengths + weights` and the output, and their vectors."""
-    counts = np.where(names.is_pooled, lists.bag_counts, lists.id_counts)
+    counts = np.where(names.is_pooled[numbers], lists.bag_counts, lists.id_counts)
     id_starts = starts_of(lists.id_counts)[:-1]
     places = np.zeros(len(counts), _PLACE)
+    places["kind"] = numbers
     places["ids_at"] = 8 * id_starts
     places["ids"] = lists.id_counts
     places["lengths_at"] = len(lists.ids) + 4 * starts_of(lists.bag_counts)[:-1]
     places["bags"] = lists.bag_counts
     places["weights_at"] = len(lists.ids) + len(lists.lengths) + 4 * id_starts if lists.weights else -1
-    places["out_at"] = starts_of(counts * names.vector_bytes)[:-1]
+    places["out_at"] = starts_of(counts * names.vector_bytes[numbers])[:-1]
     places["found_at"] = -1
     return places, counts
 
 
-def _feature_inputs(names: _Names, places: NDArray[Any]) -> list[FeatureInput]:
+def _feature_inputs(features: tuple[str, ...], places: NDArray[Any]) -> list[FeatureInput]:
     """Converts places for a request with more than vectors."""
     columns = (places[part].tolist() for part in ("ids_at", "ids", "bags", "bag_length", "lengths_at"))
     weights_at = [None if at < 0 else at for at in places["weights_at"].tolist()]
-    return list(map(FeatureInput, names.features, *columns, weights_at))
+    return list(map(FeatureInput, features, *columns, weights_at))
 
 
 def _one_by_one(

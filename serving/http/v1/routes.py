@@ -10,7 +10,7 @@ from fastapi.responses import PlainTextResponse
 
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.http import asgi, metadata, openapi
-from tableside.serving.http.v1.request import Body, JsonLayouts, JsonRequest, encode, parse
+from tableside.serving.http.v1.request import Body, JsonRequest, encode, lay_out, parse
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.version import ServedVersion
@@ -23,7 +23,6 @@ class V1:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._counts = MetricsOfModels("v1")
-        self._layouts = JsonLayouts()
 
     async def answer(self, scope: asgi.Scope, receive: asgi.Receive, score: bool) -> bytes:
         service = self._service
@@ -65,7 +64,6 @@ class V1:
             if version is not None:
                 served = await service.version(served.header.model, version)
             arguments = served, body, score
-            lay_out = self._layouts.lay_out
             laid_out = await service.beside(lay_out, *arguments) if is_large else lay_out(*arguments)
         laid_out.request.names_version = version is not None
         return served, laid_out

@@ -3,8 +3,6 @@ tensors. They come from the `Door`, or from FastAPI's route in `serving.http.v2.
 
 import functools
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,47 +11,13 @@ from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.http import asgi
 from tableside.serving.http.v2 import request as v2_request
 from tableside.serving.http.v2 import shm
+from tableside.serving.http.v2.reader import ReadBeside, Reader
 from tableside.serving.http.v2.request import InferRequest
-from tableside.serving.http.v2.templates import Templates
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.request import Answer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.shm.regions import PartlyOnDevice
-
-_KEPT, _LONGEST = 256, 64 << 10  # headers, and bytes of one
-
-
-class HeaderMemory:
-    """Meanings of the latest headers whose tensors all lie on a GPU. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, bytes], tuple[weakref.ref[ServedVersion], int, InferRequest]] = (
-            OrderedDict()
-        )
-
-    def find(self, served: ServedVersion, body: bytes, generation: int) -> InferRequest | None:
-        """Returns a body's meaning, or None. generation: of the list of regions."""
-        if len(body) > _LONGEST or (known := self._known.get(key := (served.header.model, body))) is None:
-            return None
-        version, then, infer = known
-        if version() is not served or then != generation:
-            del self._known[key]
-            return None
-        self._known.move_to_end(key)
-        return infer
-
-    def keep(self, served: ServedVersion, body: bytes, generation: int, infer: InferRequest) -> None:
-        """Keeps a body's meaning if it does not depend on memory."""
-        inputs: Any = infer.inputs
-        if not isinstance(inputs, PartlyOnDevice) or not infer.head or infer.into or len(body) > _LONGEST:
-            return
-        if sum(one.size for one in inputs.reads) < memoryview(inputs.inputs).nbytes:
-            return  # a tensor came with the body, or from a region of the host
-        self._known[served.header.model, bytes(body)] = weakref.ref(served), generation, infer
-        if len(self._known) > _KEPT:
-            self._known.popitem(last=False)
-
 
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
@@ -68,8 +32,8 @@ class V2:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._metrics = MetricsOfModels("v2")
-        self._templates = Templates()
-        self._repeated = HeaderMemory()
+        self._reader = Reader()
+        self._most_region_bytes = min(shm.INLINE_BYTES, service.settings.max_body_bytes)
 
     async def _served(self, named: list[str]) -> ServedVersion:
         match named:
@@ -88,25 +52,30 @@ class V2:
         hold: Hold,
         later: Later,
     ) -> asgi.Response | Coroutine[Any, Any, asgi.Response] | None:
-        """Returns the response if a template knows the header and it is looked up at once, else a coroutine.
-        None: `later` gets the response's maker and what it takes. ApiError: refused. `body` may be reused on
-        return."""
+        """Returns the response if the request is small and looked up at once, else a coroutine. None: `later`
+        gets the response's maker and what it takes. ApiError: refused. `body` may be reused on return."""
         started = time.perf_counter()
-        if len(named) != 1 or (header_length is None and self.service.regions is None):
+        length = _json_bytes(header_length, body)
+        if len(named) != 1 or _is_large(length, body):
             return self.infer(named, header_length, bytes(body), hold)
         served = self.service.live(named[0])
-        infer = self._templates.match(served, body, _json_bytes(header_length, body), self.service.regions)
-        if infer is None:
+        infer = self._reader.read(served, body, length, self.service.regions, self._most_region_bytes)
+        if infer is None or isinstance(infer, ReadBeside):
             return self.infer(named, header_length, bytes(body), hold)
-        hold.grow(infer.request.out_bytes + infer.made_bytes(body))
+        self._admit(infer, infer.made_bytes(body), hold)
         came = infer, len(body), (started, time.perf_counter())
         answer = self.service.executor.run_now(infer.request, infer.inputs)
         if answer is None:
             done = functools.partial(later, functools.partial(self._encode, *came))
             if infer.is_inline and self.service.executor.run_soon(infer.request, infer.inputs, done):
                 return None
-            return self._run(infer._replace(inputs=bytes(infer.inputs)), *came[1:])
+            return self._run(infer._replace(inputs=_kept(infer.inputs)), *came[1:])
         return self._encode(*came, answer) if infer.is_inline else self._write(*came, answer)
+
+    def _admit(self, infer: InferRequest, made_bytes: int, hold: Hold) -> None:
+        """Counts what a request will hold. ApiError: too much JSON, or no room."""
+        asgi.check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
+        hold.grow(infer.request.out_bytes + made_bytes + JSON_GROWTH * infer.json_bytes)
 
     async def infer(
         self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold
@@ -116,15 +85,12 @@ class V2:
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
         infer = await self._understand(served, header_length, body, hold)
         infer.request.names_version = len(named) > 1
-        asgi.check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
-        hold.grow(infer.request.out_bytes + JSON_GROWTH * infer.json_bytes)
         return await self._run(infer, len(body), (started, time.perf_counter()))
 
     async def _run(self, infer: InferRequest, body_bytes: int, times: _Times) -> asgi.Response:
         came = infer, body_bytes, times
         answer = await self.service.executor.run(infer.request, infer.inputs)
-        is_large = not infer.is_inline or infer.json_bytes > asgi.ANSWER_BYTES
-        return await self._write(*came, answer) if is_large else self._encode(*came, answer)
+        return self._encode(*came, answer) if infer.is_inline else await self._write(*came, answer)
 
     async def _write(
         self, infer: InferRequest, body_bytes: int, times: _Times, answer: Answer
@@ -165,49 +131,52 @@ class V2:
     async def _understand(
         self, served: ServedVersion, header_length: bytes | None, body: bytes, hold: Hold
     ) -> InferRequest:
-        """Reads an infer request, by a template if its header is known, else by the slow path."""
+        """Reads an infer request; the slow path says what is wrong with it."""
         settings, regions = self.service.settings, self.service.regions
-        generation = -1 if regions is None else regions.generation
-        length = _json_bytes(header_length, body)
-        is_header = regions is not None and length == len(body)
-        if is_header and (known := self._repeated.find(served, body, generation)) is not None:
-            return known
-        if (known := self._templates.match(served, body, length, regions)) is not None:
-            hold.grow(known.made_bytes(body))
-            return known
+        length, region_bytes = _json_bytes(header_length, body), 0
         asgi.check_json_size(length, settings.max_json_bytes)
-        if length <= asgi.BESIDE_BYTES:
-            infer = await self._understand_anew(served, body, length, hold, False)
-        else:
-            async with asgi.room(self.service.large_json, body[:length], asgi.inputs_of(served), hold):
-                infer = await self._understand_anew(served, body, length, hold, True)
-        if is_header and isinstance(infer.inputs, PartlyOnDevice):
-            self._repeated.keep(served, body, generation, infer)
-        return infer
-
-    async def _understand_anew(
-        self, served: ServedVersion, body: bytes, length: int, hold: Hold, is_large: bool
-    ) -> InferRequest:
-        """Reads an infer request by the slow path, beside the event loop if it is large."""
-        settings, regions = self.service.settings, self.service.regions
-        head, binary = body[:length], memoryview(body)[length:]
-        header = await self.service.beside(asgi.json_object, head) if is_large else asgi.json_object(head)
-        region_bytes = 0
-        if regions is not None and (region_bytes := shm.input_bytes(header, regions)):
-            if region_bytes > settings.max_body_bytes:
+        given = served, body, length, regions
+        is_large = _is_large(length, body)
+        read = self._reader.read
+        inline = *given, self._most_region_bytes
+        infer = await self.service.beside(read, *inline) if is_large else read(*inline)
+        if isinstance(infer, ReadBeside):
+            if (region_bytes := infer.region_bytes) > settings.max_body_bytes:
                 raise asgi.too_large(settings.max_body_bytes)
             hold.grow(region_bytes)
-        arguments = served, header, binary, regions
-        is_large = is_large or len(binary) + region_bytes > shm.INLINE_BYTES
-        infer = (
-            await self.service.beside(v2_request.understand, *arguments)
-            if is_large
-            else v2_request.understand(*arguments)
-        )
-        hold.grow(max(0, infer.made_bytes(binary) - region_bytes))  # those of regions were counted before
-        if not isinstance(infer.inputs, PartlyOnDevice):
-            self._templates.learn(served, head, header, infer)
+            infer = await self.service.beside(read, *given)
+        assert not isinstance(infer, ReadBeside), "it was read beside the loop"
+        if infer is None:
+            infer = await self._understand_slowly(served, body, length, hold)
+        self._admit(infer, max(0, infer.made_bytes(body) - region_bytes), hold)
         return infer
+
+    async def _understand_slowly(
+        self, served: ServedVersion, body: bytes, length: int, hold: Hold
+    ) -> InferRequest:
+        settings, regions = self.service.settings, self.service.regions
+        head, binary = body[:length], memoryview(body)[length:]
+        if length > asgi.BESIDE_BYTES:
+            async with asgi.room(self.service.large_json, head, asgi.inputs_of(served), hold):
+                header = await self.service.beside(asgi.json_object, head)
+                return await self.service.beside(v2_request.understand, served, header, binary, regions)
+        header = asgi.json_object(head)
+        region_bytes = 0 if regions is None else shm.input_bytes(header, regions)
+        if region_bytes > settings.max_body_bytes:
+            raise asgi.too_large(settings.max_body_bytes)
+        if len(binary) + region_bytes > shm.INLINE_BYTES:
+            return await self.service.beside(v2_request.understand, served, header, binary, regions)
+        return v2_request.understand(served, header, binary, regions)
+
+
+def _is_large(header_bytes: int, body: Any) -> bool:
+    """Whether a request is read beside the event loop."""
+    return header_bytes > asgi.BESIDE_BYTES or len(body) - header_bytes > shm.INLINE_BYTES
+
+
+def _kept(inputs: Any) -> Any:
+    """Returns inputs that stay when the connection's buffer is reused."""
+    return inputs if isinstance(inputs, PartlyOnDevice) else bytes(inputs)
 
 
 def _parse_length(value: bytes, size: int) -> int:

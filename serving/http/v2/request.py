@@ -1,7 +1,6 @@
 """The Open Inference Protocol's infer request and response, with JSON or binary tensors. A binary body is a
 JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes. Tensors may lie in shared
-memory (`serving.http.v2.shm`). This slow path reads any header and names errors; `serving.http.v2.templates`
-handles repeated ones."""
+memory (`serving.http.v2.shm`). This is the specification of `serving.http.v2.reader`, and names errors."""
 
 from collections.abc import Container, Mapping, Sequence
 from math import prod
@@ -13,7 +12,7 @@ import orjson
 from tableside.loader.model.model import SCORE
 from tableside.loader.versions.states import State
 from tableside.serving.errors import bad_request, short
-from tableside.serving.http.asgi import text_of
+from tableside.serving.http.asgi import ANSWER_BYTES, text_of
 from tableside.serving.http.inputs import kjt
 from tableside.serving.http.inputs.json_lists import from_list
 from tableside.serving.http.inputs.tensors import (
@@ -69,8 +68,8 @@ class InferRequest(NamedTuple):
 
     @property
     def is_inline(self) -> bool:
-        """Whether regions take so few bytes that the event loop may write them."""
-        return not self.into or sum(s.size for s in self.into) <= shm.INLINE_BYTES
+        """Whether JSON and regions take so few bytes that the event loop may write them."""
+        return self.json_bytes <= ANSWER_BYTES and sum(s.size for s in self.into) <= shm.INLINE_BYTES
 
 
 def understand(

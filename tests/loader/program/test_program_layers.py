@@ -12,8 +12,9 @@ from torch.export import Dim, export, save
 
 from tableside.loader.program import Program, _layers, read_program, write_program
 from tableside.loader.program import layers as layers_module
-from tableside.loader.program.layers import LayerSource, PackedLayers, pack_sources, runnable_layers
+from tableside.loader.program.layers import PackedLayers, runnable_layers
 from tableside.loader.program.recognize import Floats, FromInput, Layer, recognize
+from tableside.quant.contract import MatrixPlace
 
 # Of torch, where it takes operators apart.
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
@@ -95,15 +96,22 @@ def inputs_of(rows: int, seed: int = 0) -> list[Floats]:
     return [rng.standard_normal((rows, n), dtype=np.float32) for n in (USER, CONTEXT)]
 
 
+def source(at: int, width: int, row_bytes: int = 0, is_half: bool = False, is_output: bool = False) -> bytes:
+    """Where an input lies, as `MatrixPlace`; its rows lie one after another."""
+    return np.array(MatrixPlace(is_output, at, row_bytes or 4 * width, is_half, width), np.int64).tobytes()
+
+
 def run(packed: PackedLayers, inputs: list[Floats]) -> Floats:
     """Scores [rows, n] of inputs that lie one after another, at an odd byte."""
     rows, at, sources = len(inputs[0]), 1, []
     for values in inputs:
-        sources.append(LayerSource(False, at, values.itemsize * values.shape[1], values.dtype == np.float16))
+        sources.append(
+            source(at, values.shape[1], values.itemsize * values.shape[1], values.dtype == np.float16)
+        )
         at += values.nbytes
     scores = np.full((rows, packed.width), np.nan, np.float32)
     given = b"?" + b"".join(v.tobytes() for v in inputs)
-    assert packed.run(pack_sources(sources), given, scores, rows, 0) == -1
+    assert packed.run(b"".join(sources), given, scores, rows, 0) == -1
     return scores
 
 
@@ -299,9 +307,7 @@ def test_the_first_row_that_is_not_finite_is_found(isa: str) -> None:
     expected = run(packed, inputs)
     inputs[0][150, 3], inputs[0][90, 0] = np.nan, np.inf
     scores = np.zeros((200, packed.width), np.float32)
-    sources = pack_sources(
-        [LayerSource(False, 0, 32, False), LayerSource(False, inputs[0].nbytes, 12, False)]
-    )
+    sources = source(0, 8) + source(inputs[0].nbytes, 3)
     assert packed.run(sources, b"".join(v.tobytes() for v in inputs), scores, 200, 0) == 90
     assert np.flatnonzero(~np.isfinite(scores).all(1)).tolist() == [90, 150]
     assert np.array_equal(np.delete(scores, [90, 150], 0), np.delete(expected, [90, 150], 0))
@@ -313,7 +319,7 @@ def test_scores_go_beside_vectors_in_one_buffer(isa: str) -> None:
     packed, inputs = PackedLayers(found_in(program(mlp))), inputs_of(5)
     outputs = np.full(2 + inputs[0].nbytes + 20 + 1, 7, np.uint8)
     outputs[2 : 2 + inputs[0].nbytes] = inputs[0].view(np.uint8).ravel()
-    sources = pack_sources([LayerSource(True, 2, 32, False), LayerSource(False, 0, 12, False)])
+    sources = source(2, 8, is_output=True) + source(0, 3)
     assert packed.run(sources, inputs[1].tobytes(), outputs, 5, 2 + inputs[0].nbytes) == -1
     assert np.array_equal(outputs[-21:-1].copy().view(np.float32), run(packed, inputs)[:, 0])
     assert outputs[:2].tolist() == [7, 7] and outputs[-1] == 7
@@ -326,9 +332,7 @@ def test_rows_may_lie_apart(isa: str) -> None:
     packed, (user, context) = PackedLayers(found_in(program(mlp))), inputs_of(70)
     between = np.hstack([np.full((70, 1), np.nan, np.float32), user, np.full((70, 2), np.nan, np.float32)])
     scores = np.zeros((70, 1), np.float32)
-    sources = pack_sources(
-        [LayerSource(False, 4, 4 * 11, False), LayerSource(False, between.nbytes, 12, False)]
-    )
+    sources = source(4, 8, 4 * 11) + source(between.nbytes, 3)
     assert packed.run(sources, between.tobytes() + context.tobytes(), scores, 70, 0) == -1
     assert np.array_equal(scores, run(packed, [user, context]))
 
@@ -343,7 +347,7 @@ def call(**changes: object) -> int:
     given: dict[str, object] = {
         "layers": (2, 1, 0, 0, 1),
         "pieces": (0, 2),
-        "sources": (0, 0, 8, 0),
+        "sources": (0, 0, 8, 0, 2),
         "weights": np.zeros(48, np.float32),
         "inputs": bytes(8),
         "outputs": bytearray(4),
@@ -376,10 +380,18 @@ def test_the_call_that_others_are_changed_from_is_sound() -> None:
         ),
         *(
             {"sources": source}
-            for source in [(), (1, 0, 8, 0), (0, 1, 8, 0), (0, -1, 8, 0), (0, FAR, 8, 0), (0, 0, -8, 0)]
+            for source in [
+                (),
+                (1, 0, 8, 0, 2),
+                (0, 1, 8, 0, 2),
+                (0, -1, 8, 0, 2),
+                (0, FAR, 8, 0, 2),
+                (0, 0, -8, 0, 2),
+                (0, 0, 8, 0, 1),
+            ]
         ),
         *(
-            {"inputs": bytes(8 + 12), "rows": 2, "outputs": bytearray(8), "sources": (0, 0, n, 0)}
+            {"inputs": bytes(8 + 12), "rows": 2, "outputs": bytearray(8), "sources": (0, 0, n, 0, 2)}
             for n in (13, -1, FAR, 2 * FAR - 1)
         ),
         {"inputs": bytes(7)},

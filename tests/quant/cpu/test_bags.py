@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tableside.quant import Place
+from tableside.quant.contract import places_in
 from tableside.quant.cpu.bags import (
     MOST_IDS,
     feature_places,
@@ -148,14 +149,15 @@ def test_places_are_those_of_the_features(order: list[int] | None, weights_at: i
     parts = np.array([[0, 4, 10], [4, 6, 1]], np.int64).tobytes()
     columns = [0, 64, 96] if order is None else [0, 64]
     found = feature_places(
-        parts, order, np.array(columns, np.int64).tobytes(), 1000, 5000, 3, weights_at, 20000
+        parts, order, np.array(columns, np.int64).tobytes(), 1000, 5000, 3, weights_at, 20000, 128
     )
-    places = [Place(*row) for row in np.frombuffer(found, np.int64).reshape(-1, len(Place._fields)).tolist()]
+    places = places_in(found)
     assert len(places) == len(columns)
-    for place, column, f in zip(places, columns, order or range(3), strict=True):
+    for k, (place, column, f) in enumerate(zip(places, columns, order or range(3), strict=True)):
         start, count = ((0, 4), (4, 6), (10, 1))[f]
         of_weights = -1 if weights_at < 0 else weights_at + 4 * start
-        assert place == Place(1000 + 8 * start, count, 5000 + 12 * f, 0, 3, of_weights, 20000 + column)
+        lengths_at, out_at = 5000 + 12 * f, 20000 + column
+        assert place == Place(k, 1000 + 8 * start, count, lengths_at, 0, 3, of_weights, out_at, 128)
 
 
 @pytest.mark.parametrize("order", [[0], [0, 1, 2], [0, 3], [-1, 0], [0, 2**40]])
@@ -163,7 +165,7 @@ def test_features_that_are_not_there_are_refused(order: list[int]) -> None:
     """And a number of lookups that is not that of the columns."""
     with pytest.raises(ValueError):
         feature_places(
-            np.zeros((2, 3), np.int64).tobytes(), order, np.zeros(2, np.int64).tobytes(), 0, 0, 1, -1, 0
+            np.zeros((2, 3), np.int64).tobytes(), order, np.zeros(2, np.int64).tobytes(), 0, 0, 1, -1, 0, 0
         )
 
 
@@ -174,6 +176,7 @@ def test_hostile_numbers_make_no_read() -> None:
             np.full((2, 1), number, np.int64).tobytes(),
             None,
             bytes(8),
+            number,
             number,
             number,
             number,
@@ -211,7 +214,7 @@ def test_tensors_are_placed_where_they_lie() -> None:
     ]
     found = placed([one for one, *_ in forms], (4,) * len(forms))
     places, outputs, held = found
-    rows = [Place(*row) for row in np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).tolist()]
+    rows = places_in(places)
     for place, out, (one, (count, bag_length, vectors), shape, told) in zip(
         rows, outputs, forms, strict=True
     ):

@@ -37,6 +37,7 @@ HOSTILE = [
 ]
 LOOKUP_CHANGES = (
     "pooling",
+    "kind",
     "ids_at",
     "ids",
     "lengths_at",
@@ -103,7 +104,8 @@ def test_a_changed_job_is_refused_or_stays_in_its_buffers(data: st.DataObject) -
     job = {
         "table": table.address, "rows": ROWS, "row_bytes": table.row_bytes, "dim": table.dim,
         "row_format": table.row_format,
-        "pooling": pooling, "ids_at": 1, "ids": n, "lengths_at": 1 + 8 * n, "bag_length": 0, "bags": bags,
+        "pooling": pooling, "kind": 0, "ids_at": 1, "ids": n,
+        "lengths_at": 1 + 8 * n, "bag_length": 0, "bags": bags,
         "weights_at": -1 if pooling is Pooling.NONE else 1 + 8 * n + 4 * bags,
         "out_at": 4, "out_row_bytes": 4 * table.dim, "out_half": 0, "row_map": 0, "found_at": -1,
     }  # fmt: skip
@@ -163,7 +165,7 @@ def test_numbers_that_would_be_good_ones_in_32_bits_are_refused(change: dict[str
     job = {
         "table": table.address, "rows": table.rows, "row_bytes": table.row_bytes, "dim": 64,
         "row_format": table.row_format,
-        "pooling": Pooling.SUM, "ids_at": 0, "ids": 1, "lengths_at": 8, "bag_length": 0, "bags": 1,
+        "pooling": Pooling.SUM, "kind": 0, "ids_at": 0, "ids": 1, "lengths_at": 8, "bag_length": 0, "bags": 1,
         "weights_at": -1, "out_at": 0, "out_row_bytes": 256, "out_half": 0, "row_map": 0, "found_at": -1,
     }  # fmt: skip
     inputs = np.array([5, 1], np.int64).tobytes()

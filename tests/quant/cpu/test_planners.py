@@ -28,7 +28,7 @@ from tableside.quant import (
     Table,
     choose,
 )
-from tableside.quant.contract import lookup_at
+from tableside.quant.contract import lookup_at, places_in
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.moves import Move, as_bytes, move, move_all
 
@@ -46,18 +46,15 @@ def outcome(plan: Any, inputs: bytes, out_bytes: int) -> bytes | str:
 
 def planned(backend: Backend, kinds: Sequence[LookupKind], places: np.ndarray, out_bytes: int) -> Any:
     """A plan of the request's lookups alone."""
-    rows = [Place(*row) for row in places.tolist()]
-    return backend.plan(
-        [lookup_at(kind, place) for kind, place in zip(kinds, rows, strict=True)], 1, out_bytes
-    )
+    return backend.plan([lookup_at(kinds, place) for place in places_in(places)], 1, out_bytes)
 
 
 def check(kinds: Sequence[LookupKind], places: np.ndarray, inputs: bytes, out: bytes) -> None:
     """Every lookup of a request gave what the reference gives for it alone."""
-    for kind, row in zip(kinds, places.tolist(), strict=True):
-        place, table = Place(*row), kind.table
+    for place in places_in(places):
+        kind, lk = kinds[place.kind], lookup_at(kinds, place)
+        table = kind.table
         assert isinstance(table, Table)
-        lk = lookup_at(kind, place)
         ids = (
             np.frombuffer(inputs, np.int64, lk.ids, place.ids_at).copy() if lk.ids else np.zeros(0, np.int64)
         )
@@ -171,9 +168,9 @@ def test_a_lookup_beyond_a_launch_is_refused_by_a_planner_too() -> None:
     table = placed(table_of(RowFormat.INT8, 8))
     planner = backend.planner([LookupKind(table, Pooling.SUM)])
     with pytest.raises(QuantError, match="at most 2,147,483,647 of each run on a GPU"):
-        planner.plan(np.array([[0, 2**31, 0, 0, 1, -1, 0, -1]], np.int64).tobytes())
+        planner.plan(np.array([Place(0, 0, 2**31, 0, 0, 1, -1, 0)], np.int64).tobytes())
     with pytest.raises(QuantError, match="3 bags of 2 ids are 6; the lookup has 5"):
-        planner.plan(np.array([[0, 5, -1, 2, 3, -1, 0, -1]], np.int64).tobytes())
+        planner.plan(np.array([Place(0, 0, 5, -1, 2, 3, -1, 0)], np.int64).tobytes())
 
 
 def test_moves_copy_parts_and_stay_in_their_buffers() -> None:

@@ -140,8 +140,8 @@ class Request:
         outputs = len(ids) if lengths is None else bags
         found_at = self.out_bytes + outputs * table.dim * precision.bytes if is_found else -1
         self.kinds.append(LookupKind(table, pooling, precision))
-        place = (at["ids"], len(ids), at["lengths"], fixed, bags, at["weights"], self.out_bytes, found_at)
-        self.places.append(Place(*place))
+        where = (at["ids"], len(ids), at["lengths"], fixed, bags, at["weights"], self.out_bytes)
+        self.places.append(Place(len(self.places), *where, found_at=found_at))
         self.out_bytes += outputs * table.dim * precision.bytes + is_found * len(ids)
 
     def run(self, backend: CpuBackend, threads: int = 1) -> tuple[bytearray, list[Unfound] | None]:

@@ -14,9 +14,9 @@ from tables import gpu_backend, placed, table_of
 
 from tableside.quant import BadIds, Lookup, LookupKind, Pooling, Precision, RowFormat, choose
 from tableside.quant.cache.settings import CacheSettings
-from tableside.quant.contract import place_of
+from tableside.quant.contract import MatrixPlace, place_of
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, FollowerInputs, FollowerTensor
+from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, FollowerInputs, StagedTensor
 from tableside.quant.gpu.kernels.job import FillField
 
 pytestmark = pytest.mark.gpu
@@ -53,11 +53,8 @@ class Gathers:
                 m.data_ptr() + precision.bytes * start * w
                 for m, w in zip(self.matrices, self.widths, strict=True)
             ]
-            tensor = FollowerTensor(*own[2], targets[2])
             self._taken.append(
-                FollowerInputs(
-                    np.array(own[:2], np.int64), np.array(targets[:2], np.int64), [tensor], one, precision
-                )
+                FollowerInputs(np.array(own, np.int64), count, np.array(targets, np.int64), one, precision)
             )
             start += count
         self.seen: list[np.ndarray] = []
@@ -102,16 +99,16 @@ class Asked:
             at += lk.vector_bytes if together else bags * lk.vector_bytes
         self.out_bytes = at if not together else bags * (row_bytes or 0)
         self.parts: list[Any] = [
-            (
+            MatrixPlace(
+                1,
                 lk.out_at,
+                row_bytes or lk.vector_bytes,
                 int(lk.precision is Precision.FP16),
                 lk.table.dim,
-                (row_bytes or lk.vector_bytes) // lk.precision.bytes,
-                bags * lk.table.dim,
             )
             for lk in self.lookups
         ]
-        self.parts.append((self.context_at, bags * CONTEXT))
+        self.parts.append(MatrixPlace(0, self.context_at, 4 * CONTEXT, 0, CONTEXT))
 
     @property
     def inputs(self) -> bytes:
@@ -121,8 +118,8 @@ class Asked:
         backend: Any = gpu_backend()
         if not planned:
             return backend.plan(self.lookups, out_bytes=self.out_bytes)
-        kinds = [LookupKind(lk.table, lk.pooling, lk.precision, lk.out_row_bytes) for lk in self.lookups]
-        places = np.array([place_of(lk) for lk in self.lookups], np.int64)
+        kinds = [LookupKind(lk.table, lk.pooling, lk.precision) for lk in self.lookups]
+        places = np.array([place_of(lk, n) for n, lk in enumerate(self.lookups)], np.int64)
         return backend.planner(kinds).plan(places, self.out_bytes)
 
     def check(self, matrices: Sequence[np.ndarray], start: int) -> None:
@@ -268,31 +265,44 @@ def test_a_single_request_again_and_again() -> None:
         a.check(follower.seen, 0)
 
 
+WIDTH = 8  # values of a vector, in what follows
+
+
 def test_jobs_of_many_programs() -> None:
     """Each program knows its job, and how many programs of the job come before it; of failed requests
     zeros are taken."""
     direct: Any = SimpleNamespace(is_direct=True)
     taken = [
         FollowerInputs(
-            np.array([(0, 0, 8, 8, 2 * FILL_BLOCK + 1)]),
-            np.array([100]),
-            [FollowerTensor(40, 3, 200), FollowerTensor(7, 5, 300)],
+            np.array([(0, 40, 12, 0, 3), (1, 0, 4 * WIDTH, 0, WIDTH), (0, 7, 20, 0, 5)]),
+            2 * FILL_BLOCK // WIDTH + 1,
+            np.array([200, 100, 300]),
             True,
         ),
         None,
-        FollowerInputs(np.array([(16, 1, 4, 9, FILL_BLOCK)]), np.array([400]), [], False, Precision.BF16),
+        FollowerInputs(
+            np.array([(1, 16, 18, 1, 4)]), FILL_BLOCK // 4, np.array([400]), False, Precision.BF16
+        ),
     ]
     fills = Fills(taken, FILL_BLOCK)
+    rows = 2 * FILL_BLOCK // WIDTH + 1
+    staged = -(-4 * 3 * rows // 16) * 16  # the second tensor lies behind the first one
+    assert fills.tensors == (StagedTensor(0, 40, 0, 12 * rows), StagedTensor(0, 7, staged, 20 * rows))
+    assert fills.input_bytes == [staged + -(-20 * rows // 16) * 16, 0, 0]
     written = fills.written([direct] * 3, [2000, 0, 0], [1000, 0, 3000], [False, False, True])
     jobs = np.frombuffer(written[: fills.programs_at], np.int64).reshape(-1, len(FillField))
-    np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [1000, 0, 2000, 2016])
-    np.testing.assert_array_equal(jobs[:, FillField.TARGET], [100, 400, 200, 300])
-    np.testing.assert_array_equal(jobs[:, FillField.IS_HALF], [0, 1, 0, 0])
-    np.testing.assert_array_equal(jobs[:2, [FillField.WIDTH, FillField.STEP]], [(8, 8), (4, 9)])
-    np.testing.assert_array_equal(jobs[:, FillField.FIRST_PROGRAM], [0, 3, 4, 5])
+    np.testing.assert_array_equal(jobs[:, FillField.SOURCE], [2000, 1000, 2000 + staged, 0])
+    np.testing.assert_array_equal(jobs[:, FillField.TARGET], [200, 100, 300, 400])
+    np.testing.assert_array_equal(jobs[:, FillField.IS_HALF], [0, 0, 0, 1])
+    np.testing.assert_array_equal(jobs[:, FillField.VALUES], [3 * rows, WIDTH * rows, 5 * rows, FILL_BLOCK])
     np.testing.assert_array_equal(
-        jobs[:, FillField.PRECISION], [Precision.FP32, Precision.BF16, Precision.FP32, Precision.FP32]
+        jobs[:, [FillField.WIDTH, FillField.STEP]], [(3, 3), (WIDTH, WIDTH), (5, 5), (4, 9)]
     )
-    np.testing.assert_array_equal(np.frombuffer(written[fills.programs_at :], np.int32), [0, 0, 0, 1, 2, 3])
-    assert fills.programs == 6 and fills.bytes >= len(written)
-    assert taken[0] is not None and taken[0].input_bytes == 48
+    programs = [-(-values // FILL_BLOCK) for values in (3 * rows, WIDTH * rows, 5 * rows, FILL_BLOCK)]
+    np.testing.assert_array_equal(jobs[:, FillField.FIRST_PROGRAM], np.cumsum([0, *programs[:-1]]))
+    np.testing.assert_array_equal(
+        jobs[:, FillField.PRECISION], [Precision.FP32, Precision.FP32, Precision.FP32, Precision.BF16]
+    )
+    of_program = np.frombuffer(written[fills.programs_at :], np.int32)
+    np.testing.assert_array_equal(of_program, np.repeat(np.arange(4), programs))
+    assert fills.programs == sum(programs) and fills.size >= len(written) and max(programs) == 3

@@ -101,7 +101,7 @@ def test_requests_whose_ids_become_row_numbers(how: str) -> None:
     layouts, inputs = [], []
     for count in (3, 0, 1500):  # the last one takes several programs of each kernel
         places = np.array(
-            [Place(0, count, -1, 0, 0, -1, 0), Place(8 * count, count, -1, count, 1, -1, 32 * count)],
+            [Place(0, 0, count, -1, 0, 0, -1, 0), Place(1, 8 * count, count, -1, count, 1, -1, 32 * count)],
             np.int64,
         )
         layouts.append(planner.plan(places.tobytes()).layout)
@@ -113,7 +113,7 @@ def test_inputs_that_are_too_short_are_refused() -> None:
     """Nothing is read behind them, however the other requests are."""
     backend: Any = tables.gpu_backend()
     planner = backend.planner([LookupKind(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE)])
-    layout = planner.plan(np.array([Place(0, 9, -1, 0, 0, -1, 0)], np.int64).tobytes()).layout
+    layout = planner.plan(np.array([Place(0, 0, 9, -1, 0, 0, -1, 0)], np.int64).tobytes()).layout
     one = batch_layout([layout, layout], [0, 0], [False, False], tables.gpu_backend().device)
     host = np.zeros(one.sizes.inputs + one.launches(0)[0], np.uint8)
     with pytest.raises(ValueError, match="does not lie in its buffer"):
@@ -161,7 +161,7 @@ def in_memory(size: int) -> np.ndarray:
 def large_request(backend: Any, ids: int) -> tuple[Any, np.ndarray]:
     """A plan, and as its inputs that many ids."""
     planner = backend.planner([LookupKind(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE)])
-    return planner.plan(np.array([Place(8, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()), np.arange(
+    return planner.plan(np.array([Place(0, 8, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()), np.arange(
         -1, ids
     ) % 200
 

@@ -221,7 +221,7 @@ def test_a_planner_gives_what_plans_give(where: str) -> None:
     made, backend = raw(), new_backend()
     held = placed(backend, made.table, where)
     asked = asked_of(made, KINDS["random"], 40)
-    places = np.array([[*Place(0, 40, -1, 4, 10, -1, 0)], [*Place(0, 40, -1, 0, 0, -1, 2560)]], np.int64)
+    places = np.array([Place(0, 0, 40, -1, 4, 10, -1, 0), Place(1, 0, 40, -1, 0, 0, -1, 2560)], np.int64)
     planner = backend.planner([LookupKind(held, Pooling.SUM), LookupKind(held, Pooling.NONE)])
     out = np.zeros(2560 + 40 * 256, np.uint8)
     unfound = planner.plan(places.tobytes()).run(asked.tobytes(), out)

@@ -348,9 +348,9 @@ def steady_requests(known: Known, count: int) -> list[tuple[np.ndarray, bytes, i
         dense = np.arange(seed + 1, dtype=np.int64)
         at = dense.nbytes
         places = [
-            Place(0, dense.size, -1, 0, 0, -1, 0),
-            Place(at, 7, at + ids.nbytes, 0, 3, -1, 32 * dense.size),
-            Place(at, ids.size, -1, 0, 0, -1, 32 * dense.size + 3 * 256),
+            Place(0, 0, dense.size, -1, 0, 0, -1, 0),
+            Place(1, at, 7, at + ids.nbytes, 0, 3, -1, 32 * dense.size),
+            Place(2, at, ids.size, -1, 0, 0, -1, 32 * dense.size + 3 * 256),
         ]
         out_bytes = 32 * dense.size + 3 * 256 + ids.size * 256
         requests.append((np.array(places, np.int64), inputs_of(dense, ids, lengths), out_bytes, ids))
@@ -392,7 +392,7 @@ def test_a_planner_lays_found_masks_out_too() -> None:
     backend = GpuBackend(tables.DEVICE, REFERENCE)
     planner = backend.planner([LookupKind(backend.to_hbm(table), Pooling.NONE)])
     ids = asked(known, True, 10)
-    places = np.array([Place(0, ids.size, -1, 0, 0, -1, 0, 256 * ids.size)], np.int64)
+    places = np.array([Place(0, 0, ids.size, -1, 0, 0, -1, 0, 0, 256 * ids.size)], np.int64)
     out = np.empty(257 * ids.size, np.uint8)
     assert planner.plan(places.tobytes()).run(ids.tobytes(), out) == [Unfound(*known.unfound(ids))]
     np.testing.assert_array_equal(out[256 * ids.size :], known.found(ids))

@@ -143,7 +143,7 @@ def test_backfilled_rows_that_are_overwritten_are_so_no_more(backend: CpuBackend
     base = raw_table(ids, backfilled=np.ones(ids.size, np.bool_))
     change = ids[:100], np.zeros(100, np.bool_)
     made = overlaid(base.table, base.plain, base.numbers, [change])
-    place = np.array([Place(0, ids.size, -1, ids.size, 1, -1, 0)], np.int64)
+    place = np.array([Place(0, 0, ids.size, -1, ids.size, 1, -1, 0)], np.int64)
     unfound = backend.planner([LookupKind(made.table, Pooling.SUM)]).run(
         place, ids.tobytes(), np.zeros(256, np.uint8)
     )

@@ -18,7 +18,7 @@ from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
 from tableside.quant import BadIds, choose
 from tableside.quant.cache.statistics import Statistics, TableStatistics
-from tableside.quant.contract import Unfound
+from tableside.quant.contract import MatrixPlace, Unfound
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.executors.batching import Batcher
@@ -26,7 +26,7 @@ from tableside.serving.metrics import metrics
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.placement import Placer
-from tableside.serving.model.places import DenseInput, Output
+from tableside.serving.model.places import Output
 from tableside.serving.model.scorer import Scorer, Scoring
 from tableside.serving.settings import ServerSettings
 
@@ -312,9 +312,8 @@ def test_scores_of_a_batch_are_computed_together(
         waiting = []
         for n in range(3):
             values = np.full((n + 1, 1), 0.0 if n == bad else 2.0 * n + 2, np.float32)
-            scoring = Scoring(
-                scorer, (DenseInput("x", 0, n + 1, 1),), Output("score", 0, 4 * (n + 1), (n + 1,), False)
-            )
+            source = np.array(MatrixPlace(0, 0, 4, 0, 1), np.int64).tobytes()
+            scoring = Scoring(scorer, source, Output("score", 0, 4 * (n + 1), (n + 1,), False))
             waiting.append(batcher.run(Request(scoring=scoring), values.tobytes()))  # type: ignore[arg-type]
         found = await asyncio.gather(*waiting, return_exceptions=True)
         batcher.close()

@@ -19,13 +19,14 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
+from tableside.quant.contract import MatrixPlace
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor, Executor
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
-from tableside.serving.model.places import DenseInput, Output
+from tableside.serving.model.places import Output
 from tableside.serving.model.request import Answer, FeatureInput, Request
 from tableside.serving.model.scorer import Floats, Scorer, ScorerLimits, Scoring
 from tableside.serving.model.version import ServedVersion
@@ -224,8 +225,8 @@ def played(scoring: Scoring | None) -> Request:
     plan = SimpleNamespace(staged_bytes=0, run=lambda inputs, outputs: None)
     outputs = () if scoring is None else (scoring.output,)
     out_bytes = sum(o.bytes for o in outputs)
-    lookups: Any = (), (), plan, False
-    return Request("played", 3, lookups, (0, 0, 0, out_bytes), outputs=outputs, scoring=scoring)
+    features: Any = SimpleNamespace(model="played", version=3)
+    return Request(features, b"", plan, (0, 0, 0, out_bytes), outputs=outputs, scoring=scoring)
 
 
 @pytest.fixture
@@ -242,7 +243,8 @@ def tells(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Scorer], object]]:
 
 
 def scoring_of(scorer: Scorer) -> Scoring:
-    return Scoring(scorer, (DenseInput("x", 0, 2, 1),), Output("score", 0, 8, (2,), False))
+    sources = np.array(MatrixPlace(0, 0, 4, 0, 1), np.int64).tobytes()
+    return Scoring(scorer, sources, Output("score", 0, 8, (2,), False))
 
 
 async def until_began(scorer: Stuck) -> None:

@@ -19,9 +19,10 @@ from support import until
 
 from tableside.loader.program import Program, read_program, write_program
 from tableside.loader.versions.versions import Model
+from tableside.quant.contract import MatrixPlace
 from tableside.serving.client import Client, ClientError
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.model.places import DenseInput, Output
+from tableside.serving.model.places import Output
 from tableside.serving.model.scorer import ScorerLimits, Scoring, ToScore, score_together
 from tableside.serving.model.scorers import open_scorer
 from tableside.serving.settings import ServerSettings
@@ -234,8 +235,11 @@ def test_requests_that_are_scored_together_count_together(root: Path, tmp_path: 
     publish_scored(root, tmp_path, exported(Squares(1), user=8, context=2))
     scorer = open_scorer(Model(root, "demo").attach(), limits=ScorerLimits(bytes=4 << 20))
     assert scorer is not None
-    dense = (DenseInput("user", 0, 512, 8), DenseInput("context", 512 * 32, 512, 2))
-    scoring, inputs = Scoring(scorer, dense, Output("score", 0, 2048, (512,), False)), bytes(512 * 40)
+    dense = np.array([MatrixPlace(0, 0, 32, 0, 8), MatrixPlace(0, 512 * 32, 8, 0, 2)], np.int64)
+    scoring, inputs = (
+        Scoring(scorer, dense.tobytes(), Output("score", 0, 2048, (512,), False)),
+        bytes(512 * 40),
+    )
     scoring.run(inputs, np.zeros(2048, np.uint8))
     with pytest.raises(ApiError, match=r"1,024 rows are too many for the scorer.*the limit is 4,194,304"):
         score_together([ToScore(scoring, inputs, np.zeros(2048, np.uint8))] * 2)

@@ -14,8 +14,9 @@ from torch.export import Dim, export, save
 
 from tableside.loader.program import read_program
 from tableside.loader.versions.versions import Model
+from tableside.quant.contract import MatrixPlace, matrices_in
 from tableside.serving.errors import ApiError, ErrorKind, ServingError
-from tableside.serving.model.places import DenseInput, Output
+from tableside.serving.model.places import Output
 from tableside.serving.model.program import ProgramScorer
 from tableside.serving.model.scorer import Scorer, ScorerLimits, Scoring, ToScore, score_together
 from tableside.serving.model.scorers import LayersScorer, needs_torch, open_scorer
@@ -58,7 +59,11 @@ def one(scorer: Scorer, rows: int, seed: int = 0, half: bool = False) -> ToScore
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((rows, USER)).astype(np.float16 if half else np.float32)
     shape = (rows,) if scorer.width is None else (rows, scorer.width)
-    sources = (Output("user", 0, vectors.nbytes, (rows, USER), half), DenseInput("context", 0, rows, CONTEXT))
+    places = (
+        MatrixPlace(1, 0, USER * vectors.itemsize, half, USER),
+        MatrixPlace(0, 0, 4 * CONTEXT, 0, CONTEXT),
+    )
+    sources = np.array(places, np.int64).tobytes()
     scores = Output("score", vectors.nbytes, 4 * int(np.prod(shape)), shape, False)
     buffer = np.zeros(vectors.nbytes + scores.bytes, np.uint8)
     buffer[: vectors.nbytes] = vectors.view(np.uint8).ravel()
@@ -204,8 +209,9 @@ def test_an_input_of_another_width_is_refused(root: Path, tmp_path: Path) -> Non
     """400 as from torch, and no row is read at a wrong place."""
     publish(root, tmp_path)
     request = one(opened(root), 4)
-    user, context = request.scoring.sources
-    scoring = replace(request.scoring, sources=(user, context._replace(width=2)))
+    sources = matrices_in(request.scoring.sources).copy()
+    sources[1] = MatrixPlace(0, 0, 8, 0, 2)
+    scoring = replace(request.scoring, sources=sources.tobytes())
     with pytest.raises(
         ApiError, match=r"does not take these 4 rows: input 'context' is \[4, 2\]; expected \[4, 3\]"
     ) as refused:

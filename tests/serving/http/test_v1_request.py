@@ -2,11 +2,8 @@
 the same error."""
 
 import asyncio
-import gc
 import threading
-import weakref
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +15,12 @@ from hypothesis import strategies as st
 from served import Sum, engine_of
 from support import rows_of
 
+from tableside.quant.contract import matrices_in
 from tableside.serving.errors import ApiError
 from tableside.serving.http.inputs.json_lists import packed
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
-from tableside.serving.http.v1.request import JsonLayouts, JsonRequest
+from tableside.serving.http.v1.request import JsonRequest
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.settings import ServerSettings
@@ -68,7 +66,7 @@ def jagged(bags: list[list[int]], weights: bool = False) -> dict[str, Any]:
 
 
 def laid_out(served: ServedVersion, text: bytes, score: bool = False) -> JsonRequest:
-    return JsonLayouts().lay_out(served, v1_request.parse(text, ("dense",)), score)
+    return v1_request.lay_out(served, v1_request.parse(text, ("dense",)), score)
 
 
 def answer(served: ServedVersion, lay_out: Callable[[], JsonRequest]) -> bytes | str:
@@ -112,12 +110,12 @@ def test_features_of_one_form_are_laid_out_together(version: ServedVersion, feat
     body = v1_request.Body(
         orjson.loads(text), has_booleans=False
     )  # a feature's name is no boolean, if it looks like one
-    fast = JsonLayouts().lay_out(version, body, False)
+    fast = v1_request.lay_out(version, body, False)
     assert fast.vectors is not None
     slow = v1_request._one_by_one(version, features, {}, False)
     assert slow.vectors is None
     assert answer(version, lambda: fast) == answer(version, lambda: slow)
-    for count in ("ids", "vectors", "row_bytes", "out_bytes", "features"):
+    for count in ("ids", "vectors", "row_bytes", "out_bytes", "numbers"):
         assert getattr(fast.request, count) == getattr(slow.request, count)
 
 
@@ -221,7 +219,7 @@ def test_scores_are_the_same_whatever_the_form(version: ServedVersion, form: Cal
     arrays = [[s.view(r.request.run(r.inputs)) for s in r.request.outputs[:2]] for r in (found, expected)]
     for one, other in zip(*arrays, strict=True):
         np.testing.assert_array_equal(one, other)
-    at = found.request.scoring.sources[1].at
+    at = int(matrices_in(found.request.scoring.sources)[1][1])
     np.testing.assert_array_equal(np.frombuffer(found.inputs, np.float32, 6, at), [0.5, 1, 2, 3, 4, 5])
 
 
@@ -236,20 +234,6 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
             np.array(sent[output.feature], np.float32).reshape(output.shape), output.view(buffer)
         )
     assert all(repr(np.float32(x)) == f"np.float32({x!r})" for x in sent["user"][0])
-
-
-def test_what_is_remembered_of_a_version_is_bounded_and_goes_with_it(publish: Publish, root: Path) -> None:
-    """However many orders of features clients name."""
-    layouts, served = JsonLayouts(), attached(publish, root)
-    for first, second, third in product(FEATURES, repeat=3):
-        body = v1_request.Body({"features": {first: [[1]], second: [[1]], third: [[1]]}}, False)
-        layouts.lay_out(served, body, False)
-    assert 0 < len(layouts._known[served]) <= 64
-    kept = weakref.ref(served)
-    del served
-    gc.collect()
-    assert kept() is None
-    assert not layouts._known
 
 
 @pytest.mark.parametrize(

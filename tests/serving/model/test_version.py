@@ -15,8 +15,8 @@ from support import rows_of
 from tableside.loader.model.model import FeatureSpec
 from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
-from tableside.quant import Lookup, Place, Planner, Pooling, RowFormat, choose
-from tableside.quant.contract import lookup_at
+from tableside.quant import Lookup, Planner, Pooling, RowFormat, choose
+from tableside.quant.contract import lookup_at, places_in
 from tableside.serving.errors import ApiError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -48,7 +48,7 @@ def test_a_version_is_warmed_up_with_ids_that_its_tables_have(
     look_up = Request.look_up
 
     def watched(self: Request, inputs: bytes) -> Answer:
-        seen.setdefault(self.features[0], set()).update(np.frombuffer(inputs, np.int64, 2).tolist())
+        seen.setdefault(self.feature(0), set()).update(np.frombuffer(inputs, np.int64, 2).tolist())
         return look_up(self, inputs)
 
     monkeypatch.setattr(Request, "look_up", watched)
@@ -161,8 +161,7 @@ def test_a_version_is_warmed_up_with_the_bags_that_its_backend_names(
             self.kinds, self.planner = kinds, planner(kinds, threads)
 
         def plan(self, places: Any, out_bytes: int = 0) -> Any:
-            rows = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).tolist()
-            seen.extend(lookup_at(kind, Place(*row)) for kind, row in zip(self.kinds, rows, strict=True))
+            seen.extend(lookup_at(self.kinds, place) for place in places_in(places))
             return self.planner.plan(places, out_bytes)
 
     monkeypatch.setattr(version.backend, "planner", Watched)

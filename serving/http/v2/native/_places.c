@@ -1,0 +1,356 @@
+/* What tensors say together: a place for each lookup, the outputs, and the scorer's inputs. */
+#include "_reader.h"
+
+/* ---- features by name ---- */
+
+/* Whether what the host reads of a tensor lies in its memory. */
+static int is_readable(const request *r, const tensor *t) {
+    if (!t->is_elsewhere) return 1;
+    return t->role != DENSE && !t->is_narrow && t->role != KJT_LENGTHS
+           && (t->role != LENGTHS || r->names->features[t->owner].is_pooled);
+}
+
+static int take_dense(request *r, const tensor *t) {
+    if (t->dims != 2 || t->shape[1] != r->names->dense_widths[t->owner] || r->dense_at[t->owner] >= 0) return 0;
+    r->dense_at[t->owner] = t->at, r->dense_rows[t->owner] = t->shape[0];
+    return 1;
+}
+
+/* Notes a tensor with its feature, which comes where its first tensor does. */
+static int take_part(request *r, int32_t number) {
+    const tensor *t = r->tensors + number;
+    int32_t k = r->part_of[t->owner];
+    if (k < 0) {
+        k = r->part_of[t->owner] = (int32_t)r->part_count++;
+        r->parts[k] = (part){t->owner, -1, -1, -1, -1};
+    }
+    part *p = r->parts + k;
+    int32_t *to = t->role == LENGTHS ? &p->lengths : t->role == WEIGHTS ? &p->weights : &p->ids;
+    if (*to >= 0) return 0;
+    *to = number;
+    return 1;
+}
+
+/* The sum of `count` lengths, or -1: one is negative. */
+static int64_t sum_of(const char *lengths, int64_t count) {
+    int64_t sum = 0;
+    int32_t sign = 0;
+    for (int64_t b = 0; b < count; b++) {
+        int32_t length = load_i32(lengths + 4 * b);
+        sign |= length, sum += length;
+    }
+    return sign < 0 ? -1 : sum;
+}
+
+static int place_part(const request *r, const part *p, place *to) {
+    const feature *f = r->names->features + p->feature;
+    const tensor *ids = p->ids < 0 ? NULL : r->tensors + p->ids;
+    const tensor *lengths = p->lengths < 0 ? NULL : r->tensors + p->lengths;
+    const tensor *weights = p->weights < 0 ? NULL : r->tensors + p->weights;
+    if (!ids || (ids->role == IDS && (lengths || ids->dims != 2 || ids->shape[1] > LARGEST_LENGTH))) return 0;
+    if ((ids->role == VALUES && ids->dims != 1) || (lengths && lengths->dims != 1)) return 0;
+    if (weights && (weights->elements != ids->elements || !f->is_pooled)) return 0;
+    if (f->is_pooled && !lengths && ids->role == VALUES) return 0;
+    *to = (place){.kind = p->feature, .ids_at = ids->at, .ids = ids->elements,
+                  .lengths_at = lengths ? lengths->at : -1, .weights_at = weights ? weights->at : -1,
+                  .found_at = -1};
+    if (ids->role == IDS) to->bags = ids->shape[0], to->bag_length = ids->shape[1];
+    else if (lengths) to->bags = lengths->shape[0];
+    /* No kernel reads the lengths of what is not pooled. */
+    return f->is_pooled || !lengths || sum_of(values_of(r, lengths), lengths->elements) == to->ids;
+}
+
+/* ---- features in one pair of tensors ---- */
+
+static int add_feature(request *r, text name) {
+    int32_t feature = find(r->names, name);
+    if (feature < 0 || r->part_of[feature] >= 0) return 0;
+    r->part_of[feature] = (int32_t)r->part_count;
+    r->parts[r->part_count++] = (part){feature, -1, -1, -1, -1};
+    return 1;
+}
+
+/* The features of a kjt in order: those that the parameter names, or all. */
+static int list_features(request *r) {
+    const names *n = r->names;
+    scanner *s = &r->scan;
+    scalar named;
+    if (!r->kjt_features) {
+        for (int64_t k = 0; k < n->n.features; k++)
+            if (!add_feature(r, n->named[k])) return 0;
+        return 1;
+    }
+    s->p = r->kjt_features, s->depth = 0;
+    if (*s->p == '[') {
+        int first = 1, found;
+        if (!enter(s, '[')) return 0;
+        while ((found = next_item(s, &first)) == 1)
+            if (!read_scalar(s, &named) || named.kind != STRING || !add_feature(r, named.string)) return 0;
+        return found == 0 && r->part_count;
+    }
+    if (!read_scalar(s, &named) || named.kind != STRING) return 0;
+    for (text rest = named.string;;) {
+        const char *comma = rest.n ? memchr(rest.p, ',', (size_t)rest.n) : NULL;
+        int64_t size = comma ? comma - rest.p : rest.n;
+        if (!add_feature(r, (text){rest.p, size})) return 0;
+        if (!comma) return 1;
+        rest.p += size + 1, rest.n -= size + 1;
+    }
+}
+
+/* Whether vectors that lie together are all fp32, or all fp16. */
+static int are_alike(const request *r) {
+    int is_half[2] = {-1, -1};
+    for (int64_t k = 0; k < r->part_count; k++) {
+        const feature *f = r->names->features + r->parts[k].feature;
+        int *seen = is_half + (f->is_pooled != 0);
+        if (*seen >= 0 && *seen != f->is_half) return 0;
+        *seen = (int)f->is_half;
+    }
+    return 1;
+}
+
+static int place_kjt(request *r) {
+    const tensor *values = NULL, *lengths = NULL, *weights = NULL;
+    for (const tensor *t = r->tensors; t < r->tensors + r->tensor_count; t++) {
+        const tensor **to = t->role == KJT_VALUES ? &values : t->role == KJT_LENGTHS ? &lengths
+            : t->role == KJT_WEIGHTS ? &weights : NULL;
+        if (!to && t->role == DENSE) continue;
+        if (!to || *to) return 0;
+        *to = t;
+    }
+    const text schema = r->names->schema;
+    if (!values || !lengths || (r->has_schema && !is(r->kjt_schema, schema.p, schema.n))) return 0;
+    if (!list_features(r) || !are_alike(r)) return 0;
+    if (values->dims != 1 || lengths->dims != 2 || lengths->shape[0] != r->part_count) return 0;
+    if (weights && (weights->dims != 1 || weights->elements != values->elements)) return 0;
+    const int64_t bags = lengths->shape[1];
+    const char *counts = values_of(r, lengths);
+    int64_t first = 0;
+    for (int64_t k = 0; k < r->part_count; k++) {
+        const int64_t skipped = 4 * bags * k, ids = sum_of(counts + skipped, bags);
+        const int32_t number = r->parts[k].feature;
+        if (ids < 0 || ids > values->elements - first) return 0;
+        if (weights && !r->names->features[number].is_pooled) return 0;
+        r->places[k] = (place){.kind = number, .ids_at = values->at + 8 * first, .ids = ids,
+                               .lengths_at = lengths->at + skipped, .bags = bags,
+                               .weights_at = weights ? weights->at + 4 * first : -1, .found_at = -1};
+        first += ids;
+    }
+    return first == values->elements;
+}
+
+/* ---- outputs ---- */
+
+/* The part whose found mask an output is; -1: it is none. KJT's mask, of all parts: the number of parts. */
+static int32_t masked_part(const request *r, text name) {
+    if (name.n < 6 || memcmp(name.p + name.n - 6, ".found", 6)) return -1;
+    text owner = {name.p, name.n - 6};
+    if (r->is_kjt) return IS(owner, "kjt") ? (int32_t)r->part_count : -1;
+    int32_t feature = find(r->names, owner);
+    return feature < 0 ? -1 : r->part_of[feature];
+}
+
+static output *add_output(request *r, enum what what, int64_t at, int64_t bytes, int64_t first, int64_t second) {
+    output *made = r->outputs + r->output_count++;
+    *made = (output){.what = what, .at = at, .bytes = bytes, .first = first, .second = second};
+    return made;
+}
+
+/* Where each lookup's vectors go, one after another. */
+static int place_vectors(request *r) {
+    int64_t at = 0;
+    for (int64_t k = 0; k < r->part_count; k++) {
+        place *p = r->places + k;
+        const feature *f = r->names->features + p->kind;
+        const int64_t count = f->is_pooled ? p->bags : p->ids;
+        int64_t bytes;
+        if (count > LARGEST_LENGTH || p->ids > LARGEST_LENGTH || p->bags > LARGEST_DIMENSION
+            || __builtin_mul_overflow(count, f->vector_bytes, &bytes) || at + bytes > MOST_BYTES)
+            return 0;
+        r->ids += p->ids, r->vectors += count, r->row_bytes += p->ids * f->row_bytes;
+        p->out_at = at, at += bytes;
+        if (r->is_kjt) continue;
+        output *o = add_output(r, VECTORS, p->out_at, bytes, count, f->dim);
+        o->feature = (int32_t)p->kind, o->is_half = (int)f->is_half;
+    }
+    r->out_bytes = at;
+    return 1;
+}
+
+/* A kjt's vectors: pooled ones side by side, [bags, sum of dims], then the others, then their offsets. */
+static void join_vectors(request *r) {
+    int64_t step = 0, dims = 0, column = 0, values = 0, unpooled = 0;
+    int pooled_half = 0, unpooled_half = 0;
+    const int64_t bags = r->places[0].bags;
+    for (int64_t k = 0; k < r->part_count; k++) {
+        const feature *f = r->names->features + r->places[k].kind;
+        if (f->is_pooled) step += f->vector_bytes, dims += f->dim, pooled_half = (int)f->is_half;
+        else unpooled++, values += r->places[k].ids * f->dim, unpooled_half = (int)f->is_half;
+    }
+    int64_t next = step * bags;
+    for (int64_t k = 0; k < r->part_count; k++) {
+        place *p = r->places + k;
+        const feature *f = r->names->features + p->kind;
+        if (f->is_pooled) p->out_at = bags ? column : 0, p->out_row_bytes = step, column += f->vector_bytes;
+        else p->out_at = next, next += p->ids * f->vector_bytes;
+    }
+    if (unpooled < r->part_count) add_output(r, KJT, 0, step * bags, bags, dims)->is_half = pooled_half;
+    if (!unpooled) return;
+    const int64_t size = next - step * bags;
+    add_output(r, SEQUENCES, step * bags, size, values, -1)->is_half = unpooled_half;
+    r->has_offsets = 1, r->offsets_at = next;
+    add_output(r, OFFSETS, next, 8 * (unpooled + 1), unpooled + 1, -1);
+    r->out_bytes = next + 8 * (unpooled + 1);
+}
+
+/* Whether all inputs of a scorer are there. */
+static int can_score(const request *r) {
+    const names *n = r->names;
+    for (int64_t k = 0; k < n->n.sources; k++) {
+        int64_t from = n->sources[k];
+        if (from < 0 ? r->dense_at[-1 - from] < 0 : r->part_of[from] < 0) return 0;
+    }
+    return n->n.score_values > 0;
+}
+
+static int wants_scores(const request *r) {
+    if (!r->wanted_count) return can_score(r);
+    for (int64_t k = 0; k < r->wanted_count; k++)
+        if (IS(r->wanted[k].name, "score") && !r->names->n.has_score_feature) return 1;
+    return 0;
+}
+
+/* The scorer's inputs, of as many rows each, and where scores go. */
+static int place_scores(request *r) {
+    const names *n = r->names;
+    if (!(r->has_scores = wants_scores(r))) return 1;
+    if (!can_score(r) || !n->n.sources) return 0;
+    r->scores_alone = r->wanted_count > 0;
+    for (int64_t k = 0; k < r->wanted_count; k++) r->scores_alone &= IS(r->wanted[k].name, "score");
+    for (int64_t k = 0; k < n->n.sources; k++) {
+        int64_t from = n->sources[k], rows;
+        if (from < 0) {
+            int64_t width = n->dense_widths[-1 - from];
+            rows = r->dense_rows[-1 - from];
+            r->matrices[k] = (matrix){0, r->dense_at[-1 - from], 4 * width, 0, width};
+        } else {
+            const feature *f = n->features + from;
+            const place *p = r->places + r->part_of[from];
+            rows = f->is_pooled ? p->bags : p->ids;
+            int64_t step = p->out_row_bytes ? p->out_row_bytes : f->vector_bytes;
+            r->matrices[k] = (matrix){1, p->out_at, step, f->is_half, f->dim};
+        }
+        if (k && rows != r->rows) return 0;
+        r->rows = rows;
+    }
+    int64_t bytes;
+    if (__builtin_mul_overflow(r->rows, 4 * n->n.score_values, &bytes) || bytes > MOST_BYTES) return 0;
+    add_output(r, SCORES, r->out_bytes, bytes, r->rows, n->n.score_width ? n->n.score_width : -1);
+    r->out_bytes += bytes;
+    return 1;
+}
+
+/* Found masks that are asked for: in the order of the features, or one of all of a kjt. */
+static void place_masks(request *r) {
+    int is_any = 0;
+    for (int64_t k = 0; k < r->wanted_count; k++) {
+        int32_t p = masked_part(r, r->wanted[k].name);
+        if (p < 0) continue;
+        is_any = 1;
+        if (!r->is_kjt) r->parts[p].mask = WANTED;
+    }
+    const int64_t begin = r->out_bytes;
+    for (int64_t k = 0; is_any && k < r->part_count; k++) {
+        if (!r->is_kjt && r->parts[k].mask != WANTED) continue;
+        place *p = r->places + k;
+        p->found_at = r->out_bytes, r->out_bytes += p->ids;
+        if (r->is_kjt) continue;
+        r->parts[k].mask = (int32_t)r->output_count;
+        add_output(r, MASK, p->found_at, p->ids, p->ids, -1)->feature = (int32_t)p->kind;
+    }
+    const int64_t size = r->out_bytes - begin;
+    if (is_any && r->is_kjt) add_output(r, MASK, begin, size, size, -1);
+}
+
+/* The output that a header names; -1: this request has none of that name. */
+static int32_t named_output(const request *r, text name) {
+    enum what what = SCORES;
+    if (!r->is_kjt) {
+        const int32_t feature = find(r->names, name), masked = masked_part(r, name);
+        if (feature >= 0) return r->part_of[feature]; /* vectors come first */
+        if (masked >= 0) return r->parts[masked].mask;
+        if (!IS(name, "score")) return -1;
+    } else if (IS(name, "kjt")) what = KJT;
+    else if (IS(name, "kjt.sequences")) what = SEQUENCES;
+    else if (IS(name, "kjt.offsets")) what = OFFSETS;
+    else if (IS(name, "kjt.found")) what = MASK;
+    else if (!IS(name, "score")) return -1;
+    for (int32_t k = r->is_kjt ? 0 : (int32_t)r->part_count; k < r->output_count; k++)
+        if (r->outputs[k].what == what) return k;
+    return -1;
+}
+
+/* Which outputs are sent, and how. */
+static int choose_outputs(request *r) {
+    const int64_t count = r->wanted_count ? r->wanted_count : r->output_count;
+    if (!(r->sent = calloc((size_t)count + 1, sizeof(sent)))) return 0;
+    for (int64_t k = 0; k < count; k++) {
+        const wanted *w = r->wanted_count ? r->wanted + k : NULL;
+        sent *s = r->sent + r->sent_count++;
+        *s = (sent){.output = w ? named_output(r, w->name) : (int32_t)k, .region = w ? w->region : -1};
+        if (s->output < 0 || r->outputs[s->output].is_taken) return 0;
+        output *o = r->outputs + s->output;
+        o->is_taken = 1;
+        if (s->region >= 0) {
+            s->offset = w->offset, s->size = w->size;
+            if (s->size < o->bytes) return 0;
+            if (is_on_device(r, s->region) && (r->has_scores || o->what == MASK || o->what == OFFSETS)) return 0;
+        } else s->is_binary = w && w->binary != ABSENT ? w->binary == YES : r->is_binary_by_default;
+    }
+    r->is_whole = r->sent_count == r->output_count;
+    for (int64_t k = 0; k < r->sent_count; k++)
+        r->is_whole &= r->sent[k].is_binary && r->sent[k].output == k;
+    return 1;
+}
+
+/* ---- all of it ---- */
+
+static int make_room(request *r) {
+    const names_counts *n = &r->names->n;
+    size_t parts = (size_t)(r->is_kjt ? n->features : r->tensor_count) + 1, dense = (size_t)n->dense + 1;
+    r->part_of = malloc(((size_t)n->features + 1) * sizeof(int32_t));
+    r->dense_at = malloc(dense * 8), r->dense_rows = malloc(dense * 8);
+    r->parts = malloc(parts * sizeof(part)), r->places = malloc(parts * sizeof(place));
+    r->outputs = malloc((2 * parts + 4) * sizeof(output));
+    r->matrices = malloc(((size_t)n->sources + 1) * sizeof(matrix));
+    if (!r->part_of || !r->dense_at || !r->dense_rows || !r->parts || !r->places || !r->outputs || !r->matrices)
+        return 0;
+    for (int64_t k = 0; k < n->features; k++) r->part_of[k] = -1;
+    for (int64_t k = 0; k < n->dense; k++) r->dense_at[k] = -1;
+    return 1;
+}
+
+int place_all(request *r) {
+    int is_elsewhere = 0;
+    for (const tensor *t = r->tensors; t < r->tensors + r->tensor_count; t++) r->is_kjt |= t->role >= KJT_VALUES;
+    if (!make_room(r)) return 0;
+    for (int32_t k = 0; k < r->tensor_count; k++) {
+        const tensor *t = r->tensors + k;
+        is_elsewhere |= t->is_elsewhere;
+        if (!is_readable(r, t)) return 0;
+        if (t->role == DENSE ? !take_dense(r, t) : !r->is_kjt && !take_part(r, k)) return 0;
+    }
+    if (r->is_kjt) {
+        if (!place_kjt(r)) return 0;
+    } else {
+        for (int64_t k = 0; k < r->part_count; k++)
+            if (!place_part(r, r->parts + k, r->places + k)) return 0;
+    }
+    if (!r->part_count || !place_vectors(r)) return 0;
+    if (r->is_kjt) join_vectors(r);
+    if (!place_scores(r)) return 0;
+    place_masks(r);
+    if (r->has_scores && is_elsewhere) return 0;
+    return r->out_bytes <= r->names->n.most_out_bytes && choose_outputs(r);
+}
