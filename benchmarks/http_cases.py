@@ -21,6 +21,7 @@ from make_model import publish_random
 from numpy.typing import NDArray
 
 from tableside.loader.segment.memory import processes_below
+from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Plan, Pooling, choose
 from tableside.serving.cli.commands import bench
@@ -75,7 +76,11 @@ CASES = (Case(8, 8, 10), Case(26, 32, 20), Case(100, 64, 5), Case(300, 1, 3), Ca
 
 def publish(root: Path) -> None:
     """Publishes the models of all cases."""
-    for case in CASES:
+    publish_cases(root, CASES)
+
+
+def publish_cases(root: Path, cases: Sequence[Case]) -> None:
+    for case in {case.model: case for case in cases}.values():
         publish_random(root, case.model, {f"t{i}": (case.rows, DIM, "int8") for i in range(case.features)})
 
 
@@ -92,15 +97,18 @@ class InProcess:
 
     def __init__(self, root: Path, case: Case) -> None:
         self.case = case
-        self._segment = Model(root, case.model).attach(verify="header")
+        self._segment = attach_state(Model(root, case.model), None, "header")
         self._tables = list(self._segment.tables.values())
 
-    def expected(self, values: NDArray[np.int64], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-        """fp32 [bags, features * DIM], feature by feature."""
+    def expected(
+        self, values: NDArray[np.int64], lengths: NDArray[np.int32], features: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
+        """fp32 [bags, features * DIM], feature by feature. features: by number; None: all."""
         ids = np.split(values, np.cumsum(lengths.sum(1))[:-1])
+        tables = self._tables if features is None else [self._tables[f] for f in features]
         found = [
             choose().lookup(t, i, n, pooling=Pooling.SUM)
-            for t, i, n in zip(self._tables, ids, lengths, strict=True)
+            for t, i, n in zip(tables, ids, lengths, strict=True)
         ]
         return np.hstack(found)
 
@@ -213,13 +221,16 @@ class Server:
 
 
 @contextmanager
-def serving(*command: object) -> Iterator[Server]:
+def serving(*command: object, checkout: Path | None = None) -> Iterator[Server]:
     """A server in processes of its own, started by Python with these arguments. It is ready when it prints
-    its url."""
+    its url. checkout: another one, whose environment and files it takes."""
     with TemporaryFile("w+") as log:
-        arguments = [sys.executable, *(str(c) for c in command)]
+        python = sys.executable if checkout is None else str(checkout / ".venv/bin/python")
+        arguments = [python, *(str(c) for c in command)]
         started = time.perf_counter()
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=log, text=True)
+        process = subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=log, text=True, cwd=checkout
+        )
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

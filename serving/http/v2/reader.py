@@ -139,7 +139,7 @@ def _request(
     served: ServedVersion, came: Any, found: tuple[Any, ...], held: Sequence[Any]
 ) -> InferRequest | None:
     """Makes a request of what was read. came: where the inputs are, unless they were made anew."""
-    places, sizes, answer, parts, inputs, offsets, scores, elsewhere, into, has_binary, _, name = found
+    places, sizes, answer, sent_bytes, inputs, offsets, scores, elsewhere, into, has_binary, _, name = found
     scoring = None
     if scores is not None:
         assert served.scorer is not None, "its inputs are known"
@@ -159,6 +159,7 @@ def _request(
             inputs = PartlyOnDevice(inputs, reads, tuple(to_device))
         writes = tuple(s for s, is_one in zip(outputs, of_device, strict=True) if not is_one and s.size)
     request = served.request(places, sizes, scoring is not None or is_on_device, scoring=scoring)
+    parts = None if sent_bytes == request.out_bytes else ((0, sent_bytes),)
     if isinstance(answer, bytes):
         return InferRequest(request, inputs, answer, parts, offsets, has_binary, into=writes)
     sent = tuple(_sent(one, held) for one in answer)

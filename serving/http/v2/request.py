@@ -69,7 +69,9 @@ class InferRequest(NamedTuple):
     @property
     def is_inline(self) -> bool:
         """Whether JSON and regions take so few bytes that the event loop may write them."""
-        return self.json_bytes <= ANSWER_BYTES and sum(s.size for s in self.into) <= shm.INLINE_BYTES
+        if not self.into:
+            return self.json_bytes <= ANSWER_BYTES
+        return self.json_bytes + sum(s.size for s in self.into) <= shm.INLINE_BYTES
 
 
 def understand(

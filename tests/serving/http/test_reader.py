@@ -137,14 +137,18 @@ def slowly(served: ServedVersion, body: bytes, header_bytes: int) -> InferReques
 
 
 def places_of(infer: InferRequest, base: int) -> bytes:
-    """The places of lookups and of the scorer's inputs. base: where the inputs begin in their buffer."""
+    """The places of lookups and of the scorer's inputs in the request's inputs. base: where these begin in
+    their buffer. The reader has an order of its own in the outputs."""
     places = np.frombuffer(infer.request.places, np.int64).reshape(-1, len(Place._fields)).copy()
     for name in ("ids_at", "lengths_at", "weights_at"):
         column = places[:, Place._fields.index(name)]
         column[column >= 0] -= base
+    for name in ("out_at", "found_at"):
+        column = places[:, Place._fields.index(name)]
+        column[column >= 0] = 0
     sources = b"" if infer.request.scoring is None else infer.request.scoring.sources
     matrices = matrices_in(sources).copy()
-    matrices[matrices[:, 0] == 0, 1] -= base
+    matrices[:, 1] = np.where(matrices[:, 0] == 0, matrices[:, 1] - base, 0)
     return places.tobytes() + matrices.tobytes()
 
 

@@ -2,35 +2,38 @@
  * regions. */
 #include "_reader.h"
 
-static char *room_in(buffer *to, int64_t bytes) {
-    if (to->failed) return NULL;
+/* Makes room for `bytes` more; 0: there is no memory. */
+static int reserve(buffer *to, int64_t bytes) {
+    if (to->failed) return 0;
     if (to->used + bytes > to->room) {
         int64_t room = 2 * (to->used + bytes) + 256;
         char *grown = realloc(to->p, (size_t)room);
         if (!grown) {
             to->failed = 1;
-            return NULL;
+            return 0;
         }
         to->p = grown, to->room = room;
     }
-    return to->p + to->used;
+    return 1;
 }
 
-static void put(buffer *to, const char *from, int64_t bytes) {
-    char *at = room_in(to, bytes);
-    if (at) memcpy(at, from, (size_t)bytes), to->used += bytes;
+/* What follows needs room that was reserved. */
+static inline void put(buffer *to, const char *from, int64_t bytes) {
+    memcpy(to->p + to->used, from, (size_t)bytes);
+    to->used += bytes;
 }
 
 #define PUT(to, literal) put(to, literal, (int64_t)sizeof(literal) - 1)
+enum { OUTPUT_BYTES = 256 }; /* that an output's description has at most, but for its names */
 
-static void put_number(buffer *to, int64_t value) {
+static inline void put_number(buffer *to, int64_t value) {
     char digits[24], *p = digits + sizeof digits;
     uint64_t left = (uint64_t)value;
     do *--p = (char)('0' + left % 10); while ((left /= 10));
     put(to, p, digits + sizeof digits - p);
 }
 
-/* A string as JSON. */
+/* A string as JSON, of at most 6 bytes for one of its own. */
 static void put_text(buffer *to, text t) {
     static const char hex[] = "0123456789abcdef", named[] = "btn\0fr"; /* of 8 to 13 */
     PUT(to, "\"");
@@ -61,6 +64,9 @@ static void put_label(const request *r, const output *o, buffer *to) {
 
 static void put_output(const request *r, const sent *s, buffer *to) {
     const output *o = r->outputs + s->output;
+    int64_t names_bytes = o->what == VECTORS || o->what == MASK ? r->names->longest_label : 0;
+    if (s->region >= 0) names_bytes += 6 * r->regions[s->region].n;
+    if (!reserve(to, OUTPUT_BYTES + names_bytes)) return;
     PUT(to, "{\"name\":");
     put_label(r, o, to);
     if (o->what == MASK) PUT(to, ",\"datatype\":\"BOOL\",\"shape\":[");
@@ -80,14 +86,15 @@ static void put_output(const request *r, const sent *s, buffer *to) {
 }
 
 void write_answer(const request *r, const char *tail, int64_t tail_bytes, buffer *to) {
+    if (!reserve(to, OUTPUT_BYTES + 6 * r->id.n + r->names->opening.n)) return;
     PUT(to, "{");
     if (r->id.n) PUT(to, "\"id\":"), put_text(to, r->id), PUT(to, ",");
     put(to, r->names->opening.p, r->names->opening.n);
     for (int64_t k = 0; k < r->sent_count; k++) {
-        if (k) PUT(to, ",");
+        if (k && reserve(to, 1)) PUT(to, ",");
         put_output(r, r->sent + k, to);
     }
-    put(to, tail, tail_bytes);
+    if (reserve(to, tail_bytes)) put(to, tail, tail_bytes);
 }
 
 /* ---- regions ---- */

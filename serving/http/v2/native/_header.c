@@ -5,19 +5,29 @@
 /* Where a tensor lies, by its parameters. */
 typedef struct { scalar size, region, region_size, offset, binary; int is_object, has_classification; } where;
 
+static void begin_where(where *w) {
+    w->size.kind = w->region.kind = w->region_size.kind = w->offset.kind = w->binary.kind = ABSENT;
+    w->is_object = 1, w->has_classification = 0;
+}
+
+static __attribute__((noinline)) int read_key(scanner *s, text *key) { return read_string(s, key) && take(s, ':'); }
+
 /* Takes a tensor's parameters. */
 static int read_where(scanner *s, where *w) {
     text key;
     int first = 1, found;
-    *w = (where){.is_object = 1};
+    begin_where(w);
     skip_space(s);
     if (s->p == s->end || *s->p != '{') {
         w->is_object = 0;
         return skip_value(s);
     }
     if (!enter(s, '{')) return 0;
-    while ((found = next_member(s, &first, &key)) == 1) {
+    while ((found = next_of(s, &first, '}')) == 1) {
         scalar ignored, *to = &ignored;
+        skip_space(s);
+        if (TAKE_KEY(s, "binary_data_size")) key = (text){"binary_data_size", 16};
+        else if (!read_key(s, &key)) return 0;
         if (IS(key, "binary_data_size")) to = &w->size;
         else if (IS(key, "binary_data")) to = &w->binary;
         else if (IS(key, "shared_memory_region")) to = &w->region;
@@ -71,40 +81,59 @@ static int read_shape(scanner *s, entry *e) {
     return found == 0;
 }
 
-static int read_entry(scanner *s, entry *e) {
+enum member { OF_NAME, OF_SHAPE, OF_DATATYPE, OF_PARAMETERS, OF_DATA, UNKNOWN };
+
+/* Takes the key of a tensor's member. */
+static int read_member_key(scanner *s, enum member *which) {
     text key;
-    int first = 1, found;
-    *e = (entry){.dims = -1, .where = {.is_object = 1}};
+    skip_space(s);
+    if (TAKE_KEY(s, "name")) *which = OF_NAME;
+    else if (TAKE_KEY(s, "shape")) *which = OF_SHAPE;
+    else if (TAKE_KEY(s, "datatype")) *which = OF_DATATYPE;
+    else if (TAKE_KEY(s, "parameters")) *which = OF_PARAMETERS;
+    else {
+        if (!read_key(s, &key)) return 0;
+        *which = IS(key, "name") ? OF_NAME : IS(key, "shape") ? OF_SHAPE : IS(key, "datatype") ? OF_DATATYPE
+            : IS(key, "parameters") ? OF_PARAMETERS : IS(key, "data") ? OF_DATA : UNKNOWN;
+    }
+    return 1;
+}
+
+static int read_entry(scanner *s, entry *e) {
+    enum member which;
+    int first = 1, found, is_read;
+    scalar ignored;
+    e->name.kind = e->datatype.kind = ABSENT, e->dims = -1, e->list = NULL;
+    begin_where(&e->where);
     if (!enter(s, '{')) return 0;
-    while ((found = next_member(s, &first, &key)) == 1) {
-        scalar ignored;
-        int is_read;
-        if (IS(key, "name")) is_read = read_scalar(s, &e->name);
-        else if (IS(key, "shape")) is_read = read_shape(s, e);
-        else if (IS(key, "datatype")) is_read = read_scalar(s, &e->datatype);
-        else if (IS(key, "parameters")) is_read = read_where(s, &e->where);
-        else if (IS(key, "data")) {
+    while ((found = next_of(s, &first, '}')) == 1) {
+        if (!read_member_key(s, &which)) return 0;
+        switch (which) {
+        case OF_NAME: is_read = read_scalar(s, &e->name); break;
+        case OF_SHAPE: is_read = read_shape(s, e); break;
+        case OF_DATATYPE: is_read = read_scalar(s, &e->datatype); break;
+        case OF_PARAMETERS: is_read = read_where(s, &e->where); break;
+        case OF_DATA:
             skip_space(s), e->list = s->p;
             is_read = skip_value(s), e->list_bytes = s->p - e->list;
+            break;
+        default: is_read = read_scalar(s, &ignored);
         }
-        else is_read = read_scalar(s, &ignored);
         if (!is_read) return 0;
     }
     return found == 0;
 }
 
 /* Which tensor a name is; 0: none of this version's. */
-static int take_name(const request *r, text name, tensor *t) {
-    int32_t entry = find(r->names, name);
-    t->role = IDS, t->owner = entry;
-    if (entry >= 0) return 1;
-    if (entry != NO_NAME) {
-        t->role = DENSE, t->owner = -1 - entry;
-        return 1;
-    }
+static int take_name(request *r, text name, tensor *t) {
     int64_t dot = name.n - 1;
     while (dot > 0 && name.p[dot] != '.') dot--;
-    if (dot <= 0) return 0;
+    if (dot <= 0 || r->names->has_dots) {
+        int32_t entry = find(r->names, name, r->last);
+        t->role = entry >= 0 ? IDS : DENSE, t->owner = entry >= 0 ? entry : -1 - entry;
+        if (entry >= 0) r->last = entry;
+        if (entry != NO_NAME || dot <= 0) return entry != NO_NAME;
+    }
     text part = {name.p + dot + 1, name.n - dot - 1}, owner = {name.p, dot};
     if (IS(part, "values")) t->role = VALUES;
     else if (IS(part, "lengths")) t->role = LENGTHS;
@@ -115,7 +144,8 @@ static int take_name(const request *r, text name, tensor *t) {
         t->owner = 0;
         return 1;
     }
-    t->owner = find(r->names, owner);
+    t->owner = find(r->names, owner, r->last);
+    if (t->owner >= 0) r->last = t->owner;
     return t->owner >= 0;
 }
 
@@ -129,29 +159,33 @@ static int take_datatype(text name, tensor *t) {
 }
 
 static int take_entry(request *r, const entry *e) {
-    tensor t = {.dims = e->dims, .shape = {e->shape[0], e->shape[1]}, .list = e->list,
-                .list_bytes = e->list_bytes};
     int64_t size;
+    if (r->tensor_count == r->tensor_room) {
+        tensor *grown = realloc(r->tensors, (size_t)(2 * r->tensor_room + 8) * sizeof(tensor));
+        if (!grown) return 0;
+        r->tensors = grown, r->tensor_room = 2 * r->tensor_room + 8;
+    }
+    tensor *t = r->tensors + r->tensor_count;
+    t->source = IN_BODY, t->is_narrow = t->is_elsewhere = 0, t->list = e->list;
+    t->dims = e->dims, t->shape[0] = e->shape[0], t->shape[1] = e->shape[1];
     if (e->name.kind != STRING || e->datatype.kind != STRING || e->dims < 1 || !e->where.is_object) return 0;
-    if (!take_name(r, e->name.string, &t) || !take_datatype(e->datatype.string, &t)) return 0;
-    t.elements = t.shape[0];
-    if (t.dims == 2 && __builtin_mul_overflow(t.elements, t.shape[1], &t.elements)) return 0;
-    if (__builtin_mul_overflow(t.elements, t.item, &t.bytes) || t.bytes > MOST_BYTES) return 0;
-    if (!take_region(r, &e->where, &t.region, &t.offset, &size)) return 0;
-    if (t.region >= 0) {
-        if (t.list || e->where.size.kind || size != t.bytes) return 0;
-        t.source = IN_REGION;
-        t.is_elsewhere = is_on_device(r, t.region);
-    } else if (t.list) {
+    if (!take_name(r, e->name.string, t) || !take_datatype(e->datatype.string, t)) return 0;
+    t->elements = t->shape[0];
+    if (t->dims == 2 && __builtin_mul_overflow(t->elements, t->shape[1], &t->elements)) return 0;
+    if (__builtin_mul_overflow(t->elements, t->item, &t->bytes) || t->bytes > MOST_BYTES) return 0;
+    if (!take_region(r, &e->where, &t->region, &t->offset, &size)) return 0;
+    if (t->region >= 0) {
+        if (t->list || e->where.size.kind || size != t->bytes) return 0;
+        t->source = IN_REGION, t->is_elsewhere = is_on_device(r, t->region);
+    } else if (t->list) {
         if (e->where.size.kind) return 0;
-        t.source = IN_TEXT, r->text_tensors++;
+        t->source = IN_TEXT, t->list_bytes = e->list_bytes, r->text_tensors++;
     } else {
-        if (e->where.size.kind != INTEGER || e->where.size.integer != t.bytes) return 0;
+        if (e->where.size.kind != INTEGER || e->where.size.integer != t->bytes) return 0;
         r->body_tensors++;
     }
-    r->narrow_tensors += t.is_narrow;
-    if (!room_for((void **)&r->tensors, r->tensor_count, sizeof(tensor))) return 0;
-    r->tensors[r->tensor_count++] = t;
+    r->narrow_tensors += t->is_narrow;
+    r->tensor_count++;
     return 1;
 }
 
@@ -159,7 +193,7 @@ static int read_inputs(request *r) {
     scanner *s = &r->scan;
     entry e;
     int first = 1, found;
-    r->tensor_count = r->text_tensors = r->body_tensors = r->narrow_tensors = 0;
+    r->tensor_count = r->text_tensors = r->body_tensors = r->narrow_tensors = 0, r->last = -1;
     if (!enter(s, '[')) return 0;
     while ((found = next_item(s, &first)) == 1)
         if (!read_entry(s, &e) || !take_entry(r, &e)) return 0;
@@ -170,20 +204,22 @@ static int read_inputs(request *r) {
 
 static int read_wanted(request *r) {
     scanner *s = &r->scan;
-    scalar name = {0}, ignored;
-    where w = {.is_object = 1};
-    text key;
+    scalar name = {.kind = ABSENT}, ignored;
+    where w;
+    enum member which;
     int first = 1, found;
+    begin_where(&w);
     if (!enter(s, '{')) return 0;
-    while ((found = next_member(s, &first, &key)) == 1) {
-        int is_read = IS(key, "name") ? read_scalar(s, &name)
-            : IS(key, "parameters") ? read_where(s, &w) : read_scalar(s, &ignored);
-        if (!is_read) return 0;
+    while ((found = next_of(s, &first, '}')) == 1) {
+        if (!read_member_key(s, &which)) return 0;
+        if (!(which == OF_PARAMETERS ? read_where(s, &w) : read_scalar(s, which == OF_NAME ? &name : &ignored)))
+            return 0;
     }
-    wanted one = {.name = name.string, .binary = w.binary.kind};
+    wanted one = {.binary = w.binary.kind};
     if (found || name.kind != STRING || !w.is_object || w.has_classification) return 0;
     if (one.binary != ABSENT && one.binary != YES && one.binary != NO) return 0;
     if (!take_region(r, &w, &one.region, &one.offset, &one.size)) return 0;
+    one.name = name.string;
     if (one.region >= 0 && one.binary == YES) return 0;
     if (!room_for((void **)&r->wanted, r->wanted_count, sizeof(wanted))) return 0;
     r->wanted[r->wanted_count++] = one;
@@ -235,6 +271,9 @@ int read_header(request *r) {
     text key;
     scalar id = {0}, ignored;
     int first = 1, found, are_wrong[3] = {0};
+    const int64_t guess = r->header_bytes / 64; /* tensors, in the shortest of usual headers */
+    r->tensors = malloc((size_t)(guess + 1) * sizeof(tensor)), r->tensor_room = guess;
+    if (!r->tensors) return 0;
     *s = (scanner){.p = r->header, .end = r->header + r->header_bytes, .arena_bytes = 2 * r->header_bytes + 16};
     if (!is_utf8(r->header, r->header_bytes) || !enter(s, '{')) return 0;
     while ((found = next_member(s, &first, &key)) == 1) {

@@ -5,6 +5,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 enum { MOST_DEPTH = 1024 };
 
@@ -16,11 +19,12 @@ typedef struct { const char *p, *end; char *arena; int64_t arena_used, arena_byt
 
 /* What a member of an object is, where the reader only asks for an integer, a string or a flag. */
 enum kind { ABSENT, INTEGER, STRING, YES, NO, OTHER };
-typedef struct { enum kind kind; int64_t integer; text string; } scalar;
+typedef struct { enum kind kind; union { int64_t integer; text string; }; } scalar;
 
 static inline int is_digit(char c) { return c >= '0' && c <= '9'; }
 
 static inline void skip_space(scanner *s) {
+    if (s->p < s->end && (unsigned char)*s->p > ' ') return;
     while (s->p < s->end && (*s->p == ' ' || *s->p == '\n' || *s->p == '\t' || *s->p == '\r')) s->p++;
 }
 
@@ -33,6 +37,15 @@ static inline int take(scanner *s, char c) {
 }
 
 static inline int is(text t, const char *name, int64_t n) { return t.n == n && !memcmp(t.p, name, (size_t)n); }
+
+/* The same, where `n` is known only now: two words are sooner compared than memcmp is called. */
+static inline int is_name(text t, text name) {
+    uint64_t a[2], b[2];
+    if (t.n != name.n) return 0;
+    if (t.n < 8 || t.n > 16) return !memcmp(t.p, name.p, (size_t)t.n);
+    memcpy(a, t.p, 8), memcpy(a + 1, t.p + t.n - 8, 8), memcpy(b, name.p, 8), memcpy(b + 1, name.p + t.n - 8, 8);
+    return a[0] == b[0] && a[1] == b[1];
+}
 #define IS(t, literal) is(t, literal, (int64_t)sizeof(literal) - 1)
 
 /* ---- strings ---- */
@@ -88,7 +101,7 @@ static inline int32_t escaped(scanner *s) {
 }
 
 /* The rest of a string that has an escape at `s->p`; begin: where it began. */
-static inline int unescape(scanner *s, const char *begin, text *out) {
+static __attribute__((noinline, unused)) int unescape(scanner *s, const char *begin, text *out) {
     if (!s->arena && !(s->arena = malloc((size_t)s->arena_bytes))) return 0;
     char *to = s->arena + s->arena_used;
     const char *from = begin;
@@ -110,25 +123,20 @@ static inline int unescape(scanner *s, const char *begin, text *out) {
     return 1;
 }
 
-/* Whether any byte of a word is a quote, a backslash or a control character (of those below 0x80). */
-static inline uint64_t ends_plain(uint64_t w) {
-    const uint64_t ones = 0x0101010101010101u, highs = 0x8080808080808080u;
-    uint64_t quote = w ^ ones * '"', slash = w ^ ones * '\\';
-    return (((quote - ones) & ~quote) | ((slash - ones) & ~slash) | ((w - ones * 0x20) & ~w)) & highs;
-}
-
-static inline int read_string(scanner *s, text *out) {
+static inline __attribute__((always_inline)) int read_string(scanner *s, text *out) {
     if (!take(s, '"')) return 0;
     const char *begin = s->p;
-    while (s->end - s->p >= 8) {
-        uint64_t word, found;
-        memcpy(&word, s->p, 8);
-        if ((found = ends_plain(word))) {
-            s->p += __builtin_ctzll(found) / 8;
-            break;
-        }
-        s->p += 8;
+#ifdef __SSE2__
+    while (s->end - s->p >= 16) { /* up to a quote, a backslash or a control character */
+        const __m128i all = _mm_loadu_si128((const __m128i *)(const void *)s->p), low = _mm_set1_epi8(0x1f);
+        const __m128i found = _mm_or_si128(
+            _mm_or_si128(_mm_cmpeq_epi8(all, _mm_set1_epi8('"')), _mm_cmpeq_epi8(all, _mm_set1_epi8('\\'))),
+            _mm_cmpeq_epi8(_mm_max_epu8(all, low), low));
+        const int bits = _mm_movemask_epi8(found);
+        s->p += bits ? __builtin_ctz((unsigned)bits) : 16;
+        if (bits) break;
     }
+#endif
     while (s->p < s->end && *s->p != '"' && *s->p != '\\' && (unsigned char)*s->p >= 0x20) s->p++;
     if (s->p == s->end || (unsigned char)*s->p < 0x20) return 0;
     if (*s->p == '\\') return unescape(s, begin, out);
@@ -183,6 +191,17 @@ static inline int integer_of(const number *n, int64_t *value) {
     return 1;
 }
 
+/* Takes an integer of at most 18 digits without a sign; 0: it is another number, and nothing is taken. */
+static inline int read_small(scanner *s, int64_t *value) {
+    const char *p = s->p;
+    int64_t found = 0;
+    while (p < s->end && is_digit(*p) && p - s->p < 18) found = 10 * found + (*p++ - '0');
+    if (p == s->p || p == s->end || is_digit(*p) || *p == '.' || (*p | 32) == 'e') return 0;
+    if (*s->p == '0' && p - s->p > 1) return 0;
+    s->p = p, *value = found;
+    return 1;
+}
+
 /* The double nearest to a number. */
 static inline double double_of(const number *n) {
     static const double power[] = {1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13,
@@ -204,6 +223,12 @@ static inline double double_of(const number *n) {
         return is_negative ? -value : value;
     }
     return nearest(n->p);
+}
+
+static inline int take_word(scanner *s, const char *word, int64_t n) {
+    if (s->end - s->p < n || memcmp(s->p, word, (size_t)n)) return 0;
+    s->p += n;
+    return 1;
 }
 
 /* ---- objects, lists, and values that nobody asks for ---- */
@@ -233,16 +258,13 @@ static inline int next_member(scanner *s, int *first, text *key) {
     return read_string(s, key) && take(s, ':') ? 1 : -1;
 }
 
-static inline int take_word(scanner *s, const char *word, int64_t n) {
-    if (s->end - s->p < n || memcmp(s->p, word, (size_t)n)) return 0;
-    s->p += n;
-    return 1;
-}
+/* Takes a key as nearly all clients write it. */
+#define TAKE_KEY(s, name) take_word(s, "\"" name "\":", (int64_t)sizeof(name) + 2)
 
 /* Takes a value that is no object and no list. */
-static inline int read_plain(scanner *s, scalar *out) {
+static __attribute__((noinline, unused)) int read_plain(scanner *s, scalar *out) {
     number n;
-    *out = (scalar){.kind = OTHER};
+    out->kind = OTHER;
     if (s->p == s->end) return 0;
     switch (*s->p) {
     case '"': out->kind = STRING; return read_string(s, &out->string);
@@ -257,7 +279,7 @@ static inline int read_plain(scanner *s, scalar *out) {
 }
 
 /* Takes any value. */
-static inline int skip_value(scanner *s) {
+static __attribute__((noinline, unused)) int skip_value(scanner *s) {
     char is_object[MOST_DEPTH + 1];
     const int outside = s->depth;
     int first = 1;
@@ -287,6 +309,14 @@ static inline int skip_value(scanner *s) {
 
 static inline int read_scalar(scanner *s, scalar *out) {
     skip_space(s);
+    if (s->p < s->end && *s->p == '"') {
+        out->kind = STRING;
+        return read_string(s, &out->string);
+    }
+    if (read_small(s, &out->integer)) {
+        out->kind = INTEGER;
+        return 1;
+    }
     if (s->p < s->end && (*s->p == '{' || *s->p == '[')) {
         *out = (scalar){.kind = OTHER};
         return skip_value(s);

@@ -17,12 +17,13 @@ static text name_of(const names *n, int32_t entry) {
     return entry < 0 ? n->dense_named[-1 - entry] : n->named[entry];
 }
 
-int32_t find(const names *n, text name) {
+int32_t find(const names *n, text name, int32_t last) {
+    for (int32_t k = last < 0 ? 0 : last; k <= last + 1 && k < n->n.features; k++)
+        if (is_name(name, n->named[k])) return k;
     for (uint64_t slot = hash_of(name) & n->mask;; slot = (slot + 1) & n->mask) {
         int32_t entry = n->slots[slot];
         if (entry == NO_NAME) return NO_NAME;
-        text other = name_of(n, entry);
-        if (is(name, other.p, other.n)) return entry;
+        if (is_name(name, name_of(n, entry))) return entry;
     }
 }
 
@@ -91,8 +92,14 @@ names *make_names(const int64_t *words, int64_t count, const char *held, int64_t
     if (!(n->slots = malloc(room * sizeof(int32_t)))) goto failed;
     n->mask = room - 1;
     for (uint64_t slot = 0; slot < room; slot++) n->slots[slot] = NO_NAME;
-    for (int64_t k = 0; k < n->n.features; k++) insert(n, (int32_t)k);
-    for (int64_t k = 0; k < n->n.dense; k++) insert(n, (int32_t)(-1 - k));
+    for (int64_t k = 0; k < n->n.features; k++) {
+        insert(n, (int32_t)k);
+        if (n->label[k].n > n->longest_label) n->longest_label = n->label[k].n;
+    }
+    for (int64_t k = 0; k < n->n.dense; k++) {
+        insert(n, (int32_t)(-1 - k));
+        n->has_dots |= memchr(n->dense_named[k].p, '.', (size_t)n->dense_named[k].n) != NULL;
+    }
     return n;
 failed:
     free_names(n);

@@ -63,7 +63,8 @@ static int place_part(const request *r, const part *p, place *to) {
 /* ---- features in one pair of tensors ---- */
 
 static int add_feature(request *r, text name) {
-    int32_t feature = find(r->names, name);
+    int32_t feature = find(r->names, name, r->last);
+    r->last = feature;
     if (feature < 0 || r->part_of[feature] >= 0) return 0;
     r->part_of[feature] = (int32_t)r->part_count;
     r->parts[r->part_count++] = (part){feature, -1, -1, -1, -1};
@@ -147,61 +148,55 @@ static int32_t masked_part(const request *r, text name) {
     if (name.n < 6 || memcmp(name.p + name.n - 6, ".found", 6)) return -1;
     text owner = {name.p, name.n - 6};
     if (r->is_kjt) return IS(owner, "kjt") ? (int32_t)r->part_count : -1;
-    int32_t feature = find(r->names, owner);
+    int32_t feature = find(r->names, owner, r->last);
     return feature < 0 ? -1 : r->part_of[feature];
 }
 
-static output *add_output(request *r, enum what what, int64_t at, int64_t bytes, int64_t first, int64_t second) {
+static output *add_output(request *r, enum what what, int64_t bytes, int64_t first, int64_t second) {
     output *made = r->outputs + r->output_count++;
-    *made = (output){.what = what, .at = at, .bytes = bytes, .first = first, .second = second};
+    made->what = what, made->bytes = bytes, made->first = first, made->second = second;
+    made->feature = -1, made->is_half = made->is_taken = 0;
+    r->out_bytes += bytes;
     return made;
 }
 
-/* Where each lookup's vectors go, one after another. */
-static int place_vectors(request *r) {
-    int64_t at = 0;
+/* The sizes of each lookup's vectors. */
+static int size_vectors(request *r) {
+    int64_t total = 0;
     for (int64_t k = 0; k < r->part_count; k++) {
         place *p = r->places + k;
         const feature *f = r->names->features + p->kind;
         const int64_t count = f->is_pooled ? p->bags : p->ids;
         int64_t bytes;
         if (count > LARGEST_LENGTH || p->ids > LARGEST_LENGTH || p->bags > LARGEST_DIMENSION
-            || __builtin_mul_overflow(count, f->vector_bytes, &bytes) || at + bytes > MOST_BYTES)
+            || __builtin_mul_overflow(count, f->vector_bytes, &bytes) || (total += bytes) > MOST_BYTES)
             return 0;
         r->ids += p->ids, r->vectors += count, r->row_bytes += p->ids * f->row_bytes;
-        p->out_at = at, at += bytes;
         if (r->is_kjt) continue;
-        output *o = add_output(r, VECTORS, p->out_at, bytes, count, f->dim);
+        output *o = add_output(r, VECTORS, bytes, count, f->dim);
         o->feature = (int32_t)p->kind, o->is_half = (int)f->is_half;
     }
-    r->out_bytes = at;
     return 1;
 }
 
 /* A kjt's vectors: pooled ones side by side, [bags, sum of dims], then the others, then their offsets. */
 static void join_vectors(request *r) {
-    int64_t step = 0, dims = 0, column = 0, values = 0, unpooled = 0;
+    int64_t dims = 0, size = 0, values = 0, unpooled = 0;
     int pooled_half = 0, unpooled_half = 0;
     const int64_t bags = r->places[0].bags;
+    r->step = 0;
     for (int64_t k = 0; k < r->part_count; k++) {
         const feature *f = r->names->features + r->places[k].kind;
-        if (f->is_pooled) step += f->vector_bytes, dims += f->dim, pooled_half = (int)f->is_half;
-        else unpooled++, values += r->places[k].ids * f->dim, unpooled_half = (int)f->is_half;
+        if (f->is_pooled) r->step += f->vector_bytes, dims += f->dim, pooled_half = (int)f->is_half;
+        else {
+            unpooled++, values += r->places[k].ids * f->dim, size += r->places[k].ids * f->vector_bytes;
+            unpooled_half = (int)f->is_half;
+        }
     }
-    int64_t next = step * bags;
-    for (int64_t k = 0; k < r->part_count; k++) {
-        place *p = r->places + k;
-        const feature *f = r->names->features + p->kind;
-        if (f->is_pooled) p->out_at = bags ? column : 0, p->out_row_bytes = step, column += f->vector_bytes;
-        else p->out_at = next, next += p->ids * f->vector_bytes;
-    }
-    if (unpooled < r->part_count) add_output(r, KJT, 0, step * bags, bags, dims)->is_half = pooled_half;
+    if (unpooled < r->part_count) add_output(r, KJT, r->step * bags, bags, dims)->is_half = pooled_half;
     if (!unpooled) return;
-    const int64_t size = next - step * bags;
-    add_output(r, SEQUENCES, step * bags, size, values, -1)->is_half = unpooled_half;
-    r->has_offsets = 1, r->offsets_at = next;
-    add_output(r, OFFSETS, next, 8 * (unpooled + 1), unpooled + 1, -1);
-    r->out_bytes = next + 8 * (unpooled + 1);
+    add_output(r, SEQUENCES, size, values, -1)->is_half = unpooled_half;
+    add_output(r, OFFSETS, 8 * (unpooled + 1), unpooled + 1, -1);
 }
 
 /* Whether all inputs of a scorer are there. */
@@ -221,38 +216,28 @@ static int wants_scores(const request *r) {
     return 0;
 }
 
-/* The scorer's inputs, of as many rows each, and where scores go. */
-static int place_scores(request *r) {
+/* The scorer's inputs, of as many rows each, and the size of the scores. */
+static int size_scores(request *r) {
     const names *n = r->names;
     if (!(r->has_scores = wants_scores(r))) return 1;
     if (!can_score(r) || !n->n.sources) return 0;
     r->scores_alone = r->wanted_count > 0;
     for (int64_t k = 0; k < r->wanted_count; k++) r->scores_alone &= IS(r->wanted[k].name, "score");
     for (int64_t k = 0; k < n->n.sources; k++) {
-        int64_t from = n->sources[k], rows;
-        if (from < 0) {
-            int64_t width = n->dense_widths[-1 - from];
-            rows = r->dense_rows[-1 - from];
-            r->matrices[k] = (matrix){0, r->dense_at[-1 - from], 4 * width, 0, width};
-        } else {
-            const feature *f = n->features + from;
-            const place *p = r->places + r->part_of[from];
-            rows = f->is_pooled ? p->bags : p->ids;
-            int64_t step = p->out_row_bytes ? p->out_row_bytes : f->vector_bytes;
-            r->matrices[k] = (matrix){1, p->out_at, step, f->is_half, f->dim};
-        }
+        int64_t from = n->sources[k];
+        const place *p = from < 0 ? NULL : r->places + r->part_of[from];
+        int64_t rows = !p ? r->dense_rows[-1 - from] : n->features[from].is_pooled ? p->bags : p->ids;
         if (k && rows != r->rows) return 0;
         r->rows = rows;
     }
     int64_t bytes;
     if (__builtin_mul_overflow(r->rows, 4 * n->n.score_values, &bytes) || bytes > MOST_BYTES) return 0;
-    add_output(r, SCORES, r->out_bytes, bytes, r->rows, n->n.score_width ? n->n.score_width : -1);
-    r->out_bytes += bytes;
+    add_output(r, SCORES, bytes, r->rows, n->n.score_width ? n->n.score_width : -1);
     return 1;
 }
 
 /* Found masks that are asked for: in the order of the features, or one of all of a kjt. */
-static void place_masks(request *r) {
+static void size_masks(request *r) {
     int is_any = 0;
     for (int64_t k = 0; k < r->wanted_count; k++) {
         int32_t p = masked_part(r, r->wanted[k].name);
@@ -260,24 +245,21 @@ static void place_masks(request *r) {
         is_any = 1;
         if (!r->is_kjt) r->parts[p].mask = WANTED;
     }
-    const int64_t begin = r->out_bytes;
-    for (int64_t k = 0; is_any && k < r->part_count; k++) {
-        if (!r->is_kjt && r->parts[k].mask != WANTED) continue;
-        place *p = r->places + k;
-        p->found_at = r->out_bytes, r->out_bytes += p->ids;
-        if (r->is_kjt) continue;
+    if (is_any && r->is_kjt) add_output(r, MASK, r->ids, r->ids, -1);
+    for (int64_t k = 0; is_any && !r->is_kjt && k < r->part_count; k++) {
+        const place *p = r->places + k;
+        if (r->parts[k].mask != WANTED) continue;
         r->parts[k].mask = (int32_t)r->output_count;
-        add_output(r, MASK, p->found_at, p->ids, p->ids, -1)->feature = (int32_t)p->kind;
+        add_output(r, MASK, p->ids, p->ids, -1)->feature = (int32_t)p->kind;
     }
-    const int64_t size = r->out_bytes - begin;
-    if (is_any && r->is_kjt) add_output(r, MASK, begin, size, size, -1);
 }
 
 /* The output that a header names; -1: this request has none of that name. */
-static int32_t named_output(const request *r, text name) {
+static int32_t named_output(request *r, text name) {
     enum what what = SCORES;
     if (!r->is_kjt) {
-        const int32_t feature = find(r->names, name), masked = masked_part(r, name);
+        const int32_t feature = find(r->names, name, r->last), masked = feature < 0 ? masked_part(r, name) : -1;
+        r->last = feature < 0 ? r->last : feature;
         if (feature >= 0) return r->part_of[feature]; /* vectors come first */
         if (masked >= 0) return r->parts[masked].mask;
         if (!IS(name, "score")) return -1;
@@ -308,10 +290,62 @@ static int choose_outputs(request *r) {
             if (is_on_device(r, s->region) && (r->has_scores || o->what == MASK || o->what == OFFSETS)) return 0;
         } else s->is_binary = w && w->binary != ABSENT ? w->binary == YES : r->is_binary_by_default;
     }
-    r->is_whole = r->sent_count == r->output_count;
-    for (int64_t k = 0; k < r->sent_count; k++)
-        r->is_whole &= r->sent[k].is_binary && r->sent[k].output == k;
     return 1;
+}
+
+/* ---- places in the output buffer ---- */
+
+/* Outputs that are sent behind the response's JSON come first, in its order; then those that are sent in other
+ * ways, in that order too, and then those that are not sent. */
+static void place_outputs(request *r) {
+    int64_t at = 0;
+    for (int is_binary = 1; is_binary >= 0; is_binary--) {
+        for (const sent *s = r->sent; s < r->sent + r->sent_count; s++)
+            if (s->is_binary == is_binary) r->outputs[s->output].at = at, at += r->outputs[s->output].bytes;
+        if (is_binary) r->sent_bytes = at;
+    }
+    for (output *o = r->outputs; o < r->outputs + r->output_count; o++)
+        if (!o->is_taken) o->at = at, at += o->bytes;
+}
+
+/* Where lookups write: vectors of a kjt in its outputs, each feature's part of a kjt's mask. */
+static void place_lookups(request *r) {
+    int64_t pooled = 0, unpooled = 0, mask = -1, column = 0;
+    for (const output *o = r->outputs; r->is_kjt && o < r->outputs + r->output_count; o++) {
+        if (o->what == KJT) pooled = o->at;
+        if (o->what == SEQUENCES) unpooled = o->at;
+        if (o->what == MASK) mask = o->at;
+    }
+    for (int64_t k = 0; k < r->part_count; k++) {
+        place *p = r->places + k;
+        const feature *f = r->names->features + p->kind;
+        if (!r->is_kjt) {
+            p->out_at = r->outputs[k].at;
+            if (r->parts[k].mask >= 0) p->found_at = r->outputs[r->parts[k].mask].at;
+            continue;
+        }
+        if (f->is_pooled) {
+            p->out_at = p->bags ? pooled + column : 0, p->out_row_bytes = r->step;
+            column += f->vector_bytes;
+        } else p->out_at = unpooled, unpooled += p->ids * f->vector_bytes;
+        if (mask >= 0) p->found_at = mask, mask += p->ids;
+    }
+}
+
+static void place_matrices(request *r) {
+    const names *n = r->names;
+    for (int64_t k = 0; r->has_scores && k < n->n.sources; k++) {
+        int64_t from = n->sources[k];
+        if (from < 0) {
+            int64_t width = n->dense_widths[-1 - from];
+            r->matrices[k] = (matrix){0, r->dense_at[-1 - from], 4 * width, 0, width};
+            continue;
+        }
+        const feature *f = n->features + from;
+        const place *p = r->places + r->part_of[from];
+        r->matrices[k] = (matrix){1, p->out_at, p->out_row_bytes ? p->out_row_bytes : f->vector_bytes, f->is_half,
+                                  f->dim};
+    }
 }
 
 /* ---- all of it ---- */
@@ -347,10 +381,12 @@ int place_all(request *r) {
         for (int64_t k = 0; k < r->part_count; k++)
             if (!place_part(r, r->parts + k, r->places + k)) return 0;
     }
-    if (!r->part_count || !place_vectors(r)) return 0;
+    if (!r->part_count || !size_vectors(r)) return 0;
     if (r->is_kjt) join_vectors(r);
-    if (!place_scores(r)) return 0;
-    place_masks(r);
-    if (r->has_scores && is_elsewhere) return 0;
-    return r->out_bytes <= r->names->n.most_out_bytes && choose_outputs(r);
+    if (!size_scores(r)) return 0;
+    size_masks(r);
+    if ((r->has_scores && is_elsewhere) || r->out_bytes > r->names->n.most_out_bytes) return 0;
+    if (!choose_outputs(r)) return 0;
+    place_outputs(r), place_lookups(r), place_matrices(r);
+    return 1;
 }

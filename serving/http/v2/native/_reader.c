@@ -3,13 +3,13 @@
  * names(words, text) -> a version's names; words: int64 (`NAMES_FIELDS`, then what they count), text: strings
  * read(names, tail, body, header_bytes, gathered, on_device) -> None: `serving.http.v2.request` reads it; or
  *   where tensors lie in regions and `gathered` is None: (regions, input runs)
- *   else (places, sizes, answer, parts, inputs, offsets, scores, elsewhere, into, has_binary, regions, id):
+ *   else (places, sizes, answer, sent_bytes, inputs, offsets, scores, elsewhere, into, has_binary, regions, id):
  *   tail: bytes that end the response's JSON. gathered: all tensors but those in the JSON, in order, or None.
  *   on_device: a byte for each region, 1: its tensors were not gathered
  *   places: int64 [lookups, fields of Place]; sizes: (ids, vectors, bytes of rows read, output bytes)
  *   answer: the response's JSON, or, where an output is sent as JSON, a list of (name, at, bytes, shape,
  *   is half, kind, is binary, region or -1, offset) of each output that is sent
- *   parts: ((start, end), ...) of the output buffer to send behind it; None: all of it
+ *   sent_bytes: of the output buffer, from its begin on, to send behind it
  *   inputs: the input buffer, or None: `body`, or `gathered`
  *   offsets: (place in the output buffer, kjt.offsets), or None
  *   scores: (the scorer's inputs, int64 [inputs, fields of MatrixPlace]; where scores go; rows; whether only
@@ -70,25 +70,16 @@ static PyObject *runs_of(const request *r, int64_t (*find_runs)(const request *,
     return made;
 }
 
-static PyObject *parts_of(const request *r) {
-    Py_ssize_t count = 0;
-    if (r->is_whole) Py_RETURN_NONE;
-    for (int64_t k = 0; k < r->sent_count; k++)
-        count += r->sent[k].is_binary && r->outputs[r->sent[k].output].bytes;
-    PyObject *parts = PyTuple_New(count);
-    for (int64_t k = 0, next = 0; parts && k < r->sent_count; k++) {
-        const output *o = r->outputs + r->sent[k].output;
-        if (!r->sent[k].is_binary || !o->bytes) continue;
-        PyObject *one = Py_BuildValue("LL", (long long)o->at, (long long)(o->at + o->bytes));
-        if (!one || PyTuple_SetItem(parts, next++, one)) Py_CLEAR(parts);
-    }
-    return parts;
+static int64_t place_of(const request *r, enum what what) {
+    for (int64_t k = 0; k < r->output_count; k++)
+        if (r->outputs[k].what == what) return r->outputs[k].at;
+    return -1;
 }
 
 /* Where each unpooled feature's part of kjt.sequences begins, and where the last one ends, in values. */
 static PyObject *offsets_of(const request *r) {
-    int64_t at = 0, count = 1;
-    if (!r->has_offsets) Py_RETURN_NONE;
+    int64_t at = 0, count = 1, offsets_at = r->is_kjt ? place_of(r, OFFSETS) : -1;
+    if (offsets_at < 0) Py_RETURN_NONE;
     for (int64_t k = 0; k < r->part_count; k++) count += !r->names->features[r->places[k].kind].is_pooled;
     PyObject *made = PyBytes_FromStringAndSize(NULL, 8 * count);
     if (!made) return NULL;
@@ -100,16 +91,14 @@ static PyObject *offsets_of(const request *r) {
         at += r->places[k].ids * f->dim;
         memcpy(to += 8, &at, 8);
     }
-    return Py_BuildValue("LN", (long long)r->offsets_at, made);
+    return Py_BuildValue("LN", (long long)offsets_at, made);
 }
 
 static PyObject *scores_of(const request *r) {
     if (!r->has_scores) Py_RETURN_NONE;
-    int64_t at = 0;
-    for (int64_t k = 0; k < r->output_count; k++)
-        if (r->outputs[k].what == SCORES) at = r->outputs[k].at;
     return Py_BuildValue("y#LLO", (const char *)r->matrices,
-                         (Py_ssize_t)(r->names->n.sources * (int64_t)sizeof(matrix)), (long long)at,
+                         (Py_ssize_t)(r->names->n.sources * (int64_t)sizeof(matrix)),
+                         (long long)place_of(r, SCORES),
                          (long long)r->rows, r->scores_alone ? Py_True : Py_False);
 }
 
@@ -157,7 +146,7 @@ static PyObject *result_of(const request *r, const Py_buffer *tail, PyObject *in
         PyBytes_FromStringAndSize((const char *)r->places, r->part_count * (int64_t)sizeof(place)),
         Py_BuildValue("LLLL", (long long)r->ids, (long long)r->vectors, (long long)r->row_bytes,
                       (long long)r->out_bytes),
-        answer_of(r, tail), parts_of(r), Py_NewRef(inputs), offsets_of(r), scores_of(r),
+        answer_of(r, tail), PyLong_FromLongLong(r->sent_bytes), Py_NewRef(inputs), offsets_of(r), scores_of(r),
         runs_of(r, elsewhere_runs, r->tensor_count), runs_of(r, output_runs, r->sent_count),
         PyBool_FromLong(has_binary(r)), region_names(r),
         r->id.n ? text_of(r->id) : Py_NewRef(Py_None)};

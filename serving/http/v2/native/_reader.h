@@ -33,6 +33,8 @@ typedef struct {
     const feature *features;
     const int64_t *dense_widths, *sources;
     text *named, *label, *dense_named, schema, opening;
+    int has_dots; /* a dense tensor's name has one */
+    int64_t longest_label;
     int32_t *slots;
     uint64_t mask;
     int64_t *words;
@@ -41,8 +43,9 @@ typedef struct {
 
 enum { NO_NAME = INT32_MIN };
 
-/* The number of a feature, -1 - number of a dense tensor, or NO_NAME. */
-int32_t find(const names *n, text name);
+/* The number of a feature, -1 - number of a dense tensor, or NO_NAME. last: the feature that was found before,
+ * or -1; it or the next one is looked at first. */
+int32_t find(const names *n, text name, int32_t last);
 names *make_names(const int64_t *words, int64_t count, const char *held, int64_t bytes);
 void free_names(names *n);
 
@@ -55,11 +58,9 @@ enum source { IN_BODY, IN_TEXT, IN_REGION };
  * numbers do in the header. at: where they are in the inputs. bytes: of its datatype. region: its number.
  * is_elsewhere: it lies in a region that this process does not read. */
 typedef struct {
-    enum role role;
-    enum source source;
-    int is_narrow, is_elsewhere, dims;
+    int8_t role, source, is_narrow, is_elsewhere, dims, item;
     int32_t owner, region;
-    int64_t shape[2], elements, item, bytes, offset, from, at, list_bytes;
+    int64_t shape[2], elements, bytes, offset, from, at, list_bytes;
     const char *list;
 } tensor;
 
@@ -97,10 +98,11 @@ typedef struct {
     /* of the header */
     text id, *regions, kjt_schema;
     int has_schema, is_binary_by_default;
+    int32_t last; /* feature that was named */
     const char *kjt_features; /* the value of the parameter, or null */
     tensor *tensors;
     wanted *wanted;
-    int64_t tensor_count, wanted_count, region_count, text_tensors, body_tensors, narrow_tensors;
+    int64_t tensor_room, tensor_count, wanted_count, region_count, text_tensors, body_tensors, narrow_tensors;
     /* of the inputs */
     int is_rebuilt;
     int64_t in_bytes;
@@ -113,9 +115,9 @@ typedef struct {
     matrix *matrices;
     int32_t *part_of; /* of each feature: its part, or -1 */
     int64_t *dense_at, *dense_rows; /* of each dense tensor: in the inputs, or -1 */
-    int64_t part_count, output_count, sent_count, rows, offsets_at;
-    int64_t ids, vectors, row_bytes, out_bytes;
-    int is_kjt, has_offsets, has_scores, scores_alone, is_whole;
+    int64_t part_count, output_count, sent_count, rows, step; /* step: from one bag's vectors of a kjt to the next */
+    int64_t ids, vectors, row_bytes, out_bytes, sent_bytes; /* sent_bytes: of the outputs that follow the JSON */
+    int is_kjt, has_scores, scores_alone;
 } request;
 
 int read_header(request *r);

@@ -1,0 +1,263 @@
+"""Lookups over HTTP by one worker on one core, as real requests are: a subset of the features each time, found
+masks, deltas that are applied meanwhile.
+
+    python benchmarks/http_requests.py                          # some 4 minutes
+    python benchmarks/http_requests.py --quick                  # about one
+    python benchmarks/http_requests.py --before ../other        # beside the server of another checkout
+
+The worker has one core and the load generator another. All of these take turns, in rounds, over 4 connections:
+
+    same       as many ids in every bag: one header for all requests
+    lengths    lengths of their own in every request
+    subset     the same, of 80 % of the features, drawn for each request
+    masks      the same as lengths, with the found mask of every feature
+    deltas     the same as lengths, while a delta of 100 rows is applied each second
+
+`ids` is how many ids a second come with such requests, over those of `same`; for `masks` and `deltas` over
+those of `lengths`. `first p99` is of the first 1,000 requests after the server's start. `after a delta` is the
+p99 of the 100 requests that follow each one, over that of all others. Answers are compared with the lookups in
+process first. --before: that checkout, with its .venv, serves the same model on the same core, in turns.
+"""
+
+import argparse
+import os
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+from common import HERE, console, report, shared_folder
+from http_cases import DIM, HEADER_LENGTH, Case, InProcess, Server, line, publish_cases, serving, vectors
+
+from tableside.loader.deltas.apply import apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.versions.versions import Model
+from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.generator import Load, merged, run
+
+SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
+CASES = (Case(8, 8, 10), Case(26, 32, 20), Case(100, 8, 5), Case(100, 64, 5), Case(300, 1, 3), Case(1000, 1, 3))
+WAYS = ("same", "lengths", "subset", "masks", "deltas")
+SUBSET, CONNECTIONS, FIRST = 0.8, 4, 1000
+MOST, MOST_BYTES = 4096, 256 << 20  # different requests of a way
+GOAL = 0.9  # of `same`, by ids
+DELTA_ROWS, DELTA_S = 100, 1.0
+
+
+@dataclass
+class Way:
+    """One kind of requests at one server. ids: of a request, on average."""
+
+    url: str
+    requests: Sequence[bytes]
+    ids: float
+    loads: list[Load] = field(default_factory=list)
+    sent: int = 0
+    cpu_s: float = 0.0
+
+    def run(self, server: Server, seconds: float) -> None:
+        before = server.cpu_s()
+        load = run(
+            self.url, self.requests, concurrency=CONNECTIONS, seconds=seconds, first=self.sent, check=None
+        )
+        if load.failed:
+            raise SystemExit(f"{self.url}: {load.failed} requests failed: {load.failure}")
+        self.cpu_s += server.cpu_s() - before
+        self.sent += load.latencies_s.size
+        self.loads.append(load)
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(load.requests_per_s for load in self.loads)
+
+    @property
+    def cpu_us(self) -> float:
+        return 1e6 * self.cpu_s / sum(load.latencies_s.size for load in self.loads)
+
+
+def draw(case: Case, way: str, rng: np.random.Generator) -> tuple[dict[str, str], bytes, int, list[int]]:
+    """A request's headers, body and number of ids, and the features that it names, by number."""
+    same = way == "same"
+    names = list(range(case.features))
+    if way == "subset":
+        names = sorted(rng.choice(case.features, max(1, round(SUBSET * case.features)), False).tolist())
+    described = dict(case.described)
+    described["features"] = [described["features"][n] for n in names]
+    values, lengths = bench.draw(rng, described, case.shape(same))
+    headers, body = bench.encode(described, values, lengths, same=same, form="named")
+    if way == "masks":
+        headers, body = with_masks(headers, body, [f["name"] for f in described["features"]])
+    return headers, body, values.size, names
+
+
+def with_masks(headers: dict[str, str], body: bytes, names: Sequence[str]) -> tuple[dict[str, str], bytes]:
+    """The same request, which asks for every feature's found mask as well."""
+    size = int(headers[HEADER_LENGTH])
+    asked = [{"name": name + part} for name in names for part in ("", ".found")]
+    head = orjson.dumps({**orjson.loads(body[:size]), "outputs": asked})
+    head = head.ljust(-(-len(head) // 8) * 8)
+    return {**headers, HEADER_LENGTH: str(len(head))}, head + body[size:]
+
+
+def make(case: Case, way: str, url: str) -> Way:
+    rng = np.random.default_rng(WAYS.index(way))
+    requests: list[bytes] = []
+    ids = size = 0
+    target = f"{url}/v2/models/{case.model}/infer"
+    while len(requests) < MOST and size < MOST_BYTES:
+        headers, body, count, _ = draw(case, way, rng)
+        requests.append(bench.request_bytes(target, headers, body))
+        ids, size = ids + count, size + len(body)
+    return Way(url, requests, ids / len(requests))
+
+
+def check(case: Case, way: str, inside: InProcess, url: str) -> None:
+    """Compares three answers with the lookups in process, bit for bit."""
+    rng = np.random.default_rng(99)
+    for _ in range(3):
+        state = rng.bit_generator.state
+        headers, body, _, names = draw(case, way, rng)
+        reply = httpx.post(f"{url}/v2/models/{case.model}/infer", content=body, headers=headers, timeout=60)
+        if reply.status_code != 200:
+            raise SystemExit(f"{url} answered {case}, {way}: {reply.status_code} {reply.text[:500]}")
+        rng.bit_generator.state = state
+        names_again = names
+        if way == "subset":
+            rng.choice(case.features, len(names), False)
+        described = {**case.described, "features": [case.described["features"][n] for n in names_again]}
+        values, lengths = bench.draw(rng, described, case.shape(way == "same"))
+        found, masks = outputs_of(reply.headers, reply.content)
+        assert np.array_equal(found, inside.expected(values, lengths, names)), f"{case}, {way}: other vectors"
+        assert masks is None or (masks == 1).all()
+
+
+def outputs_of(headers: Any, body: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+    """An answer's vectors side by side, and its masks."""
+    at = int(headers[HEADER_LENGTH])
+    described = orjson.loads(body[:at])["outputs"]
+    if all(o["datatype"] == "FP32" for o in described):
+        return vectors(headers, body), None
+    found, masks = [], []
+    for output in described:
+        size = output["parameters"]["binary_data_size"]
+        part = body[at : at + size]
+        at += size
+        if output["datatype"] == "BOOL":
+            masks.append(np.frombuffer(part, np.uint8))
+        else:
+            found.append(np.frombuffer(part, np.float32).reshape(output["shape"]))
+    return np.hstack(found), np.concatenate(masks)
+
+
+@contextmanager
+def changing(root: Path, case: Case) -> Iterator[list[float]]:
+    """Applies a delta each second to the model's first table; gives the times at which each was visible."""
+    model, stop, times = Model(root, case.model), threading.Event(), []
+    rng = np.random.default_rng(3)
+
+    def work() -> None:
+        while not stop.is_set():
+            ids = np.unique(rng.integers(0, case.rows, DELTA_ROWS))
+            values = rng.standard_normal((ids.size, DIM), dtype=np.float32)
+            apply(model, ChangeBatch(iter([TableChanges("t0", ids, values)])))
+            times.append(time.perf_counter())
+            stop.wait(DELTA_S)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield times
+    finally:
+        stop.set()
+        thread.join()
+
+
+def measure(
+    case: Case, root: Path, servers: dict[str, Server], rounds: int, seconds: float
+) -> list[dict[str, Any]]:
+    inside = InProcess(root, case)
+    ways: dict[str, dict[str, Way]] = {}
+    first: dict[str, float] = {}
+    for name, server in servers.items():
+        check(case, "lengths", inside, server.url)
+        made = {way: make(case, way, server.url) for way in WAYS[:-1]}
+        ways[name] = {**made, "deltas": Way(server.url, made["lengths"].requests, made["lengths"].ids)}
+        begun = ways[name]["subset"]
+        while begun.sent < FIRST:
+            begun.run(server, 0.1)
+        first[name] = merged(begun.loads).percentile_ms(99)
+        begun.loads.clear()
+        begun.cpu_s = 0.0
+        for way in WAYS[:-1]:
+            check(case, way, inside, server.url)
+    for _ in range(rounds):
+        for way in WAYS[:-1]:
+            for name, server in servers.items():
+                ways[name][way].run(server, seconds)
+    with changing(root, case):
+        for _ in range(rounds):
+            for name, server in servers.items():
+                ways[name]["deltas"].run(server, seconds)
+    return [row(case, way, ways, first) for way in WAYS]
+
+
+def row(case: Case, way: str, ways: dict[str, dict[str, Way]], first: dict[str, float]) -> dict[str, Any]:
+    ours = ways["ours"]
+    base = ours["lengths" if way in ("masks", "deltas") else "same"]
+    ids = ours[way].rate * ours[way].ids / (base.rate * base.ids)
+    found: dict[str, Any] = {
+        "features x batch x ids": str(case),
+        "way": way,
+        "req/s": ours[way].rate,
+        "cpu us": ours[way].cpu_us,
+        "p50 ms": merged(ours[way].loads).percentile_ms(50),
+        "p99 ms": merged(ours[way].loads).percentile_ms(99),
+        "ids": ids,
+        "met": bool(ids >= GOAL),
+    }
+    if way == "subset":
+        found["first p99 ms"] = first["ours"]
+    if "before" in ways:
+        found["req/s before"] = ways["before"][way].rate
+        found["cpu us before"] = ways["before"][way].cpu_us
+    return {k: found.get(k) for k in (*found, "first p99 ms", "req/s before", "cpu us before")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter rounds, printed and not written")
+    parser.add_argument("--case", type=int, help="one of the cases, from 0 on; printed and not written")
+    parser.add_argument("--before", type=Path, help="another checkout, whose server takes turns")
+    options = parser.parse_args()
+    if SERVER_CORE == LOAD_CORE:
+        raise SystemExit("expected two cores, one for the server and one for the load generator")
+    rounds, seconds = (3, 0.2) if options.quick else (7, 0.6)
+    rows: list[dict[str, Any]] = []
+    with shared_folder() as root, ExitStack() as stack:
+        publish_cases(root, CASES)
+        os.sched_setaffinity(0, {LOAD_CORE})
+        arguments = "ours", root, SERVER_CORE
+        servers = {"ours": stack.enter_context(serving(HERE / "http_servers.py", *arguments))}
+        if options.before:
+            checkout = options.before.resolve()
+            script = checkout / "benchmarks/http_servers.py"
+            servers["before"] = stack.enter_context(serving(script, *arguments, checkout=checkout))
+        for case in CASES if options.case is None else CASES[options.case : options.case + 1]:
+            rows += measure(case, root, servers, rounds, seconds)
+            console.print(*map(line, rows[-len(WAYS) :]), sep="\n")
+    if not options.quick and options.case is None:
+        title = f"requests as they come, int8 D {DIM}, one worker on one core, {CONNECTIONS} connections"
+        report("http_requests", title, rows)
+
+
+if __name__ == "__main__":
+    main()
