@@ -25,6 +25,7 @@ BENCHMARKS = (
     "torch_module_processes.py",
     "workers.py",
     "http_lookup.py",
+    "http_requests.py",
     "client.py",
     "client_shm.py",
     "eval_pool.py",
