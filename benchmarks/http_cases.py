@@ -228,9 +228,7 @@ def serving(*command: object, checkout: Path | None = None) -> Iterator[Server]:
         python = sys.executable if checkout is None else str(checkout / ".venv/bin/python")
         arguments = [python, *(str(c) for c in command)]
         started = time.perf_counter()
-        process = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=log, text=True, cwd=checkout
-        )
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=log, text=True, cwd=checkout)
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

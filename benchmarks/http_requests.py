@@ -1,11 +1,12 @@
-"""Lookups over HTTP by one worker on one core, as real requests are: a subset of the features each time, found
-masks, deltas that are applied meanwhile.
+"""Lookups over HTTP by one worker on one core, as real requests are: a subset of the features each time,
+found masks, deltas that are applied meanwhile.
 
     python benchmarks/http_requests.py                          # some 4 minutes
     python benchmarks/http_requests.py --quick                  # about one
     python benchmarks/http_requests.py --before ../other        # beside the server of another checkout
 
-The worker has one core and the load generator another. All of these take turns, in rounds, over 4 connections:
+The worker has one core and the load generator another. All of these take turns, in rounds, over 4
+connections:
 
     same       as many ids in every bag: one header for all requests
     lengths    lengths of their own in every request
@@ -14,9 +15,8 @@ The worker has one core and the load generator another. All of these take turns,
     deltas     the same as lengths, while a delta of 100 rows is applied each second
 
 `ids` is how many ids a second come with such requests, over those of `same`; for `masks` and `deltas` over
-those of `lengths`. `first p99` is of the first 1,000 requests after the server's start. `after a delta` is the
-p99 of the 100 requests that follow each one, over that of all others. Answers are compared with the lookups in
-process first. --before: that checkout, with its .venv, serves the same model on the same core, in turns.
+those of `lengths`. `first p99` is of the first 1,000 requests to a model. Answers are compared with the
+lookups in process first. --before: that checkout, with its .venv, serves the same model on the same core.
 """
 
 import argparse
@@ -34,16 +34,18 @@ import httpx
 import numpy as np
 import orjson
 from common import HERE, console, report, shared_folder
-from http_cases import DIM, HEADER_LENGTH, Case, InProcess, Server, line, publish_cases, serving, vectors
+from http_cases import DIM, Case, InProcess, Server, line, publish_cases, serving, vectors
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli.commands import bench
+from tableside.serving.cli.commands.bench import HEADER_LENGTH
 from tableside.serving.cli.commands.generator import Load, merged, run
 
 SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
-CASES = (Case(8, 8, 10), Case(26, 32, 20), Case(100, 8, 5), Case(100, 64, 5), Case(300, 1, 3), Case(1000, 1, 3))
+SHAPES = ((8, 8, 10), (26, 32, 20), (100, 8, 5), (100, 64, 5), (300, 1, 3), (1000, 1, 3))
+CASES = tuple(Case(*shape) for shape in SHAPES)
 WAYS = ("same", "lengths", "subset", "masks", "deltas")
 SUBSET, CONNECTIONS, FIRST = 0.8, 4, 1000
 MOST, MOST_BYTES = 4096, 256 << 20  # different requests of a way

@@ -83,10 +83,11 @@ class ServerSettings(RootSettings):
     threads: int = Field(
         1, ge=1, le=64, description="threads of one lookup; more than 1 only pays with idle cores"
     )
-    verify: Literal["full", "header"] = Field(
+    verify: Literal["full", "always", "header"] = Field(
         "full",
-        description="on attaching a version, check every byte, or only its header: then damaged rows are "
-        "served until the scrubber or `tableside verify` finds them",
+        description="on attaching a version, check every byte, in the first process of this host (full) or "
+        "in each (always), or only its header: then damaged rows are served until the scrubber or "
+        "`tableside verify` finds them",
     )
     poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_behind_s: float = Field(

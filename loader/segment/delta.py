@@ -44,7 +44,7 @@ class Delta:
     """An attached delta, mapped. Closes `fd`. SegmentError: the file is damaged, or its name does not fit
     it."""
 
-    def __init__(self, path: Path, fd: int, verify: Verify = "full") -> None:
+    def __init__(self, path: Path, fd: int, verify: Verify = "always") -> None:
         self.path = path
         self._fd = fd
         self.segment = Segment(path, verify, os.dup(fd))

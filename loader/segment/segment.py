@@ -18,9 +18,11 @@ Each `offset` is a multiple of 4096; gaps are zeros. A chunk has `chunk_rows` ro
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +48,10 @@ from tableside.quant.contract import Bytes
 
 MAGIC, FORMAT_VERSION = b"TABLSIDE", 3
 
-Verify = Literal["full", "header"]
+Verify = Literal["full", "always", "header"]
+"""What is read when a file is attached: full: every byte, once a host (loader.versions.verified); always:
+every byte; header: the header."""
+_READ_S = 0.004  # that `Segment.verify` reads between two rests
 
 
 class SegmentWriter:
@@ -110,18 +115,21 @@ class Segment:
     closed here. SegmentError: the file is no valid segment (docs/format.md). Copies are the object itself; a
     pickle holds the path and attaches again, with SegmentError if another file is there."""
 
-    def __init__(self, path: Path, verify: Verify = "full", fd: int | None = None) -> None:
+    def __init__(self, path: Path, verify: Verify = "always", fd: int | None = None) -> None:
+        """verify: "full" reads every byte, too."""
         self.path = path
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
         try:
-            size = os.fstat(fd).st_size
+            self.file = os.fstat(fd)
+            size = self.file.st_size
             prelude = os.pread(fd, PRELUDE.size, 0)
             header_bytes = _check_prelude(path, prelude, size)
             self.mapping = Mapping(fd, size)
         finally:
             os.close(fd)
+        self.header_checksum = PRELUDE.unpack(prelude)[4]
         self.header, self._checksums = self._read_header(prelude, header_bytes)
-        if verify == "full":
+        if verify != "header":
             self.verify()
         self.tables = {t.name: self._table(t) for t in self.header.tables}
 
@@ -159,7 +167,6 @@ class Segment:
 
     def _read_header(self, prelude: bytes, header_bytes: int) -> tuple[Header, NDArray[np.uint64]]:
         data = self.mapping.bytes
-        expected = PRELUDE.unpack(prelude)[4]
         text = data[PRELUDE.size : PRELUDE.size + header_bytes].tobytes()
         try:
             header = Header.from_json(text)
@@ -168,7 +175,7 @@ class Segment:
             raise SegmentError(
                 f"{self.path}: the header is corrupt ({error}); publish the version again"
             ) from error
-        if checksum(text + sums.tobytes()) != expected:
+        if checksum(text + sums.tobytes()) != self.header_checksum:
             raise SegmentError(f"{self.path}: the checksum of the header is wrong; publish the version again")
         try:
             check_header(header, PRELUDE.size + header_bytes + sums.size, self.size)
@@ -225,25 +232,28 @@ class Segment:
         owner = next(t.name for t in self.header.tables if t.ids is not None and t.ids.index == stored)
         return f"the id index of table {owner!r}"
 
-    def verify(self, threads: int = 1) -> None:
-        """Reads every row on `threads` threads; SegmentError names the first chunk with a wrong checksum."""
+    def verify(self, threads: int = 1, rest: float = 0.0) -> None:
+        """Reads every row on `threads` threads; SegmentError names the first chunk with a wrong checksum.
+        rest: seconds of rest for each second of reading, so that others have the memory's bandwidth."""
         if self.header.scorer:
             self.program()
-        self._check(list(self.chunks()), threads)
+        self._check(list(self.chunks()), threads, rest)
 
     def verify_indexes(self) -> None:
         """Verifies id indexes, not rows: a damaged row gives a wrong vector, a damaged index may lead
         anywhere."""
         self._check([chunk for chunk in self.chunks() if not isinstance(chunk[0], StoredTable)])
 
-    def _check(self, chunks: Sequence[tuple[StoredRows, int, int]], threads: int = 1) -> None:
+    def _check(
+        self, chunks: Sequence[tuple[StoredRows, int, int]], threads: int = 1, rest: float = 0.0
+    ) -> None:
         count = len(chunks)
         parts = [chunks[count * n // threads : count * (n + 1) // threads] for n in range(threads)]
         if threads == 1:
-            found = [self._first_corrupt(chunks)]
+            found = [self._first_corrupt(chunks, rest)]
         else:
             with ThreadPoolExecutor(threads, "tableside-verify") as pool:
-                found = list(pool.map(self._first_corrupt, parts))
+                found = list(pool.map(partial(self._first_corrupt, rest=rest), parts))
         for chunk in filter(None, found):
             raise SegmentError(
                 f"{self.path}: {self.describe(*chunk)}: the checksum is wrong, so bytes changed after they "
@@ -251,9 +261,16 @@ class Segment:
             )
 
     def _first_corrupt(
-        self, chunks: Sequence[tuple[StoredRows, int, int]]
+        self, chunks: Sequence[tuple[StoredRows, int, int]], rest: float
     ) -> tuple[StoredRows, int, int] | None:
-        return next((chunk for chunk in chunks if not self.is_whole(*chunk)), None)
+        began = time.monotonic()
+        for chunk in chunks:
+            if not self.is_whole(*chunk):
+                return chunk
+            if rest and (read_s := time.monotonic() - began) > _READ_S:
+                time.sleep(rest * read_s)
+                began = time.monotonic()
+        return None
 
 
 def _attach_again(path: Path, content: int) -> Segment:

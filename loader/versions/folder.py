@@ -24,6 +24,7 @@ from pathlib import Path
 from tableside.loader.errors import AccessError, VersionError
 
 LOCK_WAIT_S = 30.0
+NOTE = ".verified"  # behind a file's name: what is noted of it (loader.versions.verified)
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -104,9 +105,10 @@ class Folder:
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def unlink(self, name: str) -> None:
-        """Removes a file if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.fd)
+        """Removes a file if it exists, and what was noted of it."""
+        for one in (name, name + NOTE):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(one, dir_fd=self.fd)
 
     @contextlib.contextmanager
     def lock(self, name: str, wait_s: float = LOCK_WAIT_S, what: str = "") -> Iterator[None]:

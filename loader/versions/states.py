@@ -16,6 +16,7 @@ from tableside.loader.segment.delta import Delta, delta_name, overlaid, parse_de
 from tableside.loader.segment.segment import Segment, Verify
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.record import VersionRecord, reserve_room
+from tableside.loader.versions.verified import verify_once
 from tableside.loader.versions.versions import Model, deltas_of, newest_delta
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
@@ -128,7 +129,9 @@ def open_delta(model: Model, state: State, verify: Verify) -> Delta:
     """Opens a state's delta. FileNotFoundError: it is gone. SegmentError: it is damaged."""
     path = model.folder / delta_name(*state)
     with model.opened() as folder:
-        delta = Delta(path, folder.open(path.name), verify)
+        delta = Delta(path, folder.open(path.name), "always" if verify == "always" else "header")
+        if verify == "full":
+            verify_once(folder, delta.segment)
     if delta.segment.header.model != model.name:
         raise SegmentError(f"{path} holds a delta of model {delta.segment.header.model!r}: remove it")
     return delta

@@ -1,6 +1,7 @@
 """Versions of models in shared memory: publish, activate, attach, remove.
 
     ROOT/MODEL/3.segment            a version, immutable
+    ROOT/MODEL/3.segment.verified   notes that it was read whole on this host (loader.versions.verified)
     ROOT/MODEL/3.damaged            marks version 3 as changed after publication; it is not attached any more
     ROOT/MODEL/4.segment.partial    a load under way, or left by a killed one (a load or `gc` removes it)
     ROOT/MODEL/current              the live version, replaced as a whole (loader.versions.record)
@@ -15,6 +16,7 @@ can change the files or hold a lock (loader.versions.folder).
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,7 @@ from tableside.loader.versions.record import (
     reserve_room,
     write_next,
 )
+from tableside.loader.versions.verified import verified_at, verify_once
 
 DEFAULT_ROOT = Path("/dev/shm/tableside")
 _PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"
@@ -119,7 +122,9 @@ class Model:
             if folder.exists(f"{version}{_DAMAGED}"):
                 what = f"{path}: rows were found to have changed after they were written"
                 raise SegmentError(f"{what}; activate another version, or load it again")
-            segment = Segment(path, verify, folder.open(path.name))
+            segment = Segment(path, "always" if verify == "always" else "header", folder.open(path.name))
+            if verify == "full":
+                verify_once(folder, segment)
         found = segment.header
         if (found.model, found.version) != (self.name, version):
             raise SegmentError(
@@ -139,7 +144,23 @@ class Model:
         remedy = hint or "; publish one with: tableside load model.toml"
         return VersionError(f"model {self.name!r} in {self.root}: {what} (versions there: {known}){remedy}")
 
+    def verified_at(self, segment: Segment) -> float | None:
+        """Returns when a process of this host read every byte of a version or delta; None: none did."""
+        with self.opened() as folder:
+            return verified_at(folder, segment)
+
     # ---- actions ----
+
+    def verify(self, segment: Segment, verify: Verify, threads: int = 1, rest: float = 0.0) -> float:
+        """Reads an attached version or delta as `verify` says; returns when its bytes were read last, of
+        time.time(), 0: never. threads, rest: of `Segment.verify`. SegmentError: a checksum is wrong."""
+        if verify == "header":
+            return 0.0
+        if verify == "full":
+            with self.opened() as folder:
+                return verify_once(folder, segment, threads, rest)
+        segment.verify(threads, rest)
+        return time.time()
 
     @contextlib.contextmanager
     def loading(self, group: str | None = None) -> Iterator[int]:

@@ -26,6 +26,7 @@ logger = logging.getLogger("tableside")
 _VERIFIERS = (
     4  # threads that read a version's rows while it is placed on a GPU, where no version is served beside it
 )
+_REST = 3.0  # seconds of rest for each second of reading, beside requests
 # for which states may go while the first one is attached; between two of them
 _BEGIN_S, _AGAIN_S = (30.0, 0.05)
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
@@ -138,32 +139,34 @@ class Engine:
         """Maps, verifies, places and warms up a state (None: the live one) without serving it. as_successor:
         it may take the served one's room and cached rows, and is swapped in at once. LoaderError, QuantError,
         ServingError, OSError: it cannot be served here."""
-        before = self._served
-        like = None if before is None else before.segment
-        unverified: Segment | None = None
-        if self._placer.gpu is not None and self._settings.verify == "full":
-            version = (state or state_of(self.model.record())).version
-            if like is None or like.header.version != version:
-                unverified = like = self.model.attach(version or None, "header")
-        segment = attach_state(self.model, state, self._settings.verify, like)
+        before, verify = self._served, self._settings.verify
+        segment = attach_state(self.model, state, "header", None if before is None else before.segment)
+        known = () if before is None else before.segment.deltas
+        for delta in segment.deltas:
+            if delta not in known:
+                self.model.verify(delta.segment, verify)
         if before is not None and segment.base is before.segment.base:
             return before.with_deltas(
                 segment, self._placer.place(segment, before.placed if as_successor else None)
             )
         replaced = before.placed if before is not None and as_successor else None
-        if unverified is None or segment.base is not unverified:
-            return self._attach(segment, replaced)
-        unverified.verify_indexes()
+        is_gpu = self._placer.gpu is not None
+        threads, rest = (1, _REST) if before is not None else (_VERIFIERS if is_gpu else 1, 0.0)
+        read = partial(self.model.verify, segment.base, verify, threads, rest)
+        if not is_gpu:
+            at = read()
+            return self._attach(segment, replaced, lambda: at)
+        if verify != "header" and (verify == "always" or self.model.verified_at(segment.base) is None):
+            segment.base.verify_indexes()
         # rows, while they are copied and kernels are loaded
         with ThreadPoolExecutor(1, "tableside-verify") as beside:
-            verifying = beside.submit(unverified.verify, 1 if as_successor else _VERIFIERS)
-            served = self._attach(segment, replaced, verifying.result)
-        return served
+            return self._attach(segment, replaced, beside.submit(read).result)
 
     def _attach(
-        self, segment: Segment, replaced: Placements | None, verified: Callable[[], None] = lambda: None
+        self, segment: Segment, replaced: Placements | None, verified: Callable[[], float]
     ) -> ServedVersion:
-        """The rest of `attach`. replaced: gives its room. verified: waits until all rows were read."""
+        """The rest of `attach`. replaced: gives its room. verified: waits until all rows were read; returns
+        when."""
         clock = _Clock()
         try:
             placed = self._placer.place(segment, replaced)
@@ -188,7 +191,6 @@ class Engine:
                 scorer=scorer,
                 threads=self._settings.threads,
                 max_response_bytes=self._settings.max_response_bytes,
-                verified_at=time.time() if self._settings.verify == "full" else 0.0,
             )
             served.warm_up()
             if self._placer.gpu is not None and served.scorer is not None and served.scorer.calls is not None:
@@ -196,7 +198,7 @@ class Engine:
                     partial(served.scorer.calls.warm_up, served.scorer.admit)
                 )
             clock.mark("warm-up")
-            verified()
+            served.verified_at = verified()
             clock.mark("rest of verifying")
             served.placed.take_over()
         except (LoaderError, QuantError, ServingError, OSError):

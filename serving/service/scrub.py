@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.errors import LoaderError, SegmentError, VersionError
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics.metrics import ERRORS, SCRUBS
@@ -27,7 +27,6 @@ logger = logging.getLogger("tableside")
 
 LOCK = "scrub.lock"
 _REST = 9  # seconds of rest for each second of reading
-_READ_S = 0.02  # between two rests
 _LOOKS = 20  # times that the scrubber looks whether a scrub is due, between two scrubs
 _LONGEST_LOOK_S = 60.0
 
@@ -118,16 +117,10 @@ def _done_at(fd: int, version: int) -> float:
 
 def damage_of(model: Model, version: int) -> str | None:
     """Reads every row of a version, with rests; returns the first damage, or None."""
-    segment = model.attach(version, "header")
-    began = time.monotonic()
-    for table, start, stop in segment.chunks():
-        if not segment.is_whole(table, start, stop):
-            return f"{segment.describe(table, start, stop)}: the checksum is wrong"
-        if (read_s := time.monotonic() - began) > _READ_S:
-            time.sleep(_REST * read_s)
-            began = time.monotonic()
-    if segment.header.scorer is not None:
-        segment.program()
+    try:
+        model.attach(version, "header").verify(rest=_REST)
+    except SegmentError as error:
+        return str(error)
     return None
 
 

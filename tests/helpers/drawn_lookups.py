@@ -29,9 +29,6 @@ class Drawn:
             self.tables.append(table)
             precision = one if self.together else self.rng.choice(precisions)
             self.kinds.append(LookupKind(table, self.rng.choice(list(Pooling)), precision))
-        if self.together:
-            pooled = [k for k in self.kinds if k.pooling is not Pooling.NONE]
-            self.row_bytes = sum(k.table.dim * k.precision.bytes for k in pooled)
 
     def over(self, sources: Sequence[RowSource]) -> list[LookupKind]:
         """The kinds, with tables that lie elsewhere."""
@@ -43,9 +40,11 @@ class Drawn:
         bags_of_all = rng.randint(0, 5)
         parts, places, at, out_at, column = [b"x" * rng.choice([0, 3, 8])], [], 0, 0, 0
         at = len(parts[0])
-        if self.together:
-            out_at = self.row_bytes * bags_of_all
         numbers = rng.sample(range(len(self.kinds)), rng.randint(1, len(self.kinds)))
+        pooled = [k for k in map(self.kinds.__getitem__, numbers) if k.pooling is not Pooling.NONE]
+        row_bytes = sum(k.table.dim * k.precision.bytes for k in pooled)
+        if self.together:
+            out_at = row_bytes * bags_of_all
         for number in numbers:
             kind = self.kinds[number]
             is_pooled = kind.pooling is not Pooling.NONE
@@ -76,7 +75,7 @@ class Drawn:
                 fixed if uses_fixed else 0,
                 bags if is_pooled else 0,
             )
-            step = self.row_bytes if self.together and is_pooled else 0
+            step = row_bytes if self.together and is_pooled else 0
             places.append(
                 Place(number, ids_at, count, found[0], found[1] or 0, found[2], weights_at, place_at, step)
             )

@@ -19,6 +19,14 @@ def rows_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((rows, dim)).astype(np.float32)
 
 
+def files_of(folder: Path) -> set[str]:
+    """The names of a model's files, without locks, records and what is noted of files that are there."""
+    names = {path.name for path in folder.iterdir() if not path.name.endswith(".lock")}
+    notes = {name for name in names if name.endswith(".verified")}
+    assert {name.removesuffix(".verified") for name in notes} <= names, "a note stayed behind its file"
+    return names - notes - {"current", "current.new"}
+
+
 def until(
     condition: Callable[[], object], deadline_s: float = LONGEST_S, what: str = "the condition"
 ) -> None:

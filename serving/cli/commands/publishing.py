@@ -125,7 +125,7 @@ def verify(options: argparse.Namespace) -> int:
     """Reads every byte of the versions. Exit code 1: one of them is damaged."""
     named = chosen(options)
     if options.model and options.version is not None:
-        named[0].attach(options.version)
+        named[0].attach(options.version, "always")
         console.print(f"{options.model} version {options.version}: whole")
         return 0
     if options.model and not named[0].versions():
@@ -137,7 +137,7 @@ def verify(options: argparse.Namespace) -> int:
         for version in model.versions():
             found = "whole"
             try:
-                model.attach(version)
+                model.attach(version, "always")
             except SegmentError as error:
                 found, bad = str(error), bad + 1
             console.print(f"{model.name} version {version}: {found}")

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from changing import DIM, IDS, Oracle
 from raw_segments import RawTable, publish_tables
-from support import rows_of
+from support import files_of, rows_of
 
 from tableside.loader.deltas import apply as applying
 from tableside.loader.deltas.apply import ApplySettings, apply, position_of
@@ -308,7 +308,7 @@ def test_what_a_killed_apply_left_goes(oracle: Oracle) -> None:
     (oracle.model.folder / "1+2.delta.partial").write_bytes(b"x")
     assert apply(oracle.model, ChangeBatch(oracle.change(3))).state == State(1, 2)
     oracle.check(attach_state(oracle.model))
-    assert sorted(n for n in os.listdir(oracle.model.folder) if "delta" in n) == ["1+1.delta", "1+2.delta"]
+    assert files_of(oracle.model.folder) == {"1.segment", "1+1.delta", "1+2.delta"}
 
 
 def test_a_full_file_system_keeps_the_state(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from changing import Oracle
 from killing import What, run_until
+from support import files_of
 
 from campaigns.common import until
 from tableside.loader.deltas import apply as applying
@@ -68,8 +69,7 @@ class Story:
         collect_states(model, Retention(0))
         segment = attach_state(model, None, "header")
         live = {segment.path.name, *(delta.path.name for delta in segment.deltas)}
-        files = {n for n in os.listdir(model.folder) if not n.endswith(".lock")}
-        assert files - {"current", "current.new"} == live
+        assert files_of(model.folder) == live
 
 
 def apply_one(story: Story, model: Model) -> None:

@@ -63,10 +63,10 @@ def test_rows_are_verified_while_they_are_placed(
     verify, place = Segment.verify, Placer.place
     verified: list[int] = []
 
-    def slow_verify(self: Segment, threads: int = 1) -> None:
+    def slow_verify(self: Segment, threads: int = 1, rest: float = 0.0) -> None:
         verifying.set()
         assert placing.wait(300)
-        verify(self, threads)
+        verify(self, threads, rest)
         verified.append(threads)
 
     def slow_place(self: Placer, *arguments: Any) -> Any:

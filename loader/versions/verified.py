@@ -1,0 +1,98 @@
+"""Published files are read whole once a host: who read one first says so, and others believe it.
+
+    ROOT/MODEL/3.segment.verified     of a file that was whole: boot, device, inode, bytes, time of change and
+                                      header's checksum of that file, and when it was read
+
+It is believed as far as the folder is. A file that was written to meanwhile is read again; bytes that change
+without that (a bit that flips, a write through a mapping) are found by the scrubber. While one process reads
+a file, others wait for it. On a hugetlbfs nothing is said, and each process reads.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tableside.loader.segment.huge_pages import huge_page_bytes
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.folder import NOTE, Folder
+
+_WAIT_S = 60.0  # for another process that reads the file
+_PAUSE_S = 0.005
+
+
+def verified_at(folder: Folder, segment: Segment) -> float | None:
+    """Returns when a process of this host read every byte of a file, of time.time(); None: none did."""
+    try:
+        noted = json.loads(folder.read(segment.path.name + NOTE))
+    except (FileNotFoundError, ValueError):
+        return None
+    at = noted.pop("at", None) if isinstance(noted, dict) else None
+    return float(at) if isinstance(at, int | float) and noted == _identity(segment) else None
+
+
+def verify_once(folder: Folder, segment: Segment, threads: int = 1, rest: float = 0.0) -> float:
+    """Reads every byte unless a process of this host did; returns when that was. threads, rest: of
+    `Segment.verify`. SegmentError: a checksum is wrong."""
+    if (at := verified_at(folder, segment)) is not None:
+        return at
+    try:
+        fd = folder.open(segment.path.name)
+    except FileNotFoundError:  # it was removed, and is mapped still
+        segment.verify(threads, rest)
+        return time.time()
+    try:
+        if huge_page_bytes(fd):  # a note would take a page of it
+            segment.verify(threads, rest)
+            return time.time()
+        is_ours = _take(fd)
+        if is_ours and (at := verified_at(folder, segment)) is not None:
+            return at
+        segment.verify(threads, rest)
+        at = time.time()
+        if is_ours and os.fstat(fd).st_ino == segment.file.st_ino:
+            _note(folder, segment, at)
+        return at
+    finally:
+        os.close(fd)
+
+
+def _take(fd: int) -> bool:
+    """Locks a file; False: another process holds it for _WAIT_S."""
+    deadline = time.monotonic() + _WAIT_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_PAUSE_S)
+
+
+def _note(folder: Folder, segment: Segment, at: float) -> None:
+    """Says that a file is whole. Where this user cannot write there, or memory is full, nothing is said."""
+    name = f"{segment.path.name}{NOTE}.{os.getpid()}.partial"  # of a killed process the next load removes it
+    with contextlib.suppress(OSError):
+        fd = folder.create(name)
+        try:
+            os.write(fd, json.dumps({**_identity(segment), "at": at}).encode())
+            folder.rename(name, segment.path.name + NOTE)
+        except OSError:
+            folder.unlink(name)
+        finally:
+            os.close(fd)
+
+
+def _identity(segment: Segment) -> dict[str, Any]:
+    file = segment.file
+    return {
+        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "device": file.st_dev,
+        "inode": file.st_ino,
+        "bytes": file.st_size,
+        "changed_ns": file.st_mtime_ns,
+        "header": segment.header_checksum,
+    }
