@@ -5,18 +5,15 @@ operator, by position, tables bound before. Ours is called through the public `B
 output given. Each pair of results is compared before it is timed. A headline is the median of the rows that
 it names: batches of 256 and 4096, both kinds of ids.
 
-Three more results: two threads against one; a request of 26 features as it is served, one plan; and one table
-of 1, 2, 4 and 8 GiB (--large-gib). The last shows the pages: where the translation caches do not hold a
-table, each row costs a walk of the page tables.
+Two more results: two threads against one, and a request of 26 features as it is served, one plan. Larger
+tables: benchmarks/cpu_sizes.py.
 """
 
 import argparse
 import os
 import threading
 import time
-from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,9 +23,8 @@ from common import alternate, console, report, shared_folder
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from make_model import publish_random
 
-from tableside.loader.segment.memory import available_bytes
 from tableside.loader.versions.versions import Model
-from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
+from tableside.quant import Lookup, LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.fbgemm import operator
 from tableside.serving.cli.commands.bench import draw_ids
@@ -36,7 +32,7 @@ from tableside.serving.cli.commands.bench import draw_ids
 IDS = 20
 CASES = [("int8", 64), ("int4", 64), ("int8", 128), ("int2", 64), ("fp8", 64), ("fp16", 64)]
 TARGETS = {("int8", 64): 3.1, ("int4", 64): 3.2, ("int8", 128): 1.6}
-UNPOOLED_TARGET, ONE_BAG_US, LARGE_TARGET = 3.0, 5.0, 0.5
+UNPOOLED_TARGET, ONE_BAG_US = 3.0, 5.0
 THREADS_TARGETS = {256: 1.0, 4096: 1.7}  # within one call; a small one is not worth a second thread
 FEATURES, FEATURE_BAGS = 26, 32
 native = choose("native")
@@ -163,50 +159,6 @@ def as_served(table: Table) -> dict[str, Any]:
     }
 
 
-def sizes(table: Table, gib: int) -> list[dict[str, Any]]:
-    """Pooled, uniform ids over the first 1, 2, 4 ... GiB of a table of `gib` GiB, in turns."""
-    out, mode, numbers = (
-        aligned((4096, table.dim)),
-        PoolingMode.SUM,
-        [n for n in (1, 2, 4, 8, 16, 32) if n <= gib],
-    )
-    calls: dict[str, Callable[[], object]] = {}
-    for n in numbers:
-        part = Table(table.packed[: table.rows * n // gib], table.row_format, table.dim)
-        b, theirs = Batches(part, 4096, None), operator(part)
-
-        def ours_of(part: Table = part, b: Batches = b) -> None:
-            native.lookup(part, b.ids[b.next()], b.lengths, out=out)
-
-        def theirs_of(theirs: Any = theirs, b: Batches = b) -> None:
-            theirs(b.tensors[b.next()], b.offsets, mode, None)
-
-        calls |= {f"native {n}": ours_of, f"fbgemm {n}": theirs_of}
-    seconds = alternate(calls)
-    return [
-        {
-            "GiB": n,
-            "native M rows/s": 4096 * IDS / seconds[f"native {n}"] / 1e6,
-            "fbgemm M rows/s": 4096 * IDS / seconds[f"fbgemm {n}"] / 1e6,
-            "ratio": seconds[f"fbgemm {n}"] / seconds[f"native {n}"],
-            "of 1 GiB": seconds["native 1"] / seconds[f"native {n}"],
-            "target": LARGE_TARGET if n == 8 else "",
-            "met": n != 8 or seconds["native 1"] / seconds["native 8"] >= LARGE_TARGET,
-        }
-        for n in numbers
-    ]
-
-
-def large(gib: int) -> list[dict[str, Any]]:
-    """`sizes` of a table of int8, D 64."""
-    with shared_folder() as root:
-        publish_random(root, "t", {"t": (gib * 2**30 // RowFormat.INT8.row_bytes(64), 64, "int8")})
-        segment = Model(root, "t").attach(verify="header")
-        int(segment.mapping.bytes[:: 1 << 20].sum())
-        console.print(f"{gib} GiB, {segment.mapping.huge_fraction():.0%} on 2 MiB pages")
-        return sizes(segment.tables["t"], gib)
-
-
 def two_threads(table: Table, batch: int) -> dict[str, Any]:
     """Two threads over one: each on batches of its own (as two requests are), and both on one batch
     (threads=2)."""
@@ -253,23 +205,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gib", type=float, default=1.0, help="bytes of the segment (default: %(default)s)")
-    parser.add_argument(
-        "--large-gib",
-        type=int,
-        default=8,
-        help="bytes of the large table, where they fit (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prefetch-into",
-        type=int,
-        choices=(1, 2),
-        help="level of the cache (default: as suits the processor)",
-    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.prefetch_into:
-        _native.prefetch_into(options.prefetch_into)
-    console.print(f"{native.description}, rows prefetched into L{_native.prefetches_into()}")
+    console.print(native.description)
     rows, threads, served = [], [], []
     for label, dim in CASES:
         with shared_folder() as root:
@@ -278,6 +216,7 @@ def main() -> None:
             segment = Model(root, "t").attach(verify="header")
             table = segment.tables["t"]
             int(segment.mapping.bytes[:: 1 << 20].sum())  # maps every page
+            native.planner([LookupKind(table, Pooling.SUM)])  # measures prefetches, as a server's start does
             console.print(
                 f"{label} D {dim}: {count:,} rows, {segment.mapping.huge_fraction():.0%} on 2 MiB pages"
             )
@@ -292,13 +231,12 @@ def main() -> None:
             if (label, dim) in TARGETS:
                 served.append(as_served(table))
             del table, segment
-    level = _native.prefetches_into()
     report(
         "cpu_lookup",
         "native kernel against FBGEMM's operator, one core",
         rows,
         headlines=headlines(rows),
-        prefetched_into=level,
+        prefetch=_native.prefetches()[0],
     )
     report("cpu_lookup_threads", "two threads against one, native kernel", threads)
     report(
@@ -306,12 +244,6 @@ def main() -> None:
         f"a request of {FEATURES} features, {FEATURE_BAGS} bags of {IDS} ids each, native kernel",
         served,
     )
-    if (free := available_bytes(Path("/dev/shm"))) > 1.05 * options.large_gib * 2**30:
-        report("cpu_lookup_sizes", "one table of several sizes, one core", large(options.large_gib))
-    else:
-        console.print(
-            f"/dev/shm has {free / 2**30:.1f} GiB: a table of {options.large_gib} GiB was not measured"
-        )
 
 
 if __name__ == "__main__":

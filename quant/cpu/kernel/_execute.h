@@ -12,9 +12,6 @@
 enum { SHARED_BYTES = 2 << 20, PART_BYTES = 256 << 10, PARTS_A_THREAD = 8,
       MAX_PARTS = PARTS_A_THREAD * MAX_THREADS };
 
-/* What runs lookups. into_l1: rows are prefetched into L1; 0: into L2. */
-typedef struct { const kernel *kernel; int into_l1; } runner;
-
 enum problem { NO_PROBLEM = 0, BAD_ID = 1, BAD_LENGTH = 2, BAD_SUM = 3, MISSING_ID = 4, NO_MEMORY = 5 };
 typedef struct { int64_t job; enum problem problem; int64_t position, value; } verdict;
 
@@ -174,7 +171,7 @@ static void copy_rows(const job *j, ahead *a) {
     const int64_t lead = a->job == j ? a->id : j->n_ids;
     uint8_t *out = j->out;
     for (int64_t id = 0; id < j->n_ids; id++, out += j->out_row_bytes) {
-        if (id + lead < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (id + lead), a->into_l1);
+        if (id + lead < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (id + lead), a->how.into_l1);
         else prefetch_later(a, j, 1);
         __builtin_memcpy(out, j->table + load_i64(j->ids + 8 * id) * j->row_bytes, (size_t)j->row_bytes);
     }
@@ -229,7 +226,7 @@ static void run_mapped(runner with, const job *j, const job *end) {
             with.kernel->place(here, wanted < j->n_ids ? wanted : j->n_ids);
             parts[0].ids = (const uint8_t *)parts[0].numbers, parts[0].beyond = here->placed - until;
             const int64_t placed = parts[0].n_ids + parts[0].beyond;
-            ahead a = {parts, parts + 1, lead, with.into_l1};
+            ahead a = {parts, parts + 1, lead, with.how};
             if (has_next && here->placed == j->n_ids) {
                 with.kernel->place(after, after->job->n_ids < ahead_ids ? after->job->n_ids : ahead_ids);
                 parts[1] = *after->job;
@@ -254,7 +251,7 @@ static void run_jobs(runner with, const job *jobs, const job *end) {
     while (jobs < end) {
         const job *stop = jobs;
         while (stop < end && !stop->map) stop++;
-        ahead a = prefetch_ahead(jobs, stop, with.into_l1);
+        ahead a = prefetch_ahead(jobs, stop, with.how);
         for (; jobs < stop; jobs++) {
             if (jobs->is_gather) copy_rows(jobs, &a);
             else with.kernel->lookup(jobs, &a);

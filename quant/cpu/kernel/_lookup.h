@@ -102,8 +102,9 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
 }
 
 /* Rows of exactly `blocks` vectors, the usual widths: everything but the ids is known to the compiler.
- * sum[blocks] += row `id` of the job, which is declared around it. */
+ * sum[blocks] += row `id` of the job, which is declared around it; a row that comes soon goes from L2 to L1. */
 #define ADD_ROW \
+    if (near) prefetch_row(table, row_bytes, ids + 8 * (id + near < last ? id + near : id), 1); \
     add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0, \
             weighted ? load_f32(weights + 4 * id) : 1.0f)
 
@@ -112,8 +113,8 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
         out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights,
         *const lengths = j->lengths;
-    const int mean = j->pooling == POOL_MEAN, into_l1 = a->into_l1;
-    const int64_t last = n_ids + j->beyond;
+    const int mean = j->pooling == POOL_MEAN, into_l1 = a->how.into_l1;
+    const int64_t last = n_ids + j->beyond, near = a->how.near;
     int64_t id = 0, prefetched = a->job == j ? a->id : last; /* of this job's rows */
     uint8_t *out = j->out;
     vf sum[16];
@@ -129,7 +130,9 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
         }
         if (id < end) {
             prefetch_later(a, j, end - id);
-            for (; id < end; id++) ADD_ROW;
+            for (; id < end; id++) {
+                ADD_ROW;
+            }
         }
         if (mean && length > 1) {
             vf factor = v_set(1.0f / (float)length);
@@ -145,8 +148,8 @@ INLINE void copy_whole(int format, int blocks, int weighted, int how, const job 
     const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids,
         out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights;
-    const int into_l1 = a->into_l1;
-    const int64_t last = n_ids + j->beyond, lead = a->job == j ? a->id : last;
+    const int into_l1 = a->how.into_l1;
+    const int64_t last = n_ids + j->beyond, near = a->how.near, lead = a->job == j ? a->id : last;
     const int64_t until = last - lead < n_ids ? last - lead : n_ids;
     uint8_t *out = j->out;
     vf sum[16];

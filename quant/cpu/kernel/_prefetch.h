@@ -30,7 +30,7 @@ static __attribute__((noinline, unused)) void prefetch_rows(ahead *a, int64_t ro
         const job *j = a->job;
         const int64_t last = j->n_ids + j->beyond, until = rows < last - a->id ? a->id + rows : last;
         rows -= until - a->id;
-        for (; a->id < until; a->id++) prefetch_row(j->table, j->row_bytes, j->ids + 8 * a->id, a->into_l1);
+        for (; a->id < until; a->id++) prefetch_row(j->table, j->row_bytes, j->ids + 8 * a->id, a->how.into_l1);
         if (a->id < last) return;
         a->job++, a->id = 0;
     }
@@ -43,10 +43,10 @@ static __attribute__((noinline, unused)) void prefetch_later(ahead *a, const job
 }
 
 /* Starts a thread's jobs: a row lies in row_bytes / 64 lines and, on average, in 48 / 64 more. */
-static inline ahead prefetch_ahead(const job *jobs, const job *end, int into_l1) {
+static inline ahead prefetch_ahead(const job *jobs, const job *end, prefetching how) {
     int64_t ids = 0, bytes = 0;
     for (const job *j = jobs; j < end; j++) ids += j->n_ids, bytes += j->n_ids * (j->row_bytes + 48);
-    ahead a = {jobs, end, 0, into_l1};
+    ahead a = {jobs, end, 0, how};
     if (ids) prefetch_rows(&a, 1 + AHEAD_BYTES / (bytes / ids));
     return a;
 }

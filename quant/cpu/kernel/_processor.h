@@ -1,9 +1,7 @@
-/* Finds the vectors that processor and OS run, by cpuid (zig's __builtin_cpu_supports always says no), and
- * the best cache level for prefetches. */
+/* Finds the vectors that processor and OS run, by cpuid (zig's __builtin_cpu_supports always says no). */
 #pragma once
 #include <cpuid.h>
 #include <stdint.h>
-#include <string.h>
 
 enum { LEAF1_ECX_FMA = 1 << 12, LEAF1_ECX_OSXSAVE = 1 << 27, LEAF1_ECX_AVX = 1 << 28,
       LEAF1_ECX_F16C = 1 << 29 };
@@ -12,21 +10,11 @@ enum { LEAF7_EBX_AVX2 = 1 << 5, LEAF7_EBX_AVX512F = 1 << 16, LEAF7_EBX_AVX512DQ 
 #define LEAF7_EBX_AVX512VL (1u << 31)
 enum { XCR0_SSE_AVX = 0x06, XCR0_AVX512 = 0xe6 }; /* registers that the operating system saves */
 
-/* prefetches_into_l1: faster than L2 on AMD family 1Ah (Zen 5), 1.2 times; three times slower on earlier
- * AMD cores, which have few L1 misses in flight (docs/log.md); not measured elsewhere. */
-typedef struct { int avx2, avx512, prefetches_into_l1; } processor;
-
-static int is_zen5_or_later(uint32_t leaf1_eax) {
-    uint32_t most, name[3];
-    const uint32_t family = leaf1_eax >> 8 & 15, extended = leaf1_eax >> 20 & 255;
-    return __get_cpuid(0, &most, name, name + 2, name + 1) && !memcmp(name, "AuthenticAMD", 12)
-        && family == 15
-           && family + extended >= 0x1a;
-}
+typedef struct { int avx2, avx512; } processor;
 
 static processor find_processor(void) {
-    uint32_t eax, leaf1_eax, ebx, leaf1, leaf7, edx, xcr0, high;
-    if (!__get_cpuid(1, &leaf1_eax, &ebx, &leaf1, &edx) || !(leaf1 & LEAF1_ECX_OSXSAVE))
+    uint32_t eax, ebx, leaf1, leaf7, edx, xcr0, high;
+    if (!__get_cpuid(1, &eax, &ebx, &leaf1, &edx) || !(leaf1 & LEAF1_ECX_OSXSAVE))
         return (processor){0};
     __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
     if (!__get_cpuid_count(7, 0, &eax, &leaf7, &ebx, &edx)) return (processor){0};
@@ -34,5 +22,5 @@ static processor find_processor(void) {
     const uint32_t wide = LEAF7_EBX_AVX512F | LEAF7_EBX_AVX512DQ | LEAF7_EBX_AVX512BW | LEAF7_EBX_AVX512VL;
     int avx2 = (leaf1 & base) == base && (leaf7 & LEAF7_EBX_AVX2) && (xcr0 & XCR0_SSE_AVX) == XCR0_SSE_AVX;
     int avx512 = avx2 && (leaf7 & wide) == wide && (xcr0 & XCR0_AVX512) == XCR0_AVX512;
-    return (processor){avx2, avx512, is_zen5_or_later(leaf1_eax)};
+    return (processor){avx2, avx512};
 }

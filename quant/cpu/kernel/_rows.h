@@ -35,11 +35,15 @@ typedef struct {
 /* How many vectors a job writes. */
 static inline int64_t bags_of(const job *j) { return j->pooling == POOL_NONE ? j->n_ids : j->n_bags; }
 
+/* How rows are prefetched: far ahead into L1 or L2, and those that are `near` rows ahead into L1 again; 0: they
+ * are not. */
+typedef struct { int into_l1; int64_t near; } prefetching;
+
 /* How far rows are prefetched: `a` is some rows ahead of the lookup, in the same job or in a later one. */
 typedef struct {
     const job *job, *end; /* the jobs of this thread; none is left at `end` */
     int64_t id;           /* of `job`: the next to be prefetched */
-    int into_l1;
+    prefetching how;
 } ahead;
 
 /* What one instruction set offers. */
@@ -54,6 +58,9 @@ typedef struct {
     /* Resolve ids of a job with a map up to `until` (_resolve.h): find their places; check them. */
     void (*place)(struct resolving *r, int64_t until), (*resolve)(struct resolving *r, int64_t until);
 } kernel;
+
+/* What runs lookups, and how it prefetches rows. */
+typedef struct { const kernel *kernel; prefetching how; } runner;
 
 static inline int64_t load_i64(const uint8_t *p) { int64_t x; __builtin_memcpy(&x, p, 8); return x; }
 static inline int32_t load_i32(const uint8_t *p) { int32_t x; __builtin_memcpy(&x, p, 4); return x; }

@@ -1,8 +1,9 @@
 /* The Python face of the CPU kernels: argument parsing, validation, threads. No arithmetic on rows here.
  * isas() -> tuple of names, fastest first, that this processor runs
  * use(name) -> selects one of them
- * prefetches_into() -> the level of the cache that rows are prefetched into, 1 or 2, as suits the processor
- * prefetch_into(level) -> selects it, for measurements
+ * prefetches() -> tuple of names, how rows are prefetched: first the one in use
+ * prefetch(name) -> selects one of them
+ * measure_prefetches(table_address, rows, row_bytes, dim, format) -> {name: seconds a row}, of random rows
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out,
  *   out_half, threads, row_map)
  *   lengths: int32, for pooled lookups; row_map: address of one (_ids.h), or 0
@@ -27,24 +28,13 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <string.h>
-#if defined(__x86_64__)
-#include "_processor.h"
-#endif
 #include "_execute.h"
 #include "_gather.h"
 #include "_native_bags.h"
 #include "_native_index.h"
 #include "_native_jobs.h"
+#include "_native_runner.h"
 #include "_place.h"
-
-#if defined(__x86_64__)
-extern const kernel kernel_avx512, kernel_avx2;
-#endif
-extern const kernel kernel_portable;
-
-static const kernel *available[3];
-static runner active;
-static int n_available;
 
 /* The fields of a lookup's kind. */
 #define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_half) F(row_map)
@@ -66,17 +56,6 @@ static const char *const measured_names[] = {MEASURED_FIELDS(NAME) NULL},
     *const base_names[] = {BASE_FIELDS(NAME) NULL};
 static const char *const probe_names[] = {PROBE_FIELDS(NAME) NULL},
     *const resolve_names[] = {RESOLVE_FIELDS(NAME) NULL};
-
-static void find_kernels(void) {
-#if defined(__x86_64__)
-    processor found = find_processor();
-    if (found.avx512) available[n_available++] = &kernel_avx512;
-    if (found.avx2) available[n_available++] = &kernel_avx2;
-    active.into_l1 = found.prefetches_into_l1;
-#endif
-    available[n_available++] = &kernel_portable;
-    active.kernel = available[0];
-}
 
 static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;
@@ -152,7 +131,7 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     int failed = 0;
     Py_BEGIN_ALLOW_THREADS
     int64_t *rows = make_rows(&j, 1, &failed);
-    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active, &j, 1, half_threads[1], room);
+    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active_runner(), &j, 1, half_threads[1], room);
     free(rows);
     Py_END_ALLOW_THREADS
     result = answer(v);
@@ -256,7 +235,7 @@ static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, con
     verdict v;
     Py_BEGIN_ALLOW_THREADS
     rows = make_rows(jobs, count, &failed);
-    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active, jobs, count, threads, jobs + count);
+    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active_runner(), jobs, count, threads, jobs + count);
     Py_END_ALLOW_THREADS
     result = v.problem ? answer(v) : unfound(rows, count);
 done:
@@ -313,7 +292,7 @@ static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-    bad = active.kernel->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf,
+    bad = active_runner().kernel->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf,
                                   row_bytes, scratch);
     Py_END_ALLOW_THREADS
     PyMem_Free(scratch);
@@ -322,37 +301,6 @@ done:
     if (values.obj) PyBuffer_Release(&values);
     if (out.obj) PyBuffer_Release(&out);
     return result;
-}
-
-static PyObject *py_isas(PyObject *self, PyObject *unused) {
-    PyObject *names = PyTuple_New(n_available);
-    for (int i = 0; names && i < n_available; i++)
-        PyTuple_SetItem(names, i, PyUnicode_FromString(available[i]->name));
-    return names;
-}
-
-static PyObject *py_prefetch_into(PyObject *self, PyObject *level) {
-    long to = PyLong_AsLong(level);
-    if (to == -1 && PyErr_Occurred()) return NULL;
-    if (to != 1 && to != 2)
-        return PyErr_Format(PyExc_ValueError, "rows are prefetched into the cache of level 1 or 2, not %ld",
-                            to);
-    active.into_l1 = to == 1;
-    Py_RETURN_NONE;
-}
-
-static PyObject *py_prefetches_into(PyObject *self, PyObject *unused) {
-    return PyLong_FromLong(active.into_l1 ? 1 : 2);
-}
-
-static PyObject *py_use(PyObject *self, PyObject *name) {
-    for (int i = 0; i < n_available; i++)
-        if (PyUnicode_CompareWithASCIIString(name, available[i]->name) == 0) {
-            active.kernel = available[i];
-            Py_RETURN_NONE;
-        }
-    return PyErr_Format(PyExc_ValueError,
-        "instruction set %R: this processor does not run it; isas() lists what it runs", name);
 }
 
 static PyMethodDef methods[] = {
@@ -382,8 +330,9 @@ static PyMethodDef methods[] = {
     {"move_all", (PyCFunction)(void (*)(void))py_move_all, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
-    {"prefetches_into", py_prefetches_into, METH_NOARGS, NULL},
-    {"prefetch_into", py_prefetch_into, METH_O, NULL},
+    {"prefetches", py_prefetches, METH_NOARGS, NULL},
+    {"prefetch", py_prefetch, METH_O, NULL},
+    {"measure_prefetches", (PyCFunction)(void (*)(void))py_measure_prefetches, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -401,7 +350,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, 
                                     NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
-    n_available = 0;
     find_kernels();
     open_pool();
     PyObject *made = PyModule_Create(&module);

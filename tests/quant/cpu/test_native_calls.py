@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from tables import table_of
 
-from tableside.quant import BadIds, Lookup, Pooling, RowFormat, choose
-from tableside.quant.cpu import _native
+from tableside.quant import BadIds, Lookup, LookupKind, Pooling, RowFormat, choose
+from tableside.quant.cpu import _native, native
 from tableside.quant.cpu.native import gather
 
 SHARED_BYTES = 2 << 20  # _execute.h: a call with fewer bytes is not shared
 
 
-@pytest.fixture(params=[1, 2])
-def level(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = _native.prefetches_into()
-    _native.prefetch_into(request.param)
+@pytest.fixture(params=sorted(_native.prefetches()))
+def prefetch(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _native.prefetches()[0]
+    _native.prefetch(request.param)
     yield request.param
-    _native.prefetch_into(before)
+    _native.prefetch(before)
 
 
 def request_of(seed: int, jobs: int, bags: int, longest: int) -> tuple[list[Lookup], np.ndarray, int]:
@@ -86,7 +86,7 @@ def test_parts_on_several_threads_give_what_one_thread_gives(
     np.testing.assert_array_equal(several, one)
 
 
-def test_a_gather_in_parts_copies_every_row(level: int) -> None:
+def test_a_gather_in_parts_copies_every_row(prefetch: str) -> None:
     """Rows of several tables, copied as they are packed by three threads."""
     rng = np.random.default_rng(3)
     tables = [table_of(RowFormat.INT8, 64, rows=500), table_of(RowFormat.INT4, 256, rows=300)]
@@ -101,7 +101,7 @@ def test_a_gather_in_parts_copies_every_row(level: int) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-def test_a_plan_of_many_small_lookups_gives_what_each_gives(level: int) -> None:
+def test_a_plan_of_many_small_lookups_gives_what_each_gives(prefetch: str) -> None:
     """Rows are prefetched over lookups, some of which have no ids, into either cache; the sums are those
     of single lookups."""
     rng = np.random.default_rng(4)
@@ -134,10 +134,59 @@ def test_every_id_that_is_not_a_row_is_named(bad: int, position: int) -> None:
     assert (found.value.position, found.value.value) == (position, bad)
 
 
-def test_a_level_of_the_cache_that_is_not_there_is_refused() -> None:
-    """Rows go into L1 or L2."""
-    with pytest.raises(ValueError, match="level 1 or 2, not 3"):
-        _native.prefetch_into(3)
+def test_a_way_to_prefetch_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefetch 'L3': there is none"):
+        _native.prefetch("L3")
+
+
+@pytest.mark.parametrize(("dim", "rows"), [(8, 3), (20, 7), (64, 5000), (256, 999)])
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+def test_prefetches_are_measured_on_rows_of_any_kind(row_format: RowFormat, dim: int, rows: int) -> None:
+    """Nothing but the table is read, which a run under AddressSanitizer shows."""
+    table = table_of(row_format, dim, rows=rows)
+    times = _native.measure_prefetches(table.address, table.rows, table.row_bytes, table.dim, row_format)
+    assert set(times) == set(_native.prefetches())
+    assert all(t > 0 for t in times.values())
+
+
+@pytest.mark.parametrize(
+    "of", [(0, 80, 64, 2), (5, 0, 64, 2), (5, 80, 0, 2), (5, 80, 64, -1), (5, 80, 64, 6)]
+)
+def test_prefetches_are_measured_on_a_table_alone(of: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="no table"):
+        _native.measure_prefetches(4096, *of)
+
+
+def test_the_way_that_takes_a_twentieth_less_time_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the largest table, and again only on one that is twice as large."""
+    measured: list[int] = []
+    times = {"L2, then L1": 1.0, "L2": 0.96, "L1": 2.0}
+
+    def measure(address: int, rows: int, *of: int) -> dict[str, float]:
+        measured.append(rows)
+        return times
+
+    before = _native.prefetches()[0]
+    monkeypatch.setattr(native, "_MEASURED_FROM", 1000)
+    monkeypatch.setattr(native, "_measured", 0)
+    monkeypatch.setattr(_native, "measure_prefetches", measure)
+    try:
+        _native.prefetch("L2, then L1")
+        plan(8, 100)
+        assert (measured, _native.prefetches()[0]) == ([100], "L2, then L1")
+        times["L2"] = 0.94
+        plan(199)
+        assert (measured, _native.prefetches()[0]) == ([100], "L2, then L1")
+        plan(20, 200)
+        assert (measured, _native.prefetches()[0]) == ([100, 200], "L2")
+    finally:
+        _native.prefetch(before)
+
+
+def plan(*rows: int) -> None:
+    """A planner over tables of so many rows of 80 bytes."""
+    tables = [table_of(RowFormat.INT8, 64, rows=n) for n in rows]
+    choose("native").planner([LookupKind(t, Pooling.SUM) for t in tables])
 
 
 _HELPERS = """
