@@ -34,6 +34,7 @@ from tableside.loader.segment.memory import available_bytes
 from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.cpu import _native
+from tableside.quant.cpu import native as native_backend
 from tableside.quant.cpu.fbgemm import operator
 from tableside.serving.cli.commands.bench import draw_ids
 
@@ -65,6 +66,14 @@ def plan_of(tables: list[Table], bags: int, threads: int) -> Any:
         ],
         threads=threads,
     )
+
+
+def prefetch_for(table: Table, way: str | None) -> None:
+    """Prefetches as a server of this table does, which measures at its start, or in a way that is given."""
+    _native.prefetch(way or "L2")
+    if way is None:
+        native_backend._measured = 0
+        native.planner([LookupKind(table, Pooling.SUM)])
 
 
 def torch_lookup(tables: list[Table], bags: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
@@ -123,6 +132,7 @@ def measure(
         "GiB": gib,
         "tables": shape,
         "ids": "zipf 1.05" if zipf else "uniform",
+        "prefetch": _native.prefetches()[0],
         "loop M rows/s": fastest,
         "native M rows/s": rate["native"],
         "fbgemm M rows/s": rate["fbgemm"],
@@ -158,12 +168,10 @@ def main() -> None:
         int(segment.mapping.bytes[:: 1 << 20].sum())  # maps every page
         pages = segment.mapping.huge_fraction()
         table = segment.tables["t"]
-        native.planner([LookupKind(table, Pooling.SUM)])  # measures prefetches, as a server's start does
-        if options.prefetch:
-            _native.prefetch(options.prefetch)
-        console.print(f"{sizes[-1]} GiB, {pages:.0%} on 2 MiB pages; prefetch: {_native.prefetches()[0]}")
+        console.print(f"{sizes[-1]} GiB, {pages:.0%} on 2 MiB pages")
         for gib in sizes:
             part = Table(table.packed[: table.rows * gib // sizes[-1]], table.row_format, DIM)
+            prefetch_for(part, options.prefetch)
             for shape in SHAPES:
                 for zipf in (None, 1.05):
                     rows.append(measure(part, gib, shape, zipf, loop, threads))
@@ -176,7 +184,6 @@ def main() -> None:
         "int8 D 64, sums of 20 ids, tables of several sizes, one core",
         rows,
         pages_of_2_mib=pages,
-        prefetch=_native.prefetches()[0],
     )
 
 
