@@ -1,8 +1,8 @@
 """The CPU kernel over tables of 1 GiB and more, in one table and in 26: rows/s of one core, beside FBGEMM's
 operator, torch's and a loop that only touches the rows.
 
-    python benchmarks/cpu_sizes.py                    # as many sizes as /dev/shm holds
-    python benchmarks/cpu_sizes.py --gib 64 --as cpu_sizes_xeon
+    python benchmarks/cpu_sizes.py --as cpu_sizes_epyc            # as many sizes as /dev/shm holds
+    python benchmarks/cpu_sizes.py --as cpu_sizes_xeon --gib 64   # docs/costs.md shows both
 
 int8, D 64, sums of 20 ids a bag, uniform and Zipf 1.05, in 2 MiB pages where the machine gives them. One
 segment holds the largest table; smaller ones are its first rows, and 26 tables are 26 parts. One table is
@@ -152,7 +152,7 @@ def main() -> None:
         "--gib", type=int, help="bytes of the largest table (default: as large as /dev/shm holds, to 64)"
     )
     parser.add_argument(
-        "--as", dest="name", default="cpu_sizes", help="the result's name (default: %(default)s)"
+        "--as", dest="name", default="cpu_sizes_epyc", help="the result's name (default: %(default)s)"
     )
     parser.add_argument("--prefetch", choices=sorted(_native.prefetches()), help="default: as measured")
     options = parser.parse_args()

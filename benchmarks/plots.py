@@ -18,7 +18,8 @@ from typing import Any
 from figures import TOP, read_result
 
 IMAGES = TOP / "docs" / "images"
-OURS, PEER, FLOOR = ("#0072b2", "#56b4e9"), "#d55e00", "#999999"  # told apart by readers who see few colours
+OURS, FLOOR = ("#0072b2", "#56b4e9"), "#999999"  # told apart by readers who see few colours
+PEERS = {"FBGEMM": "#d55e00", "FBGEMM's": "#d55e00", "torch": "#e69f00", "resident": "#d55e00"}
 WIDTH, HEIGHT = 9.0, 3.5  # inches
 HASH = re.compile(r"sha256 of what is drawn: ([0-9a-f]{64})")
 
@@ -45,7 +46,16 @@ class Lines:
     values: dict[str, tuple[float, ...]]
 
 
-Plot = Bars | Lines
+@dataclass(frozen=True)
+class Panels:
+    """Lines beside each other on one scale. panels: what is written over each -> its lines."""
+
+    title: str
+    unit: str
+    panels: dict[str, Lines]
+
+
+Plot = Bars | Lines | Panels
 
 
 def rows_of(file: str, **where: Any) -> list[dict[str, Any]]:
@@ -107,6 +117,24 @@ def cpu() -> Bars:
     return bars(title, "M rows/s", groups, values)
 
 
+def cpu_sizes() -> Panels:
+    """The CPU kernel over tables of several sizes, from two machines, beside FBGEMM's operator, torch's and
+    the floor."""
+    series = {
+        "Tableside": "native",
+        "FBGEMM": "fbgemm",
+        "torch": "torch",
+        "floor: a loop that touches rows": "loop",
+    }
+    panels = {}
+    for name, machine in (("cpu_sizes_xeon", "Xeon"), ("cpu_sizes_epyc", "EPYC")):
+        rows = rows_of(name, ids="uniform", tables=1)
+        values = {label: tuple(row[f"{key} M rows/s"] for row in rows) for label, key in series.items()}
+        panels[machine] = Lines("", "", tuple(str(row["GiB"]) for row in rows), values)
+    title = "Pooled lookups on one core over the size of the table, int8 D 64, uniform ids"
+    return Panels(title, "M rows/s; GiB of the table", panels)
+
+
 def gpu_lookup() -> Bars:
     """The fused GPU kernel beside FBGEMM's and its floor."""
     rows = rows_of("gpu_lookup", D=128, batch=4096, pooling="sum")
@@ -155,6 +183,7 @@ def gpu_stash() -> Lines:
 PLOTS: dict[str, Callable[[], Plot]] = {
     "http": http,
     "cpu": cpu,
+    "cpu_sizes": cpu_sizes,
     "gpu_lookup": gpu_lookup,
     "gpu_cache": gpu_cache,
     "gpu_stash": gpu_stash,
@@ -183,15 +212,20 @@ def draw(plot: Plot, path: Path) -> None:
         "font.family": "sans-serif",
     }
     with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(figsize=(WIDTH, HEIGHT))
-        figure.subplots_adjust(left=0.08, right=0.99, bottom=0.14, top=0.82)
-        _draw_bars(axes, plot) if isinstance(plot, Bars) else _draw_lines(axes, plot)
-        axes.set_ylabel(plot.unit.partition(";")[0])
-        axes.set_xlabel(plot.unit.partition("; ")[2])
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
+        panels = plot.panels if isinstance(plot, Panels) else {"": plot}
+        figure, drawn = plt.subplots(1, len(panels), figsize=(WIDTH, HEIGHT), sharey=True, squeeze=False)
+        figure.subplots_adjust(left=0.08, right=0.99, bottom=0.14, top=0.82, wspace=0.05)
+        for axes, (name, panel) in zip(drawn[0], panels.items(), strict=True):
+            _draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
+            axes.set_xlabel(plot.unit.partition("; ")[2])
+            axes.set_ylim(bottom=0)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(name, y=0.9, fontsize=9)
+        drawn[0][0].set_ylabel(plot.unit.partition(";")[0])
         figure.suptitle(plot.title, x=0.08, y=0.99, ha="left", fontsize=10)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.02), ncols=3, frameon=False, borderaxespad=0)
+        drawn[0][0].legend(
+            loc="lower left", bbox_to_anchor=(0, 1.02), ncols=4, frameon=False, borderaxespad=0
+        )
         metadata = {
             "Date": None,
             "Title": plot.title,
@@ -201,12 +235,21 @@ def draw(plot: Plot, path: Path) -> None:
         plt.close(figure)
 
 
+def _colour(name: str, nth: int) -> str:
+    return (
+        PEERS[name.split()[0]]
+        if name.split()[0] in PEERS
+        else FLOOR
+        if name.startswith("floor")
+        else OURS[nth]
+    )
+
+
 def _draw_bars(axes: Any, plot: Bars) -> None:
     width = 0.8 / len(plot.values)
     for n, (name, heights) in enumerate(plot.values.items()):
-        colour = PEER if name.startswith("FBGEMM") else FLOOR if name.startswith("floor") else OURS[n]
         at = [group - 0.4 + width * (n + 0.5) for group in range(len(plot.groups))]
-        drawn = axes.bar(at, heights, width * 0.94, label=name, color=colour)
+        drawn = axes.bar(at, heights, width * 0.94, label=name, color=_colour(name, n))
         axes.bar_label(drawn, labels=plot.labels[name], padding=1, fontsize=7.5)
     axes.set_xticks(range(len(plot.groups)), plot.groups)
 
@@ -214,7 +257,7 @@ def _draw_bars(axes: Any, plot: Bars) -> None:
 def _draw_lines(axes: Any, plot: Lines) -> None:
     for n, (name, heights) in enumerate(plot.values.items()):
         axes.plot(
-            range(len(plot.steps)), heights, label=name, color=(PEER, OURS[0])[n], marker="o", markersize=3
+            range(len(plot.steps)), heights, label=name, color=_colour(name, n), marker="o", markersize=3
         )
     axes.set_xticks(range(len(plot.steps)), plot.steps)
 
