@@ -218,9 +218,9 @@ def draw(plot: Plot, path: Path) -> None:
         for axes, (name, panel) in zip(drawn[0], panels.items(), strict=True):
             _draw_bars(axes, panel) if isinstance(panel, Bars) else _draw_lines(axes, panel)
             axes.set_xlabel(plot.unit.partition("; ")[2])
-            axes.set_ylim(bottom=0)
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_title(name, y=0.9, fontsize=9)
+        drawn[0][0].set_ylim(bottom=0)  # shared by all
         drawn[0][0].set_ylabel(plot.unit.partition(";")[0])
         figure.suptitle(plot.title, x=0.08, y=0.99, ha="left", fontsize=10)
         drawn[0][0].legend(
