@@ -19,6 +19,7 @@ from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.shm.regions import PartlyOnDevice
 
+_INLINE_HEADER_BYTES = 1 << 18  # are read on the event loop: some 0.4 ms
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
 Found = Answer | Exception  # what was looked up, or why it was not
@@ -171,7 +172,7 @@ class V2:
 
 def _is_large(header_bytes: int, body: Any) -> bool:
     """Whether a request is read beside the event loop."""
-    return header_bytes > asgi.BESIDE_BYTES or len(body) - header_bytes > shm.INLINE_BYTES
+    return header_bytes > _INLINE_HEADER_BYTES or len(body) - header_bytes > shm.INLINE_BYTES
 
 
 def _kept(inputs: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from infer_headers import DrawnModel, DrawnRequest
 from served import Sum, engine_of
@@ -593,6 +593,7 @@ def test_text_is_utf_8(version: ServedVersion, some: bytes) -> None:
         st.integers(-(2**70), 2**70).map(str),
     )
 )
+@example("18446744073.709551616")  # 2 ** 64 without its point
 def test_numbers_are_read_to_the_last_bit(version: ServedVersion, number: str) -> None:
     """fp32 of the double that is nearest to the number."""
     begin, _ = ask([{**USER, "shape": [1, 1], "data": [3]}], parameters={"binary_data_output": True})

@@ -2,6 +2,33 @@
  * any order; of two with one name the later counts, as in Python's readers. */
 #include "_reader.h"
 
+/* ---- texts that come again ---- */
+
+/* A named object in its text: what comes before its name, and what from the name's closing quote on. */
+typedef struct { const char *begin, *rest; int64_t before, after; } spelling;
+
+/* Notes how the object that ends at `s->p` is spelled; not, if its name has escapes. */
+static void note_spelling(const scanner *s, const char *begin, text name, spelling *of) {
+    const char *rest = name.p + name.n;
+    of->before = 0;
+    if (*rest != '"' || (uintptr_t)name.p < (uintptr_t)begin || (uintptr_t)rest >= (uintptr_t)s->p) return;
+    *of = (spelling){begin, rest, name.p - begin, s->p - rest};
+}
+
+/* Takes an object that differs in its name alone from an earlier one, of which nothing else is read again: most
+ * of a request's tensors are such. 0: it is another, and nothing is taken. */
+static int take_again(scanner *s, const spelling *of, text *name) {
+    const char *begin = s->p;
+    if (!of->before || !take_word(s, of->begin, of->before)) return 0;
+    s->p--; /* to the quote that opens the name */
+    if (read_string(s, name) && name->p == begin + of->before) {
+        s->p--;
+        if (take_word(s, of->rest, of->after)) return 1;
+    }
+    s->p = begin;
+    return 0;
+}
+
 /* Where a tensor lies, by its parameters. */
 typedef struct { scalar size, region, region_size, offset, binary; int is_object, has_classification; } where;
 
@@ -168,7 +195,7 @@ static int take_entry(request *r, const entry *e) {
     tensor *t = r->tensors + r->tensor_count;
     t->source = IN_BODY, t->is_narrow = t->is_elsewhere = 0, t->list = e->list;
     t->dims = e->dims, t->shape[0] = e->shape[0], t->shape[1] = e->shape[1];
-    if (e->name.kind != STRING || e->datatype.kind != STRING || e->dims < 1 || !e->where.is_object) return 0;
+    if (e->datatype.kind != STRING || e->dims < 1 || !e->where.is_object) return 0;
     if (!take_name(r, e->name.string, t) || !take_datatype(e->datatype.string, t)) return 0;
     t->elements = t->shape[0];
     if (t->dims == 2 && __builtin_mul_overflow(t->elements, t->shape[1], &t->elements)) return 0;
@@ -189,20 +216,31 @@ static int take_entry(request *r, const entry *e) {
     return 1;
 }
 
+/* Two spellings are remembered, since ids and lengths often take turns. */
 static int read_inputs(request *r) {
     scanner *s = &r->scan;
-    entry e;
+    entry entries[2];
+    spelling spellings[2] = {{0}, {0}};
     int first = 1, found;
     r->tensor_count = r->text_tensors = r->body_tensors = r->narrow_tensors = 0, r->last = -1;
     if (!enter(s, '[')) return 0;
-    while ((found = next_item(s, &first)) == 1)
-        if (!read_entry(s, &e) || !take_entry(r, &e)) return 0;
+    for (int turn = 0; (found = next_item(s, &first)) == 1; turn = !turn) {
+        entry *e = entries + turn;
+        skip_space(s);
+        if (!take_again(s, spellings + turn, &e->name.string)) {
+            const char *begin = s->p;
+            if (!read_entry(s, e) || e->name.kind != STRING) return 0;
+            if (e->list) spellings[turn].before = 0;
+            else note_spelling(s, begin, e->name.string, spellings + turn);
+        }
+        if (!take_entry(r, e)) return 0;
+    }
     return found == 0;
 }
 
 /* ---- outputs ---- */
 
-static int read_wanted(request *r) {
+static int read_wanted(request *r, wanted *one) {
     scanner *s = &r->scan;
     scalar name = {.kind = ABSENT}, ignored;
     where w;
@@ -215,23 +253,29 @@ static int read_wanted(request *r) {
         if (!(which == OF_PARAMETERS ? read_where(s, &w) : read_scalar(s, which == OF_NAME ? &name : &ignored)))
             return 0;
     }
-    wanted one = {.binary = w.binary.kind};
     if (found || name.kind != STRING || !w.is_object || w.has_classification) return 0;
-    if (one.binary != ABSENT && one.binary != YES && one.binary != NO) return 0;
-    if (!take_region(r, &w, &one.region, &one.offset, &one.size)) return 0;
-    one.name = name.string;
-    if (one.region >= 0 && one.binary == YES) return 0;
-    if (!room_for((void **)&r->wanted, r->wanted_count, sizeof(wanted))) return 0;
-    r->wanted[r->wanted_count++] = one;
-    return 1;
+    one->name = name.string, one->binary = w.binary.kind;
+    if (one->binary != ABSENT && one->binary != YES && one->binary != NO) return 0;
+    return take_region(r, &w, &one->region, &one->offset, &one->size) && (one->region < 0 || one->binary != YES);
 }
 
 static int read_outputs(request *r) {
+    scanner *s = &r->scan;
+    wanted one;
+    spelling as = {0};
     int first = 1, found;
     r->wanted_count = 0;
-    if (!enter(&r->scan, '[')) return 0;
-    while ((found = next_item(&r->scan, &first)) == 1)
-        if (!read_wanted(r)) return 0;
+    if (!enter(s, '[')) return 0;
+    while ((found = next_item(s, &first)) == 1) {
+        skip_space(s);
+        if (!take_again(s, &as, &one.name)) {
+            const char *begin = s->p;
+            if (!read_wanted(r, &one)) return 0;
+            note_spelling(s, begin, one.name, &as);
+        }
+        if (!room_for((void **)&r->wanted, r->wanted_count, sizeof(wanted))) return 0;
+        r->wanted[r->wanted_count++] = one;
+    }
     return found == 0;
 }
 

@@ -215,7 +215,7 @@ static inline double double_of(const number *n) {
             exponent = p + 1 - n->end; /* the digits behind it, if no exponent follows */
             continue;
         }
-        mantissa = 10 * mantissa + (uint64_t)(*p - '0'), digits += mantissa > 0;
+        mantissa = 10 * mantissa + (uint64_t)(*p - '0'), digits += digits || *p != '0';
     }
     /* Both are exact as doubles then, and one operation rounds once (Clinger 1990). */
     if (p == n->end && digits <= 19 && mantissa <= (uint64_t)1 << 53 && exponent >= -22) {
