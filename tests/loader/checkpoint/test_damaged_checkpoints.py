@@ -341,3 +341,19 @@ def test_metadata_of_safetensors_is_walked_over(tmp_path: Path) -> None:
         data = struct.pack("<Q", len(header)) + header.encode() + file_cases.DATA
         (tmp_path / "c.safetensors").write_bytes(data)
         assert list(open_checkpoint(tmp_path / "c.safetensors").matrices) == ["a"], header
+
+
+def test_a_record_that_reaches_into_the_directory_is_refused(tmp_path: Path) -> None:
+    """By one byte, which both of its headers say."""
+    path = tmp_path / "c.npz"
+    np.savez(path, t=np.ones((4, 8), np.float32))
+    data = bytearray(path.read_bytes())
+    directory = data.index(b"PK\1\2")
+    (size,) = struct.unpack_from("<I", data, directory + 24)
+    for place in (directory + 20, directory + 24):
+        struct.pack_into("<I", data, place, size + 1)
+    local = data.index(struct.pack("<QQ", size, size))  # numpy writes zip64's
+    struct.pack_into("<QQ", data, local, size + 1, size + 1)
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"record 't.npy' ends at byte \d+, the directory begins at"):
+        open_checkpoint(path)

@@ -131,6 +131,18 @@ def test_what_others_can_write_to_is_refused(what: str, bits: int, publish: Publ
         model.attach()
 
 
+def test_a_root_that_is_not_there_has_no_models(tmp_path: Path) -> None:
+    assert models(tmp_path / "none") == []
+
+
+def test_a_folder_says_which_entries_exist(tmp_path: Path) -> None:
+    """A link that leads nowhere is one; what is not there is none."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    with Folder(tmp_path) as folder:
+        assert [folder.exists(name) for name in ("file", "link", "none")] == [True, True, False]
+
+
 def test_a_root_that_is_a_link_is_refused(publish: Publish, root: Path, tmp_path: Path) -> None:
     root.symlink_to(tmp_path)
     try:

@@ -14,7 +14,7 @@ from tableside.loader.deltas.changes import ChangeBatch
 from tableside.loader.deltas.compact import compact
 from tableside.loader.segment.delta import delta_name
 from tableside.loader.versions.retention import DEFAULT, Retention, collect_states
-from tableside.loader.versions.states import State, attach_state, kept_states, state_of
+from tableside.loader.versions.states import State, attach_state, kept_states, resolve, state_of
 
 Rows = dict[tuple[str, int], np.ndarray]
 
@@ -107,3 +107,10 @@ def test_the_live_state_stays_where_it_is_not_the_newest(oracle: Oracle) -> None
     oracle.rows = rows[2]
     oracle.check(attach_state(oracle.model))
     assert {2, 6} <= sequences(oracle, 1)
+
+
+def test_a_state_is_named_by_its_delta_or_is_the_newest(root: Path, oracle: Oracle) -> None:
+    applied(oracle, 2)
+    model, version = oracle.model, oracle.model.current()
+    assert version is not None
+    assert [resolve(model, version, n) for n in (0, 1, None)] == [State(version, n) for n in (0, 1, 2)]

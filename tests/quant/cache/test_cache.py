@@ -13,6 +13,7 @@ from tableside.quant import QuantError
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.kernels.state import ID_BITS, BatchState
 from tableside.quant.cache.settings import CacheSettings, Policy
+from tableside.quant.cache.tables import check_table
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.interpreter import InterpretedDevice
 
@@ -300,6 +301,9 @@ def test_one_ticket_held_while_many_come_and_go() -> None:
             lambda: CachedTables(9_000, settings()).cache.register(0, 5, 50),
             "rows of 50 bytes cannot be cached",
         ),
+        (lambda: check_table(0, 48), "a table of 0 rows of 48 bytes cannot be cached"),
+        (lambda: check_table((1 << ID_BITS) + 1, 48), "cannot be cached; expected 1 to"),
+        (lambda: check_table(5, 0), "rows of 0 bytes cannot be cached"),
         (lambda: CachedTables(9_000, settings()).add(5, 2048), "rows of 2048 bytes do not fit this cache"),
         (lambda: CachedTables(2_000, settings()), "cannot hold 2 sizes of rows"),
     ],

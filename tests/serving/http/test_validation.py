@@ -126,6 +126,8 @@ BINARY = [
     ([("user", "INT64", [1, 1], ONE), ("user.values", "INT64", [1], ONE)], {}, "came both as"),
     ([("user.lengths", "INT32", [2], ONE)], {}, "came without ids"),
     ([("user.values", "INT64", [1], ONE)], {}, "came without lengths"),
+    ([("kjt.values", "INT64", [1], ONE)], {}, "a kjt came without kjt.lengths; send kjt.values [ids]"),
+    ([("kjt.lengths", "INT32", [1, 1], b"\1\0\0\0")], {}, "a kjt came without kjt.values"),
     ([("user.values", "INT64", [1], ONE), ("user.lengths", "INT32", [1], b"\2\0\0\0")], {},
      "add up to 2, but there are 1"),
     ([("user.values", "INT64", [1, 1], ONE), ("user.lengths", "INT32", [1], b"\1\0\0\0")], {},
