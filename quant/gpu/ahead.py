@@ -161,7 +161,9 @@ def compile_all(
 
 def _read(lines: Any, done: list[CompiledKernel], progress: Callable[[int, int], None] | None) -> str:
     """Takes what the process says of each kernel; why it failed, or ""."""
-    for line in filter(bytes.strip, lines):  # a compiler that fails may write empty lines between
+    for line in lines:
+        if not line.startswith(b'{"'):  # a compiler that fails writes lines of its own between
+            continue
         told = json.loads(line)
         if "error" in told:
             return str(told["error"])
