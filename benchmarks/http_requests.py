@@ -35,6 +35,7 @@ import numpy as np
 import orjson
 from common import HERE, console, report, shared_folder
 from http_cases import DIM, Case, InProcess, Server, line, publish_cases, serving, vectors
+from numpy.typing import NDArray
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
@@ -84,8 +85,18 @@ class Way:
         return 1e6 * self.cpu_s / sum(load.latencies_s.size for load in self.loads)
 
 
-def draw(case: Case, way: str, rng: np.random.Generator) -> tuple[dict[str, str], bytes, int, list[int]]:
-    """A request's headers, body and number of ids, and the features that it names, by number."""
+@dataclass(frozen=True)
+class Drawn:
+    """A request, and what it asks for. features: by number."""
+
+    headers: dict[str, str]
+    body: bytes
+    values: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    features: list[int]
+
+
+def draw(case: Case, way: str, rng: np.random.Generator) -> Drawn:
     same = way == "same"
     names = list(range(case.features))
     if way == "subset":
@@ -96,7 +107,7 @@ def draw(case: Case, way: str, rng: np.random.Generator) -> tuple[dict[str, str]
     headers, body = bench.encode(described, values, lengths, same=same, form="named")
     if way == "masks":
         headers, body = with_masks(headers, body, [f["name"] for f in described["features"]])
-    return headers, body, values.size, names
+    return Drawn(headers, body, values, lengths, names)
 
 
 def with_masks(headers: dict[str, str], body: bytes, names: Sequence[str]) -> tuple[dict[str, str], bytes]:
@@ -114,9 +125,9 @@ def make(case: Case, way: str, url: str) -> Way:
     ids = size = 0
     target = f"{url}/v2/models/{case.model}/infer"
     while len(requests) < MOST and size < MOST_BYTES:
-        headers, body, count, _ = draw(case, way, rng)
-        requests.append(bench.request_bytes(target, headers, body))
-        ids, size = ids + count, size + len(body)
+        drawn = draw(case, way, rng)
+        requests.append(bench.request_bytes(target, drawn.headers, drawn.body))
+        ids, size = ids + drawn.values.size, size + len(drawn.body)
     return Way(url, requests, ids / len(requests))
 
 
@@ -124,19 +135,15 @@ def check(case: Case, way: str, inside: InProcess, url: str) -> None:
     """Compares three answers with the lookups in process, bit for bit."""
     rng = np.random.default_rng(99)
     for _ in range(3):
-        state = rng.bit_generator.state
-        headers, body, _, names = draw(case, way, rng)
-        reply = httpx.post(f"{url}/v2/models/{case.model}/infer", content=body, headers=headers, timeout=60)
+        drawn = draw(case, way, rng)
+        reply = httpx.post(
+            f"{url}/v2/models/{case.model}/infer", content=drawn.body, headers=drawn.headers, timeout=60
+        )
         if reply.status_code != 200:
             raise SystemExit(f"{url} answered {case}, {way}: {reply.status_code} {reply.text[:500]}")
-        rng.bit_generator.state = state
-        names_again = names
-        if way == "subset":
-            rng.choice(case.features, len(names), False)
-        described = {**case.described, "features": [case.described["features"][n] for n in names_again]}
-        values, lengths = bench.draw(rng, described, case.shape(way == "same"))
         found, masks = outputs_of(reply.headers, reply.content)
-        assert np.array_equal(found, inside.expected(values, lengths, names)), f"{case}, {way}: other vectors"
+        expected = inside.expected(drawn.values, drawn.lengths, drawn.features)
+        assert np.array_equal(found, expected), f"{case}, {way}: other vectors"
         assert masks is None or (masks == 1).all()
 
 

@@ -18,8 +18,15 @@ from typing import Any
 from figures import TOP, read_result
 
 IMAGES = TOP / "docs" / "images"
-OURS, FLOOR = ("#0072b2", "#56b4e9"), "#999999"  # told apart by readers who see few colours
-PEERS = {"FBGEMM": "#d55e00", "FBGEMM's": "#d55e00", "torch": "#e69f00", "resident": "#d55e00"}
+OURS = "#0072b2", "#56b4e9"  # told apart by readers who see few colours
+_PEER, _FLOOR = "#d55e00", "#999999"
+PEERS = {
+    "FBGEMM": _PEER,
+    "FBGEMM's": _PEER,
+    "resident": _PEER,
+    "torch": "#e69f00",
+    "floor:": _FLOOR,
+}  # by first words
 WIDTH, HEIGHT = 9.0, 3.5  # inches
 HASH = re.compile(r"sha256 of what is drawn: ([0-9a-f]{64})")
 
@@ -236,13 +243,7 @@ def draw(plot: Plot, path: Path) -> None:
 
 
 def _colour(name: str, nth: int) -> str:
-    return (
-        PEERS[name.split()[0]]
-        if name.split()[0] in PEERS
-        else FLOOR
-        if name.startswith("floor")
-        else OURS[nth]
-    )
+    return PEERS.get(name.split()[0]) or OURS[nth]
 
 
 def _draw_bars(axes: Any, plot: Bars) -> None:

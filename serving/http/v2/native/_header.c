@@ -19,13 +19,14 @@ static void note_spelling(const scanner *s, const char *begin, text name, spelli
  * of a request's tensors are such. 0: it is another, and nothing is taken. */
 static int take_again(scanner *s, const spelling *of, text *name) {
     const char *begin = s->p;
+    const int64_t used = s->arena_used;
     if (!of->before || !take_word(s, of->begin, of->before)) return 0;
     s->p--; /* to the quote that opens the name */
     if (read_string(s, name) && name->p == begin + of->before) {
         s->p--;
         if (take_word(s, of->rest, of->after)) return 1;
     }
-    s->p = begin;
+    s->p = begin, s->arena_used = used;
     return 0;
 }
 
