@@ -36,6 +36,13 @@ class V2:
         self._reader = Reader()
         self._most_region_bytes = min(shm.INLINE_BYTES, service.settings.max_body_bytes)
 
+    def _json_bytes(self, header_length: bytes | None, body: bytes | memoryview) -> int:
+        """Length of the JSON part in bytes; the whole body without Inference-Header-Content-Length. ApiError: too
+        much."""
+        length = len(body) if header_length is None else _parse_length(header_length, len(body))
+        asgi.check_json_size(length, self.service.settings.max_json_bytes)
+        return length
+
     async def _served(self, named: list[str]) -> ServedVersion:
         match named:
             case [model]:
@@ -56,7 +63,7 @@ class V2:
         """Returns the response if the request is small and looked up at once, else a coroutine. None: `later`
         gets the response's maker and what it takes. ApiError: refused. `body` may be reused on return."""
         started = time.perf_counter()
-        length = _json_bytes(header_length, body)
+        length = self._json_bytes(header_length, body)
         if len(named) != 1 or _is_large(length, body):
             return self.infer(named, header_length, bytes(body), hold)
         served = self.service.live(named[0])
@@ -134,8 +141,7 @@ class V2:
     ) -> InferRequest:
         """Reads an infer request; the slow path says what is wrong with it."""
         settings, regions = self.service.settings, self.service.regions
-        length, region_bytes = _json_bytes(header_length, body), 0
-        asgi.check_json_size(length, settings.max_json_bytes)
+        length, region_bytes = self._json_bytes(header_length, body), 0
         given = served, body, length, regions
         is_large = _is_large(length, body)
         read = self._reader.read
@@ -185,8 +191,3 @@ def _parse_length(value: bytes, size: int) -> int:
         what = f"Inference-Header-Content-Length is {short(value.decode('latin-1'))}"
         raise bad_request(f"{what}; expected a number from 1 to the body's {size} bytes")
     return int(value)
-
-
-def _json_bytes(header_length: bytes | None, body: bytes | memoryview) -> int:
-    """Length of the JSON part in bytes; the whole body without Inference-Header-Content-Length."""
-    return len(body) if header_length is None else _parse_length(header_length, len(body))

@@ -344,7 +344,6 @@ def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
     until(lambda: not refused(narrow, 32_000), what="the room to be free again")
 
 
-@pytest.mark.thorough
 def test_json_has_a_limit_of_its_own(narrow: Any) -> None:
     """Text takes ten times the time of bytes; what is too long is refused with the way to send it, packed
     or not."""
