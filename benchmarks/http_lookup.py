@@ -12,6 +12,7 @@ The worker has one core and the load generator another. All of these take turns,
                (http_servers.py)
     echo       bodies of as many bytes as one of the above has, and answers of as many bytes, in Tableside's
                worker
+    bare echo  the same bytes, answered by a C program (echo.c) at the rate of the way that it stands for
     lookup     in process, the kernel's call alone, on inputs that were laid out before
 
 `busy` is the share of the server's core that its processes used, and `cpu us` what they used for a request.
@@ -20,7 +21,9 @@ time of a request, 1 / (requests/s), over the time of an echo of as many bytes a
 together; the goal is 1.1. Latencies are measured at half the rate that 4 connections reached, over 16
 connections, from the time at which a request was due. Requests are due at even times, and at random ones
 (Poisson). At random times a server that takes equally long for every request has a p99 of 4.3 x its p50 by
-its queue alone. Answers are compared with the lookups in process first.
+its queue alone. `of the bare p99` is a p99 over that of the bare echo and of the lookup together: what the
+machine and the load generator do to any server is in both. The goal is 1.5, of even times. Answers are
+compared with the lookups in process first.
 """
 
 import argparse
@@ -31,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import HERE, console, report, shared_folder
 from http_cases import (
     CASES,
@@ -52,8 +56,9 @@ from tableside.serving.cli.commands.generator import ARRIVALS, Arrivals, Load, m
 
 SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 FEW, MANY = 4, 16  # connections
+LOADED = (*WAYS, "fbgemm")
 ECHOES = 64  # different bodies of an echo
-SAME_FRACTION, FLOOR_RATIO, TAIL_RATIO = 0.9, 1.1, 3.0
+SAME_FRACTION, FLOOR_RATIO, TAIL_RATIO = 0.9, 1.1, 1.5
 NAMED_RATES = {300: 5000, 1000: 1500}  # requests/s, by features
 COMPACT_RATIOS = {26: 1.15, 300: 1.5}  # of the named form
 
@@ -103,11 +108,11 @@ class Way:
         self.cpu_s[connections] = self.cpu_s.get(connections, 0.0) + self.server.cpu_s() - before
         self._keep(f"{connections}", load)
 
-    def half(self, arrivals: Arrivals, seconds: float, turn: int) -> None:
+    def at_rate(self, rate: float, arrivals: Arrivals, seconds: float, turn: int) -> None:
         load = run_at_rate(
             self.url,
             self.requests,
-            rate=0.5 * self.rate(FEW),
+            rate=rate,
             concurrency=MANY,
             seconds=seconds,
             arrivals=arrivals,
@@ -157,7 +162,7 @@ def echoes(server: Server, requests: Sequence[bytes], answer_bytes: int) -> Way:
     return Way(server, [bench.request_bytes(url, headers, body) for body in bodies], answer_bytes)
 
 
-def ways_of(case: Case, inside: InProcess, ours: Server, peer: Server) -> dict[str, Way]:
+def ways_of(case: Case, inside: InProcess, ours: Server, peer: Server, echo: Server) -> dict[str, Way]:
     """What takes turns, after the answers of each were compared."""
     ways = {}
     for way, requests in prepare(case, ours.url).items():
@@ -167,10 +172,14 @@ def ways_of(case: Case, inside: InProcess, ours: Server, peer: Server) -> dict[s
     )
     for way in WAYS:
         ways[f"echo of {way}"] = echoes(ours, ways[way].requests, ways[way].answer_bytes)
+    for way in LOADED:
+        ways[f"bare echo of {way}"] = echoes(echo, ways[way].requests, ways[way].answer_bytes)
     return ways
 
 
-def measure(case: Case, root: Path, servers: tuple[Server, Server], timing: Timing) -> list[dict[str, Any]]:
+def measure(
+    case: Case, root: Path, servers: tuple[Server, Server, Server], timing: Timing
+) -> list[dict[str, Any]]:
     """All ways in turns; a row for each."""
     inside = InProcess(root, case)
     ways = ways_of(case, inside, *servers)
@@ -181,19 +190,23 @@ def measure(case: Case, root: Path, servers: tuple[Server, Server], timing: Timi
         lookups += inside.seconds()
         for way in ways.values():
             way.closed(FEW, timing.few_s)
-    loaded = [*WAYS, "fbgemm"]
     for turn in range(timing.rounds):
-        for name in loaded:
+        for name in LOADED:
             ways[name].closed(MANY, timing.many_s)
-        for name in loaded:
+        for name in LOADED:
             for arrivals in ARRIVALS:
-                ways[name].half(arrivals, timing.half_s, turn)
-    return [row(case, name, ways, statistics.median(lookups) * 1e6) for name in loaded]
+                rate = 0.5 * ways[name].rate(FEW)
+                for which in (name, f"bare echo of {name}"):
+                    ways[which].at_rate(rate, arrivals, timing.half_s, turn)
+    return [row(case, name, ways, lookups) for name in LOADED]
 
 
-def row(case: Case, name: str, ways: dict[str, Way], lookup_us: float) -> dict[str, Any]:
-    """What was measured of one way."""
+def row(case: Case, name: str, ways: dict[str, Way], lookups: list[float]) -> dict[str, Any]:
+    """What was measured of one way. lookups: seconds of each."""
     way, echo = ways[name], ways[f"echo of {'compact' if name == 'fbgemm' else name}"]
+    bare, lookup_us = ways[f"bare echo of {name}"], statistics.median(lookups) * 1e6
+    lookup_p99_ms = float(np.percentile(lookups, 99)) * 1e3
+    floors = {arrivals: bare.percentile_ms(arrivals, 99) for arrivals in ARRIVALS}
     us, echo_us = 1e6 / way.rate(FEW), 1e6 / echo.rate(FEW)
     return {
         "features x batch x ids": str(case),
@@ -208,6 +221,12 @@ def row(case: Case, name: str, ways: dict[str, Way], lookup_us: float) -> dict[s
         "lookup us": lookup_us,
         "of the floor": us / (echo_us + lookup_us),
         **{f"{arrivals} p{p} ms": way.percentile_ms(arrivals, p) for arrivals in ARRIVALS for p in (50, 99)},
+        **{f"{arrivals} bare echo p99 ms": floor for arrivals, floor in floors.items()},
+        "lookup p99 ms": lookup_p99_ms,
+        **{
+            f"{arrivals} of the bare p99": way.percentile_ms(arrivals, 99) / (floor + lookup_p99_ms)
+            for arrivals, floor in floors.items()
+        },
     }
 
 
@@ -242,10 +261,9 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 r["of the floor"],
                 r["of the floor"] <= FLOOR_RATIO,
             )
-            for arrivals in ARRIVALS:
-                tail = r[f"{arrivals} p99 ms"] / r[f"{arrivals} p50 ms"]
-                what = f"{r['way']} at half load, {arrivals}: p99 at most {TAIL_RATIO:g} x p50"
-                add(str(case), what, tail, tail <= TAIL_RATIO)
+            tail = r["even of the bare p99"]
+            what = f"{r['way']} at half load: p99 at most {TAIL_RATIO:g} x a bare echo's and the lookup's"
+            add(str(case), what, tail, tail <= TAIL_RATIO)
         add(str(case), "compact over FBGEMM's server", compact["req/s"] / ways["fbgemm"]["req/s"], None)
     return found
 
@@ -270,9 +288,10 @@ def main() -> None:
         with (
             serving(servers, "ours", root, SERVER_CORE) as ours,
             serving(servers, "fbgemm", root, SERVER_CORE) as peer,
+            serving(servers, "echo", root, SERVER_CORE) as echo,
         ):
             for case in CASES:
-                rows += measure(case, root, (ours, peer), QUICK if options.quick else FULL)
+                rows += measure(case, root, (ours, peer, echo), QUICK if options.quick else FULL)
                 console.print(*map(line, rows[-len(WAYS) - 1 :]), sep="\n")
     if options.quick:
         console.print(*map(line, targets(rows)), sep="\n")

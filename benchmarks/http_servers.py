@@ -5,6 +5,7 @@ own.
                                                           that worker
     python benchmarks/http_servers.py fbgemm ROOT CORE    FBGEMM's operator in a plain ASGI application under
                                                           uvicorn
+    python benchmarks/http_servers.py echo ROOT CORE      echo.c: POST /echo/N alone
 
 The echo reads a request's body and answers N bytes. The peer takes the compact form and answers it as
 Tableside does, by one call of the operator for all features. It checks nothing: neither the header's fields
@@ -14,10 +15,11 @@ allocator settings.
 
 import os
 import socket
+import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 from http_cases import CASES, DIM, Case
@@ -139,10 +141,18 @@ def run_peer(root: Path) -> int:
     return 0
 
 
+def run_echo(root: Path) -> NoReturn:
+    source = Path(__file__).with_name("echo.c")
+    program = source.parents[1] / "build/echo"
+    program.parent.mkdir(exist_ok=True)
+    subprocess.run(["cc", "-O2", "-D_GNU_SOURCE", source, "-o", program], check=True)
+    os.execv(program, ["echo"])
+
+
 def main() -> int:
     what, root, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     os.sched_setaffinity(0, {core})
-    return {"ours": run_ours, "fbgemm": run_peer}[what](root)
+    return {"ours": run_ours, "fbgemm": run_peer, "echo": run_echo}[what](root)
 
 
 if __name__ == "__main__":
