@@ -505,7 +505,7 @@ def test_serves_from_load_to_signal(root: Path, tmp_path: Path, temporary: Path)
         )  # of a row; the first bag has two
         np.testing.assert_allclose(vectors, [values[3] + values[5], values[99]], rtol=0, atol=2 * bound)
         assert end(process) == 0
-    assert sorted(p.name for p in (root / "ads").glob("*.segment*")) == ["1.segment"]
+    assert sorted(p.name for p in (root / "ads").glob("*.segment")) == ["1.segment"]
     assert list(temporary.iterdir()) == []
 
 
