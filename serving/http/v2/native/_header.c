@@ -4,34 +4,76 @@
 
 /* ---- texts that come again ---- */
 
-/* A named object in its text: what comes before its name, and what from the name's closing quote on. */
-typedef struct { const char *begin, *rest; int64_t before, after; } spelling;
+/* The digits of a number, and where its value is kept. */
+typedef struct { const char *begin, *end; int64_t *value; } digits;
+enum { NUMBERS = 3 };
+
+/* A named object in its text: what comes before its name, what from the name's closing quote on, and the numbers
+ * in that, in order. */
+typedef struct { const char *begin, *rest; int64_t before, after; digits numbers[NUMBERS]; int count; } spelling;
 
 /* Notes how the object that ends at `s->p` is spelled; not, if its name has escapes. */
 static void note_spelling(const scanner *s, const char *begin, text name, spelling *of) {
     const char *rest = name.p + name.n;
-    of->before = 0;
+    of->before = of->count = 0;
     if (*rest != '"' || (uintptr_t)name.p < (uintptr_t)begin || (uintptr_t)rest >= (uintptr_t)s->p) return;
-    *of = (spelling){begin, rest, name.p - begin, s->p - rest};
+    of->begin = begin, of->rest = rest, of->before = name.p - begin, of->after = s->p - rest;
 }
 
-/* Takes an object that differs in its name alone from an earlier one, of which nothing else is read again: most
- * of a request's tensors are such. 0: it is another, and nothing is taken. */
-static int take_again(scanner *s, const spelling *of, text *name) {
+/* Notes one of its numbers, if it stands behind its name. */
+static void note_number(spelling *of, digits number) {
+    int k = of->count;
+    if (!of->before || (uintptr_t)number.begin < (uintptr_t)of->rest) return;
+    for (; k && of->numbers[k - 1].begin > number.begin; k--) of->numbers[k] = of->numbers[k - 1];
+    of->numbers[k] = number, of->count++;
+}
+
+static int take_same(scanner *s, const char *begin, int64_t n) {
+    if (s->end - s->p < n || !are_same(s->p, begin, n)) return 0;
+    s->p += n;
+    return 1;
+}
+
+/* Takes what follows the name with other numbers, which are kept. */
+static int take_numbers(scanner *s, spelling *of) {
+    const char *from = of->rest, *begin = s->p;
+    digits found[NUMBERS];
+    int64_t values[NUMBERS];
+    for (int k = 0; k < of->count; k++) {
+        if (!take_same(s, from, of->numbers[k].begin - from)) return 0;
+        found[k] = (digits){s->p, NULL, of->numbers[k].value};
+        if (!read_small(s, values + k) || values[k] >= LARGEST_DIMENSION) return 0;
+        found[k].end = s->p, from = of->numbers[k].end;
+    }
+    if (!of->count || !take_same(s, from, of->rest + of->after - from)) return 0;
+    for (int k = 0; k < of->count; k++) of->numbers[k] = found[k], *found[k].value = values[k];
+    of->rest = begin, of->after = s->p - begin;
+    return 1;
+}
+
+/* Takes an object that differs in its name and numbers alone from the one before, of which nothing else is read
+ * again: most of a request's tensors are such. 0: it is another, and nothing is taken. */
+static int take_again(scanner *s, spelling *of, text *name) {
     const char *begin = s->p;
     const int64_t used = s->arena_used;
-    if (!of->before || !take_word(s, of->begin, of->before)) return 0;
+    if (!of->before || !take_same(s, of->begin, of->before)) return 0;
     s->p--; /* to the quote that opens the name */
     if (read_string(s, name) && name->p == begin + of->before) {
-        s->p--;
-        if (take_word(s, of->rest, of->after)) return 1;
+        const char *rest = --s->p;
+        if (take_same(s, of->rest, of->after)) return 1;
+        s->p = rest;
+        if (take_numbers(s, of)) return 1;
     }
     s->p = begin, s->arena_used = used;
     return 0;
 }
 
 /* Where a tensor lies, by its parameters. */
-typedef struct { scalar size, region, region_size, offset, binary; int is_object, has_classification; } where;
+typedef struct {
+    scalar size, region, region_size, offset, binary;
+    int is_object, has_classification;
+    digits size_digits;
+} where;
 
 static void begin_where(where *w) {
     w->size.kind = w->region.kind = w->region_size.kind = w->offset.kind = w->binary.kind = ABSENT;
@@ -62,7 +104,10 @@ static int read_where(scanner *s, where *w) {
         else if (IS(key, "shared_memory_byte_size")) to = &w->region_size;
         else if (IS(key, "shared_memory_offset")) to = &w->offset;
         else if (IS(key, "classification")) w->has_classification = 1;
+        skip_space(s);
+        const char *value = s->p;
         if (!read_scalar(s, to)) return 0;
+        if (to == &w->size) w->size_digits = (digits){value, s->p, &w->size.integer};
     }
     return found == 0;
 }
@@ -90,7 +135,15 @@ static int take_region(request *r, const where *w, int32_t *region, int64_t *off
 /* ---- inputs ---- */
 
 /* list: the value of `data`. dims: -1 if the shape is wrong or missing. */
-typedef struct { scalar name, datatype; int dims; int64_t shape[2]; const char *list; int64_t list_bytes; where where; } entry;
+typedef struct {
+    scalar name, datatype;
+    int dims;
+    int64_t shape[2];
+    digits shape_digits[2];
+    const char *list;
+    int64_t list_bytes;
+    where where;
+} entry;
 
 static int read_shape(scanner *s, entry *e) {
     int first = 1, found;
@@ -101,9 +154,13 @@ static int read_shape(scanner *s, entry *e) {
     int dims = 0, is_right = 1;
     while ((found = next_item(s, &first)) == 1) {
         scalar n;
+        skip_space(s);
+        const char *value = s->p;
         if (!read_scalar(s, &n)) return 0;
         is_right &= dims < 2 && n.kind == INTEGER && n.integer >= 0 && n.integer < LARGEST_DIMENSION;
-        if (is_right) e->shape[dims++] = n.integer;
+        if (!is_right) continue;
+        e->shape_digits[dims] = (digits){value, s->p, e->shape + dims};
+        e->shape[dims++] = n.integer;
     }
     if (is_right && dims) e->dims = dims;
     return found == 0;
@@ -217,6 +274,14 @@ static int take_entry(request *r, const entry *e) {
     return 1;
 }
 
+/* Notes how a tensor without data is spelled. */
+static void note_entry(const scanner *s, const char *begin, const entry *e, spelling *of) {
+    note_spelling(s, begin, e->name.string, of);
+    if (e->list) of->before = 0;
+    for (int k = 0; k < e->dims; k++) note_number(of, e->shape_digits[k]);
+    if (e->where.size.kind == INTEGER) note_number(of, e->where.size_digits);
+}
+
 /* Two spellings are remembered, since ids and lengths often take turns. */
 static int read_inputs(request *r) {
     scanner *s = &r->scan;
@@ -231,8 +296,7 @@ static int read_inputs(request *r) {
         if (!take_again(s, spellings + turn, &e->name.string)) {
             const char *begin = s->p;
             if (!read_entry(s, e) || e->name.kind != STRING) return 0;
-            if (e->list) spellings[turn].before = 0;
-            else note_spelling(s, begin, e->name.string, spellings + turn);
+            note_entry(s, begin, e, spellings + turn);
         }
         if (!take_entry(r, e)) return 0;
     }

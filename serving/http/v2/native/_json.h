@@ -36,16 +36,20 @@ static inline int take(scanner *s, char c) {
     return 1;
 }
 
-static inline int is(text t, const char *name, int64_t n) { return t.n == n && !memcmp(t.p, name, (size_t)n); }
-
-/* The same, where `n` is known only now: two words are sooner compared than memcmp is called. */
-static inline int is_name(text t, text name) {
-    uint64_t a[2], b[2];
-    if (t.n != name.n) return 0;
-    if (t.n < 8 || t.n > 16) return !memcmp(t.p, name.p, (size_t)t.n);
-    memcpy(a, t.p, 8), memcpy(a + 1, t.p + t.n - 8, 8), memcpy(b, name.p, 8), memcpy(b + 1, name.p + t.n - 8, 8);
-    return a[0] == b[0] && a[1] == b[1];
+/* Whether `n` bytes are the same; words are sooner compared than memcmp is called. */
+static inline int are_same(const char *a, const char *b, int64_t n) {
+    uint64_t x, y, differ = 0;
+    if (n < 8) {
+        for (int64_t k = 0; k < n; k++) differ |= (uint64_t)(a[k] ^ b[k]);
+        return !differ;
+    }
+    for (int64_t k = 0; k < n - 8; k += 8) memcpy(&x, a + k, 8), memcpy(&y, b + k, 8), differ |= x ^ y;
+    memcpy(&x, a + n - 8, 8), memcpy(&y, b + n - 8, 8);
+    return !(differ | (x ^ y));
 }
+
+static inline int is(text t, const char *name, int64_t n) { return t.n == n && !memcmp(t.p, name, (size_t)n); }
+static inline int is_name(text t, text name) { return t.n == name.n && are_same(t.p, name.p, t.n); }
 #define IS(t, literal) is(t, literal, (int64_t)sizeof(literal) - 1)
 
 /* ---- strings ---- */

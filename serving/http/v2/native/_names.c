@@ -1,4 +1,5 @@
-/* A version's names: features, dense tensors and the scorer's inputs, found by an open hash. */
+/* A version's names: features, dense tensors and the scorer's inputs, found by an open hash. 16 bytes at a time
+ * may be read of what is held. */
 #include "_reader.h"
 
 static uint64_t hash_of(text t) {
@@ -18,8 +19,8 @@ static text name_of(const names *n, int32_t entry) {
 }
 
 int32_t find(const names *n, text name, int32_t last) {
-    for (int32_t k = last < 0 ? 0 : last; k <= last + 1 && k < n->n.features; k++)
-        if (is_name(name, n->named[k])) return k;
+    if (last + 1 < n->n.features && is_name(name, n->named[last + 1])) return last + 1;
+    if (last >= 0 && is_name(name, n->named[last])) return last;
     for (uint64_t slot = hash_of(name) & n->mask;; slot = (slot + 1) & n->mask) {
         int32_t entry = n->slots[slot];
         if (entry == NO_NAME) return NO_NAME;
@@ -84,7 +85,7 @@ static int read_words(names *n, int64_t count, int64_t bytes) {
 
 names *make_names(const int64_t *words, int64_t count, const char *held, int64_t bytes) {
     names *n = calloc(1, sizeof(names));
-    if (!n || !(n->words = malloc((size_t)count * 8 + 8)) || !(n->held = malloc((size_t)bytes + 1))) goto failed;
+    if (!n || !(n->words = malloc((size_t)count * 8 + 8)) || !(n->held = calloc(1, (size_t)bytes + 16))) goto failed;
     memcpy(n->words, words, (size_t)count * 8), memcpy(n->held, held, (size_t)bytes);
     if (!read_words(n, count, bytes)) goto failed;
     uint64_t room = 16;

@@ -298,12 +298,14 @@ static int choose_outputs(request *r) {
 /* Outputs that are sent behind the response's JSON come first, in its order; then those that are sent in other
  * ways, in that order too, and then those that are not sent. */
 static void place_outputs(request *r) {
-    int64_t at = 0;
-    for (int is_binary = 1; is_binary >= 0; is_binary--) {
+    int64_t at = 0, placed = 0;
+    for (int is_binary = 1; is_binary >= 0 && placed < r->sent_count; is_binary--) {
         for (const sent *s = r->sent; s < r->sent + r->sent_count; s++)
-            if (s->is_binary == is_binary) r->outputs[s->output].at = at, at += r->outputs[s->output].bytes;
+            if (s->is_binary == is_binary)
+                r->outputs[s->output].at = at, at += r->outputs[s->output].bytes, placed++;
         if (is_binary) r->sent_bytes = at;
     }
+    if (placed == r->output_count) return;
     for (output *o = r->outputs; o < r->outputs + r->output_count; o++)
         if (!o->is_taken) o->at = at, at += o->bytes;
 }
