@@ -3,26 +3,27 @@
     python benchmarks/large_model.py               # 9 GB, two workers; some 3 minutes, and 20 GB of /dev/shm
     python benchmarks/large_model.py --gb 2        # smaller; printed and not written
 
-Requests come at half the rate that the server reached, at even times. A killed worker's successor is ready
-when it has taken a connection. A swap lasts from the publication of a version, which was written before,
-until 32 connections in a row get it; p99 is of the requests that were due meanwhile, beside those of as long
-a time before. Processes that attach have done their imports, begin together, and find no note that the
+The server has one core and the load generator another. Requests come at half the rate that the server
+reached, at even times. A killed worker's successor is ready when it waits for connections. A swap makes a
+version live that is published and that nobody on this host has read, and lasts until 32 connections in a row
+get it. p99 is the median of rounds of a quarter of a second, those meanwhile beside those of four seconds
+before each swap. Processes that attach have done their imports, begin together, and find no note that the
 version was read on this host.
 """
 
 import argparse
+import http.client
+import json
 import multiprocessing
 import os
 import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 from common import console, report, shared_folder
 from http_cases import DIM, Case, Server, serving
 from make_model import publish_random
@@ -33,10 +34,12 @@ from tableside.loader.versions.versions import Model
 from tableside.serving.cli.commands import bench
 from tableside.serving.cli.commands.generator import Load, run, run_at_rate
 
-TABLES, CONNECTIONS, KILLS, ATTACHES, ANSWERS = 26, 16, 5, 3, 32
+TABLES, CONNECTIONS, KILLS, ATTACHES, SWAPS, ANSWERS, ROUND_S = 26, 16, 5, 3, 6, 32, 0.25
 READY_S, TAIL_RATIO, ATTACH_RATIO = 0.6, 1.3, 1.2
 ROW_BYTES, BEFORE_S, MOST_S = 80, 4.0, 120.0
+PAUSE_S = 0.01  # between looks; the load generator has the same core
 NAME = "big"
+SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 context = multiprocessing.get_context("spawn")
 
 
@@ -45,16 +48,22 @@ def until(reached: Callable[[], bool], what: str) -> None:
     while not reached():
         if time.perf_counter() > end:
             raise SystemExit(f"{what}: not within {MOST_S:g} s")
-        time.sleep(0.002)
+        time.sleep(PAUSE_S)
 
 
 def send(url: str, requests: list[bytes], rate: float, stop: Any, found: Any) -> None:
-    """Requests at a rate until `stop` is set, half a second at a time. Puts each one's begin and Load."""
+    """Requests at a rate until `stop` is set, ROUND_S at a time. Puts each one's begin and Load."""
     loads: list[tuple[float, Load]] = []
     while not stop.is_set():
         begin = time.monotonic()
         load = run_at_rate(
-            url, requests, rate=rate, concurrency=CONNECTIONS, seconds=0.5, arrivals="even", first=len(loads)
+            url,
+            requests,
+            rate=rate,
+            concurrency=CONNECTIONS,
+            seconds=ROUND_S,
+            arrivals="even",
+            first=len(loads),
         )
         loads.append((begin, load))
     found.put(loads)
@@ -75,89 +84,71 @@ def load_on(url: str, requests: list[bytes], rate: float) -> Iterator[list[tuple
         process.join()
 
 
-def sockets_of(pid: int) -> set[str]:
-    """The inodes of a process's sockets; none of one that has ended."""
-    found = set()
-    try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(link)
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    except FileNotFoundError:
-        return set()
-    return found
-
-
-def connections_at(port: int) -> set[str]:
-    """The inodes of this host's accepted connections at a port."""
+def listening_at(port: int) -> set[str]:
+    """This host's sockets that listen at a port, as /proc names them."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {row[9] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"}
+    return {f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
 
 
-def takers(server: Server) -> set[int]:
-    """The processes of a server that have taken a connection."""
-    at_port = connections_at(int(server.url.rsplit(":", 1)[1]))
-    return {pid for pid in processes_below(server.process.pid) if sockets_of(pid) & at_port}
+def accepts(pid: int, sockets: set[str]) -> bool:
+    """Whether a process waits for connections at one of these sockets, by epoll."""
+    files = Path(f"/proc/{pid}/fd")
+    try:
+        links = {fd.name: os.readlink(fd) for fd in files.iterdir()}
+        polls = [n for n, target in links.items() if target == "anon_inode:[eventpoll]"]
+        texts = [Path(f"/proc/{pid}/fdinfo/{n}").read_text() for n in polls]
+    except FileNotFoundError:  # it has ended, or closed a file meanwhile
+        return False
+    polled = [line.split()[1] for text in texts for line in text.splitlines() if line.startswith("tfd:")]
+    return any(links.get(n) in sockets for n in polled)
 
 
 def seconds_to_ready(server: Server) -> float:
     """Kills a worker; returns the seconds until its successor takes connections."""
-    probes: list[httpx.Client] = []
+    sockets = listening_at(int(server.url.rsplit(":", 1)[1]))
 
-    def are_two(pids: set[int]) -> bool:
-        probes.append(httpx.Client(base_url=server.url))
-        try:
-            probes[-1].get("/health")
-        except httpx.TransportError:  # it was the killed one's
-            return False
-        return len(takers(server) - pids) >= 2 - len(pids)
+    def takers() -> set[int]:
+        return {pid for pid in processes_below(server.process.pid) if accepts(pid, sockets)}
 
-    until(lambda: are_two(set()), "two workers take connections")
-    victim = max(takers(server))
-    others = takers(server) - {victim}
+    until(lambda: len(takers()) == 2, "two workers take connections")
+    before = takers()
+    time.sleep(1.0)  # so that the supervisor knows as well that they are ready
     started = time.perf_counter()
-    os.kill(victim, signal.SIGKILL)
-    until(lambda: are_two(others | {victim}) or bool(takers(server) - others - {victim}), "the successor")
-    found = time.perf_counter() - started
-    for probe in probes:
-        probe.close()
-    return found
+    os.kill(max(before), signal.SIGKILL)
+    until(lambda: bool(takers() - before), "the successor")
+    return time.perf_counter() - started
 
 
-def swap(root: Path, rows: int, server: Server, requests: list[bytes], rate: float) -> tuple[float, Any, Any]:
-    """Publishes version 2 beside requests; returns the seconds until answers come from it, and p99 in ms
-    before and meanwhile."""
+def swap(model: Model, version: int, url: str) -> float:
+    """Makes a version live that this host has not read; returns the seconds until answers come from it."""
     in_a_row = 0
 
     def reached() -> bool:
         nonlocal in_a_row
-        in_a_row = in_a_row + 1 if live_version(server.url) == 2 else 0
+        in_a_row = in_a_row + 1 if live_version(url) == version else 0
         return in_a_row >= ANSWERS
 
-    with ExitStack() as stack:
-        loads: list[tuple[float, Load]] = []
-
-        def written() -> None:
-            nonlocal loads
-            loads = stack.enter_context(load_on(server.url, requests, rate))
-            time.sleep(2.0 + BEFORE_S)
-
-        publish(root, rows, written)
-        begin = time.monotonic()
-        until(reached, "version 2")
-        end = time.monotonic()
-        time.sleep(1.0)
-    return end - begin, p99_ms(loads, begin - BEFORE_S, begin - 0.5), p99_ms(loads, begin - 0.5, end)
+    started = time.perf_counter()
+    with model.opened() as folder, folder.lock("record.lock"):
+        (folder.path / f"{version}.segment{NOTE}").unlink(missing_ok=True)
+        model._record_version(folder, version, 0)  # as a load does; `activate` would read it here
+    until(reached, f"version {version}")
+    return time.perf_counter() - started
 
 
 def live_version(url: str) -> int:
-    return int(httpx.get(f"{url}/health", timeout=60).json()["models"][NAME])
+    """The version that answers on a new connection."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
+    connection.request("GET", "/health")
+    found = json.loads(connection.getresponse().read())["models"][NAME]
+    connection.close()
+    return int(found)
 
 
-def p99_ms(loads: list[tuple[float, Load]], begin: float, end: float) -> float:
-    """Of the half seconds that lie between two times of time.monotonic."""
-    latencies = [load.latencies_s for at, load in loads if begin <= at and at <= end]
-    return float(np.percentile(np.concatenate(latencies), 99) * 1e3)
+def p99_ms(loads: list[tuple[float, Load]], spans: list[tuple[float, float]]) -> float:
+    """Of the requests of rounds that began within spans of time.monotonic: the median of the rounds' p99."""
+    found = [load for at, load in loads if any(begin <= at < end for begin, end in spans)]
+    return statistics.median(load.percentile_ms(99) for load in found)
 
 
 def attach(root: str, ready: Any, go: Any, found: Any) -> None:
@@ -172,7 +163,7 @@ def attach(root: str, ready: Any, go: Any, found: Any) -> None:
 
 def attach_s(root: Path, processes: int) -> float:
     """Seconds until so many processes have attached a version that none has read before."""
-    (root / NAME / f"1.segment{NOTE}").unlink(missing_ok=True)
+    (root / NAME / f"2.segment{NOTE}").unlink(missing_ok=True)
     ready, go, found = context.Semaphore(0), context.Event(), context.Queue()
     running = [context.Process(target=attach, args=(str(root), ready, go, found)) for _ in range(processes)]
     for process in running:
@@ -186,8 +177,8 @@ def attach_s(root: Path, processes: int) -> float:
     return float(max(end for _, end in times) - min(begin for begin, _ in times))
 
 
-def publish(root: Path, rows: int, written: Callable[[], None] = lambda: None) -> None:
-    publish_random(root, NAME, {f"t{i}": (rows, DIM, "int8") for i in range(TABLES)}, written=written)
+def publish(root: Path, rows: int) -> None:
+    publish_random(root, NAME, {f"t{i}": (rows, DIM, "int8") for i in range(TABLES)})
 
 
 def main() -> None:
@@ -210,13 +201,17 @@ def main() -> None:
         console.print(found[-1])
 
     with shared_folder() as root:
-        publish(root, rows)
+        for _ in range(2):
+            publish(root, rows)
+        model = Model(root, NAME)
         ones, eights = zip(*[(attach_s(root, 1), attach_s(root, 8)) for _ in range(ATTACHES)], strict=True)
         one, eight = statistics.median(ones), statistics.median(eights)
         console.print(f"attaching: one process {one:.2f} s, eight {eight:.2f} s")
         add("attaching, eight processes over one", eight / one, ATTACH_RATIO)
+        os.sched_setaffinity(0, {SERVER_CORE})  # of the server, which inherits it
         command = "-m", "tableside", "serve", NAME, "--root", root, "--port", 0, "--workers", 2
         with serving(*command, "--scrub-hours", 0, "--drain-s", 0) as server:
+            os.sched_setaffinity(0, {LOAD_CORE})
             requests = bench.make_requests(described, server.url, case.shape(same=False), "named")
             rate = 0.5 * run(server.url, requests, concurrency=CONNECTIONS, seconds=3.0).requests_per_s
             with load_on(server.url, requests, rate):
@@ -224,14 +219,29 @@ def main() -> None:
                 readies = [seconds_to_ready(server) for _ in range(KILLS)]
             console.print("kill -9 to ready, s:", ", ".join(f"{s:.2f}" for s in readies))
             add("kill -9 to ready, s, the worst of five", max(readies), READY_S)
-            swap_s, before, during = swap(root, rows, server, requests, rate)
-            console.print(f"a swap in {swap_s:.1f} s: p99 {before:.2f} ms before, {during:.2f} ms meanwhile")
+            swap_s, spans = [], []
+            with load_on(server.url, requests, rate) as loads:
+                for n in range(SWAPS):
+                    time.sleep(BEFORE_S + ROUND_S)
+                    begin = time.monotonic()
+                    swap_s.append(swap(model, 1 + n % 2, server.url))
+                    spans.append((begin, begin + swap_s[-1]))
+            during = p99_ms(loads, spans)
+            before = p99_ms(loads, [(begin - BEFORE_S, begin - ROUND_S) for begin, _ in spans])
+            took = statistics.median(swap_s)
+            console.print(f"a swap in {took:.1f} s: p99 {before:.2f} ms before, {during:.2f} ms meanwhile")
             add("p99 during a swap over before", during / before, TAIL_RATIO)
     if options.gb != parser.get_default("gb"):
         return
-    more = {"attach s, one": one, "attach s, eight": eight, "kill to ready s": readies, "swap s": swap_s}
+    more = {
+        "attach s, one": one,
+        "attach s, eight": eight,
+        "kill to ready s": readies,
+        "swap s": swap_s,
+        "rate": rate,
+    }
     title = f"a model of {options.gb:g} GB, int8 D {DIM}, two workers, requests at half the rate reached"
-    report("large_model", title, found, **more, p99_before_ms=before, p99_during_ms=during, rate=rate)
+    report("large_model", title, found, **more, p99_before_ms=before, p99_during_ms=during)
 
 
 if __name__ == "__main__":

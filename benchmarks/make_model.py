@@ -1,6 +1,5 @@
 """Models for benchmarks, written straight into a segment: no checkpoint on disk, random values, any size."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,15 +13,10 @@ from tableside.quant import RowFormat, Source, choose
 
 
 def publish_random(
-    root: Path,
-    name: str,
-    tables: dict[str, tuple[int, int, str]],
-    pooling: str = "sum",
-    seed: int = 0,
-    written: Callable[[], None] = lambda: None,
+    root: Path, name: str, tables: dict[str, tuple[int, int, str]], pooling: str = "sum", seed: int = 0
 ) -> None:
     """Publishes tables of name -> (rows, dim, row format) with one feature each. Every row differs from
-    its neighbours. written: called before the version becomes live."""
+    its neighbours."""
     model, backend = Model(root, name), choose()
     with model.loading() as version:
         plan = plan_tables([(t, t, RowFormat.parse(f), rows, dim) for t, (rows, dim, f) in tables.items()])
@@ -47,5 +41,4 @@ def publish_random(
         with ThreadPoolExecutor() as threads:
             list(threads.map(fill, work))
         writer.seal({})
-        written()
         model.publish(version)

@@ -207,15 +207,18 @@ def hold(path: Path, pipe: Any) -> None:
 
 
 def test_reading_rests_beside_requests(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: as many seconds of rest as are asked for each second of reading."""
+    """By a clock of its own: as many seconds of rest as are asked for each second of reading, by a thread
+    that gives way to others."""
     from types import SimpleNamespace
 
     from tableside.loader.segment import segment as module
 
     spent = {"reading": 0.0, "rest": 0.0}
+    niceness: set[int] = set()
 
     def read(*_: object) -> bool:
         spent["reading"] += 0.015
+        niceness.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return True
 
     def rest(seconds: float) -> None:
@@ -229,6 +232,9 @@ def test_reading_rests_beside_requests(model: Model, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Segment, "chunks", lambda self: iter(chunks))
     attached.verify(rest=9.0)
     assert spent["rest"] == pytest.approx(9 * spent["reading"])
+    assert niceness == {max(10, os.nice(0))}
     before = spent["rest"]
+    niceness.clear()
     attached.verify()
     assert spent["rest"] == before
+    assert niceness == {os.nice(0)}
