@@ -8,7 +8,8 @@ from tableside.quant import LookupKind, Pooling, Precision
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.tables import DeviceTable
-from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 
 
 class DeviceLookup:

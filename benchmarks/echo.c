@@ -1,5 +1,6 @@
-/* The floor of a request over HTTP: a server on one core that reads POST /echo/N with Content-Length, and
- * answers N bytes of zeros. It understands nothing else, and waits for a connection that does not read. */
+/* The floor of a request over HTTP: a server on one core that reads POST /echo/N/U with Content-Length, computes
+ * for U microseconds, and answers N bytes of zeros. It understands nothing else, and waits for a connection that
+ * does not read. */
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
 #include <stdio.h>
@@ -8,6 +9,7 @@
 #include <strings.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { ROOM = 4 << 20, CONNECTIONS = 1024 };
@@ -21,6 +23,14 @@ static void send_all(int fd, const char *bytes, size_t size) {
         if ((sent = write(fd, bytes, size)) < 0) return; /* it has gone */
 }
 
+/* Computes for so long by the process's own time, however often it is interrupted. */
+static void compute(double seconds) {
+    struct timespec begin, now;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &begin);
+    do clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+    while (now.tv_sec - begin.tv_sec + 1e-9 * (now.tv_nsec - begin.tv_nsec) < seconds);
+}
+
 /* Answers each request that is whole; the rest of the bytes stays. */
 static void answer_whole(int fd) {
     char *text = connections[fd].text, *end;
@@ -28,7 +38,9 @@ static void answer_whole(int fd) {
         char *length = strcasestr(text, "\r\ncontent-length:");
         size_t size = end + 4 - text + (length && length < end ? strtoul(length + 17, NULL, 10) : 0);
         if (size > ROOM || connections[fd].have < size) return;
-        size_t out = strtoul(strstr(text, "/echo/") + 6, NULL, 10);
+        char *rest;
+        size_t out = strtoul(strstr(text, "/echo/") + 6, &rest, 10);
+        if (*rest == '/') compute(1e-6 * strtod(rest + 1, NULL));
         if (out > ROOM) quit("an answer is too long");
         int head = sprintf(answer, "HTTP/1.1 200 OK\r\ncontent-length: %zu\r\n\r\n", out);
         memset(answer + head, 0, 64);

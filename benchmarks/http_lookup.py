@@ -13,6 +13,7 @@ The worker has one core and the load generator another. All of these take turns,
     echo       bodies of as many bytes as one of the above has, and answers of as many bytes, in Tableside's
                worker
     bare echo  the same bytes, answered by a C program (echo.c) at the rate of the way that it stands for
+    equal      a bare echo that computes for as long as the way that it stands for, in C
     lookup     in process, the kernel's call alone, on inputs that were laid out before
 
 `busy` is the share of the server's core that its processes used, and `cpu us` what they used for a request.
@@ -21,9 +22,10 @@ time of a request, 1 / (requests/s), over the time of an echo of as many bytes a
 together; the goal is 1.1. Latencies are measured at half the rate that 4 connections reached, over 16
 connections, from the time at which a request was due. Requests are due at even times, and at random ones
 (Poisson). At random times a server that takes equally long for every request has a p99 of 4.3 x its p50 by
-its queue alone. `of the bare p99` is a p99 over that of the bare echo and of the lookup together: what the
-machine and the load generator do to any server is in both. The goal is 1.5, of even times. Answers are
-compared with the lookups in process first.
+its queue alone. `of the bare p99` is a p99 over that of the bare echo and of the lookup together. A machine
+that stalls for 3 ms makes the requests of 3 ms late for a server that is idle else, and those of 6 ms for one
+that is busy for half of its time. So `of the equal p99` is a p99 over that of an echo that is as busy; the
+goal is 1.5 for even times. Answers are compared with the lookups in process first.
 """
 
 import argparse
@@ -177,6 +179,14 @@ def ways_of(case: Case, inside: InProcess, ours: Server, peer: Server, echo: Ser
     return ways
 
 
+def equal_echo(way: Way, bare: Way) -> Way:
+    """A bare echo that takes as much of its core as a way does. Both were measured with FEW connections."""
+    path = f"/echo/{bare.answer_bytes}".encode()
+    computed = f"/{max(0.0, way.cpu_us(FEW) - bare.cpu_us(FEW)):.1f}".encode()
+    requests = [request.replace(path, path + computed, 1) for request in bare.requests]
+    return Way(bare.server, requests, bare.answer_bytes)
+
+
 def measure(
     case: Case, root: Path, servers: tuple[Server, Server, Server], timing: Timing
 ) -> list[dict[str, Any]]:
@@ -190,13 +200,15 @@ def measure(
         lookups += inside.seconds()
         for way in ways.values():
             way.closed(FEW, timing.few_s)
+    for name in LOADED:
+        ways[f"equal to {name}"] = equal_echo(ways[name], ways[f"bare echo of {name}"])
     for turn in range(timing.rounds):
         for name in LOADED:
             ways[name].closed(MANY, timing.many_s)
         for name in LOADED:
             for arrivals in ARRIVALS:
                 rate = 0.5 * ways[name].rate(FEW)
-                for which in (name, f"bare echo of {name}"):
+                for which in (name, f"bare echo of {name}", f"equal to {name}"):
                     ways[which].at_rate(rate, arrivals, timing.half_s, turn)
     return [row(case, name, ways, lookups) for name in LOADED]
 
@@ -204,9 +216,11 @@ def measure(
 def row(case: Case, name: str, ways: dict[str, Way], lookups: list[float]) -> dict[str, Any]:
     """What was measured of one way. lookups: seconds of each."""
     way, echo = ways[name], ways[f"echo of {'compact' if name == 'fbgemm' else name}"]
-    bare, lookup_us = ways[f"bare echo of {name}"], statistics.median(lookups) * 1e6
-    lookup_p99_ms = float(np.percentile(lookups, 99)) * 1e3
-    floors = {arrivals: bare.percentile_ms(arrivals, 99) for arrivals in ARRIVALS}
+    lookup_us, lookup_p99_ms = statistics.median(lookups) * 1e6, float(np.percentile(lookups, 99)) * 1e3
+    bare, equal = (
+        {arrivals: ways[of + name].percentile_ms(arrivals, 99) for arrivals in ARRIVALS}
+        for of in ("bare echo of ", "equal to ")
+    )
     us, echo_us = 1e6 / way.rate(FEW), 1e6 / echo.rate(FEW)
     return {
         "features x batch x ids": str(case),
@@ -221,11 +235,16 @@ def row(case: Case, name: str, ways: dict[str, Way], lookups: list[float]) -> di
         "lookup us": lookup_us,
         "of the floor": us / (echo_us + lookup_us),
         **{f"{arrivals} p{p} ms": way.percentile_ms(arrivals, p) for arrivals in ARRIVALS for p in (50, 99)},
-        **{f"{arrivals} bare echo p99 ms": floor for arrivals, floor in floors.items()},
+        **{f"{arrivals} bare echo p99 ms": floor for arrivals, floor in bare.items()},
+        **{f"{arrivals} equal p99 ms": floor for arrivals, floor in equal.items()},
         "lookup p99 ms": lookup_p99_ms,
         **{
             f"{arrivals} of the bare p99": way.percentile_ms(arrivals, 99) / (floor + lookup_p99_ms)
-            for arrivals, floor in floors.items()
+            for arrivals, floor in bare.items()
+        },
+        **{
+            f"{arrivals} of the equal p99": way.percentile_ms(arrivals, 99) / floor
+            for arrivals, floor in equal.items()
         },
     }
 
@@ -261,9 +280,10 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 r["of the floor"],
                 r["of the floor"] <= FLOOR_RATIO,
             )
-            tail = r["even of the bare p99"]
-            what = f"{r['way']} at half load: p99 at most {TAIL_RATIO:g} x a bare echo's and the lookup's"
-            add(str(case), what, tail, tail <= TAIL_RATIO)
+            for of, what in (("bare", "a bare echo's and the lookup's"), ("equal", "an equally busy echo's")):
+                tail = r[f"even of the {of} p99"]
+                target = f"{r['way']} at half load: p99 at most {TAIL_RATIO:g} x {what}"
+                add(str(case), target, tail, tail <= TAIL_RATIO)
         add(str(case), "compact over FBGEMM's server", compact["req/s"] / ways["fbgemm"]["req/s"], None)
     return found
 

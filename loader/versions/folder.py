@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tableside.loader.errors import AccessError, VersionError
+from tableside.loader.segment.delta import parse_delta_name
 
 LOCK_WAIT_S = 30.0
 NOTE = ".verified"  # behind a file's name: what is noted of it (loader.versions.verified)
@@ -241,3 +242,14 @@ def _holder(fd: int) -> str:
             if fields[1:2] == ["FLOCK"] and inode == str(found.st_ino):
                 return f"process {fields[4]}"
     return "another process"
+
+
+def deltas_of(folder: Folder, version: int) -> list[int]:
+    """Returns the sequences of the deltas over a version, oldest first."""
+    found = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
+    return sorted(sequence for over, sequence in found if over == version)
+
+
+def newest_delta(folder: Folder, version: int, latest: int) -> int:
+    """Returns the newest delta over a version up to `latest`; 0: none."""
+    return max((s for s in deltas_of(folder, version) if s <= latest), default=0)

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.segment.delta import Delta, delta_name, overlaid, parse_delta_name
 from tableside.loader.segment.segment import Segment, Verify
-from tableside.loader.versions.folder import Folder
+from tableside.loader.versions.folder import Folder, deltas_of, newest_delta
 from tableside.loader.versions.record import VersionRecord, reserve_room
 from tableside.loader.versions.verified import verify_once
-from tableside.loader.versions.versions import Model, deltas_of, newest_delta
+from tableside.loader.versions.versions import Model
 
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
 UNPUBLISHED = ".merged"  # suffix of an unpublished merge; its writer holds a lock on it

@@ -24,9 +24,9 @@ from pathlib import Path
 from tableside.loader.errors import AccessError, SegmentError, VersionError
 from tableside.loader.model.model import NAME, check_name
 from tableside.loader.model.nearest import did_you_mean
-from tableside.loader.segment.delta import SUFFIX, delta_name, parse_delta_name
+from tableside.loader.segment.delta import SUFFIX, delta_name
 from tableside.loader.segment.segment import Segment, Verify
-from tableside.loader.versions.folder import Folder, make_folder, open_to_group
+from tableside.loader.versions.folder import Folder, deltas_of, make_folder, newest_delta, open_to_group
 from tableside.loader.versions.partial import PartialTensor, partial_tensor
 from tableside.loader.versions.record import (
     VersionRecord,
@@ -383,17 +383,6 @@ def _unless_full() -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-
-
-def deltas_of(folder: Folder, version: int) -> list[int]:
-    """Returns the sequences of the deltas over a version, oldest first."""
-    found = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
-    return sorted(sequence for over, sequence in found if over == version)
-
-
-def newest_delta(folder: Folder, version: int, latest: int) -> int:
-    """Returns the newest delta over a version up to `latest`; 0: none."""
-    return max((s for s in deltas_of(folder, version) if s <= latest), default=0)
 
 
 def models(root: Path, owner: str | None = None) -> list[Model]:

@@ -12,7 +12,8 @@ import torch
 
 from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 from tableside.serving.modules.inputs import (
     FeatureTensors,
     Form,

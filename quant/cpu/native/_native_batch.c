@@ -1,60 +1,14 @@
-/* A batch for the GPU's lookup kernel, of requests whose lookups come again and again: what
- * `quant.gpu.batch.merge.merge` and
- * `quant.gpu.batch.moves.move_all` do in Python, for all requests in one call. Where much is copied, other
- * threads of Python run meanwhile.
+/* Where everything of a batch lies (`_native_batch.h`).
  * place_batch(requests, extra bytes of inputs of each or None, whether outputs of each stay on the device or
- *   None) ->
- *   (bases, stay_bytes, in_bytes, out_bytes, scratch, jobs, resolved, header_bytes, launches, resolve,
+ *   None) -> (bases, stay_bytes, in_bytes, out_bytes, scratch, jobs, resolved, header_bytes, launches, resolve,
  *   probe):
- *   requests: of each (kinds, what `measure` made of it, what its pooled lookups share a launch by, and its
- *   unpooled ones, and more)
- *   bases: int64 [requests, BASE_FIELDS], as bytes; launches: of each (shared by, is pooled, jobs, programs,
- *   first flag,
- *   has lengths, is weighted, is indirect, jobs_at, programs_at, members: of each request (number, first
- *   flag, one after the last))
- *   resolve: (jobs_at, programs_at, programs) or None · probe: (jobs_at, blocks_at, ids, blocks) or None
- * write_batch(requests, bases, sources, target, header_at, locked, from_bytes): copies the inputs of each
- *   request to the target and
- *   writes the header there; header_at < 0: it has none. Inputs of from_bytes or more that are one part and
- *   lie in one of the ranges of
- *   memory (begin, end) of the list `locked` are left out: returns for each where it goes, its address and
- *   its bytes */
-#include <string.h>
-#include "_layout.h"
+ *   bases: int64 [requests, BASE_FIELDS], as bytes
+ *   launches: of each (shared by, is pooled, jobs, programs, first flag, has lengths, is weighted, is indirect,
+ *   jobs_at, programs_at, members: of each request (number, first flag, one after the last))
+ *   resolve: (jobs_at, programs_at, programs) or None; probe: (jobs_at, blocks_at, ids, blocks) or None */
+#include "_native_batch.h"
 
-typedef struct { BASE_FIELDS(MEMBER) } base;
-typedef struct { PROBE_FIELDS(MEMBER) } probe;
-typedef struct { RESOLVE_FIELDS(MEMBER) } resolve;
-
-enum { LONG_COPY = 256 << 10 }; /* bytes from which other threads of Python run meanwhile */
-
-/* A request of a batch. alike: keys of the launches that its pooled and unpooled lookups share, compared
- * by identity. */
-typedef struct {
-    const kind *kinds;
-    const measured *sizes;
-    const place *places;
-    int64_t count;
-    PyObject *alike[2];
-    int64_t group[2];
-} asked;
-
-/* Jobs that share a launch. jobs_at, programs_at: in the header. written_*: while it is written. */
-typedef struct {
-    PyObject *alike;
-    int is_unpooled;
-    int64_t jobs, programs, traits, first_flag, jobs_at, programs_at, written_jobs, written_programs;
-} group;
-
-/* What a batch has. Where nothing of a kind is read, its place in the header is -1. */
-typedef struct {
-    asked *requests;
-    group *groups;
-    int64_t count, group_count, cached, cached_ids, probe_blocks, resolved, resolve_programs, resolve_at,
-        probe_at, header_bytes, most;
-} batch;
-
-static void free_batch(batch *b) { PyMem_Free(b->requests), PyMem_Free(b->groups); }
+void free_batch(batch *b) { PyMem_Free(b->requests), PyMem_Free(b->groups); }
 
 static int take_request(PyObject *tuple, asked *a) {
     if (PyTuple_Check(tuple) && PyTuple_Size(tuple) >= 4 && PyBytes_Check(PyTuple_GetItem(tuple, 0))
@@ -117,7 +71,7 @@ static void find_places(batch *b) {
     b->header_bytes = at;
 }
 
-static int take_batch(PyObject *list, batch *b) {
+int take_batch(PyObject *list, batch *b) {
     *b = (batch){0};
     if (!PyList_Check(list)) return PyErr_SetString(PyExc_TypeError, "a batch is a list of requests"), 0;
     b->count = PyList_Size(list);
@@ -227,186 +181,4 @@ PyObject *py_place_batch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     }
     free_batch(&b);
     return result;
-}
-
-/* Where the next jobs of what the cache finds, and of what makes row numbers, are written. */
-typedef struct { probe *probes; int32_t *blocks; resolve *resolves; int32_t *programs; int64_t probed, block,
-                resolved, program; } writing;
-
-static void write_jobs(const jobs_of *from, const base *at, group *g, char *header) {
-    job *to = (job *)(void *)(header + g->jobs_at) + g->written_jobs;
-    int32_t *programs = (int32_t *)(void *)(header + g->programs_at) + g->written_programs;
-    write_programs(from, (int32_t)g->written_jobs, programs);
-    for (int64_t i = 0; i < from->count; i++) {
-        job j = from->jobs[i];
-        j.ids_at += at->inputs, j.out_at += at->outputs, j.starts_at += at->scratch,
-            j.first_program += g->written_programs;
-        if (j.lengths_at >= 0) j.lengths_at += at->inputs;
-        if (j.weights_at >= 0) j.weights_at += at->inputs;
-        if (j.locations_at >= 0) j.locations_at += at->locations;
-        to[i] = j;
-    }
-    g->written_jobs += from->count, g->written_programs += from->programs;
-    /* up to a multiple of 8 bytes */
-    if (g->written_jobs == g->jobs && g->programs % 2) programs[from->programs] = 0;
-}
-
-static void write_others(const room *m, const laid_out *laid, const measured *sizes, const base *at,
-                         writing *w) {
-    for (int64_t i = 0; i < laid->sizes.mapped; i++, w->resolved++) {
-        const resolved *r = m->mapped + i;
-        int64_t programs = ceil_div(r->ids, sizes->resolve_block), ids_at = r->ids_at + at->inputs;
-        w->resolves[w->resolved] = (resolve){.row_map = r->row_map, .ids_at = ids_at, .target_at = ids_at,
-                                             .ids = r->ids, .found_at = -1, .first_program = w->program};
-        while (programs--) w->programs[w->program++] = (int32_t)w->resolved;
-    }
-    for (int64_t i = 0; i < laid->sizes.found; i++, w->probed++) {
-        const cached *c = m->found + i;
-        int64_t blocks = ceil_div(c->ids, sizes->probe_block);
-        w->probes[w->probed] = (probe){.table = c->table, .ids_at = c->ids_at + at->inputs, .ids = c->ids,
-                                       .locations_at = c->locations_at + at->locations,
-                                           .first_block = w->block};
-        while (blocks--) w->blocks[w->block++] = (int32_t)w->probed;
-    }
-}
-
-/* A part of memory that a device copies from by itself, and a copy that is left to it. */
-typedef struct { int64_t begin, end; } range;
-typedef struct { int64_t target, address, bytes; } left_out;
-
-/* What is written of a batch, and to where. left: as many as requests; left_count: of them. */
-typedef struct {
-    const base *bases;
-    const Py_buffer *sources, *target;
-    const range *locked;
-    left_out *left;
-    int64_t header_at, locked_count, from_bytes, left_count;
-} output;
-
-static int is_locked(const output *to, int64_t address, int64_t bytes) {
-    for (int64_t i = 0; i < to->locked_count; i++)
-        if (address >= to->locked[i].begin && address + bytes <= to->locked[i].end) return 1;
-    return 0;
-}
-
-static int64_t address_of(const Py_buffer *b) { return (int64_t)(intptr_t)b->buf; }
-
-/* Whether a request's inputs are left to the device. */
-static int leave_out(const room *m, const laid_out *laid, int64_t number, output *to) {
-    const Py_buffer *source = to->sources + number;
-    const move *only = m->in;
-    if (laid->sizes.moved_in != 1 || only->bytes < to->from_bytes
-        || !lies_in(source, only->source, 1, 0, only->bytes)
-        || !is_locked(to, address_of(source) + only->source, only->bytes))
-        return 0;
-    to->left[to->left_count++] = (left_out){to->bases[number].inputs, address_of(source) + only->source,
-                                            only->bytes};
-    return 1;
-}
-
-/* Copies inputs and writes the header, if any; 0: a part lies outside its buffer. Touches no Python
- * object. */
-static int write_all(batch *b, room *m, output *to) {
-    char *header = to->header_at < 0 ? NULL : (char *)to->target->buf + to->header_at;
-    writing w = {0};
-    if (header && b->resolved) {
-        w.resolves = (resolve *)(void *)(header + b->resolve_at),
-            w.programs = (int32_t *)(void *)(w.resolves + b->resolved);
-        if (b->resolve_programs % 2) w.programs[b->resolve_programs] = 0;
-    }
-    if (header && b->cached)
-        w.probes = (probe *)(void *)(header + b->probe_at),
-            w.blocks = (int32_t *)(void *)(w.probes + b->cached);
-    for (int64_t i = 0; i < b->count; i++) {
-        const asked *a = b->requests + i;
-        const base *at = to->bases + i;
-        laid_out laid;
-        lay_out_in(m, a->kinds, a->places, a->count, a->sizes->pooled_block, a->sizes->unpooled_block, &laid);
-        if (header) {
-            if (laid.pooled.count) write_jobs(&laid.pooled, at, b->groups + a->group[0], header);
-            if (laid.unpooled.count) write_jobs(&laid.unpooled, at, b->groups + a->group[1], header);
-            write_others(m, &laid, a->sizes, at, &w);
-        }
-        if (!leave_out(m, &laid, i, to)
-            && !copy_parts(m->in, laid.sizes.moved_in, to->sources + i, to->target, 0, at->inputs)) return 0;
-    }
-    return 1;
-}
-
-static int take_ranges(PyObject *list, range *to) {
-    for (Py_ssize_t i = 0; i < PyList_Size(list); i++) {
-        PyObject *one = PyList_GetItem(list, i);
-        if (!PyTuple_Check(one) || PyTuple_Size(one) != 2)
-            return PyErr_SetString(PyExc_TypeError, "a range of memory is its begin and its end"), 0;
-        to[i].begin = PyLong_AsLongLong(PyTuple_GetItem(one, 0)),
-            to[i].end = PyLong_AsLongLong(PyTuple_GetItem(one, 1));
-        if (PyErr_Occurred()) return 0;
-    }
-    return 1;
-}
-
-static PyObject *list_of(const left_out *left, int64_t count) {
-    PyObject *made = PyList_New(count);
-    for (int64_t i = 0; made && i < count; i++) {
-        PyObject *one = Py_BuildValue("LLL", (long long)left[i].target, (long long)left[i].address,
-                                      (long long)left[i].bytes);
-        if (!one || PyList_SetItem(made, i, one)) Py_CLEAR(made);
-    }
-    return made;
-}
-
-/* Writes the batch. Few bytes are copied sooner than another thread gives Python's lock back. */
-static int write_to(batch *b, room *m, output *to) {
-    int64_t bytes = 0;
-    for (int64_t i = 0; i < b->count; i++)
-        if (!is_locked(to, address_of(to->sources + i), to->sources[i].len))
-            bytes += b->requests[i].sizes->in_bytes;
-    PyThreadState *state = bytes > LONG_COPY ? PyEval_SaveThread() : NULL;
-    int ok = write_all(b, m, to);
-    if (state) PyEval_RestoreThread(state);
-    if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
-    return ok;
-}
-
-PyObject *py_write_batch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    batch b;
-    room m;
-    Py_buffer target, *sources = NULL;
-    range *locked = NULL;
-    left_out *left = NULL;
-    PyObject *made = NULL;
-    int64_t held = 0;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "write_batch takes 7 arguments, got %zd", n);
-    int64_t header_at = PyLong_AsLongLong(args[4]), from_bytes = PyLong_AsLongLong(args[6]);
-    if (PyErr_Occurred() || !take_batch(args[0], &b)) return NULL;
-    if (PyObject_GetBuffer(args[3], &target, PyBUF_WRITABLE)) return free_batch(&b), NULL;
-    if (!PyBytes_Check(args[1]) || PyBytes_Size(args[1]) != b.count * (int64_t)sizeof(base)
-        || !PyList_Check(args[2])
-        || PyList_Size(args[2]) != b.count || !PyList_Check(args[5]))
-        PyErr_SetString(PyExc_TypeError,
-            "bases are bytes, sources a list of a buffer for each request, and ranges of memory a list");
-    else if (header_at >= 0 && (header_at % 8 || header_at > target.len - b.header_bytes))
-        PyErr_SetString(PyExc_ValueError,
-                        "the header of a batch does not lie in its buffer, at a multiple of 8 bytes");
-    else {
-        sources = PyMem_Calloc((size_t)b.count + 1, sizeof(Py_buffer)),
-            left = PyMem_Malloc(((size_t)b.count + 1) * sizeof(left_out));
-        locked = PyMem_Malloc(((size_t)PyList_Size(args[5]) + 1) * sizeof(range));
-        if (!sources || !left || !locked) PyErr_NoMemory();
-        else if (take_ranges(args[5], locked)) {
-            while (held < b.count && !PyObject_GetBuffer(PyList_GetItem(args[2], held), sources + held,
-                                                         PyBUF_SIMPLE)) held++;
-            if (held == b.count && make_room(&m, b.most)) {
-                output to = {(const base *)(const void *)PyBytes_AsString(args[1]), sources, &target, locked,
-                             left, header_at, PyList_Size(args[5]), from_bytes, 0};
-                if (write_to(&b, &m, &to)) made = list_of(left, to.left_count);
-                free_room(&m);
-            }
-            while (held--) PyBuffer_Release(sources + held);
-        }
-    }
-    PyMem_Free(sources), PyMem_Free(left), PyMem_Free(locked);
-    PyBuffer_Release(&target);
-    free_batch(&b);
-    return made;
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup
 from tableside.quant.cache.kernels.state import ProbeField
-from tableside.quant.contract import Lookup, LookupKind, Pooling, lookup_at, places_in
+from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, lookup_at, places_in
 from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.errors import MissingBackend
@@ -151,7 +151,7 @@ class SteadyLayouts:
             self._rows, places, config.block_columns, self._configs.unpooled.block_columns
         )
         assert found is not None, "they were measured"
-        kinds = [place.kind for place in places_in(places)]
+        kinds = np.frombuffer(places, np.int64)[:: len(Place._fields)]
         (
             in_bytes,
             staged,

@@ -1,13 +1,12 @@
 """The lookup kernel, in Triton: gathers, dequantizes and pools many tables of different formats and widths in
 one launch. A *column* is one chunk of a row, 16 bytes (int2: 8), in one output vector: 16 values of int8 and
 fp8, 32 of int4 and int2, 8 of fp16, 4 of fp32. A quantized row's first chunk begins with scale and bias. A
-*job* is one feature of one request. A program takes COLUMNS neighbouring columns of a job and walks down
-their bags, UNROLL ids at a time, with UNROLL rows in flight. Each thread reads a chunk in one instruction,
-neighbours read neighbouring chunks. For few long bags, LANES threads share a bag and add their sums at the
-end. Addresses are int64. Ids out of range are not read: they raise the job's flag, and the caller finds the
-id. `quant.gpu.batch.layout` writes jobs with the fields of `quant.gpu.kernels.job.JobField`, which names
-every buffer. Only `_row_address` decides where a row lies; new residences go there.
-tests/helpers/kernel_steps.py has each step in plain Python."""
+*job* is one feature of one request; `quant.gpu.batch.layout` writes jobs with the fields of
+`quant.gpu.kernels.job.JobField`, which names every buffer. A program takes COLUMNS neighbouring columns of a
+job and walks down their bags, UNROLL ids at a time, with UNROLL rows in flight. Each thread reads a chunk in
+one instruction. For few long bags, LANES threads share a bag and add their sums at the end. Ids out of range
+are not read: they raise the job's flag, and the caller finds the id. Only `_row_address` decides where a row
+lies. tests/helpers/kernel_steps.py has each step in plain Python."""
 
 import triton
 import triton.language as tl
@@ -91,8 +90,7 @@ def _row_address(id, table, row_bytes, location, hbm_rows, share, staging, INDIR
     hbm_rows  address of the cache's slot 0, or of a split table's first HBM row
     share     rows of each SPLIT_BLOCK at `hbm_rows`, dense; 0: the table is not split
     staging   address of the in-flight batch's staging buffer
-    INDIRECT  a job of the launch has a cache or a split table
-    """
+    INDIRECT  a job of the launch has a cache or a split table"""
     address = table + id * row_bytes
     if INDIRECT:
         in_block = id % _SPLIT_BLOCK
@@ -358,8 +356,7 @@ def lookup(
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Runs every job of a launch. FORMATS: a bit for each row format among the tables; only those are
-    compiled.
+    """Runs every job of a launch. FORMATS: a bit for each row format that is compiled.
     jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge.merge`
     job_of_program  address of int32 [programs], written there too
     scratch         address of int32, written by `bag_starts`; jobs with verdict 1 are skipped

@@ -7,7 +7,7 @@ calls on several streams share nothing."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.tables import on_device
+from tableside.quant.gpu.tensors.calls import BaseAddresses, CallShape, StagedLookup, TensorInput
 from tableside.quant.gpu.tensors.jobs import (
     JobAddresses,
     JobSpreader,
@@ -50,57 +51,6 @@ _OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (
 _ADDRESSES = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT)
 _OF_SHAPE = (JobField.IDS, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH)
 _captured: list[object] = []  # what graphs read: a graph does not say when it goes
-
-
-class TensorInput(NamedTuple):
-    """One feature's tensors, on the device and contiguous. ids: int64 [ids]. offsets: int32 or int64, starts
-    of the `bags` bags, with or without the last end; None: bags of `bag_length` ids, or not pooled. weights:
-    fp32 [ids]."""
-
-    ids: torch.Tensor
-    offsets: torch.Tensor | None
-    bag_length: int
-    bags: int
-    weights: torch.Tensor | None
-
-
-class _CallShape(NamedTuple):
-    """What calls with tensors of these shapes share: all but addresses."""
-
-    jobs: KernelJobs
-    config: LaunchConfig
-    is_weighted: bool
-    values: int
-    cached_ids: int
-    is_even: bool
-
-
-class _BaseAddresses(NamedTuple):
-    """Base addresses of jobs' offsets: row numbers, original ids, offsets, weights. ids: of jobs without
-    IDS."""
-
-    inputs: int = 0
-    asked: int = 0
-    offsets: int = 0
-    weights: int = 0
-    ids: int = 0
-
-
-class StagedLookup(NamedTuple):
-    """A call with its jobs on the device, or on their way. shape: of the vectors. probe: the cache's jobs.
-    is_even: all features have as many values. held: memory that kernels read. sent: memory that a graph reads
-    and does not own. ticket: of prefetched rows."""
-
-    jobs: JobAddresses
-    config: LaunchConfig
-    base: _BaseAddresses
-    is_weighted: bool
-    probe: ProbeJobs | None
-    shape: tuple[int, ...]
-    held: object
-    sent: object
-    is_even: bool = False
-    ticket: Ticket | None = None
 
 
 class TensorLookup:
@@ -137,7 +87,7 @@ class TensorLookup:
             (len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device
         )
         self._packed: OrderedDict[Any, tuple[object, object, JobAddresses]] = OrderedDict()
-        self._shapes: OrderedDict[tuple[int, ...], _CallShape] = OrderedDict()
+        self._shapes: OrderedDict[tuple[int, ...], CallShape] = OrderedDict()
         self._spreads: dict[Any, JobSpreader] = {}
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
@@ -180,7 +130,7 @@ class TensorLookup:
         return StagedLookup(
             sent,
             kept.config,
-            _BaseAddresses(),
+            BaseAddresses(),
             kept.is_weighted,
             probe,
             (kept.values,),
@@ -215,7 +165,7 @@ class TensorLookup:
                     if len(self._packed) > _SHAPES:
                         self._packed.popitem(last=False)
             memory, kept, sent = found
-            base = _BaseAddresses(
+            base = BaseAddresses(
                 ids.data_ptr(),
                 ids.data_ptr(),
                 offsets.data_ptr(),
@@ -300,7 +250,7 @@ class TensorLookup:
     def _config(self, ids: int, vectors: int, columns: int) -> LaunchConfig:
         return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
 
-    def _shape(self, shape: tuple[int, ...]) -> _CallShape:
+    def _shape(self, shape: tuple[int, ...]) -> CallShape:
         """shape: of each feature: ids, offset bytes and offsets, bag length, bags, is weighted."""
         if (found := self._shapes.get(shape)) is None:
             of_feature = np.array(shape, np.int64).reshape(len(self._dims), -1)
@@ -314,7 +264,7 @@ class TensorLookup:
             check_size(int(counts.max()), int(vectors.max()))
             listed = KernelJobs.of(jobs, -(-columns // config.block_columns), JobField.FIRST_PROGRAM)
             is_weighted, cached_ids = bool(of_feature[:, 5].any()), int(counts[self._cached].sum())
-            found = self._shapes[shape] = _CallShape(
+            found = self._shapes[shape] = CallShape(
                 listed, config, is_weighted, int(values.sum()), cached_ids, len(set(values.tolist())) == 1
             )
             if len(self._shapes) > _SHAPES:

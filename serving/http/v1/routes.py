@@ -4,17 +4,28 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.http import asgi, metadata, openapi
-from tableside.serving.http.v1.request import Body, JsonRequest, encode, lay_out, parse
+from tableside.serving.http.v1.request import (
+    INPUTS_PER_BYTE,
+    JsonRequest,
+    encode,
+    lay_out,
+    lay_out_slowly,
+    parse,
+    read,
+)
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
+
+_Result = TypeVar("_Result")
 
 
 class V1:
@@ -37,7 +48,7 @@ class V1:
         served, laid_out = await self._laid_out(scope, text, score, hold)
         request = laid_out.request
         asgi.check_json_answer(request.out_bytes, service.settings.max_json_bytes)
-        hold.grow((1 + JSON_GROWTH) * request.out_bytes + len(laid_out.inputs))
+        hold.grow((1 + JSON_GROWTH) * request.out_bytes)
         parsed = time.perf_counter()
         answer = await service.executor.run(request, laid_out.inputs)
         looked_up = time.perf_counter()
@@ -51,29 +62,44 @@ class V1:
     async def _laid_out(
         self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold
     ) -> tuple[ServedVersion, JsonRequest]:
-        """Returns the request and its version. The parsed JSON is gone on return."""
-        service, is_large = self._service, len(text) > asgi.BESIDE_BYTES
+        """Returns the request and its version."""
+        hold.grow(INPUTS_PER_BYTE * len(text))
+        came = await self._call(text, read, text, score)
+        if came is not None:
+            served = await self._served(scope, came.model, came.version)
+            laid_out = lay_out(served, came)
+            if laid_out is not None:
+                laid_out.request.names_version = came.version is not None
+                return served, laid_out
+        return await self._laid_out_slowly(scope, text, score, hold)
+
+    async def _laid_out_slowly(
+        self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold
+    ) -> tuple[ServedVersion, JsonRequest]:
+        """The same for a request that is most likely wrong. The parsed JSON is gone on return."""
+        is_large = len(text) > asgi.BESIDE_BYTES
         async with self._room(text, hold) if is_large else contextlib.nullcontext():
-            body = (
-                await service.beside(self._understand, text, score)
-                if is_large
-                else self._understand(text, score)
-            )
-            served, version = service.live(body.fields["model"]), body.fields.get("version")
-            scope[asgi.MODEL] = served.header.model
-            if version is not None:
-                served = await service.version(served.header.model, version)
-            arguments = served, body, score
-            laid_out = await service.beside(lay_out, *arguments) if is_large else lay_out(*arguments)
+            fields = await self._call(text, parse, text, ("dense",) if score else ("found",))
+            version = fields.get("version")
+            served = await self._served(scope, fields["model"], version)
+            laid_out = await self._call(text, lay_out_slowly, served, fields, score)
         laid_out.request.names_version = version is not None
         return served, laid_out
+
+    async def _served(self, scope: asgi.Scope, model: str, version: int | None) -> ServedVersion:
+        served = self._service.live(model)
+        scope[asgi.MODEL] = served.header.model
+        return served if version is None else await self._service.version(served.header.model, version)
+
+    async def _call(self, text: bytes, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Calls beside the event loop what takes long for a long text."""
+        if len(text) > asgi.BESIDE_BYTES:
+            return await self._service.beside(function, *arguments)
+        return function(*arguments)
 
     def _room(self, text: bytes, hold: Hold) -> contextlib.AbstractAsyncContextManager[None]:
         inputs = max((asgi.inputs_of(e.attached()) for e in self._service.engines.values()), default=0)
         return asgi.room(self._service.large_json, text, inputs, hold)
-
-    def _understand(self, text: bytes, score: bool) -> Body:
-        return parse(text, ("dense",) if score else ("found",))
 
 
 def add_to(app: FastAPI, service: Service, tell: Callable[[], None]) -> None:

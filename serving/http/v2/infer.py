@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import orjson
+
+from tableside.loader.versions.states import State
 from tableside.serving.errors import bad_request, not_found, short
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.http import asgi
@@ -37,8 +40,8 @@ class V2:
         self._most_region_bytes = min(shm.INLINE_BYTES, service.settings.max_body_bytes)
 
     def _json_bytes(self, header_length: bytes | None, body: bytes | memoryview) -> int:
-        """Length of the JSON part in bytes; the whole body without Inference-Header-Content-Length. ApiError: too
-        much."""
+        """Length of the JSON part in bytes; the whole body without Inference-Header-Content-Length. ApiError:
+        too much."""
         length = len(body) if header_length is None else _parse_length(header_length, len(body))
         asgi.check_json_size(length, self.service.settings.max_json_bytes)
         return length
@@ -127,7 +130,7 @@ class V2:
         """Counts a request and returns its response. times: begun, understood, looked up."""
         (head, parts), request = encoded, infer.request
         if answer.state is not None:
-            head = v2_request.restated(head, answer.state)
+            head = _restated(head, answer.state)
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is
         # left out.
         stages = Stages(*times, time.perf_counter())
@@ -191,3 +194,12 @@ def _parse_length(value: bytes, size: int) -> int:
         what = f"Inference-Header-Content-Length is {short(value.decode('latin-1'))}"
         raise bad_request(f"{what}; expected a number from 1 to the body's {size} bytes")
     return int(value)
+
+
+def _restated(head: bytes, state: State) -> bytes:
+    """Rewrites a response's JSON for the state that answered instead."""
+    response = {**orjson.loads(head), "model_version": str(state.version)}
+    parameters = {k: v for k, v in response.pop("parameters", {}).items() if k != "sequence"}
+    if state.sequence:
+        parameters["sequence"] = state.sequence
+    return orjson.dumps({**response, "parameters": parameters} if parameters else response)

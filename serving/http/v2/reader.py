@@ -41,6 +41,12 @@ class Reader:
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Features, Any] = WeakKeyDictionary()
 
+    def names(self, served: ServedVersion) -> Any:
+        """Returns a version's names for the extension."""
+        if (names := self._names.get(served.names)) is None:
+            names = self._names[served.names] = _names(served)
+        return names
+
     def read(
         self,
         served: ServedVersion,
@@ -51,8 +57,7 @@ class Reader:
     ) -> InferRequest | ReadBeside | None:
         """Reads a body; None: it is wrong or unusual. known: regions; None: not allowed. most_region_bytes:
         more are not read. ApiError: a region is unknown, gone or truncated."""
-        if (names := self._names.get(served.names)) is None:
-            names = self._names[served.names] = _names(served)
+        names = self.names(served)
         tail = b"]}" if not served.sequence else b'],"parameters":{"sequence":%d}}' % served.sequence
         found = _reader.read(names, tail, body, header_bytes, None, None)
         if found is None or len(found) != 2:
@@ -140,11 +145,7 @@ def _request(
 ) -> InferRequest | None:
     """Makes a request of what was read. came: where the inputs are, unless they were made anew."""
     places, sizes, answer, sent_bytes, inputs, offsets, scores, elsewhere, into, has_binary, _, name = found
-    scoring = None
-    if scores is not None:
-        assert served.scorer is not None, "its inputs are known"
-        sources, at, rows, is_alone = scores
-        scoring = Scoring(served.scorer, sources, scores_at(at, rows, served.scorer.width), is_alone)
+    scoring = scoring_of(served, scores)
     inputs = came if inputs is None else inputs
     writes: tuple[Slice, ...] = ()
     is_on_device = False
@@ -166,6 +167,15 @@ def _request(
     json_bytes = sum(s.output.json_bytes for s in sent if s.is_json)
     described = json_bytes, sent, name or "", writes
     return InferRequest(request, inputs, b"", parts, offsets, has_binary, *described)
+
+
+def scoring_of(served: ServedVersion, scores: tuple[bytes, int, int, bool] | None) -> Scoring | None:
+    """Returns the scores that the extension found to be asked for."""
+    if scores is None:
+        return None
+    assert served.scorer is not None, "its inputs are known"
+    sources, at, rows, is_alone = scores
+    return Scoring(served.scorer, sources, scores_at(at, rows, served.scorer.width), is_alone)
 
 
 def _sent(one: tuple[Any, ...], held: Sequence[Any]) -> Sent:

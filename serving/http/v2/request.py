@@ -10,7 +10,6 @@ import numpy as np
 import orjson
 
 from tableside.loader.model.model import SCORE
-from tableside.loader.versions.states import State
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import ANSWER_BYTES, text_of
 from tableside.serving.http.inputs import kjt
@@ -390,12 +389,3 @@ def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
     if infer.parts is None:
         return head, [buffer.data] if buffer.size else []
     return head, [buffer[start:end].data for start, end in infer.parts if end > start]
-
-
-def restated(head: bytes, state: State) -> bytes:
-    """Rewrites a response's JSON for the state that answered instead."""
-    response = {**orjson.loads(head), "model_version": str(state.version)}
-    parameters = {k: v for k, v in response.pop("parameters", {}).items() if k != "sequence"}
-    if state.sequence:
-        parameters["sequence"] = state.sequence
-    return orjson.dumps({**response, "parameters": parameters} if parameters else response)

@@ -226,7 +226,7 @@ def test_reading_rests_beside_requests(model: Model, monkeypatch: pytest.MonkeyP
 
     attached = model.attach(verify="header")
     chunks = [(attached.header.tables[0], n, n + 1) for n in range(1000)]
-    clock = SimpleNamespace(monotonic=lambda: spent["reading"] + spent["rest"], sleep=rest)
+    clock = SimpleNamespace(thread_time=lambda: spent["reading"], sleep=rest)
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(Segment, "is_whole", read)
     monkeypatch.setattr(Segment, "chunks", lambda self: iter(chunks))

@@ -14,7 +14,8 @@ from tableside.quant import BadIds, Lookup, LookupKind, Pooling, RowFormat, Tabl
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.reports import Reports
-from tableside.quant.gpu.tensors.tensors import StagedLookup, TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 
 pytestmark = pytest.mark.gpu
 

@@ -41,7 +41,8 @@ from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.layers import DeviceLayer, layer_bytes
 from tableside.quant.gpu.residence.residence import InHost
 from tableside.quant.gpu.residence.tables import DeviceTable
-from tableside.quant.gpu.tensors.tensors import TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.calls import TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,8 @@ from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.batch import LookupResult
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.residence import InHost
-from tableside.quant.gpu.tensors.tensors import TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.calls import TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 from tableside.quant.rows.ids import DirectoryField, pilots_for
 
 pytestmark = pytest.mark.gpu

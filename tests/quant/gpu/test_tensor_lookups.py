@@ -21,7 +21,8 @@ from tableside.quant.errors import Problem
 pytest.importorskip("triton")
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.reports import Reports
-from tableside.quant.gpu.tensors.tensors import TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.calls import TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,8 @@ from tables import table_of
 from tableside.quant import LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.reports import Reports
-from tableside.quant.gpu.tensors.tensors import TensorInput, TensorLookup
+from tableside.quant.gpu.tensors.calls import TensorInput
+from tableside.quant.gpu.tensors.tensors import TensorLookup
 from tableside.quant.stash.registry import Weights
 from tableside.quant.stash.stash import Restore, StashError, registry, stash_embedding_weights
 from tableside.quant.stash.training import TrainingStash

@@ -1,5 +1,5 @@
-"""JSON that is laid out all at once against features taken one by one: the same answer byte for byte, or
-the same error."""
+"""JSON that the C extension reads against features taken one by one: the same answer byte for byte; what the
+extension does not take is wrong."""
 
 import asyncio
 import threading
@@ -17,7 +17,6 @@ from support import rows_of
 
 from tableside.quant.contract import matrices_in
 from tableside.serving.errors import ApiError
-from tableside.serving.http.inputs.json_lists import packed
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v1.request import JsonRequest
@@ -65,26 +64,43 @@ def jagged(bags: list[list[int]], weights: bool = False) -> dict[str, Any]:
     return found | ({"weights": [0.5 + n for n in range(len(values))]} if weights else {})
 
 
-def laid_out(served: ServedVersion, text: bytes, score: bool = False) -> JsonRequest:
-    return v1_request.lay_out(served, v1_request.parse(text, ("dense",)), score)
+def laid_out(served: ServedVersion, text: bytes, score: bool = False) -> JsonRequest | None:
+    came = v1_request.read(text, score)
+    return None if came is None else v1_request.lay_out(served, came)
 
 
-def answer(served: ServedVersion, lay_out: Callable[[], JsonRequest]) -> bytes | str:
-    """The whole response, or what is wrong."""
+def laid_out_slowly(served: ServedVersion, text: bytes, score: bool = False) -> JsonRequest:
+    return v1_request.lay_out_slowly(
+        served, v1_request.parse(text, ("dense",) if score else ("found",)), score
+    )
+
+
+def answer(served: ServedVersion, found: JsonRequest) -> bytes | str:
+    """The whole response, or what is wrong with ids or lengths."""
     try:
-        found = lay_out()
         found.request.check(found.inputs)
         return v1_request.encode(served, found, found.request.run(found.inputs))
     except ApiError as error:
         return error.message
 
 
-def both(served: ServedVersion, text: bytes) -> tuple[bytes | str, bytes | str]:
-    """What the request gets as it is served, and what it gets with its features taken one by one."""
-    features = orjson.loads(text)["features"]
-    return answer(served, lambda: laid_out(served, text)), answer(
-        served, lambda: v1_request._one_by_one(served, features, {}, False)
-    )
+def compare(served: ServedVersion, text: bytes, score: bool = False) -> bytes | str:
+    """Compares both ways; returns the answer, or what is wrong."""
+    found = laid_out(served, text, score)
+    try:
+        expected = laid_out_slowly(served, text, score)
+    except ApiError as error:
+        assert found is None, text
+        return error.message
+    if found is None:  # what the slow way finds wrong later
+        wrong = answer(served, expected)
+        assert isinstance(wrong, str), text
+        return wrong
+    for count in ("ids", "vectors", "row_bytes", "out_bytes", "numbers"):
+        assert getattr(found.request, count) == getattr(expected.request, count)
+    both = answer(served, found), answer(served, expected)
+    assert both[0] == both[1], text
+    return both[0]
 
 
 POOLED = {name: bags for name, bags in GOOD.items() if name != "words"}
@@ -104,19 +120,70 @@ POOLED = {name: bags for name, bags in GOOD.items() if name != "words"}
     ],
     ids=["bags", "alike", "fp16 alike", "empty bag", "no bags", "jagged", "weighted", "keys in any order"],
 )
-def test_features_of_one_form_are_laid_out_together(version: ServedVersion, features: Any) -> None:
-    """That is the fast way; it gives what the slow one gives, the counts for the metrics too."""
-    text = text_of(features)
-    body = v1_request.Body(
-        orjson.loads(text), has_booleans=False
-    )  # a feature's name is no boolean, if it looks like one
-    fast = v1_request.lay_out(version, body, False)
-    assert fast.vectors is not None
-    slow = v1_request._one_by_one(version, features, {}, False)
-    assert slow.vectors is None
-    assert answer(version, lambda: fast) == answer(version, lambda: slow)
-    for count in ("ids", "vectors", "row_bytes", "out_bytes", "numbers"):
-        assert getattr(fast.request, count) == getattr(slow.request, count)
+def test_features_of_one_form(version: ServedVersion, features: Any) -> None:
+    """The extension takes them, with their found masks too."""
+    for more in ({}, {"found": True}, {"found": False, "version": None}):
+        assert isinstance(compare(version, text_of(features, **more)), bytes)
+        assert laid_out(version, text_of(features, **more)) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b' { "features" : {"user" : [ [ 1 , 2 ] , [ ] ]} ,\n"model":"demo"\t} ',
+        b'{"model":"demo","features":{"us\\u0065r":[[1,2],[-0]]}}',
+        b'{"features":{"user":{"lengths":null,"weights":null,"values":[]},"words":{"values":[1]}},"model":"demo"}',
+        b'{"model":"demo","features":{"words":{"values":[1,2],"lengths":null},"user":[]},"found":true}',
+        b'{"model":"x","model":"demo","found":true,"found":false,"features":{"user":[[0]]},"version":1,"version":null}',
+    ],
+)
+def test_any_spelling(version: ServedVersion, text: bytes) -> None:
+    compare(version, text)
+    found = v1_request.read(text, False)
+    assert found is not None and (found.model, found.version) == ("demo", None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"model":"demo"}',
+        b'{"model":"demo","features":{}}',
+        b'{"model":"demo","features":[]}',
+        b'{"model":"demo","features":{"user":[[1]]},"version":1.5}',
+        b'{"model":"demo","features":{"user":[[1]]},"version":"1"}',
+        b'{"model":"demo","features":{"user":[[1]]},"found":null}',
+        b'{"model":"demo","features":{"user":[[1]]},"dense":{}}',
+        b'{"model":"demo","features":{"user":[[1]]},"more":1}',
+        b'{"model":"demo","features":{"user":[[1]]}} x',
+        b'{"model":"demo","features":{"user":[[1]]}',
+        b'{"model":"demo","features":{"user":[[1,]]}}',
+        b'{"model":"demo","features":{"user":[[01]]}}',
+        b'{"model":"demo","features":{"user":[[1.0]]}}',
+        b'{"model":"demo","features":{"user":[[9223372036854775808]]}}',
+        b'{"model":"demo","features":{"user":[[true]]}}',
+        b'{"model":"demo","features":{"user":{"lengths":[1]}}}',
+        b'{"model":"demo","features":{"user":{"values":[1],"lengths":[1],"weights":[1e39]}}}',
+        b'{"model":"demo","features":{"user":{"values":[1],"lengths":[2147483648]}}}',
+        b'{"model":"demo","features":{"user":{"values":[[1]],"lengths":[1]}}}',
+        b'{"model":"demo","features":{"user":{"values":[1],"lengths":[1],"more":[]}}}',
+        b'{"model":"demo","features":{"\xff":[[1]]}}',
+        b'{"model":"demo","features":{"user":' + b"[" * 2000 + b"]" * 2000 + b"}}",
+    ],
+)
+def test_what_is_no_request(version: ServedVersion, text: bytes) -> None:
+    assert v1_request.read(text, False) is None
+    with pytest.raises(ApiError):
+        laid_out_slowly(version, text)
+
+
+def test_a_request_is_laid_out_once(version: ServedVersion) -> None:
+    came = v1_request.read(text_of(GOOD), False)
+    assert came is not None
+    assert v1_request.lay_out(version, came) is not None
+    assert v1_request.lay_out(version, came) is None
 
 
 ODD: list[Any] = [
@@ -161,10 +228,8 @@ def test_whatever_is_wrong_the_error_is_that_of_the_slow_way(
             at[key] = data.draw(st.sampled_from(ODD))
             break
         at = at[key]
-    if not features or not isinstance(features, dict):
-        return
-    found, expected = both(version, text_of(features))
-    assert found == expected
+    more: dict[str, Any] = {"found": True} if data.draw(st.booleans()) else {}
+    compare(version, text_of(features, **more))
 
 
 @pytest.mark.parametrize(("bags", "is_refused"), [(128, False), (129, True)])
@@ -172,18 +237,19 @@ def test_answers_beyond_the_limit_say_what_the_limit_is(
     version: ServedVersion, bags: int, is_refused: bool
 ) -> None:
     """4096 bytes are 128 vectors of 8 fp32 values."""
-    found, expected = both(version, text_of({"user": [[]] * bags}))
-    assert found == expected
+    found = compare(version, text_of({"user": [[]] * bags}))
     assert ("max_response_bytes" in str(found)) is is_refused
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-def test_long_json_is_parsed_beside_the_event_loop(publish: Publish, root: Path, is_large: bool) -> None:
-    """Beyond 64 KiB, so that health checks do not wait for it; shorter JSON is parsed where it is."""
+def test_long_json_is_read_beside_the_event_loop(
+    publish: Publish, root: Path, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond 64 KiB, so that health checks do not wait for it; shorter JSON is read where it is."""
     publish({"t": np.ones((10, 8), np.float32)}, features={"user": {"table": "t"}})
     text = orjson.dumps({"model": "demo", "features": {"user": [[1] * (40_000 if is_large else 10)]}})
     assert (len(text) > 1 << 16) == is_large
-    parsed_on: list[str] = []
+    read_on: list[str] = []
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": text}
@@ -192,20 +258,19 @@ def test_long_json_is_parsed_beside_the_event_loop(publish: Publish, root: Path,
         service = Service(ServerSettings(root=root, models=("demo",), scrub_hours=0))
         await service.start()
         try:
-            v1_app = v1.V1(service)
-            understand = v1_app._understand
+            read = v1_request.read
 
             def watched(*arguments: Any) -> Any:
-                parsed_on.append(threading.current_thread().name)
-                return understand(*arguments)
+                read_on.append(threading.current_thread().name)
+                return read(*arguments)
 
-            v1_app._understand = watched  # type: ignore[method-assign]
-            return await v1_app.answer({"type": "http", "headers": []}, receive, False)
+            monkeypatch.setattr(v1, "read", watched)
+            return await v1.V1(service).answer({"type": "http", "headers": []}, receive, False)
         finally:
             await service.stop()
 
     assert orjson.loads(asyncio.run(ask()))["vectors"]["user"] == [[40_000.0 if is_large else 10.0] * 8]
-    assert [name.startswith("tableside-beside") for name in parsed_on] == [is_large]
+    assert [name.startswith("tableside-beside") for name in read_on] == [is_large]
 
 
 @pytest.mark.parametrize("form", [list, jagged], ids=["bags", "jagged"])
@@ -213,12 +278,15 @@ def test_scores_are_the_same_whatever_the_form(version: ServedVersion, form: Cal
     features = {"user": [[1, 2], [3]], "item": [[4], []]}
     dense = {"context": [[0.5, 1, 2], [3, 4, 5]]}
     text = text_of({name: form(bags) for name, bags in features.items()}, dense=dense)
-    found = laid_out(version, text, score=True)
-    expected = v1_request._one_by_one(version, features, dense, True)
+    found, expected = laid_out(version, text, score=True), laid_out_slowly(version, text, score=True)
+    assert found is not None
     assert found.request.scoring is not None and expected.request.scoring is not None
-    arrays = [[s.view(r.request.run(r.inputs)) for s in r.request.outputs[:2]] for r in (found, expected)]
-    for one, other in zip(*arrays, strict=True):
-        np.testing.assert_array_equal(one, other)
+    arrays = []
+    for one in (found, expected):
+        places = np.frombuffer(one.request.places, v1_request._PLACE)
+        arrays.append([*v1_request._vectors(one.request, places, one.request.run(one.inputs))])
+    for vectors, others in zip(*arrays, strict=True):
+        np.testing.assert_array_equal(vectors, others)
     at = int(matrices_in(found.request.scoring.sources)[1][1])
     np.testing.assert_array_equal(np.frombuffer(found.inputs, np.float32, 6, at), [0.5, 1, 2, 3, 4, 5])
 
@@ -226,9 +294,10 @@ def test_scores_are_the_same_whatever_the_form(version: ServedVersion, form: Cal
 def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
     """Each number of the JSON is the shortest that reads as the vector's fp32."""
     found = laid_out(version, text_of(GOOD))
+    assert found is not None
     buffer = found.request.run(found.inputs)
     sent = orjson.loads(v1_request.encode(version, found, buffer))["vectors"]
-    slow = v1_request._one_by_one(version, GOOD, {}, False).request
+    slow = laid_out_slowly(version, text_of(GOOD)).request
     for output in slow.outputs:
         np.testing.assert_array_equal(
             np.array(sent[output.feature], np.float32).reshape(output.shape), output.view(buffer)
@@ -237,20 +306,21 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "numbers", "expected"),
+    "dense",
     [
-        ("q", [1, -(2**63), 2**63 - 1], np.array([1, -(2**63), 2**63 - 1]).tobytes()),
-        ("q", [2**63], None),
-        ("q", [1.0], None),
-        ("q", ["1"], None),
-        ("i", [2**31], None),
-        ("f", [1, 0.1], np.array([1, 0.1], np.float32).tobytes()),
-        ("f", [1e39], None),
-        ("f", ["1"], None),
-        ("f", [None], None),
-        ("q", [], b""),
+        {},
+        {"context": []},
+        {"context": [[1, 2, 3]]},
+        {"context": [[1, 2]], "more": []},
+        {"context": [[1, 2, 3], [4, 5]]},
+        {"context": [[1, 2], [4, 5]]},
+        {"context": [[1, 2, 1e39], [4, 5, 6]]},
+        {"context": [1, 2, 3]},
+        {"user": [[1, 2, 3], [1, 2, 3]]},
     ],
 )
-def test_packing(code: str, numbers: list[Any], expected: bytes | None) -> None:
-    """The numbers as C has them, or None where one is none."""
-    assert packed(code, numbers) == expected
+def test_dense_inputs_that_are_wrong(version: ServedVersion, dense: Any) -> None:
+    text = text_of({"user": [[1, 2], [3]], "item": [[4], []]}, dense=dense)
+    assert laid_out(version, text, score=True) is None
+    with pytest.raises(ApiError):
+        laid_out_slowly(version, text, score=True)

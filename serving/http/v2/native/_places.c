@@ -210,6 +210,7 @@ static int can_score(const request *r) {
 }
 
 static int wants_scores(const request *r) {
+    if (r->vectors_alone) return 0;
     if (!r->wanted_count) return can_score(r);
     for (int64_t k = 0; k < r->wanted_count; k++)
         if (IS(r->wanted[k].name, "score") && !r->names->n.has_score_feature) return 1;
@@ -238,7 +239,8 @@ static int size_scores(request *r) {
 
 /* Found masks that are asked for: in the order of the features, or one of all of a kjt. */
 static void size_masks(request *r) {
-    int is_any = 0;
+    int is_any = r->wants_masks;
+    for (int64_t k = 0; is_any && k < r->part_count; k++) r->parts[k].mask = WANTED;
     for (int64_t k = 0; k < r->wanted_count; k++) {
         int32_t p = masked_part(r, r->wanted[k].name);
         if (p < 0) continue;

@@ -1,4 +1,4 @@
-/* Reads infer requests of the Open Inference Protocol V2 (`_reader.h`).
+/* Reads infer requests of the Open Inference Protocol V2 (`_reader.h`), and those of /v1 in two steps.
  *
  * names(words, text) -> a version's names; words: int64 (`NAMES_FIELDS`, then what they count), text: strings
  * read(names, tail, body, header_bytes, gathered, on_device) -> None: `serving.http.v2.request` reads it; or
@@ -17,7 +17,10 @@
  *   elsewhere, into: int64 [runs, 5] (region, offset, bytes, at, limit) of inputs that were not gathered, and
  *   of outputs that go to regions; has_binary: an output is sent as bytes
  *   regions: the names of those that the request names
- *   id: the request's, or None */
+ *   id: the request's, or None
+ * read_json(text, is_score) -> None: `serving.http.v1.request` reads it; else (read, model, version or None)
+ * lay_out_json(read, names) -> None, or (places, sizes, inputs, bytes of inputs, scores, whether masks are
+ *   wanted, a byte for each lookup, 1: its ids came as bags) */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -218,9 +221,72 @@ done:
     return result;
 }
 
+/* ---- /v1 ---- */
+
+static const char JSON_NAME[] = "tableside.json_request";
+
+/* body: the text. held: the inputs. */
+typedef struct { json_request j; PyObject *body, *held; } held_json;
+
+static void end_json(held_json *h) {
+    end_request(&h->j.r);
+    free(h->j.owners), free(h->j.lengths);
+    Py_XDECREF(h->body), Py_XDECREF(h->held);
+    free(h);
+}
+
+static void destroy_json(PyObject *capsule) { end_json(PyCapsule_GetPointer(capsule, JSON_NAME)); }
+
+static PyObject *py_read_json(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    char *bytes;
+    Py_ssize_t size;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "read_json takes 2 arguments, got %zd", n);
+    if (PyBytes_AsStringAndSize(args[0], &bytes, &size)) return NULL;
+    held_json *h = calloc(1, sizeof(held_json));
+    if (!h) return PyErr_NoMemory();
+    h->body = Py_NewRef(args[0]);
+    if (!(h->held = PyBytes_FromStringAndSize(NULL, INPUTS_PER_BYTE * size + 64))) return end_json(h), NULL;
+    h->j.inputs = PyBytes_AsString(h->held), h->j.is_score = PyObject_IsTrue(args[1]);
+    h->j.r.header = bytes, h->j.r.header_bytes = size;
+    PyThreadState *state = size > LONG_TEXT ? PyEval_SaveThread() : NULL;
+    int is_right = read_json(&h->j);
+    if (state) PyEval_RestoreThread(state);
+    if (!is_right) {
+        end_json(h);
+        Py_RETURN_NONE;
+    }
+    PyObject *capsule = PyCapsule_New(h, JSON_NAME, destroy_json), *model = text_of(h->j.model);
+    if (!capsule) end_json(h);
+    if (!capsule || !model) return Py_XDECREF(capsule), Py_XDECREF(model), NULL;
+    if (h->j.version.kind == INTEGER) return Py_BuildValue("NNL", capsule, model, (long long)h->j.version.integer);
+    return Py_BuildValue("NNO", capsule, model, Py_None);
+}
+
+/* Of each lookup: 1, if its ids came as bags. */
+static PyObject *are_bags(const request *r) {
+    PyObject *made = PyBytes_FromStringAndSize(NULL, r->part_count);
+    char *to = made ? PyBytes_AsString(made) : NULL;
+    for (int64_t k = 0; to && k < r->part_count; k++) to[k] = r->tensors[r->parts[k].ids].is_bags;
+    return made;
+}
+
+static PyObject *py_lay_out_json(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "lay_out_json takes 2 arguments, got %zd", n);
+    held_json *h = PyCapsule_GetPointer(args[0], JSON_NAME);
+    const names *of = h ? PyCapsule_GetPointer(args[1], NAME) : NULL;
+    if (!of) return NULL;
+    const request *r = &h->j.r;
+    if (!lay_out_json(&h->j, of)) Py_RETURN_NONE;
+    return Py_BuildValue("y#(LLLL)OLNNN", (const char *)r->places, (Py_ssize_t)(r->part_count * (int64_t)sizeof(place)),
+                         (long long)r->ids, (long long)r->vectors, (long long)r->row_bytes, (long long)r->out_bytes,
+                         h->held, (long long)h->j.used, scores_of(r), PyBool_FromLong(r->wants_masks), are_bags(r));
+}
+
 static PyMethodDef methods[] = {
     {"names", (PyCFunction)(void (*)(void))py_names, METH_FASTCALL, NULL},
     {"read", (PyCFunction)(void (*)(void))py_read, METH_FASTCALL, NULL},
+    {"read_json", (PyCFunction)(void (*)(void))py_read_json, METH_FASTCALL, NULL},
+    {"lay_out_json", (PyCFunction)(void (*)(void))py_lay_out_json, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 
@@ -235,7 +301,9 @@ PyMODINIT_FUNC PyInit__reader(void) {
         PyObject *name = PyUnicode_FromString(fields[k]);
         if (!name || PyTuple_SetItem(list, k, name)) Py_CLEAR(list);
     }
-    if (!made || !list || PyModule_AddObjectRef(made, "PLACE_FIELDS", list)) Py_CLEAR(made);
+    if (!made || !list || PyModule_AddObjectRef(made, "PLACE_FIELDS", list)
+        || PyModule_AddIntConstant(made, "INPUTS_PER_BYTE", INPUTS_PER_BYTE))
+        Py_CLEAR(made);
     Py_XDECREF(list);
     return made;
 }

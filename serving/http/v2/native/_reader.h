@@ -56,9 +56,9 @@ enum source { IN_BODY, IN_TEXT, IN_REGION };
 
 /* owner: the number of a feature or dense tensor. from: where its bytes begin in the body; list: where its
  * numbers do in the header. at: where they are in the inputs. bytes: of its datatype. region: its number.
- * is_elsewhere: it lies in a region that this process does not read. */
+ * is_elsewhere: it lies in a region that this process does not read. is_bags: of /v1, a list of lists. */
 typedef struct {
-    int8_t role, source, is_narrow, is_elsewhere, dims, item;
+    int8_t role, source, is_narrow, is_elsewhere, is_bags, dims, item;
     int32_t owner, region;
     int64_t shape[2], elements, bytes, offset, from, at, list_bytes;
     const char *list;
@@ -118,12 +118,31 @@ typedef struct {
     int64_t part_count, output_count, sent_count, rows, step; /* step: from one bag's vectors of a kjt to the next */
     int64_t ids, vectors, row_bytes, out_bytes, sent_bytes; /* sent_bytes: of the outputs that follow the JSON */
     int is_kjt, has_scores, scores_alone;
+    int vectors_alone, wants_masks; /* of /v1: no scores; found masks of all features */
 } request;
 
 int read_header(request *r);
 int plan_inputs(request *r);
 int fill_inputs(request *r);
 int place_all(request *r);
+
+/* ---- a request of /v1 (_json_request.c) ---- */
+
+enum { INPUTS_PER_BYTE = 4 }; /* bytes of inputs that one of JSON makes: a number has two at least */
+
+/* owners: the name of each tensor's feature or dense tensor. inputs: room for INPUTS_PER_BYTE x the text. */
+typedef struct {
+    request r;
+    text *owners, model;
+    scalar version; /* INTEGER, or ABSENT */
+    int32_t *lengths;
+    char *inputs;
+    int64_t used;
+    int is_score;
+} json_request;
+
+int read_json(json_request *j);
+int lay_out_json(json_request *j, const names *of);
 
 /* Room in the answer, which grows. */
 typedef struct { char *p; int64_t used, room; int failed; } buffer;

@@ -1,0 +1,61 @@
+"""Calls of a `TensorLookup`: what they are given, and what is staged of them."""
+
+from typing import NamedTuple
+
+import torch
+
+from tableside.quant.cache.jobs import ProbeJobs
+from tableside.quant.cache.tickets import Ticket
+from tableside.quant.gpu.kernels.launch_config import LaunchConfig
+from tableside.quant.gpu.tensors.jobs import JobAddresses, KernelJobs
+
+
+class TensorInput(NamedTuple):
+    """One feature's tensors, on the device and contiguous. ids: int64 [ids]. offsets: int32 or int64, starts
+    of the `bags` bags, with or without the last end; None: bags of `bag_length` ids, or not pooled. weights:
+    fp32 [ids]."""
+
+    ids: torch.Tensor
+    offsets: torch.Tensor | None
+    bag_length: int
+    bags: int
+    weights: torch.Tensor | None
+
+
+class CallShape(NamedTuple):
+    """What calls with tensors of these shapes share: all but addresses."""
+
+    jobs: KernelJobs
+    config: LaunchConfig
+    is_weighted: bool
+    values: int
+    cached_ids: int
+    is_even: bool
+
+
+class BaseAddresses(NamedTuple):
+    """Base addresses of jobs' offsets: row numbers, original ids, offsets, weights. ids: of jobs without
+    IDS."""
+
+    inputs: int = 0
+    asked: int = 0
+    offsets: int = 0
+    weights: int = 0
+    ids: int = 0
+
+
+class StagedLookup(NamedTuple):
+    """A call with its jobs on the device, or on their way. shape: of the vectors. probe: the cache's jobs.
+    is_even: all features have as many values. held: memory that kernels read. sent: memory that a graph reads
+    and does not own. ticket: of prefetched rows."""
+
+    jobs: JobAddresses
+    config: LaunchConfig
+    base: BaseAddresses
+    is_weighted: bool
+    probe: ProbeJobs | None
+    shape: tuple[int, ...]
+    held: object
+    sent: object
+    is_even: bool = False
+    ticket: Ticket | None = None
