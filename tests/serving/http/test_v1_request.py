@@ -179,6 +179,22 @@ def test_what_is_no_request(version: ServedVersion, text: bytes) -> None:
         laid_out_slowly(version, text)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_with_other_bytes(version: ServedVersion, seed: int) -> None:
+    """Some bytes of a request are replaced, left out or doubled."""
+    rng = np.random.default_rng(seed)
+    jagged_user = {"user": jagged(GOOD["user"], weights=True), "item": GOOD["item"]}
+    texts = [text_of(GOOD, found=True), text_of(jagged_user, version=None)]
+    for _ in range(500):
+        text = bytearray(texts[rng.integers(2)])
+        for _ in range(rng.integers(1, 4)):
+            at = int(rng.integers(len(text)))
+            text[at : at + int(rng.integers(2))] = rng.choice(
+                list(b'{}[],:"0123456789.-e\\nul '), 1
+            ).tobytes()[:1]
+        compare(version, bytes(text))
+
+
 def test_a_request_is_laid_out_once(version: ServedVersion) -> None:
     came = v1_request.read(text_of(GOOD), False)
     assert came is not None

@@ -74,7 +74,7 @@ static int read_bags(json_request *j, text name) {
     if (found || !add_tensor(j, name, VALUES, 8, begin, to)) return 0;
     j->r.tensors[j->r.tensor_count - 1].is_bags = 1;
     char *lengths = next_at(j);
-    memcpy(lengths, j->lengths, (size_t)bags * 4);
+    if (bags) memcpy(lengths, j->lengths, (size_t)bags * 4);
     return add_tensor(j, name, LENGTHS, 4, lengths, lengths + 4 * bags);
 }
 
