@@ -13,9 +13,10 @@ connections:
     subset     the same, of 80 % of the features, drawn for each request
     masks      the same as lengths, with the found mask of every feature
     deltas     the same as lengths, while a delta of 100 rows is applied each second
+    json       the same as lengths, as JSON to /v1/lookup, answered as JSON
 
-`ids` is how many ids a second come with such requests, over those of `same`; for `masks` and `deltas` over
-those of `lengths`. `first p99` is of the first 1,000 requests to a model. Answers are compared with the
+`ids` is how many ids a second come with such requests, over those of `same`; for `masks`, `deltas` and `json`
+over those of `lengths`. `first p99` is of the first 1,000 requests to a model. Answers are compared with the
 lookups in process first. --before: that checkout, with its .venv, serves the same model on the same core.
 """
 
@@ -47,7 +48,7 @@ from tableside.serving.cli.commands.generator import Load, merged, run
 SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 SHAPES = ((8, 8, 10), (26, 32, 20), (100, 8, 5), (100, 64, 5), (300, 1, 3), (1000, 1, 3))
 CASES = tuple(Case(*shape) for shape in SHAPES)
-WAYS = ("same", "lengths", "subset", "masks", "deltas")
+WAYS = ("same", "lengths", "subset", "masks", "json", "deltas")
 SUBSET, CONNECTIONS, FIRST = 0.8, 4, 1000
 MOST, MOST_BYTES = 4096, 256 << 20  # different requests of a way
 GOAL = 0.9  # of `same`, by ids
@@ -107,6 +108,8 @@ def draw(case: Case, way: str, rng: np.random.Generator) -> Drawn:
     headers, body = bench.encode(described, values, lengths, same=same, form="named")
     if way == "masks":
         headers, body = with_masks(headers, body, [f["name"] for f in described["features"]])
+    if way == "json":
+        headers, body = {"Content-Type": "application/json"}, as_json(case, values, lengths)
     return Drawn(headers, body, values, lengths, names)
 
 
@@ -119,11 +122,23 @@ def with_masks(headers: dict[str, str], body: bytes, names: Sequence[str]) -> tu
     return {**headers, HEADER_LENGTH: str(len(head))}, head + body[size:]
 
 
+def as_json(case: Case, values: NDArray[np.int64], lengths: NDArray[np.int32]) -> bytes:
+    """The same request for /v1/lookup."""
+    bags = iter(np.split(values, np.cumsum(lengths.reshape(-1))[:-1]))
+    names = [f["name"] for f in case.described["features"]]
+    features = {name: [next(bags).tolist() for _ in range(case.batch)] for name in names}
+    return orjson.dumps({"model": case.model, "features": features})
+
+
+def path_of(case: Case, way: str) -> str:
+    return "/v1/lookup" if way == "json" else f"/v2/models/{case.model}/infer"
+
+
 def make(case: Case, way: str, url: str) -> Way:
     rng = np.random.default_rng(WAYS.index(way))
     requests: list[bytes] = []
     ids = size = 0
-    target = f"{url}/v2/models/{case.model}/infer"
+    target = url + path_of(case, way)
     while len(requests) < MOST and size < MOST_BYTES:
         drawn = draw(case, way, rng)
         requests.append(bench.request_bytes(target, drawn.headers, drawn.body))
@@ -136,12 +151,13 @@ def check(case: Case, way: str, inside: InProcess, url: str) -> None:
     rng = np.random.default_rng(99)
     for _ in range(3):
         drawn = draw(case, way, rng)
-        reply = httpx.post(
-            f"{url}/v2/models/{case.model}/infer", content=drawn.body, headers=drawn.headers, timeout=60
-        )
+        reply = httpx.post(url + path_of(case, way), content=drawn.body, headers=drawn.headers, timeout=60)
         if reply.status_code != 200:
             raise SystemExit(f"{url} answered {case}, {way}: {reply.status_code} {reply.text[:500]}")
-        found, masks = outputs_of(reply.headers, reply.content)
+        if way == "json":
+            found, masks = np.hstack([*map(np.float32, reply.json()["vectors"].values())]), None
+        else:
+            found, masks = outputs_of(reply.headers, reply.content)
         expected = inside.expected(drawn.values, drawn.lengths, drawn.features)
         assert np.array_equal(found, expected), f"{case}, {way}: other vectors"
         assert masks is None or (masks == 1).all()
@@ -219,7 +235,7 @@ def measure(
 
 def row(case: Case, way: str, ways: dict[str, dict[str, Way]], first: dict[str, float]) -> dict[str, Any]:
     ours = ways["ours"]
-    base = ours["lengths" if way in ("masks", "deltas") else "same"]
+    base = ours["lengths" if way in ("masks", "deltas", "json") else "same"]
     ids = ours[way].rate * ours[way].ids / (base.rate * base.ids)
     found: dict[str, Any] = {
         "features x batch x ids": str(case),
