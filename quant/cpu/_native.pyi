@@ -150,6 +150,19 @@ def tensor_places(
     or there are weights, or no exchange. The caller converts what it can, and refuses the rest.
     """
 
+def device_places(
+    exchange: Any, given: Sequence[Any], device_type: int, device_id: int
+) -> tuple[bytes, bytes] | None:
+    """Where tensors lie on a device, and their shapes, for `TensorLookup.stage_placed`.
+
+    exchange, given: as of `tensor_places`. device_type, device_id: DLPack's. Places are int64 [lookups, 3]:
+    ids, offsets, weights, -1 for what is not there; shapes int64 [lookups, 6]: ids, bytes of an offset,
+    offsets, length of a bag, bags, whether there are weights.
+
+    None: a tensor is not int64 ids, or not offsets, or not contiguous on the device; or there are lengths or
+    weights, or no exchange. The caller converts what it can, and refuses the rest.
+    """
+
 def tensor_parts(
     exchange: Any, ids: Any, lengths: Any, features: int, base: int
 ) -> tuple[object, int, int, int, bytes] | None:

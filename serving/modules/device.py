@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tableside.quant import LookupKind, Precision, QuantError
+from tableside.quant.cpu.bags import device_places
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput
 from tableside.quant.gpu.tensors.tensors import TensorLookup
@@ -26,8 +27,10 @@ from tableside.serving.modules.inputs import (
     check_tensor,
     offsets_of,
 )
+from tableside.serving.modules.lookups import EXCHANGE
 from tableside.serving.modules.published import AttachedVersion
 
+_DLPACK_TYPES = {"cpu": 1, "cuda": 2}
 _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
 
 
@@ -63,22 +66,25 @@ class DeviceLookup:
             tuple(range(len(names))),
             ", ".join(names),
         )
+        self._where = _DLPACK_TYPES[self._device.type], self._device.index or 0
 
     # ---- tensors of each feature ----
 
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
         """Returns a tensor per feature, as `HostLookup`. BadFeatureIds: an earlier call had a wrong id or
         length."""
-        staged = self._begin(given)
-        if staged is None:
-            inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
-            staged = self.lookup.stage_each(inputs)
+        staged = self._begin(given) or self._staged_each(given)
         return self._cut(self._run(staged), given, staged.is_even)
 
     def prefetch(self, given: Sequence[FeatureTensors]) -> None:
         """Brings the rows of the next call with these tensors to the cache. Do not change them until then."""
-        inputs = [self._input(name, one) for name, one in zip(self._names, given, strict=True)]
-        self._look_ahead(given, self.lookup.stage_each(inputs))
+        self._look_ahead(given, self._staged_each(given))
+
+    def _staged_each(self, given: Sequence[FeatureTensors]) -> StagedLookup:
+        placed = device_places(EXCHANGE, given, *self._where)
+        if placed is not None:
+            return self.lookup.stage_placed(*placed, given)
+        return self.lookup.stage_each(list(map(self._input, self._names, given)))
 
     # ---- all ids in one tensor ----
 

@@ -158,6 +158,10 @@ def given_bags(name: str, value: FeatureInput, include_last_offset: bool) -> Fea
                 "[bags, ids of a bag], (values, offsets), or Bags(values, lengths=...)"
             )
         return FeatureTensors(_FIXED, value, None, None)
+    if type(value) is tuple and len(value) == 2:  # as nearly all calls have it
+        values, offsets = value
+        if isinstance(values, torch.Tensor) and offsets is not None and values.dim() == 1:
+            return FeatureTensors(_ENDS if include_last_offset else _OFFSETS, values, offsets, None)
     values, offsets, lengths, weights = value if isinstance(value, Bags) else _as_torch_takes(name, value)
     if not isinstance(values, torch.Tensor):
         check_tensor(name, values)

@@ -20,7 +20,7 @@
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see _gather.h
  * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c ·
  * lengths_of, parts_of, feature_places: see _native_bags.c
- * tensor_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
+ * tensor_places, device_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
  * find_rows: see _native_index.c · fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  * The interpreter's lock is released while rows are read or written. */
@@ -315,6 +315,7 @@ static PyMethodDef methods[] = {
     {"parts_of", (PyCFunction)(void (*)(void))py_parts_of, METH_FASTCALL, NULL},
     {"feature_places", (PyCFunction)(void (*)(void))py_feature_places, METH_FASTCALL, NULL},
     {"tensor_places", (PyCFunction)(void (*)(void))py_tensor_places, METH_FASTCALL, NULL},
+    {"device_places", (PyCFunction)(void (*)(void))py_device_places, METH_FASTCALL, NULL},
     {"tensor_parts", (PyCFunction)(void (*)(void))py_tensor_parts, METH_FASTCALL, NULL},
     {"count_buckets", (PyCFunction)(void (*)(void))py_count_buckets, METH_FASTCALL, NULL},
     {"put_in_buckets", (PyCFunction)(void (*)(void))py_put_in_buckets, METH_FASTCALL, NULL},

@@ -8,4 +8,5 @@ PyObject *py_lengths_of(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_parts_of(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_feature_places(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_tensor_parts(PyObject *self, PyObject *const *args, Py_ssize_t n);

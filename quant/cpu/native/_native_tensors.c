@@ -25,13 +25,15 @@ typedef struct {
     void *stream;
 } exchange;
 
-/* Whether this is a contiguous tensor of signed integers of 32 or 64 bits in host memory; items: how many. */
-static int reads_integers(const exchange *with, PyObject *object, tensor *t, int64_t *items) {
+/* Whether this is a contiguous tensor of signed integers of 32 or 64 bits on a device; items: how many. */
+static int reads_integers_on(const exchange *with, PyObject *object, int32_t device_type, int32_t device_id,
+                             tensor *t, int64_t *items) {
     if (with->read(object, t)) {
         PyErr_Clear(); /* the caller looks at the tensor again, and says what is wrong */
         return 0;
     }
-    if (t->device_type != DL_CPU || t->code != DL_INT || (t->bits != 64 && t->bits != 32) || t->lanes != 1)
+    if (t->device_type != device_type || t->device_id != device_id || t->code != DL_INT
+        || (t->bits != 64 && t->bits != 32) || t->lanes != 1)
         return 0;
     int64_t count = 1;
     int is_contiguous = 1;
@@ -41,6 +43,10 @@ static int reads_integers(const exchange *with, PyObject *object, tensor *t, int
     }
     *items = count;
     return (is_contiguous || !count) && (t->data || !count);
+}
+
+static int reads_integers(const exchange *with, PyObject *object, tensor *t, int64_t *items) {
+    return reads_integers_on(with, object, DL_CPU, 0, t, items);
 }
 
 static int64_t address_of(const tensor *t, int64_t items, int64_t base) {
@@ -139,6 +145,58 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         else if (!PyErr_Occurred()) result = Py_NewRef(Py_None);
     }
     Py_XDECREF(outputs), Py_XDECREF(held), Py_XDECREF(places);
+    return result;
+}
+
+/* A feature's tensors on a device, as kernels take them. */
+typedef struct { int64_t ids_at, offsets_at, weights_at; } device_place;
+typedef struct { int64_t ids, offset_bytes, offsets, bag_length, bags, is_weighted; } device_shape;
+
+/* What one (form, ids, bags, weights) has on a device. 0: kernels cannot take it as it is. */
+static int place_on_device(const exchange *with, PyObject *given, int32_t type, int32_t id, device_place *to,
+                           device_shape *shape) {
+    tensor ids, told;
+    int64_t items;
+    if (!PyTuple_Check(given) || PyTuple_Size(given) != 4) return 0;
+    const long form = PyLong_AsLong(PyTuple_GetItem(given, 0));
+    PyObject *bags = PyTuple_GetItem(given, 2);
+    if (form < FORM_IDS || form > FORM_ENDS || form == FORM_LENGTHS || PyTuple_GetItem(given, 3) != Py_None
+        || (bags == Py_None) != (form < FORM_LENGTHS)) return 0;
+    if (!reads_integers_on(with, PyTuple_GetItem(given, 1), type, id, &ids, &shape->ids) || ids.bits != 64)
+        return 0;
+    *to = (device_place){address_of(&ids, shape->ids, 0), -1, -1};
+    *shape = (device_shape){.ids = shape->ids};
+    if (form == FORM_IDS) return 1;
+    if (form == FORM_FIXED) {
+        shape->bags = ids.ndim == 2 ? ids.shape[0] : 0, shape->bag_length = ids.ndim == 2 ? ids.shape[1] : 0;
+        return ids.ndim == 2;
+    }
+    if (!reads_integers_on(with, bags, type, id, &told, &items) || told.ndim != 1) return 0;
+    to->offsets_at = address_of(&told, items, 0);
+    shape->offset_bytes = told.bits / 8, shape->offsets = items, shape->bags = bags_told(items, (int)form);
+    return shape->bags > 0 || (!shape->bags && !shape->ids);
+}
+
+PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "device_places takes 4 arguments, got %zd", n);
+    if (args[0] == Py_None) Py_RETURN_NONE;
+    const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
+    const long type = PyLong_AsLong(args[2]), id = PyLong_AsLong(args[3]);
+    const Py_ssize_t count = PySequence_Size(args[1]);
+    if (!with || PyErr_Occurred()) return NULL;
+    if (with->major != DL_VERSION || !with->read) Py_RETURN_NONE;
+    PyObject *places = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(device_place));
+    PyObject *shapes = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(device_shape)), *result = NULL;
+    Py_ssize_t placed = 0;
+    for (int is_placed = places && shapes; is_placed && placed < count; placed += is_placed) {
+        PyObject *one = PySequence_GetItem(args[1], placed);
+        is_placed = one && place_on_device(with, one, (int32_t)type, (int32_t)id,
+                                           (device_place *)(void *)PyBytes_AsString(places) + placed,
+                                           (device_shape *)(void *)PyBytes_AsString(shapes) + placed);
+        Py_XDECREF(one);
+    }
+    if (!PyErr_Occurred()) result = placed == count ? PyTuple_Pack(2, places, shapes) : Py_NewRef(Py_None);
+    Py_XDECREF(places), Py_XDECREF(shapes);
     return result;
 }
 

@@ -87,7 +87,7 @@ class TensorLookup:
             (len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device
         )
         self._packed: OrderedDict[Any, tuple[object, object, JobAddresses]] = OrderedDict()
-        self._shapes: OrderedDict[tuple[int, ...], CallShape] = OrderedDict()
+        self._shapes: OrderedDict[bytes, CallShape] = OrderedDict()
         self._spreads: dict[Any, JobSpreader] = {}
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
@@ -101,20 +101,26 @@ class TensorLookup:
 
     def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
         """Stages a call with separate tensors; its vectors are [values], one feature after another."""
-        addresses: list[int] = []
-        shape: list[int] = []
+        places: list[int] = []
+        shapes: list[int] = []
         for ids, offsets, bag_length, bags, weights in inputs:
-            addresses += (
+            places += (
                 ids.data_ptr(),
                 -1 if offsets is None else offsets.data_ptr(),
                 -1 if weights is None else weights.data_ptr(),
             )
             of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
-            shape += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
+            shapes += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
+        packed = np.array(places, np.int64).tobytes(), np.array(shapes, np.int64).tobytes()
+        return self.stage_placed(*packed, inputs)
+
+    def stage_placed(self, places: bytes, shapes: bytes, held: object) -> StagedLookup:
+        """The same for tensors whose places and shapes are known (`_native.device_places`). held: keeps them
+        alive."""
         with self.on_device:
-            kept = self._shape(tuple(shape))
+            kept = self._shape(shapes)
         jobs = kept.jobs.rows.copy()
-        jobs[:, _ADDRESSES] = np.array(addresses, np.int64).reshape(-1, len(_ADDRESSES))
+        jobs[:, _ADDRESSES] = np.frombuffer(places, np.int64).reshape(-1, len(_ADDRESSES))
         jobs[:, _ASKED_AT] = jobs[:, JobField.IDS_AT]
         lists = [KernelJobs(jobs, kept.jobs.of_program)]
         rows = self._add_resolve(jobs, lists)
@@ -134,7 +140,7 @@ class TensorLookup:
             kept.is_weighted,
             probe,
             (kept.values,),
-            (inputs, memory, rows),
+            (held, memory, rows),
             host,
             kept.is_even,
         )
@@ -250,10 +256,10 @@ class TensorLookup:
     def _config(self, ids: int, vectors: int, columns: int) -> LaunchConfig:
         return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
 
-    def _shape(self, shape: tuple[int, ...]) -> CallShape:
-        """shape: of each feature: ids, offset bytes and offsets, bag length, bags, is weighted."""
+    def _shape(self, shape: bytes) -> CallShape:
+        """shape: int64 [features, 6]: ids, offset bytes and offsets, bag length, bags, is weighted."""
         if (found := self._shapes.get(shape)) is None:
-            of_feature = np.array(shape, np.int64).reshape(len(self._dims), -1)
+            of_feature = np.frombuffer(shape, np.int64).reshape(len(self._dims), -1)
             jobs, counts = self._template.copy(), of_feature[:, 0]
             jobs[:, _OF_SHAPE] = of_feature[:, : len(_OF_SHAPE)]
             vectors = jobs[:, JobField.VECTORS] = of_feature[:, 4] if self._is_pooled else counts
