@@ -5,6 +5,7 @@
     python benchmarks/gpu_raw_ids.py --keys     # one table of 60 M ids, 262,144 keys a call, 10 % cached
     python benchmarks/gpu_raw_ids.py --wide     # 400 M ids, each as likely, so nearly all miss; ids in HBM
                                                 # and in host memory
+    python benchmarks/gpu_raw_ids.py            # all three
 
 Every batch is new. Both sides read the same registered segment, with caches of one size, and are called batch
 by batch, as they are used; times are medians of steady state. What comes out is compared bit by bit, before
@@ -30,6 +31,7 @@ from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.residence.residence import InHost
 
+WORKS = ("tables", "keys", "wide")
 WARM, TIMED = 60, 30  # batches
 INDEX_BYTES = 24  # of a slot of the cache, beside its row
 GATHERERS, WIDE_BYTES = (
@@ -146,22 +148,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in ("tables", "keys", "wide"):
+    for name in WORKS:
         parser.add_argument(f"--{name}", action="store_true")
-    options = parser.parse_args()
+    asked = vars(parser.parse_args())
+    works = [name for name in WORKS if asked[name]] or WORKS
     rows = []
     with shared_folder() as root, TemporaryDirectory(dir="/dev/shm") as folder:
         files = Path(folder)
         hbm = Way("hbm", None)
-        if options.tables:
+        if "tables" in works:
             work = Workload(root, files, 26, 500_000, 4096 * 20, 20, 128, 1.05)
             rows += work.compare([hbm, Way("cached, 20 %", 0.2)], "26 tables")
             del work
-        if options.keys:
+        if "keys" in works:
             work = Workload(root, files, 1, 60_000_000, 262_144, 1, 128, 1.05)
             rows += work.compare([hbm, Way("cached, 10 %", 0.1)], "60 M ids")
             del work
-        if options.wide:
+        if "wide" in works:
             work = Workload(root, files, 1, 400_000_000, 262_144, 1, 32, 0.0)
             ways = [
                 Way("cached, 5 %", 0.05),
