@@ -145,6 +145,14 @@ def test_headers_that_are_too_large(connect: Callable[[], socket.socket], parts:
     assert "exceed 2,000 bytes, the limit (max_header_bytes)" in error
 
 
+def test_an_address_that_is_too_long_without_headers(connect: Callable[[], socket.socket]) -> None:
+    connection = connect()
+    connection.sendall(b"GET /health?" + b"y" * 3000 + b" HTTP/1.0\r\n\r\n")
+    status, error = answer(connection)
+    assert status == 431
+    assert "exceed 2,000 bytes, the limit (max_header_bytes)" in error
+
+
 def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket]) -> None:
     """Refused before the body comes; a client that sends on still gets the answer."""
     connection = connect()
