@@ -25,6 +25,7 @@ BENCHMARKS = (
     "torch_module.py",
     "torch_module_processes.py",
     "workers.py",
+    "large_model.py",
     "http_lookup.py",
     "http_requests.py",
     "client.py",

@@ -6,6 +6,7 @@ import errno
 import multiprocessing
 import os
 import socket
+from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -129,9 +130,12 @@ def _check(settings: ServerSettings, runs_torch: bool) -> None:
         )
 
 
-def serve(settings: ServerSettings, make: MakeApplication = make_application) -> int:
-    """Serves until a signal; returns the exit code. make: builds the workers' application. LoaderError,
-    QuantError, ServingError: a model, the backend or the address is unusable; no worker was started."""
+def serve(
+    settings: ServerSettings, make: MakeApplication = make_application, came: Sequence[int] = ()
+) -> int:
+    """Serves until a signal; returns the exit code. make: builds the workers' application. came: signals to
+    end that came before; it may grow. LoaderError, QuantError, ServingError: a model, the backend or the
+    address is unusable; no worker was started."""
     settings = settings.model_copy(update={"models": _first_models(settings)})
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
@@ -162,9 +166,10 @@ def serve(settings: ServerSettings, make: MakeApplication = make_application) ->
             begin_to_compile(settings, segments)
             del segments  # workers attach what is live when they start
             following = Following(settings, config.models) if settings.all else None
-            return Supervisor(
+            supervisor = Supervisor(
                 config, [sock], lambda: _say(f"tableside serves {what} ({how})"), following
-            ).run()
+            )
+            return 128 + came[0] if came else supervisor.run()
     finally:
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)

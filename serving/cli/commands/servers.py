@@ -2,6 +2,7 @@
 
 import argparse
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -31,15 +32,26 @@ def serve(options: argparse.Namespace) -> int:
     """Loads models that are named by a path and not live; serves until a signal."""
     from tableside.serving.workers.server import serve as run
 
-    signal.signal(signal.SIGTERM, _end)  # until the server takes its signals: a load ends too
+    came: list[int] = []
+
+    def end(sig: int, frame: FrameType | None) -> NoReturn:
+        came.append(sig)
+        raise SystemExit(128 + sig)
+
+    def ignored(what: Any) -> None:  # Python ignores what is raised in a finalizer, and says so
+        if not isinstance(what.exc_value, SystemExit):
+            sys.__unraisablehook__(what)
+
+    # Until the server takes its signals: a load ends too
+    sys.unraisablehook = ignored
+    signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
     if options.models == []:
         options.models = None
     settings = ServerSettings(**given(options, ServerSettings))
-    return run(settings.model_copy(update={"models": load_where_named(settings.models, settings)}))
-
-
-def _end(sig: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + sig)
+    named = load_where_named(settings.models, settings)
+    return run(settings.model_copy(update={"models": named}), came=came)
 
 
 def lookup(options: argparse.Namespace) -> int:

@@ -85,3 +85,33 @@ def test_other_signals_end_nothing(
     os.kill(starting.pid, sig)
     starting.send_signal(signal.SIGTERM)
     assert starting.wait(300) == 0
+
+
+_IN_A_FINALIZER = """
+import os, signal, sys
+from tableside.serving.cli.cli import main
+from tableside.serving.workers import server
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), int(sys.argv.pop()))
+
+def bind(settings, bind=server.bind):
+    Dropped()
+    return bind(settings)
+
+server.bind = bind
+sys.exit(main(sys.argv[1:-1]))
+"""
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_in_a_finalizer(root: Path, tmp_path: Path, sig: signal.Signals) -> None:
+    """What a handler raises there is ignored by Python; the server ends before it serves,
+    quietly."""
+    publish_demo(root, tmp_path)
+    options = "serve", "demo", "--root", str(root), "--port", "0", str(int(sig))
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_A_FINALIZER, *options], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (128 + sig, "", "")
