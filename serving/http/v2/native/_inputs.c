@@ -30,24 +30,6 @@ int plan_inputs(request *r) {
     return from == r->body_bytes;
 }
 
-/* Writes one number of a JSON list; 0: it is none of the tensor's type. */
-static int write_number(scanner *s, const tensor *t, char *to) {
-    number n;
-    int64_t value;
-    if (!read_number(s, &n)) return 0;
-    if (t->role == WEIGHTS || t->role == DENSE || t->role == KJT_WEIGHTS) {
-        float found = (float)double_of(&n);
-        memcpy(to, &found, 4);
-        return isfinite(found);
-    }
-    if (!integer_of(&n, &value)) return 0;
-    if (t->item == 4 && (value < INT32_MIN || value > INT32_MAX)) return 0;
-    int32_t small = (int32_t)value;
-    if (t->item == 8 || t->is_narrow) memcpy(to, &value, 8);
-    else memcpy(to, &small, 4);
-    return 1;
-}
-
 /* Writes a JSON list of numbers, or of lists of them, which may be of any lengths. */
 static int write_list(const tensor *t, const char *end, char *to) {
     scanner s = {.p = t->list, .end = end};
@@ -61,7 +43,7 @@ static int write_list(const tensor *t, const char *end, char *to) {
         if (are_lists < 0) are_lists = is_list;
         if (is_list != are_lists) return 0;
         if (!is_list) {
-            if (!left-- || !write_number(&s, t, to)) return 0;
+            if (!left-- || !take_typed(&s, t->role, t->item, to)) return 0;
             to += item;
             continue;
         }
@@ -69,7 +51,7 @@ static int write_list(const tensor *t, const char *end, char *to) {
         if (!enter(&s, '[')) return 0;
         while ((inside = next_item(&s, &first_inside)) == 1) {
             skip_space(&s);
-            if (!left-- || !write_number(&s, t, to)) return 0;
+            if (!left-- || !take_typed(&s, t->role, t->item, to)) return 0;
             to += item;
         }
         if (inside < 0) return 0;

@@ -14,48 +14,31 @@ static char *next_at(json_request *j) {
     return j->inputs + j->used;
 }
 
-/* Notes a tensor that ends at `end` of the input buffer. */
-static int add_tensor(json_request *j, text name, enum role role, int item, char *begin, char *end) {
+/* Bytes of a number of a tensor. */
+static int item_of(enum role role) { return role == VALUES ? 8 : 4; }
+
+/* Notes a tensor that ends at `end` of the input buffer; null: there is no memory. */
+static tensor *add_tensor(json_request *j, text name, enum role role, char *begin, char *end) {
     request *r = &j->r;
     if (!room_for((void **)&r->tensors, r->tensor_count, sizeof(tensor))
         || !room_for((void **)&j->owners, r->tensor_count, sizeof(text)))
-        return 0;
+        return NULL;
     tensor *t = r->tensors + r->tensor_count;
     j->owners[r->tensor_count++] = name;
-    *t = (tensor){.role = (int8_t)role, .source = IN_BODY, .dims = 1, .item = (int8_t)item, .region = -1};
-    t->at = begin - j->inputs, t->bytes = end - begin, t->elements = t->shape[0] = t->bytes / item;
+    *t = (tensor){.role = (int8_t)role, .source = IN_BODY, .dims = 1, .item = (int8_t)item_of(role), .region = -1};
+    t->at = begin - j->inputs, t->bytes = end - begin, t->elements = t->shape[0] = t->bytes / t->item;
     j->used = end - j->inputs;
-    return 1;
+    return t;
 }
 
-/* Takes a number of a type: int64 ids, int32 lengths, finite fp32; `*to` goes behind it. */
-static inline int take_value(scanner *s, enum role role, char **to) {
-    int64_t value;
-    number n;
-    skip_space(s);
-    if (role == WEIGHTS || role == DENSE) {
-        if (!read_number(s, &n)) return 0;
-        float found = (float)double_of(&n);
-        memcpy(*to, &found, 4), *to += 4;
-        return isfinite(found);
-    }
-    if (!read_small(s, &value) && (!read_number(s, &n) || !integer_of(&n, &value))) return 0;
-    if (role == VALUES) {
-        memcpy(*to, &value, 8), *to += 8;
-        return 1;
-    }
-    if (value < INT32_MIN || value > INT32_MAX) return 0;
-    int32_t length = (int32_t)value;
-    memcpy(*to, &length, 4), *to += 4;
-    return 1;
-}
-
-/* Takes a list of numbers of a type. */
+/* Takes a list of numbers of a tensor; `*to` goes behind them. */
 static int take_values(scanner *s, enum role role, char **to) {
     int first = 1, found;
     if (!begin_list(s)) return 0;
-    while ((found = next_item(s, &first)) == 1)
-        if (!take_value(s, role, to)) return 0;
+    for (; (found = next_item(s, &first)) == 1; *to += item_of(role)) {
+        skip_space(s);
+        if (!take_typed(s, role, item_of(role), *to)) return 0;
+    }
     return found == 0;
 }
 
@@ -71,17 +54,18 @@ static int read_bags(json_request *j, text name) {
         if (!room_for((void **)&j->lengths, bags, sizeof(int32_t)) || !take_values(s, VALUES, &to)) return 0;
         j->lengths[bags++] = (int32_t)((to - bag) / 8);
     }
-    if (found || !add_tensor(j, name, VALUES, 8, begin, to)) return 0;
-    j->r.tensors[j->r.tensor_count - 1].is_bags = 1;
+    tensor *ids = found ? NULL : add_tensor(j, name, VALUES, begin, to);
+    if (!ids) return 0;
+    ids->is_bags = 1;
     char *lengths = next_at(j);
     if (bags) memcpy(lengths, j->lengths, (size_t)bags * 4);
-    return add_tensor(j, name, LENGTHS, 4, lengths, lengths + 4 * bags);
+    return add_tensor(j, name, LENGTHS, lengths, lengths + 4 * bags) != NULL;
 }
 
 /* {"values", "lengths", "weights"} of a feature; null is as if it were left out. */
 static int read_jagged(json_request *j, text name) {
-    static const struct { text key; enum role role; int item; } parts[] = {
-        {{"values", 6}, VALUES, 8}, {{"lengths", 7}, LENGTHS, 4}, {{"weights", 7}, WEIGHTS, 4}};
+    static const struct { text key; enum role role; } parts[] = {
+        {{"values", 6}, VALUES}, {{"lengths", 7}, LENGTHS}, {{"weights", 7}, WEIGHTS}};
     scanner *s = &j->r.scan;
     text key;
     int first = 1, found, seen[3] = {0};
@@ -93,8 +77,7 @@ static int read_jagged(json_request *j, text name) {
         skip_space(s);
         if (k && take_word(s, "null", 4)) continue;
         char *begin = next_at(j), *to = begin;
-        if (!take_values(s, parts[k].role, &to) || !add_tensor(j, name, parts[k].role, parts[k].item, begin, to))
-            return 0;
+        if (!take_values(s, parts[k].role, &to) || !add_tensor(j, name, parts[k].role, begin, to)) return 0;
     }
     return found == 0 && seen[0];
 }
@@ -117,8 +100,8 @@ static int read_rows(json_request *j, text name) {
         if (!take_values(s, DENSE, &to) || (rows++ && (to - row) / 4 != width)) return 0;
         width = (to - row) / 4;
     }
-    if (found || !add_tensor(j, name, DENSE, 4, begin, to)) return 0;
-    tensor *t = j->r.tensors + j->r.tensor_count - 1;
+    tensor *t = found ? NULL : add_tensor(j, name, DENSE, begin, to);
+    if (!t) return 0;
     t->dims = 2, t->shape[0] = rows, t->shape[1] = width; /* -1: the width is the model's */
     return 1;
 }

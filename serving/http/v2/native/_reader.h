@@ -169,6 +169,25 @@ static inline int32_t load_i32(const char *p) {
     return value;
 }
 
+/* Takes a number of a tensor's type and writes it: ids of `item` bytes as int64, lengths int32, others finite fp32.
+ * 0: it is none. */
+static inline int take_typed(scanner *s, enum role role, int item, char *to) {
+    number n;
+    int64_t value;
+    if (role == WEIGHTS || role == DENSE || role == KJT_WEIGHTS) {
+        if (!read_number(s, &n)) return 0;
+        float found = (float)double_of(&n);
+        memcpy(to, &found, 4);
+        return isfinite(found);
+    }
+    if (!read_small(s, &value) && (!read_number(s, &n) || !integer_of(&n, &value))) return 0;
+    if (item == 4 && (value < INT32_MIN || value > INT32_MAX)) return 0;
+    int32_t small = (int32_t)value;
+    if (role == LENGTHS || role == KJT_LENGTHS) memcpy(to, &small, 4);
+    else memcpy(to, &value, 8);
+    return 1;
+}
+
 /* Room for one more item of an array that doubles; null: there is no memory. */
 static inline void *room_for(void **array, int64_t count, size_t size) {
     if (count & (count - 1)) return *array;
