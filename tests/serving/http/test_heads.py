@@ -4,6 +4,7 @@ parser's decision."""
 import asyncio
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
@@ -77,6 +78,12 @@ async def talk(limit: int = 1 << 30, door: Door | None = None, app: Any = None) 
         writer.close()
         server.close()
         await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn of parsing lasts as long as this machine needs; tests of admission shorten it."""
+    monkeypatch.setattr(connection, "TURN_S", math.inf)
 
 
 @pytest.fixture
