@@ -17,14 +17,13 @@ from tableside.serving.http.asgi import json_object, text_of
 from tableside.serving.http.inputs.json_lists import are_all, from_list
 from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, feature_inputs
 from tableside.serving.http.v2 import _reader
-from tableside.serving.http.v2.reader import Reader, scoring_of
+from tableside.serving.http.v2.reader import names_of, scoring_of
 from tableside.serving.model.places import Buffer, DenseInput
 from tableside.serving.model.request import Request
 from tableside.serving.model.version import ServedVersion
 
 _PLACE = np.dtype([(name, np.int64) for name in Place._fields])
 INPUTS_PER_BYTE = _reader.INPUTS_PER_BYTE  # bytes of inputs that are made of one of JSON, at most
-_reader_of_names = Reader()
 
 
 class JsonRequest(NamedTuple):
@@ -53,7 +52,7 @@ def read(text: bytes, score: bool) -> Read | None:
 
 def lay_out(served: ServedVersion, came: Read) -> JsonRequest | None:
     """Lays out a request that was read, once. None: it is wrong or unusual."""
-    found = _reader.lay_out_json(came.held, _reader_of_names.names(served))
+    found = _reader.lay_out_json(came.held, names_of(served))
     if found is None:
         return None
     places, sizes, inputs, size, scores, wants_found, are_bags = found

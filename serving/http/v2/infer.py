@@ -12,9 +12,9 @@ from tableside.loader.versions.states import State
 from tableside.serving.errors import bad_request, not_found, short
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.http import asgi
+from tableside.serving.http.v2 import reader, shm
 from tableside.serving.http.v2 import request as v2_request
-from tableside.serving.http.v2 import shm
-from tableside.serving.http.v2.reader import ReadBeside, Reader
+from tableside.serving.http.v2.reader import ReadBeside
 from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.request import Answer
@@ -36,7 +36,6 @@ class V2:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._metrics = MetricsOfModels("v2")
-        self._reader = Reader()
         self._most_region_bytes = min(shm.INLINE_BYTES, service.settings.max_body_bytes)
 
     def _json_bytes(self, header_length: bytes | None, body: bytes | memoryview) -> int:
@@ -70,7 +69,7 @@ class V2:
         if len(named) != 1 or _is_large(length, body):
             return self.infer(named, header_length, bytes(body), hold)
         served = self.service.live(named[0])
-        infer = self._reader.read(served, body, length, self.service.regions, self._most_region_bytes)
+        infer = reader.read(served, body, length, self.service.regions, self._most_region_bytes)
         if infer is None or isinstance(infer, ReadBeside):
             return self.infer(named, header_length, bytes(body), hold)
         self._admit(infer, infer.made_bytes(body), hold)
@@ -147,7 +146,7 @@ class V2:
         length, region_bytes = self._json_bytes(header_length, body), 0
         given = served, body, length, regions
         is_large = _is_large(length, body)
-        read = self._reader.read
+        read = reader.read
         inline = *given, self._most_region_bytes
         infer = await self.service.beside(read, *inline) if is_large else read(*inline)
         if isinstance(infer, ReadBeside):

@@ -26,6 +26,7 @@ if Place._fields != _reader.PLACE_FIELDS:
     raise ImportError("the reader was built from other sources than these; reinstall tableside")
 
 _UNLIMITED = (1 << 62) - 1
+_names: WeakKeyDictionary[Features, Any] = WeakKeyDictionary()
 _OFFSETS, _MASK = 3, 5  # kinds of outputs
 
 
@@ -35,52 +36,46 @@ class ReadBeside(NamedTuple):
     region_bytes: int
 
 
-class Reader:
-    """Reads requests of any version. The states of a version share its names."""
-
-    def __init__(self) -> None:
-        self._names: WeakKeyDictionary[Features, Any] = WeakKeyDictionary()
-
-    def names(self, served: ServedVersion) -> Any:
-        """Returns a version's names for the extension."""
-        if (names := self._names.get(served.names)) is None:
-            names = self._names[served.names] = _names(served)
-        return names
-
-    def read(
-        self,
-        served: ServedVersion,
-        body: Any,
-        header_bytes: int,
-        known: Regions | None = None,
-        most_region_bytes: int = _UNLIMITED,
-    ) -> InferRequest | ReadBeside | None:
-        """Reads a body; None: it is wrong or unusual. known: regions; None: not allowed. most_region_bytes:
-        more are not read. ApiError: a region is unknown, gone or truncated."""
-        names = self.names(served)
-        tail = b"]}" if not served.sequence else b'],"parameters":{"sequence":%d}}' % served.sequence
-        found = _reader.read(names, tail, body, header_bytes, None, None)
-        if found is None or len(found) != 2:
-            return None if found is None else _request(served, body, found, [])
-        named, runs = found
-        if known is None:
-            return None
-        held = [known.any(name) for name in named]
-        slices = _slices(runs, held)
-        if slices is None:
-            return None
-        size = sum(s.size for s in slices if not isinstance(s.region, DeviceRegion))
-        if size > most_region_bytes:
-            return ReadBeside(size)
-        gathered = _gathered(runs, slices, memoryview(body)[header_bytes:])
-        if gathered is None:
-            return None
-        on_device = bytes(isinstance(region, DeviceRegion) for region in held)
-        found = _reader.read(names, tail, body, header_bytes, gathered, on_device)
-        return None if found is None else _request(served, gathered, found, held)
+def names_of(served: ServedVersion) -> Any:
+    """Returns a version's names for the extension. Its states share them."""
+    if (names := _names.get(served.names)) is None:
+        names = _names[served.names] = _make_names(served)
+    return names
 
 
-def _names(served: ServedVersion) -> object:
+def read(
+    served: ServedVersion,
+    body: Any,
+    header_bytes: int,
+    known: Regions | None = None,
+    most_region_bytes: int = _UNLIMITED,
+) -> InferRequest | ReadBeside | None:
+    """Reads a body; None: it is wrong or unusual. known: regions; None: not allowed. most_region_bytes:
+    more are not read. ApiError: a region is unknown, gone or truncated."""
+    names = names_of(served)
+    tail = b"]}" if not served.sequence else b'],"parameters":{"sequence":%d}}' % served.sequence
+    found = _reader.read(names, tail, body, header_bytes, None, None)
+    if found is None or len(found) != 2:
+        return None if found is None else _request(served, body, found, [])
+    named, runs = found
+    if known is None:
+        return None
+    held = [known.any(name) for name in named]
+    slices = _slices(runs, held)
+    if slices is None:
+        return None
+    size = sum(s.size for s in slices if not isinstance(s.region, DeviceRegion))
+    if size > most_region_bytes:
+        return ReadBeside(size)
+    gathered = _gathered(runs, slices, memoryview(body)[header_bytes:])
+    if gathered is None:
+        return None
+    on_device = bytes(isinstance(region, DeviceRegion) for region in held)
+    found = _reader.read(names, tail, body, header_bytes, gathered, on_device)
+    return None if found is None else _request(served, gathered, found, held)
+
+
+def _make_names(served: ServedVersion) -> object:
     """Returns a version's names for the extension."""
     names, scorer = served.names, served.scorer
     dense = {} if scorer is None else scorer.dense

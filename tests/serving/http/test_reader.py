@@ -31,9 +31,9 @@ from tableside.quant import Place
 from tableside.quant.contract import matrices_in
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import json_object
-from tableside.serving.http.v2 import _reader
+from tableside.serving.http.v2 import _reader, reader
 from tableside.serving.http.v2 import request as v2_request
-from tableside.serving.http.v2.reader import ReadBeside, Reader
+from tableside.serving.http.v2.reader import ReadBeside
 from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.shm.regions import RegionRegistry, Regions
@@ -152,7 +152,7 @@ def places_of(infer: InferRequest, base: int) -> bytes:
     return places.tobytes() + matrices.tobytes()
 
 
-def check_alike(reader: Reader, served: ServedVersion, body: bytes, header_bytes: int) -> bool:
+def check_alike(served: ServedVersion, body: bytes, header_bytes: int) -> bool:
     """The reader takes what its specification takes, and says the same; returns whether it took it."""
     found, expected = reader.read(served, body, header_bytes), slowly(served, body, header_bytes)
     if found is None:
@@ -174,17 +174,17 @@ Drawn = Callable[[int], tuple[DrawnModel, ServedVersion]]
 @given(st.integers(0, 2**32))
 def test_every_header_is_read_as_specified(drawn_version: Drawn, seed: int) -> None:
     """In every form and spelling, for models that are drawn too. Those that are right are all taken."""
-    rng, reader = random.Random(seed), Reader()
+    rng = random.Random(seed)
     model, served = drawn_version(rng.randrange(MODELS))
     drawn = DrawnRequest(rng, model, ROWS)
     for _ in range(5):
-        check_alike(reader, served, *drawn.body())
+        check_alike(served, *drawn.body())
 
 
 @pytest.mark.thorough
 def test_two_hundred_thousand_headers_are_read_as_specified(drawn_version: Drawn) -> None:
     """A third of them mutated."""
-    rng, reader, taken = random.Random(SEED), Reader(), 0
+    rng, taken = random.Random(SEED), 0
     for _ in range(20_000):
         model, served = drawn_version(rng.randrange(MODELS))
         drawn = DrawnRequest(rng, model, ROWS, plain=rng.random() < 0.3)
@@ -193,7 +193,7 @@ def test_two_hundred_thousand_headers_are_read_as_specified(drawn_version: Drawn
             if k % 3 == 2:
                 header = bytes(rng.choice(MUTATIONS)(rng, body[:size]))
                 body, size = header + body[size:], len(header)
-            taken += check_alike(reader, served, body, size)
+            taken += check_alike(served, body, size)
     assert taken > 80_000
 
 
@@ -239,17 +239,17 @@ def mutated(rng: random.Random, body: bytes, size: int) -> tuple[bytes, int]:
 def test_mutated_headers_are_read_as_specified(drawn_version: Drawn, seed: int) -> None:
     """Numbers, whitespace, escapes, unicode, keys that come twice, nesting, single bytes; and lengths that
     do not add up."""
-    rng, reader = random.Random(seed), Reader()
+    rng = random.Random(seed)
     model, served = drawn_version(rng.randrange(MODELS))
     drawn = DrawnRequest(rng, model, ROWS, plain=rng.random() < 0.5)
     for _ in range(8):
-        check_alike(reader, served, *mutated(rng, *drawn.body()))
+        check_alike(served, *mutated(rng, *drawn.body()))
 
 
 @pytest.mark.thorough
 def test_a_million_mutated_headers_end_no_process(drawn_version: Drawn) -> None:
     """Only the reader reads them; each is mutated from the one before it."""
-    rng, reader = random.Random(SEED + 1), Reader()
+    rng = random.Random(SEED + 1)
     for _ in range(20_000):
         model, served = drawn_version(rng.randrange(MODELS))
         body, size = DrawnRequest(rng, model, ROWS, plain=rng.random() < 0.5).body()
@@ -376,9 +376,9 @@ LIES: dict[str, tuple[tuple[bytes, int], tuple[bytes, int]]] = {
 @pytest.mark.parametrize("lie", LIES)
 def test_what_is_wrong_is_not_taken(version: ServedVersion, lie: str) -> None:
     """The true request is taken, the false one is left to the specification's words."""
-    reader, (true, false) = Reader(), LIES[lie]
-    assert check_alike(reader, version, *true)
-    assert not check_alike(reader, version, *false)
+    true, false = LIES[lie]
+    assert check_alike(version, *true)
+    assert not check_alike(version, *false)
 
 
 def ask(inputs: Any, **more: Any) -> tuple[bytes, int]:
@@ -526,7 +526,7 @@ WRONG: dict[str, tuple[bytes, int]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_requests_are_not_taken(version: ServedVersion, case: str) -> None:
-    assert not check_alike(Reader(), version, *WRONG[case])
+    assert not check_alike(version, *WRONG[case])
 
 
 JSON_TEXTS = [
@@ -572,7 +572,7 @@ def test_json_that_nobody_asks_for_is_checked_as_well(version: ServedVersion, te
         is_json = True
     except orjson.JSONDecodeError:
         is_json = False
-    assert check_alike(Reader(), version, header, len(header)) == is_json
+    assert check_alike(version, header, len(header)) == is_json
 
 
 @settings(max_examples=400, deadline=None)
@@ -580,7 +580,7 @@ def test_json_that_nobody_asks_for_is_checked_as_well(version: ServedVersion, te
 def test_text_is_utf_8(version: ServedVersion, some: bytes) -> None:
     head = b'{"inputs":[{"name":"user","datatype":"INT64","shape":[1,1],"data":[3]}],"x":"'
     header = head + some + b'"}'
-    check_alike(Reader(), version, header, len(header))
+    check_alike(version, header, len(header))
 
 
 @settings(max_examples=500, deadline=None)
@@ -599,7 +599,7 @@ def test_numbers_are_read_to_the_last_bit(version: ServedVersion, number: str) -
     begin, _ = ask([{**USER, "shape": [1, 1], "data": [3]}], parameters={"binary_data_output": True})
     weights = '{"name":"user.weights","datatype":"FP32","shape":[1],"data":[' + number + "]},"
     header = begin.replace(b"[{", b"[" + weights.encode() + b"{", 1)
-    if not check_alike(Reader(), version, header, len(header)):
+    if not check_alike(version, header, len(header)):
         with np.errstate(over="ignore"):
             assert not np.isfinite(np.float32(float(number)))
 
@@ -607,7 +607,7 @@ def test_numbers_are_read_to_the_last_bit(version: ServedVersion, number: str) -
 def test_ids_of_all_of_int64_are_read(version: ServedVersion) -> None:
     numbers = [0, 1, -1, 2**63 - 1, -(2**63), 10**18, -(10**18)]
     header, size = ask([tensor("words.values", numbers)])
-    found = Reader().read(version, header, size)
+    found = reader.read(version, header, size)
     assert isinstance(found, InferRequest)
     np.testing.assert_array_equal(np.frombuffer(found.inputs, np.int64), numbers)
 
@@ -617,22 +617,22 @@ def test_a_hundred_thousand_inputs_are_read(version: ServedVersion) -> None:
     entry = {"datatype": "INT64", "shape": [1, 1], "parameters": {"binary_data_size": 8}}
     header = orjson.dumps({"inputs": [{"name": f"f{n}", **entry} for n in range(100_000)]})
     body = header + bytes(800_000)
-    assert Reader().read(version, body, len(header)) is None
+    assert reader.read(version, body, len(header)) is None
     message = slowly(version, body, len(header))
     assert isinstance(message, str) and "'f0' is unknown" in message
 
 
 def test_names_go_with_their_version(root: Path, tmp_path: Path) -> None:
     """Version, segment and mapping go when the version is let go. Another state takes the same names."""
-    reader, own = Reader(), attached(root, tmp_path, FEATURES)
+    own = attached(root, tmp_path, FEATURES)
     body = ask([USER])
     assert reader.read(own, *body) is not None
     other = own.with_deltas(own.segment, own.placed)
-    assert reader.read(other, *body) is not None and len(reader._names) == 1
-    gone = [weakref.ref(x) for x in (own, own.segment, own.segment.mapping)]
+    assert reader.read(other, *body) is not None and reader.names_of(own) is reader.names_of(other)
+    gone = [weakref.ref(x) for x in (own, own.segment, own.segment.mapping, own.names)]
     del own, other
     gc.collect()
-    assert all(ref() is None for ref in gone) and not reader._names
+    assert all(ref() is None for ref in gone)
 
 
 @pytest.mark.parametrize(
@@ -719,7 +719,6 @@ def test_vectors_are_written_into_their_region(
         file.write(ids.tobytes())
     expected = v2_request.understand(version, json_object(header), b"", known)
     buffer = expected.request.run(expected.inputs)
-    reader = Reader()
     found = reader.read(version, header, size, known)
     assert isinstance(found, InferRequest)
     with path.open("r+b") as file:
@@ -773,7 +772,7 @@ def test_tensors_in_regions_are_read_as_specified(
         expected: Any = v2_request.understand(version, json_object(text), memoryview(body), known)
     except ApiError as error:
         expected = error.message
-    found = Reader().read(version, text + body, len(text), known)
+    found = reader.read(version, text + body, len(text), known)
     if found is None:
         assert isinstance(expected, str), text
         return
@@ -791,10 +790,10 @@ def test_many_bytes_in_regions_are_left_to_a_thread(
 ) -> None:
     known, _ = shared
     header, size = ask([in_region("words.values", "INT64", [100], 0)])
-    assert Reader().read(version, header, size, known, 799) == ReadBeside(800)
-    assert isinstance(Reader().read(version, header, size, known, 800), InferRequest)
+    assert reader.read(version, header, size, known, 799) == ReadBeside(800)
+    assert isinstance(reader.read(version, header, size, known, 800), InferRequest)
     with pytest.raises(ApiError, match="is not registered"):
-        Reader().read(version, header.replace(b'"r"', b'"s"'), size, known)
+        reader.read(version, header.replace(b'"r"', b'"s"'), size, known)
 
 
 @pytest.mark.parametrize("more", [b',"junk":[' + b"1," * 20_000 + b"1]", b" " * 70_000])
@@ -802,7 +801,7 @@ def test_long_headers_are_read(version: ServedVersion, more: bytes) -> None:
     """Without Python's lock."""
     header, _ = ask([USER])
     body = header[:-1] + more + b"}"
-    assert check_alike(Reader(), version, body, len(body))
+    assert check_alike(version, body, len(body))
 
 
 @pytest.mark.parametrize("weight", [np.nan, np.inf, -np.inf, -np.float32(np.nan)])
@@ -816,4 +815,4 @@ def test_weights_that_are_no_numbers_are_not_taken(version: ServedVersion, weigh
                 f"{feature}.weights": np.array([1, last], np.float32),
             }
             body, size = request(tensors, of_user if feature == "kjt" else bytes)
-            assert check_alike(Reader(), version, body, size) is is_taken
+            assert check_alike(version, body, size) is is_taken
