@@ -21,8 +21,8 @@ from uvicorn.server import ServerState
 from tableside.loader.segment.memory import pss_bytes
 from tableside.serving.client import Client
 from tableside.serving.errors import ApiError
+from tableside.serving.executors import admission
 from tableside.serving.executors.admission import (
-    NEWEST_FIRST_AFTER_S,
     SLICE_S,
     Bytes,
     Hold,
@@ -56,7 +56,9 @@ class Request:
         self._log.append(f"{self._name}: {error.message}")
 
 
-def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first() -> None:
+def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Order is for those who have waited for a moment; beyond that the newest has the best chance of still
     being wanted."""
 
@@ -65,7 +67,7 @@ def test_those_who_wait_are_taken_in_order_and_late_ones_newest_first() -> None:
             slots, log = Slots(1, 100, 10.0), list[str]()
             turns = {name: Request(slots, name, log, is_whole=True).turn for name in "abcd"}
             if late:
-                await asyncio.sleep(2 * NEWEST_FIRST_AFTER_S)
+                monkeypatch.setattr(admission, "NEWEST_FIRST_AFTER_S", -1.0)
             for n in range(4):
                 turns[log[n]].end()
             assert log == expected

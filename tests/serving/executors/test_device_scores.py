@@ -36,6 +36,8 @@ from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import ScorerLimits
 from tableside.serving.settings import ServerSettings
 
+pytestmark = pytest.mark.for_gpu
+
 
 @pytest.fixture(autouse=True)
 def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
