@@ -16,6 +16,7 @@ from common import HERE, RESULTS, STARTED_FROM, ResultError, console, refuse_no_
 BENCHMARKS = (
     "cpu_lookup.py",
     "cpu_sizes.py",
+    "row_alignment.py",
     "load.py",
     "updates.py",
     "update_reads.py",

@@ -92,11 +92,12 @@ class Table:
     row_map: RowMap | None = None
 
     def __post_init__(self) -> None:
-        expected = self.row_format.row_bytes(self.dim)
-        if self.packed.dtype != np.uint8 or self.packed.ndim != 2 or self.packed.shape[1] != expected:
+        expected = self.row_format.row_sizes(self.dim)
+        if self.packed.dtype != np.uint8 or self.packed.ndim != 2 or self.packed.shape[1] not in expected:
             raise QuantError(
-                f"packed rows are {self.packed.dtype} {list(self.packed.shape)}; "
-                f"expected uint8 [rows, {expected}] for {self.row_format.label} of dim {self.dim}"
+                f"packed rows are {self.packed.dtype} {list(self.packed.shape)}; expected uint8 "
+                f"[rows, {' or '.join(map(str, expected))}] for {self.row_format.label} of dim "
+                f"{self.dim}"
             )
         if not self.packed.flags.c_contiguous:
             raise QuantError("packed rows are not contiguous; pass a whole table, not a strided view")

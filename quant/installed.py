@@ -1,6 +1,7 @@
 """Checks optional packages without importing them: what is installed, whether it fits together, and which
 extra brings the rest."""
 
+import os
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -17,6 +18,11 @@ def version_of(*distributions: str) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
+
+
+def has_gpu() -> bool:
+    """Whether this machine, or container, has a GPU of NVIDIA's; CUDA is not asked."""
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 def fbgemm_version() -> str | None:

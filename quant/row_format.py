@@ -1,7 +1,7 @@
 """`RowFormat`: the only place that knows the bytes of a row and the position of scale and bias.
-It is FBGEMM's inference layout with `row_alignment` 16, so its CPU and CUDA kernels and ours read the same
-bytes:
-    int2, int4, int8   fp16 scale | fp16 bias | values, low bits first | zeros to a multiple of 16 bytes
+It is FBGEMM's inference layout, so its kernels and ours read the same bytes. Its `row_alignment` is 4, or
+16 for rows that a GPU reads in host memory:
+    int2, int4, int8   fp16 scale | fp16 bias | values, low bits first | zeros to a multiple of it
     fp8                values (sign, 4 exponent bits with bias 7, 3 mantissa; no inf, largest 240) | zeros
     fp16, fp32         values | zeros
     value = q * scale + bias   (int2, int4, int8)
@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from tableside.quant.errors import QuantError
 
-ROW_ALIGNMENT_BYTES = 16
+GPU_ALIGNMENT, ALIGNMENTS = 16, (4, 16)  # bytes
 SCALE_BIAS_BYTES = 4
 FP8_EXPONENT_BITS, FP8_EXPONENT_BIAS, FP8_MAX = 4, 7, 240.0
 FP16_MAX = 65504.0
@@ -56,8 +56,9 @@ class RowFormat(IntEnum):
         """Bytes of a row of `dim` values before the padding."""
         return (SCALE_BIAS_BYTES if self.has_scale else 0) + dim * self.bits // 8
 
-    def row_bytes(self, dim: int) -> int:
-        """Returns the bytes of a row, padding included. QuantError: `dim` does not fill whole bytes."""
+    def row_bytes(self, dim: int, alignment: int = GPU_ALIGNMENT) -> int:
+        """Returns the bytes of a row, padding included. alignment: of ALIGNMENTS. QuantError: `dim` does not
+        fill whole bytes."""
         if dim < 1:
             raise QuantError(f"dim is {dim}; expected at least 1")
         if dim * self.bits % 8:
@@ -65,7 +66,15 @@ class RowFormat(IntEnum):
                 f"dim {dim} does not fill whole bytes in {self.label}; expected a multiple of "
                 f"{8 // self.bits}, or another format"
             )
-        return -(-self.used_bytes(dim) // ROW_ALIGNMENT_BYTES) * ROW_ALIGNMENT_BYTES
+        return -(-self.used_bytes(dim) // alignment) * alignment
+
+    def row_sizes(self, dim: int) -> tuple[int, ...]:
+        """Returns the bytes that a row may have, one for each of ALIGNMENTS, ascending and distinct."""
+        return tuple(dict.fromkeys(self.row_bytes(dim, alignment) for alignment in ALIGNMENTS))
+
+    def alignments(self, dim: int, row_bytes: int) -> frozenset[int]:
+        """Returns those of ALIGNMENTS whose rows have so many bytes."""
+        return frozenset(a for a in ALIGNMENTS if self.row_bytes(dim, a) == row_bytes)
 
     def error_bound(self, low: float, high: float) -> float:
         """Returns the largest |dequantized - original| for a row with values in [low, high]: half a step,
@@ -83,6 +92,11 @@ class RowFormat(IntEnum):
         scale_error = max(step * _HALF_RELATIVE, _HALF_TINY)
         fp32_error = 4 * largest * 2.0**-23
         return (step + scale_error) / 2 + levels * scale_error + 2 * bias_error + fp32_error
+
+
+def device_row_bytes(row_bytes: int) -> int:
+    """Returns the bytes of a packed row in HBM, which is padded there if it was not."""
+    return -(-row_bytes // GPU_ALIGNMENT) * GPU_ALIGNMENT
 
 
 class Source(IntEnum):

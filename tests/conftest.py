@@ -70,6 +70,13 @@ def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
 
 
 @pytest.fixture(autouse=True)
+def _has_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests load as a machine without a GPU does; those of a GPU, or marked `for_gpu`, as one with it."""
+    has_gpu = any(map(request.node.get_closest_marker, ("gpu", "for_gpu")))
+    monkeypatch.setattr("tableside.loader.model.model.has_gpu", lambda: has_gpu)
+
+
+@pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of a developer's environment reaches a test, nor what a worker of an earlier test did to the
     log."""

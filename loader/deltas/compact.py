@@ -109,11 +109,12 @@ class _Compaction:
             formats = {name: table.row_format for name, table in self.base.tables.items()}
             shapes = [(t.name, t.key, formats[t.name], tables[t.name].rows, t.dim) for t in header.tables]
             ids = {name: t.ids for name, t in tables.items()}
+            sizes = {t.name: t.row_bytes for t in header.tables}
             planned = replace(
                 header,
                 version=self.version,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
-                tables=plan_tables(shapes, ids=ids),
+                tables=plan_tables(shapes, ids=ids, sizes=sizes),
                 merged=replace(self.delta.change, below=0),
             )
             self._total = sum(t.rows for t in planned.tables)

@@ -22,7 +22,8 @@ Ids = NDArray[np.int64]
 
 
 class Backfill:
-    """The table of an older version. rows: ids; rows_there: rows that hold them, numbered from 0."""
+    """The table of an older version. rows: ids; rows_there: rows that hold them, numbered from 0. used_bytes:
+    of a row before its padding, which may differ there."""
 
     def __init__(self, root: Path, spec: TableSpec, dim: int) -> None:
         """Attaches the version. ModelError: no such table, or other rows. SegmentError: it is damaged."""
@@ -60,6 +61,7 @@ class Backfill:
         self.rows = self._map.count
         self.rows_there = self.rows if self._map.index is None else self._map.index.slots
         self._step = max(1, _BLOCK_BYTES // self.table.row_bytes)
+        self.used_bytes, self._row_bytes = spec.row_format.used_bytes(dim), spec.row_bytes(dim)
 
     def ids(self) -> Iterator[tuple[Ids, Ids]]:
         """Yields (ids, their rows), block by block."""
@@ -68,13 +70,16 @@ class Backfill:
             yield ids, rows
 
     def blocks(self) -> Iterator[tuple[Ids, Ids, Bytes]]:
-        """Yields (ids, their rows, a packed copy of them)."""
+        """Yields (ids, their rows, a copy of them, packed as this load packs rows)."""
         for ids, rows in self.ids():
-            yield ids, rows, self.table.packed[rows]
+            packed = np.zeros((rows.size, self._row_bytes), np.uint8)
+            packed[:, : self.used_bytes] = self.table.packed[rows, : self.used_bytes]
+            yield ids, rows, packed
 
     @property
     def default_row(self) -> Bytes | None:
-        """Returns the older version's row for ids that it lacks; None: it refuses them."""
+        """Returns the older version's row for ids that it lacks, uint8 [used_bytes]; None: none, they are
+        refused."""
         if self._map.default_row is None:
             return None
-        return np.asarray(self.table.packed[self._map.default_row])
+        return np.asarray(self.table.packed[self._map.default_row][: self.used_bytes])

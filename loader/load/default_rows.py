@@ -55,7 +55,7 @@ class DefaultRow:
         """Packs the row into zeros, uint8 [row_bytes]. ModelError: the format cannot represent the vector."""
         policy, vector = self._spec.missing.policy, np.zeros(self._dim, np.float32)
         if self._older is not None:
-            to[:] = self._older
+            to[: self._older.size] = self._older
             return
         if policy == "mean" and self._rows:
             vector = (self._sum / self._rows).astype(np.float32)

@@ -145,7 +145,8 @@ def _header(
     shapes |= {t.name: (t.name, t.key, RowFormat.parse(t.row_format), t.rows, t.dim) for t in old}
     steps = steps | {t.name: t.chunk_rows for t in old}  # their chunks stay as they are
     ids = {p.spec.name: p.ids for p in planned} | {t.name: t.ids for t in old}
-    tables = plan_tables([shapes[t.name] for t in spec.tables], steps, ids)
+    sizes = {p.spec.name: p.spec.row_bytes(p.dim) for p in planned} | {t.name: t.row_bytes for t in old}
+    tables = plan_tables([shapes[t.name] for t in spec.tables], steps, ids, sizes)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(spec.name, version, created, tables, spec.features, source)
 
@@ -317,7 +318,8 @@ class _MatrixLoad:
         end = self.table.rows - default_row.is_used
         # Rows that an older version has beyond those of the checkpoint
         if older is not None and end > self.rows:
-            self.load.writer.rows(self.table, self.rows, end)[:] = older.table.packed[self.rows : end]
+            rows, used = self.load.writer.rows(self.table, self.rows, end), older.used_bytes
+            rows[:, :used] = older.table.packed[self.rows : end, :used]
         default_row.write(self.load.writer, self.table, self.load.backend)
 
     def unfinished(self) -> list[tuple[StoredTable, int]]:

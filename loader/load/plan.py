@@ -70,7 +70,7 @@ def plan(
         backfill = older.get(t.name)
         default_row = DefaultRow(t, dim, backfill)
         try:
-            t.row_format.row_bytes(dim)
+            t.row_bytes(dim)
         except QuantError as error:
             raise ModelError(f"model {model.name!r}: {error}") from error
         if t.raw is None:

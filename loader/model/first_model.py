@@ -100,7 +100,7 @@ def _sizes_of(found: Checkpoint, tables: Iterable[TableSpec]) -> dict[str, str]:
 def _size(found: Checkpoint, t: TableSpec) -> str:
     try:
         source = found.matrices[t.key] if t.raw is None else found.keyed(t.key, t.raw.key)
-        packed = source.rows * t.row_format.row_bytes(source.dim)
+        packed = source.rows * t.row_bytes(source.dim)
     except (CheckpointError, QuantError) as error:
         return f"load refuses it: {error}"
     before = source.rows * source.dim * source.source.bytes

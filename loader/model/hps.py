@@ -86,8 +86,8 @@ def hps_model(
                     f"{root / key} have {rows.dim} "
                     "values for each key; expected keys of int64, and vectors of fp32"
                 )
-            packed_bytes += rows.rows * row_format.row_bytes(dim)
             tables.append(TableSpec(table, key, row_format, _missing(path, default, dim), RawIds(), dim))
+            packed_bytes += rows.rows * tables[-1].row_bytes(dim)
     model = check_name(
         name or re.sub(r"[^A-Za-z0-9_-]", "_", str(entry.get("model", ""))).lstrip("_-") or "model"
     )

@@ -7,6 +7,8 @@
     key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
     row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32
     ids = "row"                               # ids are row numbers; "raw": any int64
+    row_alignment = 4                         # or 16, for a GPU that reads rows in host memory; without
+                                              # it: 16 on a machine with a GPU, else 4
     missing = "error"                         # for ids without a row: "error", "zero", "mean" (of all rows),
                                               # [0.1, ...] (a vector), "backfill:MODEL@VERSION" (its row)
     id_key = "user.ids"                       # raw ids: their tensor or column, if the format needs it
@@ -48,6 +50,9 @@ from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.files import read_regular
 from tableside.quant import Pooling, QuantError, RowFormat
+from tableside.quant.installed import has_gpu
+from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT
+from tableside.quant.rows.ids import id_at
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 # No dot: `<feature>.values` is a tensor's name
@@ -91,7 +96,8 @@ class MissingSpec:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A table of model.toml. raw: None: ids are row numbers; dim: None: the checkpoint decides."""
+    """A table of model.toml. raw: None: ids are row numbers; dim: None: the checkpoint decides.
+    row_alignment: None: 16 on a machine with a GPU, else 4."""
 
     name: str
     key: str
@@ -99,6 +105,15 @@ class TableSpec:
     missing: MissingSpec = MissingSpec()
     raw: RawIds | None = None
     dim: int | None = None
+    row_alignment: int | None = None
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row of `dim` values. Rows that have room for their raw id at 16 keep it in them.
+        QuantError: `dim` does not fill whole bytes."""
+        alignment = self.row_alignment or (GPU_ALIGNMENT if has_gpu() else min(ALIGNMENTS))
+        if self.raw is not None and id_at(self.row_format, dim) >= 0:
+            alignment = GPU_ALIGNMENT
+        return self.row_format.row_bytes(dim, alignment)
 
     def check_dim(self, found: int, where: str) -> None:
         """Raises ModelError if `found` is not `dim`. where: the holder of the vectors, for people."""
@@ -237,7 +252,7 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     if "policy" in raw:
         remedy = 'write missing = "error", or leave it out, which means the same'
         raise ModelError(f"{where}: policy is called missing now; {remedy}")
-    _only(raw, where, {"key", "row_format", "missing", "ids", "dim", *_OF_RAW_IDS})
+    _only(raw, where, {"key", "row_format", "row_alignment", "missing", "ids", "dim", *_OF_RAW_IDS})
     key = raw.get("key")
     if not isinstance(key, str) or not key:
         raise ModelError(f"{where}: key is {key!r}; expected the tensor's name in the checkpoint")
@@ -245,6 +260,10 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     is_raw = _choice(raw, "ids", where, ("row", "raw"), "row") == "raw"
     if not is_raw and (given := [k for k in _OF_RAW_IDS if k in raw]):
         raise ModelError(f'{where}: {given[0]} is for raw ids; add ids = "raw", or leave it out')
+    alignment = raw.get("row_alignment")
+    if alignment is not None and (type(alignment) is not int or alignment not in ALIGNMENTS):
+        known = " or ".join(map(str, ALIGNMENTS))
+        raise ModelError(f"{where}: row_alignment is {alignment!r}; expected {known}, or leave it out")
     dim = raw.get("dim")
     if dim is not None and (type(dim) is not int or dim < 1):
         raise ModelError(f"{where}: dim is {dim!r}; expected how many values a vector has, or leave it out")
@@ -254,7 +273,8 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
             f"{where}: missing has {len(missing.vector)} numbers, and dim is {dim}; expected one for each of "
             "dim"
         )
-    return TableSpec(name, key, row_format, missing, _raw_ids(raw, where) if is_raw else None, dim)
+    ids = _raw_ids(raw, where) if is_raw else None
+    return TableSpec(name, key, row_format, missing, ids, dim, alignment)
 
 
 def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:

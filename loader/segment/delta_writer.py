@@ -120,7 +120,11 @@ def write_unsealed(
     shapes = [
         (name, keys[name], t.base.row_format, t.index.slots + 1, t.base.dim) for name, t in tables.items()
     ]
-    planned = plan_tables(shapes, ids={name: t.ids for name, t in tables.items()})
+    planned = plan_tables(
+        shapes,
+        ids={name: t.ids for name, t in tables.items()},
+        sizes={name: t.base.row_bytes for name, t in tables.items()},
+    )
     created = datetime.now(UTC).isoformat(timespec="seconds")
     header = Header(base.model, base.version, created, planned, (), delta=change)
     writer = SegmentWriter(path, header, b"", fd)

@@ -164,12 +164,14 @@ def plan_tables(
     tables: list[tuple[str, str, RowFormat, int, int]],
     steps: Mapping[str, int] | None = None,
     ids: Mapping[str, StoredIds | None] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[StoredTable, ...]:
     """Lays out tables (name, key, format, rows, dim), then their indexes; offsets count from the first table.
-    steps: table -> rows per chunk boundary, if chunks hold that many. ids: table -> its `StoredIds`."""
+    steps: table -> rows per chunk boundary, if chunks hold that many. ids: table -> its `StoredIds`. sizes:
+    table -> bytes of a row; without: those for a GPU."""
     stored, offset, chunk = [], 0, 0
     for name, key, row_format, rows, dim in tables:
-        row_bytes = row_format.row_bytes(dim)
+        row_bytes = (sizes or {}).get(name) or row_format.row_bytes(dim)
         chunk_rows, step = max(1, CHUNK_BYTES // row_bytes), (steps or {}).get(name, 1)
         chunk_rows -= chunk_rows % step if chunk_rows >= step else 0
         placed = (rows, row_bytes, offset, chunk_rows, chunk)
@@ -284,13 +286,13 @@ def _check_table(t: StoredTable, first_chunk: int) -> None:
     if not are_texts or not all(type(n) is int and n >= 0 for n in numbers):
         raise SegmentError(f"table {str(t.name)[:60]!r} has a name or a number of the wrong type")
     try:
-        row_bytes = RowFormat.parse(t.row_format).row_bytes(t.dim)
+        sizes = RowFormat.parse(t.row_format).row_sizes(t.dim)
     except (QuantError, TypeError) as error:
         raise SegmentError(f"table {t.name!r}: {error}") from None
-    if t.row_bytes != row_bytes:
+    if t.row_bytes not in sizes:
         raise SegmentError(
             f"table {t.name!r} has rows of {t.row_bytes} bytes; {t.row_format} of dim {t.dim} takes "
-            f"{row_bytes}"
+            f"{' or '.join(map(str, sizes))}"
         )
     if not t.rows or not t.chunk_rows or t.first_chunk != first_chunk:
         raise SegmentError(

@@ -179,7 +179,8 @@ def _plan(of: Header, shares: dict[str, Share], name: str, version: int, owner: 
     """Plans the header of an owner's segment; chunks keep their rows."""
     shapes = [(t.name, t.key, RowFormat.parse(t.row_format), shares[t.name].rows, t.dim) for t in of.tables]
     ids = {table: share.ids for table, share in shares.items()}
-    tables = plan_tables(shapes, {t.name: t.chunk_rows for t in of.tables}, ids)
+    steps, sizes = {t.name: t.chunk_rows for t in of.tables}, {t.name: t.row_bytes for t in of.tables}
+    tables = plan_tables(shapes, steps, ids, sizes)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return replace(of, model=name, version=version, created=created, tables=tables, load={}, owner=owner)
 

@@ -17,7 +17,7 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.segment.segment import Segment
 from tableside.quant import Pooling, RowFormat
 from tableside.quant.installed import check_pair
-from tableside.quant.row_format import FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, ROW_ALIGNMENT_BYTES
+from tableside.quant.row_format import ALIGNMENTS, FP8_EXPONENT_BIAS, FP8_EXPONENT_BITS, GPU_ALIGNMENT
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ def init_tbe(
         pooling_mode=PoolingMode[pooling.name],
         device=device,
         output_dtype=SPARSE_TYPES[RowFormat.FP16 if half else RowFormat.FP32],
-        row_alignment=ROW_ALIGNMENT_BYTES,
+        row_alignment=GPU_ALIGNMENT,  # until `bind` knows the rows
         # ids are validated before; the other modes answer bad ids with row 0
         bounds_check_mode=BoundsCheckMode.NONE,
         fp8_exponent_bits=FP8_EXPONENT_BITS,
@@ -147,18 +147,26 @@ def bind(module: Any, segment: Segment, tables: Sequence[str], weights: "torch.T
     from tableside.quant.cpu.fbgemm import SPARSE_TYPES
 
     stored = {t.name: t for t in segment.header.tables}
-    offsets = []
+    offsets, fits = [], set(ALIGNMENTS) if module.use_cpu else {GPU_ALIGNMENT}
     for name, (_, rows, dim, sparse_type, _) in zip(tables, module.embedding_specs, strict=True):
         t = stored.get(name)
         if t is None:
             raise LoaderError(f"{segment.path} has no table {name!r}; it has: {', '.join(stored)}")
-        found = (t.rows, t.dim, SPARSE_TYPES[RowFormat.parse(t.row_format)])
+        row_format = RowFormat.parse(t.row_format)
+        found = (t.rows, t.dim, SPARSE_TYPES[row_format])
         if found != (rows, dim, sparse_type):
             raise LoaderError(
                 f"table {name!r} is {found} in {segment.path}; the module was built for "
                 f"{(rows, dim, sparse_type)}"
             )
         offsets.append(t.offset)
+        fits &= row_format.alignments(t.dim, t.row_bytes)
+    if not fits:
+        raise LoaderError(
+            f"the rows of these tables in {segment.path} have no row alignment in common that the module can "
+            f"read; load them with row_alignment = {GPU_ALIGNMENT}, or make a module of each"
+        )
+    module.row_alignment = max(fits)
     module.weights_physical_offsets = offsets
     module.initialize_logical_weights_placements_and_offsets()
     _assign(module, _host_rows(segment) if weights is None else _shared(weights, None))

@@ -192,9 +192,13 @@ def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, 
             f"values are {values.dtype} {list(values.shape)}; expected contiguous {np.dtype(dtype)} [rows, "
             "dim]"
         )
-    expected = (values.shape[0], row_format.row_bytes(values.shape[1]))
-    if out.dtype != np.uint8 or out.shape != expected or not out.flags.c_contiguous:
-        raise QuantError(f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 {list(expected)}")
+    sizes = row_format.row_sizes(values.shape[1])
+    is_fit = out.ndim == 2 and len(out) == len(values) and out.shape[1] in sizes
+    if out.dtype != np.uint8 or not is_fit or not out.flags.c_contiguous:
+        raise QuantError(
+            f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 [{len(values)}, "
+            f"{' or '.join(map(str, sizes))}]"
+        )
 
 
 def not_representable(row: int, row_format: RowFormat) -> NotRepresentable:

@@ -43,7 +43,6 @@ from tableside.quant.row_format import (
     FP8_EXPONENT_BITS,
     FP8_MAX,
     FP16_MAX,
-    ROW_ALIGNMENT_BYTES,
     RowFormat,
     Source,
 )
@@ -130,6 +129,7 @@ class _Planner(CpuPlanner):
     def __init__(self, kinds: Sequence[Lookup | LookupKind]) -> None:
         super().__init__(kinds)
         tables, precisions = self.tables, [kind.precision for kind in kinds]
+        self._are_alike = bool(_alignments(*tables)) if tables else True
         self._bound = lru_cache(_BOUND)(
             lambda *kinds: operator([tables[kind] for kind in kinds], precisions[kinds[0]] is Precision.FP16)
         )
@@ -137,11 +137,10 @@ class _Planner(CpuPlanner):
     def look_up(self, lookups: Sequence[CheckedLookup], kinds: Sequence[int]) -> None:
         together: dict[Any, list[int]] = {}
         for job, one in enumerate(lookups):
-            alike = (
-                (one.pooling, one.lengths.size, one.weights is None, one.out.dtype)
-                if one.lengths is not None
-                else job
-            )
+            alike: Any = job
+            if one.lengths is not None:
+                alignment = self._are_alike or min(_alignments(one.table))
+                alike = one.pooling, one.lengths.size, one.weights is None, one.out.dtype, alignment
             together.setdefault(alike, []).append(job)
         for jobs in together.values():
             of_call = [lookups[job] for job in jobs]
@@ -194,11 +193,18 @@ def _joined(arrays: Sequence[Any]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(arrays))
 
 
+def _alignments(*tables: Table) -> frozenset[int]:
+    """Returns the alignments that the rows of all these tables have."""
+    return frozenset.intersection(*(t.row_format.alignments(t.dim, t.row_bytes) for t in tables))
+
+
 def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
     """Returns FBGEMM's raw operator bound to `tables`: f(ids, offsets, pooling mode, weights | None) ->
     [bags, dims of all tables]. ids and offsets of all tables lie one after another, with equal bag counts.
-    The operator checks nothing and reads out of bounds for wrong ids. The caller keeps `tables` alive."""
+    The operator checks nothing and reads out of bounds for wrong ids. The caller keeps `tables` alive, whose
+    rows have one alignment."""
     tables = (tables,) if isinstance(tables, Table) else tables
+    alignment = max(_alignments(*tables))
     # One view from the first table's memory to the last's: what lies between them, or nowhere, is never read.
     # A segment is mapped read-only and its array says so; torch warns of that, though the operator never
     # writes.
@@ -227,9 +233,7 @@ def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
     def call(
         ids: torch.Tensor, offsets: torch.Tensor, mode: Any, weights: torch.Tensor | None
     ) -> torch.Tensor:
-        result = lookup(
-            *fixed, ids, offsets, mode.value, weights, output_dtype, None, None, ROW_ALIGNMENT_BYTES, *fp8
-        )
+        result = lookup(*fixed, ids, offsets, mode.value, weights, output_dtype, None, None, alignment, *fp8)
         return torch.as_tensor(result)
 
     return call

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import Table
 from tableside.quant.gpu.kernels.job import SPLIT_BLOCK, split_rows
+from tableside.quant.row_format import device_row_bytes
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.errors import ServingError
 
@@ -43,7 +44,7 @@ def plan_placements(
     zero_copy. cache_is_open: a cache exists beside this budget and takes what does not fit. ServingError: hbm
     does not fit."""
     tables = list(tables)
-    total = sum(t.bytes + index_bytes(t, True) for t in tables)
+    total = sum(bytes_in_hbm(t) + index_bytes(t, True) for t in tables)
     holds_all = total <= budget_bytes
     if wanted == Placement.HYBRID:
         rest = without_deltas(budget_bytes) - sum(index_bytes(t, False) for t in tables)
@@ -68,11 +69,16 @@ def plan_placements(
     others = Placement.CACHED if opens_cache or cache_is_open else Placement.ZERO_COPY
     placements = {}
     for t in sorted(tables, key=lambda t: t.bytes):
-        size = t.bytes + index_bytes(t, True) - least[t.name]
+        size = bytes_in_hbm(t) + index_bytes(t, True) - least[t.name]
         fits = holds_all or size <= left
         placements[t.name] = Placement.HBM if fits else others
         left -= size if fits else 0
     return placements
+
+
+def bytes_in_hbm(table: StoredTable) -> int:
+    """Returns the bytes of a table's rows in HBM."""
+    return table.rows * device_row_bytes(table.row_bytes)
 
 
 def without_deltas(budget_bytes: int) -> int:
@@ -136,7 +142,7 @@ def plan_indexes(
     least = sum(index_bytes(t, True) for t in whole) + sum(
         index_bytes(t, False, copies_ids=False) for t in others
     )
-    rest = left - least - sum(t.bytes for t in whole)
+    rest = left - least - sum(map(bytes_in_hbm, whole))
     in_host: dict[str, InHost] = {}
     for t in sorted(others, key=lambda t: t.rows, reverse=True) if is_successor else ():
         if rest < 0 and (size := index_bytes(t, False, copies_ids=False)):

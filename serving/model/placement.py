@@ -16,6 +16,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.hbm_plan import (
     Placement,
+    bytes_in_hbm,
     largest_share,
     map_bytes,
     plan_indexes,
@@ -192,11 +193,11 @@ class Placer:
     ) -> int:
         whole = [t for t in tables if placements[t.name] is Placement.HBM]
         split = [t for t in tables if placements[t.name] is Placement.HYBRID]
-        hbm_bytes = sum(t.bytes for t in whole) + split_bytes(split, share)
+        hbm_bytes = sum(map(bytes_in_hbm, whole)) + split_bytes(split, share)
         if self._stashable:
             from tableside.quant.device.memory import GRANULARITY
 
-            hbm_bytes += sum(-t.bytes % GRANULARITY for t in whole)
+            hbm_bytes += sum(-bytes_in_hbm(t) % GRANULARITY for t in whole)
         return hbm_bytes
 
     def _warm(self, placed: Placements, replaced: Placements) -> None:

@@ -9,6 +9,7 @@ import tables
 from indexed_tables import built, kinds_of_ids, raw_table, rows_in
 
 from tableside.quant import RowFormat, Table
+from tableside.quant.row_format import GPU_ALIGNMENT
 from tableside.quant.rows.ids import RowMap, id_at, set_bits
 from tableside.quant.rows.overlay import (
     Marks,
@@ -127,7 +128,7 @@ def overlaid(
     is_above: the layers' rows lie at higher addresses than the table's. is_marked: layers of row numbers
     have marks."""
     default = None if base.row_map is None or base.row_map.default_row is None else len(plain.packed) - 1
-    numbers = dict(numbers)
+    numbers, alignment = dict(numbers), max(base.row_format.alignments(base.dim, base.row_bytes))
     most = sum(ids.size + ids.size // 16 + 8 for ids, _ in changes)
     whole = np.zeros((base.rows + most + 1, base.row_bytes), np.uint8)
     first = 0 if is_above else most + 1
@@ -146,7 +147,8 @@ def overlaid(
         base.rows + 1 if is_above else 0,
     )  # a row between them is never an id's
     for n, (ids, deleted) in enumerate(changes):
-        rows = tables.table_of(base.row_format, base.dim, max(2, ids.size), seed=100 + n).packed[: ids.size]
+        made = tables.table_of(base.row_format, base.dim, max(2, ids.size), 100 + n, alignment)
+        rows = made.packed[: ids.size]
         memory = whole[free : free + ids.size + ids.size // 16 + 8]
         free += len(memory)
         layers.append(layer_of(moved, ids, deleted, rows, memory, base.row_numbers if is_marked else (0, 0)))
@@ -177,10 +179,15 @@ def raw(
 
 
 def dense(
-    row_format: RowFormat = RowFormat.INT8, dim: int = 64, default: bool = True, first: int = 0, **how: Any
+    row_format: RowFormat = RowFormat.INT8,
+    dim: int = 64,
+    default: bool = True,
+    first: int = 0,
+    alignment: int = GPU_ALIGNMENT,
+    **how: Any,
 ) -> Overlaid:
     """Rows [0, 300) of ids from `first` on, and, where `default`, a default row behind them."""
-    plain = tables.table_of(row_format, dim, 301 if default else 300)
+    plain = tables.table_of(row_format, dim, 301 if default else 300, alignment=alignment)
     base = replace(plain, row_map=RowMap(300, 300 if default else None, first=first))
     older, newer = (changed(np.arange(300), n, deleted=default) for n in (1, 2))
     older, newer = ((ids[ids < 300] + first, gone[ids < 300]) for ids, gone in (older, newer))

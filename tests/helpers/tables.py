@@ -20,6 +20,7 @@ from tableside.quant import (
     Table,
     choose,
 )
+from tableside.quant.row_format import GPU_ALIGNMENT
 
 DEVICE = "interpreter"  # set by conftest.py from --device
 
@@ -55,8 +56,10 @@ def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
     return values
 
 
-def table_of(row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0) -> Table:
-    packed = np.zeros((rows, row_format.row_bytes(dim)), np.uint8)
+def table_of(
+    row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0, alignment: int = GPU_ALIGNMENT
+) -> Table:
+    packed = np.zeros((rows, row_format.row_bytes(dim, alignment)), np.uint8)
     REFERENCE.quantize(values_of(rows, dim, seed), Source.FP32, row_format, packed)
     return Table(packed, row_format, dim)
 

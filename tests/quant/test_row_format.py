@@ -27,6 +27,24 @@ def test_row_bytes(row_format: str, dim: int, expected: int) -> None:
     assert RowFormat.parse(row_format).row_bytes(dim) == expected
 
 
+@pytest.mark.parametrize(
+    ("row_format", "dim", "sizes"),
+    [
+        ("int8", 64, (68, 80)),
+        ("int4", 64, (36, 48)),
+        ("int2", 16, (8, 16)),
+        ("fp8", 10, (12, 16)),
+        ("fp16", 8, (16,)),
+    ],
+)
+def test_rows_have_one_of_two_alignments(row_format: str, dim: int, sizes: tuple[int, ...]) -> None:
+    """4, or 16 where a GPU reads rows in host memory; a size that both give is of both."""
+    found = RowFormat.parse(row_format)
+    assert found.row_sizes(dim) == sizes
+    of_each = [found.alignments(dim, size) for size in (sizes[0], sizes[-1], sizes[0] + 1)]
+    assert of_each == ([{4}, {16}, set()] if len(sizes) > 1 else [{4, 16}, {4, 16}, set()])
+
+
 @pytest.mark.parametrize(("row_format", "dim"), [("int4", 3), ("int2", 6), ("int8", 0), ("fp32", -1)])
 def test_a_dim_that_does_not_fill_bytes_is_refused(row_format: str, dim: int) -> None:
     with pytest.raises(QuantError, match="dim"):
@@ -40,7 +58,7 @@ def test_an_unknown_format_names_the_known_ones(name: object) -> None:
 
 
 def test_table_refuses_rows_of_another_width() -> None:
-    with pytest.raises(QuantError, match=r"expected uint8 \[rows, 80\]"):
+    with pytest.raises(QuantError, match=r"expected uint8 \[rows, 68 or 80\]"):
         Table(np.zeros((4, 79), np.uint8), RowFormat.INT8, 64)
 
 

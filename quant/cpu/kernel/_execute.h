@@ -171,7 +171,8 @@ static void copy_rows(const job *j, ahead *a) {
     const int64_t lead = a->job == j ? a->id : j->n_ids;
     uint8_t *out = j->out;
     for (int64_t id = 0; id < j->n_ids; id++, out += j->out_row_bytes) {
-        if (id + lead < j->n_ids) prefetch_row(j->table, j->row_bytes, j->ids + 8 * (id + lead), a->how.into_l1);
+        if (id + lead < j->n_ids)
+            prefetch_row(j->table, j->row_bytes, j->row_bytes, j->ids + 8 * (id + lead), a->how.into_l1);
         else prefetch_later(a, j, 1);
         __builtin_memcpy(out, j->table + load_i64(j->ids + 8 * id) * j->row_bytes, (size_t)j->row_bytes);
     }

@@ -8,7 +8,7 @@
 
 #define SPLIT(format) ((format) == INT4 ? 2 : (format) == INT2 ? 4 : 1)
 #define HAS_SCALE(format) ((format) <= INT8)
-#define ROW_BYTES(format, dim) ((USED_BYTES(format, dim) + 15) / 16 * 16)
+#define ROW_BYTES(format, dim, to) ((USED_BYTES(format, dim) + (to) - 1) / (to) * (to))
 
 INLINE float first_sum(int64_t length) { return length == 1 ? -0.0f : 0.0f; }
 
@@ -104,13 +104,14 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
 /* Rows of exactly `blocks` vectors, the usual widths: everything but the ids is known to the compiler.
  * sum[blocks] += row `id` of the job, which is declared around it; a row that comes soon goes from L2 to L1. */
 #define ADD_ROW \
-    if (near) prefetch_row(table, row_bytes, ids + 8 * (id + near < last ? id + near : id), 1); \
+    if (near) prefetch_row(table, row_bytes, used, ids + 8 * (id + near < last ? id + near : id), 1); \
     add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0, \
             weighted ? load_f32(weights + 4 * id) : 1.0f)
 
-INLINE void pool_whole(int format, int blocks, int weighted, int how, const job *j, ahead *a) {
-    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids,
-        out_row_bytes = j->out_row_bytes;
+INLINE void pool_whole(int format, int blocks, int alignment, int weighted, int how, const job *j,
+                       ahead *a) {
+    const int64_t used = USED_BYTES(format, blocks * LANES), n_ids = j->n_ids,
+        row_bytes = ROW_BYTES(format, blocks * LANES, alignment), out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights,
         *const lengths = j->lengths;
     const int mean = j->pooling == POOL_MEAN, into_l1 = a->how.into_l1;
@@ -125,7 +126,7 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
         prefetched += until - id;
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(length));
         for (; id < until; id++) {
-            prefetch_row(table, row_bytes, later + 8 * id, into_l1);
+            prefetch_row(table, row_bytes, used, later + 8 * id, into_l1);
             ADD_ROW;
         }
         if (id < end) {
@@ -144,9 +145,10 @@ INLINE void pool_whole(int format, int blocks, int weighted, int how, const job 
 }
 
 /* The same, unpooled. */
-INLINE void copy_whole(int format, int blocks, int weighted, int how, const job *j, ahead *a) {
-    const int64_t row_bytes = ROW_BYTES(format, blocks * LANES), n_ids = j->n_ids,
-        out_row_bytes = j->out_row_bytes;
+INLINE void copy_whole(int format, int blocks, int alignment, int weighted, int how, const job *j,
+                       ahead *a) {
+    const int64_t used = USED_BYTES(format, blocks * LANES), n_ids = j->n_ids,
+        row_bytes = ROW_BYTES(format, blocks * LANES, alignment), out_row_bytes = j->out_row_bytes;
     const uint8_t *const table = j->table, *const ids = j->ids, *const weights = j->weights;
     const int into_l1 = a->how.into_l1;
     const int64_t last = n_ids + j->beyond, near = a->how.near, lead = a->job == j ? a->id : last;
@@ -155,7 +157,7 @@ INLINE void copy_whole(int format, int blocks, int weighted, int how, const job 
     vf sum[16];
     int64_t id = 0;
     for (; id < until; id++, out += out_row_bytes) {
-        prefetch_row(table, row_bytes, ids + 8 * (id + lead), into_l1);
+        prefetch_row(table, row_bytes, used, ids + 8 * (id + lead), into_l1);
         UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(1));
         ADD_ROW;
         store_row(format, blocks, sum, out, 0, how);
@@ -212,18 +214,20 @@ INLINE int streams(const job *j) {
 }
 
 INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
-#define WHOLE(n) \
-    if ((n) >= SPLIT(format) && j->dim == (n) * LANES && j->row_bytes == ROW_BYTES(format, (n) * LANES)) { \
+#define WHOLE(n, to) \
+    if ((n) >= SPLIT(format) && j->dim == (n) * LANES \
+        && j->row_bytes == ROW_BYTES(format, (n) * LANES, to)) { \
         if (j->pooling != POOL_NONE) { \
-            if (j->out_half) pool_whole(format, n, weighted, STORE_HALF, j, a); \
-            else pool_whole(format, n, weighted, STORE_FLOAT, j, a); \
-        } else if (j->out_half) copy_whole(format, n, weighted, STORE_HALF, j, a); \
-        else if (!weighted && streams(j)) copy_whole(format, n, 0, STREAM_FLOAT, j, a); \
-        else copy_whole(format, n, weighted, STORE_FLOAT, j, a); \
+            if (j->out_half) pool_whole(format, n, to, weighted, STORE_HALF, j, a); \
+            else pool_whole(format, n, to, weighted, STORE_FLOAT, j, a); \
+        } else if (j->out_half) copy_whole(format, n, to, weighted, STORE_HALF, j, a); \
+        else if (!weighted && streams(j)) copy_whole(format, n, to, 0, STREAM_FLOAT, j, a); \
+        else copy_whole(format, n, to, weighted, STORE_FLOAT, j, a); \
         return; \
     }
 #if LANES >= 8
-    WHOLE(1) WHOLE(2) WHOLE(4) WHOLE(8) WHOLE(16)
+    WHOLE(1, 16) WHOLE(2, 16) WHOLE(4, 16) WHOLE(8, 16) WHOLE(16, 16)
+    WHOLE(1, 4) WHOLE(2, 4) WHOLE(4, 4) WHOLE(8, 4) WHOLE(16, 4)
 #endif
 #undef WHOLE
     lookup_any(format, weighted, j, a);

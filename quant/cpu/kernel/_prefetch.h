@@ -7,15 +7,15 @@
 /* Distance in bytes of lines: a quarter of L1. More evicts unread rows, less leaves a core idle. */
 enum { AHEAD_BYTES = 12 << 10 };
 
-/* Reads the lines of the row whose id lies at `id`, into L1 or else into L2. */
+/* Reads the lines of the first `used` bytes of the row whose id lies at `id`, into L1 or else into L2. */
 static inline __attribute__((always_inline)) void prefetch_row(const uint8_t *table, int64_t row_bytes,
-                                                               const uint8_t *id, int into_l1) {
+                                                               int64_t used, const uint8_t *id, int into_l1) {
     const uint8_t *row = table + load_i64(id) * row_bytes;
 #define LINES(locality) \
-    _Pragma("GCC unroll 16") for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, \
+    _Pragma("GCC unroll 16") for (int64_t b = 0; b < used; b += 64) __builtin_prefetch(row + b, 0, \
         locality); \
-    /* rows start at multiples of 16 */ \
-    if (row_bytes % 64 != 16) __builtin_prefetch(row + row_bytes - 1, 0, locality);
+    /* rows start at multiples of 4, so of 4 bytes behind a whole line none is in the next one */ \
+    if (used % 64 != 4) __builtin_prefetch(row + used - 1, 0, locality);
     if (into_l1) {
         LINES(3)
     } else {
@@ -30,7 +30,8 @@ static __attribute__((noinline, unused)) void prefetch_rows(ahead *a, int64_t ro
         const job *j = a->job;
         const int64_t last = j->n_ids + j->beyond, until = rows < last - a->id ? a->id + rows : last;
         rows -= until - a->id;
-        for (; a->id < until; a->id++) prefetch_row(j->table, j->row_bytes, j->ids + 8 * a->id, a->how.into_l1);
+        for (; a->id < until; a->id++)
+            prefetch_row(j->table, j->row_bytes, j->row_bytes, j->ids + 8 * a->id, a->how.into_l1);
         if (a->id < last) return;
         a->job++, a->id = 0;
     }

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
 from tableside.quant.gpu.residence.residence import InHost, Residence, allocate_for, fill
+from tableside.quant.row_format import device_row_bytes
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.quant.rows.overlay import MOST_LAYERS, NativeLayer, OverlayLayer
 
@@ -36,9 +37,11 @@ class DeviceLayer:
     ) -> None:
         self.index = layer.index  # by which `DeviceLayers` knows the layer
         self.bytes, self.in_host = layer_bytes(layer, in_host), in_host
-        row_bytes, slots = layer.packed.shape[1], layer.index.slots
-        assert row_bytes % _ALIGNMENT == 0, "rows are padded to 16 bytes (row_format)"
+        slots, size = layer.index.slots, layer.packed.shape[1]
+        row_bytes = device_row_bytes(size)
         rows = layer.packed[:slots]
+        if row_bytes != size:
+            rows = np.pad(rows, ((0, 0), (0, row_bytes - size)))
         self._rows = allocate_for(
             rows.nbytes + row_bytes, device, "a delta of a table", in_host >= InHost.SOME
         )
@@ -76,7 +79,7 @@ def layer_bytes(layer: OverlayLayer, in_host: InHost = InHost.NOTHING) -> int:
     """HBM that a layer takes."""
     _, starts = _parts(layer)
     index_bytes = 0 if in_host is InHost.ALL else starts[-1]
-    return index_bytes + (0 if in_host else (layer.index.slots + 1) * layer.packed.shape[1])
+    return index_bytes + (0 if in_host else (layer.index.slots + 1) * device_row_bytes(layer.packed.shape[1]))
 
 
 def _parts(layer: OverlayLayer) -> tuple[dict[str, NDArray[Any]], list[int]]:

@@ -23,6 +23,7 @@ from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.kernels.job import SPLIT_BLOCK, split_rows
+from tableside.quant.row_format import GPU_ALIGNMENT, device_row_bytes
 
 _COPY_CHUNK = 64 << 20  # bytes
 
@@ -80,18 +81,22 @@ class InHbm(Residence):
     @classmethod
     def copy_of(cls, table: Table, device: Device, registered: torch.Tensor | None = None) -> "InHbm":
         """Copies a table and waits. registered: as for `Mapped`, for a faster copy. QuantError: no room."""
-        memory = allocate(table.packed.size, device, "a table")
-        copy_from_host(
-            memory, host_bytes(table) if registered is None else registered, is_pinned=registered is not None
-        )
+        memory = allocate(device_bytes(table), device, "a table")
+        source = host_bytes(table) if registered is None else registered
+        copy_rows(memory, source, table.row_bytes, is_pinned=registered is not None)
         return cls(memory)
 
 
 class _InHostMemory(Residence):
     """Rows in host memory. rows: uint8 [bytes] on the device over registered memory; None: the table's memory
-    (interpreter)."""
+    (interpreter). QuantError: rows are not padded for a device that reads them there."""
 
     def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
+        if table.row_bytes % GPU_ALIGNMENT:
+            raise QuantError(
+                f"a GPU does not read rows of {table.row_bytes} bytes in host memory; expected a multiple of "
+                f"{GPU_ALIGNMENT}: load the table with row_alignment = {GPU_ALIGNMENT}, or copy it to HBM"
+            )
         self._table = table  # keeps the memory of `host_rows` alive
         self.host_rows = host_bytes(table) if rows is None else rows
         self.address = self.host_rows.data_ptr()
@@ -155,6 +160,11 @@ class Split(_InHostMemory):
         rest.copy_(source[whole : whole + rest.numel()])
 
 
+def device_bytes(table: Table) -> int:
+    """Returns the bytes of a whole table's rows in HBM."""
+    return table.rows * device_row_bytes(table.row_bytes)
+
+
 def host_bytes(table: Table) -> torch.Tensor:
     """Returns a table's memory as uint8 [bytes]. The caller keeps the table alive and does not write."""
     return array_bytes(table.packed)
@@ -208,6 +218,19 @@ def allocate(size: int, device: Device, what: str) -> torch.Tensor:
             f"{what} of {size:,} bytes does not fit on {device}; keep fewer rows in HBM, or read them in "
             f"host memory ({error})"
         ) from error
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor, row_bytes: int, is_pinned: bool) -> None:
+    """Copies packed rows from host memory to HBM, padded there, and waits. is_pinned: as for
+    `copy_from_host`."""
+    if (padded := device_row_bytes(row_bytes)) == row_bytes:
+        copy_from_host(target, source, is_pinned)
+        return
+    rows, padded_rows = source.view(-1, row_bytes), target.view(-1, padded)
+    step = max(1, _COPY_CHUNK // padded)
+    for start in range(0, len(rows), step):
+        part = torch.nn.functional.pad(rows[start : start + step], (0, padded - row_bytes))
+        copy_from_host(padded_rows[start : start + step].view(-1), part.view(-1), is_pinned)
 
 
 def copy_from_host(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:

@@ -7,17 +7,23 @@ import torch
 
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
-from tableside.quant.gpu.residence.residence import InHbm, copy_from_host, host_bytes
+from tableside.quant.gpu.residence.residence import (
+    InHbm,
+    copy_rows,
+    device_bytes,
+    host_bytes,
+)
+from tableside.quant.row_format import device_row_bytes
 
 
 class Stashable(InHbm):
     """All rows were copied to HBM, and the memory can be given back and filled again at the same address."""
 
     def __init__(self, table: Table, device: Device, registered: torch.Tensor | None = None) -> None:
-        self._pages = device.memory(table.packed.size)
+        self._pages = device.memory(device_bytes(table))
         self._source = host_bytes(table) if registered is None else registered
         self._table = table  # keeps the memory of `_source` alive
-        copy_from_host(self._pages.tensor, self._source, is_pinned=registered is not None)
+        copy_rows(self._pages.tensor, self._source, table.row_bytes, is_pinned=registered is not None)
         super().__init__(self._pages.tensor)
 
     @property
@@ -38,7 +44,10 @@ class Stashable(InHbm):
         """Begins to copy the rows back, on the current stream. QuantError: the device has no room."""
         self._pages.take()
         try:
-            self._pages.tensor.copy_(self._source, non_blocking=True)
+            size = self._table.row_bytes
+            rows = self._pages.tensor.view(-1, device_row_bytes(size))
+            rows[:, size:].zero_()
+            rows[:, :size].copy_(self._source.view(-1, size), non_blocking=True)
         except BaseException:
             self._pages.give_back()
             raise

@@ -9,7 +9,7 @@ from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.layers import DeviceLayer
 from tableside.quant.gpu.residence.residence import OnHost, Residence
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
-from tableside.quant.row_format import RowFormat
+from tableside.quant.row_format import RowFormat, device_row_bytes
 from tableside.quant.rows.ids import RowMap
 
 
@@ -49,7 +49,9 @@ class DeviceTable:
 
     @property
     def row_bytes(self) -> int:
-        return self.host.row_bytes
+        """Bytes from one row to the next where the device reads them."""
+        size = self.host.row_bytes
+        return device_row_bytes(size) if self.residence.is_on_device else size
 
     @property
     def row_format(self) -> RowFormat:

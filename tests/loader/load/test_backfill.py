@@ -87,6 +87,22 @@ def test_row_numbers_from_row_numbers(
             vectors_of(table, [count])
 
 
+@pytest.mark.parametrize("alignments", [(16, 4), (4, 16)])
+@pytest.mark.parametrize("is_raw", [True, False], ids=["raw ids", "row numbers"])
+def test_rows_of_another_alignment(
+    root: Path, tmp_path: Path, alignments: tuple[int, int], is_raw: bool
+) -> None:
+    """They are padded as the new version's are; the default row as well."""
+    old, new = rows_of(5, 27), rows_of(2, 27, 1)  # 108 bytes, or 112, which have no room for an id
+    ids = [[7, 8, 9, 10, 11], [8, 1]] if is_raw else [None, None]
+    generation(root, tmp_path, ids[0], old, [0.5] * 27, row_alignment=alignments[0])
+    table = generation(root, tmp_path, ids[1], new, "backfill:demo@1", row_alignment=alignments[1])
+    assert table.row_bytes == {4: 108, 16: 112}[alignments[1]]
+    asked = [7, 8, 9, 10, 11, 1, 100] if is_raw else [0, 1, 2, 3, 4, 100]
+    expected = [old[0], new[0], *old[2:], new[1]] if is_raw else [*new, *old[2:]]
+    np.testing.assert_array_equal(vectors_of(table, asked), [*expected, np.full(27, 0.5, np.float32)])
+
+
 @pytest.mark.parametrize("duplicates", ["first", "last", "error"])
 def test_an_id_of_both_has_the_checkpoints_row(root: Path, tmp_path: Path, duplicates: str) -> None:
     """Whatever `duplicates` says, which is of the checkpoint alone; there it still holds."""

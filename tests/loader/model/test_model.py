@@ -99,6 +99,10 @@ def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) 
             {"tables": {"user": {"key": "k", "dim": 0}}},
             r"\[tables.user\]: dim is 0; expected how many values a vector has",
         ),
+        (
+            {"tables": {"user": {"key": "k", "row_alignment": 8}}},
+            "row_alignment is 8; expected 4 or 16, or leave it out",
+        ),
         ({"tables": {"user": {"key": "k", "dim": True}}}, "dim is True; expected how many"),
         (
             {"tables": {"user": {"key": "k", "dim": 8, "missing": [0.5, 1]}}},

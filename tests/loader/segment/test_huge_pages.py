@@ -62,7 +62,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_version_is_published_attached_and_replaced(publish: Publish, root: Path) -> None:
     """Rows, record, rollback and removal; the loader says the pages; sizes are whole pages."""
-    first, second = rows_of(1000, 32, 1), rows_of(50_000, 32, 2)
+    first, second = rows_of(1000, 32, 1), rows_of(60_000, 32, 2)
     loaded = publish({"t": first})
     assert (loaded.page_bytes, loaded.huge_fraction, loaded.segment_bytes) == (PAGE, 1.0, PAGE)
     model = Model(root, "demo")

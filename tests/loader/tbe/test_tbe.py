@@ -11,7 +11,8 @@ from raw_segments import RawTable, publish_tables
 from support import rows_of
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.load.load import Loaded
+from tableside.loader.load.load import Loaded, load
+from tableside.loader.model.model import parse_model
 from tableside.loader.tbe.tbe import TbeTable, bind, fbgemm_module, init_tbe
 from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Pooling, RowFormat, choose
@@ -192,3 +193,28 @@ def test_the_backend_looks_up_as_the_module_does(
     ).numpy()
     found = [out[k.out_at :][: k.out_bytes].view(np.float32).reshape(bags, -1) for k in lookups[:3]]
     np.testing.assert_array_equal(np.concatenate(found, axis=1), wanted)
+
+
+def test_tables_of_two_alignments_need_two_modules(root: Path, tmp_path: Path) -> None:
+    """FBGEMM's module has one alignment, and takes that of the segment; the backend asks it once for each."""
+    np.savez(tmp_path / "c.npz", a=rows_of(50, 64), b=rows_of(50, 64, 1))
+    sections = {"a": {"key": "a", "row_alignment": 4}, "b": {"key": "b", "row_alignment": 16}}
+    load(parse_model({"name": "demo", "checkpoint": "c.npz", "tables": sections}, tmp_path), root)
+    segment = Model(root, "demo").attach()
+    with pytest.raises(LoaderError, match=r"no row alignment .* row_alignment = 16, or make a module"):
+        fbgemm_module(segment, ["a", "b"])
+    ids, offsets = torch.tensor([3, 49, 0]), torch.tensor([0, 2, 3])
+    lookups = []
+    for number, (name, alignment) in enumerate((("a", 4), ("b", 16))):
+        module = fbgemm_module(segment, [name])
+        assert module.row_alignment == alignment
+        table = segment.tables[name]
+        expected = choose().lookup(table, ids.numpy(), np.array([2, 1], np.int32), pooling=Pooling.SUM)
+        np.testing.assert_array_equal(module(ids, offsets).numpy(), expected)
+        lookups.append(Lookup(table, Pooling.SUM, 0, 3, number * 2 * 256, bags=2, lengths_at=24))
+    out = np.empty((2, 2, 64), np.float32)
+    inputs = ids.numpy().tobytes() + np.array([2, 1], np.int32).tobytes()
+    choose("fbgemm").plan(lookups).run(inputs, out.reshape(-1).view(np.uint8))
+    for name, found in zip(("a", "b"), out, strict=True):
+        expected = choose().lookup(segment.tables[name], ids.numpy(), np.array([2, 1], np.int32))
+        np.testing.assert_array_equal(found, expected)

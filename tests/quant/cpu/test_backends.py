@@ -1,6 +1,8 @@
 """Four backends, one contract: every test of lookups runs over reference, fbgemm, native (on each
 instruction set) and the GPU's; quantizing is the business of the first three."""
 
+import ctypes
+import mmap
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -30,6 +32,7 @@ from tableside.quant import (
 )
 from tableside.quant.cpu import _native
 from tableside.quant.errors import Problem
+from tableside.quant.row_format import ALIGNMENTS
 
 pytestmark = pytest.mark.gpu
 
@@ -64,15 +67,15 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 @pytest.mark.drawn(32)
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 136])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
-@pytest.mark.parametrize("scale", [1.0, 1e-6, 50.0, 1e-12])
+@pytest.mark.parametrize(("scale", "alignment"), [(1.0, 4), (1e-6, 16), (50.0, 16), (1e-12, 4)])
 def test_quantized_bytes_equal_fbgemms(
-    quantizer: CpuBackend, row_format: RowFormat, dim: int, scale: float
+    quantizer: CpuBackend, row_format: RowFormat, dim: int, scale: float, alignment: int
 ) -> None:
     """All backends pack a row into the same bytes, constant and denormal rows included."""
     rng = np.random.default_rng(dim)
     values = (rng.standard_normal((300, dim)) * scale).clip(-240, 240).astype(np.float32)
     values[0], values[1], values[2, ::2] = 0.0, scale, -scale
-    expected = np.empty((300, row_format.row_bytes(dim)), np.uint8)
+    expected = np.empty((300, row_format.row_bytes(dim, alignment)), np.uint8)
     choose("fbgemm").quantize(values, Source.FP32, row_format, expected)
     packed = np.full_like(expected, 0xAA)
     quantizer.quantize(values, Source.FP32, row_format, packed)
@@ -152,7 +155,7 @@ FUSED_LENGTHS = (
 
 @cache
 def case_of(row_format: RowFormat, dim: int, pooling: Pooling, half: bool, lengths: tuple[int, ...]) -> Case:
-    table = table_of(row_format, dim)
+    table = table_of(row_format, dim, alignment=ALIGNMENTS[(dim // 4 + half) % 2])
     rng = np.random.default_rng(dim)
     ids = rng.integers(0, table.rows, sum(lengths))
     ids[:3] = [0, table.rows - 1, table.rows - 1]
@@ -196,8 +199,8 @@ def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) 
     """Without weights, in the widths that fill vectors, our kernel adds in FBGEMM's order."""
     _native.use(isa)
     lengths = np.array([5, 0, 20, 1, 33], np.int32)
-    for dim in (64, 128, 256):
-        table = table_of(row_format, dim)
+    for dim, alignment in product((64, 128, 256), ALIGNMENTS):
+        table = table_of(row_format, dim, alignment=alignment)
         ids = np.random.default_rng(1).integers(0, table.rows, int(lengths.sum()))
         for pooling in (Pooling.SUM, Pooling.MEAN):
             ours, theirs = (
@@ -237,6 +240,31 @@ def test_the_sum_of_one_row_is_that_row_bit_for_bit(
         plan = backend.plan([Lookup(held, pooling, 0, ids.size, 0, bags=4, lengths_at=ids.nbytes)])
         plan.run(ids.tobytes() + lengths.tobytes(), out.reshape(-1).view(np.uint8))
         assert (np.signbit(out) == expected).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+def test_nothing_behind_the_last_row_is_read(row_format: RowFormat, isa: str) -> None:
+    """Rows without padding end at a page that may not be read."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    _native.use(isa)
+    with mmap.mmap(-1, 16 * page) as memory:
+        whole = np.frombuffer(memory, np.uint8)
+        barred = ctypes.c_void_p(whole.ctypes.data + 15 * page)
+        assert libc.mprotect(barred, ctypes.c_size_t(page), 0) == 0
+        for dim in (4, 16, 24, 36, 64, 100, 128, 256):
+            table = table_of(row_format, dim, rows=40, alignment=4)
+            at = whole[15 * page - table.packed.size : 15 * page].reshape(table.packed.shape)
+            at[:] = table.packed
+            ids = np.array([39, 38, 39] * 20)
+            for lengths, pooling in ((None, Pooling.NONE), (np.array([0, 59, 1], np.int32), Pooling.SUM)):
+                found, expected = (
+                    choose("native").lookup(Table(rows, row_format, dim), ids, lengths, pooling=pooling)
+                    for rows in (at, table.packed)
+                )
+                np.testing.assert_array_equal(found, expected)
+        del whole, at
+    _native.use(ISAS[0])
 
 
 @pytest.mark.parametrize("rows", [1, 3])

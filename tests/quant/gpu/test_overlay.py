@@ -128,6 +128,26 @@ def test_row_numbers(where: str, default: bool) -> None:
             assert (error.problem, error.position, error.value, error.bound) == (Problem.ID, 1, wrong, 300)
 
 
+@pytest.mark.parametrize("where", ["hbm", "stashable", "host"])
+@pytest.mark.parametrize(("row_format", "dim"), [(RowFormat.INT8, 64), (RowFormat.INT2, 16)])
+def test_rows_without_padding_are_padded_as_they_are_copied(
+    where: str, row_format: RowFormat, dim: int
+) -> None:
+    """Those of the table and of its layers, again when a stashed table comes back."""
+    made, backend = dense(row_format, dim, alignment=4), new_backend()
+    held = placed(backend, made.table, where)
+    check_rows(backend, held, made, asked_of(made, np.arange(300)))
+    if where == "stashable":
+        assert backend.stash() > 0
+        check_rows(backend, held, made, asked_of(made, np.arange(300)))
+
+
+@pytest.mark.parametrize("where", ["mapped", "cached", "split"])
+def test_rows_without_padding_are_not_read_in_host_memory(where: str) -> None:
+    with pytest.raises(QuantError, match=r"rows of 68 bytes in host memory; .* row_alignment = 16"):
+        placed(new_backend(), tables.table_of(RowFormat.INT8, 64, alignment=4), where)
+
+
 @pytest.mark.parametrize("kind", ["none", "extremes", "one bucket"])
 def test_raw_ids_of_other_kinds(kind: str) -> None:
     """An empty table among them, over which all ids are an overlay's."""

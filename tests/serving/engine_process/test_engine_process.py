@@ -29,6 +29,8 @@ from tableside.serving.engine_process.doors import AnswerMemory
 from tableside.serving.engine_process.memory import ALIGNMENT, Blocks, SharedMemory
 from tableside.serving.errors import ApiError, ServingError
 
+pytestmark = pytest.mark.for_gpu
+
 Start = Callable[..., Any]
 Request = dict[str, list[list[int]]]
 

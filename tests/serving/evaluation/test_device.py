@@ -24,6 +24,8 @@ from tableside.serving.evaluation.work import Candidate, Evaluator, Job, shards_
 from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.settings import ServerSettings
 
+pytestmark = pytest.mark.for_gpu
+
 TABLES = {"user": rows_of(500, 8), "item": rows_of(300, 4, 1)}
 ROWS = 900
 

@@ -48,7 +48,7 @@ def test_models_say_what_the_page_shows(server: Any) -> None:
         and told["server"]["version"]
     )
     tables = {t["name"]: t for t in told["models"][0]["tables"]}
-    assert (tables["user"]["bytes"], tables["user"]["placement"]) == (1000 * 80, "host")
+    assert (tables["user"]["bytes"], tables["user"]["placement"]) == (1000 * 68, "host")
 
 
 @pytest.mark.skipif(
@@ -99,8 +99,8 @@ def test_a_browser_shows_what_the_server_says(server: Any) -> None:
     shown = page_of(server.url + "/", wait_ms=12_000)
     text = re.sub(r"<[^>]+>", " ", shown[shown.index("<main>") :])
     assert re.search(r"demo\s+version 1 of 1", text) and 'class="pill good">ready' in shown
-    assert re.search(r"user\s+int8\s+1\.00 k\s+64\s+78\.1 KiB\s+host\s+row numbers", text)
-    assert re.search(r"item\s+int4\s+300\s+32\s+9\.38 KiB\s+host", text)
+    assert re.search(r"user\s+int8\s+1\.00 k\s+64\s+66\.4 KiB\s+host\s+row numbers", text)
+    assert re.search(r"item\s+int4\s+300\s+32\s+5\.86 KiB\s+host", text)
     for words in ("native", "no scorer", "2 ready of 2", "v2 ", "HTTP: /v1", "Errors", "The CPU alone"):
         assert words in text, words
     charts = re.findall(r'class="line" d="M([^"]+)"', shown)

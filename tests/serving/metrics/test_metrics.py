@@ -43,7 +43,7 @@ def test_every_number_is_there(start: Start) -> None:
     assert sample(text, 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}') == 10
     assert sample(text, 'tableside_ids_total{model="demo"}') == 50
     assert sample(text, 'tableside_vectors_total{model="demo"}') == 30
-    assert sample(text, 'tableside_row_bytes_total{model="demo"}') == 10 * (4 * 80 + 32)
+    assert sample(text, 'tableside_row_bytes_total{model="demo"}') == 10 * (4 * 68 + 32)
     assert sample(text, 'tableside_response_bytes_total{model="demo"}') == 10 * (2 * 64 * 4 + 16 * 4)
     assert sample(text, 'tableside_request_bytes_total{model="demo"}') > 10 * 40
     for stage in ("parse", "lookup", "encode"):

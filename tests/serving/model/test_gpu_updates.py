@@ -23,6 +23,8 @@ from tableside.serving.model.request import FeatureInput
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
 
+pytestmark = pytest.mark.for_gpu
+
 ASKED = {
     "raw": np.concatenate([IDS[::3], np.arange(0, 1000, 5) * 7919 + 1, [-1, 2**62]]),
     "dense": np.arange(0, 1000, 3),

@@ -21,6 +21,8 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.settings import ServerSettings
 
+pytestmark = pytest.mark.for_gpu
+
 Publish = Callable[..., Any]
 ROWS, DIM = 400, 64
 SAME, CHANGED = (

@@ -195,6 +195,7 @@ def test_the_token_is_nowhere_to_be_seen(both: Server) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.for_gpu
 def test_models_come_and_go_on_a_gpu(start: Start, root: Path, tmp_path: Path) -> None:
     """With a cache that models share: the rows of each are its own, also when one comes back to what
     another one left."""
