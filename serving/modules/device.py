@@ -23,8 +23,6 @@ from tableside.serving.modules.inputs import (
     as_bags,
     as_ids,
     as_weights,
-    check_memory,
-    check_tensor,
     offsets_of,
 )
 from tableside.serving.modules.lookups import EXCHANGE
@@ -99,9 +97,8 @@ class DeviceLookup:
 
     def _staged(self, packed: PackedInput) -> StagedLookup:
         order, features, values, form, bags, weights = packed
-        ids = self._ids(self._every, values)
-        self._check_device(self._every, bags)
-        offsets = as_bags(self._every, bags)
+        ids = as_ids(self._device, self._every, values)
+        offsets = as_bags(self._device, self._every, bags)
         if form is Form.LENGTHS:
             offsets = offsets_of(offsets)
         count = offsets.numel()
@@ -114,7 +111,7 @@ class DeviceLookup:
             raise ModuleError(
                 f"there are no bags of {self._every}, but {ids.numel()} ids; send no ids, or their offsets"
             )
-        weights = None if weights is None else self._weights(self._every, weights, ids.numel())
+        weights = None if weights is None else as_weights(self._device, self._every, weights, ids.numel())
         return self.lookup.stage_packed(ids, offsets, features, tuple(order) or self._all, weights)
 
     # ---- calls ----
@@ -151,7 +148,7 @@ class DeviceLookup:
         """The vectors of each feature, from those of all. is_even: each has as many values."""
         if self._is_even and is_even and given[0].form is not Form.IDS and vectors.numel():
             return list(vectors.view(len(given), -1, self._dims[0]).unbind(0))
-        shapes = [_shape(one, dim) for one, dim in zip(given, self._dims, strict=True)]
+        shapes = [one.shape(dim) for one, dim in zip(given, self._dims, strict=True)]
         parts = torch.split(vectors, [math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -159,16 +156,15 @@ class DeviceLookup:
 
     def _input(self, name: str, one: FeatureTensors) -> TensorInput:
         form, values, bags, weights = one
-        ids = self._ids(name, values)
+        ids = as_ids(self._device, name, values)
         count = ids.numel()
         if form is Form.IDS:
             return TensorInput(ids, None, 0, 0, None)
         if weights is not None:
-            weights = self._weights(name, weights, count)
+            weights = as_weights(self._device, name, weights, count)
         if bags is None:
             return TensorInput(ids, None, values.shape[1], values.shape[0], weights)
-        self._check_device(name, bags)
-        bags = as_bags(name, bags)
+        bags = as_bags(self._device, name, bags)
         number = bags.numel() - (form is Form.ENDS)
         if number < 1 and (count or number < 0):
             raise ModuleError(
@@ -177,30 +173,6 @@ class DeviceLookup:
             )
         offsets = offsets_of(bags) if form is Form.LENGTHS else bags
         return TensorInput(ids, offsets, 0, number, weights)
-
-    def _ids(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        self._check_device(name, values)
-        return values if values.dtype is torch.int64 and values.is_contiguous() else as_ids(name, values)
-
-    def _weights(self, name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
-        self._check_device(name, weights)
-        return as_weights(name, weights, count)
-
-    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        check_tensor(name, tensor)
-        if tensor.device != self._device:
-            raise ModuleError(
-                f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {self._device}; "
-                f"send it there, or make a module with device={str(tensor.device)!r}"
-            )
-        check_memory(name, tensor)
-
-
-def _shape(one: FeatureTensors, dim: int) -> tuple[int, ...]:
-    if one.form is Form.IDS:
-        return (*one.values.shape, dim)
-    bags = one.values.shape[0] if one.bags is None else one.bags.numel() - (one.form is Form.ENDS)
-    return (bags, dim)
 
 
 def _identity(given: Sequence[Any]) -> list[Any]:

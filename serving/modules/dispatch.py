@@ -4,8 +4,10 @@ Padding ids are removed from the input before the lookup, as torch.nn.EmbeddingB
 the counts of means. On a GPU this waits for the device, and cannot be captured.
 """
 
+import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,12 +17,12 @@ from tableside.serving.modules.inputs import (
     BadFeatureIds,
     FeatureTensors,
     Form,
+    ModuleError,
     PackedInput,
     check_memory,
-    is_traced,
     offsets_of,
 )
-from tableside.serving.modules.lookups import host_jagged, host_keyed, host_lookup
+from tableside.serving.modules.lookups import HostLookup
 from tableside.serving.modules.published import AttachedVersion
 
 if TYPE_CHECKING:
@@ -28,6 +30,39 @@ if TYPE_CHECKING:
 
 
 Padding = tuple[int | None, ...]  # of each feature of a call; empty: no feature has one
+
+
+class Call(NamedTuple):
+    """The constant part of a module's calls. dims: per feature; output: name of a torch dtype. padding: the
+    `padding_idx` per feature."""
+
+    source: str
+    names: tuple[str, ...]
+    dims: tuple[int, ...]
+    output: str
+    padding: Padding = ()
+
+    def to_string(self) -> str:
+        return json.dumps(self._asdict())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.output)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+@cache
+def call_of(text: str) -> Call:
+    """ModuleError: the text is none that `Call.to_string` gave."""
+    try:
+        raw = json.loads(text)
+        names, dims, padding = tuple(raw["names"]), tuple(raw["dims"]), tuple(raw.get("padding", ()))
+        return Call(raw["source"], names, dims, raw["output"], padding)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModuleError(
+            f"an operator's call is unreadable ({error!r}); export the program again with this release"
+        ) from error
 
 
 def without_padding(
@@ -100,78 +135,40 @@ def _are_bags(form: Form, bags: torch.Tensor, ids: int) -> bool:
     return bool(is_right)
 
 
-def look_up(
-    attached: AttachedVersion,
-    key: str,
-    names: tuple[str, ...],
-    output: torch.dtype,
-    given: Sequence[FeatureTensors],
-    padding: Padding = (),
-) -> list[torch.Tensor]:
-    """Returns a tensor per feature. key: of the lookup in the version. ModuleError, BadFeatureIds: as
-    `HostLookup`."""
-    if padding:
-        found = [
-            without_padding(name, one, of_it) for name, one, of_it in zip(names, given, padding, strict=True)
-        ]
-        try:
-            return look_up(attached, key, names, output, [one for one, _ in found])
-        except BadFeatureIds as error:
-            if attached.on_gpu:  # it is of a call before
-                raise
-            raise in_the_whole(error, found[names.index(error.feature)][1]) from None
-    if attached.on_gpu:
-        return _device_lookup(attached, key, names, output)(given)
-    return host_lookup(attached, key, names, output)(given)
+def look_up(attached: AttachedVersion, call: str, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
+    """Returns a tensor per feature. ModuleError, BadFeatureIds: as `HostLookup`."""
+    c = call_of(call)
+    if not c.padding:
+        return lookup_of(attached, call)(given)
+    found = [without_padding(*one) for one in zip(c.names, given, c.padding, strict=True)]
+    try:
+        return lookup_of(attached, call)([one for one, _ in found])
+    except BadFeatureIds as error:
+        if attached.on_gpu:  # it is of a call before
+            raise
+        raise in_the_whole(error, found[c.names.index(error.feature)][1]) from None
 
 
-def prefetch(
-    attached: AttachedVersion,
-    key: str,
-    names: tuple[str, ...],
-    output: torch.dtype,
-    given: Sequence[FeatureTensors],
-) -> None:
-    """Brings the rows of a call with these tensors to the GPU's cache. Nothing to do on the CPU."""
-    if attached.on_gpu and not is_traced():
-        _device_lookup(attached, key, names, output).prefetch(given)
-
-
-def look_up_packed(
-    attached: AttachedVersion,
-    key: str,
-    names: tuple[str, ...],
-    output: torch.dtype,
-    packed: PackedInput,
-    padding: Padding = (),
-) -> torch.Tensor:
+def look_up_packed(attached: AttachedVersion, call: str, packed: PackedInput) -> torch.Tensor:
     """[bags, sum of dims]. Raises as `look_up`."""
-    if padding and (given := apart(packed)) is not None:
-        found = look_up(attached, key, names, output, given, padding)
+    if call_of(call).padding and (given := apart(packed)) is not None:
+        found = look_up(attached, call, given)
         # autocast, which refuses fp16 on the CPU, leaves `out` alone
         return torch.cat(found, 1, out=found[0].new_empty(0))
-    if attached.on_gpu:
-        return _device_lookup(attached, key, names, output).packed(packed)
-    return host_keyed(attached, key, names, output)(
-        host_jagged(", ".join(names), packed), packed.order or None
-    )
+    return lookup_of(attached, call).packed(packed)
 
 
-def prefetch_packed(
-    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype, packed: PackedInput
-) -> None:
-    """As `prefetch`, for a call of `look_up_packed`."""
-    if attached.on_gpu:
-        _device_lookup(attached, key, names, output).prefetch_packed(packed)
+def lookup_of(attached: AttachedVersion, call: str) -> "HostLookup | DeviceLookup":
+    """The lookup of a call's features, made once for each version."""
+    if (found := attached.lookups.get(call)) is None:
+        c = call_of(call)
+        if attached.on_gpu:
+            # Triton is imported where a GPU is used
+            from tableside.serving.modules.device import DeviceLookup
 
-
-def _device_lookup(
-    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype
-) -> "DeviceLookup":
-    """The lookup of these features on the version's GPU, made once for each version, under its key."""
-    if (found := attached.lookups.get(key)) is None:
-        from tableside.serving.modules.device import DeviceLookup  # Triton is imported where a GPU is used
-
-        found = attached.lookups[key] = DeviceLookup(attached, names, output)
-    lookup: DeviceLookup = found
+            found = DeviceLookup(attached, c.names, c.dtype)
+        else:
+            found = HostLookup(attached, c.names, c.dtype)
+        attached.lookups[call] = found
+    lookup: HostLookup | DeviceLookup = found
     return lookup

@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from tableside.quant import Pooling
 from tableside.quant.contract import Unfound
-from tableside.serving.modules.dispatch import Padding, look_up, look_up_packed, prefetch, prefetch_packed
+from tableside.serving.modules.dispatch import Call, Padding, look_up, look_up_packed, lookup_of
 from tableside.serving.modules.inputs import (
     FeatureInput,
     FeatureTensors,
@@ -38,7 +38,7 @@ from tableside.serving.modules.lookups import (
     packed_of,
     places_of,
 )
-from tableside.serving.modules.operators import Call, traced, traced_packed
+from tableside.serving.modules.operators import traced, traced_packed
 from tableside.serving.modules.published import ModuleSource, published
 
 
@@ -82,7 +82,7 @@ class PublishedModule(Leaf):
             raise ModuleError(f"output is {output}; expected one of: {', '.join(map(str, OUTPUTS))}")
         source = ModuleSource(model, **options)
         if follow is None and source.version is None:
-            source = replace(source, version=published(source).version)
+            source = replace(source, version=published(source).now().version)
         elif follow not in ("live", None) or (follow == "live" and source.version is not None):
             raise ModuleError(
                 f"follow is {follow!r} with version {source.version}; expected follow='live' without a "
@@ -128,7 +128,7 @@ class PublishedModule(Leaf):
     @property
     def version(self) -> int:
         """The version that the next call reads."""
-        return self._published.version
+        return self._published.now().version
 
     def refresh(self) -> bool:
         """Takes the live version now; returns whether it changed."""
@@ -206,12 +206,16 @@ class PublishedModule(Leaf):
         """Brings the rows of the next call with these inputs to the GPU's cache (placement "cached"), beside
         the current stream. Do not change the tensors before that call. Does nothing on the CPU or with a
         `padding_idx`."""
-        if self._padding:
-            return
         if is_keyed(inputs):
             self.prefetch_keyed(inputs, self.features)
-        else:
-            prefetch(self._published.now(), self._call, self.features, self.output, self._given_of(inputs))
+        elif (lookup := self._prefetching()) is not None:
+            lookup.prefetch(self._given_of(inputs))
+
+    def _prefetching(self) -> Any:
+        """The lookup that brings rows ahead; None: there is none to bring."""
+        attached = self._published.now()
+        is_idle = not attached.on_gpu or self._padding or is_traced()
+        return None if is_idle else lookup_of(attached, self._call)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
         """As `prefetch`, for a KeyedJaggedTensor. keys, is_weighted: as the call has them."""
@@ -224,9 +228,7 @@ class PublishedModule(Leaf):
         if is_traced():
             return traced(self._call, self.features, given)
         try:
-            return look_up(
-                self._published.now(), self._call, self.features, self.output, given, self._padding
-            )
+            return look_up(self._published.now(), self._call, given)
         except NotInMemory:
             return traced(self._call, self.features, given)
 
@@ -288,17 +290,14 @@ class EmbeddingBags(PublishedModule):
         if is_traced():
             return traced_packed(self._call, self.features, packed)
         try:
-            return look_up_packed(
-                self._published.now(), self._call, self.features, self.output, packed, self._padding
-            )
+            return look_up_packed(self._published.now(), self._call, packed)
         except NotInMemory:
             return traced_packed(self._call, self.features, packed)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
-        attached, order = self._published.now(), places_of(keys, inputs.keys())
-        if attached.on_gpu and not self._padding and not is_traced():
-            packed = packed_of(inputs, order, by_offsets=True, is_weighted=is_weighted)
-            prefetch_packed(attached, self._call, self.features, self.output, packed)
+        order = places_of(keys, inputs.keys())
+        if (lookup := self._prefetching()) is not None:
+            lookup.prefetch_packed(packed_of(inputs, order, by_offsets=True, is_weighted=is_weighted))
 
 
 class Embeddings(PublishedModule):
@@ -327,7 +326,7 @@ class Embeddings(PublishedModule):
             packed = packed_of(inputs, order, by_offsets=False, is_weighted=False)
             jagged = host_jagged(", ".join(inputs.keys()), packed)
             given = ids_of(jagged, order)
-        vectors = look_up(attached, self._call, self.features, self.output, given)
+        vectors = look_up(attached, self._call, given)
         ids = [g.values for g in given] if with_ids else None
         return jagged_tensors(names, vectors, inputs, order, ids)
 
@@ -342,9 +341,9 @@ class Embeddings(PublishedModule):
         return self.jagged(*given)
 
     def prefetch_keyed(self, inputs: Any, keys: Sequence[str], is_weighted: bool = True) -> None:
-        attached, order = self._published.now(), places_of(keys, inputs.keys())
-        if attached.on_gpu and not is_traced():
-            prefetch(attached, self._call, self.features, self.output, self._apart(inputs, order))
+        order = places_of(keys, inputs.keys())
+        if (lookup := self._prefetching()) is not None:
+            lookup.prefetch(self._apart(inputs, order))
 
     def _apart(self, inputs: Any, order: list[int] | None) -> list[FeatureTensors]:
         """Splits the ids by feature on a GPU. Waits for the device, as TorchRec does, for the sizes."""

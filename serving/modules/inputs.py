@@ -128,6 +128,15 @@ class FeatureTensors(NamedTuple):
     bags: torch.Tensor | None
     weights: torch.Tensor | None
 
+    def shape(self, dim: int) -> tuple[int, ...]:
+        """Of its vectors."""
+        if self.form is Form.IDS:
+            return (*self.values.shape, dim)
+        return (
+            self.values.shape[0] if self.bags is None else self.bags.shape[0] - (self.form is Form.ENDS),
+            dim,
+        )
+
 
 class PackedInput(NamedTuple):
     """All pooled features in one tensor, as in a KeyedJaggedTensor. order: the module's features among its
@@ -198,15 +207,28 @@ def check_tensor(name: str, value: object) -> torch.Tensor:
     return value
 
 
-def as_ids(name: str, values: torch.Tensor) -> torch.Tensor:
+def check_on(where: torch.device, name: str, tensor: torch.Tensor) -> None:
+    """NotATensor; ModuleError: it lies elsewhere than the tables; NotInMemory."""
+    check_tensor(name, tensor)
+    if tensor.device != where:
+        raise ModuleError(
+            f"feature {name!r}: a tensor is on {tensor.device}, the module's tables on {where}; send it "
+            f"there, or make a module with device={str(tensor.device)!r}"
+        )
+    check_memory(name, tensor)
+
+
+def as_ids(where: torch.device, name: str, values: torch.Tensor) -> torch.Tensor:
     """Ids as int64, contiguous. ModuleError: they are no integers of 32 or 64 bits."""
+    check_on(where, name, values)
     if values.dtype not in _INTEGERS:
         raise ModuleError(f"feature {name!r}: ids are {values.dtype}; expected torch.int64 or torch.int32")
     return values.to(torch.int64).contiguous()
 
 
-def as_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
+def as_weights(where: torch.device, name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
     """Converts to contiguous fp32. ModuleError: not `count` floats, or they require a gradient."""
+    check_on(where, name, weights)
     if weights.numel() != count or not weights.is_floating_point():
         raise ModuleError(
             f"feature {name!r}: weights are {weights.dtype} {list(weights.shape)}; expected {count} floats, "
@@ -216,9 +238,10 @@ def as_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
     return weights.detach().to(torch.float32).contiguous()
 
 
-def as_bags(name: str, bags: torch.Tensor) -> torch.Tensor:
+def as_bags(where: torch.device, name: str, bags: torch.Tensor) -> torch.Tensor:
     """Makes lengths or offsets contiguous. ModuleError: they are no int32 or int64, or not of one
     dimension."""
+    check_on(where, name, bags)
     if bags.dtype not in _INTEGERS or bags.dim() != 1:
         raise ModuleError(
             f"feature {name!r}: lengths or offsets are {bags.dtype} {list(bags.shape)}; expected int64 or "

@@ -35,11 +35,10 @@ from tableside.serving.modules.inputs import (
     as_bags,
     as_ids,
     as_weights,
-    check_memory,
-    check_tensor,
 )
 from tableside.serving.modules.published import AttachedVersion
 
+_CPU = torch.device("cpu")
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
 MEMORY = (ctypes.c_char * (1 << 62)).from_address(BASE)
 _FIELDS = len(Place._fields)
@@ -61,6 +60,11 @@ class HostLookup:
         self._new = torch.empty(0, dtype=self._written, device="cpu").new_empty
         self._dims = tuple(b.table.dim for b in bound)
         self._pack = struct.Struct(f"={len(names) * _FIELDS}q").pack
+        item = OUTPUTS[output].bytes
+        self._width, self._row_bytes = sum(self._dims), sum(self._dims) * item
+        self._columns = np.array(
+            [at * item for at in accumulate(self._dims[:-1], initial=0)], np.int64
+        ).tobytes()
 
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
         """Returns a tensor per feature: [bags, dim], or [*shape of its ids, dim] if not pooled. ModuleError:
@@ -68,16 +72,32 @@ class HostLookup:
         places, outputs, held = tensor_places(EXCHANGE, given, self._dims, self._new, BASE) or self._convert(
             given
         )
+        self._run(places)
+        del held  # what was converted has been read
+        return outputs if self._written is self._output else [out.to(self._output) for out in outputs]
+
+    def packed(self, packed: PackedInput) -> torch.Tensor:
+        """[bags, sum of dims]. Raises as a call."""
+        jagged = host_jagged(", ".join(self._names), packed)
+        _, _, ids_at, lengths_at, bags, parts, weights = jagged
+        out = self._new(bags, self._width)
+        weights_at = -1 if weights is None or not weights.numel() else weights.data_ptr() - BASE
+        out_at = out.data_ptr() - BASE if bags else 0
+        order = packed.order or None
+        self._run(
+            feature_places(
+                parts, order, self._columns, ids_at, lengths_at, bags, weights_at, out_at, self._row_bytes
+            )
+        )
+        return out if self._written is self._output else out.to(self._output)
+
+    def _run(self, places: bytes) -> None:
         try:
             unfound = self._planner.run(places, MEMORY, MEMORY)
         except BadIds as error:
             raise BadFeatureIds(self._names[error.job], error) from None
-        del held  # what was converted has been read
         if unfound is not None:
             self._missing.add(self._names, unfound)
-        if self._written is not self._output:
-            return [out.to(self._output) for out in outputs]
-        return outputs
 
     def _convert(self, given: Sequence[FeatureTensors]) -> tuple[bytes, list[torch.Tensor], list[object]]:
         """As `tensor_places`, of any types and strides. ModuleError, BadFeatureIds: one cannot be looked
@@ -87,11 +107,8 @@ class HostLookup:
         held: list[object] = []
         for name, dim, one in zip(self._names, self._dims, given, strict=True):
             form, values, bags, weights = one
-            if values.dtype is not torch.int64 or not values.is_cpu or not values.is_contiguous():
-                values = host_ids(name, values)
-                held.append(values)
-            else:
-                check_memory(name, values)
+            values = as_ids(_CPU, name, values)
+            held.append(values)
             count = values.numel()
             lengths_at, bag_length, bag_count, weights_at = -1, 0, count, -1
             if form is Form.FIXED:
@@ -101,7 +118,7 @@ class HostLookup:
                 held.append(lengths)
                 lengths_at = address - BASE
             if weights is not None:
-                weights = host_weights(name, weights, count)
+                weights = as_weights(_CPU, name, weights, count)
                 held.append(weights)
                 weights_at = weights.data_ptr() - BASE
             out = self._new(*values.shape, dim) if form is Form.IDS else self._new(bag_count, dim)
@@ -116,33 +133,10 @@ class HostLookup:
         return self._pack(*places), outputs, held
 
 
-def host_lookup(
-    attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype
-) -> HostLookup:
-    """The lookup of these features, made once for each version, under its key."""
-    if (found := attached.lookups.get(key)) is None:
-        found = attached.lookups[key] = HostLookup(attached, names, output)
-    assert isinstance(found, HostLookup)
-    return found
-
-
-def host_ids(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Ids as int64, contiguous. ModuleError: they are no integers of 32 or 64 bits, or not on the CPU."""
-    _check_host(name, "ids", values)
-    return as_ids(name, values)
-
-
-def host_weights(name: str, weights: torch.Tensor, count: int) -> torch.Tensor:
-    """Converts to contiguous fp32. ModuleError: not `count` floats, or they require a gradient."""
-    _check_host(name, "weights", weights)
-    return as_weights(name, weights, count)
-
-
 def host_lengths(name: str, form: Form, bags: torch.Tensor, count: int) -> tuple[object, int, int]:
     """Converts lengths or offsets to int32 lengths of `count` ids; returns their holder, address and number.
     ModuleError: no integers, or offsets do not begin at 0. BadFeatureIds: a length is not in [0, count]."""
-    _check_host(name, "lengths and offsets", bags)
-    bags = as_bags(name, bags)
+    bags = as_bags(_CPU, name, bags)
     items = bags.numel()
     if not items and form is Form.ENDS:
         raise ModuleError(
@@ -174,17 +168,6 @@ def wrong_bags(name: str, form: Form, bags: list[int], count: int) -> BadFeature
     return ModuleError(
         f"feature {name!r}: the offset {bags[at]} at position {at} is outside the ids [0, {count}]"
     )
-
-
-def _check_host(name: str, what: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        check_tensor(name, tensor)
-    if not tensor.is_cpu:
-        raise ModuleError(
-            f"feature {name!r}: {what} are on {tensor.device}, the module's tables on the CPU; send them "
-            f"there, or make a module with device='{tensor.device}'"
-        )
-    check_memory(name, tensor)
 
 
 class JaggedFeatures(NamedTuple):
@@ -235,10 +218,10 @@ def host_jagged(name: str, packed: PackedInput) -> JaggedFeatures:
     do not fit together. BadFeatureIds: a length is wrong."""
     _, features, values, form, bags, weights = packed
     if weights is not None:
-        weights = host_weights(name, weights, values.numel())
+        weights = as_weights(_CPU, name, weights, values.numel())
     if form is Form.LENGTHS and (found := tensor_parts(EXCHANGE, values, bags, features, BASE)) is not None:
         return JaggedFeatures(values, *found, weights)
-    values = host_ids(name, values)
+    values = as_ids(_CPU, name, values)
     count = values.numel()
     held, address, size = host_lengths(name, form, bags, count)
     if not features or size % features:
@@ -258,48 +241,6 @@ def _wrong_lengths(name: str, lengths: list[int], count: int) -> BadFeatureIds |
     if count > MOST_IDS or not all(0 <= length <= count for length in lengths):
         return wrong_bags(name, Form.LENGTHS, lengths, count)
     return ModuleError(f"the lengths of {name} add up to {sum(lengths)}, but there are {count} ids")
-
-
-class HostKeyed:
-    """Pooled lookups of a KeyedJaggedTensor's features on the CPU, for one version."""
-
-    def __init__(self, attached: AttachedVersion, names: tuple[str, ...], output: torch.dtype) -> None:
-        bound = [attached.served.features[name] for name in names]
-        dims = [b.table.dim for b in bound]
-        self._names, self._output, self._missing = names, output, attached.missing
-        self._written = torch.float16 if output is torch.float16 else torch.float32
-        item = OUTPUTS[output].bytes
-        kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output]) for b in bound]
-        self._planner = attached.served.backend.planner(kinds, attached.threads)
-        self._new = torch.empty(0, dtype=self._written, device="cpu").new_empty
-        self._width, self._row_bytes = sum(dims), sum(dims) * item
-        self._columns = np.array([at * item for at in accumulate(dims[:-1], initial=0)], np.int64).tobytes()
-
-    def __call__(self, jagged: JaggedFeatures, order: list[int] | None) -> torch.Tensor:
-        """Returns [bags, sum of dims]. order: of the features in `jagged`; None: the same. BadFeatureIds: an
-        id is wrong."""
-        _, _, ids_at, lengths_at, bags, parts, weights = jagged
-        out = self._new(bags, self._width)
-        weights_at = -1 if weights is None or not weights.numel() else weights.data_ptr() - BASE
-        out_at = out.data_ptr() - BASE if bags else 0
-        places = feature_places(
-            parts, order, self._columns, ids_at, lengths_at, bags, weights_at, out_at, self._row_bytes
-        )
-        try:
-            unfound = self._planner.run(places, MEMORY, MEMORY)
-        except BadIds as error:
-            raise BadFeatureIds(self._names[error.job], error) from None
-        if unfound is not None:
-            self._missing.add(self._names, unfound)
-        return out if self._written is self._output else out.to(self._output)
-
-
-def host_keyed(attached: AttachedVersion, key: str, names: tuple[str, ...], output: torch.dtype) -> HostKeyed:
-    """The lookup of these features, made once for each version, under its key."""
-    if (found := attached.keyed.get(key)) is None:
-        found = attached.keyed[key] = HostKeyed(attached, names, output)
-    assert isinstance(found, HostKeyed)
-    return found
 
 
 def ids_of(jagged: JaggedFeatures, order: list[int] | None) -> list[FeatureTensors]:

@@ -10,54 +10,19 @@ weights. Each argument costs a call half a microsecond. A loaded program attache
 import of `tableside.torch`. There is no gradient.
 """
 
-import json
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 
-from tableside.serving.modules.dispatch import Padding, look_up, look_up_packed
+from tableside.serving.modules.dispatch import Call, call_of, look_up, look_up_packed
 from tableside.serving.modules.inputs import FeatureTensors, Form, ModuleError, PackedInput, check_constant
 from tableside.serving.modules.published import AttachedVersion, PublishedTables, published_by_string
 
 _FORMS_WITH_BAGS = (Form.LENGTHS, Form.OFFSETS, Form.ENDS)
 # by calls that were held against it
 _attached: "weakref.WeakValueDictionary[str, PublishedTables]" = weakref.WeakValueDictionary()
-
-
-class Call(NamedTuple):
-    """The constant part of a module's calls. dims: per feature; output: name of a torch dtype. padding: the
-    `padding_idx` per feature."""
-
-    source: str
-    names: tuple[str, ...]
-    dims: tuple[int, ...]
-    output: str
-    padding: Padding = ()
-
-    def to_string(self) -> str:
-        return json.dumps(self._asdict())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.output)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-
-@cache
-def call_of(text: str) -> Call:
-    """ModuleError: the text is none that `Call.to_string` gave."""
-    try:
-        raw = json.loads(text)
-        names, dims, padding = tuple(raw["names"]), tuple(raw["dims"]), tuple(raw.get("padding", ()))
-        return Call(raw["source"], names, dims, raw["output"], padding)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ModuleError(
-            f"an operator's call is unreadable ({error!r}); export the program again with this release"
-        ) from error
 
 
 def traced(call: str, names: Sequence[str], given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
@@ -89,22 +54,13 @@ def _given(forms: str, inputs: Sequence[torch.Tensor]) -> list[FeatureTensors]:
 
 
 def _look_up(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    c = call_of(call)
-    return look_up(attachment(call), call, c.names, c.dtype, _given(forms, inputs), c.padding)
+    return look_up(attachment(call), call, _given(forms, inputs))
 
 
 def _look_up_fake(call: str, forms: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     c = call_of(call)
-    outputs = []
-    for dim, one in zip(c.dims, _given(forms, inputs), strict=True):
-        if one.form is Form.IDS:
-            shape: tuple[Any, ...] = (*one.values.shape, dim)
-        elif one.bags is None:
-            shape = (one.values.shape[0], dim)
-        else:
-            shape = (one.bags.shape[0] - (one.form is Form.ENDS), dim)
-        outputs.append(one.values.new_empty(shape, dtype=c.dtype))
-    return outputs
+    given = zip(c.dims, _given(forms, inputs), strict=True)
+    return [one.values.new_empty(one.shape(dim), dtype=c.dtype) for dim, one in given]
 
 
 def traced_packed(call: str, names: Sequence[str], packed: PackedInput) -> torch.Tensor:
@@ -126,10 +82,10 @@ def _how_of(text: str) -> tuple[Form, int, list[int]]:
 
 
 def _look_up_keyed(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    c, (form, features, order) = call_of(call), _how_of(how)
+    form, features, order = _how_of(how)
     values, bags, *weights = inputs
     packed = PackedInput(order, features, values, form, bags, weights[0] if weights else None)
-    return look_up_packed(attachment(call), call, c.names, c.dtype, packed, c.padding)
+    return look_up_packed(attachment(call), call, packed)
 
 
 def _look_up_keyed_fake(call: str, how: str, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

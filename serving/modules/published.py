@@ -48,7 +48,7 @@ class ModuleSource:
     lookup; None: torch's. ModuleError: a choice is unknown."""
 
     model: str
-    root: str | None = None
+    root: str | os.PathLike[str] | None = None
     version: int | None = None
     device: str = "cpu"
     placement: str = "auto"
@@ -59,6 +59,8 @@ class ModuleSource:
     owner: str | None = None
 
     def __post_init__(self) -> None:
+        if self.root is not None:
+            object.__setattr__(self, "root", os.fspath(self.root))
         is_gpu = self.device.removeprefix("cuda:").isdecimal() and self.device.startswith("cuda:")
         if not (self.device in ("cpu", INTERPRETER) or is_gpu):
             raise ModuleError(
@@ -70,13 +72,8 @@ class ModuleSource:
             raise ModuleError(f"version is {self.version!r}; expected a number from 1, or None")
 
     def to_string(self) -> str:
-        """Returns JSON for `from_string`, without None values."""
+        """Returns JSON for `source_of`, without None values."""
         return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, sort_keys=True)
-
-    @staticmethod
-    def from_string(text: str) -> "ModuleSource":
-        """ModuleError: the text is no source."""
-        return _parse(text)
 
     @property
     def on_gpu(self) -> bool:
@@ -108,7 +105,7 @@ class ModuleSource:
 
 
 @cache
-def _parse(text: str) -> ModuleSource:
+def source_of(text: str) -> ModuleSource:
     try:
         return ModuleSource(**json.loads(text))
     except (ValueError, TypeError) as error:
@@ -118,14 +115,13 @@ def _parse(text: str) -> ModuleSource:
 
 
 class AttachedVersion:
-    """A version for calls. lookups, keyed: prepared by calls. pending: state on a GPU; streams: used by
+    """A version for calls. lookups: prepared by calls. pending: state on a GPU; streams: used by
     calls, by handle. missing: counts of ids without a row."""
 
     def __init__(self, served: ServedVersion, threads: int, pending: Pending, missing: Missing) -> None:
         self.served, self.threads, self.pending, self.missing = served, threads, pending, missing
         self.version, self.on_gpu = served.version, not isinstance(served.backend, CpuBackend)
         self.lookups: dict[str, Any] = {}
-        self.keyed: dict[str, Any] = {}
         self.streams: dict[int | None, Any] = {}
 
     def __del__(self) -> None:
@@ -169,11 +165,6 @@ class PublishedTables:
         if self.follows and not watch.is_running:
             watch.start()
         return current
-
-    @property
-    def version(self) -> int:
-        """The version that calls are answered from."""
-        return self.now().version
 
     def require(self, features: dict[str, BoundFeature]) -> None:
         """Notes features, dims and poolings that modules need; later versions must have them."""
@@ -300,7 +291,7 @@ def published(source: ModuleSource) -> PublishedTables:
 
 def published_by_string(text: str) -> PublishedTables:
     """As `published`, for an operator: without a module the process keeps it (`release`)."""
-    source = ModuleSource.from_string(text)
+    source = source_of(text)
     if (found := _all.get(source)) is None:
         found = _held[text] = published(source)
     return found

@@ -12,7 +12,7 @@ from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings, Sour
 from tableside.serving.modules.inputs import Bags, Leaf, ModuleError
 from tableside.serving.modules.lookups import OUTPUTS, keyed_tensor
 from tableside.serving.modules.published import ModuleSource, published
-from tableside.serving.modules.wanted import ModuleFeature, find_feature, of_bag, of_configs, of_embedding
+from tableside.serving.modules.wanted import MODES, ModuleFeature, find_feature, of_configs, of_module
 
 Mapped = str | Mapping[str, str] | None
 
@@ -210,9 +210,9 @@ def _embeddings(module: torch.nn.Module) -> Iterator[_Found]:
 def _found(path: str, old: Any) -> _Found | None:
     if isinstance(old, torch.nn.EmbeddingBag):
         refused = [f"mode {old.mode!r} is not served"] if old.mode not in ("sum", "mean") else []
-        return _Found(path, old, of_bag(path, old), refused + _norm(old))
+        return _Found(path, old, of_module(path, old, MODES.get(old.mode)), refused + _norm(old))
     if isinstance(old, torch.nn.Embedding):
-        return _Found(path, old, of_embedding(path, old), _norm(old))
+        return _Found(path, old, of_module(path, old, Pooling.NONE), _norm(old))
     name = type(old).__name__
     # TorchRec's, which need not be installed
     if any(base.__name__ == "ShardedModule" for base in type(old).__mro__):

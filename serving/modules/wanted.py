@@ -4,8 +4,6 @@ by pooling and the table loaded from its weight."""
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from tableside.loader.model.model import as_feature_name
 from tableside.loader.model.module_tables import collection_names
 from tableside.quant import Pooling
@@ -28,19 +26,10 @@ class ModuleFeature(NamedTuple):
     pooling: Pooling | None
 
 
-def of_bag(path: str, bag: torch.nn.EmbeddingBag) -> list[ModuleFeature]:
-    return [_alone(path, bag, MODES.get(bag.mode))]
-
-
-def of_embedding(path: str, embedding: torch.nn.Embedding) -> list[ModuleFeature]:
-    return [_alone(path, embedding, Pooling.NONE)]
-
-
-def _alone(path: str, module: Any, pooling: Pooling | None) -> ModuleFeature:
+def of_module(path: str, module: Any, pooling: Pooling | None) -> list[ModuleFeature]:
     names = (path, as_feature_name(path), path.rpartition(".")[2])
-    return ModuleFeature(
-        f"{path}.weight", names, path, path, module.num_embeddings, module.embedding_dim, pooling
-    )
+    rows, dim = module.num_embeddings, module.embedding_dim
+    return [ModuleFeature(f"{path}.weight", names, path, path, rows, dim, pooling)]
 
 
 def of_configs(path: str, folder: str, configs: list[Any], pooled: bool) -> list[ModuleFeature]:

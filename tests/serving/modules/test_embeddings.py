@@ -213,7 +213,7 @@ def test_bags_that_are_not_those_ids_are_refused(model: str, told: Bags, message
             {"user_sum": (ids_of(), OFFSETS, torch.ones(48))},
             r"weights are torch.float32 \[48\]; expected 49 floats",
         ),
-        ({"user_sum": ids_of().view(7, 7).to("meta")}, "ids are on meta, the module's tables on the CPU"),
+        ({"user_sum": ids_of().view(7, 7).to("meta")}, "a tensor is on meta, the module's tables on cpu"),
     ],
 )
 def test_inputs_of_another_form_are_refused(model: str, told: dict[str, object], message: str) -> None:
@@ -250,7 +250,7 @@ def test_quantized_rows_are_what_the_segment_holds(root: Path, publish: object) 
     """int8 rows: the vectors are those of FBGEMM's dequantized rows, bit for bit, as the specification has
     them."""
     publish(tables_of(), "q", {"user": "int8", "item": "int4"}, {"u": {"table": "user", "pooling": "none"}})  # type: ignore[operator]
-    ours = Embeddings("q", ["u"], root=str(root))({"u": torch.arange(ROWS)})["u"]
+    ours = Embeddings("q", ["u"], root=root)({"u": torch.arange(ROWS)})["u"]
     np.testing.assert_array_equal(
         ours.numpy(), REFERENCE.dequantize(Model(root, "q").attach().tables["user"])
     )

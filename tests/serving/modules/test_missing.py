@@ -186,6 +186,6 @@ def test_fbgemms_backend_counts_too(publish_tables: Callable[..., str]) -> None:
 def test_sequences_are_counted(root: Path, publish: Callable[..., Any]) -> None:
     """Of a table whose ids are row numbers, none is without a row."""
     publish({"t": rows_of(9, 8)}, features={"s": {"table": "t", "pooling": "none"}})
-    words = Embeddings("demo", root=str(root))
+    words = Embeddings("demo", root=root)
     words({"s": torch.arange(9)})
     assert words.missing_ids() == {"s": NONE}
