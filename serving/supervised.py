@@ -14,9 +14,10 @@ _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def signals_kept_off() -> Iterator[None]:
-    """Blocks signals in processes started in the block, for good, and delays this process's."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+def signals_kept_off(*which: signal.Signals) -> Iterator[None]:
+    """Blocks signals (none named: those of process groups) in processes started in the block, for good, and
+    delays this process's."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, which or _OF_GROUPS)
     try:
         yield
     finally:

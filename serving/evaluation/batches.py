@@ -26,7 +26,7 @@ from tableside.serving.evaluation.data import (
     texts_of,
 )
 from tableside.serving.model.places import DenseInput
-from tableside.serving.model.request import FeatureInput, Request
+from tableside.serving.model.request import Answer, FeatureInput, Request
 from tableside.serving.model.version import ServedVersion
 
 # table -> reason -> ids, as `tableside_ids_without_row_total` of a server counts them
@@ -88,6 +88,36 @@ class BatchScores:
     batch: Batch
     scores: Sequence[NDArray[np.float32]]
     unfound: Sequence[Sequence[Unfound] | None]
+
+
+def scored(
+    batch: Batch, served: Sequence[ServedVersion], answers: Iterator[Answer | Exception]
+) -> BatchScores:
+    """The scores in the next answers, one a candidate. DataError: one was refused, or gives no
+    probabilities."""
+    scores, unfound = [], []
+    for n, (one, (request, _)) in enumerate(zip(served, batch.requests, strict=True)):
+        answer = next(answers)
+        if isinstance(answer, ApiError):
+            raise batch.error(n, answer) from answer
+        if isinstance(answer, Exception):
+            raise answer
+        assert request.scoring is not None
+        scores.append(np.array(request.scoring.output.view(answer.buffer)))
+        unfound.append(answer.unfound)
+        batch.check(scores[-1], one.header.model)
+    return BatchScores(batch, scores, unfound)
+
+
+def on_host(request: Request, inputs: Any, answer: Answer | None = None) -> Answer | ApiError:
+    """Scores a request here, looked up if it has no answer yet; returns a refusal."""
+    assert request.scoring is not None
+    try:
+        answer = answer or request.look_up(inputs)
+        request.scoring.run(inputs, answer.buffer)
+    except ApiError as error:
+        return error
+    return answer
 
 
 class BatchReader:

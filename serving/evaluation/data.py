@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from tableside.loader.checkpoint.keyed.parquet import id_remedy, type_name
+from tableside.loader.checkpoint.keyed.parquet import id_remedy, is_list, type_name
 from tableside.serving.errors import ServingError
 
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson")
@@ -130,10 +130,8 @@ def read(shard: Shard, columns: Sequence[str], batch_rows: int, whole: bool = Fa
     try:
         if not shard.file.endswith(".parquet"):
             yield from _json(shard, columns, batch_rows)
-        elif whole:
-            yield from _whole_parquet(shard, columns, batch_rows)
         else:
-            yield from _parquet(shard, columns, batch_rows)
+            yield from _parquet(shard, columns, batch_rows, whole)
     except (pa.ArrowException, OverflowError, OSError) as error:
         raise DataError(f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}") from error
 
@@ -149,28 +147,18 @@ def _footer(file: str, size: int, changed_ns: int) -> pq.FileMetaData:
     return pq.read_metadata(file)
 
 
-def _parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
+def _parquet(shard: Shard, columns: Sequence[str], batch_rows: int, whole: bool) -> Iterator[Rows]:
     with _opened(shard.file) as file:
         _check_columns(shard.file, columns, file.schema_arrow.names)
         at, groups = shard.start, range(shard.first, shard.last)
-        for batch in file.iter_batches(batch_rows, groups, list(columns), use_threads=pa.cpu_count() > 1):
+        if whole:
+            table = file.read_row_groups(groups, list(columns), use_threads=False).combine_chunks()
+            batches = table.to_batches(batch_rows)
+        else:
+            batches = file.iter_batches(batch_rows, groups, list(columns), use_threads=pa.cpu_count() > 1)
+        for batch in batches:
             yield Rows(shard.file, at, {name: _plain(batch.column(name)) for name in columns})
             at += batch.num_rows
-
-
-def _whole_parquet(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
-    with _opened(shard.file) as file:
-        _check_columns(shard.file, columns, file.schema_arrow.names)
-        table = file.read_row_groups(
-            range(shard.first, shard.last), list(columns), use_threads=False
-        ).combine_chunks()
-    arrays = {name: [_plain(chunk) for chunk in table.column(name).chunks] for name in columns}
-    for at in range(0, table.num_rows, batch_rows):
-        yield Rows(
-            shard.file,
-            shard.start + at,
-            {name: chunks[0].slice(at, batch_rows) for name, chunks in arrays.items()},
-        )
 
 
 def _json(shard: Shard, columns: Sequence[str], batch_rows: int) -> Iterator[Rows]:
@@ -209,14 +197,6 @@ def _check_columns(where: str, wanted: Sequence[str], found: Any) -> None:
         )
 
 
-def _is_list(column: Any) -> bool:
-    return bool(
-        pa.types.is_list(column.type)
-        or pa.types.is_large_list(column.type)
-        or pa.types.is_fixed_size_list(column.type)
-    )
-
-
 def _list_lengths(column: Any) -> Any:
     """Returns the lists' lengths, with nulls."""
     import pyarrow.compute as pc  # takes as long to import as numpy, and most columns do without
@@ -229,7 +209,7 @@ def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] 
     column = rows.columns[name]
     if pa.types.is_null(column.type):
         return np.empty(0, np.int64), np.zeros(len(column), np.int32)
-    if _is_list(column):
+    if is_list(column.type):
         values = column.flatten()
         if pa.types.is_list(column.type) and not column.null_count:
             lengths = np.diff(column.offsets.to_numpy())
@@ -250,7 +230,7 @@ def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] 
 
 def floats_of(rows: Rows, names: Sequence[str], width: int) -> NDArray[np.float32]:
     """A dense tensor's columns -> fp32 [rows, width]: one of lists, or `width` of numbers."""
-    if len(names) == 1 and _is_list(column := rows.columns[names[0]]):
+    if len(names) == 1 and is_list((column := rows.columns[names[0]]).type):
         lengths = _list_lengths(column).to_numpy(zero_copy_only=False)
         if (odd := np.flatnonzero(~(lengths == width))).size:
             raise DataError(
@@ -295,6 +275,6 @@ def labels_of(rows: Rows, name: str) -> NDArray[np.float32]:
 def texts_of(rows: Rows, name: str) -> Any:
     """A column as text, for slices."""
     column = rows.columns[name]
-    if _is_list(column):
+    if is_list(column.type):
         raise DataError(f"column {name!r} holds {column.type}; expected one value a row to slice by")
     return column.cast(pa.string()).fill_null("null")

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from tableside.quant import BadIds
 from tableside.quant.gpu.batch.follower import Follower, FollowerInputs
-from tableside.serving.errors import ApiError
 from tableside.serving.evaluation.batches import (
     SCORING,
     STAGING,
@@ -26,6 +24,8 @@ from tableside.serving.evaluation.batches import (
     BatchScores,
     ShardTable,
     Spent,
+    on_host,
+    scored,
 )
 from tableside.serving.evaluation.data import DataError, Shard
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
@@ -111,34 +111,20 @@ class DeviceScoring:
 
     def _begun(self, group: Sequence[Batch]) -> BegunGroup:
         requests = [request for batch in group for request in batch.requests]
-        scored = {n: one for n, one in enumerate(requests) if is_scored_on_device(one[0])}
-        scores = DeviceScores(scored, self._stage, None)
+        here = {n: one for n, one in enumerate(requests) if is_scored_on_device(one[0])}
+        scores = DeviceScores(here, self._stage, None)
         follower: Follower = _WhileAway(self._gpu, scores) if self._stashes else scores
         begun = self._gpu.batches.begin(
             [(request.plan, inputs) for request, inputs in requests], follower=follower
         )
-        return BegunGroup(group, requests, frozenset(scored), scores, begun)
+        return BegunGroup(group, requests, frozenset(here), scores, begun)
 
     def finish(self, group: BegunGroup) -> list[BatchScores]:
         """Looks a group up and scores it, in the order of begin. DataError: a request is refused, or scores
         are no probabilities."""
         with self.spent.on(SCORING):
             answers = iter(self._answers(group))
-        found = []
-        for batch in group.batches:
-            scores, unfound = [], []
-            for n, (served, (request, _)) in enumerate(zip(self._served, batch.requests, strict=True)):
-                answer = next(answers)
-                if isinstance(answer, ApiError):
-                    raise batch.error(n, answer)
-                if isinstance(answer, Exception):
-                    raise answer
-                assert request.scoring is not None
-                scores.append(np.array(request.scoring.output.view(answer.buffer)))
-                unfound.append(answer.unfound)
-                batch.check(scores[-1], served.header.model)
-            found.append(BatchScores(batch, scores, unfound))
-        return found
+        return [scored(batch, self._served, answers) for batch in group.batches]
 
     def _answers(self, group: BegunGroup) -> list[Answer | Exception]:
         """Returns the scores of each request."""
@@ -149,20 +135,11 @@ class DeviceScoring:
                 answers.append(request.refusal(result))
                 continue
             answer = Answer(*result)
-            is_scored = n in group.on_device
-            refused = group.scores.write(n, answer.buffer) if is_scored else _on_host(request, inputs, answer)
-            answers.append(refused or answer)
+            if n in group.on_device:
+                answers.append(group.scores.write(n, answer.buffer) or answer)
+            else:
+                answers.append(on_host(request, inputs, answer))
         return answers
-
-
-def _on_host(request: Request, inputs: Any, answer: Answer) -> ApiError | None:
-    """Scores a request with vectors on the host; returns the refusal, or None."""
-    assert request.scoring is not None
-    try:
-        request.scoring.run(inputs, answer.buffer)
-    except ApiError as error:
-        return error
-    return None
 
 
 class _WhileAway:

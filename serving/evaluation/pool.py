@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
@@ -32,6 +32,7 @@ from tableside.serving.evaluation.parts import remove_partials, write_part
 from tableside.serving.evaluation.work import Evaluator, Job, shards_at_once
 from tableside.serving.kept_memory import keep_freed_memory
 from tableside.serving.model.scorers import TORCH_MODULES
+from tableside.serving.supervised import signals_kept_off
 
 logger = logging.getLogger("tableside")
 
@@ -122,16 +123,6 @@ def _end_with_the_pool() -> None:
     threading.Thread(target=watch, name="tableside-pool", daemon=True).start()
 
 
-@contextlib.contextmanager
-def _sigint_held() -> Iterator[None]:
-    """Blocks Ctrl-C in this process until the block ends, and in processes started in it for good."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 @dataclass
 class _Process:
     process: Any
@@ -195,7 +186,7 @@ class EvaluationPool:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_work, args=(job, theirs), name="tableside-eval")
             try:
-                with _sigint_held():
+                with signals_kept_off(signal.SIGINT):
                     forkserver.ensure_running()
                 process.start()
                 return _Process(process, ours, device)

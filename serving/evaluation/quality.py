@@ -46,12 +46,9 @@ def quality(labels: NDArray[Any], scores: NDArray[Any]) -> Quality:
 def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
     """Returns the area under the ROC curve, from the ranks of the positives; equal scores share their mean
     rank."""
-    order = np.argsort(scores, kind="stable")
-    ordered = scores[order]
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    ends = np.append(starts[1:], len(ordered))
-    ranks = np.repeat((starts + ends + 1) / 2, ends - starts)
-    is_positive = labels[order].astype(bool)
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    is_positive = labels.astype(bool)
     positives = int(is_positive.sum())
     negatives = len(labels) - positives
     return float((ranks[is_positive].sum() - positives * (positives + 1) / 2) / (positives * negatives))

@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 
 from tableside.loader.errors import VersionError
@@ -18,18 +17,14 @@ from tableside.loader.model.model import read_model
 from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
-from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.evaluation.batches import READING, Batch, BatchReader, BatchScores, ShardTable, Spent
+from tableside.serving.errors import ServingError
+from tableside.serving.evaluation.batches import READING, BatchReader, ShardTable, Spent, on_host, scored
 from tableside.serving.evaluation.data import DataError, Shard
-from tableside.serving.evaluation.on_device import BatchesUnderWay, ShardsAhead
+from tableside.serving.evaluation.on_device import BatchesUnderWay, DeviceScoring, ShardsAhead
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from tableside.quant.gpu.backend import GpuBackend  # imports torch
-    from tableside.serving.evaluation.on_device import DeviceScoring
 
 AHEAD = 2  # groups of batches whose rows a cache brings before they are looked up
 _MOST_READERS = 12  # threads; more decode no faster than one GPU scores
@@ -134,7 +129,9 @@ class Evaluator:
             if scorer is None or scorer.width is not None:
                 raise ServingError(f"{candidate} gives several scores a row; an evaluation needs one")
         self.readers = readers(settings) if placer.gpu is not None else 0
-        self._device = None if placer.gpu is None else _device_scoring(placer.gpu, self.served, job.stash)
+        self._device = None
+        if (gpu := placer.gpu) is not None:
+            self._device = DeviceScoring(gpu, self.served, job.stash, AHEAD if gpu.cache is not None else 0)
         self._reader = self._reads(
             job.batch_rows if self._device is None else self._device.batch_rows(job.batch_rows)
         )
@@ -188,14 +185,14 @@ class Evaluator:
                 return self._on_device(self._device, shard, self._reader)
             table = self._empty_table(shard)
             for batch in self._reader.batches(shard):
-                table.add(self._scored(batch))
+                table.add(scored(batch, self.served, starmap(on_host, batch.requests)))
             return table.finished()
         except pa.ArrowException as error:
             raise DataError(
                 f"{shard.file}, rows [{shard.start}, {shard.start + shard.rows}): {error}"
             ) from error
 
-    def _on_device(self, device: "DeviceScoring", shard: Shard, reader: BatchReader) -> pa.Table:
+    def _on_device(self, device: DeviceScoring, shard: Shard, reader: BatchReader) -> pa.Table:
         begun = BatchesUnderWay(device, self._name_fault if reader is self._reader else lambda _: None)
         (found,) = [*begun.begin(shard, reader.batches(shard), self._empty_table(shard)), *begun.finish()]
         return found[1]
@@ -207,27 +204,6 @@ class Evaluator:
 
     def _empty_table(self, shard: Shard) -> ShardTable:
         return ShardTable(shard, len(self.served), self.job.slice_by is not None)
-
-    def _scored(self, batch: Batch) -> BatchScores:
-        """On the CPU: a batch that is looked up and scored."""
-        scores, unfound = [], []
-        for n, (served, (request, inputs)) in enumerate(zip(self.served, batch.requests, strict=True)):
-            assert request.scoring is not None
-            try:
-                answer = request.look_up(inputs)
-                request.scoring.run(inputs, answer.buffer)
-            except ApiError as error:
-                raise batch.error(n, error) from error
-            scores.append(np.array(request.scoring.output.view(answer.buffer)))
-            unfound.append(answer.unfound)
-            batch.check(scores[-1], served.header.model)
-        return BatchScores(batch, scores, unfound)
-
-
-def _device_scoring(gpu: "GpuBackend", served: list[ServedVersion], stashes: bool) -> "DeviceScoring":
-    from tableside.serving.evaluation.on_device import DeviceScoring  # imports metrics, which take long
-
-    return DeviceScoring(gpu, served, stashes, AHEAD if gpu.cache is not None else 0)
 
 
 def readers(settings: ServerSettings) -> int:
