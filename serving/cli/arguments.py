@@ -10,6 +10,7 @@ from tableside.loader.errors import VersionError
 from tableside.loader.versions.retention import DEFAULT as RETENTION
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import parse_state
+from tableside.serving.cli.parser import Parser
 from tableside.serving.client.address import Address
 from tableside.serving.sizes import parse_bytes
 
@@ -44,31 +45,6 @@ def retention(text: str) -> Retention:
     if found := re.fullmatch(r"([0-9]{1,9})([smhd])", text):
         return Retention(0, int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]])
     raise _unexpected(text, "a number of states from 0 on, or an age such as 90s, 30m, 1h or 7d")
-
-
-def finite(text: str) -> float:
-    """A number that is neither infinite nor NaN."""
-    return _number(text, math.isfinite, "a finite number")
-
-
-def share(text: str) -> float:
-    """0 or more."""
-    return _number(text, lambda x: x >= 0 and math.isfinite(x), "a share, 0 or more")
-
-
-def seconds(text: str) -> float:
-    """A time in seconds."""
-    return _number(text, lambda x: 0 < x < 86400, "seconds, more than 0 and less than a day (86400)")
-
-
-def rate(text: str) -> float:
-    """Requests a second."""
-    return _number(text, lambda x: 0 < x <= 1e6, "requests a second, more than 0 and at most a million")
-
-
-def exponent(text: str) -> float:
-    """The exponent of Zipf's law."""
-    return _number(text, lambda x: 1 < x < 100, "an exponent of more than 1 and less than 100")
 
 
 def url(text: str) -> str:
@@ -109,28 +85,38 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _number(text: str, is_inside: Callable[[float], bool], expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not is_inside(value):
-        raise _unexpected(text, expected)
-    return value
+def _number(expected: str, is_inside: Callable[[float], bool]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not is_inside(value):
+            raise _unexpected(text, expected)
+        return value
+
+    return parse
+
+
+finite = _number("a finite number", math.isfinite)
+share = _number("a share, 0 or more", lambda x: x >= 0 and math.isfinite(x))
+seconds = _number("seconds, more than 0 and less than a day (86400)", lambda x: 0 < x < 86400)
+rate = _number("requests a second, more than 0 and at most a million", lambda x: 0 < x <= 1e6)
+exponent = _number("an exponent of more than 1 and less than 100", lambda x: 1 < x < 100)
 
 
 def _unexpected(text: str, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"found {text!r}; expected {expected}")
 
 
-AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
+AddCommand = Callable[[str, Callable[[argparse.Namespace], int], str], Parser]
 KEEP = count(0, "0 keeps the live version alone")
 
 
-def add_json(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--json", action="store_true", help="print JSON, whose keys docs/operations.md lists")
+def add_json(p: Parser) -> None:
+    p.option("--json", "print JSON, whose keys docs/operations.md lists", action="store_true")
 
 
-def add_keep_states(p: argparse.ArgumentParser) -> None:
+def add_keep_states(p: Parser) -> None:
     told = f"states to keep beside the live one: how many, or how long, as 1h (default: {RETENTION.states})"
-    p.add_argument("--keep-states", type=retention, default=RETENTION, metavar="N|AGE", help=told)
+    p.option("--keep-states", told, type=retention, default=RETENTION, metavar="N|AGE")

@@ -27,7 +27,7 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"tableside {VERSION}")
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Parser:
         p = sub.add_parser(name, help=text, description=text)
         p.set_defaults(run=run)
         if name not in ("serve", "init", "manifest", "lookup", "bench", "top", "completion"):
@@ -42,10 +42,10 @@ def parser() -> Parser:
         print_completion,
         "print a script with which a shell completes commands, options and models",
     )
-    p.add_argument(
+    p.option(
         "shell",
+        "source <(tableside completion bash); fish: a file in its folder of completions",
         choices=SHELLS,
-        help="source <(tableside completion bash); fish: a file in its folder of completions",
     )
     p.set_defaults(parser=parser)
     return top
@@ -73,7 +73,3 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-if __name__ == "__main__":
-    sys.exit(main())

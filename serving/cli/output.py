@@ -9,14 +9,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from tableside.loader.errors import LoaderError
@@ -45,6 +46,14 @@ console, errors = make_console(), make_console(stderr=True)
 def print_json(value: Any) -> None:
     """One line of JSON on stdout. A number that is not finite is null."""
     print(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode(), flush=True)
+
+
+def table_of(heads: Sequence[str], rows: Iterable[Iterable[str]]) -> Table:
+    """A table without lines."""
+    table = Table(*heads, box=None)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def mb(n: float) -> str:
@@ -114,21 +123,13 @@ def check_no_path(text: str) -> None:
     raise ServingError(f"{text} is a file; expected the name of the model that it describes: {name}")
 
 
-class _NamedModel(NamedTuple):
-    """A model to serve. path: None for a published model. spec: None for a published model."""
-
-    name: str
-    path: Path | None = None
-    spec: ModelSpec | None = None
-
-
 def load_where_named(arguments: Sequence[str], settings: RootSettings) -> tuple[str, ...]:
     """Loads models that are named by a path, each in its own process; returns all names. A model that is live
     and unchanged is not loaded again. LoaderError, ServingError: a path names no model, or its load
     failed."""
     named = [_named(text, settings) for text in arguments]
-    names = tuple(n.name for n in named)
-    if twice := next((name for name in names if names.count(name) > 1 and any(n.spec for n in named)), None):
+    names = tuple(name for name, *_ in named)
+    if twice := next((n for n in names if names.count(n) > 1 and any(spec for *_, spec in named)), None):
         raise ServingError(f"{', '.join(arguments)}: two of them are model {twice!r}; name each once")
     for name, path, spec in named:
         if path is None or spec is None:
@@ -151,16 +152,17 @@ def described(path: Path) -> tuple[Path, ModelSpec]:
     ).spec
 
 
-def _named(text: str, settings: RootSettings) -> _NamedModel:
+def _named(text: str, settings: RootSettings) -> tuple[str, Path | None, ModelSpec | None]:
+    """A model to serve; None, None: it is published, or refused by `check_name`."""
     path = Path(text)
     if NAME.fullmatch(text) and (
         Model(settings.root, text, settings.owner).versions() or not os.path.exists(path)
     ):
-        return _NamedModel(text)
+        return text, None, None
     if not is_path(text) and not os.path.exists(path):
-        return _NamedModel(text)  # which `check_name` refuses
+        return text, None, None
     path, spec = described(path)
-    return _NamedModel(spec.name, path, spec)
+    return spec.name, path, spec
 
 
 def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:

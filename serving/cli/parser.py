@@ -36,6 +36,12 @@ class Parser(argparse.ArgumentParser):
         """Its arguments that are no options, in order."""
         return [action for action in self._actions if not action.option_strings]
 
+    def option(self, name: str, told: str = "", **kind: Any) -> None:
+        """Adds an option or a positional; its help tells its default."""
+        if kind.get("default") not in (None, []) and "(default" not in told:
+            told += " (default: %(default)s)"
+        self.add_argument(name, help=told, **kind)
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Ends with an error about arguments that mean nothing here."""
         first = unknown[0].partition("=")[0]

@@ -3,34 +3,33 @@
 import argparse
 
 from tableside.serving.cli.arguments import header, url
+from tableside.serving.cli.parser import Parser
 from tableside.serving.client import Client
 from tableside.serving.client.address import URL_VARIABLE, Address, default_url
 from tableside.serving.errors import ServingError
 
 
-def add_server(p: argparse.ArgumentParser) -> None:
+def add_server(p: Parser) -> None:
     """The options of every command that asks a running server."""
-    p.add_argument(
+    p.option(
         "--url",
+        f"the server: http, https, or unix:PATH (default: {URL_VARIABLE}, now %(default)s)",
         type=url,
         default=default_url(),
-        help=f"the server: http, https, or unix:PATH (default: {URL_VARIABLE}, now %(default)s)",
     )
     add_headers(p)
 
 
-def add_headers(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
+def add_headers(p: Parser) -> None:
+    p.option(
         "--header",
+        "'Name: value' for every request; @FILE: those of a file, one a line; may come again",
         type=header,
         action="append",
         default=[],
         metavar="HEADER",
-        help="'Name: value' for every request; @FILE: those of a file, one a line; may come again",
     )
-    p.add_argument(
-        "--ca", metavar="FILE", help="PEM file of the authorities that https trusts (default: the system's)"
-    )
+    p.option("--ca", "PEM file of the authorities that https trusts (default: the system's)", metavar="FILE")
 
 
 def address(options: argparse.Namespace) -> Address:

@@ -122,45 +122,35 @@ def add_commands(command: AddCommand) -> None:
     p = command(
         "eval", evaluate, "score a data set with a pool of processes, and say what the scores are worth"
     )
-    p.add_argument(
-        "model",
-        metavar="MODEL",
-        help="MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first",
+    p.option(
+        "model", "MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first", metavar="MODEL"
     )
-    p.add_argument("data", type=Path, help="a .parquet or .jsonl file, or a folder of them")
-    p.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="folder of the scores and the report; a stopped run goes on there",
+    p.option("data", "a .parquet or .jsonl file, or a folder of them", type=Path)
+    p.option(
+        "--out", "folder of the scores and the report; a stopped run goes on there", type=Path, required=True
     )
-    p.add_argument("--against", metavar="MODEL", help="the same for another version, to compare with")
-    p.add_argument("--max-ne-increase", type=finite, help="exit with 3 where NE is larger by more than this")
-    p.add_argument("--label", help="the label's column (default: that of [eval] in model.toml)")
-    p.add_argument("--slice", metavar="COLUMN", help="figures for each value of a column, too")
-    p.add_argument(
-        "--engine",
-        choices=("local", "ray"),
-        default="local",
-        help="processes here, or actors of a Ray cluster",
+    p.option("--against", "the same for another version, to compare with", metavar="MODEL")
+    p.option("--max-ne-increase", "exit with 3 where NE is larger by more than this", type=finite)
+    p.option("--label", "the label's column (default: that of [eval] in model.toml)")
+    p.option("--slice", "figures for each value of a column, too", metavar="COLUMN")
+    p.option(
+        "--engine", "processes here, or actors of a Ray cluster", choices=("local", "ray"), default="local"
     )
-    p.add_argument("--ray-address", help="the cluster (default: one of its own, on this machine)")
-    p.add_argument(
+    p.option("--ray-address", "the cluster (default: one of its own, on this machine)")
+    p.option(
         "--source",
+        "publishes the model where a machine has it not",
         type=Path,
         action="append",
         metavar="MODEL.TOML",
-        help="publishes the model where a machine has it not",
     )
-    p.add_argument("--batch", type=count(1), default=4096, help="rows scored at once (default: %(default)s)")
-    p.add_argument(
-        "--shard-rows", type=count(1), default=65_536, help="rows of a shard, about (default: %(default)s)"
-    )
+    p.option("--batch", "rows scored at once", type=count(1), default=4096)
+    p.option("--shard-rows", "rows of a shard, about", type=count(1), default=65536)
     add_json(p)
-    p.add_argument(
+    p.option(
         "--stash",
+        "give the GPU's memory to the dense part while it runs (placement hbm)",
         action="store_true",
-        help="give the GPU's memory to the dense part while it runs (placement hbm)",
     )
     kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget", "scorer_dtype")
     add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))

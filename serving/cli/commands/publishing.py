@@ -202,109 +202,83 @@ def gc(options: argparse.Namespace) -> int:
 
 def add_commands(command: AddCommand) -> None:
     p = command("init", init, "write a first model.toml from what a checkpoint holds")
-    p.add_argument("checkpoint", type=Path)
-    p.add_argument(
+    p.option("checkpoint", type=Path)
+    p.option(
         "--from-module",
+        "tables and features of the module: an exported program (.pt2), or TorchRec's JSON",
         type=Path,
         metavar="FILE",
-        help="tables and features of the module: an exported program (.pt2), or TorchRec's JSON",
     )
-    p.add_argument(
-        "--out",
-        type=Path,
-        default=Path("model.toml"),
-        help="file to write; -: print it (default: %(default)s)",
-    )
-    p.add_argument("--name", help="the model's name (default: the checkpoint's)")
-    p.add_argument(
-        "--row-format", default="int8", help="int2, int4, int8, fp8, fp16 or fp32 (default: %(default)s)"
-    )
-    p.add_argument("--force", action="store_true", help="replace the file where there is one")
+    p.option("--out", "file to write; -: print it", type=Path, default=Path("model.toml"))
+    p.option("--name", "the model's name (default: the checkpoint's)")
+    p.option("--row-format", "int2, int4, int8, fp8, fp16 or fp32", default="int8")
+    p.option("--force", "replace the file where there is one", action="store_true")
 
     p = command(
         "manifest", manifest, "write checksums of a checkpoint's rows, which every load of it then checks"
     )
-    p.add_argument("checkpoint", type=Path)
-    p.add_argument(
-        "--out", type=Path, help="file to write (default: beside the checkpoint, where load finds it)"
-    )
+    p.option("checkpoint", type=Path)
+    p.option("--out", "file to write (default: beside the checkpoint, where load finds it)", type=Path)
 
     p = command("load", load, "quantize a checkpoint into shared memory and publish it as a new version")
-    p.add_argument("model", type=Path, metavar="MODEL.TOML")
-    p.add_argument(
-        "--threads",
-        type=count(0),
-        default=0,
-        help="threads that quantize; 0: one a core (default: %(default)s)",
-    )
-    p.add_argument(
-        "--max-memory",
-        type=size,
-        default="64MiB",
-        metavar="BYTES",
-        help="most private memory for buffers (default: %(default)s)",
-    )
-    p.add_argument("--backend", default="native", help="native or fbgemm (default: %(default)s)")
-    p.add_argument(
-        "--keep", type=KEEP, default=1, help="older versions to keep for a rollback (default: %(default)s)"
-    )
-    p.add_argument(
+    p.option("model", type=Path, metavar="MODEL.TOML")
+    p.option("--threads", "threads that quantize; 0: one a core", type=count(0), default=0)
+    p.option("--max-memory", "most private memory for buffers", type=size, default="64MiB", metavar="BYTES")
+    p.option("--backend", "native or fbgemm", default="native")
+    p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)
+    p.option(
         "--only",
+        "load this table, keep the others of the live version; may be repeated",
         action="append",
         default=[],
         metavar="TABLE",
-        help="load this table, keep the others of the live version; may be repeated",
     )
-    p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
-    p.add_argument("--group", help="a group that may read the model (default: this user alone)")
+    p.option("--no-activate", "publish without making it the live version", action="store_true")
+    p.option("--group", "a group that may read the model (default: this user alone)")
 
     p = command(
         "list",
         showing.list_models,
         "list models and versions in shared memory, or those that a running server has",
     )
-    p.add_argument(
+    p.option(
         "--url",
+        "list what this server serves (alone: TABLESIDE_URL)",
         type=url,
         nargs="?",
         const=default_url(),
-        help="list what this server serves (alone: TABLESIDE_URL)",
     )
     add_headers(p)
     add_json(p)
 
     p = command("inspect", showing.inspect, "show what a version holds")
-    p.add_argument("model")
-    p.add_argument(
-        "version", type=state, nargs="?", metavar="VERSION[+SEQUENCE]", help="(default: the live state)"
-    )
+    p.option("model")
+    p.option("version", "(default: the live state)", type=state, nargs="?", metavar="VERSION[+SEQUENCE]")
     add_json(p)
 
     p = command("verify", verify, "read every byte of the versions and compare checksums")
-    p.add_argument("model", nargs="?", help="(default: all models)")
-    p.add_argument("version", type=count(1), nargs="?", help="(default: all versions)")
+    p.option("model", "(default: all models)", nargs="?")
+    p.option("version", "(default: all versions)", type=count(1), nargs="?")
 
     p = command("activate", activate, "make a published version the live one: rollback, or a staged release")
-    p.add_argument("model")
-    p.add_argument(
+    p.option("model")
+    p.option(
         "version",
+        "a version with its newest changes, or those up to one",
         type=state,
         metavar="VERSION[+SEQUENCE]",
-        help="a version with its newest changes, or those up to one",
     )
 
     p = command("remove", remove, "remove a version that is not live, or a whole model")
-    p.add_argument("model")
-    p.add_argument("version", type=count(1), nargs="?")
-    p.add_argument("--all", action="store_true", help="the whole model, the live version too")
+    p.option("model")
+    p.option("version", type=count(1), nargs="?")
+    p.option("--all", "the whole model, the live version too", action="store_true")
 
     p = command("gc", gc, "remove what killed loads left, and old versions")
-    p.add_argument("model", nargs="?", help="(default: all models)")
-    p.add_argument(
-        "--keep", type=KEEP, default=1, help="older versions to keep for a rollback (default: %(default)s)"
-    )
+    p.option("model", "(default: all models)", nargs="?")
+    p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)
     add_keep_states(p)
 
     p = command("compact", compact_model, "make the live version and the changes over it the next version")
-    p.add_argument("model")
-    p.add_argument("--threads", type=count(0), default=0, help="(default: one a core)")
+    p.option("model")
+    p.option("--threads", "(default: one a core)", type=count(0), default=0)

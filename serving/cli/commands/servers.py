@@ -8,8 +8,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import numpy as np
-import orjson
-from rich.table import Table
 
 from tableside.loader.model.nearest import did_you_mean
 from tableside.serving.cli import remote
@@ -17,7 +15,8 @@ from tableside.serving.cli.arguments import AddCommand, add_json, count, exponen
 from tableside.serving.cli.commands.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.commands.generator import ARRIVALS, Load, merged, run, run_at_rate
 from tableside.serving.cli.commands.top import top as show_top
-from tableside.serving.cli.output import console, load_where_named, mb, print_json
+from tableside.serving.cli.output import console, load_where_named, mb, print_json, table_of
+from tableside.serving.cli.parser import Parser
 from tableside.serving.cli.remote import add_server
 from tableside.serving.client import Jagged
 from tableside.serving.client.address import Address
@@ -25,6 +24,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.settings import ServerSettings, add_options, given
 
 _LATENCIES = {"p50_ms": 50, "p99_ms": 99, "p99_9_ms": 99.9}
+_HEADS = ("form", "requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed")
 _TURNS = 5  # of each form, where there are several
 
 
@@ -64,11 +64,7 @@ def lookup(options: argparse.Namespace) -> int:
     with remote.client(options) as client:
         vectors = client.lookup(options.model, features)
     if options.json:
-        print(
-            orjson.dumps(
-                {k: v.astype(np.float32) for k, v in vectors.items()}, option=orjson.OPT_SERIALIZE_NUMPY
-            ).decode()
-        )
+        print_json({k: v.astype(np.float32) for k, v in vectors.items()})
         return 0
     for name, array in vectors.items():
         console.print(f"{name} {array.dtype} {list(array.shape)}")
@@ -118,7 +114,7 @@ def bench(options: argparse.Namespace) -> int:
     else:
         console.print(f"{options.model}: {features} features x {shape}")
         console.print(_how(options, requests))
-        console.print(_loads_table(loads))
+        console.print(table_of(_HEADS, map(_cells, loads)))
         for load in failures:
             console.print(
                 f"{load['form']}: {load['failed']} failed, the first of: {load['failure']}", markup=False
@@ -126,12 +122,9 @@ def bench(options: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _loads_table(loads: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("form", "requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed", box=None)
-    for load in loads:
-        rates = (f"{load[key]:,.0f}" for key in ("requests_per_s", "ids_per_s"))
-        table.add_row(load["form"], *rates, *(f"{load[key]:.2f}" for key in _LATENCIES), str(load["failed"]))
-    return table
+def _cells(load: Mapping[str, Any]) -> tuple[str, ...]:
+    rates = (f"{load[key]:,.0f}" for key in ("requests_per_s", "ids_per_s"))
+    return load["form"], *rates, *(f"{load[key]:.2f}" for key in _LATENCIES), str(load["failed"])
 
 
 def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, Any]:
@@ -198,58 +191,46 @@ def _parse_dense(text: str) -> tuple[str, list[list[float]]]:
 
 def add_commands(command: AddCommand) -> None:
     p = command("serve", serve, "serve models over HTTP; those that are named by a path are loaded first")
-    p.add_argument(
+    p.option(
         "models",
+        "a published model, or a model.toml or checkpoint, loaded unless it is live",
         nargs="*",
         metavar="MODEL",
         default=None,
-        help="a published model, or a model.toml or checkpoint, loaded unless it is live",
     )
     add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
     p.usage = f"{p.prog} [OPTION ...] [MODEL ...]"
 
     p = command("lookup", lookup, "look ids up on a running server and print the vectors")
     _add_server(p)
-    p.add_argument(
-        "features",
-        nargs="+",
-        metavar="FEATURE=IDS",
-        help="bags separated by ';', ids by ',': clicked=1,2,3;7",
+    p.option(
+        "features", "bags separated by ';', ids by ',': clicked=1,2,3;7", nargs="+", metavar="FEATURE=IDS"
     )
-    p.add_argument("--json", action="store_true", help="whole vectors as JSON")
+    p.option("--json", "whole vectors as JSON", action="store_true")
 
     p = command("score", score, "score rows on a running server, with the model's scorer")
     _add_server(p)
-    p.add_argument("features", nargs="+", metavar="FEATURE=IDS", help="a bag a row: user=1;7")
-    p.add_argument(
-        "--dense", action="append", metavar="NAME=ROWS", help="a dense tensor: context=0.5,1;0.25,2"
-    )
+    p.option("features", "a bag a row: user=1;7", nargs="+", metavar="FEATURE=IDS")
+    p.option("--dense", "a dense tensor: context=0.5,1;0.25,2", action="append", metavar="NAME=ROWS")
 
 
 def add_bench_and_top(command: AddCommand) -> None:
     p = command("bench", bench, "load a running server and report throughput and latencies")
     _add_server(p)
-    p.add_argument(
-        "--batch", type=count(1), default=32, help="bags per feature in a request (default: %(default)s)"
-    )
-    p.add_argument("--ids", type=count(1), default=20, help="ids of a bag, on average (default: %(default)s)")
-    p.add_argument("--same", action="store_true", help="as many ids in every bag, not random lengths")
-    p.add_argument(
+    p.option("--batch", "bags per feature in a request", type=count(1), default=32)
+    p.option("--ids", "ids of a bag, on average", type=count(1), default=20)
+    p.option("--same", "as many ids in every bag, not random lengths", action="store_true")
+    p.option(
         "--form",
+        "two tensors per feature, two in all, or both in turns (default: named)",
         choices=(*FORMS, "both"),
         default="named",
-        help="two tensors per feature, two in all, or both in turns (default: named)",
     )
-    p.add_argument("--concurrency", type=count(1), default=16, help="connections (default: %(default)s)")
-    p.add_argument("--seconds", type=seconds, default=5.0, help="how long (default: %(default)s)")
-    p.add_argument("--rate", type=rate, help="requests a second, sent when due; default: as fast as answered")
-    p.add_argument(
-        "--arrivals",
-        choices=ARRIVALS,
-        default="poisson",
-        help="with --rate: when requests are due (default: %(default)s)",
-    )
-    p.add_argument("--zipf", type=exponent, help="draw ids by Zipf's law with this exponent, not uniformly")
+    p.option("--concurrency", "connections", type=count(1), default=16)
+    p.option("--seconds", "how long", type=seconds, default=5.0)
+    p.option("--rate", "requests a second, sent when due; default: as fast as answered", type=rate)
+    p.option("--arrivals", "with --rate: when requests are due", choices=ARRIVALS, default="poisson")
+    p.option("--zipf", "draw ids by Zipf's law with this exponent, not uniformly", type=exponent)
 
     add_json(p)
 
@@ -257,11 +238,11 @@ def add_bench_and_top(command: AddCommand) -> None:
         "top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches"
     )
     add_server(p)
-    p.add_argument("--seconds", type=seconds, default=2.0, help="between two looks (default: %(default)s)")
-    p.add_argument("--once", action="store_true", help="one table, and end")
+    p.option("--seconds", "between two looks", type=seconds, default=2.0)
+    p.option("--once", "one table, and end", action="store_true")
     add_json(p)
 
 
-def _add_server(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model")
+def _add_server(p: Parser) -> None:
+    p.option("model")
     add_server(p)

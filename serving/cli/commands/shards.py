@@ -17,10 +17,17 @@ from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import CompiledKernel, has_driver
 from tableside.quant.installed import require
 from tableside.serving.cli.arguments import KEEP, AddCommand, count
-from tableside.serving.cli.output import check_no_path, console, mb, progress_bar, published, root_settings
+from tableside.serving.cli.output import (
+    check_no_path,
+    console,
+    mb,
+    progress_bar,
+    published,
+    root_settings,
+    table_of,
+)
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import compile_once, kernels_wanted, triton_cache
-from tableside.serving.settings import RootSettings, given
 
 
 def compile_kernels(options: argparse.Namespace) -> int:
@@ -29,8 +36,7 @@ def compile_kernels(options: argparse.Namespace) -> int:
         raise ServingError("TRITON_INTERPRET=1 has Triton interpret kernels and compile none; unset it")
     require("tableside compile", "torch", "triton", extra="gpu")
     arch = _arch(options.arch)
-    settings = RootSettings(**given(options, RootSettings))
-    segment = Model(settings.root, options.model, settings.owner).attach(options.version, "header")
+    segment = published(options).attach(options.version, "header")
     compiled: dict[str, CompiledKernel] = {}
     for what, tensors in (("servers", False), ("modules", True)):
         wanted = kernels_wanted(
@@ -43,10 +49,8 @@ def compile_kernels(options: argparse.Namespace) -> int:
     if not compiled:
         console.print(f"all kernels {where} were there before")
         return 0
-    table = Table("kernel", "s", box=None)
-    for one in sorted(compiled.values()):
-        table.add_row(one.name, f"{one.seconds:.1f}")
-    console.print(table)
+    rows = ((one.name, f"{one.seconds:.1f}") for one in sorted(compiled.values()))
+    console.print(table_of(("kernel", "s"), rows))
     console.print(f"{len(compiled)} kernels {where}")
     if not has_driver():
         console.print(
@@ -99,12 +103,8 @@ def reshard(options: argparse.Namespace) -> int:
         for holding in holdings:
             table.add_row(when, *_cells(holding))
         if len(holdings) > 1:
-            totals = (
-                sum(h.rows for h in holdings),
-                sum(h.ids for h in holdings),
-                sum(h.bytes for h in holdings),
-            )
-            table.add_row(when, "together", "", f"{totals[0]:,}", f"{totals[1]:,}", mb(totals[2]))
+            rows, ids, size = (sum(getattr(h, n) for h in holdings) for n in ("rows", "ids", "bytes"))
+            table.add_row(when, "together", "", f"{rows:,}", f"{ids:,}", mb(size))
     console.print(table)
     if not options.no_activate:
         for holding in done.after:
@@ -119,55 +119,34 @@ def _cells(holding: Holding) -> tuple[str, ...]:
 
 def add_commands(command: AddCommand) -> None:
     p = command("export", export, "write a table as a file that other programs read, dequantized")
-    p.add_argument("model")
-    p.add_argument("table")
-    p.add_argument(
-        "--to", type=Path, required=True, metavar="FILE", help="a .parquet, .npz or .safetensors file"
-    )
-    p.add_argument("--version", type=count(1), help="the version (default: the live one)")
-    p.add_argument(
-        "--format",
-        choices=VALUE_FORMATS,
-        default=VALUE_FORMATS[0],
-        help="of the values (default: %(default)s)",
-    )
-    p.add_argument("--name", help="its name in .npz and .safetensors: NAME.ids, NAME.weight")
-    p.add_argument("--force", action="store_true", help="replace the file where there is one")
+    p.option("model")
+    p.option("table")
+    p.option("--to", "a .parquet, .npz or .safetensors file", type=Path, required=True, metavar="FILE")
+    p.option("--version", "the version (default: the live one)", type=count(1))
+    p.option("--format", "of the values", choices=VALUE_FORMATS, default=VALUE_FORMATS[0])
+    p.option("--name", "its name in .npz and .safetensors: NAME.ids, NAME.weight")
+    p.option("--force", "replace the file where there is one", action="store_true")
 
     p = command("compile", compile_kernels, "compile what a model needs on a GPU, which need not be here")
-    p.add_argument("model")
-    p.add_argument("--version", type=count(1), help="the version (default: the live one)")
-    p.add_argument(
-        "--arch", metavar="sm_90", help="the GPU's architecture (default: that of this machine's GPU)"
-    )
-    p.add_argument(
+    p.option("model")
+    p.option("--version", "the version (default: the live one)", type=count(1))
+    p.option("--arch", "the GPU's architecture (default: that of this machine's GPU)", metavar="sm_90")
+    p.option(
         "--placement",
+        "as it will be served (default: auto, all)",
         choices=("auto", "hbm", "cached", "hybrid", "zero_copy"),
         default="auto",
-        help="as it will be served (default: auto, all)",
     )
-    p.add_argument(
-        "--cache-policy", choices=("lfu", "lru"), default="lfu", help="of the cache (default: %(default)s)"
-    )
-    p.add_argument("--jobs", type=count(1), help="kernels compiled at once (default: one a core)")
+    p.option("--cache-policy", "of the cache", choices=("lfu", "lru"), default="lfu")
+    p.option("--jobs", "kernels compiled at once (default: one a core)", type=count(1))
 
     p = command(
         "reshard", reshard, "publish a model as models of several owners, which have a share of its ids each"
     )
-    p.add_argument("model")
-    p.add_argument(
-        "--owners", type=count(1), required=True, help="how many there will be; 1: the whole model"
-    )
-    p.add_argument(
-        "--from",
-        type=count(1),
-        default=1,
-        dest="from_owners",
-        help="how many hold it now (default: %(default)s)",
-    )
-    p.add_argument("--version", type=count(1), help="the version of the model (default: the live one)")
-    p.add_argument(
-        "--keep", type=KEEP, default=1, help="older versions to keep for each owner (default: %(default)s)"
-    )
-    p.add_argument("--no-activate", action="store_true", help="publish without making it the live version")
-    p.add_argument("--group", help="a group that may read what is published (default: this user alone)")
+    p.option("model")
+    p.option("--owners", "how many there will be; 1: the whole model", type=count(1), required=True)
+    p.option("--from", "how many hold it now", type=count(1), default=1, dest="from_owners")
+    p.option("--version", "the version of the model (default: the live one)", type=count(1))
+    p.option("--keep", "older versions to keep for each owner", type=KEEP, default=1)
+    p.option("--no-activate", "publish without making it the live version", action="store_true")
+    p.option("--group", "a group that may read what is published (default: this user alone)")

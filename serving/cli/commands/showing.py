@@ -21,7 +21,7 @@ from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.states import State, attach_state, kept_states, resolve, state_of
 from tableside.loader.versions.versions import Model, models
 from tableside.serving.cli import remote
-from tableside.serving.cli.output import console, mb, print_json, published, root_settings
+from tableside.serving.cli.output import console, mb, print_json, published, root_settings, table_of
 
 _UNKNOWN = dict.fromkeys(
     (
@@ -171,15 +171,12 @@ def _tables(h: Header) -> Iterator[Table]:
             t.row_format, str(t.row_bytes), mb(t.bytes), escape(t.key),
         )  # fmt: skip
     yield table
-    table = Table("feature", "table", "pooling", "output", box=None)
-    for f in h.features:
-        table.add_row(f.name, f.table, f.pooling, f.output)
-    yield table
+    rows = ((f.name, f.table, f.pooling, f.output) for f in h.features)
+    yield table_of(("feature", "table", "pooling", "output"), rows)
     if h.scorer is not None:
-        table = Table(f"{h.scorer.kind} scorer's input", "feature", "width", box=None)
-        for i in h.scorer.inputs:
-            table.add_row(escape(i.name), i.feature or "(dense: a request brings it)", str(i.width))
-        yield table
+        dense = "(dense: a request brings it)"
+        inputs = ((escape(i.name), i.feature or dense, str(i.width)) for i in h.scorer.inputs)
+        yield table_of((f"{h.scorer.kind} scorer's input", "feature", "width"), inputs)
 
 
 def _version(segment: Segment) -> dict[str, Any]:

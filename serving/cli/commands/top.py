@@ -9,10 +9,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 
 from tableside.serving.cli import remote
-from tableside.serving.cli.output import console, print_json
+from tableside.serving.cli.output import console, print_json, table_of
 from tableside.serving.client import Client
 
 Samples = Mapping[tuple[str, str], float]  # name of a sample, one label's value -> the sum of all with it
@@ -108,43 +107,37 @@ def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
 
 def tables(found: Mapping[str, Any]) -> Group:
     """`rates` as tables."""
-    models = Table(
-        "model", "sequence", "requests/s", "refused/s", "ids/s", "without row/s", "row MB/s", box=None
+    heads: tuple[str, ...] = (
+        "model",
+        "sequence",
+        "requests/s",
+        "refused/s",
+        "ids/s",
+        "without row/s",
+        "row MB/s",
     )
-    for m in found["models"]:
-        models.add_row(
-            m["model"],
-            f"{m['sequence']:,.0f}",
-            *(f"{m[key]:,.0f}" for key in [*_OF_MODELS][:-1]),
-            f"{m['row_bytes_per_s'] / 1e6:,.1f}",
-        )
-    parts = [models]
+    rows: Iterator[tuple[str, ...]] = (
+        (m["model"], f"{m['sequence']:,.0f}", *(f"{m[key]:,.0f}" for key in [*_OF_MODELS][:-1]),
+         f"{m['row_bytes_per_s'] / 1e6:,.1f}")
+        for m in found["models"]
+    )  # fmt: skip
+    parts = [table_of(heads, rows)]
     if found["cached_tables"]:
-        heads = ("cache", "slots", "occupied", "admitted/s", "evicted/s", "staged only/s", "no free slot/s")
-        shown = Table(*heads, box=None)
-        for t in found["cached_tables"]:
-            shown.add_row(
-                t["table"],
-                f"{t['ids_per_s']:,.0f}",
-                "-" if t["hit_fraction"] is None else f"{t['hit_fraction']:.3f}",
-                f"{t['fetched_rows_per_s']:,.0f}",
-                f"{t['bus_bytes_per_s'] / 1e6:,.1f}",
-                f"{t['in_place_ids_per_s']:,.0f}",
-            )
-        parts.append(shown)
+        heads = ("cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s")
+        rows = (
+            (t["table"], f"{t['ids_per_s']:,.0f}",
+             "-" if t["hit_fraction"] is None else f"{t['hit_fraction']:.3f}",
+             f"{t['fetched_rows_per_s']:,.0f}", f"{t['bus_bytes_per_s'] / 1e6:,.1f}",
+             f"{t['in_place_ids_per_s']:,.0f}")
+            for t in found["cached_tables"]
+        )  # fmt: skip
+        parts.append(table_of(heads, rows))
     if found["caches"]:
-        shown = Table(
-            "cache",
-            "slots",
-            "occupied",
-            "admitted/s",
-            "evicted/s",
-            "staged only/s",
-            "no free slot/s",
-            box=None,
-        )
-        for c in found["caches"]:
-            counts = (f"{c[key]:,.0f}" for key in _OF_CACHES)
-            shown.add_row(c["device"], f"{c['slots']:,.0f}", f"{c['occupied_fraction']:.1%}", *counts)
-        parts.append(shown)
+        heads = ("cache", "slots", "occupied", "admitted/s", "evicted/s", "staged only/s", "no free slot/s")
+        rows = (
+            (c["device"], f"{c['slots']:,.0f}", f"{c['occupied_fraction']:.1%}",
+             *(f"{c[key]:,.0f}" for key in _OF_CACHES))
+            for c in found["caches"]
+        )  # fmt: skip
+        parts.append(table_of(heads, rows))
     return Group(*parts)

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from tableside.loader.deltas.apply import ApplyResult, ApplySettings, position_of
 from tableside.loader.deltas.apply import apply as apply_changes
 from tableside.loader.deltas.change_files import read_changes, rows_in
@@ -21,7 +19,8 @@ from tableside.loader.errors import ChangeError
 from tableside.loader.load.load import Progress
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli.arguments import AddCommand, add_json, add_keep_states, count, seconds, share
-from tableside.serving.cli.output import console, mb, print_json, progress_bar, published
+from tableside.serving.cli.output import console, mb, print_json, progress_bar, published, table_of
+from tableside.serving.cli.parser import Parser
 from tableside.serving.errors import ServingError
 from tableside.serving.follow.loop import BadChangeFile, Compactions, Step, open_source
 from tableside.serving.follow.loop import follow as follow_source
@@ -132,31 +131,14 @@ def _say_applied(options: argparse.Namespace, applied: ApplyResult, counted: _Me
         }
         print_json({**found, **more, "tables": counted.tables()})
         return
-    table = Table("table", "changes", "deletions", box=None)
-    for row in counted.tables():
-        table.add_row(row["name"], f"{row['rows']:,}", f"{row['deleted']:,}")
-    console.print(table)
+    rows_of = ((t["name"], f"{t['rows']:,}", f"{t['deleted']:,}") for t in counted.tables())
+    console.print(table_of(("table", "changes", "deletions"), rows_of))
     rows = sum(counted.rows.values())
     console.print(
         f"{options.model} {applied.state}: {rows:,} changes in {seconds:.2f} s, {rows / seconds:,.0f} "
         f"rows/s; all changes of version {applied.state.version} take {mb(applied.delta_bytes)}",
         markup=False,
     )
-
-
-class _Stop:
-    """Whether a signal has arrived."""
-
-    def __init__(self) -> None:
-        self.is_asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
-
-    def _ask(self, *_: object) -> None:
-        self.is_asked = True
-
-    def __call__(self) -> bool:
-        return self.is_asked
 
 
 class _BatchReport:
@@ -200,7 +182,13 @@ def follow(options: argparse.Namespace) -> int:
     """Applies a stream until a signal ends it; the batch under way is finished."""
     logging.config.dictConfig(log_config("text"))
     os.nice(options.nice)
-    model, stop = published(options), _Stop()
+    model, came = published(options), list[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda sig, _: came.append(sig))
+
+    def stop() -> bool:
+        return bool(came)
+
     source = open_source(
         options.source, options.name, options.table or _only_table(model), options.start, stop
     )
@@ -238,62 +226,49 @@ def add_commands(command: AddCommand) -> None:
         apply,
         "change rows of the live version: insert, overwrite and delete those that a file names",
     )
-    p.add_argument("model")
-    p.add_argument(
-        "file",
-        type=Path,
-        help="a .parquet, .npz or .jsonl file with tables, ids and vectors (docs/updates.md)",
+    p.option("model")
+    p.option(
+        "file", "a .parquet, .npz or .jsonl file with tables, ids and vectors (docs/updates.md)", type=Path
     )
     _add_changes(p)
-    p.add_argument(
-        "--number", type=count(1), help="the sender's count: an applied one does nothing, a gap is an error"
-    )
-    p.add_argument("--source", help="the sender, where several count for themselves (default: apply)")
-    p.add_argument("--first", action="store_true", help="the count begins with --number, and not with 1")
+    p.option("--number", "the sender's count: an applied one does nothing, a gap is an error", type=count(1))
+    p.option("--source", "the sender, where several count for themselves (default: apply)")
+    p.option("--first", "the count begins with --number, and not with 1", action="store_true")
     add_json(p)
 
     p = command("follow", follow, "apply a stream of changes to the live version, until SIGTERM or SIGINT")
-    p.add_argument("model")
-    p.add_argument(
-        "source", help="a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY"
-    )
+    p.option("model")
+    p.option("source", "a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY")
     _add_changes(p)
     told = (
         "seconds until changes are visible, if applying takes less than half of that (default: %(default)s)"
     )
-    p.add_argument("--every-s", type=seconds, default=1.0, help=told)
-    p.add_argument(
-        "--rows",
-        type=count(1),
-        default=1_000_000,
-        help="rows after which a batch ends, about (default: %(default)s)",
-    )
-    p.add_argument(
+    p.option("--every-s", told, type=seconds, default=1.0)
+    p.option("--rows", "rows after which a batch ends, about", type=count(1), default=1000000)
+    p.option(
         "--from",
+        "where to begin without a kept position: start, end, or a position",
         dest="start",
         default="start",
         metavar="POSITION",
-        help="where to begin without a kept position: start, end, or a position",
     )
-    p.add_argument(
+    p.option(
         "--compact-at",
+        "compact beyond this share of the version's bytes; 0: never (default: 0)",
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="compact beyond this share of the version's bytes; 0: never (default: 0)",
     )
     told = "niceness, 0 to 19: above 0 servers' lookups come first (default: %(default)s)"
-    p.add_argument("--nice", type=int, choices=range(20), default=10, metavar="N", help=told)
+    p.option("--nice", told, type=int, choices=range(20), default=10, metavar="N")
     told = "write refused changes to this file, a line of JSON each, and go on (default: end)"
-    p.add_argument("--skip-bad", type=Path, metavar="FILE", help=told)
-    p.add_argument("--reset", action="store_true", help="begin at --from, whatever was applied")
-    p.add_argument("--name", help="the stream's name in the state (default: folder:PATH or redis:KEY)")
+    p.option("--skip-bad", told, type=Path, metavar="FILE")
+    p.option("--reset", "begin at --from, whatever was applied", action="store_true")
+    p.option("--name", "the stream's name in the state (default: folder:PATH or redis:KEY)")
     add_json(p)
 
 
-def _add_changes(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--table", help="the table of all rows (default: the model's only one, or each row's)")
-    p.add_argument(
-        "--threads", type=count(0), default=0, help="threads that quantize; 0: one a core (default: 0)"
-    )
+def _add_changes(p: Parser) -> None:
+    p.option("--table", "the table of all rows (default: the model's only one, or each row's)")
+    p.option("--threads", "threads that quantize; 0: one a core (default: 0)", type=count(0), default=0)
     add_keep_states(p)
