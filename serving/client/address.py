@@ -103,15 +103,13 @@ class Address:
         """A connection, its TLS handshake done. OSError: there is none."""
         if self.path is not None:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
+        else:
+            made = socket.create_connection((self.host, self.port), timeout_s)
+        try:
+            if self.path is not None:
                 made.settimeout(timeout_s)
                 made.connect(self.path)
-            except BaseException:
-                made.close()
-                raise
-            return made
-        made = socket.create_connection((self.host, self.port), timeout_s)
-        try:
+                return made
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             return self.tls.wrap_socket(made, server_hostname=self.host) if self.tls is not None else made
         except BaseException:

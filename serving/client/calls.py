@@ -4,7 +4,7 @@ Request templates and models' schemas are cached here, bounded. Any thread may c
 only costs time.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -17,7 +17,7 @@ import orjson
 
 from tableside.loader.model.model import SCORE
 from tableside.serving.client import compact as compact_form
-from tableside.serving.client.compact import CompactAnswer, CompactForm, Keyed, Schema
+from tableside.serving.client.compact import CompactAnswer, CompactForm, Keyed, Schema, given_as
 from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors, from_torchrec, to_torchrec
 from tableside.serving.client.messages import (
@@ -33,7 +33,6 @@ from tableside.serving.client.messages import (
 from tableside.serving.client.named import NamedForm, vectors
 
 V = TypeVar("V")
-T = TypeVar("T")
 # from as many on the compact form costs client and server less than the named one (benchmarks/client.py)
 COMPACT_FEATURES = 32
 _KEPT = 64
@@ -64,12 +63,8 @@ def cut(
 ) -> dict[str, Any]:
     """Splits a compact request's mask [ids] into those of the `wanted` features. shapes: of each feature's
     ids. ClientError: the mask has another size."""
-    parts = {n: p for n, p in zip(names, _shaped(f"kjt{FOUND}", mask, shapes), strict=True) if n in wanted}
-    if not as_torch:
-        return parts
-    import torch
-
-    return {name: torch.from_numpy(part) for name, part in parts.items()}
+    parts = zip(names, _shaped(f"kjt{FOUND}", mask, shapes), strict=True)
+    return {name: given_as(part, as_torch) for name, part in parts if name in wanted}
 
 
 def _shaped(name: str, mask: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -80,18 +75,6 @@ def _shaped(name: str, mask: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any
             200, f"output {name} has shape {list(mask.shape)}; expected [{ends[-1]}], one an id"
         )
     return [mask[a:b].reshape(shape) for (a, b), shape in zip(pairwise(ends), shapes, strict=True)]
-
-
-class _Recent(dict[Hashable, T]):
-    """A bounded cache; it is emptied when full."""
-
-    def get_or_make(self, key: Hashable, make: Callable[..., T], *arguments: Any) -> T:
-        found = self.get(key)
-        if found is None:
-            if len(self) >= _KEPT:
-                self.clear()
-            found = self[key] = make(*arguments)
-        return found
 
 
 class AnsweredBy(NamedTuple):
@@ -124,10 +107,9 @@ class Calls:
 
     def __init__(self, base_url: str, retries: int) -> None:
         self._base_url, self._retries = base_url, max(0, retries)
-        self._named: _Recent[NamedForm] = _Recent()
-        self._compact: _Recent[CompactForm | str] = _Recent()
+        self._named, self._compact = lru_cache(_KEPT)(NamedForm), lru_cache(_KEPT)(compact_form.make_form)
         # False: the server does not know the compact form
-        self._schemas: _Recent[Schema | Literal[False]] = _Recent()
+        self._schemas: dict[str, Schema | Literal[False]] = {}
 
     def lookup(
         self,
@@ -154,11 +136,8 @@ class Calls:
         given = columns(features)
         arrays = {name: array(value, np.dtype("<f4"), name) for name, value in (dense or {}).items()}
         found = yield from self._infer(_path(model, version), given, arrays, [SCORE], compact)
-        if not given.is_torch and any_torch([*(dense or {}).values()]):
-            import torch
-
-            return torch.from_numpy(found[SCORE])
-        return found[SCORE]
+        as_torch = not given.is_torch and any_torch([*(dense or {}).values()])
+        return given_as(found[SCORE], as_torch)
 
     def models(self) -> Call[list[dict[str, Any]]]:
         return list((yield from self._get("/v1/models")).json()["models"])
@@ -204,8 +183,7 @@ class Calls:
             if compact:
                 raise FeatureError(f"these features cannot be sent in the compact form: {obstacle}")
         asked = None if outputs is None else tuple(outputs)
-        what = (given.names, given.kinds, tuple(dense), asked, wants_found)
-        form = self._named.get_or_make(what, NamedForm, *what)
+        form = self._named(given.names, given.kinds, tuple(dense), asked, wants_found)
         response = yield from self._post(path, *form.encode(given, dense))
         by_name = vectors(form.outputs.read(check_status(response)), given.is_torch)
         if not wants_found:
@@ -263,8 +241,7 @@ class Calls:
             is_new = path not in self._schemas
             schema = yield from self._schema(path)
             what = (given.names, given.weights is not None, tuple(dense), asked, wants_found)
-            key = (schema and schema.digest, *what)
-            form = self._compact.get_or_make(key, compact_form.make_form, schema or None, *what)
+            form = self._compact(schema or None, *what)
             if isinstance(form, str):
                 if not is_only_way or is_new or attempt == 2:
                     return form
@@ -280,8 +257,10 @@ class Calls:
     def _schema(self, path: str) -> Call[Schema | Literal[False]]:
         found = self._schemas.get(path)
         if found is None:
-            metadata = (yield from self._get(path)).json()
-            found = self._schemas.get_or_make(path, lambda: Schema.of(metadata) or False)
+            found = Schema.of((yield from self._get(path)).json()) or False
+            if len(self._schemas) >= _KEPT:
+                self._schemas.clear()
+            self._schemas[path] = found
         return found
 
     # ---- requests ----

@@ -10,7 +10,7 @@ with other dims refuses it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Feature:
 class Schema:
     """A model's features for the compact form. digest: the server's."""
 
-    features: Mapping[str, Feature]
+    features: Mapping[str, Feature] = field(hash=False)
     digest: str
 
     @classmethod
@@ -243,7 +243,7 @@ class CompactForm:
         found = answer.pooled_vectors(as_torch)
         if answer.sequences is not None:
             found = {**dict.fromkeys(self._names), **found, **answer.unpooled_vectors(as_torch)}
-        found.update({name: _as(array, as_torch) for name, array in answer.others.items()})
+        found.update({name: given_as(array, as_torch) for name, array in answer.others.items()})
         return found if self._wanted is None else {name: found[name] for name in self._wanted}
 
 
@@ -264,7 +264,7 @@ def _escaped(text: bytes) -> bytes:
     return text.replace(b"%", b"%%")
 
 
-def _as(array: Array, as_torch: bool) -> Any:
+def given_as(array: Array, as_torch: bool) -> Any:
     if not as_torch:
         return array
     import torch
@@ -288,7 +288,7 @@ class CompactAnswer(NamedTuple):
         found: dict[str, Any] = {}
         if self.pooled is None:
             return found
-        bags, whole = len(self.pooled), _as(self.pooled, as_torch)
+        bags, whole = len(self.pooled), given_as(self.pooled, as_torch)
         for names, dim, at in self.form.runs:
             block = whole[:, at : at + len(names) * dim].reshape(bags, len(names), dim)
             blocks = block.unbind(1) if as_torch else block.transpose(1, 0, 2)
@@ -299,7 +299,7 @@ class CompactAnswer(NamedTuple):
         """name -> [ids, dim]."""
         if self.sequences is None or self.offsets is None:
             return {}
-        ends, whole = self.offsets.tolist(), _as(self.sequences, as_torch)
+        ends, whole = self.offsets.tolist(), given_as(self.sequences, as_torch)
         return {
             f.name: whole[ends[i] : ends[i + 1]].reshape(-1, f.dim) for i, f in enumerate(self.form.unpooled)
         }

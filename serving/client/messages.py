@@ -68,15 +68,8 @@ def check_status(response: HttpResponse) -> HttpResponse:
     try:
         message = str(response.json()["error"])
     except (ValueError, KeyError, TypeError):
-        message = response.text or _phrase(response.status)
+        message = response.text or _PHRASES.get(response.status, "no reason was given")
     raise ClientError(response.status, message)
-
-
-def _phrase(status: int) -> str:
-    try:
-        return HTTPStatus(status).phrase
-    except ValueError:
-        return "no reason was given"
 
 
 # ---- the response of an infer request: JSON that names the tensors, then their bytes ----
@@ -84,6 +77,7 @@ def _phrase(status: int) -> str:
 DTYPES: dict[str, np.dtype[Any]] = {
     "FP32": np.dtype("<f4"), "FP16": np.dtype("<f2"), "INT64": np.dtype("<i8"), "BOOL": np.dtype(np.bool_)
 }  # fmt: skip
+_PHRASES = {int(s): s.phrase for s in HTTPStatus}
 FOUND = ".found"  # behind a feature's name: the output that says which ids its table has
 
 
