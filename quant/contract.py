@@ -272,29 +272,30 @@ class Plan(ABC):
         nothing was written."""
 
 
-class Planner(ABC):
+class Planner:
     """Plans lookups of its kinds, of any of them in any order, each time at other places. Any thread may
-    call."""
+    call. A planner has `run` or `plan` of its own; each is the other's default."""
 
-    @abstractmethod
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         """Plans lookups at `places`: int64 [lookups, fields of Place], which must not change. `BadIds.job`
         and the order of `Unfound` are those of the places. out_bytes: as in `Backend.plan`."""
+        return _PlacedPlan(self, places)
 
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Runs a plan of these places once, as `Plan.run` does."""
         return self.plan(places).run(inputs, outputs)
 
 
-class _OneByOnePlanner(Planner):
-    """A planner of backends that have none of their own."""
+class _PlacedPlan(Plan):
+    """Places, and the planner that runs them."""
 
-    def __init__(self, backend: "Backend", kinds: Sequence[LookupKind], threads: int) -> None:
-        self._backend, self._kinds, self._threads = backend, tuple(kinds), threads
+    __slots__ = ("_places", "_planner")
 
-    def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        lookups = [lookup_at(self._kinds, place) for place in places_in(places)]
-        return self._backend.plan(lookups, self._threads, out_bytes)
+    def __init__(self, planner: Planner, places: Any) -> None:
+        self._planner, self._places = planner, places
+
+    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        return self._planner.run(self._places, inputs, outputs)
 
 
 class Backend(ABC):
@@ -330,15 +331,15 @@ class Backend(ABC):
         """Lays out the lookups of one request. out_bytes: size of its output buffer if more than vectors lie
         there."""
 
+    @abstractmethod
     def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
         """Returns a planner for requests with lookups of these kinds."""
-        return _OneByOnePlanner(self, kinds, threads)
 
-    def dequantize(self, table: RowSource, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+    def dequantize(self, table: Table, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         """Rows [start, stop) as fp32 [rows, dim], by their numbers."""
-        table = by_row_number(table)
+        plain = by_row_number(table)
         ids = np.arange(start, table.rows if stop is None else stop, dtype=np.int64)
-        return self.lookup(table, ids, pooling=Pooling.NONE)
+        return self.lookup(plain, ids, pooling=Pooling.NONE)
 
 
 def by_row_number(table: RowSource) -> RowSource:

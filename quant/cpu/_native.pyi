@@ -7,7 +7,6 @@ KIND_FIELDS: tuple[str, ...]
 PLACE_FIELDS: tuple[str, ...]
 ROW_MAP_FIELDS: tuple[str, ...]
 LAYER_FIELDS: tuple[str, ...]
-GATHER_FIELDS: tuple[str, ...]
 GPU_KIND_FIELDS: tuple[str, ...]
 JOB_FIELDS: tuple[str, ...]
 MOVE_FIELDS: tuple[str, ...]
@@ -34,7 +33,6 @@ def lookup(
 def run(
     kinds: bytes, places: Any, inputs: Any, outputs: Any, threads: int
 ) -> tuple[int, int, int, int] | bytes | None: ...
-def gather(jobs: bytes, inputs: Any, outputs: Any, threads: int) -> tuple[int, int, int, int] | None: ...
 def quantize(
     row_format: int, source: int, values: Any, rows: int, dim: int, out: Any, row_bytes: int
 ) -> int: ...
@@ -91,7 +89,6 @@ def write_batch(
     locked: list[tuple[int, int]],
     from_bytes: int,
 ) -> list[tuple[int, int, int]]: ...
-def move(moves: bytes, source: Any, target: Any, source_base: int, target_base: int) -> None: ...
 def move_all(parts: Sequence[tuple[bytes, Any, int]], target: Any) -> None: ...
 def lengths_of(
     memory: Any, at: int, item_bytes: int, items: int, ids: int, form: int

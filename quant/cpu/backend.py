@@ -76,36 +76,27 @@ class CheckedLookup(NamedTuple):
     out: Floats
 
 
-class CpuPlan(Plan):
-    """Lookups of a backend that checks nothing by itself: all inputs are checked first, then looked up."""
-
-    def __init__(self, planner: "CpuPlanner", places: Sequence[Place]) -> None:
-        self._planner, self._places = planner, places
-
-    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        kinds, tables = self._planner.kinds, self._planner.tables
-        checked = [
-            _check(job, kinds[place.kind], tables[place.kind], place, inputs, outputs)
-            for job, place in enumerate(self._places)
-        ]
-        for place, (_, found, _) in zip(self._places, checked, strict=True):
-            if place.found_at >= 0:
-                np.frombuffer(outputs, np.bool_, place.ids, place.found_at)[:] = (
-                    True if found is None else found
-                )
-        self._planner.look_up([one for one, _, _ in checked], [place.kind for place in self._places])
-        unfound = [lacks for _, _, lacks in checked]
-        return unfound if any(map(any, unfound)) else None
-
-
 class CpuPlanner(Planner):
-    """Plans lookups that read these tables."""
+    """Runs lookups of a backend that checks nothing by itself: all inputs are checked first, then looked
+    up."""
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind]) -> None:
         self.kinds, self.tables = tuple(kinds), host_tables(kinds)
 
-    def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        return CpuPlan(self, places_in(places))
+    def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
+        asked = places_in(places)
+        checked = [
+            _check(job, self.kinds[place.kind], self.tables[place.kind], place, inputs, outputs)
+            for job, place in enumerate(asked)
+        ]
+        for place, (_, found, _) in zip(asked, checked, strict=True):
+            if place.found_at >= 0:
+                np.frombuffer(outputs, np.bool_, place.ids, place.found_at)[:] = (
+                    True if found is None else found
+                )
+        self.look_up([one for one, _, _ in checked], [place.kind for place in asked])
+        unfound = [lacks for _, _, lacks in checked]
+        return unfound if any(map(any, unfound)) else None
 
     @abstractmethod
     def look_up(self, lookups: Sequence[CheckedLookup], kinds: Sequence[int]) -> None:

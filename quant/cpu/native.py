@@ -23,6 +23,7 @@ from tableside.quant.contract import (
     RowSource,
     Table,
     Unfound,
+    place_of,
     places_in,
 )
 from tableside.quant.cpu import _native
@@ -35,6 +36,7 @@ from tableside.quant.rows.overlay import NativeLayer
 _MEASURED_FROM = 64 << 20  # bytes of a table; smaller ones lie in caches
 _measured = 0  # bytes of the largest table that prefetches were measured on
 
+_PACKED = 3  # the pooling of `gather`: rows are copied as they are packed
 _PROBLEMS = (None, Problem.ID, Problem.LENGTH, Problem.SUM, Problem.MISSING)
 
 
@@ -51,25 +53,13 @@ class _Kind(NamedTuple):
     row_map: int  # address of a NativeRowMap, or 0
 
 
-class _GatherJob(NamedTuple):
-    """Rows to be copied as `_native.gather` reads them, int64 each."""
-
-    table: int
-    rows: int
-    row_bytes: int
-    ids_at: int
-    ids: int
-    out_at: int
-
-
 _FIELDS = (
     _native.KIND_FIELDS,
     _native.PLACE_FIELDS,
-    _native.GATHER_FIELDS,
     _native.ROW_MAP_FIELDS,
     _native.LAYER_FIELDS,
 )
-if (_Kind._fields, Place._fields, _GatherJob._fields, NativeRowMap._fields, NativeLayer._fields) != _FIELDS:
+if (_Kind._fields, Place._fields, NativeRowMap._fields, NativeLayer._fields) != _FIELDS:
     raise ImportError("the native kernel was built from other sources than these; reinstall tableside")
 
 
@@ -85,29 +75,12 @@ def _raise(verdict: tuple[int, int, int, int], table: Table, ids: int) -> None:
     raise BadIds(problem, job, position, value, bound)
 
 
-class _NativePlan(Plan):
-    """Places of lookups for the extension, and the planner that has the rest."""
-
-    __slots__ = ("_places", "_planner")
-
-    def __init__(self, planner: "_NativePlanner", places: Any) -> None:
-        self._planner, self._places = planner, places
-
-    def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        return self._planner.run(self._places, inputs, outputs)
-
-
 class _NativePlanner(Planner):
     """Holds the kinds in the extension's form, and keeps their tables alive."""
 
-    def __init__(self, kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table], threads: int) -> None:
+    def __init__(self, kinds: Sequence[_Kind], tables: Sequence[Table], threads: int) -> None:
         self.tables, self.threads = tuple(tables), threads
-        self.kinds = np.array(
-            [_kind(k, t) for k, t in zip(kinds, tables, strict=True)], dtype=np.int64
-        ).tobytes()
-
-    def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        return _NativePlan(self, places)
+        self.kinds = np.array(kinds, np.int64).tobytes()
 
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         found = _native.run(self.kinds, places, inputs, outputs, self.threads)
@@ -119,30 +92,20 @@ class _NativePlanner(Planner):
         return [Unfound(*pair) for pair in np.frombuffer(found, np.int64).reshape(-1, 2).tolist()]
 
 
-class _GatherPlan(Plan):
-    """Jobs of `_native.gather`, and the tables that they point into."""
-
-    def __init__(self, jobs: Sequence[_GatherJob], tables: Sequence[Table], threads: int) -> None:
-        self._tables, self._threads = tables, threads
-        self._counts = [job.ids for job in jobs]
-        self._jobs = np.array(jobs, dtype=np.int64).tobytes()
-
-    def run(self, inputs: Any, outputs: Any) -> None:
-        if verdict := _native.gather(self._jobs, inputs, outputs, self._threads):
-            _raise(verdict, self._tables[verdict[0]], self._counts[verdict[0]])
-
-
-def _kind(kind: Lookup | LookupKind, table: Table) -> _Kind:
-    return _Kind(
-        table=table.address,
-        rows=table.rows,
-        row_bytes=table.row_bytes,
-        dim=table.dim,
-        row_format=table.row_format,
-        pooling=kind.pooling,
-        out_half=kind.precision,
-        row_map=0 if table.row_map is None else table.row_map.native_address,
-    )
+def _kinds(kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table]) -> list[_Kind]:
+    return [
+        _Kind(
+            table=table.address,
+            rows=table.rows,
+            row_bytes=table.row_bytes,
+            dim=table.dim,
+            row_format=table.row_format,
+            pooling=kind.pooling,
+            out_half=kind.precision,
+            row_map=0 if table.row_map is None else table.row_map.native_address,
+        )
+        for kind, table in zip(kinds, tables, strict=True)
+    ]
 
 
 def _choose_prefetch(tables: Sequence[Table]) -> None:
@@ -219,14 +182,13 @@ class Native(CpuBackend):
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
         tables = host_tables(kinds)
         _choose_prefetch(tables)
-        return _NativePlanner(kinds, tables, threads)
+        return _NativePlanner(_kinds(kinds, tables), tables, threads)
 
 
 def gather(lookups: Sequence[Lookup], threads: int = 1) -> Plan:
-    """Returns a plan that copies packed rows, uint8 [ids, row_bytes], to `out_at`; it ignores pooling."""
+    """Returns a plan that copies packed rows, uint8 [ids, row_bytes], to `out_at`. Ids are row numbers;
+    pooling is ignored."""
     tables = host_tables(lookups)
-    jobs = [
-        _GatherJob(table.address, table.rows, table.row_bytes, lookup.ids_at, lookup.ids, lookup.out_at)
-        for lookup, table in zip(lookups, tables, strict=True)
-    ]
-    return _GatherPlan(jobs, tables, threads)
+    kinds = [k._replace(pooling=_PACKED, dim=1, out_half=0, row_map=0) for k in _kinds(lookups, tables)]
+    places = np.array([place_of(lookup, n) for n, lookup in enumerate(lookups)], np.int64)
+    return _NativePlanner(kinds, tables, threads).plan(places.tobytes())

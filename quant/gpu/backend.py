@@ -48,7 +48,7 @@ from tableside.quant.gpu.residence.layers import DeviceLayers
 from tableside.quant.gpu.residence.residence import Cached, InHbm, InHost, Mapped, Residence, Split
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
 from tableside.quant.gpu.residence.stashable import Stashable
-from tableside.quant.gpu.residence.tables import DeviceTable, by_row_number, on_device
+from tableside.quant.gpu.residence.tables import DeviceTable, on_device
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # For devices on which a program takes milliseconds, whatever its width.
@@ -59,8 +59,8 @@ _WIDE = LaunchConfigs(
 
 class GpuBackend(Backend):
     """The lookup kernel on one device: "cuda:0", or "interpreter" (Triton's, on the CPU; slow, for tests).
-    cpu: looks up tables not on the device, and gathers, with `threads` threads. priority: of the stream;
-    lower goes first, 0 is last. One batch is looked up at a time. MissingBackend: no such device."""
+    cpu: looks up tables not on the device, and gathers, with `threads` threads. One batch is looked up at a
+    time. MissingBackend: no such device."""
 
     name = "fused"
     warm_up_bags: tuple[int, ...] = (2, 32, 64)  # one for each of `LaunchConfigs.of_pooled`
@@ -73,7 +73,6 @@ class GpuBackend(Backend):
         threads: int = 1,
         gather_from: int = GATHER_FROM,
         configs: LaunchConfigs | None = None,
-        priority: int = -1,
     ) -> None:
         self.cpu, self.threads, self.gather_from = cpu, threads, gather_from
         self.device = open_device(
@@ -83,7 +82,7 @@ class GpuBackend(Backend):
         if not self.device.compiles:
             self.warm_up_bags = self.warm_up_bags[:1]
         self.configs = configs or (LaunchConfigs() if self.device.compiles else _WIDE)
-        self.launcher = Launcher(self.device, priority)
+        self.launcher = Launcher(self.device)
         self.batches = Batches(self.launcher)
         self._layers = DeviceLayers(self.device)
 
@@ -272,18 +271,3 @@ class GpuBackend(Backend):
         inputs = b"".join(array.tobytes() for array in (ids, lengths, weights) if array is not None)
         self.plan([lk], threads).run(inputs, out.reshape(-1).view(np.uint8))
         return out
-
-    def dequantize(self, table: RowSource, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
-        return super().dequantize(by_row_number(table), start, stop)
-
-
-def _cuda(device: str) -> torch.device:
-    """The device; MissingBackend where it is not one that CUDA has here."""
-    if not torch.cuda.is_available():
-        raise MissingBackend(
-            f"device {device!r} was asked for, and torch {torch.__version__} finds no CUDA device here; "
-            "check the driver (nvidia-smi) and that torch was built for CUDA"
-        )
-    if device not in (known := [f"cuda:{n}" for n in range(torch.cuda.device_count())]):
-        raise MissingBackend(f"device {device!r} is unknown; this machine has: {', '.join(known)}")
-    return torch.device(device)

@@ -163,5 +163,4 @@ int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t 
 void free_room(room *m);
 int make_room(room *m, int64_t count); /* 0: there is none, and Python's error says so */
 /* Copies parts of one buffer to another; 0: one of them does not lie in its buffer. */
-int copy_parts(const move *moves, int64_t count, const Py_buffer *source, const Py_buffer *target,
-               int64_t source_base, int64_t target_base);
+int copy_parts(const move *moves, int64_t count, const Py_buffer *source, const Py_buffer *target, int64_t base);

@@ -3,7 +3,8 @@
 #include <stdint.h>
 
 enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */ };
-enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2 };
+/* POOL_PACKED: of a kind alone; rows are copied as they are packed. */
+enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2, POOL_PACKED = 3 };
 
 /* The bytes of a row of `dim` values, scale and bias included, without what it is padded with. */
 #define USED_BYTES(format, dim) \

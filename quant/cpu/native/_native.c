@@ -9,16 +9,13 @@
  *   lengths: int32, for pooled lookups; row_map: address of one (_ids.h), or 0
  * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [kinds, fields of KIND_FIELDS],
  *   what may be read, and places int64 [n, fields of PLACE_FIELDS], which of them and where in the buffers
- * gather(jobs, inputs, outputs, threads): jobs is int64 [n, fields of GATHER_FIELDS]; copies rows as they are
- *   packed
- *   All three check every id and length before any row is read. They return None, or (job, problem, position,
- *   value) for
- *   the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the
+ *   Both check every id and length before any row is read. They return None, or (job, problem, position, value)
+ *   for the first bad input, with problem one of BAD_ID, BAD_LENGTH (negative), BAD_SUM (value: the sum of the
  *   lengths), MISSING_ID.
  *   run returns bytes, int64 [n, 2], how many ids were missing and how many backfilled, where there were any.
  * …_FIELDS: the names of the fields, in order; whoever writes them checks its own against these
  * gather_rows() -> address of a C function void (void *request), for CUDA to call: int64 [6], see _gather.h
- * totals, lay_out, measure, move: see _native_jobs.c · place_batch, write_batch: see _native_batch.c ·
+ * totals, lay_out, measure, move_all: see _native_jobs.c · place_batch, write_batch: see _native_batch.c ·
  * lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, device_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
  * find_rows: see _native_index.c · fill_filter, fill_marks: see _native_overlay.c
@@ -38,24 +35,14 @@
 
 /* The fields of a lookup's kind. */
 #define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_half) F(row_map)
-/* The same for `gather`. */
-#define GATHER_FIELDS(F) F(table) F(rows) F(row_bytes) F(ids_at) F(ids) F(out_at)
 #define MEMBER(name) int64_t name;
 #define NAME(name) #name,
 typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
-typedef struct { GATHER_FIELDS(MEMBER) } gather_fields;
-static const char *const kind_names[] = {KIND_FIELDS(NAME) NULL},
-    *const place_names[] = {PLACE_FIELDS(NAME) NULL};
-static const char *const row_map_names[] = {ROW_MAP_FIELDS(NAME) NULL};
-static const char *const layer_names[] = {LAYER_FIELDS(NAME) NULL};
-static const char *const gather_names[] = {GATHER_FIELDS(NAME) NULL},
-    *const gpu_kind_names[] = {GPU_KIND_FIELDS(NAME) NULL};
-static const char *const job_names[] = {JOB_FIELDS(NAME) NULL},
-    *const move_names[] = {MOVE_FIELDS(NAME) NULL};
-static const char *const measured_names[] = {MEASURED_FIELDS(NAME) NULL},
-    *const base_names[] = {BASE_FIELDS(NAME) NULL};
-static const char *const probe_names[] = {PROBE_FIELDS(NAME) NULL},
-    *const resolve_names[] = {RESOLVE_FIELDS(NAME) NULL};
+#define NAMES(fields) {#fields, (const char *const[]){fields(NAME) NULL}}
+static const struct { const char *as; const char *const *names; } all_names[] = {
+    NAMES(KIND_FIELDS), NAMES(PLACE_FIELDS), NAMES(ROW_MAP_FIELDS), NAMES(LAYER_FIELDS),
+    NAMES(GPU_KIND_FIELDS), NAMES(JOB_FIELDS), NAMES(MOVE_FIELDS), NAMES(MEASURED_FIELDS),
+    NAMES(BASE_FIELDS), NAMES(PROBE_FIELDS), NAMES(RESOLVE_FIELDS)};
 
 static PyObject *py_gather_rows(PyObject *self, PyObject *unused) {
     (void)self, (void)unused;
@@ -159,12 +146,13 @@ static int vectors_fit(int64_t offset, int64_t count, int64_t step, int64_t size
 static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in, const Py_buffer *out,
                        int64_t threads, job *j) {
     const uint8_t *inputs = in->buf;
-    const int64_t vector_bytes = f->dim * (f->out_half ? 2 : 4);
+    const int is_gather = f->pooling == POOL_PACKED;
+    const int64_t vector_bytes = is_gather ? f->row_bytes : f->dim * (f->out_half ? 2 : 4);
     *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
-               .dim = f->dim, .format = choice(f->row_format), .pooling = choice(f->pooling), .n_ids = p->ids,
-                   .fixed_length = p->bag_length,
-               .n_bags = p->bags, .out_row_bytes = p->out_row_bytes ? p->out_row_bytes : vector_bytes,
-                   .out_half = f->out_half != 0,
+               .dim = f->dim, .format = choice(f->row_format), .n_ids = p->ids, .n_bags = p->bags,
+               .pooling = is_gather ? POOL_NONE : choice(f->pooling), .fixed_length = p->bag_length,
+               .out_row_bytes = p->out_row_bytes ? p->out_row_bytes : vector_bytes,
+               .out_half = !is_gather && f->out_half, .is_gather = is_gather,
                .map = (const row_map *)(intptr_t)f->row_map};
     int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
@@ -182,20 +170,6 @@ static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in
     return 1;
 }
 
-static int bind_gather(const gather_fields *f, const Py_buffer *in, const Py_buffer *out, int64_t threads,
-                       job *j) {
-    if (f->rows < 0 || f->row_bytes <= 0 || f->ids < 0 || threads < 1) {
-        PyErr_SetString(PyExc_ValueError, "a gather's sizes or threads are out of range");
-        return 0;
-    }
-    if (!fits("inputs (ids)", f->ids_at, f->ids, 8, in)
-        || !fits("outputs", f->out_at, f->ids, f->row_bytes, out)) return 0;
-    *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
-               .pooling = POOL_NONE, .ids = (const uint8_t *)in->buf + f->ids_at, .n_ids = f->ids,
-               .out = (uint8_t *)out->buf + f->out_at, .out_row_bytes = f->row_bytes, .is_gather = 1};
-    return 1;
-}
-
 /* Missing and backfilled ids of each job, int64 [count, 2]; None: there are none. of: where `make_rows`
  * keeps them. */
 static PyObject *unfound(const int64_t *of, int64_t count) {
@@ -205,32 +179,30 @@ static PyObject *unfound(const int64_t *of, int64_t count) {
     return PyBytes_FromStringAndSize((const char *)of, count * 16);
 }
 
-/* What `run` and `gather` share. kinds, in, out: buffers; places: of a lookup, or null for a gather. */
-static PyObject *run_buffer(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in,
-                            const Py_buffer *out, int64_t threads) {
+/* kinds, places, in, out: buffers. */
+static PyObject *run_buffers(const Py_buffer *kinds, const Py_buffer *places, const Py_buffer *in,
+                             const Py_buffer *out, int64_t threads) {
     enum { FEW = 64 };
     job few[FEW], *jobs = few;
     int64_t *rows = NULL;
     int failed = 0;
     PyObject *result = NULL;
-    const int64_t of_kinds = kinds->len / (int64_t)(places ? sizeof(kind_fields) : sizeof(gather_fields));
-    const int64_t count = places ? places->len / (int64_t)sizeof(place) : of_kinds;
+    const int64_t of_kinds = kinds->len / (int64_t)sizeof(kind_fields),
+        count = places->len / (int64_t)sizeof(place);
     int64_t room = threads > 1 ? 2 * count + MAX_PARTS : count;
-    if (places && places->len % (Py_ssize_t)sizeof(place))
+    if (places->len % (Py_ssize_t)sizeof(place))
         return PyErr_Format(PyExc_ValueError, "%zd bytes are no places of %zu bytes each", places->len,
                             sizeof(place));
     if (room > FEW && !(jobs = PyMem_Malloc((size_t)room * sizeof(job)))) return PyErr_NoMemory();
     for (int64_t k = 0; k < count; k++) {
-        place at = {0};
-        if (places) memcpy(&at, (const char *)places->buf + k * (int64_t)sizeof at, sizeof at);
+        place at;
+        memcpy(&at, (const char *)places->buf + k * (int64_t)sizeof at, sizeof at);
         if (at.kind < 0 || at.kind >= of_kinds) {
             PyErr_Format(PyExc_ValueError, "lookup %lld is of kind %lld; there are %lld", (long long)k,
                          (long long)at.kind, (long long)of_kinds);
             goto done;
         }
-        if (places ? !bind_lookup((const kind_fields *)kinds->buf + at.kind, &at, in, out, threads, jobs + k)
-                   : !bind_gather((const gather_fields *)kinds->buf + k, in, out, threads, jobs + k))
-            goto done;
+        if (!bind_lookup((const kind_fields *)kinds->buf + at.kind, &at, in, out, threads, jobs + k)) goto done;
     }
     verdict v;
     Py_BEGIN_ALLOW_THREADS
@@ -244,28 +216,18 @@ done:
     return result;
 }
 
-/* The arguments of `run` (has_places) or `gather`: buffers, the last of which is written to, and threads. */
-static PyObject *run_buffers(PyObject *const *args, Py_ssize_t n, int has_places) {
+static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     Py_buffer b[4] = {{0}};
     PyObject *result = NULL;
-    int count = has_places ? 4 : 3, held = 0;
+    int held = 0;
     int64_t threads;
-    if (n != count + 1) return PyErr_Format(PyExc_TypeError, "expected %d arguments, got %zd", count + 1, n);
-    if (!integers(args + count, 1, &threads)) return NULL;
-    while (held < count && !PyObject_GetBuffer(args[held], b + held,
-                                               held == count - 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
-    if (held == count)
-        result = run_buffer(b, has_places ? b + 1 : NULL, b + count - 2, b + count - 1, threads);
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "run takes 5 arguments, got %zd", n);
+    if (!integers(args + 4, 1, &threads)) return NULL;
+    while (held < 4 && !PyObject_GetBuffer(args[held], b + held, held == 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
+        held++;
+    if (held == 4) result = run_buffers(b, b + 1, b + 2, b + 3, threads);
     while (held--) PyBuffer_Release(b + held);
     return result;
-}
-
-static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return run_buffers(args, n, 1);
-}
-
-static PyObject *py_gather(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    return run_buffers(args, n, 0);
 }
 
 static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -306,7 +268,6 @@ done:
 static PyMethodDef methods[] = {
     {"lookup", (PyCFunction)(void (*)(void))py_lookup, METH_FASTCALL, NULL},
     {"run", (PyCFunction)(void (*)(void))py_run, METH_FASTCALL, NULL},
-    {"gather", (PyCFunction)(void (*)(void))py_gather, METH_FASTCALL, NULL},
     {"quantize", (PyCFunction)(void (*)(void))py_quantize, METH_FASTCALL, NULL},
     {"gather_rows", py_gather_rows, METH_NOARGS, NULL},
     {"totals", (PyCFunction)(void (*)(void))py_totals, METH_FASTCALL, NULL},
@@ -327,7 +288,6 @@ static PyMethodDef methods[] = {
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},
     {"place_batch", (PyCFunction)(void (*)(void))py_place_batch, METH_FASTCALL, NULL},
     {"write_batch", (PyCFunction)(void (*)(void))py_write_batch, METH_FASTCALL, NULL},
-    {"move", (PyCFunction)(void (*)(void))py_move, METH_FASTCALL, NULL},
     {"move_all", (PyCFunction)(void (*)(void))py_move_all, METH_FASTCALL, NULL},
     {"isas", py_isas, METH_NOARGS, NULL},
     {"use", py_use, METH_O, NULL},
@@ -354,14 +314,10 @@ PyMODINIT_FUNC PyInit__native(void) {
     find_kernels();
     open_pool();
     PyObject *made = PyModule_Create(&module);
-    if (made && add_names(made, "KIND_FIELDS", kind_names) && add_names(made, "PLACE_FIELDS", place_names)
-        && add_names(made, "ROW_MAP_FIELDS", row_map_names) && add_names(made, "LAYER_FIELDS", layer_names)
-            && add_names(made, "GATHER_FIELDS", gather_names)
-                && add_names(made, "GPU_KIND_FIELDS", gpu_kind_names)
-        && add_names(made, "JOB_FIELDS", job_names) && add_names(made, "MOVE_FIELDS", move_names)
-        && add_names(made, "MEASURED_FIELDS", measured_names) && add_names(made, "BASE_FIELDS", base_names)
-        && add_names(made, "PROBE_FIELDS", probe_names) && add_names(made, "RESOLVE_FIELDS", resolve_names))
-        return made;
+    const size_t count = sizeof all_names / sizeof *all_names;
+    size_t n = 0;
+    while (made && n < count && add_names(made, all_names[n].as, all_names[n].names)) n++;
+    if (n == count) return made;
     Py_XDECREF(made);
     return NULL;
 }

@@ -107,7 +107,7 @@ static int write_all(batch *b, room *m, output *to) {
             write_others(m, &laid, a->sizes, at, &w);
         }
         if (!leave_out(m, &laid, i, to)
-            && !copy_parts(m->in, laid.sizes.moved_in, to->sources + i, to->target, 0, at->inputs)) return 0;
+            && !copy_parts(m->in, laid.sizes.moved_in, to->sources + i, to->target, at->inputs)) return 0;
     }
     return 1;
 }

@@ -19,7 +19,7 @@
  *   that become row
  *   numbers) -> None: Python lays the request out; else its sizes, as MEASURED_FIELDS, then its places, as
  *   bytes
- * move(moves, source, target, source_base, target_base): copies parts of one buffer to another */
+ * move_all(parts, target): copies parts of buffers, (moves, source, offset added to targets) each, to another */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -184,12 +184,10 @@ int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t 
                          && !__builtin_add_overflow(last, bytes, &end) && end <= b->len));
 }
 
-int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_buffer *target,
-               int64_t source_base, int64_t target_base) {
+int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_buffer *target, int64_t base) {
     for (int64_t i = 0; i < count; i++) {
-        int64_t from, to;
-        if (__builtin_add_overflow(m[i].source, source_base, &from)
-            || __builtin_add_overflow(m[i].target, target_base, &to)
+        int64_t from = m[i].source, to;
+        if (__builtin_add_overflow(m[i].target, base, &to)
             || !lies_in(source, from, m[i].rows, m[i].source_step, m[i].bytes)
             || !lies_in(target, to, m[i].rows, m[i].target_step, m[i].bytes))
             return 0;
@@ -197,30 +195,6 @@ int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_b
             memcpy((char *)target->buf + to, (const char *)source->buf + from, (size_t)m[i].bytes);
     }
     return 1;
-}
-
-static int copy_moves(const Py_buffer *moves, const Py_buffer *source, const Py_buffer *target,
-                      int64_t source_base, int64_t target_base) {
-    return copy_parts(moves->buf, moves->len / (int64_t)sizeof(move), source, target, source_base,
-                      target_base);
-}
-
-PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    Py_buffer b[3] = {{0}};
-    int held = 0, ok = 1;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "move takes 5 arguments, got %zd", n);
-    int64_t source_base = PyLong_AsLongLong(args[3]), target_base = PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred()) return NULL;
-    while (held < 3 && !PyObject_GetBuffer(args[held], b + held, held == 2 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
-        held++;
-    if (held == 3) {
-        ok = copy_moves(b, b + 1, b + 2, source_base, target_base);
-        if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
-    }
-    ok = ok && held == 3;
-    while (held--) PyBuffer_Release(b + held);
-    if (!ok) return NULL;
-    Py_RETURN_NONE;
 }
 
 /* One of the buffers that are copied from: its moves, and what is added to where its parts go. */
@@ -249,7 +223,8 @@ PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (ok) {
         Py_BEGIN_ALLOW_THREADS
         for (Py_ssize_t i = 0; ok && i < count; i++)
-            ok = copy_moves(&parts[i].moves, &parts[i].source, &target, 0, parts[i].base);
+            ok = copy_parts(parts[i].moves.buf, parts[i].moves.len / (Py_ssize_t)sizeof(move), &parts[i].source,
+                            &target, parts[i].base);
         Py_END_ALLOW_THREADS
         if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
     }

@@ -36,7 +36,6 @@
 
 PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_move(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_place_batch(PyObject *self, PyObject *const *args, Py_ssize_t n);

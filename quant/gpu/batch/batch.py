@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import Unfound
+from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.device.locked_memory import LockedMemory
 from tableside.quant.errors import BadIds, Problem
@@ -31,7 +32,6 @@ from tableside.quant.gpu.batch.elsewhere import (
 from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, Follower
 from tableside.quant.gpu.batch.layout import Layout, aligned
 from tableside.quant.gpu.batch.merge import Launches
-from tableside.quant.gpu.batch.moves import move
 from tableside.quant.gpu.batch.placed import BatchLayout, Copy, batch_layout
 from tableside.quant.gpu.batch.resolve import COUNT_BYTES, COUNTS
 
@@ -241,7 +241,7 @@ class DeviceBatch:
         start = self._merged.outputs_at[n] - self.stay_bytes
         if answer is None:
             return outputs[start : start + layout.asked_bytes]
-        move(layout.moves_out, outputs, answer, start, 0)
+        _native.move_all([(layout.moves_out, outputs[start:], 0)], answer)
         for at, size in layout.all_found:
             answer[at : at + size] = 1
         return answer

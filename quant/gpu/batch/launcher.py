@@ -23,12 +23,12 @@ from tableside.quant.gpu.residence.stashable import StashableTables
 
 class Launcher:
     """Launches kernels on one device.
-    lock: held during launches. stream: of batches; priority: of it. copies: a stream beside lookups. cache:
+    lock: held during launches. stream: of batches, which goes first. copies: a stream beside lookups. cache:
     the device's, once open. stashable: tables that a lookup may have to restore."""
 
-    def __init__(self, device: Device, priority: int) -> None:
+    def __init__(self, device: Device) -> None:
         self.device, self.lock = device, threading.RLock()
-        self.stream, self.copies = device.stream(priority), device.stream()
+        self.stream, self.copies = device.stream(-1), device.stream()
         self.cache: Cache | None = None
         self.stashable = StashableTables(device)
         self._is_on_stream = False  # the thread that holds the lock is on the stream

@@ -14,7 +14,6 @@ from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.gpu.batch.layout import Bases, Layout, aligned
 from tableside.quant.gpu.batch.merge import Launch, Launches, merge
-from tableside.quant.gpu.batch.moves import move_all
 from tableside.quant.gpu.batch.resolve import ResolveJobs
 from tableside.quant.gpu.kernels.launch_config import NativeLayout
 
@@ -84,7 +83,8 @@ class BatchLayout:
         locked: host ranges that the device copies from. Returns those copies. ValueError: inputs are too
         short."""
         host[header_at : header_at + len(self._header)] = np.frombuffer(self._header, np.uint8)
-        move_all([(m, one, b.inputs) for m, one, b in zip(self.moves, inputs, self.bases, strict=True)], host)
+        parts = [(m, one, b.inputs) for m, one, b in zip(self.moves, inputs, self.bases, strict=True)]
+        _native.move_all(parts, host)
         return []  # Python would take longer to find out than to copy
 
 

@@ -1,8 +1,7 @@
 """A table as a device reads it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tableside.quant import contract
 from tableside.quant.contract import RowSource, Table
 from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.kernels.wanted import KernelKey
@@ -72,10 +71,3 @@ def on_device(table: RowSource) -> DeviceTable:
         return table
     host = host_table(table)
     return DeviceTable(host, OnHost(), KernelKey())
-
-
-def by_row_number(table: RowSource) -> RowSource:
-    """The same rows, where an id is a row number."""
-    if isinstance(table, DeviceTable) and table.row_map is not None and table.residence.is_on_device:
-        return replace(table, host=replace(table.host, row_map=None), device_map=None)
-    return contract.by_row_number(table)

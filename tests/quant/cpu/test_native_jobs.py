@@ -140,17 +140,14 @@ def test_a_changed_gather_is_refused_or_stays_in_its_buffers(data: st.DataObject
     inputs, n, _, _ = data.draw(inputs_of())
     table = table_of(RowFormat.INT8, 8, rows=ROWS)
     job = {
-        "table": table.address,
-        "rows": ROWS,
-        "row_bytes": table.row_bytes,
-        "ids_at": 1,
-        "ids": n,
-        "out_at": 4,
-    }
+        "table": table.address, "rows": ROWS, "row_bytes": table.row_bytes, "dim": 1, "row_format": 0,
+        "pooling": 3, "kind": 0, "ids_at": 1, "ids": n, "lengths_at": -1, "bag_length": 0, "bags": 0,
+        "weights_at": -1, "out_at": 4, "out_row_bytes": 0, "out_half": 0, "row_map": 0, "found_at": -1,
+    }  # fmt: skip
     fields = data.draw(st.lists(st.sampled_from(GATHER_CHANGES), max_size=2, unique=True))
     changes = {name: data.draw(st.sampled_from(HOSTILE)) for name in fields}
     out = bytearray(b"\xee" * (4 + table.row_bytes * n + 4))
-    found = run(_native.gather, matrix(_native.GATHER_FIELDS, {**job, **changes}), inputs, out, 2)
+    found = run(lookup, {**job, **changes}, inputs, out, 2)
     if not changes and found is None:
         assert out[:4] == out[-4:] == b"\xee" * 4
         assert bytes(out[4:-4]) == table.packed[np.frombuffer(inputs, np.int64, n, 1).copy()].tobytes()

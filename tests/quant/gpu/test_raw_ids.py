@@ -442,16 +442,6 @@ def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
     assert lookup.unfound.tolist() == [(2 * unfound).tolist(), [0, 0]]
 
 
-def test_rows_are_dequantized_by_their_numbers() -> None:
-    """Of a table of raw ids on a device, as of one on the host."""
-    table, _ = made(PADDED)
-    backend: Any = tables.gpu_backend()
-    by_number = Table(table.packed, table.row_format, table.dim)
-    np.testing.assert_array_equal(
-        backend.dequantize(backend.to_hbm(table), 3, 9), REFERENCE.dequantize(by_number, 3, 9)
-    )
-
-
 @needs_interpreter
 def test_rows_of_raw_ids_are_not_gathered() -> None:
     """The CPU gathers by row numbers, which the device alone makes; rows of other tables in the request
