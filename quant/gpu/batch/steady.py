@@ -41,37 +41,12 @@ class SteadyKind(NamedTuple):
     is_steady: int  # the device needs nothing but the ids
 
 
-class LayoutSizes(NamedTuple):
-    """Results of `_native.measure`, before the places; names as in `Layout`. *_block: of a program. *_traits:
-    bits of has_lengths, is_weighted and is_indirect."""
-
-    pooled_block: int
-    unpooled_block: int
-    probe_block: int
-    resolve_block: int
-    in_bytes: int
-    out_bytes: int
-    asked_bytes: int
-    scratch: int
-    cached_ids: int
-    pooled_jobs: int
-    pooled_programs: int
-    pooled_traits: int
-    unpooled_jobs: int
-    unpooled_programs: int
-    unpooled_traits: int
-    cached: int
-    probe_blocks: int
-    resolved: int
-    resolve_programs: int
-    is_direct: int
-
-
-_MEASURED = struct.Struct(f"<{len(LayoutSizes._fields)}q")
+_MEASURED = struct.Struct(
+    f"<{len(_native.MEASURED_FIELDS)}q"
+)  # sizes before the places, named as in `Layout`
 _FIELDS = {
     "GPU_KIND_FIELDS": SteadyKind._fields,
     "MOVE_FIELDS": Move._fields,
-    "MEASURED_FIELDS": LayoutSizes._fields,
     "BASE_FIELDS": ("inputs", "outputs", "scratch", "locations"),
     **{
         name: tuple(f.name.lower() for f in fields)
@@ -200,7 +175,8 @@ class SteadyLayout(Layout):
     _config: LaunchConfig
 
     def __init__(self, layouts: SteadyLayouts, config: LaunchConfig, native: NativeLayout) -> None:
-        found = LayoutSizes(*_MEASURED.unpack_from(native.measured))
+        sizes = _MEASURED.unpack_from(native.measured)
+        found = dict(zip(_native.MEASURED_FIELDS, sizes, strict=True))
         places = native.measured[_MEASURED.size :]
         self.__dict__.update(
             _layouts=layouts,
@@ -212,14 +188,14 @@ class SteadyLayout(Layout):
             host=None,
             host_lookups=(),
             all_found=(),
-            in_bytes=found.in_bytes,
+            in_bytes=found["in_bytes"],
             rows_bytes=0,
-            out_bytes=found.out_bytes,
-            scratch=found.scratch,
-            asked_bytes=found.asked_bytes,
-            is_direct=bool(found.is_direct),
-            job_count=found.pooled_jobs + found.unpooled_jobs,
-            cached_ids=found.cached_ids,
+            out_bytes=found["out_bytes"],
+            scratch=found["scratch"],
+            asked_bytes=found["asked_bytes"],
+            is_direct=bool(found["is_direct"]),
+            job_count=found["pooled_jobs"] + found["unpooled_jobs"],
+            cached_ids=found["cached_ids"],
         )
 
     def __getattr__(self, name: str) -> Any:
