@@ -85,9 +85,11 @@ class DoorEngine(Engine):
         told = self._link.described.get((self.model.name, number)) or self._link.attach(
             self.model.name, number
         )
-        before = None if self._served is None else self._served.segment
+        before = self._served
         # the engine process reads every row
-        segment = attach_state(self.model, State.numbered(number), "header", before)
+        segment = attach_state(
+            self.model, State.numbered(number), "header", None if before is None else before.segment
+        )
         stored = segment.header.scorer
         placements = {name: Placement(p) for name, p in told["placements"].items()}
         return EngineVersion(
@@ -99,6 +101,7 @@ class DoorEngine(Engine):
             max_response_bytes=self._settings.max_response_bytes,
             verified_at=told["verified_at"],
             beside=self._beside,
+            names=before.names if before is not None and segment.base is before.segment.base else None,
         )
 
     def is_passing(self, state: State, error: Exception) -> bool:

@@ -121,10 +121,18 @@ def test_a_process_begins_with_the_next_state_where_the_first_one_goes(
 
 
 class Told:
-    """What a link to an engine process says of the models that this serves."""
+    """What a link to an engine process says of the models that this serves, with all tables in host
+    memory."""
 
     def __init__(self, state: State) -> None:
         self.live = {"demo": {"state": state.number}}
+        self.described: dict[tuple[str, int], Any] = {}
+
+    def attach(self, model: str, state: int) -> dict[str, Any]:
+        return {"backend": "", "placements": {"user": "host"}, "hbm_bytes": 0, "verified_at": 0.0}
+
+    def moved(self, model: str, state: int) -> None:
+        """The engine process need not hear of it."""
 
 
 @pytest.mark.parametrize("now", [State(1, 7), State(1, 8), State(2)])
@@ -138,6 +146,17 @@ def test_a_door_asks_again_for_what_the_next_engine_process_serves(
     unknown = not_found("version 1 of model 'demo' cannot be served")
     assert door.is_passing(State(1, 7), unknown) is (now != State(1, 7))
     assert door.is_passing(State(1, 7), overloaded("the engine process is being replaced"))
+
+
+def test_the_states_of_a_version_share_its_names_at_a_door(publish: Callable[..., Any], root: Path) -> None:
+    """The reader of /v2 keeps what it knows of a version by these."""
+    publish({"user": np.zeros((10, 4), np.float32)}, formats={"user": "fp32"})
+    model = Model(root, "demo")
+    door = DoorEngine(Told(State(1)), model, choose(), ServerSettings())  # type: ignore[arg-type]
+    door.swap(first := door.attach(State(1)))
+    changes = [TableChanges("user", np.array([7]), np.ones((1, 4), np.float32))]
+    changed = door.attach(apply(model, ChangeBatch(changes)).state)
+    assert changed.sequence and changed.names is first.names
 
 
 @pytest.mark.drawn(1)
