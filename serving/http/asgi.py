@@ -108,9 +108,10 @@ def json_object(text: bytes) -> dict[str, Any]:
     return value
 
 
-def too_large(limit: int, name: str = "max_body_bytes") -> ApiError:
-    """413: the body has more bytes than the limit of that name."""
-    return ApiError(413, ErrorKind.TOO_LARGE, f"the body has more than {limit:,} bytes, the limit ({name})")
+def too_large(limit: int) -> ApiError:
+    """413: the body has more bytes than the limit."""
+    what = f"the body has more than {limit:,} bytes, the limit (max_body_bytes)"
+    return ApiError(413, ErrorKind.TOO_LARGE, what)
 
 
 def check_json_size(size: int, limit: int) -> None:
@@ -152,16 +153,10 @@ class Response(NamedTuple):
 
 def error_response(error: ApiError) -> Response:
     """{"error": message}: the shape that the Triton client decodes."""
+    again = [(b"retry-after", b"%d" % RETRY_AFTER_S)] if error.status == 503 else []
     return Response(
-        error.status,
-        (JSON_TYPE, *retry_after(error.status), *error.headers),
-        [orjson.dumps({"error": error.message})],
+        error.status, (JSON_TYPE, *again, *error.headers), [orjson.dumps({"error": error.message})]
     )
-
-
-def retry_after(status: int) -> list[tuple[bytes, bytes]]:
-    """Returns the Retry-After header for a 503, nothing for other statuses."""
-    return [(b"retry-after", b"%d" % RETRY_AFTER_S)] if status == 503 else []
 
 
 class AsgiResponse(HttpResponse):

@@ -47,11 +47,6 @@ class Output(NamedTuple):
         return "BOOL" if self.is_mask else "INT64" if self.is_offsets else "FP16" if self.half else "FP32"
 
     @property
-    def row_values(self) -> int:
-        """The vector stride in values."""
-        return self.shape[1] if self.row_bytes is None else self.row_bytes // (2 if self.half else 4)
-
-    @property
     def json_bytes(self) -> int:
         """Bytes of fp32 values with as much JSON; a mask's `false,` counts double."""
         return 2 * self.bytes if self.is_mask else self.bytes

@@ -83,10 +83,6 @@ class Scorer(ABC):
         """Dense tensors' names and widths."""
         return {i.name: i.width for i in self.inputs if i.feature is None}
 
-    @property
-    def features(self) -> tuple[str, ...]:
-        return tuple(i.feature for i in self.inputs if i.feature is not None)
-
     def describe(self) -> dict[str, Any]:
         inputs = [{"name": i.name, "feature": i.feature, "shape": [-1, i.width]} for i in self.inputs]
         shape = [-1] if self.width is None else [-1, self.width]
