@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import orjson
 from http_cases import CASES, DIM, Case
 
-from tableside.serving.http.asgi import AsgiResponse, Receive, Response, Scope, Send, holding, read_body
+from tableside.serving.http.asgi import HOLD, AsgiResponse, Receive, Response, Scope, Send, read_body
 from tableside.serving.settings import ServerSettings
 from tableside.serving.workers.server import serve
 
@@ -41,8 +41,7 @@ def make_echo(settings: ServerSettings) -> Any:
             if not scope.get("path", "").startswith("/echo/"):
                 await super().__call__(scope, receive, send)
                 return
-            with holding(scope, self.in_flight) as hold:
-                body = await read_body(scope, receive, settings.max_body_bytes, hold)
+            body = await read_body(scope, receive, settings.max_body_bytes, scope[HOLD])
             size = int(scope["path"].removeprefix("/echo/"))
             parts = [memoryview(body)[:size], zeros[: max(0, size - len(body))]]
             await AsgiResponse(Response(200, (), parts))(scope, receive, send)

@@ -36,7 +36,9 @@ from campaigns.common import descriptors, folders, publish, random_of, standalon
 from campaigns.request_cases import VALUE, Case, Unclear, Vectors, answer_of, mutated, right_v1, right_v2
 from tableside.serving.cli.local import LocalServer, local_server
 from tableside.serving.client import Client
+from tableside.serving.executors.admission import Hold
 from tableside.serving.http.app import Application
+from tableside.serving.http.asgi import HOLD
 from tableside.serving.settings import ServerSettings
 
 SHARES = {"in process": 0.6, "sockets": 0.1, "schemathesis": 0.3}
@@ -113,8 +115,12 @@ class InProcess:
             "query_string": b"",
             "root_path": "",
             "headers": length,
+            HOLD: (hold := Hold(self.app.in_flight)),
         }
-        await self.app(scope, receive, send)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            hold.release()
         return status, headers, b"".join(parts)
 
 

@@ -211,15 +211,6 @@ class Bytes:
     def __init__(self, limit: int) -> None:
         self.limit, self.held = limit, 0
 
-    @contextmanager
-    def holding(self) -> Iterator["Hold"]:
-        """Yields a `Hold` for a request without a connection's."""
-        hold = Hold(self)
-        try:
-            yield hold
-        finally:
-            hold.release()
-
 
 class Hold:
     """One request's bytes: its body's and response's, until it is sent."""

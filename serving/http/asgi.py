@@ -7,8 +7,8 @@ parsed at a time, beside the event loop, and its unpacked size counts in max_in_
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from starlette.responses import Response as HttpResponse
 
 from tableside.serving.errors import ApiError, ErrorKind, bad_request
-from tableside.serving.executors.admission import RETRY_AFTER_S, Bytes, Hold
+from tableside.serving.executors.admission import RETRY_AFTER_S, Hold
 from tableside.serving.model.version import ServedVersion
 
 Scope = MutableMapping[str, Any]
@@ -55,16 +55,6 @@ async def read_body(scope: Scope, receive: Receive, limit: int, hold: Hold) -> b
     if encoding == b"identity":
         return body
     return await _inflate(body, encoding, limit, hold)
-
-
-@contextmanager
-def holding(scope: Scope, in_flight: Bytes) -> Iterator[Hold]:
-    """Yields the connection's `Hold` or, without one, a `Hold` for the block."""
-    if (hold := scope.get(HOLD)) is not None:
-        yield hold
-        return
-    with in_flight.holding() as own:
-        yield own
 
 
 async def _inflate(body: bytes, encoding: bytes, limit: int, hold: Hold) -> bytes:

@@ -36,12 +36,11 @@ class V1:
         self._counts = MetricsOfModels("v1")
 
     async def answer(self, scope: asgi.Scope, receive: asgi.Receive, score: bool) -> bytes:
-        service = self._service
-        with asgi.holding(scope, service.in_flight) as hold:
-            body = await asgi.read_body(scope, receive, service.settings.max_body_bytes, hold)
-            asgi.check_json_size(len(body), service.settings.max_json_bytes)
-            await service.slices.take()
-            return await self._work_on(scope, body, score, hold)
+        settings, hold = self._service.settings, scope[asgi.HOLD]
+        body = await asgi.read_body(scope, receive, settings.max_body_bytes, hold)
+        asgi.check_json_size(len(body), settings.max_json_bytes)
+        await self._service.slices.take()
+        return await self._work_on(scope, body, score, hold)
 
     async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold) -> bytes:
         service, started = self._service, time.perf_counter()

@@ -149,12 +149,11 @@ def _add_infer(app: FastAPI, v2: V2, place: str, parameters: list[Json]) -> None
 
     @app.post(f"{place}/infer", tags=_PROTOCOL, **about)
     async def infer(http: Request) -> Response:
-        service, named = v2.service, http.path_params
-        with asgi.holding(http.scope, service.in_flight) as hold:
-            body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
-            await service.slices.take()
-            path = [named["model"], *(["versions", named["version"]] if "version" in named else ())]
-            return asgi.AsgiResponse(await v2.infer(path, asgi.header(http.scope, LENGTH), body, hold))
+        service, named, hold = v2.service, http.path_params, http.scope[asgi.HOLD]
+        body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
+        await service.slices.take()
+        path = [named["model"], *(["versions", named["version"]] if "version" in named else ())]
+        return asgi.AsgiResponse(await v2.infer(path, asgi.header(http.scope, LENGTH), body, hold))
 
 
 def _add_repository(app: FastAPI, service: Service) -> None:
@@ -167,7 +166,7 @@ def _add_repository(app: FastAPI, service: Service) -> None:
     about = told("Which models there are", openapi.REPOSITORY_INDEX, *POSTS, requestBody=ready)
 
     async def asked(http: Request) -> dict[str, Any]:
-        body = await _body(service, http)
+        body = await _body(http)
         return asgi.json_object(body) if body.strip() else {}
 
     @app.post("/v2/repository/index", tags=tags, **about)
@@ -186,9 +185,8 @@ def _add_repository(app: FastAPI, service: Service) -> None:
             return Response()
 
 
-async def _body(service: Service, http: Request) -> bytes:
-    with asgi.holding(http.scope, service.in_flight) as hold:
-        return await asgi.read_body(http.scope, http.receive, asgi.BESIDE_BYTES, hold)
+async def _body(http: Request) -> bytes:
+    return await asgi.read_body(http.scope, http.receive, asgi.BESIDE_BYTES, http.scope[asgi.HOLD])
 
 
 def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json, kind: Any) -> None:
@@ -201,7 +199,7 @@ def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json
     @app.post(f"{top}/region/{{region:path}}/register", tags=[tag], **about)
     async def register(http: Request) -> Response:
         check_type(asgi.header(http.scope, b"content-type"))
-        given = await _body(service, http)
+        given = await _body(http)
         await kind.register(_regions(service), service.link, http.path_params["region"], given)
         return Response()
 
@@ -218,7 +216,7 @@ def _add_regions(app: FastAPI, service: Service, tag: str, path: str, body: Json
         @app.post(f"{place}/unregister", tags=[tag], **about)
         async def unregister(http: Request) -> Response:
             check_type(asgi.header(http.scope, b"content-type"))
-            await _body(service, http)
+            await _body(http)
             _regions(service).unregister(http.path_params.get("region"), on_device=is_device)
             return Response()  # an empty body, as Triton answers: its client reads none
 

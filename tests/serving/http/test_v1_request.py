@@ -17,6 +17,8 @@ from support import rows_of
 
 from tableside.quant.contract import matrices_in
 from tableside.serving.errors import ApiError
+from tableside.serving.executors.admission import Hold
+from tableside.serving.http.asgi import HOLD
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v1.request import JsonRequest
@@ -281,7 +283,8 @@ def test_long_json_is_read_beside_the_event_loop(
                 return read(*arguments)
 
             monkeypatch.setattr(v1, "read", watched)
-            return await v1.V1(service).answer({"type": "http", "headers": []}, receive, False)
+            scope = {"type": "http", "headers": [], HOLD: Hold(service.in_flight)}
+            return await v1.V1(service).answer(scope, receive, False)
         finally:
             await service.stop()
 
