@@ -143,7 +143,7 @@ def joined(slices: Iterable[Slice]) -> list[Slice]:
         if found:
             last = found[-1]
             if (
-                last.region is one.region
+                last.region == one.region
                 and last.offset + last.size == one.offset
                 and last.at + last.size == one.at
             ):
@@ -188,11 +188,6 @@ class Regions:
         self._generation = -1
         self._entries: dict[str, RegionEntry] = {}
         self._open: dict[str, Region] = {}
-        self._on_device: dict[str, DeviceRegion] = {}
-
-    @property
-    def generation(self) -> int:
-        return self._registry.generation
 
     # ---- registering ----
 
@@ -275,23 +270,18 @@ class Regions:
     def is_on_device(self, name: str) -> bool:
         with self._lock:
             self._refresh()
-            return name in self._on_device
+            return name in self._entries and bool(self._entries[name].handle)
 
-    def any(self, name: str) -> Region | DeviceRegion:
-        """Returns a region of the host or a GPU. ApiError: it is not registered."""
-        with self._lock:
-            self._refresh()
-            on_device = self._on_device.get(name)
-        return self.find(name) if on_device is None else on_device
-
-    def find(self, name: str) -> Region:
-        """Returns a region of the host. ApiError: it is not registered, or shorter than then."""
+    def find(self, name: str) -> Region | DeviceRegion:
+        """Returns a region. ApiError: it is not registered, or shorter than then."""
         with self._lock:
             self._refresh()
             region = self._open.get(name)
             if region is None:
-                if (entry := self._entries.get(name)) is None or entry.handle:
+                if (entry := self._entries.get(name)) is None:
                     raise gone(name)
+                if entry.handle:
+                    return DeviceRegion(entry)
                 fd = self._open_object(name, entry.key)
                 region = Region(fd, entry)
                 found = os.fstat(fd)
@@ -317,7 +307,6 @@ class Regions:
             return
         self._generation, entries = self._registry.read()
         self._entries = {e.name: e for e in entries}
-        self._on_device = {e.name: DeviceRegion(e) for e in entries if e.handle}
         self._open = {n: r for n, r in self._open.items() if self._entries.get(n) == r.entry}
 
     def _open_object(self, name: str, key: str) -> int:

@@ -60,7 +60,7 @@ def read(
     named, runs = found
     if known is None:
         return None
-    held = [known.any(name) for name in named]
+    held = [known.find(name) for name in named]
     slices = _slices(runs, held)
     if slices is None:
         return None

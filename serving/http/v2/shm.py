@@ -50,7 +50,7 @@ def part_of(
     if not isinstance(name, str):
         raise bad_request(f"{where}: {REGION} is {short(name)}; expected the name of a registered region")
     size, offset = count(parameters.get(SIZE), SIZE, where), count(parameters.get(OFFSET, 0), OFFSET, where)
-    region = regions.any(name)
+    region = regions.find(name)
     if not region.entry.holds(offset, size):
         what = f"{where}: offset {short(offset)} and {short(size)} bytes are outside {region.entry.label}"
         raise bad_request(f"{what}, which has {region.entry.byte_size:,} bytes")
