@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -86,8 +85,7 @@ class EngineLink(Executor):
         self._numbers = 0
         self._asked: dict[int, _PendingRequest] = {}
         self._waiting: list[_QueuedRequest] = []  # for room, oldest first
-        self._attaching: dict[tuple[str, int], Future[dict[str, Any]]] = {}
-        self._opening: dict[str, asyncio.Future[None]] = {}  # regions, by name
+        self._coming: dict[tuple[Any, ...], asyncio.Future[dict[str, Any]]] = {}  # from the engine
         self._refused: ApiError | None = None  # why the engine does not serve this door's models
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -244,12 +242,9 @@ class EngineLink(Executor):
         for asked in list(self._asked.values()):
             if asked.times >= _MOST_ASKED or asked.done is None:
                 self._refuse(asked, overloaded(f"{_MOST_ASKED} engine processes ended over this request"))
-        for attaching in self._attaching.values():
-            attaching.set_exception(overloaded("the engine process ended"))
-        for opening in self._opening.values():
-            opening.set_exception(overloaded("the engine process ended"))
-        self._attaching.clear()
-        self._opening.clear()
+        for coming in self._coming.values():
+            coming.set_exception(overloaded("the engine process ended"))
+        self._coming.clear()
         self.described.clear()
         self._connect()
 
@@ -283,8 +278,8 @@ class EngineLink(Executor):
             self._learn(told["live"])
         elif "attached" in told:
             self._has_attached(told)
-        elif "region" in told and (opening := self._opening.pop(told["region"], None)) is not None:
-            _settle(opening, told["error"] and _error(told["error"]))
+        elif "region" in told:
+            self._came(("region", told["region"]), told)
         if told.get("cache") is not None:
             self.cache = CacheState(*told["cache"])
 
@@ -322,42 +317,38 @@ class EngineLink(Executor):
         """Makes the engine attach a state by number, or (0) serve the model; returns its description. Blocks:
         not for the event loop. ApiError: it cannot."""
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(self._attach(model, state), self._loop).result()
+        asking = self._wait_for(("attach", model, state), {"attach": [model, state]})
+        return asyncio.run_coroutine_threadsafe(asking, self._loop).result()
 
-    async def _attach(self, model: str, state: int) -> dict[str, Any]:
-        key = model, state
-        if (coming := self._attaching.get(key)) is None:
+    async def _wait_for(self, key: tuple[Any, ...], message: dict[str, Any]) -> dict[str, Any]:
+        """Sends a message unless a caller waits for the same already; returns what the engine said of it.
+        ApiError: an error, or the engine is gone."""
+        if (coming := self._coming.get(key)) is None:
             if self._connection is None or not self.is_ready:
                 raise overloaded("the engine process is being replaced")
-            coming = self._attaching[key] = Future()
-            self._connection.control({"attach": [model, state]})
-        return await asyncio.wrap_future(coming)
+            coming = self._coming[key] = asyncio.get_running_loop().create_future()
+            self._connection.control(message)
+        return await asyncio.shield(coming)
+
+    def _came(self, key: tuple[Any, ...], told: dict[str, Any]) -> None:
+        if (coming := self._coming.pop(key, None)) is not None:
+            _settle(coming, _error(told["error"]) if told.get("error") else told)
 
     def _has_attached(self, told: dict[str, Any]) -> None:
         model, state = told["attached"]
-        coming = self._attaching.pop((model, state), None)
-        if "error" in told:
-            if coming is not None:
-                coming.set_exception(_error(told["error"]))
-            return
-        if state:
-            self._describe(model, state, told)
-        else:
-            self._models[model] = None
-            self._learn(told)
-        if coming is not None:
-            coming.set_result(told)
+        if "error" not in told:
+            if state:
+                self._describe(model, state, told)
+            else:
+                self._models[model] = None
+                self._learn(told)
+        self._came(("attach", model, state), told)
 
     # ---- regions ----
 
     async def open_region(self, name: str) -> None:
         """Makes the engine open a region on its GPU. ApiError: it cannot."""
-        if (opening := self._opening.get(name)) is None:
-            if self._connection is None or not self.is_ready:
-                raise overloaded("the engine process is being replaced")
-            opening = self._opening[name] = asyncio.get_running_loop().create_future()
-            self._connection.control({"region": name})
-        await asyncio.shield(opening)
+        await self._wait_for(("region", name), {"region": name})
 
     # ---- deadlines ----
 
