@@ -158,7 +158,6 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._outbox: dict[MessageKind, list[bytes]] = {}
-        self._late: dict[MessageKind, list[bytes]] = {}
         self._parts = bytearray()
         self._room = memoryview(bytearray(_ROOM))
         self._is_open, self._is_blocked = True, False
@@ -178,17 +177,11 @@ class Connection:
             text = text[LARGEST:]
         self._send(bytes([MessageKind.CONTROL]) + text, list(descriptors))
 
-    def post(self, kind: MessageKind, record: bytes) -> None:
-        """Sends a record in the next round of the loop, with others of its kind."""
-        if not self._outbox:
-            self._loop.call_soon(self.flush)
+    def post(self, kind: MessageKind, record: bytes, wait_s: float = 0.0) -> None:
+        """Sends a record with others of its kind: in the next round of the loop, or within `wait_s`."""
+        if kind not in self._outbox:
+            self._loop.call_later(wait_s, self._send_all, kind)
         self._outbox.setdefault(kind, []).append(record)
-
-    def post_late(self, kind: MessageKind, record: bytes) -> None:
-        """Like `post`, but within LATE_S."""
-        if not self._late:
-            self._loop.call_later(LATE_S, self._post_late)
-        self._late.setdefault(kind, []).append(record)
 
     def release(self, number: int) -> None:
         """Gives an answer's memory back, on whatever thread its last array goes."""
@@ -199,14 +192,9 @@ class Connection:
             asyncio.get_running_loop()
         except RuntimeError:
             if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self.post_late, MessageKind.RELEASED, record)
+                self._loop.call_soon_threadsafe(self.post, MessageKind.RELEASED, record, LATE_S)
             return
-        self.post_late(MessageKind.RELEASED, record)
-
-    def _post_late(self) -> None:
-        late, self._late = self._late, {}
-        for kind, records in late.items():
-            self._send_all(kind, records)
+        self.post(MessageKind.RELEASED, record, LATE_S)
 
     def close(self) -> None:
         """Closes the connection without `on_end`."""
@@ -218,9 +206,8 @@ class Connection:
                 self._sock.close()
 
     def flush(self) -> None:
-        outbox, self._outbox = self._outbox, {}
-        for kind, records in outbox.items():
-            self._send_all(kind, records)
+        for kind in [*self._outbox]:
+            self._send_all(kind)
 
     def send_now(self, kind: MessageKind, records: Sequence[bytes]) -> None:
         """Sends records at once, ahead of waiting ones; the loop sends what does not fit."""
@@ -238,9 +225,10 @@ class Connection:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._send, message, [])
 
-    def _send_all(self, kind: MessageKind, records: Sequence[bytes]) -> None:
-        for message in _joined(kind, records):
-            self._send(message, [])
+    def _send_all(self, kind: MessageKind) -> None:
+        if records := self._outbox.pop(kind, None):
+            for message in _joined(kind, records):
+                self._send(message, [])
 
     def _send(self, message: bytes, descriptors: list[int]) -> None:
         if not self._is_open:
