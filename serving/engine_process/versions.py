@@ -2,7 +2,6 @@
 reads rows only for requests too small for the device (`gpu_from_ids`)."""
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 from tableside.loader.errors import LoaderError
@@ -10,7 +9,7 @@ from tableside.loader.segment.header import StoredScorer
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model
-from tableside.quant import Backend, CpuBackend, Lookup, LookupKind, Plan, Planner, Precision, QuantError
+from tableside.quant import Backend, CpuBackend, Planner, Precision, QuantError
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.errors import ApiError, ErrorKind
@@ -23,25 +22,15 @@ from tableside.serving.settings import ServerSettings
 
 
 class _EngineBackend(Backend):
-    """Stands for the engine process's backend."""
+    """Stands for the engine process's backend. name: its description."""
 
-    name = "engine"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def __init__(self, description: str) -> None:
-        self._description = description
+    def _refuse(self, *arguments: Any, **options: Any) -> Any:
+        raise QuantError("an engine process plans and looks up; use the version's requests")
 
-    @property
-    def description(self) -> str:
-        return self._description
-
-    def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
-        raise QuantError("an engine process makes the plans; use the version's requests")
-
-    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        raise QuantError("an engine process makes the plans; use the version's requests")
-
-    def lookup(self, *arguments: Any, **options: Any) -> Floats:
-        raise QuantError("an engine process looks up whole requests")
+    lookup = plan = planner = _refuse
 
 
 class _EngineScorer(Scorer):
