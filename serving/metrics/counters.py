@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from tableside.serving.metrics import files as metrics_files
 
@@ -122,15 +121,10 @@ class Histogram(LabelledMetric[Observations]):
         return found
 
 
-class CountsCollector(Collector):
-    """Shows the counts of all processes of a server, ended ones too."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def collect(self) -> Iterator[Metric]:
-        sums = metrics_files.sums(self._folder)
-        return (metric.family(sums[metric.name]) for metric in LabelledMetric.declared if metric.name in sums)
+def counted(folder: Path) -> Iterator[Metric]:
+    """Returns the counts of all processes of a server, ended ones too."""
+    sums = metrics_files.sums(folder)
+    return (metric.family(sums[metric.name]) for metric in LabelledMetric.declared if metric.name in sums)
 
 
 RESTARTS = Counter(

@@ -14,7 +14,7 @@ from tableside.loader.errors import LoaderError
 from tableside.quant.contract import Unfound
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics import files as metrics_files
-from tableside.serving.metrics.counters import Counter, CountsCollector, Histogram
+from tableside.serving.metrics.counters import Counter, Histogram, counted
 from tableside.serving.metrics.counters import workers as running_workers
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.request import Request
@@ -215,17 +215,13 @@ class CacheMetrics:
             return  # older than what was counted: it was under way meanwhile
         before, self._seen = self._seen, now
         for name, counter in CACHE_EVENTS.items():
-            counter.labels(self._device).inc(
-                max(0, getattr(now, name) - (getattr(before, name) if before else 0))
-            )
+            counter.labels(self._device).inc(max(0, getattr(now, name) - getattr(before, name, 0)))
         for number, table in now.tables.items():
             old = before.tables.get(number) if before else None
             if old is not None and (old.name != table.name or old.ids > table.ids):
                 old = None  # another table has its number now
             for name, counter in CACHE_TABLES.items():
-                counter.labels(table.name).inc(
-                    max(0, getattr(table, name) - (getattr(old, name) if old else 0))
-                )
+                counter.labels(table.name).inc(max(0, getattr(table, name) - getattr(old, name, 0)))
 
 
 def refused(model: str, protocol: str, kind: ErrorKind, lacking: str | None = None) -> None:
@@ -245,12 +241,13 @@ def _live_version(engine: Engine, served: int) -> int:
 
 
 class _Now:
-    """Gauges that are read at the scrape."""
+    """All counts, then gauges that are read at the scrape."""
 
     def __init__(self, engines: Iterable[Engine]) -> None:
         self._engines = list(engines)
 
     def collect(self) -> Iterator[Metric]:
+        yield from counted(_folder())
         names = {
             "tableside_version": "Number of the version that this worker serves.",
             "tableside_live_version": "Number of the live version.",
@@ -320,32 +317,19 @@ class _Now:
 def _of_workers() -> Iterator[Metric]:
     """Yields the workers' gauges, summed over the running ones."""
     seen = list(running_workers(_folder()))
-    nows = [worker.now for worker in seen]
+    most_files = max((w.open_files for w in seen), default=0)
+    summed = {
+        "in_flight_requests": "Requests whose responses are not complete, in all workers.",
+        "waiting_requests": "Of them, those that wait for their turn.",
+        "open_connections": "Connections of all workers.",
+        "max_connections": "Connections that all workers may have.",
+        "held_bytes": "Bytes of bodies and responses that all workers hold.",
+    }
     for name, text, value in (
         ("workers", "Workers that run.", len(seen)),
-        ("ready_workers", "Workers that take requests.", sum(n.is_ready for n in nows)),
-        (
-            "in_flight_requests",
-            "Requests whose responses are not complete, in all workers.",
-            sum(n.in_flight_requests for n in nows),
-        ),
-        (
-            "waiting_requests",
-            "Of them, those that wait for their turn.",
-            sum(n.waiting_requests for n in nows),
-        ),
-        ("open_connections", "Connections of all workers.", sum(n.open_connections for n in nows)),
-        ("max_connections", "Connections that all workers may have.", sum(n.max_connections for n in nows)),
-        (
-            "held_bytes",
-            "Bytes of bodies and responses that all workers hold.",
-            sum(n.held_bytes for n in nows),
-        ),
-        (
-            "open_files",
-            "Open files of the worker that has most.",
-            max((w.open_files for w in seen), default=0),
-        ),
+        ("ready_workers", "Workers that take requests.", sum(w.now.is_ready for w in seen)),
+        *((name, text, sum(getattr(w.now, name) for w in seen)) for name, text in summed.items()),
+        ("open_files", "Open files of the worker that has most.", most_files),
     ):
         yield GaugeMetricFamily(f"tableside_{name}", text, value=float(value))
     text = "Resident bytes of all workers: private, file (code), shared (tables that each has touched)."
@@ -367,7 +351,6 @@ def _folder() -> Path:
 def exposition(engines: Iterable[Engine]) -> bytes:
     """The text that /metrics answers."""
     registry = CollectorRegistry()
-    registry.register(CountsCollector(_folder()))
     registry.register(_Now(engines))
     return generate_latest(registry)
 

@@ -24,7 +24,7 @@ from small_memory import fill, on_small_tmpfs, seen_by
 from support import end, is_running, until
 
 from tableside.loader.segment.memory import processes_below
-from tableside.serving.metrics.counters import Count, CountsCollector, Histogram, LabelledMetric, Observations
+from tableside.serving.metrics.counters import Count, Histogram, LabelledMetric, Observations, counted
 from tableside.serving.metrics.files import NAMES_AT, VARIABLE, CountsFile, heads, metrics_folder, sums
 
 REQUEST = {"features": {"user": [[1]]}}
@@ -242,7 +242,7 @@ def test_buckets_count_those_below(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         histogram.labels("m").observe(value)
     histogram.labels("m").add(1.5)
     histogram.labels("m").add_all([0.1, 7])
-    (metric,) = CountsCollector(tmp_path).collect()
+    (metric,) = counted(tmp_path)
     assert shown(metric) == {
         ("s_bucket", "m", "1e-05"): 0,
         ("s_bucket", "m", "0.1"): 3,
