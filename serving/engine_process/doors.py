@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -17,16 +17,20 @@ from tableside.quant import QuantError
 from tableside.quant.device.addresses import address_of
 from tableside.serving.engine_process import described, messages
 from tableside.serving.engine_process.described import DescribedRequests, RequestTarget
-from tableside.serving.engine_process.device_regions import DeviceRegions
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
-from tableside.serving.engine_process.messages import AnswerMessage, Connection, MessageKind
+from tableside.serving.engine_process.messages import Connection, MessageKind
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ErrorKind, ServingError
-from tableside.serving.executors.batching import Batcher, Future, Told
+from tableside.serving.executors.batching import Future, Told
 from tableside.serving.model.places import Buffer
 from tableside.serving.model.request import Answer, Request
 
+if TYPE_CHECKING:
+    from tableside.serving.engine_process.main import EngineHost  # imports this
+
 logger = logging.getLogger("tableside")
 
+# a request as it came: who is answered, its target, whether it names the version, description, inputs, parts
+_Came = tuple["Reply", RequestTarget, bool, bytes, memoryview, bytes]
 Asked = tuple[Request, Any, Future]  # as `Batcher.submit_all` takes them
 # what a message may raise
 _NONSENSE = (ServingError, ValueError, KeyError, IndexError, TypeError, OSError, struct.error)
@@ -59,33 +63,10 @@ class AnswerMemory:
                     )
         return np.asarray(Lent(self.memory, at, size, partial(self._give_back, at)))
 
-    def at(self, answer: Buffer) -> int:
-        """Returns an array's offset in this memory."""
-        return address_of(answer.data) - self.memory.address
-
     def _give_back(self, at: int) -> None:
         with self._changed:
             self._blocks.give_back(at)
             self._changed.notify_all()
-
-
-class Host(Protocol):
-    """The process around the doors' end."""
-
-    batcher: Batcher
-    regions: DeviceRegions
-
-    def layouts(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests | None: ...
-
-    def read_inputs_in(self, memory: Buffer) -> None: ...
-
-    async def serve(self, models: Sequence[str]) -> dict[str, Any]: ...
-
-    async def attach(self, model: str, state: int) -> dict[str, Any]: ...
-
-    async def attach_again(self, wanted: RequestTarget, names_version: bool) -> DescribedRequests: ...
-
-    def moved(self) -> None: ...
 
 
 class DoorConnection:
@@ -209,54 +190,36 @@ class DoorConnection:
                     (wanted, ask.names_version),
                     self._doors.host.layouts(wanted, bool(ask.names_version)),
                 )
-            reply = Reply(self, ask.number)
+            came = Reply(self, ask.number), wanted, bool(ask.names_version), description, inputs, parts
             if layouts is None:
-                self._doors.later(
-                    self._ask_later(reply, wanted, bool(ask.names_version), description, inputs, parts)
-                )
+                self._doors.later(self._ask_later(came))
             else:
-                self._add(asked, reply, wanted, layouts, description, inputs, parts)
+                self._add(asked, came, layouts)
         if asked:
             self._doors.host.batcher.submit_all(asked)
 
-    async def _ask_later(
-        self,
-        reply: "Reply",
-        wanted: RequestTarget,
-        names_version: bool,
-        description: bytes,
-        inputs: memoryview,
-        parts: bytes,
-    ) -> None:
+    async def _ask_later(self, came: _Came) -> None:
+        reply, wanted, names_version, *_ = came
         try:
             layouts = await self._doors.host.attach_again(wanted, names_version)
         except ApiError as error:
             reply.set_exception(error)
         else:
             asked: list[Asked] = []
-            self._add(asked, reply, wanted, layouts, description, inputs, parts)
+            self._add(asked, came, layouts)
             self._doors.host.batcher.submit_all(asked)
 
-    def _add(
-        self,
-        asked: list[Asked],
-        reply: "Reply",
-        wanted: RequestTarget,
-        layouts: DescribedRequests,
-        description: bytes,
-        inputs: Any,
-        parts: bytes,
-    ) -> None:
+    def _add(self, asked: list[Asked], came: _Came, layouts: DescribedRequests) -> None:
+        reply, wanted, _, description, inputs, parts = came
         if layouts.state != wanted.state:
             reply.state = layouts.state
         try:
             request = layouts.request(description)
-            if parts:
-                inputs = self._doors.host.regions.elsewhere(request, inputs, parts)
+            given = self._doors.host.regions.elsewhere(request, inputs, parts) if parts else inputs
         except (QuantError, ApiError) as error:
             reply.set_exception(error)
         else:
-            asked.append((request, inputs, reply))
+            asked.append((request, given, reply))
 
     def answer(self, results: Sequence[tuple["Reply", Answer | BaseException]]) -> None:
         """Sends answers' places or errors, on any thread. The door gives answers' memory back."""
@@ -264,10 +227,11 @@ class DoorConnection:
         for reply, result in results:
             if isinstance(result, Answer):
                 self._answers[reply.number] = buffer = result.buffer
-                at, told = address_of(buffer.data) - first if buffer.size else 0, _told(result, reply.state)
-                records.append(messages.ANSWER.pack(reply.number, at, buffer.size, len(told)) + told)
+                at, size = address_of(buffer.data) - first if buffer.size else 0, buffer.size
+                told = _told(result, reply.state)
             else:
-                records.append(messages.write_answer(AnswerMessage(reply.number, 0, 0, _refused(result))))
+                at, size, told = 0, 0, _refused(result)
+            records.append(messages.ANSWER.pack(reply.number, at, size, len(told)) + told)
         self.connection.send_now(MessageKind.ANSWERS, records)
         if not self.connection.is_open:  # it went meanwhile: nobody gives these back
             self._answers.clear()
@@ -309,7 +273,7 @@ class Reply:
 class Doors:
     """An engine's doors. Belongs to one event loop."""
 
-    def __init__(self, host: Host, listening: socket.socket, answers: AnswerMemory) -> None:
+    def __init__(self, host: "EngineHost", listening: socket.socket, answers: AnswerMemory) -> None:
         self.host, self.answers, self._listening = host, answers, listening
         self.open: set[DoorConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()

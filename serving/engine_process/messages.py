@@ -85,10 +85,6 @@ def read_numbers(message: bytes) -> list[int]:
     return [number for (number,) in NUMBER.iter_unpack(memoryview(message)[1:])]
 
 
-def write_answer(answer: AnswerMessage) -> bytes:
-    return ANSWER.pack(answer.number, answer.at, answer.size, len(answer.told)) + answer.told
-
-
 def read_answers(message: bytes) -> list[AnswerMessage]:
     found, at = [], 1
     while at < len(message):
