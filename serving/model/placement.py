@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -159,18 +159,21 @@ class Placer:
             in_host, indexes = plan_indexes(
                 segment.header.tables, placements, left, self.cache is not None, replaced is not None
             )
-            split = [t for t in segment.header.tables if placements[t.name] is Placement.HYBRID]
+            of = {p: [t for t in segment.header.tables if placements[t.name] is p] for p in Placement}
+            whole, split = of[Placement.HBM], of[Placement.HYBRID]
             share = largest_share(split, without_deltas(left) - indexes)
-            hbm_bytes = self._hbm_bytes(segment.header.tables, placements, share) + indexes
+            hbm_bytes = indexes + sum(map(bytes_in_hbm, whole)) + split_bytes(split, share)
+            if self._stashable:
+                from tableside.quant.device.memory import GRANULARITY
+
+                hbm_bytes += sum(-bytes_in_hbm(t) % GRANULARITY for t in whole)
             try:
                 if self.cache is None:  # it is opened with room for these tables' maps
                     self._open_cache(
                         gpu, segment, placements, without_deltas(left) - hbm_bytes - indexes // _GROWTH
                     )
                 else:
-                    hbm_bytes += map_bytes(
-                        t for t in segment.header.tables if placements[t.name] is Placement.CACHED
-                    )
+                    hbm_bytes += map_bytes(of[Placement.CACHED])
                 tables = self._tables(gpu, segment, placements, share, in_host)
                 placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes)
             except QuantError as error:
@@ -187,18 +190,6 @@ class Placer:
             if are_compiled(self._settings):
                 compile_ahead(kernels_of_server(self._settings, segment), self.gpu.device.architecture)
             self.gpu.launcher.warm_up_overlays()  # for the first delta, which comes while requests run
-
-    def _hbm_bytes(
-        self, tables: Sequence[StoredTable], placements: Mapping[str, Placement], share: int
-    ) -> int:
-        whole = [t for t in tables if placements[t.name] is Placement.HBM]
-        split = [t for t in tables if placements[t.name] is Placement.HYBRID]
-        hbm_bytes = sum(map(bytes_in_hbm, whole)) + split_bytes(split, share)
-        if self._stashable:
-            from tableside.quant.device.memory import GRANULARITY
-
-            hbm_bytes += sum(-bytes_in_hbm(t) % GRANULARITY for t in whole)
-        return hbm_bytes
 
     def _warm(self, placed: Placements, replaced: Placements) -> None:
         """Plans to keep unchanged cached rows, and fetches the changed ones of the hotter half."""
