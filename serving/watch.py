@@ -26,7 +26,7 @@ class Watch:
         engines: Callable[[], Iterable[Engine]],
         poll_s: float,
         *,
-        is_lost: Callable[[], bool],
+        is_lost: Callable[[], bool] = lambda: False,
         look: Callable[[], object] = lambda: None,
         taken: Callable[[Engine], object] = lambda engine: None,
     ) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import AnswerMessage, Ask, Connection, MessageKind
 from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.executors.admission import overloaded
-from tableside.serving.executors.executors import Executor
 from tableside.serving.model.engine import CacheState
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.settings import ServerSettings
@@ -66,7 +65,7 @@ class _QueuedRequest:
     room: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class EngineLink(Executor):
+class EngineLink:
     """A door's link to its engine. Belongs to one event loop, but for `attach`. live: model → the engine's
     description of the served version. described: (model, state) → the same for attached states. cache: the
     engine's, or None."""
@@ -108,9 +107,6 @@ class EngineLink(Executor):
     def is_ready(self) -> bool:
         return self._is_ready.is_set() and self._refused is None
 
-    def end_if_lost(self) -> bool:
-        return False  # the engine ends itself, and is replaced
-
     def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
@@ -120,20 +116,14 @@ class EngineLink(Executor):
     # ---- requests ----
 
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        if not request.is_small:
-            return None
-        request.check(inputs)
-        return request.look_up(inputs)
-
-    def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
-        """Like any executor. inputs: some may lie on the engine's GPU (`PartlyOnDevice`)."""
-        request.check(inputs.inputs if isinstance(inputs, PartlyOnDevice) else inputs)
-        return self._run(request, inputs)
+        """As of `CpuExecutor`."""
+        return request.look_up(inputs) if request.is_small else None
 
     def run_soon(self, request: Request, inputs: Any, done: Done) -> bool:
+        """Like `run`, but calls `done` later with the answer or error. False: call `run`. `inputs` may be
+        reused on return."""
         if isinstance(inputs, PartlyOnDevice):
             return False
-        request.check(inputs)
         description = describe(request)
         at = None if self._waiting else self._blocks.take(messages.bytes_of(inputs, description))
         if at is None:
@@ -141,7 +131,8 @@ class EngineLink(Executor):
         self._ask(at, inputs, description, done, names_version=request.names_version)
         return True
 
-    async def _run(self, request: Request, inputs: Any) -> Answer:
+    async def run(self, request: Request, inputs: Any) -> Answer:
+        """As of `CpuExecutor`. inputs: some may lie on the engine's GPU (`PartlyOnDevice`)."""
         if request.is_small:
             return request.look_up(inputs)
         description, parts, names_version = describe(request), b"", request.names_version

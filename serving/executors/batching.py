@@ -20,7 +20,6 @@ from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.executors.batch_threads import BatchThreads
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
-from tableside.serving.executors.executors import Executor
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.metrics import metrics
 from tableside.serving.model.request import Answer, Request
@@ -69,7 +68,7 @@ class _Batch:
     scores: DeviceScores | None = None
 
 
-class Batcher(Executor):
+class Batcher:
     """Runs up to `max_batch` requests together on a GPU. Belongs to one event loop."""
 
     def __init__(
@@ -78,13 +77,14 @@ class Batcher(Executor):
         max_batch: int,
         max_waiting: int = 1024,
         max_wait_s: float = 1.0,
-        tell: Callable[[Told], None] | None = None,
+        *,
+        tell: Callable[[Told], None],
     ) -> None:
         """max_waiting, max_wait_s: as of `serving.executors.admission.Slots`. tell: gets a batch's results,
-        on a thread; None: futures are set on the event loop."""
+        on a thread."""
         self._backend, self._max_batch = backend, max_batch
         self._max_waiting, self._max_wait_s = max_waiting, max_wait_s
-        self._tell = tell or self._tell_on_loop
+        self._tell = tell
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()  # for what is below, up to the empty line
         self._waiting: deque[_WaitingRequest] = deque()
@@ -104,17 +104,8 @@ class Batcher(Executor):
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
 
-    async def _run(self, request: Request, inputs: Any) -> Answer:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.submit(request, inputs, future)
-        return await future
-
-    def submit(self, request: Request, inputs: Any, future: Future) -> None:
-        """Runs a checked request in some batch; `future` gets its answer or an ApiError."""
-        self.submit_all([(request, inputs, future)])
-
     def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
-        """Like `submit`, for requests that came together."""
+        """Runs requests that came together in some batch; their futures get answers or ApiErrors."""
         now = time.perf_counter()
         came = [_WaitingRequest(*one, now) for one in asked]
         try:
@@ -145,6 +136,7 @@ class Batcher(Executor):
         return overloaded(f"{self._max_waiting} requests wait for the GPU, the limit (max_waiting)")
 
     def close(self) -> None:
+        """Takes no more requests and waits for running lookups."""
         with self._lock:
             self._is_closed = True
         self._wake()
@@ -164,6 +156,7 @@ class Batcher(Executor):
             self._cache_metrics.update(self._backend.cache.statistics(wait=wait and not self._under_way))
 
     def end_if_lost(self) -> bool:
+        """Ends the process if its device is lost; returns whether it is ending."""
         if self._lost is None and self._backend.is_lost():
             logger.critical(
                 "%s is lost to this process, which ends; the supervisor replaces it",
@@ -303,9 +296,6 @@ class Batcher(Executor):
             self._under_way.remove(batch)
         self._wake()
 
-    def _tell_on_loop(self, told: Told) -> None:
-        self._on_loop(_tell_all, told)
-
     # ---- on the event loop ----
 
     def _failed(self, batch: _Batch, error: Exception) -> None:
@@ -329,16 +319,6 @@ class Batcher(Executor):
             self._waiting.clear()
         for w in left:
             _fail(w, self._lost)
-
-
-def _tell_all(told: Told) -> None:
-    for future, result in told:
-        if future.done():
-            continue
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
 
 
 def _closing() -> RuntimeError:

@@ -1,11 +1,9 @@
-"""Executors run laid-out requests: look up, then score (`serving.executors.scoring.ScoreStage`).
-`CpuExecutor` runs them one by one; on a GPU `serving.executors.batching.Batcher` runs them together."""
+"""Runs laid-out requests on the CPU: looks up, then scores (`serving.executors.scoring.ScoreStage`). With a
+GPU `serving.engine_process.link.EngineLink` stands in this place."""
 
 import asyncio
 import functools
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,39 +19,9 @@ INLINE_OUT_BYTES = 8 << 20
 _Refusals = list[Exception | None]
 
 
-class Executor(ABC):
-    """Runs a worker's requests. Belongs to one event loop."""
-
-    def run(self, request: Request, inputs: Any) -> Coroutine[Any, Any, Answer]:
-        """Checks the inputs; the coroutine returns the output buffer: vectors, scores, found masks. ApiError:
-        an id or length is wrong, the scorer refuses or is late, or the worker is being replaced."""
-        request.check(inputs)
-        return self._run(request, inputs)
-
-    def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        """Like `run`, at once for a small request; None: call `run`."""
-        return None
-
-    def run_soon(self, request: Request, inputs: Any, done: Callable[[Answer | Exception], None]) -> bool:
-        """Like `run`, but calls `done` later with the answer or error. False: call `run`. `inputs` may be
-        reused on return. ApiError: known at once."""
-        return False
-
-    @abstractmethod
-    async def _run(self, request: Request, inputs: Any) -> Answer:
-        """Runs a request whose inputs were checked."""
-
-    @abstractmethod
-    def end_if_lost(self) -> bool:
-        """Ends the process if its device is lost; returns whether it is ending."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Takes no more requests and waits for running lookups."""
-
-
-class CpuExecutor(Executor):
-    """Runs requests one by one. Large lookups use the thread `beside`, large scorer calls another one."""
+class CpuExecutor:
+    """Runs requests one by one. Large lookups use the thread `beside`, large scorer calls another one.
+    Belongs to one event loop."""
 
     def __init__(self, beside: ThreadPoolExecutor) -> None:
         """beside: one thread, shut down by its owner."""
@@ -64,15 +32,17 @@ class CpuExecutor(Executor):
         self._late: Scorer | None = None
 
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
+        """Like `run`, at once for a small request; None: call `run`."""
         if self._is_large(request) or (request.scoring is not None and self._goes_beside(request.scoring)):
             return None
-        request.check(inputs)
         answer = request.look_up(inputs)
         if request.scoring is not None:
             self._score_now(ToScore(request.scoring, inputs, answer.buffer), time.perf_counter())
         return answer
 
-    async def _run(self, request: Request, inputs: Any) -> Answer:
+    async def run(self, request: Request, inputs: Any) -> Answer:
+        """Returns the output buffer: vectors, scores, found masks. ApiError: an id or length is wrong, the
+        scorer refuses or is late, or the worker is being replaced."""
         if self._is_large(request):
             answer = await asyncio.get_running_loop().run_in_executor(self._beside, request.look_up, inputs)
         else:
@@ -83,9 +53,6 @@ class CpuExecutor(Executor):
 
     def _is_large(self, request: Request) -> bool:
         return request.ids > INLINE_IDS or request.out_bytes > INLINE_OUT_BYTES
-
-    def end_if_lost(self) -> bool:
-        return False
 
     def close(self) -> None:
         # a call that hangs is not waited for: the deadline ends the process

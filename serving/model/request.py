@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.loader.versions.states import State
 from tableside.quant import BadIds, Place, Plan
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
-from tableside.serving.errors import ApiError, ErrorKind, bad_request
+from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.model.features import Features
 from tableside.serving.model.places import Buffer, Output
 from tableside.serving.model.scorer import Scoring
@@ -61,7 +60,6 @@ class Request:
         "row_bytes",
         "scoring",
         "sequence",
-        "unpooled_bags",
         "vectors",
     )
 
@@ -74,19 +72,16 @@ class Request:
         *,
         is_small: bool = False,
         outputs: tuple[Output, ...] = (),
-        unpooled_bags: tuple[FeatureInput, ...] = (),
         scoring: Scoring | None = None,
         sequence: int = 0,
     ) -> None:
         """features: the version's. places: of the lookups. is_small: the CPU beside a device runs the plan.
-        outputs: by name; () if the caller knows their places. unpooled_bags: inputs with unchecked
-        lengths. sequence: the version's last change. `names_version`, set later: the client named the
-        version, so no other may answer."""
+        outputs: by name; () if the caller knows their places. sequence: the version's last change.
+        `names_version`, set later: the client named the version, so no other may answer."""
         self.features, self.places, self.plan, self.is_small = features, places, plan, is_small
         self.scoring, self.outputs = scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = sizes
-        self.unpooled_bags, self.sequence = unpooled_bags, sequence
-        self.names_version = False
+        self.sequence, self.names_version = sequence, False
 
     @property
     def model(self) -> str:
@@ -115,11 +110,6 @@ class Request:
     def staged_bytes(self) -> int:
         return self.plan.staged_bytes
 
-    def check(self, inputs: Any) -> None:
-        """ApiError: an unpooled feature's lengths, which no kernel reads, are negative or do not add up."""
-        for i in self.unpooled_bags:
-            _check_lengths(i, np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at or 0))
-
     def look_up(self, inputs: Any) -> Answer:
         """Looks every feature up, without scores. ApiError: an id, or a pooled feature's length, is wrong."""
         out = np.empty(self.out_bytes, np.uint8)
@@ -139,12 +129,3 @@ class Request:
         refused = ApiError(400, ErrorKind.BAD_ID, what, lacking)
         refused.__cause__ = error
         return refused
-
-
-def _check_lengths(i: FeatureInput, lengths: NDArray[np.int32]) -> None:
-    name = f"feature {i.feature!r}"
-    if lengths.size and lengths.min() < 0:
-        at = int(np.flatnonzero(lengths < 0)[0])
-        raise bad_request(BadIds(Problem.LENGTH, 0, at, int(lengths[at]), 0).describe(name), ErrorKind.BAD_ID)
-    if (total := int(lengths.sum(dtype=np.int64))) != i.ids:
-        raise bad_request(BadIds(Problem.SUM, 0, lengths.size, total, i.ids).describe(name), ErrorKind.BAD_ID)

@@ -212,9 +212,6 @@ class ServedVersion:
             (sum(i.ids for i in inputs), sum(o.shape[0] for o in outputs), row_bytes, out_bytes),
             score or warms_up,
             outputs=tuple(shown),
-            unpooled_bags=tuple(
-                i for b, i in zip(bound, inputs, strict=True) if i.lengths_at is not None and not b.is_pooled
-            ),
             scoring=scoring,
         )
 

@@ -14,7 +14,7 @@ from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request, not_found, short
 from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slots
-from tableside.serving.executors.executors import CpuExecutor, Executor
+from tableside.serving.executors.executors import CpuExecutor
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.counters import Now
 from tableside.serving.metrics.metrics import ERRORS
@@ -38,7 +38,7 @@ class Service:
     """A worker's engines by model name, their `executor`, and its limits (`slots`, `in_flight`). Belongs to
     one event loop. regions: shared memory of clients, or None. models: the shared list."""
 
-    executor: Executor
+    executor: CpuExecutor | EngineLink
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -77,9 +77,7 @@ class Service:
             # On a thread, as what an engine process says of states comes over this loop.
             await asyncio.get_running_loop().run_in_executor(None, engine.begin)
         await self._follow()
-        self._watch = Watch(
-            self.engines.values, self.settings.poll_s, is_lost=self.executor.end_if_lost, look=self._look
-        )
+        self._watch = Watch(self.engines.values, self.settings.poll_s, look=self._look)
         self._watch.start()
         self._scrubbing = asyncio.create_task(self._scrubber.run())
         self._is_open = True

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tables
 import torch
+from batched import batcher_of, run_in
 from scorers import Ctr, exported
 from support import rows_of
 
@@ -17,7 +18,6 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import Precision, choose
 from tableside.serving.errors import ApiError
-from tableside.serving.executors.batching import Batcher
 from tableside.serving.executors.executors import CpuExecutor
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -106,8 +106,8 @@ class Both:
         """What each gets, all in one batch."""
 
         async def run() -> list[Answer | BaseException]:
-            batcher = Batcher(self.placer.gpu, len(requests))  # type: ignore[arg-type]
-            found = await asyncio.gather(*(batcher.run(*r) for r in requests), return_exceptions=True)
+            batcher = batcher_of(self.placer.gpu, len(requests))
+            found = await asyncio.gather(*(run_in(batcher, *r) for r in requests), return_exceptions=True)
             batcher.close()
             return found
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tableside.serving.errors import bad_request, short
+from tableside.quant import BadIds
+from tableside.quant.errors import Problem
+from tableside.serving.errors import ErrorKind, bad_request, short
 from tableside.serving.model.request import FeatureInput
+from tableside.serving.model.version import ServedVersion
 
 PARTS = ("values", "lengths", "weights")
 DATATYPES = {"": "INT64", "values": "INT64", "lengths": "INT32", "weights": "FP32"}
@@ -100,6 +103,22 @@ def check_weights(tensors: Sequence[Tensor], inputs: Any) -> None:
                 raise bad_request(
                     f"input {short(tensor.name)}: value {values[at]} at position {at} is not a finite FP32"
                 )
+
+
+def check_lengths(served: ServedVersion, features: Sequence[FeatureInput], inputs: Any) -> None:
+    """ApiError: an unpooled feature's lengths, which no kernel reads, are negative or do not add up."""
+    for i in features:
+        if i.lengths_at is None or served.features[i.feature].is_pooled:
+            continue
+        lengths = np.frombuffer(inputs, np.int32, i.bags or 0, i.lengths_at)
+        if lengths.size and lengths.min() < 0:
+            at = int(np.flatnonzero(lengths < 0)[0])
+            error = BadIds(Problem.LENGTH, 0, at, int(lengths[at]), 0)
+        elif (total := int(lengths.sum(dtype=np.int64))) != i.ids:
+            error = BadIds(Problem.SUM, 0, lengths.size, total, i.ids)
+        else:
+            continue
+        raise bad_request(error.describe(f"feature {i.feature!r}"), ErrorKind.BAD_ID)
 
 
 def check_dense(tensor: Tensor, width: int, before: Container[str]) -> None:

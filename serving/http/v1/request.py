@@ -15,7 +15,7 @@ from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object, text_of
 from tableside.serving.http.inputs.json_lists import are_all, from_list
-from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, feature_inputs
+from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, check_lengths, feature_inputs
 from tableside.serving.http.v2 import _reader
 from tableside.serving.http.v2.reader import names_of, scoring_of
 from tableside.serving.model.places import Buffer, DenseInput
@@ -134,11 +134,11 @@ def lay_out_slowly(served: ServedVersion, fields: dict[str, Any], score: bool) -
             parts.append(array.tobytes())
             at += array.nbytes
     given, dense_parts = _dense_inputs(served, dense, at)
-    request = served.lay_out(
-        feature_inputs(tensors), given, score, found=features if wants_found else (), scores_alone=score
-    )
+    asked, inputs = feature_inputs(tensors), b"".join([*parts, *dense_parts])
+    request = served.lay_out(asked, given, score, found=features if wants_found else (), scores_alone=score)
+    check_lengths(served, asked, inputs)
     are_bags = [isinstance(value, list) for value in features.values()]
-    return JsonRequest(request, b"".join([*parts, *dense_parts]), are_bags, wants_found)
+    return JsonRequest(request, inputs, are_bags, wants_found)
 
 
 def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:

@@ -77,7 +77,8 @@ class V2:
         answer = self.service.executor.run_now(infer.request, infer.inputs)
         if answer is None:
             done = functools.partial(later, functools.partial(self._encode, *came))
-            if infer.is_inline and self.service.executor.run_soon(infer.request, infer.inputs, done):
+            link = self.service.link if infer.is_inline else None
+            if link is not None and link.run_soon(infer.request, infer.inputs, done):
                 return None
             return self._run(infer._replace(inputs=_kept(infer.inputs)), *came[1:])
         return self._encode(*came, answer) if infer.is_inline else self._write(*came, answer)

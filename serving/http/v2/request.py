@@ -18,6 +18,7 @@ from tableside.serving.http.inputs.tensors import (
     Tensor,
     check_datatype,
     check_dense,
+    check_lengths,
     check_shape,
     check_weights,
     feature_inputs,
@@ -116,6 +117,7 @@ def understand(
     masks = [mask_name(KJT)] if together else [mask_name(i.feature) for i in features]
     outputs = _outputs(header, request, served.features, masks, known)
     cuda_shm.check_outputs(request, [(sent.output, sent.into) for sent in outputs], bool(reads))
+    check_lengths(served, features, inputs)
     if is_on_device:
         writes = regions.joined(
             one for sent in outputs if (one := sent.into) is not None and _is_on_device(one)

@@ -204,7 +204,7 @@ async def open_link(address: str) -> EngineLink:
     return one
 
 
-REQUEST: Any = SimpleNamespace(is_small=False, names_version=False, check=lambda inputs: None)
+REQUEST: Any = SimpleNamespace(is_small=False, names_version=False)
 
 
 def test_requests_wait_for_room_in_the_memory_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batched import batcher_of, run_in
 from support import rows_of
 
 from tableside.loader.versions.states import State
@@ -73,9 +74,6 @@ class Request:
     def __init__(self, staged_bytes: int = 100, scoring: Scoring | None = None) -> None:
         self.staged_bytes, self.scoring = staged_bytes, scoring
 
-    def check(self, inputs: bytes) -> None:
-        """Nothing of it can be wrong."""
-
     def refusal(self, error: BadIds) -> ApiError:
         return ApiError(400, "bad_id", str(error.value))  # type: ignore[arg-type]
 
@@ -98,7 +96,7 @@ class Halves(Scorer):
 
 
 async def answers(batcher: Batcher, requests: list[Request]) -> list[Any]:
-    return await asyncio.gather(*(batcher.run(r, b"") for r in requests), return_exceptions=True)  # type: ignore[arg-type]
+    return await asyncio.gather(*(run_in(batcher, r, b"") for r in requests), return_exceptions=True)
 
 
 @pytest.fixture
@@ -117,7 +115,7 @@ def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
     """Its requests get the error; those under way beside it, and those that wait, run."""
     device, failed = Device(), threading.Event()
-    batcher = Batcher(device, 2)  # type: ignore[arg-type]
+    batcher = batcher_of(device, 2)
 
     def go_on(requests: list[Any]) -> Any:
         assert failed.wait(300)  # until the error was told
@@ -128,7 +126,7 @@ def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
         raise ValueError("a short buffer")
 
     async def run() -> list[Any]:
-        asked = [asyncio.ensure_future(batcher.run(Request(), b"")) for _ in range(7)]  # type: ignore[arg-type]
+        asked = [asyncio.ensure_future(run_in(batcher, Request(), b"")) for _ in range(7)]
         asked[0].add_done_callback(lambda _: failed.set())
         return await asyncio.gather(*asked, return_exceptions=True)
 
@@ -141,7 +139,7 @@ def test_a_failed_batch_fails_alone(kills: list[int]) -> None:
 def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list[int]) -> None:
     """What runs gets the error, what waits and what comes later a 503; one signal, whatever comes."""
     device = Device()
-    batcher = Batcher(device, 1)  # type: ignore[arg-type]
+    batcher = batcher_of(device, 1)
 
     def lose(requests: list[Any]) -> Any:
         device.lost = True
@@ -162,7 +160,7 @@ def test_a_lost_device_ends_the_worker_and_leaves_no_request_waiting(kills: list
 
 def test_memory_that_runs_out_does_not_end_the_worker(kills: list[int]) -> None:
     device = Device()
-    batcher = Batcher(device, 8)  # type: ignore[arg-type]
+    batcher = batcher_of(device, 8)
 
     def refuse(requests: list[Any]) -> Any:
         raise RuntimeError("CUDA error: out of memory")
@@ -179,11 +177,11 @@ def test_batches_are_bounded_and_leave_out_who_left() -> None:
     device.answer = lambda requests: [
         BadIds(Problem.ID, 0, 0, 7, 5) if n else np.zeros(4) for n in range(len(requests))
     ]
-    batcher = Batcher(device, 3)  # type: ignore[arg-type]
+    batcher = batcher_of(device, 3)
 
     async def run() -> list[Any]:
         sizes = (100, 40 << 20, 40 << 20, 1 << 30, 100)
-        left, *others = [asyncio.ensure_future(batcher.run(Request(size), b"")) for size in (100, *sizes)]  # type: ignore[arg-type]
+        left, *others = [asyncio.ensure_future(run_in(batcher, Request(size), b"")) for size in (100, *sizes)]
         await asyncio.sleep(0)  # all have come; no batch has begun
         left.cancel()
         return await asyncio.gather(*others, return_exceptions=True)
@@ -198,14 +196,14 @@ def test_what_a_device_did_not_find_comes_with_the_answer() -> None:
     device = Device()
     counts = [None, [Unfound(2, 0)], [Unfound(0, 1), Unfound(0, 0)]]
     device.answer = lambda requests: [(np.full(4, n, np.uint8), counts[n]) for n in range(len(requests))]
-    found = asyncio.run(answers(Batcher(device, 3), [Request() for _ in counts]))  # type: ignore[arg-type]
+    found = asyncio.run(answers(batcher_of(device, 3), [Request() for _ in counts]))
     assert [(a.buffer[0], a.unfound) for a in found] == list(enumerate(counts))
 
 
 def test_a_batch_has_at_most_max_batch_requests() -> None:
     """Those that came beyond it form the next one."""
     device = Device()
-    found = asyncio.run(answers(Batcher(device, 3), [Request() for _ in range(7)]))  # type: ignore[arg-type]
+    found = asyncio.run(answers(batcher_of(device, 3), [Request() for _ in range(7)]))
     assert device.sizes == [3, 3, 1] and len(found) == 7
 
 
@@ -221,9 +219,9 @@ def test_a_batch_is_started_while_the_device_works_on_the_one_before_it() -> Non
     device.wait = wait  # type: ignore[method-assign]
 
     async def run() -> list[Any]:
-        batcher, asked = Batcher(device, 8), []  # type: ignore[arg-type]
+        batcher, asked = batcher_of(device, 8), []
         for under_way in ([1], [1, 1], [1, 1], [1, 1]):
-            asked.append(asyncio.ensure_future(batcher.run(Request(), b"")))  # type: ignore[arg-type]
+            asked.append(asyncio.ensure_future(run_in(batcher, Request(), b"")))
             while device.sizes != under_way:
                 await asyncio.sleep(0)
         for _ in range(3):
@@ -257,7 +255,7 @@ def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
 
 
 def test_a_closed_batcher_refuses() -> None:
-    batcher = Batcher(Device(), 3)  # type: ignore[arg-type]
+    batcher = batcher_of(Device(), 3)
     batcher.close()
     assert [type(f) for f in asyncio.run(answers(batcher, [Request()]))] == [RuntimeError]
 
@@ -308,13 +306,13 @@ def test_scores_of_a_batch_are_computed_together(
     scorer.error = error or scorer.error
 
     async def run() -> list[Any]:
-        batcher = Batcher(Device(), 8)  # type: ignore[arg-type]
+        batcher = batcher_of(Device(), 8)
         waiting = []
         for n in range(3):
             values = np.full((n + 1, 1), 0.0 if n == bad else 2.0 * n + 2, np.float32)
             source = np.array(MatrixPlace(0, 0, 4, 0, 1), np.int64).tobytes()
             scoring = Scoring(scorer, source, Output("score", 0, 4 * (n + 1), (n + 1,), False))
-            waiting.append(batcher.run(Request(scoring=scoring), values.tobytes()))  # type: ignore[arg-type]
+            waiting.append(run_in(batcher, Request(scoring=scoring), values.tobytes()))
         found = await asyncio.gather(*waiting, return_exceptions=True)
         batcher.close()
         return found

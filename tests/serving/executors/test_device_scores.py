@@ -18,6 +18,7 @@ import orjson
 import pytest
 import tables
 import torch
+from batched import batcher_of, run_in
 from scored import Asked, Both, check, engine_of, publish
 from servers import Server
 from support import rows_of
@@ -28,7 +29,6 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.client import Client, ClientError
 from tableside.serving.errors import ApiError, ErrorKind
-from tableside.serving.executors.batching import Batcher
 from tableside.serving.model import device_calls
 from tableside.serving.model.device_calls import DeviceCalls, _Graph
 from tableside.serving.model.placement import Placer
@@ -176,8 +176,10 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(
     scorer.limits = ScorerLimits(timeout_s=60.0)
 
     async def ask() -> None:
-        batcher = Batcher(both.placer.gpu, 1)  # type: ignore[arg-type]
-        waiting = [asyncio.ensure_future(batcher.run(*Asked("ctr", 3, n).of(both.device))) for n in range(2)]
+        batcher = batcher_of(both.placer.gpu, 1)
+        waiting = [
+            asyncio.ensure_future(run_in(batcher, *Asked("ctr", 3, n).of(both.device))) for n in range(2)
+        ]
         while not began.is_set():
             await asyncio.sleep(0.001)
         tells[0](scorer)

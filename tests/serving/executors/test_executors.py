@@ -1,4 +1,4 @@
-"""Executors: lengths are checked once and scores are written in place, on the CPU and on a GPU alike."""
+"""Executors: scores are written in place, on the CPU and on a GPU alike."""
 
 import asyncio
 import signal
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+from batched import batcher_of, run_in
 from support import rows_of
 
 from tableside.loader.load.load import load
@@ -22,8 +23,7 @@ from tableside.quant import choose
 from tableside.quant.contract import MatrixPlace
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
-from tableside.serving.executors.batching import Batcher
-from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor, Executor
+from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import Output
@@ -85,8 +85,8 @@ def test_scores_of_a_gpu_are_written_where_its_vectors_lie(
     requests = [scored(version, bags) for bags in (3, 5, 4)]
 
     async def run() -> list[Answer]:
-        batcher = Batcher(placer.gpu, 3)  # type: ignore[arg-type]
-        found = await asyncio.gather(*(batcher.run(request, inputs) for request, inputs, _ in requests))
+        batcher = batcher_of(placer.gpu, 3)
+        found = await asyncio.gather(*(run_in(batcher, request, inputs) for request, inputs, _ in requests))
         batcher.close()
         return found
 
@@ -109,21 +109,27 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path, monkeypatch: p
     on_gpu, placer = attach(root, tmp_path, tables.serve_device())
     on_cpu, _ = attach(root, tmp_path, None)
 
-    async def run(make: Callable[[], Executor], version: ServedVersion) -> np.ndarray:
-        executor = make()
-        request, inputs, _ = scored(version, 6)
+    request, inputs, _ = scored(on_cpu, 6)
+
+    async def by_gpu() -> np.ndarray:
+        batcher = batcher_of(placer.gpu, 1)
+        try:
+            return (await run_in(batcher, *scored(on_gpu, 6)[:2])).buffer
+        finally:
+            batcher.close()
+
+    async def by_cpu() -> np.ndarray:
+        executor = CpuExecutor(beside)
         try:
             return (await executor.run(request, inputs)).buffer
         finally:
             executor.close()
 
+    found = [asyncio.run(by_gpu())]
     with ThreadPoolExecutor(1) as beside:
-        found = [
-            asyncio.run(run(lambda: Batcher(placer.gpu, 1), on_gpu)),  # type: ignore[arg-type]
-            asyncio.run(run(lambda: CpuExecutor(beside), on_cpu)),
-        ]
+        found.append(asyncio.run(by_cpu()))
         monkeypatch.setattr("tableside.serving.executors.executors.INLINE_IDS", 0)
-        found.append(asyncio.run(run(lambda: CpuExecutor(beside), on_cpu)))
+        found.append(asyncio.run(by_cpu()))
     for other in found[1:]:
         np.testing.assert_allclose(found[0].view(np.float32), other.view(np.float32), rtol=1e-5)
 
@@ -140,9 +146,7 @@ def test_large_lookups_run_beside_the_event_loop(ids: int, out_bytes: int, is_be
         seen.append(threading.current_thread().name)
         return Answer(np.zeros(8, np.uint8))
 
-    request: Any = SimpleNamespace(
-        ids=INLINE_IDS + ids, out_bytes=out_bytes, scoring=None, check=lambda inputs: None, look_up=look_up
-    )
+    request: Any = SimpleNamespace(ids=INLINE_IDS + ids, out_bytes=out_bytes, scoring=None, look_up=look_up)
     with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
         executor = CpuExecutor(beside)
         now = executor.run_now(request, b"")
@@ -174,30 +178,6 @@ class PlayedDevice:
 
     def is_lost(self) -> bool:
         return self.lost
-
-
-def test_lengths_of_unpooled_features_are_checked_before_either_lookup(root: Path, tmp_path: Path) -> None:
-    """No kernel reads them, so both executors refuse those that are negative or do not add up, before
-    anything runs."""
-    version, _ = attach(root, tmp_path, None)
-    request = version.lay_out([FeatureInput("words", 0, 2, bags=2, lengths_at=16)])
-
-    def inputs(*lengths: int) -> bytes:
-        return np.array([1, 2], np.int64).tobytes() + np.array(lengths, np.int32).tobytes()
-
-    async def run() -> None:
-        with ThreadPoolExecutor(1) as beside:
-            on_cpu, device = CpuExecutor(beside), PlayedDevice()
-            for executor in (on_cpu, Batcher(device, 1)):
-                with pytest.raises(ApiError, match="the 2 lengths add up to 4, but there are 2 ids"):
-                    await executor.run(request, inputs(1, 3))
-                with pytest.raises(ApiError, match="length -1 at position 1 is negative"):
-                    await executor.run(request, inputs(3, -1))
-            assert (await on_cpu.run(request, inputs(1, 1))).buffer.size == 2 * 32
-            assert not device.sizes
-            on_cpu.close()
-
-    asyncio.run(run())
 
 
 class Stuck(Scorer):
@@ -285,16 +265,16 @@ def test_a_late_scorer_stops_all_that_a_gpu_does(tells: list[Callable[[Scorer], 
     scorer = Stuck()
 
     async def run() -> None:
-        batcher = Batcher(PlayedDevice(), 1)
+        batcher = batcher_of(PlayedDevice(), 1)
         running = [
-            asyncio.ensure_future(batcher.run(played(s), bytes(8))) for s in (scoring_of(scorer), None)
+            asyncio.ensure_future(run_in(batcher, played(s), bytes(8))) for s in (scoring_of(scorer), None)
         ]
         await until_began(scorer)
         tells[0](scorer)
         for error in await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 20):
             assert isinstance(error, ApiError) and "played version 3 took longer than 60 s" in error.message
         with pytest.raises(ApiError, match="this worker is being replaced"):
-            await batcher.run(played(None), b"")
+            await run_in(batcher, played(None), b"")
         scorer.let_go.set()
         batcher.close()
 
@@ -316,9 +296,11 @@ def test_a_device_that_a_scorer_loses_ends_the_worker(is_lost: bool, monkeypatch
     monkeypatch.setattr("os.kill", lambda pid, sig: signals.append(sig))
 
     async def run() -> list[Any]:
-        batcher = Batcher(PlayedDevice(is_lost), 2)
+        batcher = batcher_of(PlayedDevice(is_lost), 2)
         requests = (played(scoring_of(Failing())), played(None))
-        found = await asyncio.gather(*(batcher.run(r, bytes(8)) for r in requests), return_exceptions=True)
+        found = await asyncio.gather(
+            *(run_in(batcher, r, bytes(8)) for r in requests), return_exceptions=True
+        )
         batcher.close()
         return found
 

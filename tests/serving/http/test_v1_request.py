@@ -22,6 +22,7 @@ from tableside.serving.http.asgi import HOLD
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v1.request import JsonRequest
+from tableside.serving.http.v2 import request as v2_request
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.settings import ServerSettings
@@ -80,7 +81,6 @@ def laid_out_slowly(served: ServedVersion, text: bytes, score: bool = False) -> 
 def answer(served: ServedVersion, found: JsonRequest) -> bytes | str:
     """The whole response, or what is wrong with ids or lengths."""
     try:
-        found.request.check(found.inputs)
         return v1_request.encode(served, found, found.request.run(found.inputs))
     except ApiError as error:
         return error.message
@@ -290,6 +290,28 @@ def test_long_json_is_read_beside_the_event_loop(
 
     assert orjson.loads(asyncio.run(ask()))["vectors"]["user"] == [[40_000.0 if is_large else 10.0] * 8]
     assert [name.startswith("tableside-beside") for name in read_on] == [is_large]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wrong"),
+    [
+        ([1, 3], "the 2 lengths add up to 4, but there are 2 ids"),
+        ([3, -1], "length -1 at position 1 is negative"),
+    ],
+)
+def test_lengths_of_unpooled_features_are_checked(
+    version: ServedVersion, lengths: list[int], wrong: str
+) -> None:
+    """No kernel reads them: by those who say what is wrong, over both protocols."""
+    given = {"values": ("INT64", [1, 2]), "lengths": ("INT32", lengths)}
+    with pytest.raises(ApiError, match=f"feature 'words': {wrong}"):
+        laid_out_slowly(version, text_of({"words": {part: data for part, (_, data) in given.items()}}))
+    inputs = [
+        {"name": f"words.{part}", "datatype": datatype, "shape": [2], "data": data}
+        for part, (datatype, data) in given.items()
+    ]
+    with pytest.raises(ApiError, match=f"feature 'words': {wrong}"):
+        v2_request.understand(version, {"inputs": inputs}, b"")
 
 
 @pytest.mark.parametrize("form", [list, jagged], ids=["bags", "jagged"])
