@@ -266,7 +266,9 @@ def check_header(header: Header, header_end: int, size: int) -> None:
     if not isinstance(header.load, dict) or not isinstance(header.source, dict):
         raise SegmentError("the header's source or load is no object")
     if header.scorer is not None:
-        _check_scorer(header.scorer, header.features, size)
+        dims = {t.name: t.dim for t in header.tables}
+        pooled = {f.name: dims[f.table] for f in header.features if f.pooling != "none"}
+        _check_scorer(header.scorer, pooled, size)
     if header.owner is not None:
         _check_owner(header.owner)
     for change in (header.delta, header.merged):
@@ -337,21 +339,20 @@ def _check_owner(o: Owner) -> None:
         raise SegmentError(f"the segment is that of owner {str(o.number)[:30]} of {str(o.owners)[:30]}")
 
 
-def _check_scorer(s: StoredScorer, features: tuple[FeatureSpec, ...], size: int) -> None:
+def _check_scorer(s: StoredScorer, pooled: dict[str, int], size: int) -> None:
+    """pooled: features -> dims, the widths of the vectors that it reads."""
     are_numbers = all(type(n) is int for n in (s.offset, s.bytes, s.checksum))
     if not are_numbers or s.kind not in ("dot", "cosine", "program"):
         raise SegmentError(f"the scorer is of kind {str(s.kind)[:60]!r}, or its place is no number")
     _check_place("the scorer", s.offset, s.bytes, size)
-    pooled = {f.name for f in features if f.pooling != "none"}
     for i in s.inputs:
         if (
             type(i.width) is not int
             or i.width < 1
             or not isinstance(i.name, str)
-            or (i.feature is not None and i.feature not in pooled)
+            or (i.feature is not None and pooled.get(i.feature) != i.width)
         ):
-            raise SegmentError(
-                f"the scorer takes {str(i.name)[:60]!r}, which is no pooled feature and no dense tensor"
-            )
+            what = f"the scorer takes {str(i.name)[:60]!r}"
+            raise SegmentError(f"{what}, which is no pooled feature of that width and no dense tensor")
     if s.kind != "program" and len(s.inputs) != 2:
         raise SegmentError(f"a scorer of kind {s.kind!r} takes two features, not {len(s.inputs)}")

@@ -16,7 +16,7 @@ from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.model.engine import CacheState, Engine
 from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.placement import Placements, Placer
-from tableside.serving.model.scorer import Floats, Scorer
+from tableside.serving.model.scorer import Scorer
 from tableside.serving.model.version import Beside, ServedVersion
 from tableside.serving.settings import ServerSettings
 
@@ -36,13 +36,11 @@ class _EngineBackend(Backend):
 class _EngineScorer(Scorer):
     """Stands for the engine process's scorer."""
 
-    def __init__(self, stored: StoredScorer, told: dict[str, Any]) -> None:
+    def __init__(self, segment: Segment, stored: StoredScorer, told: dict[str, Any]) -> None:
+        self.model, self.version = segment.header.model, segment.header.version
         self.kind, self.inputs = stored.kind, stored.inputs
         self.width, self.runs_on = told["width"], told["runs_on"]
         self.precision = Precision[told["dtype"].upper()]
-
-    def run(self, arrays: list[Floats]) -> Floats:
-        raise AssertionError("the engine process scores")
 
 
 class EngineVersion(ServedVersion):
@@ -85,7 +83,7 @@ class DoorEngine(Engine):
             segment,
             _EngineBackend(told["backend"]),
             Placements(placements, on_host=segment.tables, hbm_bytes=told["hbm_bytes"]),
-            scorer=None if stored is None else _named(_EngineScorer(stored, told["scorer"]), segment),
+            scorer=None if stored is None else _EngineScorer(segment, stored, told["scorer"]),
             threads=self._settings.threads,
             max_response_bytes=self._settings.max_response_bytes,
             verified_at=told["verified_at"],
@@ -115,8 +113,3 @@ class DoorEngine(Engine):
         served = self._served.state if self._served is not None else State(0)
         told = State.numbered(live["state"])
         return told if told != served and told not in self._refused else None
-
-
-def _named(scorer: Scorer, segment: Segment) -> Scorer:
-    scorer.model, scorer.version = segment.header.model, segment.header.version
-    return scorer

@@ -1,7 +1,6 @@
 """A scorer turns pooled vectors and dense tensors into one score a row. Kinds: `serving.model.scorers`."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float32]
 # by which a scorer says that it does not take rows
 REFUSED = (RuntimeError, ValueError, IndexError, AssertionError, ArithmeticError)
-# (inputs, outputs) -> the first row with a score that is not finite, or -1
-InPlace = Callable[[Any, Any], int]
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,11 @@ class ScorerLimits:
 NO_LIMITS = ScorerLimits()
 
 
-class Scorer(ABC):
-    """Any thread may call. inputs: of `run`, in order. width: scores a row if several, else None.
-    is_row_wise: rows are independent. model, version: its owner. runs_on: for people. calls: on rows on a
-    device, or None. precision: of weights, inputs and computing; scores are fp32."""
+class Scorer:
+    """Any thread may call. inputs: in order. width: scores a row if several, else None. is_row_wise: rows are
+    independent. is_in_place: it has `run_in_place`, else `run`. model, version: its owner. runs_on: for
+    people. calls: on rows on a device, or None. precision: of weights, inputs and computing; scores are
+    fp32."""
 
     kind: str
     runs_on: str = "numpy"
@@ -50,16 +48,17 @@ class Scorer(ABC):
     inputs: tuple[ScorerInput, ...]
     width: int | None = None
     is_row_wise: bool = True
+    is_in_place: bool = False
     calls: "DeviceCalls | None" = None
 
-    @abstractmethod
     def run(self, arrays: list[Floats]) -> Floats:
         """Takes fp32 [rows, width] for each input; returns fp32 [rows], or [rows, self.width]."""
+        raise NotImplementedError
 
-    def in_place(self, sources: bytes, rows: int, scores_at: int) -> InPlace | None:
-        """Returns a function that reads a request's buffers and writes fp32 scores at byte `scores_at` of the
-        output. None: use `run`. sources: `MatrixPlace` of each input, with `rows` rows each."""
-        return None
+    def run_in_place(self, scoring: "Scoring", inputs: Any, outputs: Buffer) -> int:
+        """Reads a request's buffers, and writes fp32 scores to `outputs`. Returns the first row with a score
+        that is not finite, or -1."""
+        raise NotImplementedError
 
     def admit(self, rows: int) -> int:
         """Returns a call's multiplications. ApiError: it would take too much memory."""
@@ -107,18 +106,6 @@ class Scoring:
     @property
     def rows(self) -> int:
         return self.output.shape[0]
-
-    @cached_property
-    def in_place(self) -> InPlace | None:
-        """The scorer's function over the buffers; None if it has none or a width differs (`run` says so)."""
-        widths = matrices_in(self.sources)[:, MatrixPlace._fields.index("width")]
-        if widths.tolist() != self.scorer.widths:
-            return None
-        return self.scorer.in_place(self.sources, self.rows, self.output.at)
-
-    def run_in_place(self, in_place: InPlace, inputs: Any, buffer: Buffer) -> None:
-        if in_place(inputs, buffer) >= 0:
-            self.check(inputs, self.output.view(buffer))
 
     def check(self, inputs: Any, scores: Floats) -> None:
         """ApiError: a score is not finite; 400 if a dense tensor is not finite either, else 500."""
@@ -177,13 +164,12 @@ def score_together(requests: Sequence[ToScore]) -> None:
     refuses, or a score is not finite."""
     scorer = requests[0].scoring.scorer
     scorer.admit(requests[0].scoring.rows if len(requests) == 1 else sum(r.scoring.rows for r in requests))
-    for scoring, inputs, buffer in requests:
-        if (in_place := scoring.in_place) is None:
-            break
-        scoring.run_in_place(in_place, inputs, buffer)
-    else:
+    if not scorer.is_in_place:
+        _score_arrays(scorer, requests)
         return
-    _score_arrays(scorer, requests)
+    for scoring, inputs, buffer in requests:
+        if scorer.run_in_place(scoring, inputs, buffer) >= 0:
+            scoring.check(inputs, scoring.output.view(buffer))
 
 
 def _score_arrays(scorer: Scorer, requests: Sequence[ToScore]) -> None:

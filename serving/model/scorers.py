@@ -3,6 +3,7 @@ kernel, here; other programs, and any on a GPU, by torch (`serving.model.program
 needed."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from tableside.loader.program.layers import (
 from tableside.loader.program.recognize import Layer
 from tableside.loader.segment.header import ScorerInput, StoredScorer
 from tableside.loader.segment.segment import Segment
-from tableside.quant.contract import MatrixPlace, Precision
+from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request
-from tableside.serving.model.scorer import NO_LIMITS, Floats, InPlace, Scorer, ScorerLimits
+from tableside.serving.model.places import Buffer
+from tableside.serving.model.scorer import NO_LIMITS, Floats, Scorer, ScorerLimits, Scoring
 
 # what a scorer by torch imports; the second when it is measured
 TORCH_MODULES = ("tableside.serving.model.program", "torch._dynamo")
@@ -43,6 +45,7 @@ class LayersScorer(Scorer):
     """A program of dense layers on the CPU, without torch and row-wise."""
 
     kind = "program"
+    is_in_place = True
 
     def __init__(
         self,
@@ -63,22 +66,8 @@ class LayersScorer(Scorer):
         self.width = self._layers.width if self._layers.width > 1 else None
         self.runs_on = f"dense layers ({kernel_name()})"
 
-    def run(self, arrays: list[Floats]) -> Floats:
-        rows, at = len(arrays[0]), 0
-        sources: list[MatrixPlace] = []
-        for array, i in zip(arrays, self.inputs, strict=True):
-            if array.shape != (rows, i.width):
-                raise ValueError(f"input {i.name!r} is {list(array.shape)}; expected {[rows, i.width]}")
-            sources.append(MatrixPlace(0, at, 4 * i.width, 0, i.width))
-            at += array.nbytes
-        scores = np.empty((rows, self._layers.width), np.float32)
-        given = np.array(sources, np.int64).tobytes()
-        self._layers.run(given, b"".join(a.tobytes() for a in arrays), scores, rows, 0)
-        return scores[:, 0] if self.width is None else scores
-
-    def in_place(self, sources: bytes, rows: int, scores_at: int) -> InPlace:
-        run = self._layers.run
-        return lambda inputs, outputs: run(sources, inputs, outputs, rows, scores_at)
+    def run_in_place(self, scoring: Scoring, inputs: Any, outputs: Buffer) -> int:
+        return self._layers.run(scoring.sources, inputs, outputs, scoring.rows, scoring.output.at)
 
     def admit(self, rows: int) -> int:
         least, most = self._rows

@@ -214,6 +214,10 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Header], Header], str]] = {
         scored(ScorerInput("x", "c", 8), ScorerInput("a", "a", 8)),
         "takes 'x', which is no pooled",
     ),
+    "a scorer of another width": (
+        scored(ScorerInput("a", "a", 4), ScorerInput("a", "a", 8)),
+        "takes 'a', which is no pooled feature of that width",
+    ),
     "a scorer of a sequence": (
         scored(ScorerInput("b", "b", 4), ScorerInput("a", "a", 8)),
         "takes 'b', which is no pooled",
