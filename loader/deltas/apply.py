@@ -36,13 +36,11 @@ SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one bel
 @dataclass(frozen=True)
 class ApplySettings:
     """threads: 0: one per core. keep: states to keep. merge_share: deltas are merged when the newest exceeds
-    this share of the other's bytes. wait_s: for other processes that apply."""
+    this share of the other's bytes."""
 
     threads: int = 0
-    backend: str = "native"
     keep: Retention = RETENTION
     merge_share: float = 0.25
-    wait_s: float = 600.0
 
 
 DEFAULTS = ApplySettings()
@@ -81,16 +79,16 @@ def apply(
     not follow the source's last. VersionError: no version is live, or another became live. NoSpace. After an
     error the live state is unchanged."""
     started = time.monotonic()
-    with model.opened() as folder, writing(model, folder, settings.wait_s):
+    with model.opened() as folder, writing(model, folder):
         segment = attach_state(model, None, "header")
-        packed = PackedChanges(segment, settings.backend) if packed is None else packed
+        packed = PackedChanges(segment) if packed is None else packed
         return _Apply(model, folder, settings, segment, merges).run(batch, packed, started)
 
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
     """Merges two live deltas into one, as a new state with the same rows; keeps all states. Errors: see
     `apply`."""
-    with model.opened() as folder, writing(model, folder, settings.wait_s):
+    with model.opened() as folder, writing(model, folder):
         segment = attach_state(model, None, "header")
         if len(segment.deltas) > 1:
             _Apply(model, folder, replace(settings, keep=ALL), segment).merge(segment.deltas)

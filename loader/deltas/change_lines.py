@@ -4,7 +4,6 @@ lines."""
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -91,17 +90,10 @@ def _row(rules: RowRules, number: int, line: bytes) -> tuple[str, int, list[floa
     table = row.get("table", rules.table)
     if not isinstance(table, str):
         raise rules.error(
-            number, f'its table is {_short(table)}; expected a table\'s name, as "table" or with --table'
+            number, f'its table is {table!r:.60}; expected a table\'s name, as "table" or with --table'
         )
     if type(row["id"]) is not int or not -(2**63) <= row["id"] < 2**63:
-        raise rules.error(number, f"its id is {_short(row['id'])}; expected an integer that int64 holds")
+        raise rules.error(number, f"its id is {row['id']!r:.60}; expected an integer that int64 holds")
     if row["vector"] is not None and not isinstance(row["vector"], list):
-        raise rules.error(
-            number, f"its vector is {_short(row['vector'])}; expected a list of numbers, or null"
-        )
+        raise rules.error(number, f"its vector is {row['vector']!r:.60}; expected a list of numbers, or null")
     return rules.check_table(table, number), row["id"], row["vector"]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

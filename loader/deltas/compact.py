@@ -149,7 +149,7 @@ class _Compaction:
 
     def _publish(self) -> State:
         """Carries over newer changes and flips."""
-        with writing(self.model, self.folder, self.settings.wait_s):
+        with writing(self.model, self.folder):
             live = attach_state(self.model, None, "header")
             below = live.deltas[-1].sequence if live.deltas else 0
             if (live.header.version, below) != (self.base.header.version, self.delta.sequence):

@@ -73,10 +73,6 @@ class Merges:
         """Returns whether a merge is running or waits to be published."""
         return self._running is not None
 
-    def has_ended(self) -> bool:
-        """Returns whether a merge waits for the next batch."""
-        return self._running is not None and self._running.done()
-
     def finished(
         self, folder: Folder, live: Segment
     ) -> tuple[UnpublishedDelta, dict[str, list[DeltaEntries]]] | None:

@@ -249,9 +249,6 @@ def _choice(raw: Mapping[str, Any], key: str, where: str, known: tuple[str, ...]
 def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     where = f"[tables.{name}]"
     check_name(name, "table", FEATURE_NAME)
-    if "policy" in raw:
-        remedy = 'write missing = "error", or leave it out, which means the same'
-        raise ModelError(f"{where}: policy is called missing now; {remedy}")
     _only(raw, where, {"key", "row_format", "row_alignment", "missing", "ids", "dim", *_OF_RAW_IDS})
     key = raw.get("key")
     if not isinstance(key, str) or not key:

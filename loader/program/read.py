@@ -6,6 +6,7 @@ operators by any attribute path from `torch`.
 
 import io
 import json
+import math
 import re
 import zipfile
 import zlib
@@ -152,9 +153,7 @@ def _weight(name: str, meta: Mapping[str, Any], content: bytes) -> Weight:
 def _check_is_inside(weight: Weight) -> None:
     sizes, strides, offset = weight.sizes, weight.strides, weight.offset
     (_, item), size = TYPES[weight.dtype], len(weight.content)
-    elements = 1
-    for n in sizes:
-        elements *= n
+    elements = math.prod(sizes)
     last = offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
     is_inside = min([offset, *sizes, *strides], default=0) >= 0 and (
         elements == 0 or (last + 1) * item <= size

@@ -198,7 +198,7 @@ def _moved(table: StoredTable, by: int) -> StoredTable:
 def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
     """Returns the header with final offsets, the bytes reserved for it, and the scorer's offset. The header's
     length and the offsets in it depend on each other: sizes grow until they agree."""
-    reserved = _rounded(len(header.to_json()) + SPARE_BYTES)
+    reserved = align(len(header.to_json()) + SPARE_BYTES, 64)
     while True:
         first_table = align(PRELUDE.size + reserved + 8 * header.chunks)
         tables = tuple(_moved(t, first_table) for t in header.tables)
@@ -206,7 +206,7 @@ def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
         size, found = len(program), checksum(program)
         scorer = header.scorer and replace(header.scorer, offset=end, bytes=size, checksum=found)
         placed = replace(header, tables=tables, scorer=scorer)
-        needed = _rounded(len(placed.to_json()) + SPARE_BYTES // 2)
+        needed = align(len(placed.to_json()) + SPARE_BYTES // 2, 64)
         if needed > LARGEST_HEADER_BYTES:
             raise SegmentError(
                 f"model {header.model!r} has {len(tables):,} tables, whose header takes {needed:,} bytes; "
@@ -215,10 +215,6 @@ def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
         if needed <= reserved:
             return placed, reserved, end
         reserved = needed
-
-
-def _rounded(n: int) -> int:
-    return -(-n // 64) * 64
 
 
 def align(n: int, to: int = TABLE_ALIGNMENT_BYTES) -> int:

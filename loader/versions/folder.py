@@ -77,9 +77,23 @@ class Folder:
             return False
         return True
 
-    def open(self, name: str) -> int:
-        """Opens a file for reading. AccessError: it is no plain file of a trusted owner."""
-        return self._open(name, os.O_RDONLY)
+    def open(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """Opens a file. AccessError: it is no plain file of a trusted owner."""
+        path = self.path / name
+        try:
+            fd = os.open(name, flags | _FILE_FLAGS, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise AccessError(f"{path} is a symbolic link; expected a file; remove it") from error
+            if error.errno == errno.ENXIO:
+                raise AccessError(f"{path} is a socket or a FIFO; expected a file; remove it") from error
+            raise
+        try:
+            check_owner(os.fstat(fd), path, self.owner)
+        except AccessError:
+            os.close(fd)
+            raise
+        return fd
 
     def read(self, name: str, limit_bytes: int = 1 << 16) -> bytes:
         """Returns the first `limit_bytes` bytes of a file."""
@@ -97,10 +111,6 @@ class Folder:
             os.fchmod(fd, 0o640)
         return fd
 
-    def open_for_writing(self, name: str) -> int:
-        """Opens an existing file for reading and writing. AccessError: see `open`."""
-        return self._open(name, os.O_RDWR)
-
     def rename(self, old: str, new: str) -> None:
         """Renames within the folder; replaces `new`."""
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -115,7 +125,7 @@ class Folder:
     def lock(self, name: str, wait_s: float = LOCK_WAIT_S, what: str = "") -> Iterator[None]:
         """Holds a file lock, dropped by the kernel if its holder dies. VersionError after `wait_s` seconds
         names the holder and `what`."""
-        fd = self._open(name, os.O_RDWR | os.O_CREAT)
+        fd = self.open(name, os.O_RDWR | os.O_CREAT)
         try:
             if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600 and os.fstat(fd).st_uid == os.geteuid():
                 os.fchmod(fd, 0o600)  # of an older release, when everybody could open it, and so hold it
@@ -132,23 +142,6 @@ class Folder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _open(self, name: str, flags: int) -> int:
-        path = self.path / name
-        try:
-            fd = os.open(name, flags | _FILE_FLAGS, 0o600, dir_fd=self.fd)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise AccessError(f"{path} is a symbolic link; expected a file; remove it") from error
-            if error.errno == errno.ENXIO:
-                raise AccessError(f"{path} is a socket or a FIFO; expected a file; remove it") from error
-            raise
-        try:
-            check_owner(os.fstat(fd), path, self.owner)
-        except AccessError:
-            os.close(fd)
-            raise
-        return fd
 
     def _take(self, fd: int, name: str, wait_s: float, what: str) -> None:
         deadline, pause = time.monotonic() + wait_s, 0.001

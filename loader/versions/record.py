@@ -79,7 +79,7 @@ def reserve_room(folder: Folder) -> None:
 def _room(folder: Folder) -> int:
     """Opens the next record's file, with a page allocated."""
     try:
-        return folder.open_for_writing(NEXT)
+        return folder.open(NEXT, os.O_RDWR)
     except FileNotFoundError:
         fd = folder.create(NEXT)
     try:

@@ -22,6 +22,7 @@ from tableside.loader.versions.versions import Model
 _NAMED = re.compile(r"(?P<version>[1-9][0-9]{0,17})(\+(?P<sequence>[0-9]{1,18}))?")
 UNPUBLISHED = ".merged"  # suffix of an unpublished merge; its writer holds a lock on it
 APPLY_LOCK, _TURN_LOCK = "apply.lock", "turn.lock"
+_WAIT_S = 600.0  # for other processes that apply
 
 
 class State(NamedTuple):
@@ -138,13 +139,12 @@ def open_delta(model: Model, state: State, verify: Verify) -> Delta:
 
 
 @contextlib.contextmanager
-def writing(model: Model, folder: Folder, wait_s: float) -> Iterator[None]:
-    """Holds the locks for writing deltas, in fair order; clears leftovers. VersionError after `wait_s`
-    seconds."""
+def writing(model: Model, folder: Folder) -> Iterator[None]:
+    """Holds the locks for writing deltas, in fair order; clears leftovers. VersionError after _WAIT_S."""
     with contextlib.ExitStack() as held:
         # Free while somebody writes: the one that holds it then is the next
-        with folder.lock(_TURN_LOCK, wait_s):
-            held.enter_context(folder.lock(APPLY_LOCK, wait_s))
+        with folder.lock(_TURN_LOCK, _WAIT_S):
+            held.enter_context(folder.lock(APPLY_LOCK, _WAIT_S))
         with folder.lock("record.lock"):
             clear_unpublished(folder, model.record())
             reserve_room(folder)

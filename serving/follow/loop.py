@@ -166,7 +166,7 @@ def follow(
                 )
             began = time.monotonic()
             after = None if reset else kept
-            window = Window(PackedChanges(segment, settings.backend), after, after, skip=skip)
+            window = Window(PackedChanges(segment), after, after, skip=skip)
             window.read(source, rows, due, is_stopping)
             read = time.monotonic()
             due = read + every_s

@@ -66,7 +66,7 @@ class Scrubber:
         if not self._is_due(engine, 0.0):
             return
         with engine.model.opened() as folder, contextlib.suppress(VersionError), folder.lock(LOCK, 0):
-            fd = folder.open_for_writing(LOCK)
+            fd = folder.open(LOCK, os.O_RDWR)
             try:
                 version = engine.attached().version
                 if self._is_due(engine, _done_at(fd, version)):

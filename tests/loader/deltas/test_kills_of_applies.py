@@ -81,7 +81,7 @@ def apply_beside_merges(story: Story, model: Model) -> None:
     with Merges(model, 1) as merges:
         while story.apply_next(model, merges):
             if merges.is_running():
-                until(merges.has_ended, what="the merge to end")
+                until(merges._running.done, what="the merge to end")
 
 
 def compact_with_changes(story: Story, model: Model) -> None:

@@ -43,7 +43,7 @@ def begun(oracle: Oracle, merges: Merges) -> str:
     for _ in range(100):
         apply(oracle.model, ChangeBatch(oracle.change(300)), merges=merges)
         if merges.is_running():
-            until(merges.has_ended, what="the merge to end")
+            until(merges._running.done, what="the merge to end")
             return next((n for n in files(oracle) if n.endswith(".merged")), "")
     raise AssertionError("no merge began")
 

@@ -93,7 +93,6 @@ def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) 
             {"tables": {"user": {"key": "k", "row_format": "int3"}}},
             "row_format is 'int3'; expected one of: int2",
         ),
-        ({"tables": {"user": {"key": "k", "policy": "error"}}}, "policy is called missing now"),
         ({"tables": {"user": {"key": "k", "rows": 3}}}, "unknown key 'rows'"),
         (
             {"tables": {"user": {"key": "k", "dim": 0}}},
