@@ -1,10 +1,12 @@
-"""Opens regular files without blocking; refuses FIFOs, devices, sockets and folders.
+"""Opens regular files without blocking; refuses FIFOs, devices, sockets and folders. Locks open files.
 
 A plain `open` of a FIFO waits for a writer, and a device may never end, so paths of users go through here.
 """
 
+import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 from tableside.loader.errors import LoaderError
@@ -57,6 +59,20 @@ def read_regular(path: Path, limit_bytes: int, what: str, error: type[LoaderErro
             "file?"
         )
     return data
+
+
+def take_lock(fd: int, wait_s: float = 0.0) -> bool:
+    """Locks an open file, until it is closed or its holder dies; False: another holds it for `wait_s` s."""
+    deadline, pause_s = time.monotonic() + wait_s, 0.001
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
 
 
 def _is_socket(path: Path) -> bool:

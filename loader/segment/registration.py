@@ -3,7 +3,6 @@ process reads it at bus speed without a copy. Processes share the pages. The reg
 view, before the segment is unmapped.
 """
 
-import fcntl
 import logging
 import os
 import resource
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from tableside.loader.errors import RegistrationError
+from tableside.loader.files import take_lock
 from tableside.loader.segment.memory import Mapping
 from tableside.loader.segment.segment import Segment
 from tableside.quant.device.cuda import clear_error, registers_read_only, tensor_over
@@ -98,27 +98,12 @@ def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]
     so."""
     fd = os.open(segment.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + wait_s
-        while not _has_turn(fd):
-            if time.monotonic() >= deadline:
-                logger.warning(
-                    "%s is locked for more than %g s; it is registered beside that process",
-                    segment.path,
-                    wait_s,
-                )
-                break
-            time.sleep(0.005)
+        if not take_lock(fd, wait_s):
+            text = "%s is locked for more than %g s; it is registered beside that process"
+            logger.warning(text, segment.path, wait_s)
         yield
     finally:
         os.close(fd)
-
-
-def _has_turn(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _explain(code: int, segment: Segment, is_read_only: bool) -> str:

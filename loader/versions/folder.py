@@ -12,16 +12,15 @@ Files are opened with openat(2) and O_NOFOLLOW. Only the owner can read them, or
 
 import contextlib
 import errno
-import fcntl
 import grp
 import os
 import pwd
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tableside.loader.errors import AccessError, VersionError
+from tableside.loader.files import take_lock
 from tableside.loader.segment.delta import parse_delta_name
 
 LOCK_WAIT_S = 30.0
@@ -129,7 +128,12 @@ class Folder:
         try:
             if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600 and os.fstat(fd).st_uid == os.geteuid():
                 os.fchmod(fd, 0o600)  # of an older release, when everybody could open it, and so hold it
-            self._take(fd, name, wait_s, what)
+            if not take_lock(fd, wait_s):
+                raise VersionError(
+                    f"{what or self.path / name}: {_holder(fd)} holds {self.path / name}"
+                    + (f" for more than {wait_s:g} s" if wait_s else "")
+                    + "; wait for it, or end that process"
+                )
             yield
         finally:
             os.close(fd)
@@ -142,22 +146,6 @@ class Folder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _take(self, fd: int, name: str, wait_s: float, what: str) -> None:
-        deadline, pause = time.monotonic() + wait_s, 0.001
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise VersionError(
-                        f"{what or self.path / name}: {_holder(fd)} holds {self.path / name}"
-                        + (f" for more than {wait_s:g} s" if wait_s else "")
-                        + "; wait for it, or end that process"
-                    ) from None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
 
 
 def make_folder(path: Path, owner: str | None = None, group: str | None = None) -> None:

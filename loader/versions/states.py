@@ -4,7 +4,6 @@ A state is named VERSION or VERSION+SEQUENCE. Delta numbers are never reused, so
 """
 
 import contextlib
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.files import take_lock
 from tableside.loader.segment.delta import Delta, delta_name, overlaid, parse_delta_name
 from tableside.loader.segment.segment import Segment, Verify
 from tableside.loader.versions.folder import Folder, deltas_of, newest_delta
@@ -170,9 +170,6 @@ def _is_held(folder: Folder, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not take_lock(fd)
     finally:
         os.close(fd)
-    return False

@@ -9,19 +9,18 @@ a file, others wait for it. On a hugetlbfs nothing is said, and each process rea
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from tableside.loader.files import take_lock
 from tableside.loader.segment.huge_pages import huge_page_bytes
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.folder import NOTE, Folder
 
 _WAIT_S = 60.0  # for another process that reads the file
-_PAUSE_S = 0.005
 
 
 def verified_at(folder: Folder, segment: Segment) -> float | None:
@@ -48,7 +47,7 @@ def verify_once(folder: Folder, segment: Segment, threads: int = 1, rest: float 
         if huge_page_bytes(fd):  # a note would take a page of it
             segment.verify(threads, rest)
             return time.time()
-        is_ours = _take(fd)
+        is_ours = take_lock(fd, _WAIT_S)
         if is_ours and (at := verified_at(folder, segment)) is not None:
             return at
         segment.verify(threads, rest)
@@ -58,18 +57,6 @@ def verify_once(folder: Folder, segment: Segment, threads: int = 1, rest: float 
         return at
     finally:
         os.close(fd)
-
-
-def _take(fd: int) -> bool:
-    """Locks a file; False: another process holds it for _WAIT_S."""
-    deadline = time.monotonic() + _WAIT_S
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_PAUSE_S)
 
 
 def _note(folder: Folder, segment: Segment, at: float) -> None:

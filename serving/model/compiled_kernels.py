@@ -6,7 +6,6 @@ architecture, Triton, and whether launchers could be compiled too. A known set c
 Kernels that are not compiled ahead are compiled at launch. Imports neither torch nor Triton.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tableside import quant
+from tableside.loader.files import take_lock
 from tableside.loader.segment.segment import Segment
 from tableside.quant import Pooling, QuantError
 from tableside.quant.contract import INTERPRETER
@@ -30,7 +30,6 @@ from tableside.serving.settings import ServerSettings
 logger = logging.getLogger("tableside")
 
 _WAIT_S = 300.0  # for another process that compiles
-_LOOK_S = 0.05
 _DIRECT = ("hbm", "zero_copy")  # placements whose rows lie in one place
 _TELLS = 4  # lines in the log about one set
 Progress = Callable[[int, int], None]
@@ -164,25 +163,12 @@ def _alone(lock: Path, arch: int) -> Iterator[None]:
     """Excludes other compiling processes; after _WAIT_S seconds it logs that and goes on."""
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        deadline, waits = time.monotonic() + _WAIT_S, False
-        while not _is_locked(fd):
-            if not waits:
-                logger.info("another process compiles kernels; this one waits for them (sm_%d)", arch)
-                waits = True
-            if time.monotonic() > deadline:
+        if not take_lock(fd):
+            logger.info("another process compiles kernels; this one waits for them (sm_%d)", arch)
+            if not take_lock(fd, _WAIT_S):
                 logger.warning(
                     "%s is locked for more than %g s; kernels are compiled beside that process", lock, _WAIT_S
                 )
-                break
-            time.sleep(_LOOK_S)
         yield
     finally:
         os.close(fd)
-
-
-def _is_locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
