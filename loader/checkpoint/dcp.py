@@ -6,7 +6,6 @@ files.
 both. Items must not share bytes: a changed name or offset would serve another tensor's rows.
 """
 
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -39,14 +38,6 @@ class _Tensor(PickledObject):
     __slots__ = ()
 
 
-class _Index(PickledObject):
-    __slots__ = ()
-
-
-class _Place(PickledObject):
-    __slots__ = ()
-
-
 def _dropped(*arguments: Any) -> None:
     return None
 
@@ -55,11 +46,11 @@ _DCP = "torch.distributed.checkpoint."
 _PLAIN = ("TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata", "StorageMeta")
 _MAKES: dict[str, Callable[..., Any]] = {
     f"{_DCP}metadata.Metadata": _Metadata,
-    f"{_DCP}metadata.MetadataIndex": _Index,
+    f"{_DCP}metadata.MetadataIndex": PickledObject,
     f"{_DCP}metadata.TensorStorageMetadata": _Tensor,
     **{f"{_DCP}metadata.{kind}": PickledObject for kind in _PLAIN},
     f"{_DCP}metadata._MEM_FORMAT_ENCODING": _dropped,
-    f"{_DCP}filesystem._StorageInfo": _Place,
+    f"{_DCP}filesystem._StorageInfo": PickledObject,
     "torch.Size": torch_files.size,
     "torch.serialization._get_layout": _dropped,
     **dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.WindowsPath"), _dropped),
@@ -73,19 +64,18 @@ _Key = tuple[str, tuple[int, ...]]  # (tensor, offsets of the chunk)
 def read(path: Path) -> Checkpoint:
     metadata = _read_metadata(path / METADATA)
     found = Collector()
-    with _Files(path) as files:
-        try:
-            items = _items(metadata, path)
-            for key, entry in metadata["state_dict_metadata"].items():
-                if isinstance(entry, _Tensor):
-                    _add(found, files, str(key), entry, items)
-                else:
-                    found.skip(str(key), "not a tensor")
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
-            raise CheckpointError(
-                f"{path / METADATA}: not the metadata of a distributed checkpoint ({type(error).__name__}: "
-                f"{error})"
-            ) from error
+    try:
+        items = _items(metadata, path)
+        for key, entry in metadata["state_dict_metadata"].items():
+            if isinstance(entry, _Tensor):
+                _add(found, path, str(key), entry, items)
+            else:
+                found.skip(str(key), "not a tensor")
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path / METADATA}: not the metadata of a distributed checkpoint ({type(error).__name__}: "
+            f"{error})"
+        ) from error
     return found.checkpoint(path)
 
 
@@ -119,7 +109,7 @@ def _wholes(values: Any) -> tuple[int, ...]:
     return tuple(map(_whole, values))
 
 
-def _items(metadata: _Metadata, folder: Path) -> dict[_Key, _Place]:
+def _items(metadata: _Metadata, folder: Path) -> dict[_Key, PickledObject]:
     """(tensor, offsets of the chunk) -> where its bytes are; CheckpointError where two share bytes."""
     items = {
         (str(i["fqn"]), _wholes(i["offset"] or ())): place for i, place in metadata["storage_data"].items()
@@ -139,7 +129,7 @@ def _items(metadata: _Metadata, folder: Path) -> dict[_Key, _Place]:
     return items
 
 
-def _add(found: Collector, files: "_Files", key: str, entry: _Tensor, items: dict[_Key, _Place]) -> None:
+def _add(found: Collector, folder: Path, key: str, entry: _Tensor, items: dict[_Key, PickledObject]) -> None:
     shape = _wholes(entry["size"])
     properties = entry["properties"].state
     dtype = (properties[0] if isinstance(properties, tuple) else properties["dtype"]).value
@@ -156,26 +146,28 @@ def _add(found: Collector, files: "_Files", key: str, entry: _Tensor, items: dic
         place = items.get((key, offsets))
         if place is None:
             raise CheckpointError(
-                f"{files.folder / METADATA}: {key!r} has a chunk at {list(offsets)} that no file holds"
+                f"{folder / METADATA}: {key!r} has a chunk at {list(offsets)} that no file holds"
             )
-        shards.append(_shard(files, key, dtype, place, offsets, sizes))
+        shards.append(_shard(folder, key, dtype, place, offsets, sizes))
     found.add(key, shape, dtype, tuple(shards))
 
 
 def _shard(
-    files: "_Files", key: str, dtype: str, place: _Place, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    folder: Path, key: str, dtype: str, place: PickledObject, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> RowShard:
     relative = str(place["relative_path"])
     if Path(relative).name != relative or "\0" in relative:
         raise CheckpointError(
-            f"{files.folder / METADATA}: file {relative!r} of {key!r} lies outside the checkpoint's folder"
+            f"{folder / METADATA}: file {relative!r} of {key!r} lies outside the checkpoint's folder"
         )
-    path = files.folder / relative
+    path = folder / relative
     if place.state.get("transform_descriptors"):
         raise CheckpointError(
             f"{path}: {key!r} is stored transformed (compressed?); save it without extensions"
         )
-    tensor = torch_files.load(files.window(path, _whole(place["offset"]), _whole(place["length"])))
+    begin, length = _whole(place["offset"]), _whole(place["length"])
+    with open(open_regular(path, "a file of the checkpoint", CheckpointError), "rb") as file:
+        tensor = torch_files.load(FileWindow(file.fileno(), path, begin, length))
     if (
         not isinstance(tensor, FileTensor)
         or not tensor.contiguous
@@ -187,28 +179,3 @@ def _shard(
         )
     (row, column), (rows, columns) = (*offsets, 0)[:2], (*sizes, 1)[:2]
     return RowShard(path, tensor.begin, row, rows, column, columns, tensor.storage.record)
-
-
-class _Files:
-    """Files of the folder, one of them open at a time. A context manager."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._path, self._fd = folder, -1
-
-    def window(self, path: Path, begin: int, length: int) -> FileWindow:
-        if path != self._path:
-            self.close()
-            self._path, self._fd = path, open_regular(path, "a file of the checkpoint", CheckpointError)
-        return FileWindow(self._fd, path, begin, length)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._path, self._fd = self.folder, -1
-
-    def __enter__(self) -> "_Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
