@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tableside.loader.checkpoint import torch_files
-from tableside.loader.checkpoint.collector import Collector
 from tableside.loader.checkpoint.pickles import (
     LIMIT_BYTES,
     ForbiddenGlobal,
@@ -63,7 +62,7 @@ _Key = tuple[str, tuple[int, ...]]  # (tensor, offsets of the chunk)
 
 def read(path: Path) -> Checkpoint:
     metadata = _read_metadata(path / METADATA)
-    found = Collector()
+    found = Checkpoint(path)
     try:
         items = _items(metadata, path)
         for key, entry in metadata["state_dict_metadata"].items():
@@ -76,7 +75,7 @@ def read(path: Path) -> Checkpoint:
             f"{path / METADATA}: not the metadata of a distributed checkpoint ({type(error).__name__}: "
             f"{error})"
         ) from error
-    return found.checkpoint(path)
+    return found
 
 
 def _read_metadata(path: Path) -> _Metadata:
@@ -129,7 +128,7 @@ def _items(metadata: _Metadata, folder: Path) -> dict[_Key, PickledObject]:
     return items
 
 
-def _add(found: Collector, folder: Path, key: str, entry: _Tensor, items: dict[_Key, PickledObject]) -> None:
+def _add(found: Checkpoint, folder: Path, key: str, entry: _Tensor, items: dict[_Key, PickledObject]) -> None:
     shape = _wholes(entry["size"])
     properties = entry["properties"].state
     dtype = (properties[0] if isinstance(properties, tuple) else properties["dtype"]).value

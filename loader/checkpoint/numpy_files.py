@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tableside.loader.checkpoint.archive import Archive, ArchiveRecord
-from tableside.loader.checkpoint.collector import LIMIT_TENSORS, Collector, whole
-from tableside.loader.checkpoint.rows import Checkpoint
+from tableside.loader.checkpoint.rows import Checkpoint, whole
 from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 
@@ -38,20 +37,18 @@ class NpyHeader(NamedTuple):
 
 def read(path: Path, fd: int) -> Checkpoint:
     """Finds the arrays; a .npy is one tensor called after the file."""
-    found = Collector()
+    found = Checkpoint(path)
     window = FileWindow(fd, path)
     if path.suffix == ".npy":
         _add(found, path.stem, window, None)
-        return found.checkpoint(path)
+        return found
     archive = Archive(window, "write it with np.savez, not np.savez_compressed")
-    if len(archive.records) > LIMIT_TENSORS:
-        raise CheckpointError(f"{path}: more than {LIMIT_TENSORS:,} arrays; save the tables alone")
     for name, record in archive.records.items():
         _add(found, name.removesuffix(".npy"), FileWindow(fd, path, record.offset, record.bytes), record)
-    return found.checkpoint(path)
+    return found
 
 
-def _add(found: Collector, key: str, window: FileWindow, record: ArchiveRecord | None) -> None:
+def _add(found: Checkpoint, key: str, window: FileWindow, record: ArchiveRecord | None) -> None:
     try:
         dtype, fortran, shape, start = npy_header(window.read, window.bytes)
     except ValueError as error:

@@ -25,6 +25,16 @@ DTYPES: dict[Source, np.dtype[Any]] = {
     Source.FP16: np.dtype("<f2"),
     Source.BF16: np.dtype("<u2"),
 }
+_SOURCES = {
+    "f32": Source.FP32, "float32": Source.FP32, "<f4": Source.FP32,
+    "f16": Source.FP16, "float16": Source.FP16, "<f2": Source.FP16,
+    "bf16": Source.BF16, "bfloat16": Source.BF16,
+}  # fmt: skip
+_ID_TYPES: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys(("i64", "int64", "<i8"), np.dtype("<i8")),
+    **dict.fromkeys(("i32", "int32", "<i4"), np.dtype("<i4")),
+}
+LIMIT_TENSORS = 250_000  # of one checkpoint; each costs some 700 bytes of memory here
 LARGEST_DIM = 1 << 22  # 16 MiB of fp32, which are read at once
 # (shard, offset in its file, the bytes as they lie there), from any thread
 Seen = Callable[["RowShard", int, memoryview], None]
@@ -151,18 +161,40 @@ class Checkpoint:
     """A checkpoint's matrices, tensors of ids (ids) and tables of raw ids (tables, set by `open_checkpoint`),
     by key. A context manager; any thread may read."""
 
-    def __init__(
-        self,
-        path: Path,
-        matrices: Mapping[str, Matrix],
-        skipped: Mapping[str, str],
-        ids: Mapping[str, Ids] | None = None,
-    ) -> None:
-        """skipped: tensors that are not matrices of floats, with the reason; those of ids as well."""
-        self.path, self.matrices = path, dict(matrices)
-        self.skipped, self.ids = dict(skipped), dict(ids or {})
+    def __init__(self, path: Path) -> None:
+        """Of no tensors yet: a format's reader adds them."""
+        self.path = path
+        self.matrices: dict[str, Matrix] = {}
+        self.ids: dict[str, Ids] = {}
+        self.skipped: dict[str, str] = {}  # that are no matrices of floats, those of ids as well: the reason
         self.tables: KeyedTables | None = None
         self._files: dict[Path, int] = {}
+
+    def add(self, key: str, shape: tuple[int, ...], dtype: str, shards: tuple[RowShard, ...] | None) -> None:
+        """Keeps a matrix of floats or a tensor of ids, skips others. dtype: the format's name. shards: as for
+        `rows_of`; None: the values are not row-major."""
+        named = dtype.removeprefix("torch.").lower()
+        source = _SOURCES.get(named)
+        if len(self.matrices) + len(self.skipped) >= LIMIT_TENSORS:
+            raise CheckpointError(f"more than {LIMIT_TENSORS:,} tensors; save the tables alone")
+        if key in self.matrices or key in self.skipped:
+            self.matrices.pop(key, None)
+            self.ids.pop(key, None)
+            self.skipped[key] = "two tensors have this name"
+        elif source is None:
+            self.skipped[key] = f"dtype {dtype}; expected fp32, fp16 or bf16"
+            if named in _ID_TYPES and (rows_of(shape) or (0, 0))[1] == 1 and shards is not None:
+                self.ids[key] = Ids(key, shape[0], _ID_TYPES[named], shards)
+        elif len(shape) != 2 or min(shape) < 1:
+            self.skipped[key] = f"shape {list(shape)}; expected [rows, dim] with at least one of each"
+        elif shards is None:
+            self.skipped[key] = "its values do not lie row after row; save it with .contiguous()"
+        else:
+            self.matrices[key] = Matrix(key, shape[0], shape[1], source, shards)
+
+    def skip(self, key: str, why: str) -> None:
+        if key in self.skipped or len(self.skipped) < LIMIT_TENSORS:
+            self.skipped[key] = why
 
     @property
     def keyed_tables(self) -> Mapping[str, str | None]:
@@ -253,6 +285,22 @@ class Checkpoint:
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
+
+
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Returns a tensor's shape as [rows, columns], [n] as [n, 1]; None where it has other dimensions."""
+    if len(shape) == 1:
+        return shape[0], 1
+    return (shape[0], shape[1]) if len(shape) == 2 else None
+
+
+def whole(
+    path: Path, offset: int, shape: tuple[int, ...], record: ArchiveRecord | None = None
+) -> tuple[RowShard, ...] | None:
+    """One shard that is the whole tensor; None where it has no rows and columns."""
+    if (flat := rows_of(shape)) is None:
+        return None
+    return (RowShard(path, offset, 0, flat[0], 0, flat[1], record),)
 
 
 def fingerprint(paths: Iterable[Path]) -> dict[str, list[int]]:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import orjson
 
-from tableside.loader.checkpoint.collector import LIMIT_TENSORS, Collector, whole
-from tableside.loader.checkpoint.rows import Checkpoint
+from tableside.loader.checkpoint.rows import LIMIT_TENSORS, Checkpoint, whole
 from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular, read_regular
@@ -43,10 +42,10 @@ class _Entry(NamedTuple):
 
 
 def read(path: Path, fd: int) -> Checkpoint:
-    found = Collector()
+    found = Checkpoint(path)
     if not path.name.endswith(".index.json"):
         _collect(found, path, *_header(FileWindow(fd, path)))
-        return found.checkpoint(path)
+        return found
     by_file: dict[str, list[str]] = {}
     for key, name in _index(path).items():
         by_file.setdefault(name, []).append(key)
@@ -57,7 +56,7 @@ def read(path: Path, fd: int) -> Checkpoint:
         if missing := sorted(set(keys) - set(entries)):
             raise CheckpointError(f"{part}: the index says it holds {missing[0]!r}, but it does not")
         _collect(found, part, {key: entries[key] for key in keys}, start)
-    return found.checkpoint(path)
+    return found
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -202,6 +201,6 @@ def _check(path: Path, entries: dict[str, _Entry], size: int) -> None:
         )
 
 
-def _collect(found: Collector, path: Path, entries: dict[str, _Entry], start: int) -> None:
+def _collect(found: Checkpoint, path: Path, entries: dict[str, _Entry], start: int) -> None:
     for name, e in sorted(entries.items()):
         found.add(name, e.shape, e.dtype, whole(path, start + e.begin, e.shape))

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tableside.loader.checkpoint.archive import Archive, ArchiveRecord
-from tableside.loader.checkpoint.collector import Collector, whole
 from tableside.loader.checkpoint.pickles import LIMIT_BYTES, ForbiddenGlobal, Name, PickleError, unpickle
-from tableside.loader.checkpoint.rows import Checkpoint, RowShard
+from tableside.loader.checkpoint.rows import Checkpoint, RowShard, whole
 from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 
@@ -60,14 +59,14 @@ class Other:
 
 
 def read(path: Path, fd: int) -> Checkpoint:
-    found = Collector()
+    found = Checkpoint(path)
     for key, tensor in tensors(load(FileWindow(fd, path)), path):
         if isinstance(tensor, FileTensor):
             found.add(key, tensor.shape, tensor.dtype, shards_of(tensor, path))
         else:
             remedy = "save it dense, with .to_dense() or .dequantize()"
             found.skip(key, f"a sparse, quantized, nested or meta tensor; {remedy}")
-    return found.checkpoint(path)
+    return found
 
 
 def load(window: FileWindow) -> Any:

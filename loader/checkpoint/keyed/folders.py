@@ -128,7 +128,7 @@ def dynamicemb(path: Path) -> Checkpoint | None:
                 )
     if not found:
         return None
-    checkpoint = Checkpoint(path, {}, {})
+    checkpoint = Checkpoint(path)
     checkpoint.tables = FolderTables(
         checkpoint, {t: _ranks(t, files) for t, files in sorted(found.items())}, "a DynamicEmb dump"
     )
@@ -170,7 +170,7 @@ def hugectr(path: Path) -> Checkpoint | None:
         found = {folder.relative_to(path).as_posix(): folder for folder in _sparse_models(path)}
     if not found:
         return None
-    checkpoint = Checkpoint(path, {}, {})
+    checkpoint = Checkpoint(path)
     parts = {key: [FilePair(folder / "key", folder / "emb_vector")] for key, folder in sorted(found.items())}
     checkpoint.tables = FolderTables(checkpoint, parts, "a sparse model of HugeCTR")
     return checkpoint

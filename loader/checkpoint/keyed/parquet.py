@@ -42,7 +42,7 @@ _log = logging.getLogger("tableside")
 def read(path: Path, groups: dict[str, list[Path]]) -> Checkpoint:
     """Returns the tables of a Parquet file or folder. groups: key prefix -> files. CheckpointError: a file is
     damaged."""
-    checkpoint = Checkpoint(path, {}, {})
+    checkpoint = Checkpoint(path)
     checkpoint.tables = ParquetTables(checkpoint, groups)
     return checkpoint
 

@@ -176,7 +176,7 @@ def test_ids_that_are_not_all_there_are_refused(rows: range, tmp_path: Path) -> 
     """Of a sharded tensor of ids, as of a matrix: a shard is missing, or lies outside."""
     (tmp_path / "x").write_bytes(bytes(400))
     shards = (RowShard(tmp_path / "x", 0, rows.start, len(rows), 0, 1),)
-    checkpoint = Checkpoint(tmp_path, {}, {})
+    checkpoint = Checkpoint(tmp_path)
     values = Matrix("a", 5, 2, Source.FP32, (RowShard(tmp_path / "x", 0, 0, 5, 0, 2),))
     with pytest.raises(CheckpointError, match=r"a part of the checkpoint is missing|lies outside"):
         FlatRows(checkpoint, Ids("a.ids", 5, np.dtype("<i8"), shards), values)
