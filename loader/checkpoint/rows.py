@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.archive import ArchiveRecord
 from tableside.loader.checkpoint.keyed.keyed import KeyedRows, KeyedTables
+from tableside.loader.checkpoint.window import read_into
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
@@ -266,17 +267,7 @@ class Checkpoint:
 
     def fill(self, path: Path, into: memoryview, offset: int) -> None:
         """Fills a buffer with the bytes at `offset` of a file that is open."""
-        while len(into):
-            try:
-                count = os.preadv(self._files[path], [into], offset)
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be read at byte {offset}: {error.strerror}") from error
-            if count == 0:
-                raise CheckpointError(
-                    f"{path}: ends at byte {offset}, {len(into)} bytes early; it was truncated while it was "
-                    "read"
-                )
-            into, offset = into[count:], offset + count
+        read_into(into, self._files[path], path, offset)
 
     def __enter__(self) -> "Checkpoint":
         return self

@@ -26,18 +26,19 @@ class FileWindow:
             raise CheckpointError(
                 f"{self.path}: expected {count:,} bytes at {self.begin + offset:,}, the file is too short"
             )
-        parts = []
-        while count:
-            try:
-                part = os.pread(self.fd, min(count, 1 << 30), self.begin + offset)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{self.path}: cannot be read at byte {self.begin + offset}: {error.strerror}"
-                ) from error
-            if not part:
-                raise CheckpointError(
-                    f"{self.path}: ends at byte {self.begin + offset}; it was truncated while it was read"
-                )
-            parts.append(part)
-            offset, count = offset + len(part), count - len(part)
-        return b"".join(parts)
+        data = bytearray(count)
+        read_into(memoryview(data), self.fd, self.path, self.begin + offset)
+        return bytes(data)
+
+
+def read_into(memory: memoryview, fd: int, path: Path, offset: int) -> None:
+    """Fills memory with the bytes at `offset` of an open file. CheckpointError: it is short or unreadable."""
+    while len(memory):
+        try:
+            count = os.preadv(fd, [memory], offset)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read at byte {offset}: {error.strerror}") from error
+        if not count:
+            early = f"ends at byte {offset}, {len(memory)} bytes early"
+            raise CheckpointError(f"{path}: {early}; it was truncated while it was read")
+        memory, offset = memory[count:], offset + count

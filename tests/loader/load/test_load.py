@@ -235,7 +235,8 @@ def _start_load(path: Path, root: Path, patch: str = "") -> subprocess.Popen[str
 
 STEPS = {
     "reserving": "import os; os.posix_fallocate = lambda *a: os.kill(os.getpid(), 9)",
-    "reading": "import os; os.preadv = lambda *a: os.kill(os.getpid(), 9)",
+    "reading": "import tableside.loader.checkpoint.rows as r, os; r.read_into = lambda *a: "
+    "os.kill(os.getpid(), 9)",
     "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: "
     "os.kill(os.getpid(), 9)",
     "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
