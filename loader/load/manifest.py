@@ -27,7 +27,7 @@ from tableside.loader.files import read_regular
 
 FORMAT, VERSION = "tableside manifest", 1
 CHUNK_BYTES = 512 << 10
-_PIECE_BYTES = 1 << 20
+_LIMIT_BYTES = 256 << 20  # of a manifest: 16 digits for each chunk, so it describes 8 TiB
 _DIGITS = 16
 Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread
 
@@ -80,7 +80,7 @@ def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Man
     path = manifest_path(checkpoint.path)
     if not os.path.lexists(path):
         return None
-    tensors = _read(path, _limit(checkpoint))
+    tensors = _read(path)
     chunks = {}
     for key, matrix in matrices.items():
         if key not in tensors:
@@ -100,15 +100,9 @@ def find_manifest(checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> Man
     return Manifest(path, chunks)
 
 
-def _limit(checkpoint: Checkpoint) -> int:
-    """Returns the most bytes that a manifest can have: 16 digits per 32 KiB, plus room for names."""
-    matrices = checkpoint.matrices.values()
-    return (1 << 20) + sum(m.bytes // 2048 + 1024 + 12 * len(m.key) for m in matrices)
-
-
-def _read(path: Path, limit_bytes: int) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     try:
-        raw = orjson.loads(read_regular(path, limit_bytes, "the manifest", CheckpointError))
+        raw = orjson.loads(read_regular(path, _LIMIT_BYTES, "the manifest", CheckpointError))
         if raw["format"] != FORMAT or raw["version"] != VERSION:
             raise _bad(
                 path,
@@ -155,11 +149,13 @@ def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress
         ) as pool:
             for key, matrix in matrices.items():
                 found.open_files(matrix)
-                for start, sums in pool.map(lambda at, m=matrix: (at, _sums(found, m, at)), _starts(matrix)):
-                    tensors[key]["chunks"] += sums
+                starts, digests = range(0, matrix.rows, chunk_rows(matrix)), []
+                for digest, rows in pool.map(lambda at, m=matrix: _digest(found, m, at), starts):
+                    digests.append(digest)
+                    done += rows
                     if progress:
-                        progress(done + min(matrix.rows, start + _piece_rows(matrix)), total)
-                done += matrix.rows
+                        progress(done, total)
+                tensors[key]["chunks"] = "".join(digests)
     text = orjson.dumps(
         {"format": FORMAT, "version": VERSION, "checksum": _checksum(tensors), "tensors": tensors}
     )
@@ -172,18 +168,9 @@ def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress
     return path
 
 
-def _piece_rows(matrix: Matrix) -> int:
-    step = chunk_rows(matrix)
-    return max(1, _PIECE_BYTES // (matrix.dim * matrix.source.bytes) // step) * step
-
-
-def _starts(matrix: Matrix) -> range:
-    return range(0, matrix.rows, _piece_rows(matrix))
-
-
-def _sums(checkpoint: Checkpoint, matrix: Matrix, start: int) -> str:
-    """Returns the checksums of a piece's chunks, as digits."""
-    stop = min(matrix.rows, start + _piece_rows(matrix))
+def _digest(checkpoint: Checkpoint, matrix: Matrix, start: int) -> tuple[str, int]:
+    """Returns the checksum of a chunk, as digits, and its rows."""
+    stop = min(matrix.rows, start + chunk_rows(matrix))
     values = np.empty((stop - start, matrix.dim), DTYPES[matrix.source])
     checkpoint.read(matrix, start, stop, values, bytearray(values.nbytes))
-    return "".join(f"{digest:0{_DIGITS}x}" for digest in _digests(values, chunk_rows(matrix)))
+    return xxhash.xxh3_64_hexdigest(values.data), stop - start
