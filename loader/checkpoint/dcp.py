@@ -37,10 +37,6 @@ class _Tensor(PickledObject):
     __slots__ = ()
 
 
-def _dropped(*arguments: Any) -> None:
-    return None
-
-
 _DCP = "torch.distributed.checkpoint."
 _PLAIN = ("TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata", "StorageMeta")
 _MAKES: dict[str, Callable[..., Any]] = {
@@ -48,11 +44,13 @@ _MAKES: dict[str, Callable[..., Any]] = {
     f"{_DCP}metadata.MetadataIndex": PickledObject,
     f"{_DCP}metadata.TensorStorageMetadata": _Tensor,
     **{f"{_DCP}metadata.{kind}": PickledObject for kind in _PLAIN},
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _dropped,
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING": torch_files.dropped,
     f"{_DCP}filesystem._StorageInfo": PickledObject,
-    "torch.Size": torch_files.size,
-    "torch.serialization._get_layout": _dropped,
-    **dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.WindowsPath"), _dropped),
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": torch_files.dropped,
+    **dict.fromkeys(
+        ("pathlib.PosixPath", "pathlib._local.PosixPath", "pathlib.WindowsPath"), torch_files.dropped
+    ),
 }
 _NAMES = {full: Name(full, make) for full, make in _MAKES.items()} | {
     f"torch.{dtype}": Name(f"torch.{dtype}", None, dtype) for dtype in DTYPE_BYTES

@@ -11,7 +11,7 @@ from typing import Any
 
 from tableside.loader.checkpoint.archive import Archive, ArchiveRecord
 from tableside.loader.checkpoint.pickles import LIMIT_BYTES, ForbiddenGlobal, Name, PickleError, unpickle
-from tableside.loader.checkpoint.rows import Checkpoint, RowShard, whole
+from tableside.loader.checkpoint.rows import Checkpoint, whole
 from tableside.loader.checkpoint.window import FileWindow
 from tableside.loader.errors import CheckpointError
 
@@ -62,7 +62,8 @@ def read(path: Path, fd: int) -> Checkpoint:
     found = Checkpoint(path)
     for key, tensor in tensors(load(FileWindow(fd, path)), path):
         if isinstance(tensor, FileTensor):
-            found.add(key, tensor.shape, tensor.dtype, shards_of(tensor, path))
+            shards = whole(path, tensor.begin, tensor.shape, tensor.storage.record)
+            found.add(key, tensor.shape, tensor.dtype, shards if tensor.contiguous else None)
         else:
             remedy = "save it dense, with .to_dense() or .dequantize()"
             found.skip(key, f"a sparse, quantized, nested or meta tensor; {remedy}")
@@ -195,26 +196,22 @@ def _empty_dict(*arguments: Any) -> dict[Any, Any]:
     return {}
 
 
-def _dropped(*arguments: Any) -> None:
+def dropped(*arguments: Any) -> None:
     return None
-
-
-def size(values: tuple[int, ...] = ()) -> tuple[int, ...]:
-    return tuple(values)
 
 
 def _names() -> dict[str, Name]:
     makes: dict[str, Callable[..., Any]] = {
         "collections.OrderedDict": _empty_dict,
-        "collections.Counter": _dropped,
+        "collections.Counter": dropped,
         "torch.nn.parameter.Parameter": _first,
-        "torch.serialization._get_layout": _dropped,
-        "torch.Size": size,
+        "torch.serialization._get_layout": dropped,
+        "torch.Size": tuple,
         "torch.Tensor": _other,
-        "torch.device": _dropped,
-        "_codecs.encode": _dropped,
-        **{f"builtins.{kind}": _dropped for kind in ("bytearray", "set", "complex")},
-        **{f"__builtin__.{kind}": _dropped for kind in ("bytearray", "set", "complex")},
+        "torch.device": dropped,
+        "_codecs.encode": dropped,
+        **{f"builtins.{kind}": dropped for kind in ("bytearray", "set", "complex")},
+        **{f"__builtin__.{kind}": dropped for kind in ("bytearray", "set", "complex")},
         "torch._utils._rebuild_tensor": _tensor,
         "torch._utils._rebuild_tensor_v2": _tensor,
         "torch._utils._rebuild_tensor_v3": _tensor_v3,
@@ -270,8 +267,3 @@ def tensors(loaded: Any, path: Path) -> Iterator[tuple[str, FileTensor | Other]]
             named = ((key if isinstance(key, str) else repr(key), v) for key, v in value.items())
             inner = [(f"{prefix}.{key}" if prefix else key, v, depth + 1) for key, v in named]
             waiting += reversed([i for i in inner if isinstance(i[1], FileTensor | Other | dict)])
-
-
-def shards_of(tensor: FileTensor, path: Path) -> tuple[RowShard, ...] | None:
-    """Returns the shards of a tensor's values; None: not row-major."""
-    return whole(path, tensor.begin, tensor.shape, tensor.storage.record) if tensor.contiguous else None

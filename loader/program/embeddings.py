@@ -50,8 +50,6 @@ def embedding_calls(path: Path) -> list[EmbeddingCall]:
             raise ModelError(
                 f"{path}: not a zip archive, so no exported program; expected a file of torch.export.save"
             ) from error
-        except ModelError:
-            raise
         except MALFORMED as error:
             raise ModelError(
                 f"{path}: no exported program that this release understands ({type(error).__name__}: "
