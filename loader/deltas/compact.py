@@ -102,35 +102,28 @@ class _Compaction:
         self._threads = settings.threads or len(os.sched_getaffinity(0))
 
     def run(self, started: float) -> CompactionResult:
-        path = self.model.partial_path(self.version)
-        try:
-            tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
-            header = self.base.header
-            formats = {name: table.row_format for name, table in self.base.tables.items()}
-            shapes = [(t.name, t.key, formats[t.name], tables[t.name].rows, t.dim) for t in header.tables]
-            ids = {name: t.ids for name, t in tables.items()}
-            sizes = {t.name: t.row_bytes for t in header.tables}
-            planned = replace(
-                header,
-                version=self.version,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                tables=plan_tables(shapes, ids=ids, sizes=sizes),
-                merged=replace(self.delta.change, below=0),
-            )
-            self._total = sum(t.rows for t in planned.tables)
-            program = self.base.program() if header.scorer is not None else b""
-            writer = SegmentWriter(path, planned, program, self.model.create_partial(self.version))
-            try:
-                for stored in writer.header.tables:
-                    tables[stored.name].write(writer, stored)
-                self._share(lambda item: writer.finish_chunk(*item), _chunks(writer))
-                writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(self.base.size)})
-            finally:
-                writer.close()
-            state = self._publish()
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
+        header = self.base.header
+        formats = {name: table.row_format for name, table in self.base.tables.items()}
+        shapes = [(t.name, t.key, formats[t.name], tables[t.name].rows, t.dim) for t in header.tables]
+        ids = {name: t.ids for name, t in tables.items()}
+        sizes = {t.name: t.row_bytes for t in header.tables}
+        planned = replace(
+            header,
+            version=self.version,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            tables=plan_tables(shapes, ids=ids, sizes=sizes),
+            merged=replace(self.delta.change, below=0),
+        )
+        self._total = sum(t.rows for t in planned.tables)
+        program = self.base.program() if header.scorer is not None else b""
+        path, fd = self.model.partial_path(self.version), self.model.create_partial(self.version)
+        with SegmentWriter(path, planned, program, fd) as writer:
+            for stored in writer.header.tables:
+                tables[stored.name].write(writer, stored)
+            self._share(lambda item: writer.finish_chunk(*item), _chunks(writer))
+            writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(self.base.size)})
+        state = self._publish()
         rows = sum(t.id_count for t in planned.tables)
         seconds = time.monotonic() - started
         return CompactionResult(self.model.name, state, rows, self.delta.entries, writer.size, seconds)

@@ -85,39 +85,32 @@ def load(
         with model.loading(settings.group) as version:
             reused.check_is_live(model)
             started = time.monotonic()
-            path = model.partial_path(version)
-            try:
-                scratch = partial(model.create_scratch, version)
-                planned = plan(reused.others, sources, model, scratch, settings.threads, progress)
-                checks = Verification(checkpoint, sources.matrices)
-                source = {
-                    "path": str(spec.checkpoint),
-                    "spec": digest,
-                    "files": fingerprint(sources.paths),
-                    "verified": checks.describe()
-                    | {name: dict(k.verification) for name, k in sources.keyed.items()}
-                    | reused.verified(),
-                    **reused.source(),
-                }
-                steps = {table: checks.step(table) for table in sources.matrices}
-                header = replace(
-                    _header(spec, planned, reused, version, source, steps),
-                    scorer=scorer,
-                    evaluation=spec.evaluation,
+            scratch = partial(model.create_scratch, version)
+            planned = plan(reused.others, sources, model, scratch, settings.threads, progress)
+            checks = Verification(checkpoint, sources.matrices)
+            source = {
+                "path": str(spec.checkpoint),
+                "spec": digest,
+                "files": fingerprint(sources.paths),
+                "verified": checks.describe()
+                | {name: dict(k.verification) for name, k in sources.keyed.items()}
+                | reused.verified(),
+                **reused.source(),
+            }
+            steps = {table: checks.step(table) for table in sources.matrices}
+            header = replace(
+                _header(spec, planned, reused, version, source, steps),
+                scorer=scorer,
+                evaluation=spec.evaluation,
+            )
+            path, fd = model.partial_path(version), model.create_partial(version)
+            with SegmentWriter(path, header, program, fd) as writer:
+                _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
+                huge = writer.mapping.huge_fraction()
+                header = writer.seal(
+                    {"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)}
                 )
-                writer = SegmentWriter(path, header, program, model.create_partial(version))
-                try:
-                    _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
-                    huge = writer.mapping.huge_fraction()
-                    header = writer.seal(
-                        {"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)}
-                    )
-                finally:
-                    writer.close()
-                model.publish(version, settings.activate)
-            except BaseException:
-                path.unlink(missing_ok=True)
-                raise
+            model.publish(version, settings.activate)
             seconds = time.monotonic() - started
     return Loaded(
         spec.name,

@@ -103,11 +103,8 @@ def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> Me
 
 def write_delta(path: Path, fd: int, base: Header, change: Change, tables: Mapping[str, MergedTable]) -> int:
     """Writes and seals a delta; returns its bytes. Arguments and errors: see `write_unsealed`."""
-    writer = write_unsealed(path, fd, base, change, tables)
-    try:
+    with write_unsealed(path, fd, base, change, tables) as writer:
         writer.seal({})
-    finally:
-        writer.close()
     return writer.size
 
 

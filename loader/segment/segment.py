@@ -111,6 +111,12 @@ class SegmentWriter:
             os.close(self._fd)
             self._fd = -1
 
+    def __enter__(self) -> "SegmentWriter":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
 
 class Segment:
     """An attached version: mapped, valid while this object or a table of it lives. fd: an open file of it,

@@ -76,18 +76,13 @@ def reshard(
     with ExitStack() as stack:
         targets = [Model(root, n, settings.user) for n in owner_names(name, owners)]
         numbers = [stack.enter_context(model.loading(settings.group)) for model in targets]
-        try:
-            written = []
-            for k, (model, number) in enumerate(zip(targets, numbers, strict=True)):
-                owner = None if owners == 1 else Owner(name, version, k, owners)
-                mine = {table: of_owners[k] for table, of_owners in shares.items()}
-                written.append(_write(segments[0], mine, model, number, owner))
-            for model, number in zip(targets, numbers, strict=True):
-                model.publish(number, settings.activate)
-        except BaseException:
-            for model, number in zip(targets, numbers, strict=True):
-                model.partial_path(number).unlink(missing_ok=True)
-            raise
+        written = []
+        for k, (model, number) in enumerate(zip(targets, numbers, strict=True)):
+            owner = None if owners == 1 else Owner(name, version, k, owners)
+            mine = {table: of_owners[k] for table, of_owners in shares.items()}
+            written.append(_write(segments[0], mine, model, number, owner))
+        for model, number in zip(targets, numbers, strict=True):
+            model.publish(number, settings.activate)
     return ReshardResult(tuple(_holding(s.header, s.size) for s in segments), tuple(written))
 
 
@@ -163,15 +158,13 @@ def _write(
     started = time.monotonic()
     header = _plan(source.header, shares, model.name, version, owner)
     program = source.program() if header.scorer is not None else b""
-    writer = SegmentWriter(model.partial_path(version), header, program, model.create_partial(version))
-    try:
+    path, fd = model.partial_path(version), model.create_partial(version)
+    with SegmentWriter(path, header, program, fd) as writer:
         for table in writer.header.tables:
             copy_share(writer, table, shares[table.name])
         sealed = writer.seal(
             {"seconds": time.monotonic() - started, "source_bytes": float(writer.header.table_bytes)}
         )
-    finally:
-        writer.close()
     return _holding(sealed, writer.size)
 
 

@@ -164,8 +164,8 @@ class Model:
 
     @contextlib.contextmanager
     def loading(self, group: str | None = None) -> Iterator[int]:
-        """Holds the load lock, clears leftovers, yields the next version number. group: may read the model.
-        VersionError: another load runs."""
+        """Holds the load lock, clears leftovers, yields the next version number; of a version that is not
+        published nothing stays. group: may read the model. VersionError: another load runs."""
         self._make_folders()
         if group is not None:
             with Folder(self.root, self.owner) as root, self.opened() as folder:
@@ -177,7 +177,11 @@ class Model:
             self._clear_leftovers(folder)
             with folder.lock("record.lock"):
                 reserve_room(folder)
-            yield max([self._readable_record().latest, *self.versions()], default=0) + 1
+            version = max([self._readable_record().latest, *self.versions()], default=0) + 1
+            try:
+                yield version
+            finally:
+                folder.unlink(f"{version}{_PARTIAL}")
 
     def partial_path(self, version: int) -> Path:
         return self.folder / f"{version}{_PARTIAL}"
