@@ -56,8 +56,6 @@ def published(rows: int, features: Sequence[str] = ("t",)) -> Iterator[Model]:
             for start in range(0, rows, len(some)):
                 stop = min(start + len(some), rows)
                 writer.rows(table, start, stop)[:] = some[: stop - start]
-            for chunk in range(table.chunks):
-                writer.finish_chunk(table, chunk)
             writer.seal({"seconds": 1.0})
             model.publish(version)
         yield model

@@ -12,7 +12,6 @@ After an error or kill before the flip the live state is unchanged.
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -29,7 +28,6 @@ from tableside.loader.segment.header import Change, plan_tables
 from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.loader.segment.stored import (
     StoredIds,
-    StoredRows,
     StoredTable,
     keep_zero_apart,
     plan_index,
@@ -99,7 +97,6 @@ class _Compaction:
         self.delta: Delta = segment.deltas[-1]  # a newer one may have come, which stays
         self.entries = {name: entries_of(self.delta.own_layer(name)) for name in self.delta.tables}
         self._progress, self._done, self._total = progress, 0, 0
-        self._threads = settings.threads or len(os.sched_getaffinity(0))
 
     def run(self, started: float) -> CompactionResult:
         tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
@@ -121,19 +118,12 @@ class _Compaction:
         with SegmentWriter(path, planned, program, fd) as writer:
             for stored in writer.header.tables:
                 tables[stored.name].write(writer, stored)
-            self._share(lambda item: writer.finish_chunk(*item), _chunks(writer))
+            writer.finish_rest(self.settings.threads or len(os.sched_getaffinity(0)))
             writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(self.base.size)})
         state = self._publish()
         rows = sum(t.id_count for t in planned.tables)
         seconds = time.monotonic() - started
         return CompactionResult(self.model.name, state, rows, self.delta.entries, writer.size, seconds)
-
-    def _share(
-        self, work: Callable[[tuple[StoredRows, int]], None], items: Iterator[tuple[StoredRows, int]]
-    ) -> None:
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-compact") as pool:
-            for _ in pool.map(work, items):
-                pass
 
     def done(self, rows: int) -> None:
         """Counts written rows."""
@@ -186,12 +176,6 @@ class _Compaction:
 
 def _only(entries: DeltaEntries, which: NDArray[np.bool_]) -> DeltaEntries:
     return DeltaEntries(entries.ids[which], entries.packed, entries.rows[which], entries.deleted[which])
-
-
-def _chunks(writer: SegmentWriter) -> Iterator[tuple[StoredRows, int]]:
-    for stored in writer.header.stored:
-        for chunk in range(stored.chunks):
-            yield stored, chunk
 
 
 class _CompactTable:

@@ -31,7 +31,7 @@ from tableside.loader.load.verification import Verification
 from tableside.loader.model.model import ModelSpec
 from tableside.loader.segment.header import Header, plan_tables
 from tableside.loader.segment.segment import SegmentWriter
-from tableside.loader.segment.stored import StoredRows, StoredTable
+from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, RowFormat, choose
 from tableside.quant.errors import NotRepresentable
@@ -156,8 +156,7 @@ class _Buffers(NamedTuple):
 
 class _Load:
     """One load's work, shared by threads. Per table: any thread takes work of `reading`, then one calls
-    `complete`; `unfinished` yields tables and first chunks without checksums till then. rows: of the source;
-    buffer_bytes: private memory per thread."""
+    `complete`. rows: of the source; buffer_bytes: private memory per thread."""
 
     def __init__(
         self,
@@ -175,18 +174,21 @@ class _Load:
     def run(self, planned: list[PlannedTable], reused: LiveTables) -> None:
         """Writes every row and takes the checksums; raises a thread's error."""
         stored = {t.name: t for t in self.writer.header.tables}
-        parts = [*(_table_load(self, p, stored[p.spec.name]) for p in planned), _Copies(self, reused)]
+        parts: list[_RawLoad | _MatrixLoad] = [
+            _RawLoad(self, p, p.source, stored[p.spec.name])
+            if isinstance(p.source, RawTable)
+            else _MatrixLoad(self, p, p.source, stored[p.spec.name])
+            for p in planned
+        ]
+        copies = (partial(self._copy, reused, piece) for piece in reused.pieces(self.writer.header.tables))
         self._plan_threads(max(4 * p.dim for p in planned), max(part.buffer_bytes for part in parts))
-        self._total_rows = sum(part.rows for part in parts)
+        self._total_rows = reused.rows + sum(part.rows for part in parts)
         self._progress(0, self._total_rows)
-        self._share(work for part in parts for work in part.reading())
+        self._share(chain(*(part.reading() for part in parts), copies))
         self.checks.finish()
         for part in parts:
             part.complete()
-        waiting = chain(*(part.unfinished() for part in parts), ((i, 0) for i in self.writer.header.indexes))
-        self._share(
-            partial(self._finish_chunk, rows, n) for rows, first in waiting for n in range(first, rows.chunks)
-        )
+        self.writer.finish_rest(self._threads)
 
     def _plan_threads(self, row_bytes: int, more_bytes: int) -> None:
         self._buffer_bytes, most = max(PIECE_BYTES, row_bytes), self._settings.max_memory_bytes
@@ -216,20 +218,14 @@ class _Load:
                 return
             item(buffers)
 
-    def _finish_chunk(self, stored: StoredRows, chunk: int, buffers: _Buffers) -> None:
-        self.writer.finish_chunk(stored, chunk)
+    def _copy(self, reused: LiveTables, piece: Piece, buffers: _Buffers) -> None:
+        self.done(reused.copy(piece, self.writer))
 
     def done(self, rows: int) -> None:
         """Counts rows that were written. Any thread may call."""
         with self._lock:
             self._done_rows += rows
             self._progress(self._done_rows, self._total_rows)
-
-
-def _table_load(load: _Load, p: PlannedTable, table: StoredTable) -> "_RawLoad | _MatrixLoad | _Copies":
-    if isinstance(p.source, RawTable):
-        return _RawLoad(load, p, p.source, table)
-    return _MatrixLoad(load, p, p.source, table)
 
 
 class _RawLoad:
@@ -259,9 +255,6 @@ class _RawLoad:
         self.raw.write_older()
         self.raw.finish()
         self.p.default_row.write(self.load.writer, self.table, self.load.backend)
-
-    def unfinished(self) -> list[tuple[StoredTable, int]]:
-        return [(self.table, 0)]
 
 
 class _MatrixLoad:
@@ -314,27 +307,3 @@ class _MatrixLoad:
             rows, used = self.load.writer.rows(self.table, self.rows, end), older.used_bytes
             rows[:, :used] = older.table.packed[self.rows : end, :used]
         default_row.write(self.load.writer, self.table, self.load.backend)
-
-    def unfinished(self) -> list[tuple[StoredTable, int]]:
-        return [(self.table, self.rows // self.table.chunk_rows)] if self.table.rows > self.rows else []
-
-
-class _Copies:
-    """Copies the tables that are taken over from the live version."""
-
-    buffer_bytes = 0
-
-    def __init__(self, load: _Load, reused: LiveTables) -> None:
-        self.load, self.reused, self.rows = load, reused, reused.rows
-
-    def reading(self) -> Iterator[_Work]:
-        return (partial(self._copy, piece) for piece in self.reused.pieces(self.load.writer.header.tables))
-
-    def _copy(self, piece: Piece, buffers: _Buffers) -> None:
-        self.load.done(self.reused.copy(piece, self.load.writer))
-
-    def complete(self) -> None:
-        """All rows were copied."""
-
-    def unfinished(self) -> list[tuple[StoredTable, int]]:
-        return [(table, 0) for table in self.reused.unfinished(self.load.writer.header.tables)]

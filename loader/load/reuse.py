@@ -84,8 +84,7 @@ class LiveTables:
                     yield old, new, chunk
 
     def copy(self, piece: Piece, writer: SegmentWriter) -> int:
-        """Copies and checks a chunk; returns its rows, 0 of an index. Finishes it unless in an index or
-        `unfinished`. SegmentError: live bytes changed."""
+        """Copies and checks a chunk; returns its rows, 0 of an index. SegmentError: live bytes changed."""
         of, to, chunk = piece
         segment = self.segment
         assert segment is not None
@@ -103,11 +102,6 @@ class LiveTables:
         if of.chunk_rows == to.chunk_rows:
             writer.finish_chunk(to, chunk)
         return stop - start
-
-    def unfinished(self, header_tables: Collection[StoredTable]) -> list[StoredTable]:
-        """Returns copied tables with other chunks than before, which need checksums."""
-        copied = [t for t in header_tables if t.name in self.tables]
-        return [t for t in copied if self.tables[t.name].chunk_rows != t.chunk_rows]
 
 
 def _live(model: Model) -> Segment:

@@ -128,9 +128,7 @@ def write_unsealed(
     try:
         for stored in writer.header.tables:
             _write(writer, stored.name, tables[stored.name])
-        for rows in writer.header.stored:
-            for chunk in range(rows.chunks):
-                writer.finish_chunk(rows, chunk)
+        writer.finish_rest()
     except BaseException:
         writer.close()
         raise

@@ -57,9 +57,10 @@ _NICE = 10  # of a thread that reads with rests: a tenth of a core that others n
 
 
 class SegmentWriter:
-    """A new segment at `path`, with all bytes reserved. The caller writes every chunk of `header.stored` once
-    with `rows` and `finish_chunk` (any thread), then calls `seal`. program: the scorer's archive. fd: an
-    empty file at `path`, closed here; None: it is created. NoSpace: at most an empty file stays."""
+    """A new segment at `path`, with all bytes reserved. The caller writes every chunk of `header.stored` with
+    `rows`, and may call `finish_chunk` once one is written (any thread); then it calls `seal`. program: the
+    scorer's archive. fd: an empty file at `path`, closed here; None: it is created. NoSpace: at most an empty
+    file stays."""
 
     def __init__(self, path: Path, header: Header, program: bytes = b"", fd: int | None = None) -> None:
         self.path = path
@@ -68,7 +69,7 @@ class SegmentWriter:
         try:
             self.header, self._header_bytes, end = lay_out(header, program)
             self.size = align(end + len(program), huge_page_bytes(self._fd) or TABLE_ALIGNMENT_BYTES)
-            self._checksums = np.zeros(header.chunks, dtype="<u8")
+            self._checksums, self._has_sum = np.zeros(header.chunks, "<u8"), np.zeros(header.chunks, np.bool_)
             self.mapping = reserve(self._fd, self.size, path.parent)
             self.mapping.bytes[end : end + len(program)] = np.frombuffer(program, np.uint8)
         except BaseException:
@@ -83,11 +84,20 @@ class SegmentWriter:
 
     def finish_chunk(self, table: StoredRows, chunk: int) -> None:
         """Stores the checksum of a completely written chunk."""
-        self._checksums[table.first_chunk + chunk] = checksum(self.rows(table, *table.chunk_range(chunk)))
+        at = table.first_chunk + chunk
+        self._checksums[at], self._has_sum[at] = checksum(self.rows(table, *table.chunk_range(chunk))), True
+
+    def finish_rest(self, threads: int = 1) -> None:
+        """Stores the checksums of the chunks that have none yet."""
+        chunks = ((stored, n) for stored in self.header.stored for n in range(stored.chunks))
+        left = [(stored, n) for stored, n in chunks if not self._has_sum[stored.first_chunk + n]]
+        with ThreadPoolExecutor(threads, "tableside-checksum") as pool:
+            list(pool.map(lambda chunk: self.finish_chunk(*chunk), left))
 
     def seal(self, load: dict[str, float]) -> Header:
-        """Writes header, checksums, then the magic, and makes the file read-only. Returns the final
-        header."""
+        """Writes the checksums that are left, header, checksums, then the magic, and makes the file
+        read-only. Returns the final header."""
+        self.finish_rest()
         self.header = replace(self.header, load=load)
         text = self.header.to_json()
         if len(text) > self._header_bytes:

@@ -187,20 +187,16 @@ def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int,
 
 
 def copy_share(writer: SegmentWriter, stored: StoredTable, share: Share) -> None:
-    """Writes a share's rows and index to where they are planned, with their checksums."""
+    """Writes a share's rows and index to where they are planned."""
     at = 0
     for run in share.runs:
         _copy_rows(run.part.packed[run.start : run.stop], writer.rows(stored, at, at + run.stop - run.start))
         at += run.stop - run.start
     if share.default is not None:
         writer.rows(stored, at, at + 1)[:] = share.default
-    for chunk in range(stored.chunks):
-        writer.finish_chunk(stored, chunk)
     if stored.ids is not None and (index := stored.ids.index) is not None:
         parts = index_parts(index, writer.rows(index, 0, index.rows).reshape(-1), stored.ids.backfilled > 0)
         _copy_index(parts, index.id_at < 0, share)
-        for chunk in range(index.chunks):
-            writer.finish_chunk(index, chunk)
 
 
 def _copy_rows(source: Bytes, out: Bytes) -> None:

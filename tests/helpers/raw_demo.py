@@ -186,9 +186,6 @@ def _write(writer: SegmentWriter, tables: Mapping[str, DemoTable], placed: Mappi
         if index is not None:
             assert stored.ids is not None and stored.ids.index is not None
             _write_index(writer, stored.ids.index, table, index, packed)
-    for part in writer.header.stored:
-        for chunk in range(part.chunks):
-            writer.finish_chunk(part, chunk)
 
 
 def _write_index(

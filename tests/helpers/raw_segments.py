@@ -154,9 +154,6 @@ def publish_tables(
         writer = SegmentWriter(model.partial_path(version), header, program, model.create_partial(version))
         for stored_table in writer.header.tables:
             _write(writer, stored_table, tables[stored_table.name], built.get(stored_table.name))
-        for stored_rows in writer.header.stored:
-            for chunk in range(stored_rows.chunks):
-                writer.finish_chunk(stored_rows, chunk)
         writer.seal({"seconds": 1.0})
         model.publish(version)
     return version

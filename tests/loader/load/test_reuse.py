@@ -253,9 +253,6 @@ def test_a_share_of_a_version_is_no_source(root: Path, tmp_path: Path) -> None:
             replace(loaded.header, version=version, owner=Owner("demo", 1, 1, 5)),
             fd=model.create_partial(version),
         )
-        for stored in writer.header.stored:
-            for chunk in range(stored.chunks):
-                writer.finish_chunk(stored, chunk)
         writer.seal({})
         model.publish(version)
     assert isinstance(model.attach(), Segment)

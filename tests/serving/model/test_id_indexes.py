@@ -72,9 +72,6 @@ def attach(root: Path) -> Callable[[dict[str, Table]], Segment]:
                 for part, array in zip(parts, arrays, strict=True):
                     if part.size:
                         part[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for part in writer.header.stored:
-            for chunk in range(part.chunks):
-                writer.finish_chunk(part, chunk)
         writer.seal({})
         return Segment(path)
 
