@@ -6,7 +6,7 @@ rows change with the start of the share, and with them the places of pilots and 
 zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,10 +18,9 @@ from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts,
 from tableside.loader.versions.partial import ids_in
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
-from tableside.quant.rows.ids import IdIndex
+from tableside.quant.rows.ids import IdIndex, bits_at, set_bits
 
-PIECE_BYTES = 16 << 20  # copied at once
-_PIECE_BITS = 1 << 23
+_PIECE_BITS = 1 << 20  # looked at at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +172,7 @@ def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int,
     assert index is not None and stored.ids is not None
     slots = sum(run.stop - run.start for run in runs)
     count = sum(int(ids_in(np.diff(_entries(run)[:, 0])).sum()) for run in runs)
-    backfilled = sum(_count_bits(run) for run in runs)
+    backfilled = sum(rows.size for run in runs for rows in _backfilled(run))
     row_format = RowFormat.parse(stored.row_format)
     planned = plan_index(
         row_format, stored.dim, slots, index.buckets, index.bucket_ids, start, stop - start, backfilled > 0
@@ -190,19 +189,13 @@ def copy_share(writer: SegmentWriter, stored: StoredTable, share: Share) -> None
     """Writes a share's rows and index to where they are planned."""
     at = 0
     for run in share.runs:
-        _copy_rows(run.part.packed[run.start : run.stop], writer.rows(stored, at, at + run.stop - run.start))
+        writer.rows(stored, at, at + run.stop - run.start)[:] = run.part.packed[run.start : run.stop]
         at += run.stop - run.start
     if share.default is not None:
         writer.rows(stored, at, at + 1)[:] = share.default
     if stored.ids is not None and (index := stored.ids.index) is not None:
         parts = index_parts(index, writer.rows(index, 0, index.rows).reshape(-1), stored.ids.backfilled > 0)
         _copy_index(parts, index.id_at < 0, share)
-
-
-def _copy_rows(source: Bytes, out: Bytes) -> None:
-    step = max(1, PIECE_BYTES // source.shape[1])
-    for first in range(0, len(source), step):
-        out[first : first + step] = source[first : first + step]
 
 
 def _copy_index(parts: list[Bytes], has_kept_ids: bool, share: Share) -> None:
@@ -217,8 +210,9 @@ def _copy_index(parts: list[Bytes], has_kept_ids: bool, share: Share) -> None:
         _copy_pilots(run, pilots, row, bucket)
         if has_kept_ids:
             ids.view("<i8")[row : row + rows] = index.ids[run.start : run.stop]
-        if bits.size and index.backfilled is not None:
-            _copy_bits(index.backfilled, run.start, bits, row, rows)
+        if bits.size:
+            for marked in _backfilled(run):
+                set_bits(bits, marked + row - run.start)
         row, bucket = row + rows, bucket + buckets
     entries[bucket] = row, 0
 
@@ -240,27 +234,9 @@ def _entries(run: RowRun) -> Ids:
     return run.part.index.directory[run.first_bucket : run.end_bucket + 1]
 
 
-def _bits(bits: Bytes, start: int, count: int) -> Bytes:
-    """Returns bits [start, start + count), a byte each."""
-    some = np.unpackbits(bits[start >> 3 : (start + count + 7) >> 3], bitorder="little")
-    return some[start & 7 : (start & 7) + count]
-
-
-def _count_bits(run: RowRun) -> int:
-    """Counts the backfilled rows of a run."""
-    index = run.part.index
-    if index is None or (bits := index.backfilled) is None:
-        return 0
-    pieces = range(run.start, run.stop, _PIECE_BITS)
-    return sum(int(np.count_nonzero(_bits(bits, at, min(_PIECE_BITS, run.stop - at)))) for at in pieces)
-
-
-def _copy_bits(source: Bytes, start: int, out: Bytes, at: int, count: int) -> None:
-    """Copies bits [start, start + count) to [at, at + count), without touching others."""
-    for done in range(0, count, _PIECE_BITS):
-        some = min(_PIECE_BITS, count - done)
-        first, end = (at + done) >> 3, (at + done + some + 7) >> 3
-        marks = np.unpackbits(out[first:end], bitorder="little")
-        skip = (at + done) & 7
-        marks[skip : skip + some] = _bits(source, start + done, some)
-        out[first:end] = np.packbits(marks, bitorder="little")
+def _backfilled(run: RowRun) -> Iterator[Ids]:
+    """Yields the backfilled rows of a run, some at a time, counted in its part."""
+    if run.part.index is not None and (bits := run.part.index.backfilled) is not None:
+        for start in range(run.start, run.stop, _PIECE_BITS):
+            rows = np.arange(start, min(start + _PIECE_BITS, run.stop))
+            yield rows[bits_at(bits, rows)]

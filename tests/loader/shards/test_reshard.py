@@ -176,11 +176,10 @@ def test_the_tensors_of_owners_are_parts_of_the_whole(root: Path) -> None:
 
 
 def test_pieces_of_a_copy_are_the_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and bits are the same in however many pieces they are copied."""
+    """Bits are the same in however many pieces they are copied."""
     publish_tables(root, {"t": TABLES["backfilled"]})
     again(root, 3)
     expected = [bytes_of(s) for s in attached(root, 3)]
-    monkeypatch.setattr(shares, "PIECE_BYTES", 1)
     monkeypatch.setattr(shares, "_PIECE_BITS", 5)
     again(root, 3)
     assert [bytes_of(s) for s in attached(root, 3)] == expected
