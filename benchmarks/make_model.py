@@ -8,6 +8,7 @@ import numpy as np
 from tableside.loader.model.model import FeatureSpec
 from tableside.loader.segment.header import Header, plan_tables
 from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 
@@ -19,7 +20,10 @@ def publish_random(
     its neighbours."""
     model, backend = Model(root, name), choose()
     with model.loading() as version:
-        plan = plan_tables([(t, t, RowFormat.parse(f), rows, dim) for t, (rows, dim, f) in tables.items()])
+        plan = plan_tables(
+            StoredTable(rows, RowFormat.parse(f).row_bytes(dim), 0, 1, 0, name, name, f, dim)
+            for name, (rows, dim, f) in tables.items()
+        )
         header = Header(name, version, "benchmark", plan, tuple(FeatureSpec(t, t, pooling) for t in tables))
         writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
         rng = np.random.default_rng(seed)

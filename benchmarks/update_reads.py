@@ -26,6 +26,7 @@ from tableside.loader.deltas.compact import compact
 from tableside.loader.model.model import FeatureSpec
 from tableside.loader.segment.header import Header, plan_tables
 from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model
@@ -48,7 +49,8 @@ def published(rows: int, features: Sequence[str] = ("t",)) -> Iterator[Model]:
     with shared_folder() as root:
         model = Model(root, "ads")
         with model.loading() as version:
-            tables = plan_tables([("t", "t", RowFormat.INT8, rows, DIM)])
+            row_bytes = RowFormat.INT8.row_bytes(DIM)
+            tables = plan_tables([StoredTable(rows, row_bytes, 0, 1, 0, "t", "t", "int8", DIM)])
             header = Header("ads", version, "", tables, tuple(FeatureSpec(name, "t") for name in features))
             writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
             some = packed(np.random.default_rng(0).standard_normal((1 << 16, DIM), dtype=np.float32))

@@ -14,6 +14,7 @@ from tableside.loader.errors import LoaderError, VersionError
 from tableside.loader.model.model import ModelSpec
 from tableside.loader.segment.header import plan_tables
 from tableside.loader.segment.memory import available_bytes
+from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import DEFAULT_ROOT, Model
 from tableside.quant import QuantError
 from tableside.serving.cli.output import described
@@ -101,9 +102,10 @@ def published_bytes(model: Model) -> int:
 def segment_bytes(spec: ModelSpec) -> int:
     """Upper bound of the bytes that a load of `spec` takes in shared memory, from its tables' shapes."""
     with open_checkpoint(spec.checkpoint) as checkpoint:
-        matrices = {t.name: checkpoint.matrix(t.key) for t in spec.tables}
+        matrices = [checkpoint.matrix(t.key) for t in spec.tables]
     tables = plan_tables(
-        [(t.name, t.key, t.row_format, matrices[t.name].rows, matrices[t.name].dim) for t in spec.tables]
+        StoredTable(m.rows, t.row_format.row_bytes(m.dim), 0, 1, 0, t.name, t.key, t.row_format.label, m.dim)
+        for t, m in zip(spec.tables, matrices, strict=True)
     )
     rows_and_checksums = sum(t.bytes + 8 * t.chunks for t in tables)
     return rows_and_checksums + len(tables) * 8192 + MIB  # alignment and header: a few kB a table

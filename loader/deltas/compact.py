@@ -101,23 +101,20 @@ class _Compaction:
     def run(self, started: float) -> CompactionResult:
         tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
         header = self.base.header
-        formats = {name: table.row_format for name, table in self.base.tables.items()}
-        shapes = [(t.name, t.key, formats[t.name], tables[t.name].rows, t.dim) for t in header.tables]
-        ids = {name: t.ids for name, t in tables.items()}
-        sizes = {t.name: t.row_bytes for t in header.tables}
+        stored = [replace(t.before, rows=t.rows, ids=t.ids, chunk_rows=1) for t in tables.values()]
         planned = replace(
             header,
             version=self.version,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            tables=plan_tables(shapes, ids=ids, sizes=sizes),
+            tables=plan_tables(stored),
             merged=replace(self.delta.change, below=0),
         )
         self._total = sum(t.rows for t in planned.tables)
         program = self.base.program() if header.scorer is not None else b""
         path, fd = self.model.partial_path(self.version), self.model.create_partial(self.version)
         with SegmentWriter(path, planned, program, fd) as writer:
-            for stored in writer.header.tables:
-                tables[stored.name].write(writer, stored)
+            for table in writer.header.tables:
+                tables[table.name].write(writer, table)
             writer.finish_rest(self.settings.threads or len(os.sched_getaffinity(0)))
             writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(self.base.size)})
         state = self._publish()

@@ -33,7 +33,7 @@ from tableside.loader.segment.header import Header, plan_tables
 from tableside.loader.segment.segment import SegmentWriter
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import Model
-from tableside.quant import CpuBackend, RowFormat, choose
+from tableside.quant import CpuBackend, choose
 from tableside.quant.errors import NotRepresentable
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
@@ -133,15 +133,14 @@ def _header(
     source: dict[str, Any],
     steps: dict[str, int],
 ) -> Header:
-    shapes = {p.spec.name: (p.spec.name, p.spec.key, p.spec.row_format, p.rows, p.dim) for p in planned}
-    old = reused.tables.values()
-    shapes |= {t.name: (t.name, t.key, RowFormat.parse(t.row_format), t.rows, t.dim) for t in old}
-    steps = steps | {t.name: t.chunk_rows for t in old}  # their chunks stay as they are
-    ids = {p.spec.name: p.ids for p in planned} | {t.name: t.ids for t in old}
-    sizes = {p.spec.name: p.spec.row_bytes(p.dim) for p in planned} | {t.name: t.row_bytes for t in old}
-    tables = plan_tables([shapes[t.name] for t in spec.tables], steps, ids, sizes)
+    tables = dict(reused.tables)  # their chunks stay as they are
+    for p in planned:
+        t = p.spec
+        place = (p.rows, t.row_bytes(p.dim), 0, steps.get(t.name, 1), 0)
+        tables[t.name] = StoredTable(*place, t.name, t.key, t.row_format.label, p.dim, p.ids)
+    placed = plan_tables(tables[t.name] for t in spec.tables)
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return Header(spec.name, version, created, tables, spec.features, source)
+    return Header(spec.name, version, created, placed, spec.features, source)
 
 
 _Work = Callable[["_Buffers"], None]

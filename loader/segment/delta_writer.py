@@ -1,7 +1,7 @@
 """Writes delta files. Entries of several sources become one table; the last entry of an id counts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -113,14 +113,9 @@ def write_unsealed(
 ) -> SegmentWriter:
     """Writes a delta over version `base` without its header; the caller seals it. fd: an empty file at
     `path`, closed by the writer. NoSpace: the file stays empty."""
-    keys = {t.name: t.key for t in base.tables}
-    shapes = [
-        (name, keys[name], t.base.row_format, t.index.slots + 1, t.base.dim) for name, t in tables.items()
-    ]
+    of = {t.name: t for t in base.tables}
     planned = plan_tables(
-        shapes,
-        ids={name: t.ids for name, t in tables.items()},
-        sizes={name: t.base.row_bytes for name, t in tables.items()},
+        replace(of[name], rows=t.index.slots + 1, ids=t.ids, chunk_rows=1) for name, t in tables.items()
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")
     header = Header(base.model, base.version, created, planned, (), delta=change)

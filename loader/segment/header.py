@@ -5,7 +5,7 @@ It is JSON with a checksum. `check_header` also checks the values, since anyone 
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -160,25 +160,16 @@ def _table_from(raw: dict[str, Any]) -> StoredTable:
     return StoredTable(**raw)
 
 
-def plan_tables(
-    tables: list[tuple[str, str, RowFormat, int, int]],
-    steps: Mapping[str, int] | None = None,
-    ids: Mapping[str, StoredIds | None] | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> tuple[StoredTable, ...]:
-    """Lays out tables (name, key, format, rows, dim), then their indexes; offsets count from the first table.
-    steps: table -> rows per chunk boundary, if chunks hold that many. ids: table -> its `StoredIds`. sizes:
-    table -> bytes of a row; without: those for a GPU."""
+def plan_tables(tables: Iterable[StoredTable]) -> tuple[StoredTable, ...]:
+    """Lays out tables, then their indexes; offsets count from the first table. A table's own offset and first
+    checksum are not read; its new chunks are multiples of its chunk_rows, if they hold that many."""
     stored, offset, chunk = [], 0, 0
-    for name, key, row_format, rows, dim in tables:
-        row_bytes = (sizes or {}).get(name) or row_format.row_bytes(dim)
-        chunk_rows, step = max(1, CHUNK_BYTES // row_bytes), (steps or {}).get(name, 1)
-        chunk_rows -= chunk_rows % step if chunk_rows >= step else 0
-        placed = (rows, row_bytes, offset, chunk_rows, chunk)
-        table = StoredTable(*placed, name, key, row_format.label, dim, (ids or {}).get(name))
-        stored.append(table)
+    for table in tables:
+        chunk_rows = max(1, CHUNK_BYTES // table.row_bytes)
+        chunk_rows -= chunk_rows % table.chunk_rows if chunk_rows >= table.chunk_rows else 0
+        stored.append(replace(table, offset=offset, chunk_rows=chunk_rows, first_chunk=chunk))
         offset += align(table.bytes)
-        chunk += table.chunks
+        chunk += stored[-1].chunks
     for i, table in enumerate(stored):
         if table.ids is not None and (index := table.ids.index) is not None:
             moved = replace(index, offset=offset, first_chunk=chunk)

@@ -21,7 +21,6 @@ from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.loader.shards.shares import Share, copy_share, parts_of, shares_of
 from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model, models
-from tableside.quant import RowFormat
 
 
 @dataclass(frozen=True)
@@ -170,10 +169,7 @@ def _write(
 
 def _plan(of: Header, shares: dict[str, Share], name: str, version: int, owner: Owner | None) -> Header:
     """Plans the header of an owner's segment; chunks keep their rows."""
-    shapes = [(t.name, t.key, RowFormat.parse(t.row_format), shares[t.name].rows, t.dim) for t in of.tables]
-    ids = {table: share.ids for table, share in shares.items()}
-    steps, sizes = {t.name: t.chunk_rows for t in of.tables}, {t.name: t.row_bytes for t in of.tables}
-    tables = plan_tables(shapes, steps, ids, sizes)
+    tables = plan_tables(replace(t, rows=shares[t.name].rows, ids=shares[t.name].ids) for t in of.tables)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return replace(of, model=name, version=version, created=created, tables=tables, load={}, owner=owner)
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from planned_tables import planned_tables
 
 from tableside.loader.model.model import EvalSpec, FeatureSpec
-from tableside.loader.segment.header import Header, StoredScorer, plan_tables
+from tableside.loader.segment.header import Header, StoredScorer
 from tableside.loader.segment.segment import SegmentWriter
 from tableside.loader.segment.stored import StoredIds, index_parts, plan_index
 from tableside.loader.versions.versions import Model
@@ -159,7 +160,7 @@ def publish_raw(
         ids[t] = StoredIds(count, table.missing, default_row, first, table.backfilled, index)
     model = Model(root, name)
     with model.loading() as version:
-        planned = plan_tables(shapes, ids=ids)
+        planned = planned_tables(shapes, ids)
         header = Header(
             name, version, CREATED, planned, tuple(features), scorer=scored[0], evaluation=evaluation
         )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from planned_tables import planned_tables
 
 from tableside.loader.model.model import FeatureSpec
-from tableside.loader.segment.header import Header, StoredScorer, plan_tables
+from tableside.loader.segment.header import Header, StoredScorer
 from tableside.loader.segment.segment import SegmentWriter
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.loader.versions.versions import Model
@@ -149,7 +150,7 @@ def publish_tables(
     model = Model(root, name)
     with model.loading() as version:
         header = Header(
-            name, version, "2026-11-20T00:00:00+00:00", plan_tables(shapes, ids=ids), features, scorer=scorer
+            name, version, "2026-11-20T00:00:00+00:00", planned_tables(shapes, ids), features, scorer=scorer
         )
         writer = SegmentWriter(model.partial_path(version), header, program, model.create_partial(version))
         for stored_table in writer.header.tables:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from planned_tables import planned_tables
 from reference import REFERENCE
 
 from tableside.loader.errors import SegmentError
@@ -20,7 +21,6 @@ from tableside.loader.segment.header import (
     StoredScorer,
     check_header,
     checksum,
-    plan_tables,
 )
 from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.quant import RowFormat, Source
@@ -32,7 +32,9 @@ GOLDEN = Path(__file__).parent.parent.parent / "fixtures" / "golden.segment"
 
 def write_golden(path: Path) -> None:
     """The segment of GOLDEN: a table in int8 and one in fp16, fixed values, fixed times."""
-    tables = plan_tables([("a", "a.weight", RowFormat.INT8, 3, 8), ("b", "b.weight", RowFormat.FP16, 2, 4)])
+    tables = planned_tables(
+        [("a", "a.weight", RowFormat.INT8, 3, 8), ("b", "b.weight", RowFormat.FP16, 2, 4)]
+    )
     features = (FeatureSpec("a", "a"), FeatureSpec("b", "b", "none", "fp16"))
     header = Header("golden", 7, "2026-11-20T00:00:00+00:00", tables, features, {"path": "golden.npz"})
     writer = SegmentWriter(path, header)
@@ -67,7 +69,7 @@ def test_a_segment_whose_seal_was_cut_short_is_not_finished(tmp_path: Path) -> N
     """After each write but the last one of a seal a reader finds no magic, and after the last one a whole
     segment."""
     path = tmp_path / "1.segment"
-    tables = plan_tables([("a", "a", RowFormat.FP32, 3, 8)])
+    tables = planned_tables([("a", "a", RowFormat.FP32, 3, 8)])
     writer = SegmentWriter(
         path, Header("m", 1, "2026-11-20T00:00:00+00:00", tables, (FeatureSpec("a", "a"),))
     )
@@ -248,7 +250,7 @@ def test_an_impossible_header_is_refused_whatever_its_checksum(name: str) -> Non
 @pytest.mark.parametrize("rows", [1, 13106, 13107, 13108, 40000])
 def test_chunks_cover_every_row_once(rows: int) -> None:
     """Sizes around a chunk's 1 MiB."""
-    (table,) = plan_tables([("a", "a", RowFormat.INT8, rows, 64)])
+    (table,) = planned_tables([("a", "a", RowFormat.INT8, rows, 64)])
     ranges = [table.chunk_range(c) for c in range(table.chunks)]
     assert [stop for _, stop in ranges[:-1]] == [start for start, _ in ranges[1:]]
     assert (ranges[0][0], ranges[-1][1]) == (0, rows)

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from indexed_tables import built, rows_in
+from planned_tables import planned_tables
 from reference import REFERENCE, backend_of
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import FeatureSpec
-from tableside.loader.segment.header import PRELUDE, Header, Owner, check_header, checksum, plan_tables
+from tableside.loader.segment.header import PRELUDE, Header, Owner, check_header, checksum
 from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.loader.segment.stored import StoredIds, StoredIndex, index_parts, plan_index
 from tableside.quant import Pooling, RowFormat, Source
@@ -61,7 +62,7 @@ def write_golden(path: Path) -> None:
         "golden",
         8,
         "2026-11-20T00:00:00+00:00",
-        plan_tables(shapes, ids=ids),
+        planned_tables(shapes, ids),
         features,
         {"path": "golden.npz"},
     )

@@ -13,11 +13,11 @@ import httpx
 import numpy as np
 import pytest
 import tables
+from planned_tables import planned_tables
 from rounding import Expected, expect
 from servers import TABLES, publish_demo
 from support import run_tableside, until
 
-from tableside.loader.segment.header import plan_tables
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, Precision, RowFormat, choose
 from tableside.serving.client import Client, ClientError, Jagged
@@ -369,7 +369,7 @@ def test_devices_are_numbers(root: Path) -> None:
 
 
 def test_smallest_tables_go_to_hbm_first() -> None:
-    stored = plan_tables(
+    stored = planned_tables(
         [(name, name, RowFormat.INT8, rows, 12) for name, rows in (("a", 50), ("b", 10), ("c", 20))]
     )
     assert {t.name: t.bytes for t in stored} == {"a": 800, "b": 160, "c": 320}
@@ -382,7 +382,7 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     assert plan_placements(stored, "hybrid", 1024) == dict.fromkeys("abc", Placement.HYBRID)
     assert plan_placements(stored, "hybrid", 1279) == dict.fromkeys("abc", Placement.HYBRID)
     assert plan_placements(stored, "hybrid", 1280) == dict.fromkeys("abc", hbm)
-    wide = plan_tables([("w", "w", RowFormat.INT8, 1 << 31, 128)])
+    wide = planned_tables([("w", "w", RowFormat.INT8, 1 << 31, 128)])
     assert plan_placements(wide, "auto", 900 << 20) == {"w": uvm}  # the cache's maps alone take a GiB
     assert plan_placements(wide, "auto", 2 << 30) == {"w": Placement.CACHED}
     with pytest.raises(ServingError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):

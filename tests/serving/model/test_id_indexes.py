@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+from planned_tables import planned_tables
 from raw_tables import Known, random_ids, raw_table
 from reference import REFERENCE
 from tables import expected_of, values_of
 
 from tableside.loader.model.model import FeatureSpec
-from tableside.loader.segment.header import Header, plan_tables
+from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment, SegmentWriter
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.quant import Pooling, RowFormat, Table
@@ -46,7 +47,7 @@ def stored_of(held: dict[str, Table]) -> tuple[StoredTable, ...]:
                 None if index is None else plan_index(table.row_format, table.dim, index.slots, index.buckets)
             )
             ids[name] = StoredIds(row_map.count, "zero", row_map.default_row, row_map.first, 0, stored)
-    return plan_tables(planned, ids=ids)
+    return planned_tables(planned, ids)
 
 
 @pytest.fixture
