@@ -120,6 +120,14 @@ class Program:
         return first, first + 1
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a call takes. bytes: the most that lives at once; work: in multiplications."""
+
+    bytes: int
+    work: int
+
+
 def refuse(why: str) -> NoReturn:
     """ProgramError: why a program is not taken, and how to export one that is."""
     raise ProgramError(f"{why}; {HOW_TO_EXPORT}")

@@ -10,14 +10,13 @@ Rounding: a value is a sum of `depth` fp32 products, added one by one. Its error
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tableside.loader.program import _layers
-from tableside.loader.program.graph import Program
-from tableside.loader.program.recognize import ACTIVATIONS, Floats, FromInput, Layer, recognize
+from tableside.loader.program.graph import Cost, Program
+from tableside.loader.program.recognize import ACTIVATIONS, Floats, Layer, Piece, recognize
 from tableside.quant.contract import Ids, MatrixPlace
 
 LARGEST_PACKED_BYTES = 1 << 30  # of weights; a program may use one weight in many layers
@@ -37,21 +36,6 @@ class _LayerFields(NamedTuple):
     pieces: int
 
 
-class _PieceFields(NamedTuple):
-    """A part of a layer's input: all columns of a source, or of the layer -1 - `of`."""
-
-    of: int
-    width: int
-
-
-@dataclass(frozen=True)
-class Work:
-    """bytes: of memory that a call takes; work: in multiplications."""
-
-    bytes: int
-    work: int
-
-
 class PackedLayers:
     """Layers ready to run; immutable, thread-safe. width: outputs of the last layer, scores per row."""
 
@@ -65,11 +49,7 @@ class PackedLayers:
             )
             for each, at in zip(layers, starts, strict=False)
         ]
-        pieces = [
-            _PieceFields(p.number if isinstance(p, FromInput) else -1 - p.number, p.width)
-            for layer in layers
-            for p in layer.pieces
-        ]
+        pieces = [piece for layer in layers for piece in layer.pieces]
         self.width, self._threads = layers[-1].width, threads
         self._layers, self._pieces = _as_bytes(fields), _as_bytes(pieces)
         self._weights = np.concatenate(packed)
@@ -78,10 +58,10 @@ class PackedLayers:
             layer.depth * layer.width + _ELEMENT * (layer.depth + layer.width) for layer in layers
         )
 
-    def cost(self, rows: int) -> Work:
+    def cost(self, rows: int) -> Cost:
         """Returns what a call with so many rows takes."""
         tile_rows = min(rows, _TILE_ROWS, max(_LEAST_TILE_ROWS, _TILE_BYTES // self._row_bytes))
-        return Work(
+        return Cost(
             self._threads * tile_rows * self._row_bytes + 4 * rows * self.width, rows * self._row_work
         )
 
@@ -135,7 +115,7 @@ def _as_bytes(fields: Sequence[tuple[Any, ...]]) -> bytes:
     return found.tobytes()
 
 
-if (_LayerFields._fields, _PieceFields._fields, MatrixPlace._fields, _PANEL) != (
+if (_LayerFields._fields, Piece._fields, MatrixPlace._fields, _PANEL) != (
     _layers.LAYER_FIELDS,
     _layers.PIECE_FIELDS,
     _layers.SOURCE_FIELDS,

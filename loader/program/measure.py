@@ -6,7 +6,6 @@ live bytes, with operators' copies of inputs, and the work: 1 per multiplication
 `_ELEMENT` per other element read or written. Weights cost no bytes.
 """
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tableside.loader.program.graph import Program, refuse
+from tableside.loader.program.graph import Cost, Program, refuse
 from tableside.loader.program.precision import DTYPES, rounded
 from tableside.loader.program.run import Runner, weight_tensors
 from tableside.quant.contract import Precision
@@ -34,14 +33,6 @@ _REFUSED = (
     ZeroDivisionError,
     NotImplementedError,
 )
-
-
-@dataclass(frozen=True)
-class Cost:
-    """bytes: the most that lives at once; work: in multiplications."""
-
-    bytes: int
-    work: int
 
 
 class TooLarge(ValueError):

@@ -12,7 +12,7 @@ Most ranking models' dense parts are: MLPs, towers, DLRM's MLPs without feature 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,23 +26,11 @@ _END = (1 << 63) - 1  # how export writes "to the end"
 _NOTHING = ("dropout", "detach", "clone", "contiguous")  # give what they are given
 
 
-@dataclass(frozen=True)
-class FromInput:
-    """All columns of an input, by its number."""
+class Piece(NamedTuple):
+    """All columns of the input `of`, or all outputs of the layer -1 - `of`; int64 each for `_layers.run`."""
 
-    number: int
+    of: int
     width: int
-
-
-@dataclass(frozen=True)
-class FromLayer:
-    """All outputs of a layer, by its number."""
-
-    number: int
-    width: int
-
-
-Piece = FromInput | FromLayer
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ class _Recognizer:
             w.name: _weight(w) for w in program.weights if w.dtype == FP32
         }
         for number, (name, i) in enumerate(zip(program.values, program.inputs, strict=True)):
-            self._values[name] = LayerColumns((FromInput(number, i.width),))
+            self._values[name] = LayerColumns((Piece(number, i.width),))
 
     def layers(self) -> tuple[Layer, ...]:
         for node in self._program.nodes:
@@ -111,8 +99,7 @@ class _Recognizer:
                 raise _AnotherProgram
             self._values[made.name] = call(self, node, dict(node.arguments))
         result = self.columns(self._program.result)
-        _expect(len(result.pieces) == 1)
-        _expect(result.pieces[0] == FromLayer(len(self._layers) - 1, result.width))
+        _expect(bool(self._layers) and result.pieces == (Piece(-len(self._layers), result.width),))
         return tuple(self._layers)
 
     def columns(self, value: Any) -> LayerColumns:
@@ -159,7 +146,7 @@ class _Recognizer:
         added = np.zeros(len(weights), np.float32) if bias is None else self.weight(bias)
         _expect(added.shape == (len(weights),))
         self._layers.append(Layer(x.pieces, weights, added))
-        return LayerColumns((FromLayer(len(self._layers) - 1, len(weights)),))
+        return LayerColumns((Piece(-len(self._layers), len(weights)),))
 
     def transposed(self, node: ProgramNode, a: Mapping[str, Any]) -> Floats:
         """Of a weight alone: `t`, and `permute` with [1, 0], which are the same."""
@@ -172,10 +159,11 @@ class _Recognizer:
         x = self.columns(a["self"])
         _expect(len(x.pieces) == 1 and a.keys() == {"self"})
         (piece,) = x.pieces
-        _expect(isinstance(piece, FromLayer) and not any(piece in layer.pieces for layer in self._layers))
-        layer = self._layers[piece.number]
+        _expect(piece.of < 0 and not any(piece in layer.pieces for layer in self._layers))
+        number = -1 - piece.of
+        layer = self._layers[number]
         _expect(layer.activation == "")
-        self._layers[piece.number] = replace(layer, activation=aten_name(node.target)[0])
+        self._layers[number] = replace(layer, activation=aten_name(node.target)[0])
         self._values = {
             k: v for k, v in self._values.items() if not (isinstance(v, LayerColumns) and piece in v.pieces)
         }

@@ -7,6 +7,7 @@ import numpy as np
 
 from tableside.loader.errors import ProgramError
 from tableside.loader.program import Program
+from tableside.loader.program.graph import Cost
 from tableside.loader.segment.header import StoredScorer
 from tableside.quant.contract import Precision
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request
@@ -15,7 +16,7 @@ from tableside.serving.model.scorer import NO_LIMITS, Floats, Scorer, ScorerLimi
 try:
     import torch
 
-    from tableside.loader.program.measure import Cost, Meter, TooLarge, check_shapes
+    from tableside.loader.program.measure import Meter, TooLarge, check_shapes
     from tableside.loader.program.precision import DTYPES, check_range, rounded
     from tableside.loader.program.run import Runner, weight_tensors
     from tableside.serving.model.device_calls import DeviceCalls

@@ -13,7 +13,7 @@ from torch.export import Dim, export, save
 from tableside.loader.program import Program, _layers, read_program, write_program
 from tableside.loader.program import layers as layers_module
 from tableside.loader.program.layers import PackedLayers, runnable_layers
-from tableside.loader.program.recognize import Floats, FromInput, Layer, recognize
+from tableside.loader.program.recognize import Floats, Layer, Piece, recognize
 from tableside.quant.contract import MatrixPlace
 
 # Of torch, where it takes operators apart.
@@ -126,9 +126,9 @@ def exact(layers: tuple[Layer, ...], inputs: list[Floats]) -> tuple[np.ndarray, 
     u = 2.0**-24
     for layer in layers:
         parts = [
-            (inputs[p.number].astype(np.float64), np.zeros_like(inputs[p.number], np.float64))
-            if isinstance(p, FromInput)
-            else outputs[p.number]
+            (inputs[p.of].astype(np.float64), np.zeros_like(inputs[p.of], np.float64))
+            if p.of >= 0
+            else outputs[-1 - p.of]
             for p in layer.pieces
         ]
         x, error = (np.concatenate(side, 1) for side in zip(*parts, strict=True))
@@ -220,7 +220,13 @@ def batch_first(m: Module, user: Tensor, context: Tensor) -> Tensor:
     return torch.cat([m.one(user), m.one(user)], 0)[: user.shape[0]].squeeze(1)
 
 
+def an_input(m: Module, user: Tensor, context: Tensor) -> Tensor:
+    """The scores are the first input: there is no layer."""
+    return user.contiguous()
+
+
 OTHERS = [
+    an_input,
     early,
     late,
     residual,
@@ -275,7 +281,7 @@ def test_layers_of_any_width_and_depth(width: int, depth: int, isa: str) -> None
     """Panels that are full, half and partly empty; weights in any order of their values."""
     rng = np.random.default_rng(width * depth)
     weights = rng.standard_normal((depth, width), dtype=np.float32).T
-    layer = Layer((FromInput(0, depth),), weights, rng.standard_normal(width, dtype=np.float32), "relu")
+    layer = Layer((Piece(0, depth),), weights, rng.standard_normal(width, dtype=np.float32), "relu")
     given = [rng.standard_normal((11, depth), dtype=np.float32)]
     scores, off = exact((layer,), given)
     assert (np.abs(run(PackedLayers([layer]), given) - scores) <= off).all()
