@@ -316,6 +316,13 @@ def some(names: Iterable[str]) -> str:
     return (", ".join(listed[:10]) or "none") + (" ..." if len(listed) > 10 else "")
 
 
+def int64_ids(values: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+    """Returns integers as int64, and the index of the first that overflows, or -1."""
+    if values.dtype == np.uint64 and (large := values >> np.uint64(63)).any():
+        return values.astype(np.int64), int(large.argmax())
+    return values.astype(np.int64, copy=False), -1
+
+
 def narrowed(values: NDArray[Any]) -> tuple[NDArray[Any], int]:
     """Returns values as fp32 or fp16, and the index of the first that overflows fp32, or -1."""
     if values.dtype in (np.float32, np.float16):

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.numpy_files import npy_header
-from tableside.loader.checkpoint.rows import LARGEST_DIM, narrowed
-from tableside.loader.deltas.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes, int64_ids
+from tableside.loader.checkpoint.rows import LARGEST_DIM, int64_ids, narrowed
+from tableside.loader.deltas.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes
 from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
 

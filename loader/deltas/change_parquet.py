@@ -9,8 +9,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.keyed.parquet import first_null, id_remedy, is_list, open_parquet, type_name
-from tableside.loader.checkpoint.rows import narrowed
-from tableside.loader.deltas.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes, int64_ids
+from tableside.loader.checkpoint.rows import int64_ids, narrowed
+from tableside.loader.deltas.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes
 from tableside.loader.errors import ChangeError
 from tableside.quant.contract import Ids
 

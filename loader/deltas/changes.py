@@ -81,13 +81,6 @@ class RowRules:
         return self.dims.get(table, 0)
 
 
-def int64_ids(values: NDArray[Any]) -> tuple[Ids, int]:
-    """Returns integers as int64, and the index of the first that overflows, or -1."""
-    if values.dtype == np.uint64 and (large := values >> np.uint64(63)).any():
-        return values.astype(np.int64), int(large.argmax())
-    return values.astype(np.int64, copy=False), -1
-
-
 def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChanges]:
     """Yields the same blocks; a thread reads up to `depth` of them in advance."""
     with ThreadPoolExecutor(1, "tableside-changes") as thread:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from tableside.loader.checkpoint.keyed import keyed
 from tableside.loader.checkpoint.keyed.keyed import Block, IdBlock, KeyedRows, KeyedTables
 from tableside.loader.checkpoint.keyed.parquet_pages import check_pages
-from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, narrowed, some
+from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, int64_ids, narrowed, some
 from tableside.loader.errors import CheckpointError, LoaderError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
@@ -192,51 +192,42 @@ class ParquetRows(KeyedRows):
     def _ids_of(self, batch: Any, first: int) -> Ids:
         column = batch.column(self._id_column)
         if column.null_count:
-            raise CheckpointError(
-                f"{self.where(first + first_null(column))}: {self._id_column!r} is null; expected an id in "
-                "every row"
-            )
-        ids = column.to_numpy(zero_copy_only=False)
-        if ids.dtype == np.uint64 and (large := ids >> np.uint64(63)).any():
-            at = int(large.argmax())
-            raise CheckpointError(
-                f"{self.where(first + at)}: id {ids[at]} does not fit an int64; expected ids below 2**63"
-            )
-        return ids.astype(np.int64, copy=False)  # type: ignore[no-any-return]
+            text = f"{self._id_column!r} is null; expected an id in every row"
+            raise self._error(first + first_null(column), text)
+        ids, bad = int64_ids(column.to_numpy(zero_copy_only=False))
+        if bad >= 0:
+            text = f"id {column[bad]} does not fit an int64; expected ids below 2**63"
+            raise self._error(first + bad, text)
+        return ids
 
     def _values_of(self, batch: Any, first: int) -> NDArray[Any]:
         column = batch.column(self._column)
         if column.null_count:
-            raise CheckpointError(
-                f"{self.where(first + first_null(column))}: {self._column!r} is null; expected a vector in "
-                "every row"
-            )
+            text = f"{self._column!r} is null; expected a vector in every row"
+            raise self._error(first + first_null(column), text)
         if not pa.types.is_fixed_size_list(column.type):
             lengths = column.value_lengths().to_numpy(zero_copy_only=False)
             if (other := lengths != self.dim).any():
                 at = int(other.argmax())
-                raise CheckpointError(
-                    f"{self.where(first + at)}: a vector of {lengths[at]} values; the first one has "
-                    f"{self.dim}"
-                )
+                text = f"a vector of {lengths[at]} values; the first one has {self.dim}"
+                raise self._error(first + at, text)
         values = column.flatten()
         if values.null_count:
             at = first_null(values) // self.dim
-            raise CheckpointError(
-                f"{self.where(first + at)}: a value of {self._column!r} is null; expected numbers"
-            )
+            raise self._error(first + at, f"a value of {self._column!r} is null; expected numbers")
         found, bad = narrowed(values.to_numpy(zero_copy_only=True))
         if bad >= 0:
-            where = self.where(first + bad // self.dim)
-            raise CheckpointError(
-                f"{where}: a value of {self._column!r} is {values[bad]}; expected one that float32 holds"
-            )
+            text = f"a value of {self._column!r} is {values[bad]}; expected one that float32 holds"
+            raise self._error(first + bad // self.dim, text)
         if not self._is_told:
             self._is_told = True
             _log.warning(
                 "%s: the values of %r are float64; they are rounded to float32", self.paths[0], self._column
             )
         return found.reshape(-1, self.dim)
+
+    def _error(self, row: int, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.where(row)}: {text}")
 
 
 class _File(pq.ParquetFile):  # type: ignore[misc]  # it has no types
@@ -300,28 +291,26 @@ def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Any, int]
     """Returns (value type, dim) of the vectors; dim 0: the type lacks it. CheckpointError: a column is
     unusable."""
     schema = file.schema_arrow
+
+    def wrong(text: str) -> CheckpointError:
+        return CheckpointError(f"{path}: {text}")
+
     for name in (column, id_column):
         if (count := len(schema.get_all_field_indices(name))) != 1:
-            raise CheckpointError(
-                f"{path}: {count} columns are called {name!r}; expected one, of: {some(schema.names)}"
-            )
+            raise wrong(f"{count} columns are called {name!r}; expected one, of: {some(schema.names)}")
     ids, vectors = schema.field(id_column).type, schema.field(column).type
     if not pa.types.is_integer(ids):
-        raise CheckpointError(
-            f"{path}: the ids {id_column!r} are of type {type_name(ids)}; expected int64{id_remedy(ids)}"
-        )
+        raise wrong(f"the ids {id_column!r} are of type {type_name(ids)}; expected int64{id_remedy(ids)}")
     if not is_list(vectors):
-        raise CheckpointError(
-            f"{path}: the vectors {column!r} are of type {vectors}; expected lists of float32 or float16"
-        )
+        raise wrong(f"the vectors {column!r} are of type {vectors}; expected lists of float32 or float16")
     if vectors.value_type not in _SOURCES:
-        raise CheckpointError(
-            f"{path}: the values of {column!r} are of type {vectors.value_type}; expected float32, float16 "
-            "or float64, so cast them when the file is written"
+        raise wrong(
+            f"the values of {column!r} are of type {vectors.value_type}; expected float32, float16 or "
+            "float64, so cast them when the file is written"
         )
     dim = vectors.list_size if pa.types.is_fixed_size_list(vectors) else 0
     if dim == 0 and pa.types.is_fixed_size_list(vectors):
-        raise CheckpointError(f"{path}: the vectors {column!r} have no values; expected at least one")
+        raise wrong(f"the vectors {column!r} have no values; expected at least one")
     return vectors.value_type, dim
 
 
