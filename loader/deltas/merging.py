@@ -154,7 +154,7 @@ def _same(entries: DeltaEntries, layer: OverlayLayer) -> tuple[np.ndarray, int]:
     find_rows(layer.index, entries.ids, slots)
     there = np.flatnonzero((slots >= 0) & (layer.index.ids[slots] == entries.ids))
     same = np.zeros(entries.ids.size, np.bool_)
-    new, old = entries.packed.view(np.uint64), layer.packed.view(np.uint64)  # rows are multiples of 16 bytes
+    new, old = entries.packed.view(np.uint32), layer.packed.view(np.uint32)  # rows are multiples of 4 bytes
     for start in range(0, there.size, _BLOCK_ROWS):
         which = there[start : start + _BLOCK_ROWS]
         at = slots[which]

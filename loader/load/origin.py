@@ -35,7 +35,8 @@ def spec_digest(spec: ModelSpec) -> str:
 
 
 def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value for key, value in items if (key, value) != ("dim", None)}
+    """Leaves out keys that earlier builds did not know, where they say nothing."""
+    return {key: value for key, value in items if value is not None or key not in ("dim", "row_alignment")}
 
 
 def is_live(spec: ModelSpec, model: Model) -> bool:

@@ -147,7 +147,7 @@ def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, objec
     yield "row_format", stored.row_format, spec.row_format.label
     yield "dim", stored.dim, stored.dim if spec.dim is None else spec.dim
     if spec.row_alignment is not None:
-        yield "the size of a row", stored.row_bytes, spec.row_bytes(stored.dim)
+        yield "the size of a row (row_alignment)", stored.row_bytes, spec.row_bytes(stored.dim)
     yield "ids", "row" if index is None else "raw", "row" if raw is None else "raw"
     if index is not None and raw is not None:
         yield "buckets", index.buckets, raw.buckets

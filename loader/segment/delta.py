@@ -70,13 +70,13 @@ class Delta:
         return sum(t.id_count for t in self.segment.header.tables)
 
     def layer(self, name: str, base: Table) -> OverlayLayer:
-        """Returns the delta's layer over table `name`, read beside `base`. SegmentError: row formats
-        differ."""
+        """Returns the delta's layer over table `name`, read beside `base`. SegmentError: rows are packed
+        otherwise."""
         stored, table = self.tables[name], self.segment.tables[name]
-        if (table.row_format, table.dim) != (base.row_format, base.dim):
+        if (table.row_format, table.dim, table.row_bytes) != (base.row_format, base.dim, base.row_bytes):
+            formats = [f"{t.row_format.label} of dim {t.dim} in {t.row_bytes} bytes" for t in (table, base)]
             raise SegmentError(
-                f"{self.path}: table {name!r} has rows of {stored.row_format} of dim {stored.dim}; those of "
-                f"the version are {base.row_format.label} of dim {base.dim}"
+                f"{self.path}: table {name!r} has rows of {formats[0]}; those of the version are {formats[1]}"
             )
         window = MappedWindow(self._fd, stored.offset, stored.bytes, base.address, stored.row_bytes)
         packed = window.bytes.reshape(stored.rows, stored.row_bytes)

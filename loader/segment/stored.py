@@ -252,7 +252,7 @@ def check_ids(t: StoredTable) -> None:
     shape = (RowFormat.parse(t.row_format), t.dim, index.slots)
     expected = plan_index(*shape, *buckets, ids.has_bits, index.filter_words, index.marked)
     is_planned = replace(index, offset=0, first_chunk=0) == expected
-    is_planned &= index.id_at + ID_BYTES <= t.row_bytes
+    is_planned &= index.id_at < 0 or index.id_at + ID_BYTES <= t.row_bytes
     if index.slots != t.rows - 1 or ids.count > index.slots or not is_planned:
         raise SegmentError(
             f"the id index of {what} does not fit {ids.count} ids in {index.slots} slots of {t.rows} rows"

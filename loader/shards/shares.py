@@ -106,7 +106,7 @@ def _kind(part: TablePart) -> tuple[object, ...]:
     default = part.packed[-1].tobytes() if part.has_default else None
     policy = None if stored.ids is None else (stored.ids.missing, stored.ids.default_row is None)
     buckets = None if index is None else (index.buckets, index.bucket_ids)
-    return stored.key, stored.row_format, stored.dim, policy, default, buckets
+    return stored.key, stored.row_format, stored.dim, stored.row_bytes, policy, default, buckets
 
 
 def shares_of(parts: Sequence[TablePart], owners: int) -> list[Share]:

@@ -71,7 +71,9 @@ def _pack(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
     ops = torch.ops.fbgemm
     if row_format is RowFormat.INT8:
         q = ops.FloatToFused8BitRowwiseQuantized(x)
-        return torch.cat([q[:, -8:].view(torch.float32).half().view(torch.uint8), q[:, : x.shape[1]]], dim=1)
+        return torch.cat(
+            [q[:, -8:].contiguous().view(torch.float32).half().view(torch.uint8), q[:, : x.shape[1]]], dim=1
+        )
     if row_format.has_scale:
         if x.shape[1] * row_format.bits % 16:
             raise QuantError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import Table
 from tableside.quant.gpu.kernels.job import SPLIT_BLOCK, split_rows
-from tableside.quant.row_format import device_row_bytes
+from tableside.quant.row_format import GPU_ALIGNMENT, device_row_bytes
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.errors import ServingError
 
@@ -74,6 +74,19 @@ def plan_placements(
         placements[t.name] = Placement.HBM if fits else others
         left -= size if fits else 0
     return placements
+
+
+def check_padding(tables: Iterable[StoredTable], placements: Mapping[str, Placement]) -> None:
+    """Raises ServingError if the GPU would read rows in host memory that are not padded for it."""
+    in_place = (Placement.CACHED, Placement.HYBRID, Placement.ZERO_COPY)
+    if tight := [t for t in tables if t.row_bytes % GPU_ALIGNMENT and placements[t.name] in in_place]:
+        names, first = ", ".join(t.name for t in tight), tight[0]
+        raise ServingError(
+            f"placement {placements[first.name]} reads rows in host memory; those of table {names} take "
+            f"{first.row_bytes} bytes, and are not padded for that: load the model with row_alignment = "
+            f"{GPU_ALIGNMENT}, as a load on a machine with a GPU does, raise --hbm-budget, or choose "
+            "--placement host"
+        )
 
 
 def bytes_in_hbm(table: StoredTable) -> int:

@@ -17,6 +17,7 @@ from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead
 from tableside.serving.model.hbm_plan import (
     Placement,
     bytes_in_hbm,
+    check_padding,
     largest_share,
     map_bytes,
     plan_indexes,
@@ -156,6 +157,7 @@ class Placer:
             placements = plan_placements(
                 segment.header.tables, self._settings.placement, left, self.cache is not None
             )
+            check_padding(segment.header.tables, placements)  # before a cache takes the budget
             in_host, indexes = plan_indexes(
                 segment.header.tables, placements, left, self.cache is not None, replaced is not None
             )

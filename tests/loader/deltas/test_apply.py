@@ -4,7 +4,7 @@ whole or not at all."""
 import json
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,10 +21,13 @@ from tableside.loader.deltas.apply import ApplySettings, apply, position_of
 from tableside.loader.deltas.change_files import read_changes
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError, NoSpace, SegmentError, VersionError
+from tableside.loader.load.load import Loaded, load
+from tableside.loader.model.model import parse_model
 from tableside.loader.segment.delta import Delta
 from tableside.loader.segment.stored import StoredIndex
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import State, attach_state, kept_states, parse_state, state_of
+from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, RowFormat, Source, choose
 
 
@@ -335,3 +338,38 @@ def test_names_of_states() -> None:
     for wrong in ("", "0", "+1", "3+", "3+x", "-1", "3 + 1"):
         with pytest.raises(VersionError, match="expected VERSION or VERSION"):
             parse_state(wrong)
+
+
+@pytest.mark.parametrize(("row_format", "dim"), [("fp32", 1), ("fp16", 2), ("fp8", 3)])
+def test_rows_of_four_bytes_change(
+    publish: Callable[..., Loaded], root: Path, row_format: str, dim: int
+) -> None:
+    """A row that is smaller than an id."""
+    publish({"t": np.zeros((50, dim), np.float32)}, formats={"t": row_format})
+    model = Model(root, "demo")
+    apply(model, ChangeBatch([TableChanges("t", np.array([7, 9]), np.ones((2, dim), np.float32))]))
+    table = attach_state(model, None, "full").tables["t"]
+    assert table.row_bytes == 4
+    found = choose().lookup(table, np.arange(50), pooling=Pooling.NONE)
+    np.testing.assert_array_equal(found[:, 0], np.isin(np.arange(50), [7, 9]))
+
+
+@pytest.mark.parametrize("alignments", [(16, 4), (4, 16)])
+def test_a_delta_of_rows_of_another_size_is_refused(
+    root: Path, tmp_path: Path, alignments: tuple[int, int]
+) -> None:
+    """As when the files of a host with a GPU are put beside those of one without."""
+    np.save(tmp_path / "t.npy", rows_of(100, 64))
+    changed = ChangeBatch([TableChanges("t", np.arange(10), rows_of(10, 64))])
+    for alignment in alignments:
+        raw = {
+            "name": "demo",
+            "checkpoint": "t.npy",
+            "tables": {"t": {"key": "t", "row_alignment": alignment}},
+        }
+        load(parse_model(raw, tmp_path), root)
+    model = Model(root, "demo")
+    apply(model, changed)
+    (delta,) = attach_state(model).deltas
+    with pytest.raises(SegmentError, match=r"int8 of dim 64 in \d+ bytes; those of the version are int8"):
+        delta.layer("t", model.attach(1).tables["t"])

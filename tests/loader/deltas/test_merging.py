@@ -4,9 +4,10 @@ left of a void merge."""
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from changing import Oracle
 
@@ -14,11 +15,14 @@ from campaigns.common import until
 from tableside.loader.deltas import apply as applying
 from tableside.loader.deltas import merging
 from tableside.loader.deltas.apply import ApplyResult, apply
-from tableside.loader.deltas.changes import ChangeBatch
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.deltas.merging import Merges
 from tableside.loader.errors import NoSpace
+from tableside.loader.load.load import Loaded
 from tableside.loader.versions.states import State, attach_state, kept_states
+from tableside.loader.versions.versions import Model
+from tableside.quant import Pooling, choose
 
 
 @pytest.fixture
@@ -187,3 +191,25 @@ def test_a_merge_that_is_slow_is_waited_for(
         assert sizes[0] < sizes[1] + (1 << 15), sizes
         is_merged = apply(oracle.model, ChangeBatch(oracle.change(30)), merges=merges).is_merged
     oracle.check(attach_state(oracle.model))
+
+
+@pytest.mark.parametrize(("row_format", "dim"), [("int8", 64), ("int4", 64), ("fp32", 3)])
+def test_rows_of_any_size_are_merged(
+    publish: Callable[..., Loaded], root: Path, monkeypatch: pytest.MonkeyPatch, row_format: str, dim: int
+) -> None:
+    """Of 68, 36 and 12 bytes: multiples of 4, and not of 8."""
+    monkeypatch.setattr(applying, "SMALL_BYTES", 1)
+    publish({"t": np.zeros((2000, dim), np.float32)}, formats={"t": row_format})
+    model, merged = Model(root, "demo"), 0
+    with Merges(model) as merges:
+        for n in range(6):
+            ids = np.arange(50 * n, 50 * n + 300)
+            change = TableChanges("t", ids, np.full((ids.size, dim), n, np.float32))
+            apply(model, ChangeBatch([change]), merges=merges)
+            if merges.is_running():
+                merged += 1
+                until(merges._running.done, what="the merge to end")
+    assert merged
+    found = choose().lookup(attach_state(model).tables["t"], np.arange(600), pooling=Pooling.NONE)
+    expected = np.minimum(np.arange(600) // 50, 5) * (np.arange(600) < 550)
+    np.testing.assert_array_equal(found, np.repeat(expected[:, None], dim, 1))

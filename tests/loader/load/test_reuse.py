@@ -128,7 +128,7 @@ def test_the_header_says_what_was_taken_over(first: Loaded, root: Path, tmp_path
             r"row_format is 'fp16'; version 1 of model 'demo', which is live, has 'int8'",
         ),
         ("dense", {"dim": 12}, "dim is 12; version 1 of model 'demo', which is live, has 24"),
-        ("dense", {"row_alignment": 16}, "the size of a row is 32; .* has 28"),
+        ("dense", {"row_alignment": 16}, r"the size of a row \(row_alignment\) is 32; .* has 28"),
         ("dense", {"key": "other"}, "key is 'other'; .* has 'dense'"),
         ("dense", {"missing": "zero"}, "missing is 'zero'; .* has 'error'"),
         ("dense", {"ids": "raw"}, "ids is 'raw'; .* has 'row'"),

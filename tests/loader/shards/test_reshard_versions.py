@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +154,8 @@ def test_a_directory_with_other_ids_than_the_header_says(root: Path) -> None:
 
 
 def test_parts_that_do_not_belong_together(root: Path) -> None:
-    """Two owners in the wrong order, one of them alone, and a second owner's table of another row format."""
+    """Two owners in the wrong order, one of them alone, and a second owner's table of another row format or
+    size of rows."""
     publish_tables(root, {"t": raw(RANDOM[:100])})
     again(root, 2)
     first, second = attached(root, 2)
@@ -165,6 +167,9 @@ def test_parts_that_do_not_belong_together(root: Path) -> None:
             shares.parts_of(segments, "t")
     with pytest.raises(SegmentError, match="has no table 'u'"):
         shares.parts_of([other, first], "u")
+    part = shares.parts_of([first, second], "t")[0]
+    wider = replace(part, stored=replace(part.stored, row_bytes=part.stored.row_bytes + 16))
+    assert shares._kind(part) != shares._kind(wider)
 
 
 # ---- what is left behind ----

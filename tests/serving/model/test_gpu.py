@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, Precision, RowFormat, choose
 from tableside.serving.client import Client, ClientError, Jagged
 from tableside.serving.errors import ServingError
-from tableside.serving.model.hbm_plan import Placement, plan_placements
+from tableside.serving.model.hbm_plan import Placement, check_padding, plan_placements
 from tableside.serving.model.placement import Placer
 from tableside.serving.settings import ServerSettings
 from tableside.serving.workers.supervisor import Supervisor
@@ -374,6 +375,11 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     )
     assert {t.name: t.bytes for t in stored} == {"a": 800, "b": 160, "c": 320}
     hbm, uvm = Placement.HBM, Placement.ZERO_COPY
+    tight = [replace(t, row_bytes=16 - 12 * (t.name == "a")) for t in stored]
+    check_padding(tight, dict.fromkeys("abc", hbm))
+    check_padding(tight, {"a": Placement.HOST, "b": uvm, "c": uvm})
+    with pytest.raises(ServingError, match="those of table a take 4 bytes"):
+        check_padding(tight, {"a": Placement.CACHED, "b": uvm, "c": uvm})
     assert plan_placements(stored, "auto", 480) == {"a": uvm, "b": hbm, "c": hbm}
     assert plan_placements(stored, "auto", 479) == {"a": uvm, "b": hbm, "c": uvm}
     assert plan_placements(stored, "auto", 0) == dict.fromkeys("abc", uvm)
