@@ -20,6 +20,8 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.serving.client import Client, ClientError
 
+pytestmark = pytest.mark.for_gpu
+
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yaml"
 PARTS = re.compile(r"_(?:bucket|count|sum)$")
