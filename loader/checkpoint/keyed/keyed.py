@@ -67,8 +67,8 @@ class KeyedRows(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Call after the `blocks` of each piece were read once, to their end. CheckpointError: bytes changed
-        since they were written."""
+        """Call after every `blocks` was read to its end. CheckpointError: bytes changed since they were
+        written."""
 
 
 class KeyedTables(ABC):
