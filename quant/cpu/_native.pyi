@@ -133,28 +133,29 @@ def feature_places(
     """
 
 def tensor_places(
-    exchange: Any, given: Sequence[Any], dims: tuple[int, ...], new: Callable[..., Any], base: int
+    exchange: Any, given: Sequence[Any], dims: tuple[int, ...], new: Callable[..., Any], base: int, form: int
 ) -> tuple[bytes, list[Any], list[object]] | None:
     """Places over tensors where they lie, int64 [lookups, fields of `Place`], their vectors, and what holds
     lengths meanwhile.
 
     exchange: `__dlpack_c_exchange_api__` of the tensors' type, or None where it has none. given: (form, ids,
     lengths or offsets, weights) of each lookup, with None for what is not there. dims: of its vectors. new:
-    makes a contiguous tensor of a shape. base: the address that places count from. The vectors are [bags,
-    dim], or [*shape of the ids, dim] of the form IDS.
+    makes a contiguous tensor of a shape. base: the address that places count from. form: -1; or given is ids,
+    or (ids, lengths or offsets), and this is the form of the tuples, while ids alone are FIXED, or IDS with
+    IDS. The vectors are [bags, dim], or [*shape of the ids, dim] of the form IDS.
 
     None: a tensor is not int64 ids, or not lengths or offsets of those ids, or not contiguous in host memory;
     or there are weights, or no exchange. The caller converts what it can, and refuses the rest.
     """
 
 def device_places(
-    exchange: Any, given: Sequence[Any], device_type: int, device_id: int
+    exchange: Any, given: Sequence[Any], device_type: int, device_id: int, form: int
 ) -> tuple[bytes, bytes] | None:
     """Where tensors lie on a device, and their shapes, for `TensorLookup.stage_placed`.
 
-    exchange, given: as of `tensor_places`. device_type, device_id: DLPack's. Places are int64 [lookups, 3]:
-    ids, offsets, weights, -1 for what is not there; shapes int64 [lookups, 6]: ids, bytes of an offset,
-    offsets, length of a bag, bags, whether there are weights.
+    exchange, given, form: as of `tensor_places`. device_type, device_id: DLPack's. Places are int64 [lookups,
+    4]: ids, offsets, weights, and ids again, -1 for what is not there; shapes int64 [lookups, 6]: ids, bytes
+    of an offset, offsets, length of a bag, bags, whether there are weights.
 
     None: a tensor is not int64 ids, or not offsets, or not contiguous on the device; or there are lengths or
     weights, or no exchange. The caller converts what it can, and refuses the rest.

@@ -64,7 +64,7 @@ class CudaDevice(Device):
         return torch.cuda.stream(stream)  # which makes the stream's device the current one, too
 
     def switch(self) -> Any:
-        return None if torch.cuda.current_device() == self._index else torch.cuda.device(self._index)
+        return None if torch._C._cuda_getDevice() == self._index else torch.cuda.device(self._index)
 
     def stream(self, priority: int = 0) -> Any:
         return torch.cuda.Stream(self.torch_device, priority)  # type: ignore[no-untyped-call]

@@ -224,6 +224,20 @@ class PublishedModule(Leaf):
     def _given(self, name: str, value: FeatureInput) -> FeatureTensors:
         raise NotImplementedError
 
+    def _of_dict(self, inputs: Mapping[str, FeatureInput], form: Form) -> dict[str, torch.Tensor]:
+        """form: of what are tuples of ids and bags; IDS where the features are not pooled."""
+        if (
+            not is_traced()
+            and type(inputs) is dict
+            and len(inputs) == len(self.features)
+            and not self._padding
+        ):
+            lookup, names = lookup_of(self._published.now(), self._call), self.features
+            values = [inputs.get(name) for name in names]
+            if (found := lookup.plain(values, form)) is not None:
+                return dict(zip(names, found, strict=True))
+        return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
+
     def _vectors(self, given: list[FeatureTensors]) -> list[torch.Tensor]:
         if is_traced():
             return traced(self._call, self.features, given)
@@ -266,7 +280,7 @@ class EmbeddingBags(PublishedModule):
         or a length is wrong. ModuleError: the input has another form."""
         if is_keyed(inputs):
             return keyed_tensor(self.features, self.dims, self.side_by_side(inputs, self.features))
-        return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
+        return self._of_dict(inputs, Form.ENDS if self.include_last_offset else Form.OFFSETS)
 
     def _given(self, name: str, value: FeatureInput) -> FeatureTensors:
         return given_bags(name, value, self.include_last_offset)
@@ -310,7 +324,7 @@ class Embeddings(PublishedModule):
         KeyedJaggedTensor, which is not compiled. Raises as `EmbeddingBags.forward`."""
         if is_keyed(inputs):
             return self.jagged(inputs, self.features, self.features)
-        return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
+        return self._of_dict(inputs, Form.IDS)
 
     def jagged(
         self, inputs: Any, keys: Sequence[str], names: Sequence[str], with_ids: bool = False

@@ -42,6 +42,7 @@ _CPU = torch.device("cpu")
 BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
 MEMORY = (ctypes.c_char * (1 << 62)).from_address(BASE)
 _FIELDS = len(Place._fields)
+BY_INPUT = -1  # a form of inputs that say theirs themselves
 EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.11 and later
 
 OUTPUTS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.FP32}
@@ -69,11 +70,17 @@ class HostLookup:
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
         """Returns a tensor per feature: [bags, dim], or [*shape of its ids, dim] if not pooled. ModuleError:
         a tensor has another type, shape or device. BadFeatureIds: an id or a length is wrong."""
-        places, outputs, held = tensor_places(EXCHANGE, given, self._dims, self._new, BASE) or self._convert(
-            given
-        )
+        found = self.plain(given, BY_INPUT)
+        return self._vectors(*self._convert(given)) if found is None else found
+
+    def plain(self, values: Sequence[Any], form: int) -> list[torch.Tensor] | None:
+        """The same of what a caller's dict has, as `tensor_places` takes it. None: it must be converted."""
+        placed = tensor_places(EXCHANGE, values, self._dims, self._new, BASE, form)
+        return None if placed is None else self._vectors(*placed)
+
+    def _vectors(self, places: bytes, outputs: list[torch.Tensor], held: object) -> list[torch.Tensor]:
+        """held: what was converted, until it has been read."""
         self._run(places)
-        del held  # what was converted has been read
         return outputs if self._written is self._output else [out.to(self._output) for out in outputs]
 
     def packed(self, packed: PackedInput) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from tableside.quant import Pooling
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings, SourceOptions
-from tableside.serving.modules.inputs import Bags, Leaf, ModuleError
+from tableside.serving.modules.inputs import Bags, FeatureInput, Leaf, ModuleError
 from tableside.serving.modules.lookups import OUTPUTS, keyed_tensor
 from tableside.serving.modules.published import ModuleSource, published
 from tableside.serving.modules.wanted import MODES, ModuleFeature, find_feature, of_configs, of_module
@@ -55,7 +55,10 @@ class SwappedBag(SwappedModule):
     ) -> torch.Tensor:
         """[bags, dim]. Raises as `EmbeddingBags.forward`."""
         (feature,) = self.bags.features
-        found: torch.Tensor = self.bags({feature: Bags(input, offsets, None, per_sample_weights)})[feature]
+        value: FeatureInput = input if offsets is None else (input, offsets)
+        if per_sample_weights is not None:
+            value = Bags(input, offsets, None, per_sample_weights)
+        found: torch.Tensor = self.bags({feature: value})[feature]
         return found
 
 

@@ -94,24 +94,47 @@ static int place_bags(const exchange *with, PyObject *told, int form, int64_t ba
     return are_good;
 }
 
-/* The place of one (form, ids, bags, weights), and its vectors. 0: wrong form, or an error is set. */
-static int place_one(const exchange *with, PyObject *given, PyObject *dim, PyObject *new, int64_t base,
-                     PyObject *outputs, PyObject *held, place *to) {
-    tensor ids, out;
-    if (!PyTuple_Check(given) || PyTuple_Size(given) != 4) return 0;
+/* One feature's input, without weights. bags: null: it has none. */
+typedef struct {
+    int form;
+    PyObject *ids, *bags;
+} feature_input;
+
+/* told: the form of each tuple in a caller's dict, or -1: the input is (form, ids, bags, weights). 0: another
+ * input. */
+static int read_input(PyObject *given, int told, feature_input *to) {
+    if (told >= 0) {
+        *to = (feature_input){told == FORM_IDS ? FORM_IDS : FORM_FIXED, given, NULL};
+        if (!PyTuple_CheckExact(given)) return 1;
+        if (told == FORM_IDS || PyTuple_Size(given) != 2) return 0;
+        *to = (feature_input){told, PyTuple_GetItem(given, 0), PyTuple_GetItem(given, 1)};
+        return 1;
+    }
+    if (!PyTuple_Check(given) || PyTuple_Size(given) != 4 || PyTuple_GetItem(given, 3) != Py_None) return 0;
     const long form = PyLong_AsLong(PyTuple_GetItem(given, 0));
     PyObject *bags = PyTuple_GetItem(given, 2);
-    if (form < FORM_IDS || form > FORM_ENDS || PyTuple_GetItem(given, 3) != Py_None
-        || (bags == Py_None) != (form < FORM_LENGTHS)) return 0;
+    if (form < FORM_IDS || form > FORM_ENDS || (bags == Py_None) != (form < FORM_LENGTHS)) return 0;
+    *to = (feature_input){(int)form, PyTuple_GetItem(given, 1), bags};
+    return 1;
+}
+
+/* The place of one input, and its vectors. 0: wrong form, or an error is set. */
+static int place_one(const exchange *with, PyObject *given, int told, PyObject *dim, PyObject *new,
+                     int64_t base, PyObject *outputs, PyObject *held, place *to) {
+    tensor ids, out;
+    feature_input input;
+    if (!read_input(given, told, &input)) return 0;
+    const int form = input.form;
     *to = (place){.lengths_at = -1, .weights_at = -1, .found_at = -1};
-    if (!reads_integers(with, PyTuple_GetItem(given, 1), &ids, &to->ids) || ids.bits != 64) return 0;
+    if (!reads_integers(with, input.ids, &ids, &to->ids) || ids.bits != 64) return 0;
     to->ids_at = address_of(&ids, to->ids, base);
     to->bags = to->ids;
     if (form == FORM_FIXED) {
         if (ids.ndim != 2) return 0;
         to->bags = ids.shape[0], to->bag_length = ids.shape[1];
-    } else if (form != FORM_IDS && !place_bags(with, bags, (int)form, base, held, to)) return 0;
-    PyObject *vectors = new_vectors(new, &ids, (int)form, to->bags, dim);
+    } else if (form != FORM_IDS && (ids.ndim != 1 || !place_bags(with, input.bags, form, base, held, to)))
+        return 0;
+    PyObject *vectors = new_vectors(new, &ids, form, to->bags, dim);
     if (!vectors) return 0;
     const int is_read = !with->read(vectors, &out) && !PyList_Append(outputs, vectors);
     to->out_at = is_read ? address_of(&out, to->bags, base) : 0;
@@ -120,12 +143,12 @@ static int place_one(const exchange *with, PyObject *given, PyObject *dim, PyObj
 }
 
 PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "tensor_places takes 5 arguments, got %zd", n);
+    if (n != 6) return PyErr_Format(PyExc_TypeError, "tensor_places takes 6 arguments, got %zd", n);
     if (args[0] == Py_None) Py_RETURN_NONE;
     PyObject *given = args[1], *dims = args[2];
     const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
-    const int64_t base = PyLong_AsLongLong(args[4]);
-    if (!with || (base == -1 && PyErr_Occurred())) return NULL;
+    const int64_t base = PyLong_AsLongLong(args[4]), told = PyLong_AsLong(args[5]);
+    if (!with || PyErr_Occurred()) return NULL;
     const Py_ssize_t count = PyTuple_Size(dims), lookups = PySequence_Size(given);
     if (count < 0 || lookups < 0) return NULL;
     if (with->major != DL_VERSION || !with->read || lookups != count) Py_RETURN_NONE;
@@ -136,8 +159,8 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
         place *to = (place *)(void *)PyBytes_AsString(places);
         for (int is_placed = 1; is_placed && placed < count; placed += is_placed) {
             PyObject *one = PySequence_GetItem(given, placed);
-            is_placed = one && place_one(with, one, PyTuple_GetItem(dims, placed), args[3], base, outputs,
-                                         held, to + placed);
+            is_placed = one && place_one(with, one, (int)told, PyTuple_GetItem(dims, placed), args[3], base,
+                                         outputs, held, to + placed);
             Py_XDECREF(one);
             if (is_placed) to[placed].kind = placed;
         }
@@ -149,39 +172,37 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 }
 
 /* A feature's tensors on a device, as kernels take them. */
-typedef struct { int64_t ids_at, offsets_at, weights_at; } device_place;
+typedef struct { int64_t ids_at, offsets_at, weights_at, asked_at; } device_place;
 typedef struct { int64_t ids, offset_bytes, offsets, bag_length, bags, is_weighted; } device_shape;
 
-/* What one (form, ids, bags, weights) has on a device. 0: kernels cannot take it as it is. */
-static int place_on_device(const exchange *with, PyObject *given, int32_t type, int32_t id, device_place *to,
-                           device_shape *shape) {
-    tensor ids, told;
+/* What one input has on a device. 0: kernels cannot take it as it is. */
+static int place_on_device(const exchange *with, PyObject *given, int told, int32_t type, int32_t id,
+                           device_place *to, device_shape *shape) {
+    tensor ids, bags;
+    feature_input input;
     int64_t items;
-    if (!PyTuple_Check(given) || PyTuple_Size(given) != 4) return 0;
-    const long form = PyLong_AsLong(PyTuple_GetItem(given, 0));
-    PyObject *bags = PyTuple_GetItem(given, 2);
-    if (form < FORM_IDS || form > FORM_ENDS || form == FORM_LENGTHS || PyTuple_GetItem(given, 3) != Py_None
-        || (bags == Py_None) != (form < FORM_LENGTHS)) return 0;
-    if (!reads_integers_on(with, PyTuple_GetItem(given, 1), type, id, &ids, &shape->ids) || ids.bits != 64)
-        return 0;
-    *to = (device_place){address_of(&ids, shape->ids, 0), -1, -1};
+    if (!read_input(given, told, &input) || input.form == FORM_LENGTHS) return 0;
+    if (!reads_integers_on(with, input.ids, type, id, &ids, &shape->ids) || ids.bits != 64) return 0;
+    const int64_t ids_at = address_of(&ids, shape->ids, 0);
+    *to = (device_place){ids_at, -1, -1, ids_at};
     *shape = (device_shape){.ids = shape->ids};
-    if (form == FORM_IDS) return 1;
-    if (form == FORM_FIXED) {
+    if (input.form == FORM_IDS) return 1;
+    if (input.form == FORM_FIXED) {
         shape->bags = ids.ndim == 2 ? ids.shape[0] : 0, shape->bag_length = ids.ndim == 2 ? ids.shape[1] : 0;
         return ids.ndim == 2;
     }
-    if (!reads_integers_on(with, bags, type, id, &told, &items) || told.ndim != 1) return 0;
-    to->offsets_at = address_of(&told, items, 0);
-    shape->offset_bytes = told.bits / 8, shape->offsets = items, shape->bags = bags_told(items, (int)form);
+    if (ids.ndim != 1 || !reads_integers_on(with, input.bags, type, id, &bags, &items) || bags.ndim != 1)
+        return 0;
+    to->offsets_at = address_of(&bags, items, 0);
+    shape->offset_bytes = bags.bits / 8, shape->offsets = items, shape->bags = bags_told(items, input.form);
     return shape->bags > 0 || (!shape->bags && !shape->ids);
 }
 
 PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "device_places takes 4 arguments, got %zd", n);
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "device_places takes 5 arguments, got %zd", n);
     if (args[0] == Py_None) Py_RETURN_NONE;
     const exchange *with = PyCapsule_GetPointer(args[0], "dlpack_exchange_api");
-    const long type = PyLong_AsLong(args[2]), id = PyLong_AsLong(args[3]);
+    const long type = PyLong_AsLong(args[2]), id = PyLong_AsLong(args[3]), told = PyLong_AsLong(args[4]);
     const Py_ssize_t count = PySequence_Size(args[1]);
     if (!with || PyErr_Occurred()) return NULL;
     if (with->major != DL_VERSION || !with->read) Py_RETURN_NONE;
@@ -190,7 +211,7 @@ PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     Py_ssize_t placed = 0;
     for (int is_placed = places && shapes; is_placed && placed < count; placed += is_placed) {
         PyObject *one = PySequence_GetItem(args[1], placed);
-        is_placed = one && place_on_device(with, one, (int32_t)type, (int32_t)id,
+        is_placed = one && place_on_device(with, one, (int)told, (int32_t)type, (int32_t)id,
                                            (device_place *)(void *)PyBytes_AsString(places) + placed,
                                            (device_shape *)(void *)PyBytes_AsString(shapes) + placed);
         Py_XDECREF(one);

@@ -1,5 +1,6 @@
 """Calls of a `TensorLookup`: what they are given, and what is staged of them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from tableside.quant.cache.jobs import ProbeJobs
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
-from tableside.quant.gpu.tensors.jobs import JobAddresses, KernelJobs
+from tableside.quant.gpu.tensors.jobs import JobAddresses, KernelJobs, WrittenJobs
 
 
 class TensorInput(NamedTuple):
@@ -23,14 +24,16 @@ class TensorInput(NamedTuple):
 
 
 class CallShape(NamedTuple):
-    """What calls with tensors of these shapes share: all but addresses."""
+    """What calls with tensors of these shapes share: all but addresses. written: `jobs` as they are sent, for
+    calls that send nothing else. shape: of the vectors; parts: of each feature, along its first dim."""
 
     jobs: KernelJobs
+    written: WrittenJobs
     config: LaunchConfig
     is_weighted: bool
-    values: int
+    shape: tuple[int, ...]
     cached_ids: int
-    is_even: bool
+    parts: list[int]
 
 
 class BaseAddresses(NamedTuple):
@@ -46,8 +49,8 @@ class BaseAddresses(NamedTuple):
 
 class StagedLookup(NamedTuple):
     """A call with its jobs on the device, or on their way. shape: of the vectors. probe: the cache's jobs.
-    is_even: all features have as many values. held: memory that kernels read. sent: memory that a graph reads
-    and does not own. ticket: of prefetched rows."""
+    parts: as of `CallShape`; empty: of a packed call. held: memory that kernels read. sent: memory that a
+    graph reads and does not own. ticket: of prefetched rows."""
 
     jobs: JobAddresses
     config: LaunchConfig
@@ -57,5 +60,5 @@ class StagedLookup(NamedTuple):
     shape: tuple[int, ...]
     held: object
     sent: object
-    is_even: bool = False
+    parts: Sequence[int] = ()
     ticket: Ticket | None = None

@@ -1,7 +1,7 @@
 """Jobs for lookups of a caller's tensors: written on the host and sent, or made on the device."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,28 @@ class JobAddresses(NamedTuple):
     jobs_at: int
     programs_at: int
     programs: int
+
+
+class WrittenJobs:
+    """Jobs of one kernel in memory of the host that every send uses again: CUDA has read what is not
+    page-locked when a copy returns. fields: of a job, which each send writes first."""
+
+    def __init__(self, jobs: KernelJobs, fields: Sequence[int]) -> None:
+        rows, of_program = jobs
+        words = np.zeros(rows.size + (of_program.size + 1) // 2, np.int64)
+        words[: rows.size] = rows.reshape(-1)
+        words[rows.size :].view(np.int32)[: of_program.size] = of_program
+        self._words, self._address, self._bytes = words, words.ctypes.data, words.nbytes
+        self._programs_at, self._programs = rows.nbytes, of_program.size
+        self._written = (np.arange(len(rows))[:, None] * rows.shape[1] + np.array(fields)).reshape(-1)
+
+    def send(self, device: Device, new: Any, values: Rows) -> tuple[torch.Tensor, JobAddresses]:
+        """values: int64 [jobs * fields]. new: makes a tensor of bytes on the device. Returns as `send`."""
+        self._words[self._written] = values
+        memory: torch.Tensor = new(self._bytes)
+        at = memory.data_ptr()
+        device.copy(device.current_handle(), at, self._address, self._bytes)
+        return memory, JobAddresses(at, at + self._programs_at, self._programs)
 
 
 def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:

@@ -35,6 +35,7 @@ from tableside.quant.gpu.tensors.jobs import (
     JobSpreader,
     KernelJobs,
     Rows,
+    WrittenJobs,
     probe_rows,
     resolve_rows,
     send,
@@ -48,7 +49,7 @@ _EVERY_ID = NO_ROW_MAP._replace(id_count=-1, default_row=-1, own=2**63 - 1)  # e
 _OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (
     FIELDS + field for field in TensorField
 )
-_ADDRESSES = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT)
+_ADDRESSES = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT, _ASKED_AT)
 _OF_SHAPE = (JobField.IDS, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH)
 _captured: list[object] = []  # what graphs read: a graph does not say when it goes
 
@@ -92,15 +93,16 @@ class TensorLookup:
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
         self._columns_of_bag, self._width = int(self._columns.sum()), int(self._dims.sum())
-        self._new = torch.empty(
-            0, dtype=self._dtype, device=backend.device.torch_device
-        ).new_empty  # sooner than torch.empty
+        where = backend.device.torch_device
+        self._new = torch.empty(0, dtype=self._dtype, device=where).new_empty  # sooner than torch.empty
+        self._new_bytes = torch.empty(0, dtype=torch.uint8, device=where).new_empty
         self.on_device = OnDevice(backend.launcher)
 
     # ---- calls ----
 
     def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
-        """Stages a call with separate tensors; its vectors are [values], one feature after another."""
+        """Stages a call with separate tensors; its vectors lie one feature after another, [vectors, dim], or
+        [values] where dims differ."""
         places: list[int] = []
         shapes: list[int] = []
         for ids, offsets, bag_length, bags, weights in inputs:
@@ -108,6 +110,7 @@ class TensorLookup:
                 ids.data_ptr(),
                 -1 if offsets is None else offsets.data_ptr(),
                 -1 if weights is None else weights.data_ptr(),
+                ids.data_ptr(),
             )
             of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
             shapes += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
@@ -117,11 +120,14 @@ class TensorLookup:
     def stage_placed(self, places: bytes, shapes: bytes, held: object) -> StagedLookup:
         """The same for tensors whose places and shapes are known (`_native.device_places`). held: keeps them
         alive."""
+        addresses = np.frombuffer(places, np.int64)
         with self.on_device:
             kept = self._shape(shapes)
+            if not (self._has_maps or self._has_cached or self._device.is_capturing()):
+                memory, sent = kept.written.send(self._device, self._new_bytes, addresses)
+                return self._staged(kept, sent, None, (held, memory), None)
         jobs = kept.jobs.rows.copy()
-        jobs[:, _ADDRESSES] = np.frombuffer(places, np.int64).reshape(-1, len(_ADDRESSES))
-        jobs[:, _ASKED_AT] = jobs[:, JobField.IDS_AT]
+        jobs[:, _ADDRESSES] = addresses.reshape(-1, len(_ADDRESSES))
         lists = [KernelJobs(jobs, kept.jobs.of_program)]
         rows = self._add_resolve(jobs, lists)
         if self._has_cached:
@@ -133,17 +139,14 @@ class TensorLookup:
         probe = None
         if before:
             probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, kept.cached_ids, before[0].programs)
-        return StagedLookup(
-            sent,
-            kept.config,
-            BaseAddresses(),
-            kept.is_weighted,
-            probe,
-            (kept.values,),
-            (held, memory, rows),
-            host,
-            kept.is_even,
-        )
+        return self._staged(kept, sent, probe, (held, memory, rows), host)
+
+    @staticmethod
+    def _staged(
+        kept: CallShape, sent: JobAddresses, probe: ProbeJobs | None, held: object, host: object
+    ) -> StagedLookup:
+        base, shape = BaseAddresses(), kept.shape
+        return StagedLookup(sent, kept.config, base, kept.is_weighted, probe, shape, held, host, kept.parts)
 
     def stage_packed(
         self,
@@ -270,8 +273,13 @@ class TensorLookup:
             check_size(int(counts.max()), int(vectors.max()))
             listed = KernelJobs.of(jobs, -(-columns // config.block_columns), JobField.FIRST_PROGRAM)
             is_weighted, cached_ids = bool(of_feature[:, 5].any()), int(counts[self._cached].sum())
+            total, dims = int(values.sum()), set(self._dims.tolist())
+            parts, of_vectors = values.tolist(), (total,)
+            if len(dims) == 1:
+                parts, of_vectors = vectors.tolist(), (int(vectors.sum()), *dims)
+            written = WrittenJobs(listed, _ADDRESSES)
             found = self._shapes[shape] = CallShape(
-                listed, config, is_weighted, int(values.sum()), cached_ids, len(set(values.tolist())) == 1
+                listed, written, config, is_weighted, of_vectors, cached_ids, parts
             )
             if len(self._shapes) > _SHAPES:
                 self._shapes.popitem(last=False)

@@ -267,7 +267,7 @@ def test_tensors() -> None:
     )
     ids, ends, one = (torch.tensor(x, device=backend.device.torch_device) for x in (asked, [0, 4], [3]))
     each = lookup(lookup.stage_each([TensorInput(ids, ends, 0, 2, None), TensorInput(one, None, 1, 1, None)]))
-    expected.check(each[:128].view(2, 64).cpu().numpy())
+    expected.check(each[:2].cpu().numpy())
     together = torch.cat([ids, one, one])
     packed = lookup(
         lookup.stage_packed(

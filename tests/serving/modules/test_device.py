@@ -21,7 +21,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant.cpu.bags import device_places
 from tableside.serving.modules import device
 from tableside.serving.modules.inputs import Form
-from tableside.serving.modules.lookups import EXCHANGE
+from tableside.serving.modules.lookups import BY_INPUT, EXCHANGE
 from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 
 pytest.importorskip("triton")
@@ -116,15 +116,15 @@ def _moved(value: Any) -> Any:
 )
 def test_what_one_call_does_not_read(given: Any) -> None:
     """It is converted, or refused."""
-    assert device_places(EXCHANGE, [given], 1, 0) is None
+    assert device_places(EXCHANGE, [given], 1, 0, BY_INPUT) is None
 
 
 @pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
 def test_tensors_of_another_device_are_not_read() -> None:
     good = (Form.OFFSETS, IDS, OFFSETS, None)
-    assert device_places(EXCHANGE, [good], 1, 0) is not None
-    assert device_places(EXCHANGE, [good], 2, 0) is None and device_places(EXCHANGE, [good], 1, 1) is None
-    assert device_places(None, [good], 1, 0) is None
+    assert device_places(EXCHANGE, [good], 1, 0, BY_INPUT) is not None
+    assert device_places(EXCHANGE, [good], 2, 0, BY_INPUT) is None and device_places(EXCHANGE, [good], 1, 1, BY_INPUT) is None
+    assert device_places(None, [good], 1, 0, BY_INPUT) is None
 
 
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
