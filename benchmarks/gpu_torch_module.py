@@ -50,17 +50,26 @@ CALLS, ROUNDS = 60, 9
 warnings.filterwarnings("ignore")
 
 
-def wall_us(call: Callable[[], Any]) -> float:
-    """Microseconds of a call where many come in a row: the median over rounds."""
-    times = []
+def wall_us(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Microseconds of a call of each side where many come in a row: the median over rounds, the sides in
+    turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(CALLS):
+        for name, call in calls.items():
             call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - started) / CALLS)
-    return statistics.median(times) * 1e6
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - started) / CALLS)
+    return {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
+
+
+def turning(call: Callable[[Any], Any], inputs: list[Any]) -> Callable[[], Any]:
+    """The call, with the next of its inputs each time."""
+    next_ = cycle(inputs)
+    return lambda: call(next(next_))
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -166,7 +175,7 @@ def in_hbm(root: Path) -> list[dict[str, Any]]:
                 of = {name: captured(call) for name, call in calls.items()}
             for call in of.values():
                 call()
-            times = {name: wall_us(call) for name, call in of.items()}
+            times = wall_us(of)
             row = {"batch": batch, "called": way} | {f"{name} us": took for name, took in times.items()}
             row |= {
                 "of fbgemm": times["ours"] / times["fbgemm"],
@@ -258,13 +267,9 @@ def cached(root: Path) -> list[dict[str, Any]]:
         for batch in work.batches[:60]:
             found = call(batch)
         assert torch.equal(found, wanted), "FBGEMM's vectors differ"
-        timed = {
-            side: wall_us(lambda n=next_, c=one: c(next(n)))  # type: ignore[misc]
-            for side, one, next_ in (
-                ("ours", call, cycle(work.batches[60:])),
-                ("fbgemm", fbgemm, cycle(work.batches[60:])),
-            )
-        }
+        timed = wall_us(
+            {"ours": turning(call, work.batches[60:]), "fbgemm": turning(fbgemm, work.batches[60:])}
+        )
         row = {"zipf": zipf, "HBM GB": taken / 1e9, **{f"{n} us": t for n, t in timed.items()}}
         row |= {"times as fast": timed["fbgemm"] / timed["ours"], "target": 2.5}
         console.print(row)

@@ -233,8 +233,7 @@ class PublishedModule(Leaf):
             and not self._padding
         ):
             lookup, names = lookup_of(self._published.now(), self._call), self.features
-            values = [inputs.get(name) for name in names]
-            if (found := lookup.plain(values, form)) is not None:
+            if (found := lookup.plain(list(map(inputs.get, names)), form)) is not None:
                 return dict(zip(names, found, strict=True))
         return dict(zip(self.features, self._vectors(self._given_of(inputs)), strict=True))
 

@@ -52,7 +52,7 @@ class WrittenJobs:
         self._programs_at, self._programs = rows.nbytes, of_program.size
         self._written = (np.arange(len(rows))[:, None] * rows.shape[1] + np.array(fields)).reshape(-1)
 
-    def send(self, device: Device, new: Any, values: Rows) -> tuple[torch.Tensor, JobAddresses]:
+    def send(self, device: Device, new: Any, values: Rows) -> tuple[object, JobAddresses]:
         """values: int64 [jobs * fields]. new: makes a tensor of bytes on the device. Returns as `send`."""
         self._words[self._written] = values
         memory: torch.Tensor = new(self._bytes)

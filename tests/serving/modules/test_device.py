@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
-from tableside.quant.cpu.bags import device_places
+from tableside.quant.cpu.bags import device_places, tensor_places
 from tableside.serving.modules import device
 from tableside.serving.modules.inputs import Form
 from tableside.serving.modules.lookups import BY_INPUT, EXCHANGE
@@ -85,6 +86,7 @@ def test_tensors_are_read_by_one_call(
         slow.setattr(device, "device_places", lambda *_: None)
         expected = [module(call) for call in moved]
     monkeypatch.setattr(device.DeviceLookup, "_input", None)
+    monkeypatch.setattr(module, "_given_of", None)
     for call, vectors in zip(moved, expected, strict=True):
         found = module(call)
         for name in pooled:
@@ -120,10 +122,50 @@ def test_what_one_call_does_not_read(given: Any) -> None:
 
 
 @pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        (Form.OFFSETS, Bags(IDS, OFFSETS)),
+        (Form.OFFSETS, [IDS, OFFSETS]),
+        (Form.OFFSETS, (IDS, OFFSETS, None)),
+        (Form.OFFSETS, (IDS, None)),
+        (Form.OFFSETS, (IDS.view(7, 7), OFFSETS)),
+        (Form.OFFSETS, IDS),
+        (Form.OFFSETS, None),
+        (Form.ENDS, (IDS, OFFSETS[:0])),
+        (Form.IDS, (IDS, OFFSETS)),
+        (Form.IDS, (IDS,)),
+        (Form.IDS, [1, 2]),
+    ],
+)
+def test_what_one_call_does_not_read_of_a_dict(form: Form, value: Any) -> None:
+    """It is looked at by name, which says what is wrong with it."""
+    assert device_places(EXCHANGE, [value], 1, 0, form) is None
+    dims, new = (4,), torch.empty(0).new_empty
+    assert tensor_places(EXCHANGE, [value], dims, new, 0, form) is None
+
+
+@pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
+def test_a_dict_is_read_by_one_call_on_the_host(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is read by name."""
+    bags, plain = EmbeddingBags("ads", ["user_sum", "page_sum"], root=model), Embeddings("ads", root=model)
+    pooled = {"page_sum": IDS[:48].view(12, 4), "user_sum": (IDS, OFFSETS)}
+    ids = {name: IDS[:6].view(2, 3) for name in plain.features}
+    expected = [dict(m(MappingProxyType(given))) for m, given in ((bags, pooled), (plain, ids))]
+    for module in (bags, plain):
+        monkeypatch.setattr(module, "_given_of", None)
+    for found, wanted in zip((bags(pooled), plain(ids)), expected, strict=True):
+        assert [*found] == [*wanted]
+        for name, vectors in wanted.items():
+            assert torch.equal(found[name], vectors)
+
+
+@pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
 def test_tensors_of_another_device_are_not_read() -> None:
     good = (Form.OFFSETS, IDS, OFFSETS, None)
     assert device_places(EXCHANGE, [good], 1, 0, BY_INPUT) is not None
-    assert device_places(EXCHANGE, [good], 2, 0, BY_INPUT) is None and device_places(EXCHANGE, [good], 1, 1, BY_INPUT) is None
+    assert device_places(EXCHANGE, [good], 2, 0, BY_INPUT) is None
+    assert device_places(EXCHANGE, [good], 1, 1, BY_INPUT) is None
     assert device_places(None, [good], 1, 0, BY_INPUT) is None
 
 
