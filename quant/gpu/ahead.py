@@ -153,8 +153,8 @@ def compile_all(
             error = f"the compiling process ended with {process.returncode}: {shown}"
     if error:
         raise QuantError(
-            f"sm_{arch}: {error}; where this Triton does not know sm_{arch}, name one that it knows, such as "
-            "sm_90"
+            f"sm_{arch}: {' '.join(error.split())}; where this Triton does not know sm_{arch}, name one that "
+            "it knows, such as sm_90"
         )
     return done
 
