@@ -242,8 +242,8 @@ def main() -> None:
         "swap s": swap_s,
         "rate": rate,
     }
-    server = f"two workers on {options.cores} core{'s' if options.cores > 1 else ''}"
-    title = f"a model of {options.gb:g} GB, int8 D {DIM}, {server}, requests at half the rate reached"
+    workers = f"two workers on {options.cores} core{'s' if options.cores > 1 else ''}"
+    title = f"a model of {options.gb:g} GB, int8 D {DIM}, {workers}, requests at half the rate reached"
     name = "large_model" if options.cores == 1 else "large_model_cores"
     report(name, title, found, **more, p99_before_ms=before, p99_during_ms=during)
 

@@ -4,15 +4,15 @@ Kernels read ids, lengths and offsets in place (`quant.gpu.tensors.tensors`). Th
 addresses; a packed call with as many bags as before sends nothing. Calls can be captured as CUDA graphs.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.cpu.bags import device_places
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput
+from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput, places_of
 from tableside.quant.gpu.tensors.tensors import TensorLookup
 from tableside.serving.modules.inputs import (
     FeatureTensors,
@@ -27,6 +27,7 @@ from tableside.serving.modules.inputs import (
 from tableside.serving.modules.lookups import BY_INPUT, EXCHANGE
 from tableside.serving.modules.published import AttachedVersion
 
+_Found = TypeVar("_Found")
 _DLPACK_TYPES = {"cpu": 1, "cuda": 2}
 _PRECISIONS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
 
@@ -70,9 +71,10 @@ class DeviceLookup:
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
         """Returns a tensor per feature, as `HostLookup`. BadFeatureIds: an earlier call had a wrong id or
         length."""
-        staged = self._begin(given) or self._staged_each(given)
         shapes = [one.values.shape for one in given] if given[0].form is Form.IDS else None
-        return self._cut(self._run(staged), staged.parts, shapes)
+        if (staged := self._begin(given)) is not None:
+            return self._cut(self._run(self.lookup, staged), staged.parts, shapes)
+        return self._look_up(*self._placed(given), shapes)
 
     def plain(self, values: Sequence[Any], form: int) -> list[torch.Tensor] | None:
         """The same of what a caller's dict has, as `device_places` takes it. None: it must be converted, or a
@@ -82,26 +84,31 @@ class DeviceLookup:
         self._begin(())
         if (placed := device_places(EXCHANGE, values, *self._where, form)) is None:
             return None
-        staged = self.lookup.stage_placed(*placed, values)
-        shapes = [ids.shape for ids in values] if form == Form.IDS else None
-        return self._cut(self._run(staged), staged.parts, shapes)
+        return self._look_up(*placed, values, [ids.shape for ids in values] if form == Form.IDS else None)
+
+    def _look_up(
+        self, places: bytes, shapes: bytes, held: object, of_ids: Sequence[torch.Size] | None
+    ) -> list[torch.Tensor]:
+        vectors, parts = self._run(self.lookup.of_places, places, shapes, held)
+        return self._cut(vectors, parts, of_ids)
 
     def prefetch(self, given: Sequence[FeatureTensors]) -> None:
         """Brings the rows of the next call with these tensors to the cache. Do not change them until then."""
-        self._look_ahead(given, self._staged_each(given))
+        self._look_ahead(given, self.lookup.stage_placed(*self._placed(given)))
 
-    def _staged_each(self, given: Sequence[FeatureTensors]) -> StagedLookup:
-        placed = device_places(EXCHANGE, given, *self._where, BY_INPUT)
-        if placed is not None:
-            return self.lookup.stage_placed(*placed, given)
-        return self.lookup.stage_each(list(map(self._input, self._names, given)))
+    def _placed(self, given: Sequence[FeatureTensors]) -> tuple[bytes, bytes, object]:
+        """Places and shapes of tensors, and what holds them."""
+        if (placed := device_places(EXCHANGE, given, *self._where, BY_INPUT)) is not None:
+            return *placed, given
+        inputs = list(map(self._input, self._names, given))
+        return *places_of(inputs), inputs
 
     # ---- all ids in one tensor ----
 
     def packed(self, packed: PackedInput) -> torch.Tensor:
         """[bags, sum of dims]. Prefetched rows are taken for the same tensors."""
         staged = self._begin(packed[2:])
-        return self._run(self._staged(packed) if staged is None else staged)
+        return self._run(self.lookup, self._staged(packed) if staged is None else staged)
 
     def prefetch_packed(self, packed: PackedInput) -> None:
         """As `prefetch`, for a call of `packed`."""
@@ -144,15 +151,15 @@ class DeviceLookup:
         self._begin(())
         self._ahead = _Ahead(given, _identity(given), self.lookup.prefetch(staged))
 
-    def _run(self, staged: StagedLookup) -> torch.Tensor:
+    def _run(self, look_up: Callable[..., _Found], *arguments: Any) -> _Found:
         try:
-            vectors = self.lookup(staged)
+            found = look_up(*arguments)
         except QuantError as error:
             raise ModuleError(str(error)) from error
         stream = self._backend.device.current_handle()
         if stream not in self._streams:
             self._streams[stream] = self._backend.device.current_stream()
-        return vectors
+        return found
 
     def _cut(
         self, vectors: torch.Tensor, parts: Sequence[int], shapes: Sequence[torch.Size] | None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tableside.quant.cache.jobs import ProbeJobs
@@ -21,6 +22,22 @@ class TensorInput(NamedTuple):
     bag_length: int
     bags: int
     weights: torch.Tensor | None
+
+
+def places_of(inputs: Sequence[TensorInput]) -> tuple[bytes, bytes]:
+    """Places and shapes of tensors, as `_native.device_places` gives them."""
+    places: list[int] = []
+    shapes: list[int] = []
+    for ids, offsets, bag_length, bags, weights in inputs:
+        places += (
+            ids.data_ptr(),
+            -1 if offsets is None else offsets.data_ptr(),
+            -1 if weights is None else weights.data_ptr(),
+            ids.data_ptr(),
+        )
+        of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
+        shapes += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
+    return np.array(places, np.int64).tobytes(), np.array(shapes, np.int64).tobytes()
 
 
 class CallShape(NamedTuple):

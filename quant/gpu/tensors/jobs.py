@@ -1,7 +1,7 @@
 """Jobs for lookups of a caller's tensors: written on the host and sent, or made on the device."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +40,9 @@ class JobAddresses(NamedTuple):
 
 
 class WrittenJobs:
-    """Jobs of one kernel in memory of the host that every send uses again: CUDA has read what is not
-    page-locked when a copy returns. fields: of a job, which each send writes first."""
+    """Jobs of one kernel in memory that every call uses again. On the host CUDA has read what is not
+    page-locked when a copy returns; on the device a stream's copy waits for the kernels before it. fields: of
+    a job, which each call writes first."""
 
     def __init__(self, jobs: KernelJobs, fields: Sequence[int]) -> None:
         rows, of_program = jobs
@@ -51,14 +52,20 @@ class WrittenJobs:
         self._words, self._address, self._bytes = words, words.ctypes.data, words.nbytes
         self._programs_at, self._programs = rows.nbytes, of_program.size
         self._written = (np.arange(len(rows))[:, None] * rows.shape[1] + np.array(fields)).reshape(-1)
+        self._sent: dict[int | None, tuple[object, JobAddresses]] = {}
 
-    def send(self, device: Device, new: Any, values: Rows) -> tuple[object, JobAddresses]:
-        """values: int64 [jobs * fields]. new: makes a tensor of bytes on the device. Returns as `send`."""
+    def send(self, device: Device, values: Rows) -> JobAddresses:
+        """Sends them on the current stream for a kernel that is launched there next. values: int64 [jobs *
+        fields]. Nobody else may send until the launch."""
         self._words[self._written] = values
-        memory: torch.Tensor = new(self._bytes)
-        at = memory.data_ptr()
-        device.copy(device.current_handle(), at, self._address, self._bytes)
-        return memory, JobAddresses(at, at + self._programs_at, self._programs)
+        stream = device.current_handle()
+        if (found := self._sent.get(stream)) is None:
+            memory = torch.empty(self._bytes, dtype=torch.uint8, device=device.torch_device)
+            at = memory.data_ptr()
+            sent = JobAddresses(at, at + self._programs_at, self._programs)
+            found = self._sent[stream] = memory, sent
+        device.copy(stream, found[1].jobs_at, self._address, self._bytes)
+        return found[1]
 
 
 def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:

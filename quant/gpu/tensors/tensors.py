@@ -29,7 +29,13 @@ from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.tables import on_device
-from tableside.quant.gpu.tensors.calls import BaseAddresses, CallShape, StagedLookup, TensorInput
+from tableside.quant.gpu.tensors.calls import (
+    BaseAddresses,
+    CallShape,
+    StagedLookup,
+    TensorInput,
+    places_of,
+)
 from tableside.quant.gpu.tensors.jobs import (
     JobAddresses,
     JobSpreader,
@@ -93,9 +99,8 @@ class TensorLookup:
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
         self._columns_of_bag, self._width = int(self._columns.sum()), int(self._dims.sum())
-        where = backend.device.torch_device
-        self._new = torch.empty(0, dtype=self._dtype, device=where).new_empty  # sooner than torch.empty
-        self._new_bytes = torch.empty(0, dtype=torch.uint8, device=where).new_empty
+        nothing = torch.empty(0, dtype=self._dtype, device=backend.device.torch_device)
+        self._new = nothing.new_empty  # sooner than torch.empty
         self.on_device = OnDevice(backend.launcher)
 
     # ---- calls ----
@@ -103,31 +108,15 @@ class TensorLookup:
     def stage_each(self, inputs: Sequence[TensorInput]) -> StagedLookup:
         """Stages a call with separate tensors; its vectors lie one feature after another, [vectors, dim], or
         [values] where dims differ."""
-        places: list[int] = []
-        shapes: list[int] = []
-        for ids, offsets, bag_length, bags, weights in inputs:
-            places += (
-                ids.data_ptr(),
-                -1 if offsets is None else offsets.data_ptr(),
-                -1 if weights is None else weights.data_ptr(),
-                ids.data_ptr(),
-            )
-            of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
-            shapes += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
-        packed = np.array(places, np.int64).tobytes(), np.array(shapes, np.int64).tobytes()
-        return self.stage_placed(*packed, inputs)
+        return self.stage_placed(*places_of(inputs), inputs)
 
     def stage_placed(self, places: bytes, shapes: bytes, held: object) -> StagedLookup:
         """The same for tensors whose places and shapes are known (`_native.device_places`). held: keeps them
         alive."""
-        addresses = np.frombuffer(places, np.int64)
         with self.on_device:
             kept = self._shape(shapes)
-            if not (self._has_maps or self._has_cached or self._device.is_capturing()):
-                memory, sent = kept.written.send(self._device, self._new_bytes, addresses)
-                return self._staged(kept, sent, None, (held, memory), None)
         jobs = kept.jobs.rows.copy()
-        jobs[:, _ADDRESSES] = addresses.reshape(-1, len(_ADDRESSES))
+        jobs[:, _ADDRESSES] = np.frombuffer(places, np.int64).reshape(-1, len(_ADDRESSES))
         lists = [KernelJobs(jobs, kept.jobs.of_program)]
         rows = self._add_resolve(jobs, lists)
         if self._has_cached:
@@ -139,14 +128,21 @@ class TensorLookup:
         probe = None
         if before:
             probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, kept.cached_ids, before[0].programs)
-        return self._staged(kept, sent, probe, (held, memory, rows), host)
-
-    @staticmethod
-    def _staged(
-        kept: CallShape, sent: JobAddresses, probe: ProbeJobs | None, held: object, host: object
-    ) -> StagedLookup:
+        held = held, memory, rows
         base, shape = BaseAddresses(), kept.shape
         return StagedLookup(sent, kept.config, base, kept.is_weighted, probe, shape, held, host, kept.parts)
+
+    def of_places(self, places: bytes, shapes: bytes, held: object) -> tuple[torch.Tensor, Sequence[int]]:
+        """Looks up what `stage_placed` would stage; returns the vectors and the part of each feature. Raises
+        as a call."""
+        if self._has_maps or self._has_cached or self._device.is_capturing():
+            staged = self.stage_placed(places, shapes, held)
+            return self(staged), staged.parts
+        with self.on_device:
+            kept = self._shape(shapes)
+            sent, base = kept.written.send(self._device, np.frombuffer(places, np.int64)), BaseAddresses()
+            staged = StagedLookup(sent, kept.config, base, kept.is_weighted, None, kept.shape, None, None)
+            return self(staged), kept.parts
 
     def stage_packed(
         self,
