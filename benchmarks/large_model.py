@@ -233,6 +233,7 @@ def main() -> None:
             took = statistics.median(swap_s)
             console.print(f"a swap in {took:.1f} s: p99 {before:.2f} ms before, {during:.2f} ms meanwhile")
             add("p99 during a swap over before", during / before, TAIL_RATIO)
+    os.sched_setaffinity(0, CORES)  # which the report counts
     if options.cores == 1 and options.gb != parser.get_default("gb"):
         return
     more = {
