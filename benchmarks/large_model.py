@@ -245,8 +245,11 @@ def main() -> None:
     }
     workers = f"two workers on {options.cores} core{'s' if options.cores > 1 else ''}"
     title = f"a model of {options.gb:g} GB, int8 D {DIM}, {workers}, requests at half the rate reached"
-    name = "large_model" if options.cores == 1 else "large_model_cores"
-    report(name, title, found, **more, p99_before_ms=before, p99_during_ms=during)
+    more |= {"p99_before_ms": before, "p99_during_ms": during}
+    if options.cores == 1:
+        report("large_model", title, found, **more)
+    else:
+        report("large_model_cores", title, found, **more)
 
 
 if __name__ == "__main__":
