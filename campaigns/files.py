@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from campaigns import file_cases
+from campaigns import file_cases, file_data
 from campaigns.common import console, folders, random_of
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.deltas.change_files import read_changes, rows_in
@@ -70,9 +70,9 @@ def _load(path: Path, root: Path) -> tuple[str, str]:
     tables |= {f"r{i}": {"key": key, "row_format": "fp32", "ids": "raw"} for i, key in enumerate(raw)}
     spec = parse_model({"name": "m", "checkpoint": str(path), "tables": tables}, Path())
     served = Segment(load(spec, root, LoadSettings(threads=1)).path).tables
-    honest = file_cases.ROWS.tobytes()
+    honest = file_data.ROWS.tobytes()
     same = all(
-        t.dim == file_cases.SHAPE[1] and np.ascontiguousarray(t.packed).tobytes() == honest
+        t.dim == file_data.SHAPE[1] and np.ascontiguousarray(t.packed).tobytes() == honest
         for t in served.values()
     )
     return ("true", "") if same else ("other", f"rows of {[*keys, *raw]} differ")
@@ -81,12 +81,12 @@ def _load(path: Path, root: Path) -> tuple[str, str]:
 def _read_changes(path: Path) -> tuple[str, str]:
     rows = rows_in(path)
     vectors = [c.vectors.tobytes() for c in read_changes(path, None)]
-    return ("true", "") if b"".join(vectors) == file_cases.DATA else ("other", f"{rows} rows differ")
+    return ("true", "") if b"".join(vectors) == file_data.DATA else ("other", f"{rows} rows differ")
 
 
 def _try(path: Path, root: Path) -> tuple[str, str]:
     try:
-        return _read_changes(path) if path.stem == file_cases.CHANGES else _load(path, root)
+        return _read_changes(path) if path.stem == file_data.CHANGES else _load(path, root)
     except LoaderError as error:
         text = str(error)
         named = (

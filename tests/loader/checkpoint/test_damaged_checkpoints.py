@@ -12,7 +12,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent.parent))
-from campaigns import file_cases
+from campaigns import file_cases, file_data
 from campaigns.common import random_of
 from campaigns.files import Child, mutate
 from tableside.loader.checkpoint import open_checkpoint
@@ -338,7 +338,7 @@ def test_metadata_of_safetensors_is_walked_over(tmp_path: Path) -> None:
         f'{{"a":{entry},"__metadata__":{{}}}}',
         f'{{\n"a"\t:\r\n{entry}\n}}',
     ):
-        data = struct.pack("<Q", len(header)) + header.encode() + file_cases.DATA
+        data = struct.pack("<Q", len(header)) + header.encode() + file_data.DATA
         (tmp_path / "c.safetensors").write_bytes(data)
         assert list(open_checkpoint(tmp_path / "c.safetensors").matrices) == ["a"], header
 
