@@ -67,7 +67,7 @@ def _inside(seconds: float | None, seed: int, cases: int | None, checks: bool) -
     import torch
 
     import tableside.loader.program.run
-    from campaigns.program_cases import bases
+    from campaigns.program_archives import bases
 
     torch.set_num_threads(1)
     if not checks:
