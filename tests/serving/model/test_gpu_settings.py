@@ -1,0 +1,105 @@
+"""Settings of workers on a GPU: which are refused, which tables go to HBM, and how devices are shared."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tables
+from planned_tables import planned_tables
+from servers import publish_demo
+from support import run_tableside
+
+from tableside.quant import RowFormat, choose
+from tableside.serving.errors import ServingError
+from tableside.serving.model.hbm_plan import Placement, check_padding, plan_placements
+from tableside.serving.model.placement import Placer
+from tableside.serving.settings import ServerSettings
+from tableside.serving.workers.supervisor import Supervisor
+from tableside.serving.workers.worker import WorkerConfig, WorkerProcess, make_application
+
+pytestmark = pytest.mark.gpu
+
+
+def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> None:
+    publish_demo(root, tmp_path)
+    result = run_tableside("serve", "demo", "--devices", "0,1", root=root)
+    assert result.returncode == 1
+    assert "start at least --workers 2" in result.stderr
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--devices", "0,0", "--workers", "2"), "devices 0,0 name one twice"),
+        (("--placement", "hbm"), "placement and hbm_budget are for GPUs; say which ones with --devices"),
+        (("--hbm-budget", "8GiB"), "placement and hbm_budget are for GPUs"),
+    ],
+)
+def test_gpu_settings_that_mean_nothing_are_refused(options: tuple[str, ...], message: str) -> None:
+    result = run_tableside("serve", "demo", *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_devices_are_numbers(root: Path) -> None:
+    result = run_tableside("serve", "demo", "--devices", "cuda:0", root=root)
+    assert result.returncode != 0
+    assert "device 'cuda:0' is not the number of a GPU; expected for instance 0,1" in result.stderr
+
+
+def test_smallest_tables_go_to_hbm_first() -> None:
+    stored = planned_tables(
+        [(name, name, RowFormat.INT8, rows, 12) for name, rows in (("a", 50), ("b", 10), ("c", 20))]
+    )
+    assert {t.name: t.bytes for t in stored} == {"a": 800, "b": 160, "c": 320}
+    hbm, uvm = Placement.HBM, Placement.ZERO_COPY
+    tight = [replace(t, row_bytes=16 - 12 * (t.name == "a")) for t in stored]
+    check_padding(tight, dict.fromkeys("abc", hbm))
+    check_padding(tight, {"a": Placement.HOST, "b": uvm, "c": uvm})
+    with pytest.raises(ServingError, match="those of table a take 4 bytes"):
+        check_padding(tight, {"a": Placement.CACHED, "b": uvm, "c": uvm})
+    assert plan_placements(stored, "auto", 480) == {"a": uvm, "b": hbm, "c": hbm}
+    assert plan_placements(stored, "auto", 479) == {"a": uvm, "b": hbm, "c": uvm}
+    assert plan_placements(stored, "auto", 0) == dict.fromkeys("abc", uvm)
+    assert plan_placements(stored, "zero_copy", 0) == dict.fromkeys("abc", uvm)
+    assert plan_placements(stored, "hybrid", 0) == dict.fromkeys("abc", uvm)
+    assert plan_placements(stored, "hybrid", 1024) == dict.fromkeys("abc", Placement.HYBRID)
+    assert plan_placements(stored, "hybrid", 1279) == dict.fromkeys("abc", Placement.HYBRID)
+    assert plan_placements(stored, "hybrid", 1280) == dict.fromkeys("abc", hbm)
+    wide = planned_tables([("w", "w", RowFormat.INT8, 1 << 31, 128)])
+    assert plan_placements(wide, "auto", 900 << 20) == {"w": uvm}  # the cache's maps alone take a GiB
+    assert plan_placements(wide, "auto", 2 << 30) == {"w": Placement.CACHED}
+    with pytest.raises(ServingError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
+        plan_placements(stored, "hbm", 1279)
+
+
+def test_processes_of_a_gpu_share_two_fifths_of_its_memory() -> None:
+    """Where no budget is given. An evaluation's pool says how many processes there are; a server has one
+    for each GPU."""
+    placer = Placer(ServerSettings(devices=(tables.serve_device(),), sharing=3), choose())
+    placer.open()
+    assert placer.gpu is not None
+    assert placer._budget == int(placer.gpu.device.memory_bytes * 0.4 / 3)
+
+
+def test_workers_are_spread_over_devices_and_replaced_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    settings = ServerSettings(models=("demo",), workers=3, devices=("4", "7"))
+    supervisor = Supervisor(WorkerConfig(settings, make_application), [], lambda: None)
+    monkeypatch.setattr(WorkerProcess, "start", lambda worker: None)
+    for _ in range(3):
+        supervisor.workers.append(supervisor._started(supervisor._device()))
+    assert [w.device for w in supervisor.workers] == ["4", "7", "4"]
+    assert supervisor.workers[1].config.settings.devices == ("7",)
+    asked = [w.config.settings.engine for w in supervisor.workers]
+    assert asked == [supervisor._engines[device].address for device in "474"] and asked[0] != asked[1]
+    monkeypatch.setattr(WorkerProcess, "kill", lambda worker: None)
+    for place, device in ((1, "7"), (0, "4")):
+        ended = supervisor.workers[place]
+        ended.is_ready = True
+        supervisor._replace_ended(place, ended)
+        assert supervisor.workers[place] is not ended and supervisor.workers[place].device == device
+    for engine in supervisor._engines.values():
+        engine.close()
