@@ -1,119 +1,41 @@
 """Ids that are not row numbers, on the GPU backend: raw ids, and dense tables with a default row. The
 oracle is a dictionary."""
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import tables
 import torch
-from raw_tables import EXTREMES, Known, dense_table, random_ids, raw_table
+from raw_on_gpu import (
+    ARRAY,
+    CASES,
+    COUNT,
+    DEFAULT,
+    IDS,
+    PADDED,
+    STRANGERS,
+    asked,
+    backend_with_cache,
+    inputs_of,
+    made,
+    placed,
+)
+from raw_tables import EXTREMES, Known, dense_table, raw_table
 from reference import REFERENCE
 from rounding import expect
 from tables import expected_of, table_of, values_of
 
-from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, RowFormat, RowSource, Table, choose
-from tableside.quant.cache.settings import CacheSettings
+from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, RowFormat, Table
 from tableside.quant.contract import Unfound
 from tableside.quant.errors import Problem
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.batch import LookupResult
 from tableside.quant.gpu.reports import Reports
-from tableside.quant.gpu.residence.residence import InHost
 from tableside.quant.gpu.tensors.calls import TensorInput
 from tableside.quant.gpu.tensors.tensors import TensorLookup
-from tableside.quant.rows.ids import DirectoryField, pilots_for
 
 pytestmark = pytest.mark.gpu
-
-COUNT = 300
-IDS = random_ids(COUNT)
-BACKFILLED = IDS[5:25]
-STRANGERS = np.array([2, -2, 77, -(2**62), 2**62, 2**63 - 2], np.int64)
-DEFAULT = 4.0  # every value of a default row
-DIRECTORY_BYTES = 8 * len(DirectoryField._fields)
-
-needs_interpreter = pytest.mark.skipif(
-    "__import__('tables').DEVICE != 'interpreter'", reason="reads host memory that is not registered"
-)
-
-
-class Case(NamedTuple):
-    """A table of raw ids. padding of int8 rows of 64 values has room for an id, that of fp16 rows of 32
-    has none."""
-
-    row_format: RowFormat
-    dim: int
-    refuses: bool = False
-    bucket_ids: int = 0
-    owned: tuple[int, int] | None = None
-
-
-PADDED, ARRAY = Case(RowFormat.INT8, 64), Case(RowFormat.FP16, 32)
-CASES = {
-    "in padding": PADDED,
-    "in an array": ARRAY,
-    "refuses": PADDED._replace(refuses=True),
-    "chunked": ARRAY._replace(bucket_ids=100),
-    "a range of buckets": PADDED._replace(owned=(1, 3)),
-    "a range of chunks": PADDED._replace(bucket_ids=100, owned=(2, 3)),
-}
-
-
-@cache
-def made(case: Case) -> tuple[Table, Known]:
-    """The table, and what it must answer."""
-    ids = np.arange(COUNT) * 1_000_003 % 400 if case.bucket_ids else IDS
-    values = values_of(COUNT, case.dim)
-    missing = None if case.refuses else np.full(case.dim, DEFAULT, np.float32)
-    how: dict[str, Any] = {"missing": missing, "backfilled": ids[5:25].tolist()}
-    table = raw_table(ids, values, case.row_format, bucket_ids=case.bucket_ids, owned=case.owned, **how)
-    assert table.row_map is not None
-    is_here = table.row_map.find(ids) >= 0
-    assert is_here.all() or case.owned
-    return table, Known.of(ids[is_here], values[is_here], case.row_format, missing, ids[5:25].tolist())
-
-
-def backend_with_cache() -> GpuBackend:
-    backend = GpuBackend(tables.DEVICE, REFERENCE)
-    backend.open_cache(60_000, 64, CacheSettings(page_bytes=1024))
-    return backend
-
-
-IN_HOST = {"": InHost.NOTHING, "ids in host": InHost.SOME, "index in host": InHost.ALL}
-
-
-def placed(backend: GpuBackend, table: Table, how: str) -> RowSource:
-    """The table where `how` says, and behind a comma what of its index is not copied."""
-    rows = None
-    if not backend.device.reads_all_memory:
-        rows = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
-        rows.numpy()[:] = table.packed.reshape(-1)
-    where, _, more = how.partition(", ")
-    in_host = IN_HOST[more]
-    match where:
-        case "hbm":
-            return backend.to_hbm(table)
-        case "stashable":
-            return backend.to_hbm(table, stashable=True)
-        case "mapped":
-            return backend.map_host(table, rows, in_host=in_host)
-        case "split":
-            return backend.split(table, rows, 300, in_host=in_host)
-    return backend.to_cache(table, rows, in_host=in_host)
-
-
-def inputs_of(*arrays: np.ndarray) -> bytes:
-    return b"".join(a.tobytes() for a in arrays)
-
-
-def asked(known: Known, with_strangers: bool, count: int = 60, seed: int = 0) -> np.ndarray:
-    """Ids of a table, some of them twice, in any order; among them those that it lacks."""
-    rng = np.random.default_rng(seed)
-    ids = rng.choice(np.array(list(known.rows), np.int64), count)
-    ids = np.concatenate([ids, ids[:3], STRANGERS if with_strangers else ids[:0]])
-    return rng.permutation(ids)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -187,54 +109,6 @@ def test_tables_of_hardly_any_ids(ids: list[int]) -> None:
     backend: Any = tables.gpu_backend()
     found = backend.lookup(backend.to_hbm(table), np.array([0, -1, 5]), pooling=Pooling.NONE)
     assert ((found == DEFAULT).all(1) == [True, not ids, True]).all()
-
-
-PLACES = ["hbm", "stashable", "mapped", "split", "cached"]
-NOT_IN_HBM = [
-    pytest.param(f"{place}, {what} in host", marks=needs_interpreter)
-    for place in ("mapped", "split", "cached")
-    for what in ("ids", "index")
-]
-
-
-@pytest.mark.drawn(4)
-@pytest.mark.parametrize("case", [PADDED, ARRAY], ids=["in padding", "in an array"])
-@pytest.mark.parametrize("how", [*PLACES, *NOT_IN_HBM])
-def test_wherever_rows_and_ids_lie_the_answer_is_the_same(how: str, case: Case) -> None:
-    """More ids than would be gathered of a table without a row map; a cache answers alike when it is cold
-    and when it is warm."""
-    table, known = made(case)
-    backend = backend_with_cache()
-    backend.gather_from = 1
-    held = placed(backend, table, how)
-    for seed in (0, 1, 0):
-        ids = asked(known, True, seed=seed)
-        np.testing.assert_array_equal(
-            backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids))
-        )
-    if how == "stashable":
-        assert backend.stash() > 0
-        np.testing.assert_array_equal(
-            backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(known.twin, known.twins(ids))
-        )
-
-
-@pytest.mark.parametrize(
-    ("case", "how", "copies_ids"),
-    [(PADDED, "hbm", False), (ARRAY, "hbm", True), (PADDED, "mapped", True), (PADDED, "mapped, ids in host",
-     False),
-     (ARRAY, "cached", True), (ARRAY, "cached, ids in host", False)],
-)  # fmt: skip
-@needs_interpreter
-def test_ids_are_copied_only_where_no_rows_in_hbm_hold_them(case: Case, how: str, copies_ids: bool) -> None:
-    """An entry for each bucket, pilots and bits always are."""
-    table, _ = made(case)
-    held: Any = placed(backend_with_cache(), table, how)
-    assert table.row_map is not None
-    index = table.row_map.index
-    assert index is not None
-    least = DIRECTORY_BYTES * index.buckets + pilots_for(index.slots, index.buckets) + -(-index.slots // 8)
-    assert held.device_map.bytes == least + 8 * index.slots * copies_ids
 
 
 @pytest.mark.drawn(2)
@@ -440,22 +314,3 @@ def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
     assert reports.take() is None
     unfound = np.sum([known.unfound(ids) for ids, *_ in batches], 0)
     assert lookup.unfound.tolist() == [(2 * unfound).tolist(), [0, 0]]
-
-
-@needs_interpreter
-def test_rows_of_raw_ids_are_not_gathered() -> None:
-    """The CPU gathers by row numbers, which the device alone makes; rows of other tables in the request
-    are gathered as ever."""
-    table, _ = made(PADDED)
-    backend = GpuBackend("interpreter", choose(), gather_from=5)
-    raw, plain = backend.map_host(table, None), backend.map_host(table_of(RowFormat.INT8, 64), None)
-
-    def gathered(raw_ids: int, plain_ids: int) -> int:
-        lookups = [
-            Lookup(raw, Pooling.NONE, 0, raw_ids, 0),
-            Lookup(plain, Pooling.NONE, 0, plain_ids, 256 * raw_ids),
-        ]
-        return backend.plan(lookups).layout.rows_bytes
-
-    assert gathered(10, 4) == 0
-    assert gathered(10, 5) == 5 * table.row_bytes
