@@ -2,96 +2,21 @@
 socket."""
 
 import asyncio
-import gc
 import inspect
 import socket
-import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+from scripted import MODELS, OK, Script, answer, received, scripted
 from support import until
 from tls import make_certificate, needs_openssl, server_context
 
-from tableside.serving.client import AsyncClient, Client, ClientError, sockets, streams
-
-OK = b"HTTP/1.1 200 OK\r\n"
-
-
-class Script:
-    """A server whose connections are handled by `handle(script, connection)`, each in a thread. heads: of
-    the requests read."""
-
-    def __init__(self, handle: Callable[["Script", socket.socket], None]) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.heads: list[bytes] = []
-        self.connections: list[socket.socket] = []
-        self._handle = handle
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self.listener.accept()
-                self.connections.append(connection)
-                self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
-                self._threads[-1].start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection:
-            self._handle(self, connection)
-
-    def read(self, connection: socket.socket) -> bytes:
-        """A request's path. OSError: the client has closed."""
-        data = b""
-        while b"\r\n\r\n" not in data:
-            data += received(connection)
-        head, _, body = data.partition(b"\r\n\r\n")
-        lines = dict(line.lower().split(b": ") for line in head.split(b"\r\n")[1:])
-        while len(body) < int(lines.get(b"content-length", 0)):
-            body += received(connection)
-        self.heads.append(head)
-        return head.split(b" ")[1]
-
-    def close(self) -> None:
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-        for connection in self.connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(300)
-
-
-def received(connection: socket.socket) -> bytes:
-    if not (data := connection.recv(1 << 16)):
-        raise ConnectionResetError
-    return data
-
-
-def answer(value: Any, more: bytes = b"") -> bytes:
-    body = orjson.dumps(value)
-    return OK + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-MODELS = answer({"models": []})
-
-
-@contextmanager
-def scripted(handle: Callable[[Script, socket.socket], None]) -> Iterator[Script]:
-    script = Script(handle)
-    try:
-        yield script
-    finally:
-        script.close()
+from tableside.serving.client import AsyncClient, Client, ClientError
 
 
 class Both:
@@ -296,147 +221,3 @@ def test_a_closed_client_says_so(connect: Callable[..., Both]) -> None:
     client.ask("close")
     with pytest.raises(RuntimeError, match="the client is closed"):
         client.ask("models")
-
-
-def echo(script: Script, connection: socket.socket) -> None:
-    """Answers each request for a model's metadata with its path, after a moment in which others ask."""
-    while path := script.read(connection):
-        time.sleep(0.002)
-        connection.sendall(answer({"name": path.decode()}))
-
-
-def test_threads_share_a_client() -> None:
-    """Each gets its own answers, and there are no more connections than threads. They ask at the same
-    time, round by round."""
-    wrong: list[Any] = []
-    round_of_all = threading.Barrier(8)
-    with scripted(echo) as script, Client(script.url) as client:
-
-        def ask(number: int) -> None:
-            for i in range(20):
-                round_of_all.wait(300)
-                found = client.metadata(f"{number}-{i}")["name"]
-                if found != f"/v2/models/{number}-{i}":
-                    wrong.append((number, i, found))
-
-        threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        assert len(script.heads) == 160 and len(script.connections) <= 8
-    assert not wrong
-
-
-def test_connections_that_were_idle_for_long_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that many threads once needed do not stay open while one is used."""
-    both = threading.Barrier(2)
-
-    def handle(script: Script, connection: socket.socket) -> None:
-        while path := script.read(connection):
-            if path.endswith(b"both"):
-                both.wait(300)
-            connection.sendall(MODELS)
-
-    with scripted(handle) as script, Client(script.url) as client:
-        threads = [threading.Thread(target=client.metadata, args=("both",)) for _ in range(2)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        client.models()
-        assert [c.fileno() == -1 for c in script.connections] == [False, False]
-        monkeypatch.setattr(sockets, "_IDLE_S", 0.0)
-        client.models()
-        until(
-            lambda: sum(c.fileno() == -1 for c in script.connections) == 1,
-            what="the idle connection to be closed",
-        )
-        assert len(script.connections) == 2
-
-
-def test_a_client_that_is_closed_during_a_call() -> None:
-    """The call gets its answer; then its connection is closed too."""
-    closed, found = threading.Event(), []
-
-    def handle(script: Script, connection: socket.socket) -> None:
-        while script.read(connection):
-            closed.wait(300)
-            connection.sendall(MODELS)
-
-    with scripted(handle) as script:
-        client = Client(script.url)
-        thread = threading.Thread(target=lambda: found.append(client.models()))
-        thread.start()
-        until(lambda: script.heads, what="the request")
-        client.close()
-        closed.set()
-        thread.join(300)
-        assert found == [[]]
-        until(lambda: script.connections[0].fileno() == -1, what="the connection to be closed")
-
-
-def test_tasks_share_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets its own answer; more of them than connections wait for each other."""
-    monkeypatch.setattr(streams, "_CONNECTIONS", 4)
-
-    async def ask(url: str) -> list[str]:
-        async with AsyncClient(url) as client:
-            return [
-                found["name"] for found in await asyncio.gather(*(client.metadata(str(i)) for i in range(60)))
-            ]
-
-    with scripted(echo) as script:
-        assert asyncio.run(ask(script.url)) == [f"/v2/models/{i}" for i in range(60)]
-        assert len(script.connections) <= 4
-
-
-def test_a_cancelled_call_leaves_no_answer_behind() -> None:
-    """Its connection is closed at once: what still comes on it is nobody's answer."""
-
-    def handle(script: Script, connection: socket.socket) -> None:
-        while path := script.read(connection):
-            if path.endswith(b"cancelled"):
-                received(connection)
-            connection.sendall(answer({"name": path.decode()}))
-
-    async def ask(url: str) -> str:
-        async with AsyncClient(url) as client:
-            call = asyncio.create_task(client.metadata("cancelled"))
-            while not script.heads:
-                await asyncio.sleep(0.001)
-            call.cancel()
-            with suppress(asyncio.CancelledError):
-                await call
-            await asyncio.to_thread(
-                until, lambda: script.connections[0].fileno() == -1, what="the connection to be closed"
-            )
-            return str((await client.metadata("next"))["name"])
-
-    with scripted(handle) as script:
-        assert asyncio.run(ask(script.url)) == "/v2/models/next"
-        assert len(script.connections) == 2
-
-
-def test_a_client_of_a_loop_that_ended() -> None:
-    """Its idle connections were the other loop's; it makes new ones."""
-    with scripted(echo) as script:
-
-        async def make() -> AsyncClient:
-            client = AsyncClient(script.url)
-            await client.metadata("a")
-            return client
-
-        async def ask(client: AsyncClient) -> str:
-            found = await client.metadata("b")
-            await client.close()
-            return str(found["name"])
-
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", ResourceWarning
-            )  # nobody can close a connection of a loop that has ended
-            client = asyncio.run(make())
-            assert asyncio.run(ask(client)) == "/v2/models/b"
-            del client
-            gc.collect()
