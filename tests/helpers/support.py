@@ -71,3 +71,13 @@ def end(process: subprocess.Popen[str], deadline_s: float = LONGEST_S) -> int:
     finally:
         if process.stdout:
             process.stdout.close()
+
+
+def descriptors(path: Path) -> int:
+    """How many descriptors of this process are of a file, by its name as it was opened."""
+    found = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.islink(f"/proc/self/fd/{fd}")
+    ]
+    return sum(name.removesuffix(" (deleted)") == str(path) for name in found)

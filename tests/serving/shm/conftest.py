@@ -1,7 +1,9 @@
-"""A server of the demo model that takes Triton's system shared memory, and an unchanged tritonclient."""
+"""Objects of shared memory, and a server of the demo model that takes Triton's system shared memory."""
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +46,19 @@ def share(client: Any) -> Iterator[Callable[..., Shared]]:
     for one in made:
         with contextlib.suppress(FileNotFoundError):  # the test removed it
             shm.destroy_shared_memory_region(one.handle)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Path]]:
+    """make(bytes, prefix) -> a new object of shared memory, which goes with the test."""
+    made: list[Path] = []
+
+    def run(size: int = 4096, prefix: str = "test") -> Path:
+        made.append(Path("/dev/shm") / f"{prefix}-{uuid.uuid4().hex[:12]}")
+        made[-1].write_bytes(bytes(size))
+        made[-1].chmod(0o600)
+        return made[-1]
+
+    yield run
+    for path in made:
+        path.unlink(missing_ok=True)
