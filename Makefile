@@ -90,7 +90,7 @@ test-gpu-sanitized:  ## small shapes of lookups, cache and stashing under comput
 WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 --all -p no:faulthandler
 test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
-	@$(WATCHED) -k "native or a_plan_gives" tests/quant/cpu/test_native_jobs.py tests/quant/cpu/test_backends.py
+	@$(WATCHED) -k "native or a_plan_gives" tests/quant/cpu/test_native_jobs.py tests/quant/cpu/test_backends.py tests/quant/cpu/test_quantizing.py
 	@$(WATCHED) tests/quant/cpu/test_bags.py
 	@$(WATCHED) tests/quant/gpu/test_merge.py
 	@$(WATCHED) -k "native or builder" tests/quant/cpu/test_raw_lookups.py tests/quant/cpu/test_index_builder.py
