@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from support import rows_of
 
-from tableside.loader.checkpoint import Checkpoint, open_checkpoint
+from tableside.loader.checkpoint import Checkpoint, open_checkpoint, rows, safetensors
 from tableside.loader.errors import CheckpointError
 
 pytestmark = pytest.mark.quick
@@ -105,6 +105,14 @@ def test_torchrecs_own_distributed_checkpoint(table: str) -> None:
     for start, stop in ((0, rows), (3, 4), (rows // 3, rows - 1)):
         found = read_rows(open_checkpoint(DCP), f"sparse.embedding_bags.{table}.weight", start, stop)
         np.testing.assert_array_equal(found, expected[start:stop])
+
+
+def test_a_file_without_a_suffix_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """As torch.save writes it."""
+    tensors = {"t": torch.arange(8.0).view(2, 4)}
+    path = _torch_save(tmp_path, tensors).rename(tmp_path / "weights")
+    with open_checkpoint(path) as checkpoint:
+        np.testing.assert_array_equal(read_rows(checkpoint, "state_dict.t", 0, 2), tensors["t"].numpy())
 
 
 def test_npy_is_one_tensor_called_after_the_file(tmp_path: Path) -> None:
@@ -205,6 +213,22 @@ def test_safetensors_headers_that_lie(entry: dict[str, object], message: str, tm
     (tmp_path / "c.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "c.safetensors")
+
+
+@pytest.mark.parametrize("save", [_safetensors, _torch_save, _npz])
+def test_a_checkpoint_has_as_many_tensors_as_the_limit_says(
+    save: Callable[[Path, dict[str, torch.Tensor]], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one more."""
+    for module in (rows, safetensors):
+        monkeypatch.setattr(module, "LIMIT_TENSORS", 3)
+    tensors = {f"t{n}": torch.ones(2, 4) for n in range(4)}
+    (enough := tmp_path / "enough").mkdir()
+    path = save(enough, {name: tensors[name] for name in [*tensors][:3]})
+    with open_checkpoint(path) as checkpoint:
+        assert len(checkpoint.matrices) == 3
+    with pytest.raises(CheckpointError, match="more than 3 tensors; save the tables alone"):
+        open_checkpoint(save(tmp_path, tensors))
 
 
 def test_compressed_npz_names_the_remedy(tmp_path: Path) -> None:

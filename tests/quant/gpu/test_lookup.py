@@ -60,6 +60,19 @@ def test_bf16_vectors() -> None:
         choose("native").plan([summed(table, Precision.BF16)])
 
 
+@pytest.mark.parametrize(
+    ("row_format", "dim"),
+    [(RowFormat.FP16, 9), (RowFormat.FP8, 17), (RowFormat.INT8, 13)],
+)
+def test_a_chunk_of_one_value(row_format: RowFormat, dim: int) -> None:
+    """The last 16 bytes of a row, which a thread reads at once, hold one value, and that begins a word."""
+    table = table_of(row_format, dim)
+    lk = summed(placed(table))
+    out = np.empty(lk.out_bytes, np.uint8)
+    gpu_backend().plan([lk]).run(INPUTS, out)
+    expect(table, IDS, LENGTHS, pooling=Pooling.SUM).check(out.view(np.float32).reshape(3, dim))
+
+
 @pytest.mark.sanitized_gpu
 def test_every_format_and_width_in_one_launch() -> None:
     """One plan over all formats, widths that fill words and that do not, pooled and not."""
