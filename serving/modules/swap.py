@@ -55,9 +55,12 @@ class SwappedBag(SwappedModule):
     ) -> torch.Tensor:
         """[bags, dim]. Raises as `EmbeddingBags.forward`."""
         (feature,) = self.bags.features
-        value: FeatureInput = input if offsets is None else (input, offsets)
-        if per_sample_weights is not None:
-            value = Bags(input, offsets, None, per_sample_weights)
+        value: FeatureInput = Bags(input, offsets, None, per_sample_weights)
+        if per_sample_weights is None and isinstance(input, torch.Tensor):  # looked up sooner
+            if offsets is not None:
+                value = input, offsets
+            elif input.dim() == 2:
+                value = input
         found: torch.Tensor = self.bags({feature: value})[feature]
         return found
 

@@ -56,6 +56,18 @@ def test_padding_is_served(root: Path, publish: Any, tables: Tables, mode: str) 
             torch.testing.assert_close(found, before, rtol=0, atol=TOLERANCE)
 
 
+def test_a_swapped_bag_takes_what_torchs_takes(model: str, tables: Tables) -> None:
+    """ids, and offsets where ids have one dimension; a tuple of both is none."""
+    module = Plain(tables)
+    swap_embeddings(module, "ads", MAPPING, root=model)
+    bag: Any = module.user_sum
+    for wrong in ((IDS, OFFSETS), [IDS, OFFSETS], (IDS, OFFSETS, None), None):
+        with pytest.raises(ModuleError, match=r"came with (tuple|list|NoneType)"):
+            bag(wrong)
+    with pytest.raises(ModuleError, match="has neither offsets nor lengths"):
+        bag(IDS)
+
+
 def test_what_modules_say_of_themselves_is_kept(model: str, tables: Tables) -> None:
     """What code around them reads; copies and pickles have it too."""
     module = Plain(tables, padding_idx=2)
