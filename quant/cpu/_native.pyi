@@ -150,12 +150,13 @@ def tensor_places(
 
 def device_places(
     exchange: Any, given: Sequence[Any], device_type: int, device_id: int, form: int
-) -> tuple[bytes, bytes] | None:
-    """Where tensors lie on a device, and their shapes, for `TensorLookup.stage_placed`.
+) -> tuple[bytes, bytes, int] | None:
+    """Where tensors lie on a device, their shapes, and the ids of all, for `TensorLookup.stage_placed`.
 
     exchange, given, form: as of `tensor_places`. device_type, device_id: DLPack's. Places are int64 [lookups,
-    4]: ids, offsets, weights, and ids again, -1 for what is not there; shapes int64 [lookups, 6]: ids, bytes
-    of an offset, offsets, length of a bag, bags, whether there are weights.
+    5]: ids, offsets, weights, and ids again, -1 for what is not there, then how many ids; shapes int64
+    [lookups, 5]: bytes of an offset, offsets, length of a bag, bags (ids that are not pooled), whether there
+    are weights.
 
     None: a tensor is not int64 ids, or not offsets, or not contiguous on the device; or there are lengths or
     weights, or no exchange. The caller converts what it can, and refuses the rest.

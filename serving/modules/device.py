@@ -79,25 +79,25 @@ class DeviceLookup:
     def plain(self, values: Sequence[Any], form: int) -> list[torch.Tensor] | None:
         """The same of what a caller's dict has, as `device_places` takes it. None: it must be converted, or a
         call was prefetched."""
-        if self._ahead is not None:
+        if self._ahead is not None or (
+            (placed := device_places(EXCHANGE, values, *self._where, form)) is None
+        ):
             return None
         self._begin(())
-        if (placed := device_places(EXCHANGE, values, *self._where, form)) is None:
-            return None
         return self._look_up(*placed, values, [ids.shape for ids in values] if form == Form.IDS else None)
 
     def _look_up(
-        self, places: bytes, shapes: bytes, held: object, of_ids: Sequence[torch.Size] | None
+        self, places: bytes, shapes: bytes, ids: int, held: object, of_ids: Sequence[torch.Size] | None
     ) -> list[torch.Tensor]:
-        vectors, parts = self._run(self.lookup.of_places, places, shapes, held)
+        vectors, parts = self._run(self.lookup.of_places, places, shapes, ids, held)
         return self._cut(vectors, parts, of_ids)
 
     def prefetch(self, given: Sequence[FeatureTensors]) -> None:
         """Brings the rows of the next call with these tensors to the cache. Do not change them until then."""
         self._look_ahead(given, self.lookup.stage_placed(*self._placed(given)))
 
-    def _placed(self, given: Sequence[FeatureTensors]) -> tuple[bytes, bytes, object]:
-        """Places and shapes of tensors, and what holds them."""
+    def _placed(self, given: Sequence[FeatureTensors]) -> tuple[bytes, bytes, int, object]:
+        """Places and shapes of tensors, the ids of all, and what holds them."""
         if (placed := device_places(EXCHANGE, given, *self._where, BY_INPUT)) is not None:
             return *placed, given
         inputs = list(map(self._input, self._names, given))

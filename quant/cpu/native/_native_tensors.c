@@ -172,8 +172,8 @@ PyObject *py_tensor_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 }
 
 /* A feature's tensors on a device, as kernels take them. */
-typedef struct { int64_t ids_at, offsets_at, weights_at, asked_at; } device_place;
-typedef struct { int64_t ids, offset_bytes, offsets, bag_length, bags, is_weighted; } device_shape;
+typedef struct { int64_t ids_at, offsets_at, weights_at, asked_at, ids; } device_place;
+typedef struct { int64_t offset_bytes, offsets, bag_length, vectors, is_weighted; } device_shape;
 
 /* What one input has on a device. 0: kernels cannot take it as it is. */
 static int place_on_device(const exchange *with, PyObject *given, int told, int32_t type, int32_t id,
@@ -182,20 +182,22 @@ static int place_on_device(const exchange *with, PyObject *given, int told, int3
     feature_input input;
     int64_t items;
     if (!read_input(given, told, &input) || input.form == FORM_LENGTHS) return 0;
-    if (!reads_integers_on(with, input.ids, type, id, &ids, &shape->ids) || ids.bits != 64) return 0;
-    const int64_t ids_at = address_of(&ids, shape->ids, 0);
-    *to = (device_place){ids_at, -1, -1, ids_at};
-    *shape = (device_shape){.ids = shape->ids};
+    if (!reads_integers_on(with, input.ids, type, id, &ids, &items) || ids.bits != 64 || items > INT32_MAX)
+        return 0;
+    const int64_t ids_at = address_of(&ids, items, 0);
+    *to = (device_place){ids_at, -1, -1, ids_at, items};
+    *shape = (device_shape){.vectors = items};
     if (input.form == FORM_IDS) return 1;
     if (input.form == FORM_FIXED) {
-        shape->bags = ids.ndim == 2 ? ids.shape[0] : 0, shape->bag_length = ids.ndim == 2 ? ids.shape[1] : 0;
-        return ids.ndim == 2;
+        if (ids.ndim != 2) return 0;
+        shape->vectors = ids.shape[0], shape->bag_length = ids.shape[1];
+        return 1;
     }
     if (ids.ndim != 1 || !reads_integers_on(with, input.bags, type, id, &bags, &items) || bags.ndim != 1)
         return 0;
     to->offsets_at = address_of(&bags, items, 0);
-    shape->offset_bytes = bags.bits / 8, shape->offsets = items, shape->bags = bags_told(items, input.form);
-    return shape->bags > 0 || (!shape->bags && !shape->ids);
+    shape->offset_bytes = bags.bits / 8, shape->offsets = items, shape->vectors = bags_told(items, input.form);
+    return shape->vectors > 0 || (!shape->vectors && !to->ids);
 }
 
 PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -209,14 +211,17 @@ PyObject *py_device_places(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     PyObject *places = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(device_place));
     PyObject *shapes = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(device_shape)), *result = NULL;
     Py_ssize_t placed = 0;
+    int64_t ids = 0;
     for (int is_placed = places && shapes; is_placed && placed < count; placed += is_placed) {
+        device_place *place = (device_place *)(void *)PyBytes_AsString(places) + placed;
         PyObject *one = PySequence_GetItem(args[1], placed);
-        is_placed = one && place_on_device(with, one, (int)told, (int32_t)type, (int32_t)id,
-                                           (device_place *)(void *)PyBytes_AsString(places) + placed,
+        is_placed = one && place_on_device(with, one, (int)told, (int32_t)type, (int32_t)id, place,
                                            (device_shape *)(void *)PyBytes_AsString(shapes) + placed);
+        if (is_placed) ids += place->ids;
         Py_XDECREF(one);
     }
-    if (!PyErr_Occurred()) result = placed == count ? PyTuple_Pack(2, places, shapes) : Py_NewRef(Py_None);
+    if (!PyErr_Occurred())
+        result = placed == count ? Py_BuildValue("OOL", places, shapes, (long long)ids) : Py_NewRef(Py_None);
     Py_XDECREF(places), Py_XDECREF(shapes);
     return result;
 }

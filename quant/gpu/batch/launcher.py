@@ -16,6 +16,7 @@ from tableside.quant.gpu.batch.buffers import Buffers
 from tableside.quant.gpu.batch.follower import FILL_BLOCK
 from tableside.quant.gpu.batch.merge import Launch, Launches
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK, ResolveJobs
+from tableside.quant.gpu.batch.ring import CopyRing
 from tableside.quant.gpu.kernels import compiled as kernels
 from tableside.quant.gpu.kernels.job import FillField, ResolveField
 from tableside.quant.gpu.residence.stashable import StashableTables
@@ -24,13 +25,15 @@ from tableside.quant.gpu.residence.stashable import StashableTables
 class Launcher:
     """Launches kernels on one device.
     lock: held during launches. stream: of batches, which goes first. copies: a stream beside lookups. cache:
-    the device's, once open. stashable: tables that a lookup may have to restore."""
+    the device's, once open. stashable: tables that a lookup may have to restore. ring: for who has
+    the lock."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.lock = device, threading.RLock()
         self.stream, self.copies = device.stream(-1), device.stream()
         self.cache: Cache | None = None
         self.stashable = StashableTables(device)
+        self.ring = CopyRing(device)
         self._is_on_stream = False  # the thread that holds the lock is on the stream
         self.resolvers = {
             overlaid: kernels.resolver(device.block(RESOLVE_BLOCK), overlaid) for overlaid in (False, True)

@@ -8,8 +8,9 @@ import torch
 
 from tableside.quant.cache.jobs import ProbeJobs
 from tableside.quant.cache.tickets import Ticket
+from tableside.quant.gpu.batch.layout import check_size
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
-from tableside.quant.gpu.tensors.jobs import JobAddresses, KernelJobs, WrittenJobs
+from tableside.quant.gpu.tensors.jobs import JobAddresses, KernelJobs, ShapeJobs
 
 
 class TensorInput(NamedTuple):
@@ -24,32 +25,37 @@ class TensorInput(NamedTuple):
     weights: torch.Tensor | None
 
 
-def places_of(inputs: Sequence[TensorInput]) -> tuple[bytes, bytes]:
-    """Places and shapes of tensors, as `_native.device_places` gives them."""
+def places_of(inputs: Sequence[TensorInput]) -> tuple[bytes, bytes, int]:
+    """Places and shapes of tensors, as `_native.device_places` gives them. QuantError: there are too many
+    ids."""
     places: list[int] = []
     shapes: list[int] = []
+    check_size(max(one.ids.numel() for one in inputs), 0)
     for ids, offsets, bag_length, bags, weights in inputs:
         places += (
             ids.data_ptr(),
             -1 if offsets is None else offsets.data_ptr(),
             -1 if weights is None else weights.data_ptr(),
             ids.data_ptr(),
+            ids.numel(),
         )
         of_offsets = (0, 0) if offsets is None else (offsets.element_size(), offsets.numel())
-        shapes += (ids.numel(), *of_offsets, bag_length, bags, weights is not None)
-    return np.array(places, np.int64).tobytes(), np.array(shapes, np.int64).tobytes()
+        is_pooled = offsets is not None or bags or bag_length
+        shapes += (*of_offsets, bag_length, bags if is_pooled else ids.numel(), weights is not None)
+    total = sum(one.ids.numel() for one in inputs)
+    return np.array(places, np.int64).tobytes(), np.array(shapes, np.int64).tobytes(), total
 
 
 class CallShape(NamedTuple):
-    """What calls with tensors of these shapes share: all but addresses. written: `jobs` as they are sent, for
-    calls that send nothing else. shape: of the vectors; parts: of each feature, along its first dim."""
+    """What calls with as many bags share: all but addresses and numbers of ids. own: `jobs` for calls on the
+    default stream that send nothing else. shape: of the vectors; parts: of each feature, along its first
+    dim."""
 
     jobs: KernelJobs
-    written: WrittenJobs
+    own: ShapeJobs | None
     config: LaunchConfig
     is_weighted: bool
     shape: tuple[int, ...]
-    cached_ids: int
     parts: list[int]
 
 

@@ -39,33 +39,20 @@ class JobAddresses(NamedTuple):
     programs: int
 
 
-class WrittenJobs:
-    """Jobs of one kernel in memory that every call uses again. On the host CUDA has read what is not
-    page-locked when a copy returns; on the device a stream's copy waits for the kernels before it. fields: of
-    a job, which each call writes first."""
+class ShapeJobs:
+    """Jobs of one kernel in memory on the device that calls on the default stream use one after another: each
+    copies its own over those before (`quant.gpu.batch.ring`). fields: of a job, which each call has its own
+    of."""
 
-    def __init__(self, jobs: KernelJobs, fields: Sequence[int]) -> None:
+    def __init__(self, jobs: KernelJobs, fields: Sequence[int], device: Device) -> None:
         rows, of_program = jobs
-        words = np.zeros(rows.size + (of_program.size + 1) // 2, np.int64)
-        words[: rows.size] = rows.reshape(-1)
-        words[rows.size :].view(np.int32)[: of_program.size] = of_program
-        self._words, self._address, self._bytes = words, words.ctypes.data, words.nbytes
-        self._programs_at, self._programs = rows.nbytes, of_program.size
-        self._written = (np.arange(len(rows))[:, None] * rows.shape[1] + np.array(fields)).reshape(-1)
-        self._sent: dict[int | None, tuple[object, JobAddresses]] = {}
-
-    def send(self, device: Device, values: Rows) -> JobAddresses:
-        """Sends them on the current stream for a kernel that is launched there next. values: int64 [jobs *
-        fields]. Nobody else may send until the launch."""
-        self._words[self._written] = values
-        stream = device.current_handle()
-        if (found := self._sent.get(stream)) is None:
-            memory = torch.empty(self._bytes, dtype=torch.uint8, device=device.torch_device)
-            at = memory.data_ptr()
-            sent = JobAddresses(at, at + self._programs_at, self._programs)
-            found = self._sent[stream] = memory, sent
-        device.copy(stream, found[1].jobs_at, self._address, self._bytes)
-        return found[1]
+        self.words = np.zeros(rows.size + (of_program.size + 1) // 2, np.int64)
+        self.words[: rows.size] = rows.reshape(-1)
+        self.words[rows.size :].view(np.int32)[: of_program.size] = of_program
+        self.fields = (np.arange(len(rows))[:, None] * rows.shape[1] + np.array(fields)).reshape(-1)
+        self._memory = torch.empty(self.words.nbytes, dtype=torch.uint8, device=device.torch_device)
+        at = self._memory.data_ptr()
+        self.addresses = JobAddresses(at, at + rows.nbytes, of_program.size)
 
 
 def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:

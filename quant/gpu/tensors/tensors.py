@@ -2,8 +2,8 @@
 A call takes each feature's ids, offsets and weights (`each`), or all ids one after another with all offsets
 (`packed`), as FBGEMM and TorchRec do. In a packed call the host does not know where a feature's ids begin:
 the lookup kernel reads its bags from the offsets, so a repeated number of bags needs nothing sent. Kernels
-before it get their jobs from `quant.gpu.kernels.tensors.spread`. A call owns its jobs and row numbers, so
-calls on several streams share nothing."""
+before it get their jobs from `quant.gpu.kernels.tensors.spread`. A call with separate tensors sends its jobs:
+on the default stream over those of the call before with as many bags, elsewhere to memory of its own."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ from tableside.quant.gpu.tensors.jobs import (
     JobSpreader,
     KernelJobs,
     Rows,
-    WrittenJobs,
+    ShapeJobs,
     probe_rows,
     resolve_rows,
     send,
@@ -55,8 +55,8 @@ _EVERY_ID = NO_ROW_MAP._replace(id_count=-1, default_row=-1, own=2**63 - 1)  # e
 _OFFSETS_AT, _OFFSET_BYTES, _OFFSETS, _IS_FIRST, _IS_LAST, _ASKED_AT, _NAME = (
     FIELDS + field for field in TensorField
 )
-_ADDRESSES = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT, _ASKED_AT)
-_OF_SHAPE = (JobField.IDS, _OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH)
+_OWN = (JobField.IDS_AT, _OFFSETS_AT, JobField.WEIGHTS_AT, _ASKED_AT, JobField.IDS)  # of each call
+_OF_SHAPE = (_OFFSET_BYTES, _OFFSETS, JobField.BAG_LENGTH)
 _captured: list[object] = []  # what graphs read: a graph does not say when it goes
 
 
@@ -94,7 +94,8 @@ class TensorLookup:
             (len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device
         )
         self._packed: OrderedDict[Any, tuple[object, object, JobAddresses]] = OrderedDict()
-        self._shapes: OrderedDict[bytes, CallShape] = OrderedDict()
+        self._shapes: OrderedDict[tuple[bytes, int], CallShape] = OrderedDict()
+        self._sizes: dict[bytes, tuple[int, int]] = {}  # vectors and columns of a shape
         self._spreads: dict[Any, JobSpreader] = {}
         self._kernels: dict[Any, Kernel] = {}
         self._reserved = 0
@@ -110,13 +111,14 @@ class TensorLookup:
         [values] where dims differ."""
         return self.stage_placed(*places_of(inputs), inputs)
 
-    def stage_placed(self, places: bytes, shapes: bytes, held: object) -> StagedLookup:
-        """The same for tensors whose places and shapes are known (`_native.device_places`). held: keeps them
-        alive."""
+    def stage_placed(self, places: bytes, shapes: bytes, ids: int, held: object) -> StagedLookup:
+        """The same for tensors whose places and shapes are known (`_native.device_places`). ids: of all.
+        held: keeps them alive."""
         with self.on_device:
-            kept = self._shape(shapes)
+            kept = self._shape(shapes, ids)
         jobs = kept.jobs.rows.copy()
-        jobs[:, _ADDRESSES] = np.frombuffer(places, np.int64).reshape(-1, len(_ADDRESSES))
+        jobs[:, _OWN] = np.frombuffer(places, np.int64).reshape(-1, len(_OWN))
+        cached_ids = int(jobs[self._cached, JobField.IDS].sum())
         lists = [KernelJobs(jobs, kept.jobs.of_program)]
         rows = self._add_resolve(jobs, lists)
         if self._has_cached:
@@ -127,22 +129,28 @@ class TensorLookup:
                 self._resolve(before.pop(0), 0, 0)
         probe = None
         if before:
-            probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, kept.cached_ids, before[0].programs)
+            probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, cached_ids, before[0].programs)
         held = held, memory, rows
         base, shape = BaseAddresses(), kept.shape
         return StagedLookup(sent, kept.config, base, kept.is_weighted, probe, shape, held, host, kept.parts)
 
-    def of_places(self, places: bytes, shapes: bytes, held: object) -> tuple[torch.Tensor, Sequence[int]]:
+    def of_places(
+        self, places: bytes, shapes: bytes, ids: int, held: object
+    ) -> tuple[torch.Tensor, Sequence[int]]:
         """Looks up what `stage_placed` would stage; returns the vectors and the part of each feature. Raises
         as a call."""
-        if self._has_maps or self._has_cached or self._device.is_capturing():
-            staged = self.stage_placed(places, shapes, held)
-            return self(staged), staged.parts
-        with self.on_device:
-            kept = self._shape(shapes)
-            sent, base = kept.written.send(self._device, np.frombuffer(places, np.int64)), BaseAddresses()
-            staged = StagedLookup(sent, kept.config, base, kept.is_weighted, None, kept.shape, None, None)
-            return self(staged), kept.parts
+        # Jobs that stay on the device are of the default stream: others may be a graph's, or end.
+        if not (self._has_maps or self._has_cached or self._device.current_handle()):
+            with self.on_device:
+                kept, ring = self._shape(shapes, ids), self._launcher.ring
+                if (own := kept.own) is not None and ring.takes(own.words):
+                    ring.copy(own.words, own.fields, np.frombuffer(places, np.int64), own.addresses.jobs_at)
+                    base, shape, weighs = BaseAddresses(), kept.shape, kept.is_weighted
+                    return self(
+                        StagedLookup(own.addresses, kept.config, base, weighs, None, shape, None, None)
+                    ), kept.parts
+        staged = self.stage_placed(places, shapes, ids, held)
+        return self(staged), staged.parts
 
     def stage_packed(
         self,
@@ -255,31 +263,36 @@ class TensorLookup:
     def _config(self, ids: int, vectors: int, columns: int) -> LaunchConfig:
         return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
 
-    def _shape(self, shape: bytes) -> CallShape:
-        """shape: int64 [features, 6]: ids, offset bytes and offsets, bag length, bags, is weighted."""
-        if (found := self._shapes.get(shape)) is None:
-            of_feature = np.frombuffer(shape, np.int64).reshape(len(self._dims), -1)
-            jobs, counts = self._template.copy(), of_feature[:, 0]
-            jobs[:, _OF_SHAPE] = of_feature[:, : len(_OF_SHAPE)]
-            vectors = jobs[:, JobField.VECTORS] = of_feature[:, 4] if self._is_pooled else counts
-            values = vectors * self._dims
-            jobs[:, JobField.OUT_AT] = (np.add.accumulate(values) - values) * self._dtype.itemsize
-            columns = vectors * self._columns
-            config = self._config(int(counts.sum()), int(vectors.sum()), int(columns.sum()))
-            check_size(int(counts.max()), int(vectors.max()))
-            listed = KernelJobs.of(jobs, -(-columns // config.block_columns), JobField.FIRST_PROGRAM)
-            is_weighted, cached_ids = bool(of_feature[:, 5].any()), int(counts[self._cached].sum())
-            total, dims = int(values.sum()), set(self._dims.tolist())
-            parts, of_vectors = values.tolist(), (total,)
-            if len(dims) == 1:
-                parts, of_vectors = vectors.tolist(), (int(vectors.sum()), *dims)
-            written = WrittenJobs(listed, _ADDRESSES)
-            found = self._shapes[shape] = CallShape(
-                listed, written, config, is_weighted, of_vectors, cached_ids, parts
-            )
+    def _shape(self, shape: bytes, ids: int) -> CallShape:
+        """shape: int64 [features, 5]: offset bytes and offsets, bag length, bags or ids that are not pooled,
+        is weighted. ids: of all."""
+        if (sizes := self._sizes.get(shape)) is None:
+            vectors = np.frombuffer(shape, np.int64).reshape(len(self._dims), -1)[:, 3]
+            check_size(0, int(vectors.max()))
+            sizes = self._sizes[shape] = int(vectors.sum()), int((vectors * self._columns).sum())
+        config = self._config(ids, *sizes)
+        if (found := self._shapes.get((shape, id(config)))) is None:
+            found = self._shapes[shape, id(config)] = self._lay_out(shape, config)
             if len(self._shapes) > _SHAPES:
-                self._shapes.popitem(last=False)
+                (old, _), _ = self._shapes.popitem(last=False)
+                self._sizes.pop(old, None)
         return found
+
+    def _lay_out(self, shape: bytes, config: LaunchConfig) -> CallShape:
+        of_feature = np.frombuffer(shape, np.int64).reshape(len(self._dims), -1)
+        jobs, vectors = self._template.copy(), of_feature[:, 3]
+        jobs[:, _OF_SHAPE], jobs[:, JobField.VECTORS] = of_feature[:, : len(_OF_SHAPE)], vectors
+        values = vectors * self._dims
+        jobs[:, JobField.OUT_AT] = (np.add.accumulate(values) - values) * self._dtype.itemsize
+        listed = KernelJobs.of(
+            jobs, -(-vectors * self._columns // config.block_columns), JobField.FIRST_PROGRAM
+        )
+        parts, of_vectors, dims = values.tolist(), (int(values.sum()),), set(self._dims.tolist())
+        if len(dims) == 1:
+            parts, of_vectors = vectors.tolist(), (int(vectors.sum()), *dims)
+        is_reused = not (self._has_maps or self._has_cached or self._device.current_handle())
+        own = ShapeJobs(listed, _OWN, self._device) if is_reused else None
+        return CallShape(listed, own, config, bool(of_feature[:, 4].any()), of_vectors, parts)
 
     def _add_resolve(self, jobs: Rows, lists: list[KernelJobs]) -> torch.Tensor | None:
         """Has ids become row numbers in a tensor of their own, which the jobs read then."""

@@ -7,12 +7,13 @@ import pytest
 import tables as devices
 import torch
 from device_calls import IDS, OFFSETS, there
+from module_tables import ROWS
 
 from tableside.quant.cpu.bags import device_places, tensor_places
 from tableside.serving.modules import device
 from tableside.serving.modules.inputs import Form
 from tableside.serving.modules.lookups import BY_INPUT, EXCHANGE
-from tableside.torch import Bags, EmbeddingBags, Embeddings
+from tableside.torch import BadFeatureIds, Bags, EmbeddingBags, Embeddings, ModuleError
 
 pytest.importorskip("triton")
 
@@ -44,6 +45,37 @@ def test_tensors_are_read_by_one_call(
         for name in pooled:
             assert torch.equal(found[name], vectors[name])
     module.check()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_calls_with_as_many_bags_and_other_ids(model: str, on_device: bool) -> None:
+    """They share their jobs: bags of none, of one, of many ids, then as at first."""
+    names, generator = ["user_sum", "page_sum"], torch.Generator().manual_seed(5)
+    options: dict[str, Any] = {"device": devices.DEVICE} if on_device else {}
+    module, host = EmbeddingBags("ads", names, root=model, **options), EmbeddingBags("ads", names, root=model)
+    for most in (3, 0, 1, 90, 3):
+        given: dict[str, Any] = {}
+        for name in names:
+            lengths = torch.randint(0, most + 1, (6,), generator=generator)
+            ids = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+            given[name] = ids, lengths.cumsum(0) - lengths
+        found = module({name: _moved(value) if options else value for name, value in given.items()})
+        for name, expected in host(MappingProxyType(given)).items():
+            torch.testing.assert_close(found[name].cpu(), expected, rtol=0, atol=90 * 200 * 2.0**-24)
+    module.check()
+
+
+def test_an_earlier_error_waits_for_a_call_that_is_right(model: str) -> None:
+    """What is wrong with a call itself comes first."""
+    module = EmbeddingBags("ads", ["user_sum", "page_sum"], root=model, device=devices.DEVICE)
+    right = {name: there(IDS[:48].view(12, 4)) for name in module.features}
+    module({**right, "user_sum": there(torch.full((12, 4), ROWS))})
+    if devices.DEVICE != "interpreter":
+        torch.cuda.synchronize()
+    with pytest.raises(ModuleError, match="lacks page_sum and has x besides"):
+        module({"user_sum": right["user_sum"], "x": right["page_sum"]})
+    with pytest.raises(BadFeatureIds, match="user_sum"):
+        module(right)
 
 
 def _moved(value: Any) -> Any:
