@@ -47,9 +47,8 @@ def places_of(inputs: Sequence[TensorInput]) -> tuple[bytes, bytes, int]:
 
 
 class CallShape(NamedTuple):
-    """What calls with as many bags share: all but addresses and numbers of ids. own: `jobs` for calls on the
-    default stream that send nothing else. shape: of the vectors; parts: of each feature, along its first
-    dim."""
+    """What calls with as many bags share: all but addresses and numbers of ids. own: `jobs`, if calls send
+    nothing else. shape: of the vectors; parts: of each feature, along its first dim."""
 
     jobs: KernelJobs
     own: ShapeJobs | None

@@ -40,19 +40,25 @@ class JobAddresses(NamedTuple):
 
 
 class ShapeJobs:
-    """Jobs of one kernel in memory on the device that calls on the default stream use one after another: each
-    copies its own over those before (`quant.gpu.batch.ring`). fields: of a job, which each call has its own
-    of."""
+    """Jobs of one kernel for calls on the default stream. They use the same memory on the device one after
+    another: each copies its own jobs over those before (`quant.gpu.batch.ring`). fields: of a job, which each
+    call has its own of."""
 
-    def __init__(self, jobs: KernelJobs, fields: Sequence[int], device: Device) -> None:
+    def __init__(self, jobs: KernelJobs, fields: Sequence[int]) -> None:
         rows, of_program = jobs
         self.words = np.zeros(rows.size + (of_program.size + 1) // 2, np.int64)
         self.words[: rows.size] = rows.reshape(-1)
         self.words[rows.size :].view(np.int32)[: of_program.size] = of_program
         self.fields = (np.arange(len(rows))[:, None] * rows.shape[1] + np.array(fields)).reshape(-1)
-        self._memory = torch.empty(self.words.nbytes, dtype=torch.uint8, device=device.torch_device)
+        self._programs_at, self._programs = rows.nbytes, of_program.size
+        self._memory: torch.Tensor | None = None
+
+    def addresses(self, device: Device) -> JobAddresses:
+        """Called on the default stream, whose memory it is."""
+        if self._memory is None:
+            self._memory = torch.empty(self.words.nbytes, dtype=torch.uint8, device=device.torch_device)
         at = self._memory.data_ptr()
-        self.addresses = JobAddresses(at, at + rows.nbytes, of_program.size)
+        return JobAddresses(at, at + self._programs_at, self._programs)
 
 
 def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:

@@ -139,16 +139,16 @@ class TensorLookup:
     ) -> tuple[torch.Tensor, Sequence[int]]:
         """Looks up what `stage_placed` would stage; returns the vectors and the part of each feature. Raises
         as a call."""
-        # Jobs that stay on the device are of the default stream: others may be a graph's, or end.
-        if not (self._has_maps or self._has_cached or self._device.current_handle()):
-            with self.on_device:
-                kept, ring = self._shape(shapes, ids), self._launcher.ring
-                if (own := kept.own) is not None and ring.takes(own.words):
-                    ring.copy(own.words, own.fields, np.frombuffer(places, np.int64), own.addresses.jobs_at)
-                    base, shape, weighs = BaseAddresses(), kept.shape, kept.is_weighted
-                    return self(
-                        StagedLookup(own.addresses, kept.config, base, weighs, None, shape, None, None)
-                    ), kept.parts
+        with self.on_device:
+            kept, ring = self._shape(shapes, ids), self._launcher.ring
+            # Jobs that stay on the device are of the default stream: others may be a graph's, or end.
+            if (own := kept.own) is not None and not self._device.current_handle() and ring.takes(own.words):
+                sent = own.addresses(self._device)
+                ring.copy(own.words, own.fields, np.frombuffer(places, np.int64), sent.jobs_at)
+                base, shape, weighs = BaseAddresses(), kept.shape, kept.is_weighted
+                return self(
+                    StagedLookup(sent, kept.config, base, weighs, None, shape, None, None)
+                ), kept.parts
         staged = self.stage_placed(places, shapes, ids, held)
         return self(staged), staged.parts
 
@@ -290,8 +290,7 @@ class TensorLookup:
         parts, of_vectors, dims = values.tolist(), (int(values.sum()),), set(self._dims.tolist())
         if len(dims) == 1:
             parts, of_vectors = vectors.tolist(), (int(vectors.sum()), *dims)
-        is_reused = not (self._has_maps or self._has_cached or self._device.current_handle())
-        own = ShapeJobs(listed, _OWN, self._device) if is_reused else None
+        own = None if self._has_maps or self._has_cached else ShapeJobs(listed, _OWN)
         return CallShape(listed, own, config, bool(of_feature[:, 4].any()), of_vectors, parts)
 
     def _add_resolve(self, jobs: Rows, lists: list[KernelJobs]) -> torch.Tensor | None:
