@@ -164,6 +164,15 @@ def bag_collection(tables: Tables) -> torch.nn.Module:
     return holder
 
 
+def test_a_mapping_names_features_that_the_collection_has(model: str, tables: Tables) -> None:
+    """Another one is said, and nothing is replaced."""
+    holder = bag_collection(tables)
+    before = holder.ebc
+    with pytest.raises(ModuleError, match="ebc: has no feature gone, which `mapping` names"):
+        swap_embeddings(holder, "ads", {"ebc": {"gone": "user_sum"}}, root=model)
+    assert holder.ebc is before
+
+
 def test_a_weighted_collection_wants_weights(model: str, tables: Tables) -> None:
     """As TorchRec's, whose AssertionError says so; with weights the vectors are TorchRec's."""
     holder, keys = torch.nn.Module(), ["shared", "item_mean", "user_sum"]
