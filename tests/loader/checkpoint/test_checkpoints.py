@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from support import rows_of
 
-from tableside.loader.checkpoint import Checkpoint, open_checkpoint, rows, safetensors
+from tableside.loader.checkpoint import Checkpoint, archive, open_checkpoint, rows, safetensors
 from tableside.loader.errors import CheckpointError
 
 pytestmark = pytest.mark.quick
@@ -206,6 +206,10 @@ def test_files_that_are_not_what_they_seem(name: str, content: bytes, message: s
         ({"dtype": "F32", "shape": [4, 4], "data_offsets": [64, 128]}, "ends at byte"),
         ({"dtype": "F32", "shape": [-4, -4], "data_offsets": [0, 64]}, "not safetensors' JSON"),
         ({"dtype": "F32", "shape": [4, 4]}, "not safetensors' JSON"),
+        (
+            {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64], "more": 1},
+            "expected dtype, shape and data_offsets, found .*'more'",
+        ),
     ],
 )
 def test_safetensors_headers_that_lie(entry: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -229,6 +233,19 @@ def test_a_checkpoint_has_as_many_tensors_as_the_limit_says(
         assert len(checkpoint.matrices) == 3
     with pytest.raises(CheckpointError, match="more than 3 tensors; save the tables alone"):
         open_checkpoint(save(tmp_path, tensors))
+
+
+def test_an_archive_has_as_many_records_as_the_limit_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not one more."""
+    path = _npz(tmp_path, {f"t{n}": torch.ones(2, 4) for n in range(3)})
+    monkeypatch.setattr(archive, "LIMIT_RECORDS", 3)
+    with open_checkpoint(path) as checkpoint:
+        assert len(checkpoint.matrices) == 3
+    monkeypatch.setattr(archive, "LIMIT_RECORDS", 2)
+    with pytest.raises(CheckpointError, match="an archive of 3 records; at most 2 are read"):
+        open_checkpoint(path)
 
 
 def test_compressed_npz_names_the_remedy(tmp_path: Path) -> None:
