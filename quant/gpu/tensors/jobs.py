@@ -1,6 +1,7 @@
 """Jobs for lookups of a caller's tensors: written on the host and sent, or made on the device."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.device import Device
 from tableside.quant.device.launch import Kernel
-from tableside.quant.gpu.batch.layout import aligned
 from tableside.quant.gpu.batch.steady import SteadyKind
 from tableside.quant.gpu.kernels.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
 
@@ -30,6 +30,17 @@ class KernelJobs(NamedTuple):
         rows[:, first] = np.add.accumulate(programs) - programs
         return cls(rows, np.repeat(np.arange(len(rows), dtype=np.int32), programs))
 
+    def words(self) -> Rows:
+        """As they are sent: the rows, then the job of each program."""
+        words = np.zeros(self.rows.size + (self.of_program.size + 1) // 2, np.int64)
+        words[: self.rows.size] = self.rows.reshape(-1)
+        words[self.rows.size :].view(np.int32)[: self.of_program.size] = self.of_program
+        return words
+
+    def at(self, address: int) -> "JobAddresses":
+        """Where they are if their words are there."""
+        return JobAddresses(address, address + self.rows.nbytes, self.of_program.size)
+
 
 class JobAddresses(NamedTuple):
     """Device addresses of jobs, and of int32 [programs], each program's job."""
@@ -45,36 +56,28 @@ class ShapeJobs:
     call has its own of."""
 
     def __init__(self, jobs: KernelJobs, fields: Sequence[int]) -> None:
-        rows, of_program = jobs
-        self.words = np.zeros(rows.size + (of_program.size + 1) // 2, np.int64)
-        self.words[: rows.size] = rows.reshape(-1)
-        self.words[rows.size :].view(np.int32)[: of_program.size] = of_program
-        self.fields = (np.arange(len(rows))[:, None] * rows.shape[1] + np.array(fields)).reshape(-1)
-        self._programs_at, self._programs = rows.nbytes, of_program.size
+        count, of_job = jobs.rows.shape
+        self._jobs, self.words = jobs, jobs.words()
+        self.fields = (np.arange(count)[:, None] * of_job + np.array(fields)).reshape(-1)
         self._memory: torch.Tensor | None = None
 
     def addresses(self, device: Device) -> JobAddresses:
         """Called on the default stream, whose memory it is."""
         if self._memory is None:
             self._memory = torch.empty(self.words.nbytes, dtype=torch.uint8, device=device.torch_device)
-        at = self._memory.data_ptr()
-        return JobAddresses(at, at + self._programs_at, self._programs)
+        return self._jobs.at(self._memory.data_ptr())
 
 
 def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:
     """Sends jobs; returns the owners of their device and host memory, and the addresses."""
-    sizes = [(rows.nbytes, of_program.size) for rows, of_program in lists]
-    total = sum(size + aligned(4 * programs, 8) for size, programs in sizes)
-    host = device.pinned(total)
-    memory = torch.empty(total, dtype=torch.uint8, device=device.torch_device)
-    written, address, at, sent = host.numpy(), memory.data_ptr(), 0, []
-    for (rows, of_program), (size, programs) in zip(lists, sizes, strict=True):
-        written[at : at + size] = rows.reshape(-1).view(np.uint8)
-        written[at + size : at + size + 4 * programs] = of_program.view(np.uint8)
-        sent.append(JobAddresses(address + at, address + at + size, programs))
-        at += size + aligned(4 * programs, 8)
+    words = [jobs.words() for jobs in lists]
+    host = device.pinned(sum(part.nbytes for part in words))
+    memory = torch.empty(host.numel(), dtype=torch.uint8, device=device.torch_device)
+    np.concatenate(words, out=host.numpy().view(np.int64))
+    starts = accumulate((part.nbytes for part in words[:-1]), initial=memory.data_ptr())
     memory.copy_(host, non_blocking=True)
-    return memory, host, sent  # a graph reads the host's side at each replay
+    # a graph reads the host's side at each replay
+    return memory, host, [jobs.at(address) for jobs, address in zip(lists, starts, strict=True)]
 
 
 class JobSpreader:

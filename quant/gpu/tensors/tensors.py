@@ -118,7 +118,6 @@ class TensorLookup:
             kept = self._shape(shapes, ids)
         jobs = kept.jobs.rows.copy()
         jobs[:, _OWN] = np.frombuffer(places, np.int64).reshape(-1, len(_OWN))
-        cached_ids = int(jobs[self._cached, JobField.IDS].sum())
         lists = [KernelJobs(jobs, kept.jobs.of_program)]
         rows = self._add_resolve(jobs, lists)
         if self._has_cached:
@@ -129,6 +128,7 @@ class TensorLookup:
                 self._resolve(before.pop(0), 0, 0)
         probe = None
         if before:
+            cached_ids = int(jobs[self._cached, JobField.IDS].sum())
             probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, cached_ids, before[0].programs)
         held = held, memory, rows
         base, shape = BaseAddresses(), kept.shape
