@@ -4,6 +4,8 @@ and to nobody else."""
 import functools
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,20 @@ def on_small_tmpfs(folder: Path, options: str) -> list[str]:
         )
     folder.mkdir(exist_ok=True)
     return ["unshare", *way, "sh", "-c", f'mount -t tmpfs -o {options} tmpfs "$0" && exec "$@"', str(folder)]
+
+
+@contextmanager
+def mounted_tmpfs(folder: Path, size: str) -> Iterator[Path]:
+    """A tmpfs that everybody sees."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr!r}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def seen_by(pid: int, path: Path) -> Path:

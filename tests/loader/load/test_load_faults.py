@@ -8,11 +8,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from small_memory import mounted_tmpfs
 from support import files_of, rows_of, run_tableside, until
 
 from tableside.loader.errors import NoSpace
@@ -137,17 +138,10 @@ def test_two_loads_at_once(publish: Publish, root: Path, tmp_path: Path) -> None
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Path:
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     """A real tmpfs of 8 MiB."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr!r}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    with mounted_tmpfs(tmp_path / "shm", "8m") as folder:
+        yield folder
 
 
 @pytest.mark.thorough

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from small_memory import fill, mounted_tmpfs
 from support import rows_of, run_tableside, until
 
 from tableside.loader.errors import AccessError, LoaderError, SegmentError, VersionError
@@ -304,33 +305,16 @@ def test_more_than_three_thousand_tables(publish: Publish, root: Path) -> None:
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 8 MiB with three versions of a model, in which not one page is free."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr!r}")
-    try:
+    with mounted_tmpfs(tmp_path / "shm", "8m") as folder:
         model = tmp_path / "model.toml"
-        import numpy as np
-
         np.save(tmp_path / "t.npy", rows_of(5000, 64))
         model.write_text('name = "demo"\ncheckpoint = "t.npy"\n[tables.t]\nkey = "t"\n')
         for _ in range(3):
             found = run_tableside("load", model, "--keep", 2, "--root", folder / "root")
             assert found.returncode == 0, found.stderr
-        with (folder / "filler").open("wb", buffering=0) as filler:
-            for size in (1 << 20, 4096):
-                try:
-                    while True:
-                        os.posix_fallocate(filler.fileno(), os.fstat(filler.fileno()).st_size, size)
-                except OSError:
-                    continue
+        fill(folder)
         assert os.statvfs(folder).f_bavail == 0
         yield folder / "root"
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.thorough
