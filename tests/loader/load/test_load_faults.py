@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from load_steps import PUBLISHING
 from small_memory import mounted_tmpfs
 from support import files_of, rows_of, run_tableside, until
 
@@ -48,13 +49,7 @@ STEPS = {
     "reserving": "import os; os.posix_fallocate = lambda *a: os.kill(os.getpid(), 9)",
     "reading": "import tableside.loader.checkpoint.rows as r, os; r.read_into = lambda *a: "
     "os.kill(os.getpid(), 9)",
-    "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: "
-    "os.kill(os.getpid(), 9)",
-    "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
-    "recording": "import os; os.pwrite = lambda *a: os.kill(os.getpid(), 9)",
-    "renaming": "import os; os.rename = lambda *a, **k: os.kill(os.getpid(), 9)",
-    "flipping": "import tableside.loader.versions.versions as v, os; v.flip = lambda *a: "
-    "os.kill(os.getpid(), 9)",
+    **PUBLISHING,
 }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from indexed_tables import built
 from keyed_tables import ids_of, small_pieces
+from load_steps import PUBLISHING
 from raw_loads import SAVERS, attached, publish_raw, quantized, save_npz, vectors_of
 from support import files_of, rows_of, run_tableside
 
@@ -282,13 +283,7 @@ STEPS = {
     "os.kill(os.getpid(), 9)",
     "finishing": "import tableside.loader.load.raw_ids as r, os; r.RawWriter.finish = lambda *a: "
     "os.kill(os.getpid(), 9)",
-    "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: "
-    "os.kill(os.getpid(), 9)",
-    "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
-    "recording": "import os; os.pwrite = lambda *a: os.kill(os.getpid(), 9)",
-    "renaming": "import os; os.rename = lambda *a, **k: os.kill(os.getpid(), 9)",
-    "flipping": "import tableside.loader.versions.versions as v, os; v.flip = lambda *a: "
-    "os.kill(os.getpid(), 9)",
+    **PUBLISHING,
 }
 
 
