@@ -327,6 +327,25 @@ def test_compiled_calls_are_replayed(model: str) -> None:
     module.check()
 
 
+@on_a_gpu
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning"
+)  # of torch's own
+def test_compiled_calls_of_a_dict_are_replayed(model: str) -> None:
+    """As test_compiled_calls_are_replayed, for a tensor of ids and one of offsets a feature."""
+    module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE)
+    host = EmbeddingBags("ads", KEYS, root=model)
+    compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+    module({key: (there(IDS), there(OFFSETS)) for key in KEYS})
+    for shift in range(4):
+        told = {key: ((IDS + shift + n) % ROWS, OFFSETS) for n, key in enumerate(KEYS)}
+        found = compiled({key: tuple(map(there, pair)) for key, pair in told.items()})
+        expected = host(told)
+        for key in KEYS:
+            torch.testing.assert_close(found[key].cpu(), expected[key], rtol=0, atol=TOLERANCE)
+    module.check()
+
+
 @pytest.mark.usefixtures("by_refresh")
 def test_a_replaced_version_leaves_the_device(
     model: str, publish_again: Callable[..., Any], tables: Tables
