@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from tableside.loader.model.model import FeatureSpec
-from tableside.loader.segment.header import Header, plan_tables
-from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.segment.header import Header
+from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
@@ -25,7 +25,7 @@ def publish_random(
             for name, (rows, dim, f) in tables.items()
         )
         header = Header(name, version, "benchmark", plan, tuple(FeatureSpec(t, t, pooling) for t in tables))
-        writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
+        writer = model.writer(version, header)
         rng = np.random.default_rng(seed)
         pool = rng.standard_normal((1 << 16) + 4096, dtype=np.float32)
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from common import console, report
 
-from tableside.loader.segment.memory import reserve
+from tableside.loader.segment.memory import FileToMap, reserve
 from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
 from tableside.quant.cpu.index_builder import IndexBuilder, find_rows
 from tableside.quant.rows.ids import IdIndex, RowMap
@@ -39,7 +39,7 @@ def shared(size: int) -> np.ndarray[Any, Any]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     path.unlink()
     try:
-        return reserve(fd, -(-size // 4096) * 4096, path.parent).bytes
+        return reserve([FileToMap(fd, -(-size // 4096) * 4096, True)], path.parent).bytes
     finally:
         os.close(fd)
 

@@ -24,8 +24,9 @@ from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.model.model import FeatureSpec
-from tableside.loader.segment.header import Header, plan_tables
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.header import Header
+from tableside.loader.segment.layout import plan_tables
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import State, attach_state
@@ -52,7 +53,7 @@ def published(rows: int, features: Sequence[str] = ("t",)) -> Iterator[Model]:
             row_bytes = RowFormat.INT8.row_bytes(DIM)
             tables = plan_tables([StoredTable(rows, row_bytes, 0, 1, 0, "t", "t", "int8", DIM)])
             header = Header("ads", version, "", tables, tuple(FeatureSpec(name, "t") for name in features))
-            writer = SegmentWriter(model.partial_path(version), header, fd=model.create_partial(version))
+            writer = model.writer(version, header)
             some = packed(np.random.default_rng(0).standard_normal((1 << 16, DIM), dtype=np.float32))
             (table,) = writer.header.tables
             for start in range(0, rows, len(some)):

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from tableside.loader.checkpoint import open_checkpoint
-from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.errors import LoaderError
 from tableside.loader.model.model import ModelSpec
-from tableside.loader.segment.header import plan_tables
+from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import DEFAULT_ROOT, Model
@@ -94,8 +94,8 @@ def present(path: Path, what: str) -> Path:
 def published_bytes(model: Model) -> int:
     """Bytes of a model's live version."""
     try:
-        return model.path(model.current()).stat().st_size
-    except VersionError as error:
+        return model.attach(verify="header").size
+    except LoaderError as error:
         raise Problem(f"{error}, or share the memory where it is published: docker run --ipc=host") from error
 
 

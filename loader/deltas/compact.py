@@ -1,8 +1,9 @@
 """Compaction: a version and its delta become the next version, while changes go on.
 
 1. Two live deltas are merged into one, as a state of its own.
-2. A new segment is written: unchanged rows are copied packed, changed ones come from the delta, and tables of
-   raw ids get a new index. Meanwhile applies leave this delta in place and write newer ones over it.
+2. A new segment is written: files of unchanged large tables are linked, other unchanged rows copied packed,
+   changed ones come from the delta, and tables of raw ids get a new index. Meanwhile applies leave this
+   delta in place and write newer ones over it.
 3. The newer delta is written again over the new version, and the record flips to both. Ids deleted from a
    table of row numbers stay deleted by this delta.
 
@@ -24,8 +25,9 @@ from tableside.loader.errors import VersionError
 from tableside.loader.load.raw_ids import reserve_records
 from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_delta
-from tableside.loader.segment.header import Change, plan_tables
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.header import Change
+from tableside.loader.segment.layout import plan_tables
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import (
     StoredIds,
     StoredTable,
@@ -33,6 +35,7 @@ from tableside.loader.segment.stored import (
     plan_index,
     write_index,
 )
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import State, attach_state, state_of, writing
 from tableside.loader.versions.versions import Model
@@ -101,7 +104,7 @@ class _Compaction:
     def run(self, started: float) -> CompactionResult:
         tables = {t.name: _CompactTable(self, t) for t in self.base.header.tables}
         header = self.base.header
-        stored = [replace(t.before, rows=t.rows, ids=t.ids, chunk_rows=1) for t in tables.values()]
+        stored = [t.stored for t in tables.values()]
         planned = replace(
             header,
             version=self.version,
@@ -111,10 +114,13 @@ class _Compaction:
         )
         self._total = sum(t.rows for t in planned.tables)
         program = self.base.program() if header.scorer is not None else b""
-        path, fd = self.model.partial_path(self.version), self.model.create_partial(self.version)
-        with SegmentWriter(path, planned, program, fd) as writer:
+        kept = {t.name: self.base for t in planned.tables if t.name not in self.entries}
+        with self.model.writer(self.version, planned, program, kept) as writer:
             for table in writer.header.tables:
-                tables[table.name].write(writer, table)
+                if table.name in writer.linked:
+                    self.done(table.rows)
+                else:
+                    tables[table.name].write(writer, table)
             writer.finish_rest(self.settings.threads or len(os.sched_getaffinity(0)))
             writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(self.base.size)})
         state = self._publish()
@@ -194,6 +200,13 @@ class _CompactTable:
             self._old = row_map.index
             if self.entries is not None:
                 self._plan(row_map.index)
+
+    @property
+    def stored(self) -> StoredTable:
+        """Returns the table for the header; an unchanged one keeps its chunks, so that its file can be
+        linked."""
+        chunk_rows = self.before.chunk_rows if self.entries is None else 1
+        return replace(self.before, rows=self.rows, ids=self.ids, chunk_rows=chunk_rows)
 
     def _plan(self, old: IdIndex) -> None:
         """Builds the index of the table's present ids."""

@@ -18,7 +18,8 @@ import numpy as np
 
 from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_unsealed
 from tableside.loader.segment.header import Change
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import UNPUBLISHED, State
 from tableside.loader.versions.versions import Model

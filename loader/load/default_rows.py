@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from tableside.loader.errors import ModelError
 from tableside.loader.load.backfill import Backfill
 from tableside.loader.model.model import TableSpec
-from tableside.loader.segment.segment import SegmentWriter
 from tableside.loader.segment.stored import StoredTable
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import CpuBackend, Source
 from tableside.quant.contract import Bytes
 from tableside.quant.errors import NotRepresentable

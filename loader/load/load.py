@@ -29,9 +29,10 @@ from tableside.loader.load.reuse import LiveTables, Piece
 from tableside.loader.load.scorer import stored_scorer
 from tableside.loader.load.verification import Verification
 from tableside.loader.model.model import ModelSpec
-from tableside.loader.segment.header import Header, plan_tables
-from tableside.loader.segment.segment import SegmentWriter
+from tableside.loader.segment.header import Header
+from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.stored import StoredTable
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, choose
 from tableside.quant.errors import NotRepresentable
@@ -83,7 +84,7 @@ def load(
         digest = spec_digest(spec)  # before the program is read, so that a change in between is found later
         scorer, program = stored_scorer(spec, sources.dims | {t.name: t.dim for t in reused.tables.values()})
         with model.loading(settings.group) as version:
-            reused.check_is_live(model)
+            reused.check_live(model, settings.threads)
             started = time.monotonic()
             scratch = partial(model.create_scratch, version)
             planned = plan(reused.others, sources, model, scratch, settings.threads, progress)
@@ -103,8 +104,7 @@ def load(
                 scorer=scorer,
                 evaluation=spec.evaluation,
             )
-            path, fd = model.partial_path(version), model.create_partial(version)
-            with SegmentWriter(path, header, program, fd) as writer:
+            with model.writer(version, header, program, reused.kept) as writer:
                 _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
                 huge = writer.mapping.huge_fraction()
                 header = writer.seal(
@@ -179,10 +179,11 @@ class _Load:
             else _MatrixLoad(self, p, p.source, stored[p.spec.name])
             for p in planned
         ]
-        copies = (partial(self._copy, reused, piece) for piece in reused.pieces(self.writer.header.tables))
+        to_copy = [t for t in self.writer.header.tables if t.name not in self.writer.linked]
+        copies = (partial(self._copy, reused, piece) for piece in reused.pieces(to_copy))
         self._plan_threads(max(4 * p.dim for p in planned), max(part.buffer_bytes for part in parts))
         self._total_rows = reused.rows + sum(part.rows for part in parts)
-        self._progress(0, self._total_rows)
+        self.done(sum(stored[name].rows for name in self.writer.linked))
         self._share(chain(*(part.reading() for part in parts), copies))
         self.checks.finish()
         for part in parts:

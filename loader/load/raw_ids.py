@@ -21,7 +21,7 @@ from tableside.loader.checkpoint.keyed.keyed import Block, KeyedRows
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.load.backfill import Backfill
 from tableside.loader.model.model import RawIds, TableSpec
-from tableside.loader.segment.memory import reserve
+from tableside.loader.segment.memory import FileToMap, reserve
 from tableside.loader.segment.stored import StoredIds, keep_zero_apart, plan_index, write_index
 from tableside.quant import CpuBackend, QuantError, RowFormat
 from tableside.quant.contract import Bytes, Ids
@@ -128,7 +128,12 @@ def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> Ids:
         return np.zeros((0, 2), np.int64)
     fd = scratch()
     try:
-        return reserve(fd, -(-size // 4096) * 4096, folder).bytes[:size].view(np.int64).reshape(-1, 2)
+        return (
+            reserve([FileToMap(fd, -(-size // 4096) * 4096, True)], folder)
+            .bytes[:size]
+            .view(np.int64)
+            .reshape(-1, 2)
+        )
     finally:
         os.close(fd)
 

@@ -1,10 +1,12 @@
-"""Copies tables from the live version: `tableside load --only TABLE` reads only the named tables.
+"""Tables taken over from the live version: `tableside load --only TABLE` reads only the named tables.
 
-Rows and indexes are copied chunk by chunk on all threads and checked against the live checksums, so damage is
+Files of large tables are linked, once they were read whole on this host (loader.versions.verified). Other
+rows and indexes are copied chunk by chunk on all threads and checked against the live checksums. So damage is
 not published again. The checkpoint may lack these tables. Shared memory has no copy on write (tmpfs and
 hugetlbfs refuse FICLONE), and two threads copy and check faster than copy_file_range (docs/log.md).
 """
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,9 +16,11 @@ import numpy as np
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.load.default_rows import DefaultRow
 from tableside.loader.model.model import ModelSpec, TableSpec
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredRows, StoredTable
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.states import check_bare
+from tableside.loader.versions.verified import verify_once
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend
 
@@ -48,13 +52,23 @@ class LiveTables:
         """Of all tables that are taken over."""
         return sum(t.rows for t in self.tables.values())
 
-    def check_is_live(self, model: Model) -> None:
-        """VersionError: another version was made live since. Caller holds the load lock."""
-        if self.segment is not None and model.current() != self.segment.header.version:
+    @property
+    def kept(self) -> dict[str, Segment]:
+        """Returns the version that has each table, whose file may be linked."""
+        return {} if self.segment is None else dict.fromkeys(self.tables, self.segment)
+
+    def check_live(self, model: Model, threads: int) -> None:
+        """Verifies the files that may be linked. VersionError: another version was made live since.
+        SegmentError: a file is damaged. Caller holds the load lock."""
+        if self.segment is None:
+            return
+        if model.current() != self.segment.header.version:
             raise VersionError(
                 f"version {model.current()} of model {model.name!r} went live while tables of version "
                 f"{self.segment.header.version} were about to be taken over; load again"
             )
+        with model.opened() as folder:
+            verify_once(folder, self.segment, threads or len(os.sched_getaffinity(0)), tables=self.tables)
 
     def verified(self) -> dict[str, Any]:
         """Returns what verified the rows when they were read, for the tables of which that is known."""

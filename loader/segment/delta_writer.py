@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.segment.delta import Delta
-from tableside.loader.segment.header import Change, Header, plan_tables
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.header import Change, Header
+from tableside.loader.segment.layout import plan_tables
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import (
     StoredIds,
     filter_part,
@@ -20,6 +21,7 @@ from tableside.loader.segment.stored import (
     plan_index,
     write_index,
 )
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import Table
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import IndexBuilder, fill_filter, fill_marks, find_rows

@@ -5,8 +5,7 @@ It is JSON with a checksum. `check_header` also checks the values, since anyone 
 
 import json
 import struct
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import xxhash
@@ -17,7 +16,7 @@ from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, 
 from tableside.quant import Pooling, QuantError, RowFormat
 
 PRELUDE = struct.Struct("<8sIIQQ32x")
-TABLE_ALIGNMENT_BYTES, CHUNK_BYTES = 4096, 1 << 20
+TABLE_ALIGNMENT_BYTES = FILE_HEAD_BYTES = 4096
 LARGEST_HEADER_BYTES = 1 << 30
 SPARE_BYTES = 256  # room for what is known only at the end: `load`
 
@@ -70,10 +69,25 @@ class Change:
 
 
 @dataclass(frozen=True)
+class TableFile:
+    """The file of a large table: rows, then id index, behind FILE_HEAD_BYTES of its own. It is mapped behind
+    the segment at `offset`. bytes: a multiple of the page; checksum: xxh3-64 of its chunks' checksums."""
+
+    table: str
+    offset: int
+    bytes: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.bytes
+
+
+@dataclass(frozen=True)
 class Header:
-    """Metadata of a version. source: checkpoint paths, files, model.toml digest; load: seconds and
-    source_bytes. owner: None for a whole version. delta: set in a delta over `version`, which has no
-    features. merged: the last delta compacted into it."""
+    """Metadata of a version. files: of large tables, one behind the other. source: checkpoint paths, files,
+    model.toml digest; load: seconds and source_bytes. owner: None for a whole version. delta: set in a delta
+    over `version`, which has no features. merged: the last delta compacted into it."""
 
     model: str
     version: int
@@ -87,12 +101,15 @@ class Header:
     owner: Owner | None = None
     delta: Change | None = None
     merged: Change | None = None
+    files: tuple[TableFile, ...] = ()
 
     def to_json(self) -> bytes:
         raw = asdict(self)
         for name in ("scorer", "evaluation", "owner", "delta", "merged"):
             if raw[name] is None:
                 del raw[name]  # a version without one reads as it always did
+        if not raw["files"]:
+            del raw["files"]
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
@@ -113,6 +130,7 @@ class Header:
         for name in ("delta", "merged"):
             if raw.get(name) is not None:
                 raw[name] = Change(**raw[name])
+        raw["files"] = tuple(TableFile(**f) for f in raw.get("files", ()))
         raw["features"] = tuple(FeatureSpec(**f) for f in raw["features"])
         if (scorer := raw.get("scorer")) is not None:
             inputs = tuple(ScorerInput(**i) for i in scorer["inputs"])
@@ -131,6 +149,13 @@ class Header:
         """Returns all rows with checksums, in order: tables, then their indexes."""
         return (*self.tables, *self.indexes)
 
+    def stored_in(self, file: TableFile | None) -> tuple[StoredRows, ...]:
+        """Returns what lies in the file of a table, or in the segment."""
+        if file is not None:
+            return tuple(s for s in self.stored if file.offset <= s.offset < file.end)
+        end = self.files[0].offset if self.files else None
+        return tuple(s for s in self.stored if end is None or s.offset < end)
+
     @property
     def chunks(self) -> int:
         return sum(s.chunks for s in self.stored)
@@ -138,6 +163,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if self.files:
+            return 4
         if self.delta is not None or self.merged is not None:
             return 3
         return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
@@ -160,54 +187,6 @@ def _table_from(raw: dict[str, Any]) -> StoredTable:
     return StoredTable(**raw)
 
 
-def plan_tables(tables: Iterable[StoredTable]) -> tuple[StoredTable, ...]:
-    """Lays out tables, then their indexes; offsets count from the first table. A table's own offset and first
-    checksum are not read; its new chunks are multiples of its chunk_rows, if they hold that many."""
-    stored, offset, chunk = [], 0, 0
-    for table in tables:
-        chunk_rows = max(1, CHUNK_BYTES // table.row_bytes)
-        chunk_rows -= chunk_rows % table.chunk_rows if chunk_rows >= table.chunk_rows else 0
-        stored.append(replace(table, offset=offset, chunk_rows=chunk_rows, first_chunk=chunk))
-        offset += align(table.bytes)
-        chunk += stored[-1].chunks
-    for i, table in enumerate(stored):
-        if table.ids is not None and (index := table.ids.index) is not None:
-            moved = replace(index, offset=offset, first_chunk=chunk)
-            stored[i] = replace(table, ids=replace(table.ids, index=moved))
-            offset += align(index.bytes)
-            chunk += index.chunks
-    return tuple(stored)
-
-
-def _moved(table: StoredTable, by: int) -> StoredTable:
-    ids = table.ids
-    if ids is not None and ids.index is not None:
-        ids = replace(ids, index=replace(ids.index, offset=ids.index.offset + by))
-    return replace(table, offset=table.offset + by, ids=ids)
-
-
-def lay_out(header: Header, program: bytes) -> tuple[Header, int, int]:
-    """Returns the header with final offsets, the bytes reserved for it, and the scorer's offset. The header's
-    length and the offsets in it depend on each other: sizes grow until they agree."""
-    reserved = align(len(header.to_json()) + SPARE_BYTES, 64)
-    while True:
-        first_table = align(PRELUDE.size + reserved + 8 * header.chunks)
-        tables = tuple(_moved(t, first_table) for t in header.tables)
-        end = max([first_table, *(align(s.offset + s.bytes) for s in replace(header, tables=tables).stored)])
-        size, found = len(program), checksum(program)
-        scorer = header.scorer and replace(header.scorer, offset=end, bytes=size, checksum=found)
-        placed = replace(header, tables=tables, scorer=scorer)
-        needed = align(len(placed.to_json()) + SPARE_BYTES // 2, 64)
-        if needed > LARGEST_HEADER_BYTES:
-            raise SegmentError(
-                f"model {header.model!r} has {len(tables):,} tables, whose header takes {needed:,} bytes; "
-                f"the format holds {LARGEST_HEADER_BYTES:,}: publish it as several models"
-            )
-        if needed <= reserved:
-            return placed, reserved, end
-        reserved = needed
-
-
 def align(n: int, to: int = TABLE_ALIGNMENT_BYTES) -> int:
     """Rounds up to a multiple of `to`."""
     return -(-n // to) * to
@@ -219,19 +198,23 @@ def checksum(data: Any) -> int:
 
 
 def check_header(header: Header, header_end: int, size: int) -> None:
-    """Raises SegmentError for impossible values. header_end, size: bytes of the file."""
+    """Raises SegmentError for impossible values. header_end, size: bytes of the segment's file."""
+    _check_files(header, size)
+    files = {f.table: f for f in header.files}
     chunks = 0
     for t in header.tables:
         _check_table(t, chunks)
         chunks += t.chunks
-        _check_place(f"table {t.name!r}", t.offset, t.bytes, size)
-    for index in header.indexes:
+        _check_place(f"table {t.name!r}", t, files.get(t.name), size)
+    for t in header.tables:
+        if t.ids is None or (index := t.ids.index) is None:
+            continue
         if index.first_chunk != chunks:
             raise SegmentError(
                 f"an id index has checksum {index.first_chunk} for its first; expected {chunks}"
             )
         chunks += index.chunks
-        _check_place("an id index", index.offset, index.bytes, size)
+        _check_place("an id index", index, files.get(t.name), size)
     names = [t.name for t in header.tables]
     # A delta may say a position alone
     if len(set(names)) != len(names) or not (names or header.delta is not None):
@@ -291,9 +274,29 @@ def _check_table(t: StoredTable, first_chunk: int) -> None:
     check_ids(t)
 
 
-def _check_place(what: str, offset: int, count: int, size: int) -> None:
-    if offset < 0 or count < 0 or offset % TABLE_ALIGNMENT_BYTES or offset + count > size:
-        raise SegmentError(f"{what} lies at bytes [{offset}, {offset + count}) of a file of {size}")
+def _check_files(header: Header, size: int) -> None:
+    end, names = size, {t.name for t in header.tables}
+    for f in header.files:
+        are_numbers = all(type(n) is int for n in (f.offset, f.bytes, f.checksum))
+        if not are_numbers or not isinstance(f.table, str) or f.table not in names:
+            raise SegmentError(f"the header has a file of table {str(f.table)[:60]!r}, or with no number")
+        if f.offset != end or f.bytes <= FILE_HEAD_BYTES or f.bytes % TABLE_ALIGNMENT_BYTES:
+            raise SegmentError(
+                f"the file of table {f.table[:60]!r} has bytes [{f.offset}, {f.offset + f.bytes}); expected "
+                f"a multiple of {TABLE_ALIGNMENT_BYTES} from {end} on"
+            )
+        names.remove(f.table)
+        end = f.end
+    if header.files and header.delta is not None:
+        raise SegmentError("a delta has a table in a file of its own")
+
+
+def _check_place(what: str, stored: StoredRows | StoredScorer, file: TableFile | None, size: int) -> None:
+    """file: of the table, None: it lies in the segment, of `size` bytes."""
+    first, end = (0, size) if file is None else (file.offset + FILE_HEAD_BYTES, file.end)
+    at, count = stored.offset, stored.bytes
+    if at < first or count < 0 or at % TABLE_ALIGNMENT_BYTES or at + count > end:
+        raise SegmentError(f"{what} lies at bytes [{at}, {at + count}) of a file of [{first}, {end})")
 
 
 def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
@@ -331,7 +334,7 @@ def _check_scorer(s: StoredScorer, pooled: dict[str, int], size: int) -> None:
     are_numbers = all(type(n) is int for n in (s.offset, s.bytes, s.checksum))
     if not are_numbers or s.kind not in ("dot", "cosine", "program"):
         raise SegmentError(f"the scorer is of kind {str(s.kind)[:60]!r}, or its place is no number")
-    _check_place("the scorer", s.offset, s.bytes, size)
+    _check_place("the scorer", s, None, size)
     for i in s.inputs:
         if (
             type(i.width) is not int

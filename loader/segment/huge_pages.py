@@ -15,6 +15,7 @@ import mmap
 import os
 from pathlib import Path
 
+HUGE_PAGE_BYTES = 2 << 20  # of other file systems in memory
 _HUGETLBFS_MAGIC = 0x958458F6  # linux/magic.h
 _STATFS_BYTES = 256  # more than struct statfs has; it begins with f_type and f_bsize, both long
 

@@ -11,17 +11,17 @@ import errno
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tableside.loader.errors import NoSpace
-from tableside.loader.segment.huge_pages import free_huge_bytes, huge_page_bytes
+from tableside.loader.segment.huge_pages import HUGE_PAGE_BYTES, free_huge_bytes, huge_page_bytes
 from tableside.quant.contract import Bytes
 
-HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
 _PAGES_A_THREAD = 16  # fewer are not worth another thread
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
@@ -61,26 +61,31 @@ class _Mapped:
             _libc.munmap(*span)
 
 
-class Mapping(_Mapped):
-    """A whole file, mapped shared and aligned to its pages or 2 MiB; unmapped with the last array over it.
-    `bytes`: uint8 [size], read-only unless `writable`. Copies are the object itself; pickling raises
-    TypeError."""
+class FileToMap(NamedTuple):
+    """An open file, its bytes, and whether they may be written."""
 
-    def __init__(self, fd: int, size: int, writable: bool = False) -> None:
-        self.size = size
-        self.page_bytes = huge_page_bytes(fd) or HUGE_PAGE_BYTES
-        span = size + self.page_bytes
+    fd: int
+    size: int
+    writable: bool = False
+
+
+class Mapping(_Mapped):
+    """Whole files, mapped shared one behind the other, aligned to their pages or 2 MiB; unmapped with the
+    last array over them. All sizes but the last are multiples of the page. `bytes`: uint8 [size], read-only
+    unless the first is writable. Copies are the object itself; pickling raises TypeError."""
+
+    def __init__(self, *files: FileToMap) -> None:
+        self.size = sum(file.size for file in files)
+        self.page_bytes = huge_page_bytes(files[0].fd) or HUGE_PAGE_BYTES
+        span = self.size + self.page_bytes
         start = _mmap(None, span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        address = -(-start // self.page_bytes) * self.page_bytes
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.address = at = -(-start // self.page_bytes) * self.page_bytes
         self._span = (start, span)
-        self.address = address
-        try:
-            _mmap(address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
-        except OSError:
-            _libc.munmap(start, span)
-            raise
-        self._show(address, size, writable)
+        for file in files:
+            protection = mmap.PROT_READ | (mmap.PROT_WRITE if file.writable else 0)
+            _mmap(at, file.size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.fd)
+            at += file.size
+        self._show(self.address, self.size, files[0].writable)
 
     def collapse(self) -> bool:
         """Asks for 2 MiB pages, on all cores; False where the kernel refuses (part may be done)."""
@@ -96,18 +101,19 @@ class Mapping(_Mapped):
             return all(list(pool.map(part, range(threads))))
 
     def huge_fraction(self) -> float:
-        """Returns the share of the file mapped in pages of `page_bytes`, from /proc/self/smaps."""
-        start = f"{self.address:x}-"
+        """Returns the share of the files mapped in pages of `page_bytes`, from /proc/self/smaps."""
+        huge, is_ours, size = 0, False, 0
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
-                if line.startswith(start):
-                    for field in smaps:
-                        name, kib = field.split()[:2]
-                        if name == "KernelPageSize:" and int(kib) * 1024 == self.page_bytes:
-                            return 1.0
-                        if name == "ShmemPmdMapped:":
-                            return int(kib) * 1024 / self.size
-        return 0.0
+                name, value = line.split()[:2]
+                if not name.endswith(":"):
+                    first, end = (int(part, 16) for part in name.split("-"))
+                    is_ours, size = self.address <= first < self.address + self.size, end - first
+                elif is_ours and name == "KernelPageSize:" and int(value) * 1024 == self.page_bytes:
+                    huge += size
+                elif is_ours and name == "ShmemPmdMapped:":
+                    huge += int(value) * 1024
+        return huge / self.size
 
     def __copy__(self) -> "Mapping":
         return self
@@ -145,26 +151,32 @@ class MappedWindow(_Mapped):
         self._show(at + offset - first, size, False)
 
 
-def reserve(fd: int, size: int, where: Path) -> Mapping:
-    """Allocates `size` bytes of the empty file `fd` and maps it writable. NoSpace: the file stays empty."""
-    free = available_bytes(where)
+def reserve(files: Sequence[FileToMap], where: Path) -> Mapping:
+    """Allocates all bytes of the writable files, which are empty, and maps all of them. NoSpace: they stay
+    empty."""
+    new = [file for file in files if file.writable]
+    size, free = sum(file.size for file in new), available_bytes(where)
     if size > free:
         raise _no_space(size, free, where)
     try:
-        os.ftruncate(fd, size)
-        is_huge = huge_page_bytes(fd) > 0
-        for offset in range(0, 0 if is_huge else size, HUGE_PAGE_BYTES):
-            os.posix_fallocate(fd, offset, min(mmap.PAGESIZE, size - offset))
-        mapping = Mapping(fd, size, writable=True)
-        if not is_huge:
-            mapping.collapse()
-        os.posix_fallocate(fd, 0, size)
+        for file in new:
+            _allocate(file)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
-        os.ftruncate(fd, 0)
+        for file in new:
+            os.ftruncate(file.fd, 0)
         raise _no_space(size, available_bytes(where), where) from error
-    return mapping
+    return Mapping(*files)
+
+
+def _allocate(file: FileToMap) -> None:
+    os.ftruncate(file.fd, file.size)
+    if huge_page_bytes(file.fd) == 0:
+        for offset in range(0, file.size, HUGE_PAGE_BYTES):
+            os.posix_fallocate(file.fd, offset, min(mmap.PAGESIZE, file.size - offset))
+        Mapping(file).collapse()
+    os.posix_fallocate(file.fd, 0, file.size)
 
 
 def available_bytes(where: Path) -> int:

@@ -1,11 +1,12 @@
-"""The segment: one immutable file in shared memory that holds a version. Numbers are little-endian.
+"""The segment: an immutable file in shared memory that holds a version, without its large tables, which have
+files of their own (loader.segment.layout). Numbers are little-endian.
 
     offset   bytes
     0        8      magic TABLSIDE in ASCII, written last
     8        4      format version, uint32: 1; 2 if ids are not row numbers or buckets lie elsewhere;
-                    3 for a delta (loader.segment.delta) and a compacted version
+                    3 for a delta (loader.segment.delta) and a compacted version; 4 if tables have files
     12       4      H, uint32: bytes of the header
-    16       8      bytes of the whole file, uint64
+    16       8      bytes of this file, uint64
     24       8      xxh3-64 of header and checksums
     32       32     zeros
     64       H      header: JSON, padded with spaces (loader.segment.header)
@@ -14,18 +15,18 @@
     ...             the id index of each table of raw ids (loader.segment.stored, quant.rows.ids)
     ...             the scorer's program, if any
 
-Each `offset` is a multiple of 4096; gaps are zeros. A chunk has `chunk_rows` rows, the last one fewer.
+Each `offset` is a multiple of 4096; gaps are zeros. A chunk has `chunk_rows` rows, the last one fewer. The
+tables' files are mapped behind this one, so that an `offset` beyond its bytes lies in one of them.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,123 +34,90 @@ from numpy.typing import NDArray
 from tableside.loader.errors import SegmentError
 from tableside.loader.segment.header import (
     PRELUDE,
-    TABLE_ALIGNMENT_BYTES,
     Change,
     Header,
-    align,
+    TableFile,
     check_header,
     checksum,
-    lay_out,
 )
-from tableside.loader.segment.huge_pages import huge_page_bytes
-from tableside.loader.segment.memory import Mapping, reserve
+from tableside.loader.segment.layout import HEAD_BYTES, Files, check_head, file_name
+from tableside.loader.segment.memory import FileToMap, Mapping
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
-from tableside.quant.contract import Bytes
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 3
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 4
 
 Verify = Literal["full", "always", "header"]
 """What is read when a file is attached: full: every byte, once a host (loader.versions.verified); always:
 every byte; header: the header."""
+_READ = os.O_RDONLY | os.O_CLOEXEC
 _READ_S = 0.001  # that `Segment.verify` reads between two rests
 _NICE = 10  # of a thread that reads with rests: a tenth of a core that others need as well
 
 
-class SegmentWriter:
-    """A new segment at `path`, with all bytes reserved. The caller writes every chunk of `header.stored` with
-    `rows`, and may call `finish_chunk` once one is written (any thread); then it calls `seal`. program: the
-    scorer's archive. fd: an empty file at `path`, closed here; None: it is created. NoSpace: at most an empty
-    file stays."""
+class SegmentFile(NamedTuple):
+    """A file of an attached version. table: the large one whose file it is; None: the segment itself.
+    identity: checksum of what it holds; stored: its tables and indexes."""
 
-    def __init__(self, path: Path, header: Header, program: bytes = b"", fd: int | None = None) -> None:
-        self.path = path
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._fd = os.open(path, flags, 0o600) if fd is None else fd
-        try:
-            self.header, self._header_bytes, end = lay_out(header, program)
-            self.size = align(end + len(program), huge_page_bytes(self._fd) or TABLE_ALIGNMENT_BYTES)
-            self._checksums, self._has_sum = np.zeros(header.chunks, "<u8"), np.zeros(header.chunks, np.bool_)
-            self.mapping = reserve(self._fd, self.size, path.parent)
-            self.mapping.bytes[end : end + len(program)] = np.frombuffer(program, np.uint8)
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def rows(self, table: StoredRows, start: int, stop: int) -> Bytes:
-        """Returns rows [start, stop) of a table or index as writable uint8 [rows, row_bytes]."""
-        first = table.offset + start * table.row_bytes
-        part = self.mapping.bytes[first : first + (stop - start) * table.row_bytes]
-        return part.reshape(-1, table.row_bytes)
-
-    def finish_chunk(self, table: StoredRows, chunk: int) -> None:
-        """Stores the checksum of a completely written chunk."""
-        at = table.first_chunk + chunk
-        self._checksums[at], self._has_sum[at] = checksum(self.rows(table, *table.chunk_range(chunk))), True
-
-    def finish_rest(self, threads: int = 1) -> None:
-        """Stores the checksums of the chunks that have none yet."""
-        chunks = ((stored, n) for stored in self.header.stored for n in range(stored.chunks))
-        left = [(stored, n) for stored, n in chunks if not self._has_sum[stored.first_chunk + n]]
-        with ThreadPoolExecutor(threads, "tableside-checksum") as pool:
-            list(pool.map(lambda chunk: self.finish_chunk(*chunk), left))
-
-    def seal(self, load: dict[str, float]) -> Header:
-        """Writes the checksums that are left, header, checksums, then the magic, and makes the file
-        read-only. Returns the final header."""
-        self.finish_rest()
-        self.header = replace(self.header, load=load)
-        text = self.header.to_json()
-        if len(text) > self._header_bytes:
-            raise SegmentError(
-                f"{self.path}: the header grew to {len(text)} bytes; {self._header_bytes} were reserved"
-            )
-        text = text.ljust(self._header_bytes)
-        sums = self._checksums.tobytes()
-        data = self.mapping.bytes
-        data[PRELUDE.size : PRELUDE.size + len(text) + len(sums)] = np.frombuffer(text + sums, np.uint8)
-        prelude = PRELUDE.pack(MAGIC, self.header.format_version, len(text), self.size, checksum(text + sums))
-        data[8 : PRELUDE.size] = np.frombuffer(prelude[8:], np.uint8)
-        data[:8] = np.frombuffer(prelude[:8], np.uint8)
-        os.fchmod(self._fd, os.fstat(self._fd).st_mode & 0o440)
-        self.close()
-        return self.header
-
-    def close(self) -> None:
-        """Closes the file; its mapping goes with the last array over it. Safe to call twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __enter__(self) -> "SegmentWriter":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    path: Path
+    table: str | None
+    status: os.stat_result
+    identity: int
+    stored: tuple[StoredRows, ...]
 
 
 class Segment:
     """An attached version: mapped, valid while this object or a table of it lives. fd: an open file of it,
-    closed here. SegmentError: the file is no valid segment (docs/format.md). Copies are the object itself; a
-    pickle holds the path and attaches again, with SegmentError if another file is there."""
+    closed here; open_file: opens another one of its folder by name. SegmentError: the files are no valid
+    segment (docs/format.md). Copies are the object itself; a pickle holds the path and attaches again, with
+    SegmentError if another file is there."""
 
-    def __init__(self, path: Path, verify: Verify = "always", fd: int | None = None) -> None:
+    header: Header
+    mapping: Mapping
+
+    def __init__(
+        self,
+        path: Path,
+        verify: Verify = "always",
+        fd: int | None = None,
+        open_file: Callable[[str], int] | None = None,
+    ) -> None:
         """verify: "full" reads every byte, too."""
         self.path = path
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
+        fds = [os.open(path, _READ) if fd is None else fd]
         try:
-            self.file = os.fstat(fd)
-            size = self.file.st_size
-            prelude = os.pread(fd, PRELUDE.size, 0)
-            header_bytes = _check_prelude(path, prelude, size)
-            self.mapping = Mapping(fd, size)
+            files, header_bytes = self._read_head(fds[0])
+            for number, file in enumerate(self.header.files, 1):
+                name = file_name(path, number)
+                fds.append(open_file(name) if open_file else os.open(path.parent / name, _READ))
+                files.append(self._check_file(path.parent / name, fds[-1], file))
+            if len(fds) > 1:
+                self.mapping = Mapping(*(FileToMap(fd, os.fstat(fd).st_size) for fd in fds))
         finally:
-            os.close(fd)
-        self.header_checksum = PRELUDE.unpack(prelude)[4]
-        self.header, self._checksums = self._read_header(prelude, header_bytes)
+            for fd in fds:
+                os.close(fd)
+        self.files = tuple(files)
+        sums = self.mapping.bytes[PRELUDE.size + header_bytes :][: 8 * self.header.chunks]
+        self._checksums: NDArray[np.uint64] = sums.view("<u8")
         if verify != "header":
             self.verify()
         self.tables = {t.name: self._table(t) for t in self.header.tables}
+
+    def _read_head(self, fd: int) -> tuple[list[SegmentFile], int]:
+        """Maps the segment and reads its header; returns the first file, and the bytes of the header."""
+        status, prelude = os.fstat(fd), os.pread(fd, PRELUDE.size, 0)
+        header_bytes = _check_prelude(self.path, prelude, status.st_size)
+        self.mapping = Mapping(FileToMap(fd, status.st_size))
+        self.header_checksum = PRELUDE.unpack(prelude)[4]
+        self.header = self._read_header(prelude, header_bytes)
+        return [
+            SegmentFile(self.path, None, status, self.header_checksum, self.header.stored_in(None))
+        ], header_bytes
+
+    def _check_file(self, path: Path, fd: int, file: TableFile) -> SegmentFile:
+        status = os.fstat(fd)
+        check_head(path, os.pread(fd, HEAD_BYTES, 0), status.st_size, file)
+        return SegmentFile(path, file.table, status, file.checksum, self.header.stored_in(file))
 
     @property
     def base(self) -> "Segment":
@@ -174,6 +142,11 @@ class Segment:
     def size(self) -> int:
         return self.mapping.size
 
+    @property
+    def shared_bytes(self) -> int:
+        """Returns the bytes of files that other versions have as well, as of when they were opened."""
+        return sum(file.status.st_size for file in self.files if file.status.st_nlink > 1)
+
     def __copy__(self) -> "Segment":
         return self
 
@@ -183,7 +156,7 @@ class Segment:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _attach_again, (self.path, self.content())
 
-    def _read_header(self, prelude: bytes, header_bytes: int) -> tuple[Header, NDArray[np.uint64]]:
+    def _read_header(self, prelude: bytes, header_bytes: int) -> Header:
         data = self.mapping.bytes
         text = data[PRELUDE.size : PRELUDE.size + header_bytes].tobytes()
         try:
@@ -203,7 +176,11 @@ class Segment:
                 )
         except SegmentError as error:
             raise SegmentError(f"{self.path}: {error}; publish the version again") from None
-        return header, sums.view("<u8")
+        return header
+
+    def checksums(self, stored: StoredRows) -> NDArray[np.uint64]:
+        """Returns the checksums of the chunks of a table or index."""
+        return self._checksums[stored.first_chunk : stored.first_chunk + stored.chunks]
 
     def content(self) -> int:
         """Returns xxh3-64 over the checksums of rows and scorer; independent of version number and time."""
@@ -232,12 +209,6 @@ class Segment:
         except SegmentError as error:
             raise SegmentError(f"{self.path}: {error}; publish the version again") from None
 
-    def chunks(self) -> Iterator[tuple[StoredRows, int, int]]:
-        """Yields (table or index, first row, end row) of each chunk."""
-        for stored in self.header.stored:
-            for chunk in range(stored.chunks):
-                yield stored, *stored.chunk_range(chunk)
-
     def is_whole(self, table: StoredRows, start: int, stop: int) -> bool:
         """Reads a chunk; returns whether its checksum is right."""
         first = table.offset + start * table.row_bytes
@@ -254,14 +225,19 @@ class Segment:
         """Reads every row on `threads` threads; SegmentError names the first chunk with a wrong checksum.
         rest: seconds of rest for each second of reading, so that others have the memory's bandwidth; and they
         have this thread's core before it."""
-        if self.header.scorer:
+        for file in self.files:
+            self.verify_file(file, threads, rest)
+
+    def verify_file(self, file: SegmentFile, threads: int = 1, rest: float = 0.0) -> None:
+        """As `verify`, of what one file holds."""
+        if file.table is None and self.header.scorer:
             self.program()
-        self._check(list(self.chunks()), threads, rest)
+        self._check(_chunks(file.stored), threads, rest)
 
     def verify_indexes(self) -> None:
         """Verifies id indexes, not rows: a damaged row gives a wrong vector, a damaged index may lead
         anywhere."""
-        self._check([chunk for chunk in self.chunks() if not isinstance(chunk[0], StoredTable)])
+        self._check(_chunks(self.header.indexes))
 
     def _check(
         self, chunks: Sequence[tuple[StoredRows, int, int]], threads: int = 1, rest: float = 0.0
@@ -287,6 +263,25 @@ class Segment:
                 time.sleep(rest * read_s)
                 began = time.thread_time()
         return None
+
+
+def open_segment(folder: Files, path: Path, verify: Verify) -> Segment:
+    """Opens a segment of a folder. FileNotFoundError: it is not there. SegmentError: it is damaged, or the
+    file of a table is gone."""
+    try:
+        return Segment(path, verify, folder.open(path.name), folder.open)
+    except FileNotFoundError as error:
+        if not folder.exists(path.name):
+            raise
+        raise SegmentError(
+            f"{path.parent / str(error.filename)} is gone, the file of a table of {path}; activate another "
+            "version, or publish this one again"
+        ) from error
+
+
+def _chunks(stored: Iterable[StoredRows]) -> list[tuple[StoredRows, int, int]]:
+    """Returns (table or index, first row, end row) of each chunk."""
+    return [(rows, *rows.chunk_range(chunk)) for rows in stored for chunk in range(rows.chunks)]
 
 
 def _give_way() -> None:

@@ -16,8 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tableside.loader.errors import ModelError, VersionError
-from tableside.loader.segment.header import Header, Owner, plan_tables
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.header import Header, Owner
+from tableside.loader.segment.layout import plan_tables
+from tableside.loader.segment.segment import Segment
 from tableside.loader.shards.shares import Share, copy_share, parts_of, shares_of
 from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model, models
@@ -157,8 +158,7 @@ def _write(
     started = time.monotonic()
     header = _plan(source.header, shares, model.name, version, owner)
     program = source.program() if header.scorer is not None else b""
-    path, fd = model.partial_path(version), model.create_partial(version)
-    with SegmentWriter(path, header, program, fd) as writer:
+    with model.writer(version, header, program) as writer:
         for table in writer.header.tables:
             copy_share(writer, table, shares[table.name])
         sealed = writer.seal(

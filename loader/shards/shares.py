@@ -13,8 +13,9 @@ from itertools import pairwise
 import numpy as np
 
 from tableside.loader.errors import ModelError, SegmentError
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.partial import ids_in
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids

@@ -15,6 +15,7 @@ import errno
 import grp
 import os
 import pwd
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from tableside.loader.segment.delta import parse_delta_name
 
 LOCK_WAIT_S = 30.0
 NOTE = ".verified"  # behind a file's name: what is noted of it (loader.versions.verified)
+_OF_TABLE = re.compile(r"([1-9][0-9]{0,17})\.[1-9][0-9]*\.rows")
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -113,6 +115,16 @@ class Folder:
     def rename(self, old: str, new: str) -> None:
         """Renames within the folder; replaces `new`."""
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def link(self, old: str, new: str) -> bool:
+        """Gives a file another name, and what was noted of it; False: this user may not."""
+        try:
+            os.link(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        except PermissionError:
+            return False
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            os.link(old + NOTE, new + NOTE, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        return True
 
     def unlink(self, name: str) -> None:
         """Removes a file if it exists, and what was noted of it."""
@@ -229,6 +241,15 @@ def deltas_of(folder: Folder, version: int) -> list[int]:
     """Returns the sequences of the deltas over a version, oldest first."""
     found = [parsed for name in folder.names() if (parsed := parse_delta_name(name)) is not None]
     return sorted(sequence for over, sequence in found if over == version)
+
+
+def files_of_tables(folder: Folder) -> dict[int, list[str]]:
+    """Returns the names of large tables' files, by version."""
+    found: dict[int, list[str]] = {}
+    for name in folder.names():
+        if named := _OF_TABLE.fullmatch(name):
+            found.setdefault(int(named[1]), []).append(name)
+    return found
 
 
 def newest_delta(folder: Folder, version: int, latest: int) -> int:

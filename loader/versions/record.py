@@ -9,8 +9,10 @@ were live once, including the current; absent in old records (all versions). seq
 """
 
 import contextlib
+import errno
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from tableside.loader.errors import VersionError
@@ -101,3 +103,13 @@ def _parse(text: bytes) -> VersionRecord:
     if not all(type(n) is int and 0 <= n < 2**53 for n in numbers):
         raise ValueError(f"versions {numbers}")
     return VersionRecord(raw["current"], raw["latest"], None if lived is None else tuple(lived), *sequences)
+
+
+@contextlib.contextmanager
+def unless_full() -> Iterator[None]:
+    """Suppresses ENOSPC."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise

@@ -1,6 +1,7 @@
 """Versions of models in shared memory: publish, activate, attach, remove.
 
     ROOT/MODEL/3.segment            a version, immutable
+    ROOT/MODEL/3.1.rows             its first large table (loader.segment.layout), perhaps of version 2, too
     ROOT/MODEL/3.segment.verified   notes that it was read whole on this host (loader.versions.verified)
     ROOT/MODEL/3.damaged            marks version 3 as changed after publication; it is not attached any more
     ROOT/MODEL/4.segment.partial    a load under way, or left by a killed one (a load or `gc` removes it)
@@ -14,10 +15,9 @@ can change the files or hold a lock (loader.versions.folder).
 """
 
 import contextlib
-import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +25,17 @@ from tableside.loader.errors import AccessError, SegmentError, VersionError
 from tableside.loader.model.model import NAME, check_name
 from tableside.loader.model.nearest import did_you_mean
 from tableside.loader.segment.delta import SUFFIX, delta_name
-from tableside.loader.segment.segment import Segment, Verify
-from tableside.loader.versions.folder import Folder, deltas_of, make_folder, newest_delta, open_to_group
+from tableside.loader.segment.header import Header
+from tableside.loader.segment.segment import Segment, Verify, open_segment
+from tableside.loader.segment.writer import SegmentWriter
+from tableside.loader.versions.folder import (
+    Folder,
+    deltas_of,
+    files_of_tables,
+    make_folder,
+    newest_delta,
+    open_to_group,
+)
 from tableside.loader.versions.partial import PartialTensor, partial_tensor
 from tableside.loader.versions.record import (
     VersionRecord,
@@ -34,6 +43,7 @@ from tableside.loader.versions.record import (
     intended,
     read_record,
     reserve_room,
+    unless_full,
     write_next,
 )
 from tableside.loader.versions.verified import verified_at, verify_once
@@ -122,7 +132,7 @@ class Model:
             if folder.exists(f"{version}{_DAMAGED}"):
                 what = f"{path}: rows were found to have changed after they were written"
                 raise SegmentError(f"{what}; activate another version, or load it again")
-            segment = Segment(path, "always" if verify == "always" else "header", folder.open(path.name))
+            segment = open_segment(folder, path, "always" if verify == "always" else "header")
             if verify == "full":
                 verify_once(folder, segment)
         found = segment.header
@@ -181,15 +191,16 @@ class Model:
             try:
                 yield version
             finally:
-                folder.unlink(f"{version}{_PARTIAL}")
+                self._clear_partials(folder)
 
-    def partial_path(self, version: int) -> Path:
-        return self.folder / f"{version}{_PARTIAL}"
-
-    def create_partial(self, version: int) -> int:
-        """Creates the file of a load and returns its descriptor. Needs `loading`."""
+    def writer(
+        self, version: int, header: Header, program: bytes = b"", kept: Mapping[str, Segment] | None = None
+    ) -> SegmentWriter:
+        """Creates the files of a version. Needs `loading`. kept: tables -> versions of this model whose files
+        are linked. NoSpace: as of SegmentWriter."""
+        path = self.folder / f"{version}{_PARTIAL}"
         with self.opened() as folder:
-            return folder.create(f"{version}{_PARTIAL}")
+            return SegmentWriter(path, header, program, folder.create(path.name), folder, kept or {})
 
     def create_scratch(self, version: int) -> int:
         """Creates an unlinked file and returns its descriptor. Needs `loading`."""
@@ -255,7 +266,7 @@ class Model:
             self._clear_partials(folder)
             versions = self.versions()
             is_flipped = False
-            with _unless_full():
+            with unless_full():
                 self._record_version(folder, 0)
                 is_flipped = True
             self._unlink(folder, versions)
@@ -347,12 +358,14 @@ class Model:
         before, latest = self._readable_record(), max(versions, default=0)
         is_on_record = latest <= before.latest
         if not is_on_record:
-            with _unless_full():
+            with unless_full():
                 self._record_version(folder, before.current, before.sequence)
                 is_on_record = True
         for version in versions:
             folder.unlink(f"{version}{_SEGMENT}")
             folder.unlink(f"{version}{_DAMAGED}")
+            for name in files_of_tables(folder).get(version, []):
+                folder.unlink(name)
             for sequence in deltas_of(folder, version):
                 folder.unlink(delta_name(version, sequence))
         if not is_on_record:
@@ -371,22 +384,14 @@ class Model:
         return cleared
 
     def _clear_partials(self, folder: Folder) -> list[Path]:
-        """Removes unfinished segments. Needs the load lock."""
+        """Removes unfinished segments, and tables' files without a version. Needs the load lock."""
         partials = [name for name in folder.names() if name.endswith(".partial")]
         leftovers = [name for name in partials if not name.endswith(f"{SUFFIX}.partial")]
+        for version, names in files_of_tables(folder).items():
+            leftovers += [] if folder.exists(f"{version}{_SEGMENT}") else names
         for name in leftovers:
             folder.unlink(name)
         return [self.folder / name for name in leftovers]
-
-
-@contextlib.contextmanager
-def _unless_full() -> Iterator[None]:
-    """Suppresses ENOSPC."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
 
 
 def models(root: Path, owner: str | None = None) -> list[Model]:

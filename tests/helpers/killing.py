@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 What = Literal["kill", "full"]
-CHANGES = ("rename", "unlink", "ftruncate", "posix_fallocate", "pwrite", "fchmod")
-TAKES_SPACE = ("rename", "ftruncate", "posix_fallocate", "pwrite")  # what a full file system refuses
+CHANGES = ("rename", "link", "unlink", "ftruncate", "posix_fallocate", "pwrite", "fchmod")
+TAKES_SPACE = ("rename", "link", "ftruncate", "posix_fallocate", "pwrite")  # what a full file system refuses
 SURVIVED, REFUSED, FAILED = 0, 3, 4
 
 

@@ -1,7 +1,7 @@
 """What a load of any table does last, each as code that kills it there."""
 
 PUBLISHING = {
-    "hashing": "import tableside.loader.segment.segment as s, os; s.checksum = lambda *a: "
+    "hashing": "import tableside.loader.segment.writer as s, os; s.checksum = lambda *a: "
     "os.kill(os.getpid(), 9)",
     "sealing": "import os; os.fchmod = lambda *a: os.kill(os.getpid(), 9)",
     "recording": "import os; os.pwrite = lambda *a: os.kill(os.getpid(), 9)",

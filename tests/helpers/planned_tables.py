@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from tableside.loader.segment.header import plan_tables
+from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.quant import RowFormat
 

@@ -16,8 +16,8 @@ from planned_tables import planned_tables
 
 from tableside.loader.model.model import EvalSpec, FeatureSpec
 from tableside.loader.segment.header import Header, StoredScorer
-from tableside.loader.segment.segment import SegmentWriter
 from tableside.loader.segment.stored import StoredIds, index_parts, plan_index
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 from tableside.quant.cpu.index_builder import IndexBuilder, find_rows
@@ -164,7 +164,7 @@ def publish_raw(
         header = Header(
             name, version, CREATED, planned, tuple(features), scorer=scored[0], evaluation=evaluation
         )
-        writer = SegmentWriter(model.partial_path(version), header, scored[1], model.create_partial(version))
+        writer = model.writer(version, header, scored[1])
         _write(writer, tables, placed)
         writer.seal({"seconds": 1.0, "source_bytes": 1.0})
         model.publish(version)

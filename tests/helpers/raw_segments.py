@@ -11,8 +11,8 @@ from planned_tables import planned_tables
 
 from tableside.loader.model.model import FeatureSpec
 from tableside.loader.segment.header import Header, StoredScorer
-from tableside.loader.segment.segment import SegmentWriter
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 from tableside.quant.rows.ids import MIX, PILOT, SEED, SLOT, SPREAD, mix, pilots_for, slots_for
@@ -152,7 +152,7 @@ def publish_tables(
         header = Header(
             name, version, "2026-11-20T00:00:00+00:00", planned_tables(shapes, ids), features, scorer=scorer
         )
-        writer = SegmentWriter(model.partial_path(version), header, program, model.create_partial(version))
+        writer = model.writer(version, header, program)
         for stored_table in writer.header.tables:
             _write(writer, stored_table, tables[stored_table.name], built.get(stored_table.name))
         writer.seal({"seconds": 1.0})

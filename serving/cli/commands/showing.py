@@ -25,8 +25,8 @@ from tableside.serving.cli.output import console, mb, print_json, published, roo
 
 _UNKNOWN = dict.fromkeys(
     (
-        "state", "created", "tables", "bytes", "delta_bytes", "fp32_bytes", "scorer", "error", "sequence",
-        "states",
+        "state", "created", "tables", "bytes", "shared_bytes", "delta_bytes", "fp32_bytes", "scorer",
+        "error", "sequence", "states",
     )
 )  # fmt: skip
 
@@ -50,6 +50,7 @@ def list_models(options: argparse.Namespace) -> int:
             cells.append(escape(v["error"]))
         elif v["created"] is not None:
             sizes = f"{mb(v['bytes'])} + {mb(v['delta_bytes'])}" if v["delta_bytes"] else mb(v["bytes"])
+            sizes += f" ({mb(v['shared_bytes'])} shared)" if v["shared_bytes"] else ""
             cells += [
                 v["created"],
                 str(v["tables"]),
@@ -101,6 +102,7 @@ def _versions(model: Model) -> Iterator[dict[str, Any]]:
             continue
         h = segment.header
         sizes = {"tables": len(h.tables), "bytes": segment.size, "fp32_bytes": h.fp32_bytes}
+        sizes["shared_bytes"] = segment.shared_bytes
         state = "live" if version == live.version else "published"
         sizes["delta_bytes"] = sum(d.segment.size for d in _deltas(model, State(version, newest)))
         yield {**unknown, "state": state, "created": h.created, **sizes, "scorer": _scorer(h.scorer)}
@@ -137,6 +139,9 @@ def inspect(options: argparse.Namespace) -> int:
         console.print(reused)
     for line in _changes(segment):
         console.print(line)
+    if len(segment.files) > 1:
+        shared = f", {mb(segment.shared_bytes)} of it shared with other versions" * (segment.shared_bytes > 0)
+        console.print(f"{len(segment.files) - 1} tables in files of their own{shared}")
     if (o := h.owner) is not None:
         console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
     for table in _tables(h):
@@ -198,7 +203,7 @@ def _version(segment: Segment) -> dict[str, Any]:
     ]
     return {
         **{"model": h.model, "version": h.version, "created": h.created, "path": str(segment.path)},
-        **{"bytes": segment.size, "fp32_bytes": h.fp32_bytes},
+        **{"bytes": segment.size, "shared_bytes": segment.shared_bytes, "fp32_bytes": h.fp32_bytes},
         **{
             "checkpoint": h.source.get("path"),
             "load_seconds": h.load.get("seconds"),

@@ -168,7 +168,7 @@ def test_space_that_vanishes_between_the_check_and_the_reservation(
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     try:
         with pytest.raises(NoSpace, match="the segment needs 67,108,864"):
-            memory.reserve(fd, 64 << 20, small_tmpfs)
+            memory.reserve([memory.FileToMap(fd, 64 << 20, writable=True)], small_tmpfs)
         assert os.fstat(fd).st_size == 0
         monkeypatch.undo()
         assert available_bytes(small_tmpfs) >= 7 << 20

@@ -18,9 +18,9 @@ from tableside.loader.load.load import Loaded, LoadSettings, load
 from tableside.loader.load.reuse import LiveTables
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.model.text import write_model
-from tableside.loader.segment import header as headers
+from tableside.loader.segment import layout
 from tableside.loader.segment.header import Owner
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, Table, choose
 
@@ -231,7 +231,7 @@ def test_chunks_of_another_size_get_checksums_of_their_own(
     first: Loaded, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A release that makes smaller chunks takes tables over from one that made larger ones."""
-    monkeypatch.setattr(headers, "CHUNK_BYTES", 1 << 18)
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 1 << 18)
     load(spec_of(tmp_path, 1), root, only("raw"))
     after = Model(root, "demo").attach()  # verified
     stored = {t.name: t for t in after.header.tables}
@@ -248,11 +248,8 @@ def test_a_share_of_a_version_is_no_source(root: Path, tmp_path: Path) -> None:
     model = Model(root, "demo")
     loaded = load(spec, root)
     with model.loading() as version:
-        writer = SegmentWriter(
-            model.partial_path(version),
-            replace(loaded.header, version=version, owner=Owner("demo", 1, 1, 5)),
-            fd=model.create_partial(version),
-        )
+        header = replace(loaded.header, version=version, owner=Owner("demo", 1, 1, 5))
+        writer = model.writer(version, header)
         writer.seal({})
         model.publish(version)
     assert isinstance(model.attach(), Segment)

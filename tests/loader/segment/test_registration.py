@@ -16,6 +16,7 @@ import pytest
 from support import rows_of, until
 
 from tableside.loader.errors import RegistrationError
+from tableside.loader.segment import layout
 from tableside.loader.segment.registration import MAPPED, PORTABLE, READ_ONLY, Registration, _one_by_one
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
@@ -50,9 +51,10 @@ def _is_mapped(address: int) -> bool:
     return f"{address:x}-" in Path("/proc/self/maps").read_text()
 
 
-@pytest.fixture
-def segment(publish: Publish, root: Path) -> Segment:
-    publish({"t": rows_of(1000, 32)})
+@pytest.fixture(params=[layout.LARGE_PAGES, 0], ids=["one file", "a file a table"])
+def segment(publish: Publish, root: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> Segment:
+    monkeypatch.setattr(layout, "LARGE_PAGES", request.param)
+    publish({"t": rows_of(1000, 32), "u": rows_of(100, 8)})
     return Model(root, "demo").attach()
 
 
@@ -195,10 +197,11 @@ def test_a_gpu_reads_the_registered_rows(segment: Segment) -> None:
     import torch
 
     registration = Registration(segment, tables.DEVICE)
-    stored = segment.header.tables[0]
-    view = registration.view(stored.offset, stored.bytes)
+    views = {t.name: registration.view(t.offset, t.bytes) for t in segment.header.tables}
+    other, view = views.pop("u"), views.pop("t")
     assert view.is_cuda and view.data_ptr() == segment.tables["t"].address
-    del registration
+    np.testing.assert_array_equal(other.cpu().numpy(), segment.tables["u"].packed.reshape(-1))
+    del registration, other
     gc.collect()
     np.testing.assert_array_equal(view.cpu().numpy(), segment.tables["t"].packed.reshape(-1))
     with pytest.raises(RegistrationError, match="registered them before"):

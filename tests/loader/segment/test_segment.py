@@ -22,7 +22,8 @@ from tableside.loader.segment.header import (
     check_header,
     checksum,
 )
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import RowFormat, Source
 
 pytestmark = pytest.mark.quick
@@ -134,8 +135,8 @@ LIES = {
     "another magic": (lambda d: _change(d, 0, b"TABLSIDF"), "expected the magic"),
     "never sealed": (lambda d: _change(d, 0, bytes(8)), "not a finished segment"),
     "another format version": (
-        lambda d: _change(d, 8, struct.pack("<I", 4)),
-        "format version 4, this tableside reads 1 to 3",
+        lambda d: _change(d, 8, struct.pack("<I", 5)),
+        "format version 5, this tableside reads 1 to 4",
     ),
     "truncated": (lambda d: d[:-1], "its header says"),
     "longer than it says": (lambda d: d + b"\0", "its header says"),

@@ -15,8 +15,9 @@ from reference import REFERENCE
 
 from tableside.loader.model.model import FeatureSpec
 from tableside.loader.segment.header import Header, Owner, checksum
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredIds, StoredIndex, index_parts, plan_index
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import RowFormat, Source
 from tableside.quant.cpu.index_builder import IndexBuilder
 from tableside.quant.rows.ids import IdIndex

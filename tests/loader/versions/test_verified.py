@@ -14,7 +14,7 @@ from support import files_of, rows_of
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import SegmentError
-from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.segment import Segment, SegmentFile
 from tableside.loader.versions import verified
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
@@ -33,13 +33,13 @@ def model(publish: Publish, root: Path) -> Model:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files that were read whole, in order."""
     found: list[str] = []
-    verify = Segment.verify
+    verify = Segment.verify_file
 
-    def watched(self: Segment, *arguments: Any) -> None:
-        found.append(self.path.name)
-        verify(self, *arguments)
+    def watched(self: Segment, file: SegmentFile, *arguments: Any) -> None:
+        found.append(file.path.name)
+        verify(self, file, *arguments)
 
-    monkeypatch.setattr(Segment, "verify", watched)
+    monkeypatch.setattr(Segment, "verify_file", watched)
     return found
 
 
@@ -162,14 +162,14 @@ def test_a_process_waits_for_the_one_that_reads(
     model: Model, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And reads nothing itself then."""
-    begun, go_on, verify = threading.Event(), threading.Event(), Segment.verify
+    begun, go_on, verify = threading.Event(), threading.Event(), Segment.verify_file
 
     def slow(self: Segment, *arguments: Any) -> None:
         begun.set()
         assert go_on.wait(300)
         verify(self, *arguments)
 
-    monkeypatch.setattr(Segment, "verify", slow)
+    monkeypatch.setattr(Segment, "verify_file", slow)
     threads = [threading.Thread(target=model.attach) for _ in range(2)]
     threads[0].start()
     assert begun.wait(300)
@@ -229,7 +229,7 @@ def test_reading_rests_beside_requests(model: Model, monkeypatch: pytest.MonkeyP
     clock = SimpleNamespace(thread_time=lambda: spent["reading"], sleep=rest)
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(Segment, "is_whole", read)
-    monkeypatch.setattr(Segment, "chunks", lambda self: iter(chunks))
+    monkeypatch.setattr(module, "_chunks", lambda stored: chunks)
     attached.verify(rest=9.0)
     assert spent["rest"] == pytest.approx(9 * spent["reading"])
     assert niceness == {max(10, os.nice(0))}

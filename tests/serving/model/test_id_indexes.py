@@ -15,8 +15,9 @@ from tables import expected_of, values_of
 
 from tableside.loader.model.model import FeatureSpec
 from tableside.loader.segment.header import Header
-from tableside.loader.segment.segment import Segment, SegmentWriter
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
+from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import Pooling, RowFormat, Table
 from tableside.serving.errors import ServingError
 from tableside.serving.model.hbm_plan import Placement, index_bytes, plan_placements, with_copied_ids
