@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.load.load import LoadSettings, load
 from tableside.loader.load.manifest import write_manifest
 from tableside.loader.model.model import parse_model
+from tableside.loader.segment import layout
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 
@@ -118,11 +120,18 @@ def _dcp(folder: Path) -> Path:
 def _segment(folder: Path) -> Path:
     np.savez(folder / "c.npz", **_values())
     root = folder / "root"
-    path = load(_spec(folder / "c.npz"), root).path
-    shutil.copy(path, folder / "c.segment")
+    load(_spec(folder / "c.npz"), root)
+    for file in (root / "flips").glob("1.*"):
+        shutil.copy(file, folder / f"c{file.name[1:]}")
     shutil.rmtree(root)
     (folder / "c.npz").unlink()
     return folder / "c.segment"
+
+
+def _table_files(folder: Path) -> Path:
+    """A segment whose tables have files of their own."""
+    with patch.object(layout, "LARGE_PAGES", 0):
+        return _segment(folder)
 
 
 KINDS: dict[str, Callable[[Path], Path]] = {
@@ -131,6 +140,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "npz": _npz,
     "dcp": _dcp,
     "segment": _segment,
+    "table files": _table_files,
 }
 
 
