@@ -131,10 +131,16 @@ def swap(model: Model, version: int, url: str) -> float:
 
     started = time.perf_counter()
     with model.opened() as folder, folder.lock("record.lock"):
-        (folder.path / f"{version}.segment{NOTE}").unlink(missing_ok=True)
+        forget_read(folder.path, version)
         model._record_version(folder, version, 0)  # as a load does; `activate` would read it here
     until(reached, f"version {version}")
     return time.perf_counter() - started
+
+
+def forget_read(folder: Path, version: int) -> None:
+    """Removes the notes that this host has read a version's files."""
+    for note in folder.glob(f"{version}.*{NOTE}"):
+        note.unlink()
 
 
 def live_version(url: str) -> int:
@@ -164,7 +170,7 @@ def attach(root: str, ready: Any, go: Any, found: Any) -> None:
 
 def attach_s(root: Path, processes: int) -> float:
     """Seconds until so many processes have attached a version that none has read before."""
-    (root / NAME / f"2.segment{NOTE}").unlink(missing_ok=True)
+    forget_read(root / NAME, 2)
     ready, go, found = context.Semaphore(0), context.Event(), context.Queue()
     running = [context.Process(target=attach, args=(str(root), ready, go, found)) for _ in range(processes)]
     for process in running:
