@@ -27,6 +27,7 @@ BENCHMARKS = (
     "torch_module_processes.py",
     "workers.py",
     "large_model.py",
+    "shared_files.py",
     "http_lookup.py",
     "http_requests.py",
     "client.py",
