@@ -12,7 +12,8 @@ from pathlib import Path
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError
 from tableside.loader.model.model import ModelSpec
-from tableside.loader.segment.layout import plan_tables
+from tableside.loader.segment.huge_pages import HUGE_PAGE_BYTES
+from tableside.loader.segment.layout import LARGE_PAGES, plan_tables
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import DEFAULT_ROOT, Model
@@ -108,7 +109,9 @@ def segment_bytes(spec: ModelSpec) -> int:
         for t, m in zip(spec.tables, matrices, strict=True)
     )
     rows_and_checksums = sum(t.bytes + 8 * t.chunks for t in tables)
-    return rows_and_checksums + len(tables) * 8192 + MIB  # alignment and header: a few kB a table
+    large = sum(t.bytes >= LARGE_PAGES * HUGE_PAGE_BYTES for t in tables)
+    whole_pages = (large + 1) * HUGE_PAGE_BYTES if large else 0  # of large tables' files, and the segment
+    return rows_and_checksums + whole_pages + len(tables) * 8192 + MIB  # a few kB a table for its header
 
 
 def existing(path: Path) -> Path:

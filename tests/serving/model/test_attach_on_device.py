@@ -14,7 +14,7 @@ from support import rows_of
 
 pytest.importorskip("triton")
 from tableside.loader.errors import SegmentError
-from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.segment import Segment, SegmentFile
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.model.engine import Engine
@@ -60,13 +60,13 @@ def test_rows_are_verified_while_they_are_placed(
 ) -> None:
     """Each waits for the other to have begun; and the version is there only when both are done."""
     verifying, placing = threading.Event(), threading.Event()
-    verify, place = Segment.verify, Placer.place
+    verify, place = Segment.verify_file, Placer.place
     verified: list[int] = []
 
-    def slow_verify(self: Segment, threads: int = 1, rest: float = 0.0) -> None:
+    def slow_verify(self: Segment, file: SegmentFile, threads: int = 1, rest: float = 0.0) -> None:
         verifying.set()
         assert placing.wait(300)
-        verify(self, threads, rest)
+        verify(self, file, threads, rest)
         verified.append(threads)
 
     def slow_place(self: Placer, *arguments: Any) -> Any:
@@ -74,7 +74,7 @@ def test_rows_are_verified_while_they_are_placed(
         assert verifying.wait(300)
         return place(self, *arguments)
 
-    monkeypatch.setattr(Segment, "verify", slow_verify)
+    monkeypatch.setattr(Segment, "verify_file", slow_verify)
     monkeypatch.setattr(Placer, "place", slow_place)
     served = engine.attach()
     assert verified == [4] and served.verified_at > 0
