@@ -73,16 +73,17 @@ def apply(
     settings: ApplySettings = DEFAULTS,
     packed: PackedChanges | None = None,
     merges: Merges | None = None,
+    over: State | None = None,
 ) -> ApplyResult:
     """Publishes the changes of a batch as the next state. packed: earlier changes over the live version.
-    merges: merges deltas beside this process's batches. ChangeError: a change does not fit, or the batch does
-    not follow the source's last. VersionError: no version is live, or another became live. NoSpace. After an
-    error the live state is unchanged."""
+    merges: merges deltas beside this process's batches. over: the state that must be live. ChangeError: a
+    change does not fit, or the batch does not follow the source's last. VersionError: no version is live, or
+    another state became live. NoSpace. After an error the live state is unchanged."""
     started = time.monotonic()
     with model.opened() as folder, writing(model, folder):
         segment = attach_state(model, None, "header")
         packed = PackedChanges(segment) if packed is None else packed
-        return _Apply(model, folder, settings, segment, merges).run(batch, packed, started)
+        return _Apply(model, folder, settings, segment, merges).run(batch, packed, started, over)
 
 
 def merge_live(model: Model, settings: ApplySettings = DEFAULTS) -> None:
@@ -109,9 +110,11 @@ class _Apply:
         self.segment, self.merges = segment, merges
         self.before = model.record()
 
-    def run(self, batch: ChangeBatch, packed: PackedChanges, started: float) -> ApplyResult:
-        if packed.version != self.before.current:
-            raise self._changed(state_of(self.before), State(packed.version))
+    def run(
+        self, batch: ChangeBatch, packed: PackedChanges, started: float, over: State | None
+    ) -> ApplyResult:
+        if packed.version != self.before.current or over not in (None, state_of(self.before)):
+            raise self._changed(state_of(self.before), over or State(packed.version))
         self._check_position(batch)
         packed.add(batch.changes)
         live = self.segment.deltas

@@ -1,14 +1,15 @@
-"""Decides whether a load would give the live version again.
+"""Decides whether a load would give the live state again.
 
 A load records a digest of model.toml and names, sizes and times of the checkpoint's files, so a rewrite with
-the same size and time goes unnoticed, as with `make`.
+the same size and time goes unnoticed, as with `make`. A checkpoint that was published as changes
+(loader.load.changes) is recorded as their position.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -19,7 +20,10 @@ from tableside.loader.files import read_regular
 from tableside.loader.load.plan import Sources
 from tableside.loader.model.model import ModelSpec
 from tableside.loader.program import LARGEST_BYTES
+from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
+
+CHECKPOINT = "checkpoint"  # the stream whose positions are digests of checkpoints
 
 
 def spec_digest(spec: ModelSpec) -> str:
@@ -39,21 +43,39 @@ def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value for key, value in items if value is not None or key not in ("dim", "row_alignment")}
 
 
+class Origin(NamedTuple):
+    """What a load would read. spec: see `spec_digest`; files: names, sizes and times, sorted."""
+
+    spec: str
+    files: list[tuple[str, list[int]]]
+
+    @property
+    def digest(self) -> str:
+        return xxhash.xxh3_128_hexdigest(json.dumps(self).encode())
+
+
+def origin_of(spec: ModelSpec, sources: Sources) -> Origin:
+    """Returns what a load of `spec` reads from these sources."""
+    return Origin(spec_digest(spec), _by_name(fingerprint(sources.paths)))
+
+
 def is_live(spec: ModelSpec, model: Model) -> bool:
-    """Returns whether the live version was loaded whole from these files and is undamaged. LoaderError: a
-    file is unreadable."""
-    if not (live := model.record().current):
+    """Returns whether the live state was loaded whole from these files and is undamaged. LoaderError: a file
+    is unreadable."""
+    if not model.record().current:
         return False
     try:
-        header = model.attach(live, "header").header
+        live = attach_state(model, None, "header")
     except SegmentError:  # it is damaged, or is known to be
         return False
-    source = header.source
-    if source.get("spec") != spec_digest(spec) or "reused" in source or header.owner is not None:
+    source = live.header.source
+    if source.get("spec") != spec_digest(spec) or live.header.owner is not None:
         return False
     with open_checkpoint(spec.checkpoint) as checkpoint:
-        files = fingerprint(Sources(spec.tables, checkpoint).paths)
-    return _by_name(files) == _by_name(source["files"])
+        origin = origin_of(spec, Sources(spec.tables, checkpoint))
+    if live.change is not None and (position := live.change.positions.get(CHECKPOINT)) is not None:
+        return position == origin.digest
+    return "reused" not in source and origin.files == _by_name(source["files"])
 
 
 def _by_name(files: Mapping[str, Any]) -> list[tuple[str, list[int]]]:

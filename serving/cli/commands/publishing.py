@@ -7,6 +7,7 @@ from pathlib import Path
 from tableside.loader.deltas.apply import ApplySettings
 from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import Loaded, LoadSettings
 from tableside.loader.load.load import load as load_model
 from tableside.loader.load.manifest import write_manifest
@@ -86,10 +87,13 @@ def manifest(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> int:
-    """Loads a checkpoint and publishes a version; removes older versions beyond --keep."""
+    """Loads a checkpoint and publishes a version, or the rows that differ; removes older versions beyond
+    --keep."""
     spec = read_model(options.model)
     root = root_settings(options).root
     o = options
+    if o.as_delta and _load_delta(spec, root, options):
+        return 0
     settings = LoadSettings(o.threads, o.max_memory, o.backend, not o.no_activate, o.group, tuple(o.only))
     with progress_bar(spec.name) as progress:
         loaded = load_model(spec, root, settings, progress)
@@ -103,6 +107,23 @@ def load(options: argparse.Namespace) -> int:
         for path in Model(root, spec.name).collect(options.keep):
             console.print(f"removed {path}")
     return 0
+
+
+def _load_delta(spec: ModelSpec, root: Path, options: argparse.Namespace) -> bool:
+    """Publishes what differs in a checkpoint; False: it must be a version."""
+    if options.only or options.no_activate or options.group:
+        raise ServingError("--as-delta changes the live version; leave out --only, --no-activate and --group")
+    with progress_bar(spec.name) as progress:
+        settings = LoadSettings(options.threads, options.max_memory, options.backend)
+        result, why_not, compared = load_as_delta(spec, root, settings, progress)
+    if result is None:
+        console.print(f"{why_not}: it is loaded as a new version", markup=False)
+        return False
+    console.print(
+        f"{result.model} state {result.state}: {result.rows:,} of {compared:,} rows differ, "
+        f"{mb(result.delta_bytes)} of changes, in {result.seconds:.2f} s"
+    )
+    return True
 
 
 def describe_load(loaded: Loaded) -> str:
@@ -232,6 +253,11 @@ def add_commands(command: AddCommand) -> None:
         action="append",
         default=[],
         metavar="TABLE",
+    )
+    p.option(
+        "--as-delta",
+        "publish the rows that differ from the live ones as changes, where they are few",
+        action="store_true",
     )
     p.option("--no-activate", "publish without making it the live version", action="store_true")
     p.option("--group", "a group that may read the model (default: this user alone)")
