@@ -14,7 +14,7 @@ ROWS = 60
 
 class Drawn:
     """Kinds of lookups, drawn; `request` draws some of them in any order, with places, inputs and the size of
-    the outputs.
+    the outputs. Some have found masks.
 
     together: the vectors of pooled lookups lie side by side, those of the others behind them.
     """
@@ -79,4 +79,7 @@ class Drawn:
             places.append(
                 Place(number, ids_at, count, found[0], found[1] or 0, found[2], weights_at, place_at, step)
             )
+        for n, place in enumerate(places):  # found masks lie behind all vectors
+            if rng.random() < 0.2:
+                places[n], out_at = place._replace(found_at=out_at), out_at + place.ids
         return np.array(places, np.int64), b"".join(parts), out_at

@@ -10,7 +10,7 @@ typedef struct { GPU_KIND_FIELDS(MEMBER) } kind;
 typedef struct { JOB_FIELDS(MEMBER) } job;
 typedef struct { MOVE_FIELDS(MEMBER) } move;
 typedef struct { int64_t table, ids_at, ids, locations_at; } cached;
-typedef struct { int64_t lookup, row_map, ids_at, ids; } resolved;
+typedef struct { int64_t lookup, row_map, ids_at, ids, found_at; } resolved;
 
 enum { OUT_ALIGNMENT = 16 };
 
@@ -30,8 +30,8 @@ static const int64_t LARGEST = INT32_MAX;
 
 static inline int is_sound(const kind *k, const place *p) {
     int64_t ids;
-    return k->is_steady && p->found_at < 0 && p->out_row_bytes >= 0 && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST
-        && p->bag_length >= 0
+    return k->is_on_device && p->found_at >= -1 && p->found_at <= INT64_MAX - LARGEST && p->out_row_bytes >= 0
+           && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST && p->bag_length >= 0
            && (!k->is_pooled || p->lengths_at >= 0
                || (!__builtin_mul_overflow(p->bags, p->bag_length, &ids) && ids == p->ids));
 }
@@ -42,7 +42,9 @@ static inline int can_be_written(const kind *k, const place *p) {
     return p->out_at % unit == 0 && p->out_row_bytes % unit == 0;
 }
 
-typedef struct { int64_t in_bytes, out_bytes, scratch, locations, moved_in, moved_out, found, mapped; } sizes;
+/* all_found: masks of tables that have every id, which the host fills. */
+typedef struct { int64_t in_bytes, out_bytes, scratch, locations, moved_in, moved_out, found, mapped,
+                 all_found; } sizes;
 
 static inline void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset, int64_t source,
                          int64_t bytes) {
@@ -72,7 +74,6 @@ static inline void add(int64_t number, const kind *k, const place *p, int is_pla
                .hbm_rows = k->hbm_rows, .locations_at = -1, .hbm_share = k->hbm_share, .out_step = k->dim};
     moves->out_at = moves->first_program = moves->starts_at = 1;
     stage(s, m->in, &j->ids_at, &moves->ids_at, p->ids_at, 8 * p->ids);
-    if (k->row_map) m->mapped[s->mapped++] = (resolved){number, k->row_map, j->ids_at, p->ids};
     if (k->cache_table >= 0) {
         m->found[s->found++] = (cached){k->cache_table, j->ids_at, p->ids, s->locations};
         j->locations_at = s->locations, moves->locations_at = 1;
@@ -99,30 +100,39 @@ static inline void add(int64_t number, const kind *k, const place *p, int is_pla
             m->out[s->moved_out++] = (move){j->out_at, p->out_at, row, outputs, row, p->out_row_bytes};
         else if (bytes) m->out[s->moved_out++] = (move){j->out_at, p->out_at, bytes, 1, 0, 0};
     }
+    int64_t mask_at = -1;
+    if (p->found_at >= 0 && !k->row_map) s->all_found++;
+    else if (p->found_at >= 0 && is_placed) mask_at = p->found_at;
+    else if (p->found_at >= 0) {
+        mask_at = s->out_bytes, s->out_bytes += aligned(p->ids, OUT_ALIGNMENT);
+        if (p->ids) m->out[s->moved_out++] = (move){mask_at, p->found_at, p->ids, 1, 0, 0};
+    }
+    if (k->row_map) m->mapped[s->mapped++] = (resolved){number, k->row_map, j->ids_at, p->ids, mask_at};
     to->programs += (outputs * k->columns + to->block - 1) / to->block;
     to->count++;
 }
 
-/* Whether vectors go straight to where the caller wants them. */
+/* Whether vectors and masks go straight to where the caller wants them. Masks that the host fills do not. */
 static inline int is_direct(const kind *kinds, const place *p, int64_t count, int *is_placed) {
     int64_t at = 0;
-    int packed = 1, apart = 0, writable = 1;
+    int packed = 1, apart = 0, writable = 1, all_found = 0;
     for (int64_t i = 0; i < count; i++) {
         const kind *k = kinds + p[i].kind;
         int64_t bytes = outputs_of(k, p + i) * k->dim * item_of(k);
         packed &= !bytes || (p[i].out_at == at && !p[i].out_row_bytes);
         apart |= p[i].out_row_bytes > 0;
         writable &= can_be_written(k, p + i);
+        all_found |= p[i].found_at >= 0 && !k->row_map;
         at += aligned(bytes, OUT_ALIGNMENT);
     }
-    *is_placed = packed || (apart && writable);
+    *is_placed = !all_found && (packed || (apart && writable));
     return *is_placed;
 }
 
-/* A request's lookups, laid out. end: where the last vector ends in the caller's output buffer. */
+/* A request's lookups, laid out. end: where the last vector or mask ends in the caller's output buffer. */
 typedef struct { jobs_of pooled, unpooled; sizes sizes; int64_t end; int is_direct; } laid_out;
 
-/* Whether the device needs nothing but the ids of these lookups, of `of_kinds` kinds. */
+/* Whether the device does these lookups, of `of_kinds` kinds. */
 static inline int are_sound(const kind *kinds, int64_t of_kinds, const place *p, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (p[i].kind < 0 || p[i].kind >= of_kinds || !is_sound(kinds + p[i].kind, p + i)) return 0;
@@ -144,6 +154,7 @@ static inline void lay_out_in(room *m, const kind *kinds, const place *p, int64_
         int64_t last = outputs ? p[i].out_at + (outputs - 1) * (p[i].out_row_bytes ? p[i].out_row_bytes
                                                                 : row) + row : 0;
         if (last > to->end) to->end = last;
+        if (p[i].found_at >= 0 && p[i].found_at + p[i].ids > to->end) to->end = p[i].found_at + p[i].ids;
         add(i, k, p + i, is_placed, &to->sizes, m, k->is_pooled ? &to->pooled : &to->unpooled);
     }
     if (is_placed) to->sizes.out_bytes = aligned(to->end, OUT_ALIGNMENT);

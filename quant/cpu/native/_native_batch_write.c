@@ -36,7 +36,9 @@ static void write_others(const room *m, const laid_out *laid, const measured *si
         const resolved *r = m->mapped + i;
         int64_t programs = ceil_div(r->ids, sizes->resolve_block), ids_at = r->ids_at + at->inputs;
         w->resolves[w->resolved] = (resolve){.row_map = r->row_map, .ids_at = ids_at, .target_at = ids_at,
-                                             .ids = r->ids, .found_at = -1, .first_program = w->program};
+                                             .ids = r->ids,
+                                             .found_at = r->found_at < 0 ? -1 : r->found_at + at->outputs,
+                                             .first_program = w->program};
         while (programs--) w->programs[w->program++] = (int32_t)w->resolved;
     }
     for (int64_t i = 0; i < laid->sizes.found; i++, w->probed++) {

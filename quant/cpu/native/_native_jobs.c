@@ -2,14 +2,16 @@
  * for any lookups; here are those
  * that come again and again, for which the device needs nothing but their ids. And copies of many small parts
  * at once.
- * totals(kinds, places) -> (ids, bags, columns of vectors) of the pooled lookups
+ * totals(kinds, places) -> (ids, bags, columns of vectors of the pooled lookups, ids of tables whose rows may be
+ *   gathered)
  * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can
- *   be, bags that are not the
- *   ids, or found masks, which Python lays out; else
+ *   be, or bags that are not the
+ *   ids, which Python refuses; else
  *   (in_bytes, out_bytes, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled,
  *   unpooled):
- *   written: where the last vector ends in the caller's output buffer
- *   moves_in, moves_out: fields of `move`, int64, as bytes; resolved: (lookup, row_map, ids_at, ids), int64,
+ *   written: where the last vector or mask ends in the caller's output buffer
+ *   moves_in, moves_out: fields of `move`, int64, as bytes; resolved: (lookup, row_map, ids_at, ids,
+ *   found_at), int64,
  *   as bytes
  *   cached: (table, ids_at, ids, locations_at), int64, as bytes
  *   pooled, unpooled: (jobs, is_offset, job_of_program, has_lengths, is_weighted, is_indirect); jobs and
@@ -45,17 +47,18 @@ static void let_go(request *r) { PyBuffer_Release(&r->kinds), PyBuffer_Release(&
 
 PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     request r;
-    int64_t ids = 0, bags = 0, columns = 0;
+    int64_t ids = 0, bags = 0, columns = 0, gathered = 0;
     if (n != 2) return PyErr_Format(PyExc_TypeError, "totals takes 2 arguments, got %zd", n);
     if (!take(args, &r)) return NULL;
     const place *p = r.places.buf;
     for (int64_t i = 0; i < r.count; i++) {
         if (p[i].kind < 0 || p[i].kind >= r.of_kinds) continue; /* `measure` leaves it to Python */
         const kind *k = (const kind *)r.kinds.buf + p[i].kind;
+        if (k->is_gathered) gathered += p[i].ids;
         if (k->is_pooled) ids += p[i].ids, bags += p[i].bags, columns += p[i].bags * k->columns;
     }
     let_go(&r);
-    return Py_BuildValue("LLL", (long long)ids, (long long)bags, (long long)columns);
+    return Py_BuildValue("LLLL", (long long)ids, (long long)bags, (long long)columns, (long long)gathered);
 }
 
 static PyObject *bytes_of(const void *from, int64_t count, size_t size) {
@@ -83,7 +86,7 @@ void free_room(room *m) {
 int make_room(room *m, int64_t count) {
     size_t n = (size_t)count + 1;
     *m = (room){PyMem_Malloc(4 * n * sizeof(job)), PyMem_Malloc(3 * n * sizeof(move)),
-                PyMem_Malloc(n * sizeof(move)),
+                PyMem_Malloc(2 * n * sizeof(move)),
                 PyMem_Malloc(n * sizeof(cached)), PyMem_Malloc(n * sizeof(resolved))};
     if (m->jobs && m->in && m->out && m->found && m->mapped) return 1;
     free_room(m);
@@ -162,7 +165,8 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
                         .pooled_traits = traits_of(&laid.pooled), .unpooled_jobs = laid.unpooled.count,
                         .unpooled_programs = laid.unpooled.programs,
                             .unpooled_traits = traits_of(&laid.unpooled),
-                        .cached = s->found, .resolved = s->mapped, .is_direct = laid.is_direct};
+                        .cached = s->found, .resolved = s->mapped, .all_found = s->all_found,
+                        .is_direct = laid.is_direct};
         for (int64_t i = 0; i < s->found; i++)
             got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[3]);
         for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[4]);

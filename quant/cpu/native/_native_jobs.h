@@ -7,11 +7,12 @@
 
 /* The request-independent part of a lookup. cache_table: its number in the cache, or -1. columns: of one
  * vector, as quant.gpu.batch.layout.columns. row_map: of its NativeRowMap on the device, or 0: none.
- * is_steady: the device needs nothing but the ids. */
+ * is_gathered: the CPU gathers the rows of
+ * requests with many ids. */
 #define GPU_KIND_FIELDS(F) \
     F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(mean) F(precision) F(hbm_rows) F(hbm_share) \
     F(cache_table) \
-    F(is_pooled) F(columns) F(row_map) F(is_steady)
+    F(is_pooled) F(columns) F(row_map) F(is_on_device) F(is_gathered)
 /* The fields of a job, those of quant.gpu.kernels.job.JobField. */
 #define JOB_FIELDS(F) \
     F(table) F(rows) F(row_bytes) F(dim) F(format) F(mean) F(ids_at) F(ids) F(lengths_at) F(bag_length) \
@@ -26,7 +27,7 @@
     F(asked_bytes) F(scratch) F(cached_ids) \
     F(pooled_jobs) F(pooled_programs) F(pooled_traits) F(unpooled_jobs) F(unpooled_programs) \
     F(unpooled_traits) \
-    F(cached) F(probe_blocks) F(resolved) F(resolve_programs) F(is_direct)
+    F(cached) F(probe_blocks) F(resolved) F(resolve_programs) F(all_found) F(is_direct)
 /* Where the parts of a request begin in the buffers of a batch. */
 #define BASE_FIELDS(F) F(inputs) F(outputs) F(scratch) F(locations)
 /* Job fields of other kernels: quant.cache.kernels.state.ProbeField and

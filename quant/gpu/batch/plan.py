@@ -66,7 +66,7 @@ class SteadyPlanner(Planner):
 
     def __init__(self, backend: "GpuBackend", kinds: Sequence[LookupKind], threads: int) -> None:
         self._backend, self._threads = backend, threads
-        self._layouts = SteadyLayouts(kinds, backend.configs, backend.device)
+        self._layouts = SteadyLayouts(kinds, backend.configs, backend.device, backend.gather_from)
 
     def plan(self, places: Any, out_bytes: int = 0) -> GpuPlan:
         layout = self._layouts.lay_out(places, out_bytes)

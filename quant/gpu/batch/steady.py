@@ -38,7 +38,8 @@ class SteadyKind(NamedTuple):
     is_pooled: int
     columns: int
     row_map: int  # address of its NativeRowMap on the device, or 0
-    is_steady: int  # the device needs nothing but the ids
+    is_on_device: int
+    is_gathered: int  # the CPU gathers the rows of requests with many ids
 
 
 _MEASURED = struct.Struct(
@@ -76,15 +77,18 @@ def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
         int(kind.pooling is not Pooling.NONE),
         columns(kind.table),
         0 if table.device_map is None else table.device_map.address,
-        int(residence.is_steady),
+        int(residence.is_on_device),
+        int(residence.is_gathered),
     )
 
 
 class SteadyLayouts:
-    """Lays out lookups of fixed kinds by a C routine, if their residences are steady: the device needs only
-    the ids."""
+    """Lays out lookups of fixed kinds by a C routine, if the device needs only their ids. gather_from: of
+    `lay_out`."""
 
-    def __init__(self, kinds: Sequence[LookupKind], configs: LaunchConfigs, device: Device) -> None:
+    def __init__(
+        self, kinds: Sequence[LookupKind], configs: LaunchConfigs, device: Device, gather_from: int
+    ) -> None:
         if any(
             getattr(_native, name) != fields for name, fields in _FIELDS.items()
         ):  # of other sources: it would read other fields
@@ -92,7 +96,7 @@ class SteadyLayouts:
                 "the native kernel was built from other sources than these; reinstall tableside"
             )
         tables = [on_device(kind.table) for kind in kinds]
-        self._kinds, self._configs = tuple(kinds), configs
+        self._kinds, self._configs, self._gather_from = tuple(kinds), configs, gather_from
         self._blocks = device.block(PROBE_BLOCK), device.block(RESOLVE_BLOCK)
         self._key, self._are_overlaid = KernelKey(), [table.is_overlaid for table in tables]
         self._is_overlaid = any(self._are_overlaid)
@@ -110,9 +114,12 @@ class SteadyLayouts:
         return [lookup_at(self._kinds, place) for place in places_in(places)]
 
     def lay_out(self, places: Any, out_bytes: int) -> "SteadyLayout | None":
-        """Returns the layout at these places; None: `lay_out` must do it, for found masks, tables that are
-        not steady, or errors. out_bytes: as there."""
-        config = self._configs.of_pooled(*_native.totals(self._rows, places))
+        """Returns the layout at these places; None: `lay_out` must do it, where the CPU gathers rows or looks
+        them up, or for errors. out_bytes: as there."""
+        *sizes, gathered = _native.totals(self._rows, places)
+        if gathered >= self._gather_from:
+            return None
+        config = self._configs.of_pooled(*sizes)
         blocks = config.block_columns, self._configs.unpooled.block_columns, *self._blocks
         measured = _native.measure(self._rows, places, out_bytes, *blocks)
         if measured is None:
@@ -149,13 +156,15 @@ class SteadyLayouts:
             moves_out=moves_out,
             gathers=(),
             resolved=tuple(
-                ResolvedLookup(number, row_map, ids_at, ids, is_overlaid=self._are_overlaid[kinds[number]])
-                for number, row_map, ids_at, ids in np.frombuffer(resolved, np.int64).reshape(-1, 4).tolist()
+                ResolvedLookup(number, row_map, ids_at, ids, found_at, self._are_overlaid[kinds[number]])
+                for number, row_map, ids_at, ids, found_at in np.frombuffer(resolved, np.int64)
+                .reshape(-1, 5)
+                .tolist()
             ),
             cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
             host=None,
             host_lookups=(),
-            all_found=(),
+            all_found=self.all_found(places),
             in_bytes=in_bytes,
             rows_bytes=0,
             out_bytes=max(staged, aligned(asked)) if is_direct else staged,
@@ -163,6 +172,11 @@ class SteadyLayouts:
             asked_bytes=asked,
             is_direct=bool(is_direct),
         )
+
+    def all_found(self, places: bytes) -> tuple[tuple[int, int], ...]:
+        """Returns (at, bytes) of the masks for tables with every id."""
+        every = (lk for lk in self.lookups(places) if on_device(lk.table).device_map is None)
+        return tuple((lk.found_at, lk.ids) for lk in every if lk.found_at is not None)
 
 
 _MADE_LATER = ("jobs", "moves_in", "moves_out", "resolved", "cached")  # fields of a SteadyLayout
@@ -187,7 +201,7 @@ class SteadyLayout(Layout):
             gathers=(),
             host=None,
             host_lookups=(),
-            all_found=(),
+            all_found=layouts.all_found(places) if found["all_found"] else (),
             in_bytes=found["in_bytes"],
             rows_bytes=0,
             out_bytes=found["out_bytes"],

@@ -48,11 +48,6 @@ class Residence:
     cache_table = -1
     """The table's number in the cache; -1: it is not read through one."""
 
-    @property
-    def is_steady(self) -> bool:
-        """True if a lookup needs nothing of the host but its staged ids."""
-        return self.is_on_device and not self.is_gathered
-
     def hot(self) -> NDArray[np.int64]:
         """Returns ids with rows in HBM because of use, int64 [n], hottest first. Waits for the device."""
         return np.zeros(0, np.int64)

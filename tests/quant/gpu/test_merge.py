@@ -88,9 +88,11 @@ def test_requests_of_several_planners(seed: int, count: int) -> None:
 
 
 @needs_interpreter
+@pytest.mark.parametrize("masks", [(), (1,), (0, 1)], ids=["no masks", "of raw ids", "of all"])
 @pytest.mark.parametrize("how", ["hbm", "cached"])
-def test_requests_whose_ids_become_row_numbers(how: str) -> None:
-    """Those of a table with raw ids, beside one without, through a cache and not."""
+def test_requests_whose_ids_become_row_numbers(how: str, masks: tuple[int, ...]) -> None:
+    """Those of a table with raw ids, beside one without, through a cache and not, with found masks and
+    without."""
     values = np.ones((100, 64), np.float32)
     table = raw_table(np.arange(100) * 1_000_003, values, RowFormat.INT8, missing=values[0])
     backend = GpuBackend(tables.DEVICE, REFERENCE)
@@ -100,13 +102,36 @@ def test_requests_whose_ids_become_row_numbers(how: str) -> None:
     planner = backend.planner([LookupKind(dense, Pooling.NONE), LookupKind(held, Pooling.MEAN)])
     layouts, inputs = [], []
     for count in (3, 0, 1500):  # the last one takes several programs of each kernel
-        places = np.array(
-            [Place(0, 0, count, -1, 0, 0, -1, 0), Place(1, 8 * count, count, -1, count, 1, -1, 32 * count)],
-            np.int64,
-        )
-        layouts.append(planner.plan(places.tobytes()).layout)
+        out_bytes = 32 * count + 256
+        asked = [
+            Place(0, 0, count, -1, 0, 0, -1, 0),
+            Place(1, 8 * count, count, -1, count, 1, -1, 32 * count),
+        ]
+        for n in masks:
+            asked[n], out_bytes = asked[n]._replace(found_at=out_bytes), out_bytes + count
+        layouts.append(planner.plan(np.array(asked, np.int64).tobytes()).layout)
+        assert layouts[-1].native is not None and layouts[-1].asked_bytes == out_bytes
+        assert layouts[-1].is_direct == (0 not in masks)
         inputs.append(np.arange(2 * count, dtype=np.int64).tobytes())
     check_alike(layouts, inputs, [0] * 3, [False] * 3)
+
+
+@needs_interpreter
+def test_small_requests_of_host_memory_are_laid_out_too() -> None:
+    """The GPU reads their rows in place. From `gather_from` ids on the CPU gathers them, which Python lays
+    out, and so it is where the CPU looks rows up."""
+    backend = GpuBackend(tables.DEVICE, REFERENCE, gather_from=8)
+    table = table_of(RowFormat.INT8, 8)
+    mapped = backend.planner([LookupKind(backend.map_host(table, None), Pooling.NONE)])
+    layouts = {}
+    for ids in (7, 8):
+        places = np.array([Place(0, 0, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()
+        layouts[ids] = mapped.plan(places).layout
+        assert (layouts[ids].native is None) == bool(layouts[ids].gathers) == (ids == 8)
+    check_alike([layouts[7]], [np.arange(7).tobytes()], [0], [False])
+    on_host = backend.planner([LookupKind(backend.on_host(table), Pooling.NONE)])
+    places = np.array([Place(0, 0, 1, -1, 0, 0, -1, 0)], np.int64).tobytes()
+    assert on_host.plan(places).layout.native is None
 
 
 def test_inputs_that_are_too_short_are_refused() -> None:

@@ -269,7 +269,9 @@ def test_a_planner_lays_found_masks_out_too() -> None:
     ids = asked(known, True, 10)
     places = np.array([Place(0, 0, ids.size, -1, 0, 0, -1, 0, 0, 256 * ids.size)], np.int64)
     out = np.empty(257 * ids.size, np.uint8)
-    assert planner.plan(places.tobytes()).run(ids.tobytes(), out) == [Unfound(*known.unfound(ids))]
+    plan: Any = planner.plan(places.tobytes())
+    assert plan.layout.native is not None
+    assert plan.run(ids.tobytes(), out) == [Unfound(*known.unfound(ids))]
     np.testing.assert_array_equal(out[256 * ids.size :], known.found(ids))
     np.testing.assert_array_equal(
         out[: 256 * ids.size].view(np.float32).reshape(-1, 64), expected_of(known.twin, known.twins(ids))
