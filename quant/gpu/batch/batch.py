@@ -24,6 +24,7 @@ from tableside.quant.gpu.batch.elsewhere import (
     Elsewhere,
     check_elsewhere,
     gaps,
+    masks_of,
     reads_of,
     run_copies,
     whole_inputs,
@@ -175,12 +176,16 @@ class DeviceBatch:
         run_copies(self._device, stream, sent, self._reads, to_staged=True)
 
     def write_elsewhere(self, stream: int | None) -> None:
-        """Copies vectors to where they belong elsewhere on the device, behind the lookups."""
+        """Copies vectors and masks to where they belong elsewhere on the device, behind the lookups."""
         for n, one in self._elsewhere.items():
             outputs = self.buffers.device_out.data_ptr() + self._merged.outputs_at[n]
             run_copies(
                 self._device, stream, outputs, writes_of(self._layouts[n], one.writes), to_staged=False
             )
+            if masks := masks_of(self._layouts[n], one.writes):
+                size = max(copy.size for copy in masks)
+                self._ones = torch.ones(size, dtype=torch.uint8, device=self._device.torch_device)
+                run_copies(self._device, stream, self._ones.data_ptr(), masks, to_staged=False)
 
     @property
     def fills_address(self) -> int:

@@ -78,6 +78,16 @@ def writes_of(layout: Layout, parts: Sequence[DeviceRange]) -> list[Copy]:
     return copies
 
 
+def masks_of(layout: Layout, parts: Sequence[DeviceRange]) -> list[Copy]:
+    """The copies out of ones: masks for tables with every id, which nothing on the device writes."""
+    parts = sorted(parts, key=lambda part: part.at)
+    return [
+        Copy(0, part.address + first - part.at, after - first)
+        for at, size in layout.all_found
+        for part, first, after in _within(parts, at, at + size)
+    ]
+
+
 def run_copies(
     device: Device, stream: int | None, staged: int, copies: Sequence[Copy], *, to_staged: bool
 ) -> None:

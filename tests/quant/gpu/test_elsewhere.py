@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raw_tables import raw_table
 from tables import expected_of, gpu_backend, placed, run_batch, table_of
 
 pytest.importorskip("triton")
-from tableside.quant import BadIds, Lookup, Pooling, QuantError, RowFormat
+from tableside.quant import BadIds, Lookup, LookupKind, Place, Pooling, QuantError, RowFormat
+from tableside.quant.contract import lookup_at
 from tableside.quant.errors import Problem
 from tableside.quant.gpu.batch.elsewhere import Copy, DeviceRange, Elsewhere, gaps
 
@@ -99,6 +101,42 @@ def test_ids_and_vectors_elsewhere_beside_requests_of_the_host() -> None:
     np.testing.assert_allclose(vectors(out, 16 + 2 * VECTORS), expected(0, FIRST), **close)
     around = np.r_[0:4, 4 + VECTORS : 16 + VECTORS, 16 + 3 * VECTORS : 3 * VECTORS + 32]
     assert (out.cpu().numpy()[around] == 99).all()
+
+
+@pytest.mark.parametrize("written", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("by_planner", [False, True])
+def test_found_masks_elsewhere(by_planner: bool, written: tuple[bool, bool]) -> None:
+    """Of raw ids, of which one is unknown, and of a table that has every id. What is not elsewhere is in the
+    answer."""
+    backend: Any = gpu_backend()
+    ids = np.arange(IDS) * 1_000_003
+    raw = raw_table(
+        ids[1:], np.ones((IDS - 1, DIM), np.float32), RowFormat.FP32, missing=np.zeros(DIM, np.float32)
+    )
+    size = 4 * DIM * IDS
+    sources = [backend.to_hbm(raw), placed(TABLES[0])]
+    places = [
+        Place(0, 0, IDS, -1, 0, 0, -1, 0, 0, 2 * size),
+        Place(1, 8 * IDS, IDS, -1, 0, 0, -1, size, 0, 2 * size + IDS),
+    ]
+    kinds = [LookupKind(source, Pooling.NONE) for source in sources]
+    asked = np.array(places, np.int64)
+    plan = (
+        backend.planner(kinds).plan(asked.tobytes())
+        if by_planner
+        else backend.plan([lookup_at(kinds, place) for place in places])
+    )
+    out = on_device(np.full(2 * IDS + 8, 99, np.uint8))
+    writes = tuple(
+        DeviceRange(2 * size + n * IDS, IDS, out.data_ptr() + 3 + n * IDS, out) for n in (0, 1) if written[n]
+    )
+    (found,) = run((plan, Elsewhere(np.concatenate([ids, FIRST]).view(np.uint8), (), writes)))
+    expected = [np.arange(IDS) > 0, np.ones(IDS, np.bool_)]
+    memory = out.cpu().numpy()
+    for n in (0, 1):
+        at, here = (3 + n * IDS, memory) if written[n] else (2 * size + n * IDS, found)
+        np.testing.assert_array_equal(here[at : at + IDS], expected[n])
+    assert (memory[:3] == 99).all() and (memory[3 + 2 * IDS :] == 99).all()
 
 
 def test_an_id_elsewhere_that_is_wrong_is_told() -> None:
