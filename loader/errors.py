@@ -17,6 +17,14 @@ class SegmentError(LoaderError):
     """A segment that is truncated, corrupt or of another format version."""
 
 
+class DamagedRows(SegmentError):
+    """Bytes of a segment, or of a table's file, that changed after they were written. file: its name."""
+
+    def __init__(self, message: str, file: str) -> None:
+        super().__init__(message)
+        self.file = file
+
+
 class VersionError(LoaderError):
     """A model or version that is not published, or may not be changed now."""
 

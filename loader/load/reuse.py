@@ -1,9 +1,9 @@
 """Tables taken over from the live version: `tableside load --only TABLE` reads only the named tables.
 
-Files of large tables are linked, once they were read whole on this host (loader.versions.verified). Other
-rows and indexes are copied chunk by chunk on all threads and checked against the live checksums. So damage is
-not published again. The checkpoint may lack these tables. Shared memory has no copy on write (tmpfs and
-hugetlbfs refuse FICLONE), and two threads copy and check faster than copy_file_range (docs/log.md).
+Files of large tables are read, checked and linked. Other rows and indexes are copied chunk by chunk on all
+threads and checked against the live checksums. So damage is not published again. The checkpoint may lack
+these tables. Shared memory has no copy on write (tmpfs and hugetlbfs refuse FICLONE), and two threads copy
+and check faster than copy_file_range (docs/log.md).
 """
 
 import os
@@ -20,7 +20,6 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredRows, StoredTable
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.states import check_bare
-from tableside.loader.versions.verified import verify_once
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend
 
@@ -29,7 +28,7 @@ Piece = tuple[StoredRows, StoredRows, int]
 
 
 class LiveTables:
-    """Tables copied from the live version. tables: name -> stored in `segment` (None: none). others: the
+    """Tables taken over from the live version. tables: name -> stored in `segment` (None: none). others: the
     specification of the loaded ones."""
 
     def __init__(self, spec: ModelSpec, only: Collection[str], model: Model, backend: CpuBackend) -> None:
@@ -67,8 +66,9 @@ class LiveTables:
                 f"version {model.current()} of model {model.name!r} went live while tables of version "
                 f"{self.segment.header.version} were about to be taken over; load again"
             )
-        with model.opened() as folder:
-            verify_once(folder, self.segment, threads or len(os.sched_getaffinity(0)), tables=self.tables)
+        for file in self.segment.files:
+            if file.table in self.tables:
+                self.segment.verify_file(file, threads or len(os.sched_getaffinity(0)))
 
     def verified(self) -> dict[str, Any]:
         """Returns what verified the rows when they were read, for the tables of which that is known."""

@@ -17,8 +17,7 @@ from tableside.quant import Pooling, QuantError, RowFormat
 
 PRELUDE = struct.Struct("<8sIIQQ32x")
 TABLE_ALIGNMENT_BYTES = FILE_HEAD_BYTES = 4096
-LARGEST_HEADER_BYTES = 1 << 30
-SPARE_BYTES = 256  # room for what is known only at the end: `load`
+LARGEST_FILE_BYTES = 1 << 42  # of a table
 
 
 @dataclass(frozen=True)
@@ -275,12 +274,18 @@ def _check_table(t: StoredTable, first_chunk: int) -> None:
 
 
 def _check_files(header: Header, size: int) -> None:
-    end, names = size, {t.name for t in header.tables}
+    end, names = size, {t.name for t in header.tables if isinstance(t.name, str)}
+    if header.files and size % TABLE_ALIGNMENT_BYTES:
+        raise SegmentError(
+            f"the segment has {size} bytes before files of tables; expected a multiple of "
+            f"{TABLE_ALIGNMENT_BYTES}"
+        )
     for f in header.files:
         are_numbers = all(type(n) is int for n in (f.offset, f.bytes, f.checksum))
         if not are_numbers or not isinstance(f.table, str) or f.table not in names:
             raise SegmentError(f"the header has a file of table {str(f.table)[:60]!r}, or with no number")
-        if f.offset != end or f.bytes <= FILE_HEAD_BYTES or f.bytes % TABLE_ALIGNMENT_BYTES:
+        is_size = FILE_HEAD_BYTES < f.bytes <= LARGEST_FILE_BYTES
+        if f.offset != end or not is_size or f.bytes % TABLE_ALIGNMENT_BYTES:
             raise SegmentError(
                 f"the file of table {f.table[:60]!r} has bytes [{f.offset}, {f.offset + f.bytes}); expected "
                 f"a multiple of {TABLE_ALIGNMENT_BYTES} from {end} on"

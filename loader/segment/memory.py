@@ -71,21 +71,26 @@ class FileToMap(NamedTuple):
 
 class Mapping(_Mapped):
     """Whole files, mapped shared one behind the other, aligned to their pages or 2 MiB; unmapped with the
-    last array over them. All sizes but the last are multiples of the page. `bytes`: uint8 [size], read-only
-    unless the first is writable. Copies are the object itself; pickling raises TypeError."""
+    last array over them. All sizes but the last are multiples of the page. size: of all files; None: of
+    these. `bytes`: uint8 [size], read-only unless the first is writable. Copies are the object itself;
+    pickling raises TypeError."""
 
-    def __init__(self, *files: FileToMap) -> None:
-        self.size = sum(file.size for file in files)
+    def __init__(self, *files: FileToMap, size: int | None = None) -> None:
+        self.size = sum(file.size for file in files) if size is None else size
         self.page_bytes = huge_page_bytes(files[0].fd) or HUGE_PAGE_BYTES
         span = self.size + self.page_bytes
         start = _mmap(None, span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        self.address = at = -(-start // self.page_bytes) * self.page_bytes
+        self.address = self._end = -(-start // self.page_bytes) * self.page_bytes
         self._span = (start, span)
         for file in files:
-            protection = mmap.PROT_READ | (mmap.PROT_WRITE if file.writable else 0)
-            _mmap(at, file.size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.fd)
-            at += file.size
+            self.add(file)
         self._show(self.address, self.size, files[0].writable)
+
+    def add(self, file: FileToMap) -> None:
+        """Maps the next file."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if file.writable else 0)
+        _mmap(self._end, file.size, protection, mmap.MAP_SHARED | _MAP_FIXED, file.fd)
+        self._end += file.size
 
     def collapse(self) -> bool:
         """Asks for 2 MiB pages, on all cores; False where the kernel refuses (part may be done)."""

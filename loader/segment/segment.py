@@ -31,7 +31,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.errors import SegmentError
+from tableside.loader.errors import DamagedRows, SegmentError
 from tableside.loader.segment.header import (
     PRELUDE,
     Change,
@@ -84,18 +84,18 @@ class Segment:
     ) -> None:
         """verify: "full" reads every byte, too."""
         self.path = path
-        fds = [os.open(path, _READ) if fd is None else fd]
+        fd = os.open(path, _READ) if fd is None else fd
         try:
-            files, header_bytes = self._read_head(fds[0])
-            for number, file in enumerate(self.header.files, 1):
-                name = file_name(path, number)
-                fds.append(open_file(name) if open_file else os.open(path.parent / name, _READ))
-                files.append(self._check_file(path.parent / name, fds[-1], file))
-            if len(fds) > 1:
-                self.mapping = Mapping(*(FileToMap(fd, os.fstat(fd).st_size) for fd in fds))
+            files, header_bytes = self._read_head(fd)
+            if self.header.files:
+                self.mapping = Mapping(FileToMap(fd, self.mapping.size), size=self.header.files[-1].end)
         finally:
-            for fd in fds:
-                os.close(fd)
+            os.close(fd)
+        for number, file in enumerate(self.header.files, 1):
+            name = file_name(path, number)
+            files.append(
+                self._add(name, file, open_file(name) if open_file else os.open(path.parent / name, _READ))
+            )
         self.files = tuple(files)
         sums = self.mapping.bytes[PRELUDE.size + header_bytes :][: 8 * self.header.chunks]
         self._checksums: NDArray[np.uint64] = sums.view("<u8")
@@ -114,9 +114,15 @@ class Segment:
             SegmentFile(self.path, None, status, self.header_checksum, self.header.stored_in(None))
         ], header_bytes
 
-    def _check_file(self, path: Path, fd: int, file: TableFile) -> SegmentFile:
-        status = os.fstat(fd)
-        check_head(path, os.pread(fd, HEAD_BYTES, 0), status.st_size, file)
+    def _add(self, name: str, file: TableFile, fd: int) -> SegmentFile:
+        """Maps the file of a table behind those before it. SegmentError: it is not that of the header."""
+        path = self.path.parent / name
+        try:
+            status = os.fstat(fd)
+            check_head(path, os.pread(fd, HEAD_BYTES, 0), status.st_size, file)
+            self.mapping.add(FileToMap(fd, file.bytes))
+        finally:
+            os.close(fd)
         return SegmentFile(path, file.table, status, file.checksum, self.header.stored_in(file))
 
     @property
@@ -232,24 +238,30 @@ class Segment:
         """As `verify`, of what one file holds."""
         if file.table is None and self.header.scorer:
             self.program()
-        self._check(_chunks(file.stored), threads, rest)
+        self._check(file, _chunks(file.stored), threads, rest)
 
     def verify_indexes(self) -> None:
         """Verifies id indexes, not rows: a damaged row gives a wrong vector, a damaged index may lead
         anywhere."""
-        self._check(_chunks(self.header.indexes))
+        for file in self.files:
+            self._check(file, _chunks(s for s in file.stored if not isinstance(s, StoredTable)))
 
     def _check(
-        self, chunks: Sequence[tuple[StoredRows, int, int]], threads: int = 1, rest: float = 0.0
+        self,
+        file: SegmentFile,
+        chunks: Sequence[tuple[StoredRows, int, int]],
+        threads: int = 1,
+        rest: float = 0.0,
     ) -> None:
         count = len(chunks)
         parts = [chunks[count * n // threads : count * (n + 1) // threads] for n in range(threads)]
         with ThreadPoolExecutor(threads, "tableside-verify", _give_way if rest else None) as pool:
             found = list(pool.map(partial(self._first_corrupt, rest=rest), parts))
         for chunk in filter(None, found):
-            raise SegmentError(
-                f"{self.path}: {self.describe(*chunk)}: the checksum is wrong, so bytes changed after they "
-                "were written; activate another version, or publish this one again"
+            raise DamagedRows(
+                f"{file.path}: {self.describe(*chunk)}: the checksum is wrong, so bytes changed after they "
+                "were written; activate another version, or publish this one again",
+                file.path.name,
             )
 
     def _first_corrupt(

@@ -17,8 +17,9 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tableside.loader.errors import AccessError, VersionError
 from tableside.loader.files import take_lock
@@ -117,13 +118,19 @@ class Folder:
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def link(self, old: str, new: str) -> bool:
-        """Gives a file another name, and what was noted of it; False: this user may not."""
+        """Gives a file another name, and what was noted of it; False: this user may not, it is gone, or the
+        group of this folder cannot read it."""
+        between: Any = {"src_dir_fd": self.fd, "dst_dir_fd": self.fd, "follow_symlinks": False}
         try:
-            os.link(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
-        except PermissionError:
+            found = os.stat(old, dir_fd=self.fd, follow_symlinks=False)
+            is_of_group = found.st_gid == os.fstat(self.fd).st_gid and found.st_mode & stat.S_IRGRP
+            if self.is_open_to_group and not is_of_group:
+                return False
+            os.link(old, new, **between)
+        except (PermissionError, FileNotFoundError):
             return False
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            os.link(old + NOTE, new + NOTE, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+        with contextlib.suppress(OSError):  # without a note it is read again
+            os.link(old + NOTE, new + NOTE, **between)
         return True
 
     def unlink(self, name: str) -> None:
@@ -131,6 +138,11 @@ class Folder:
         for one in (name, name + NOTE):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(one, dir_fd=self.fd)
+
+    def links_of(self, name: str, among: Iterable[str]) -> list[str]:
+        """Returns those names, of existing files, that are names of the file `name`."""
+        of = {one: os.stat(one, dir_fd=self.fd, follow_symlinks=False).st_ino for one in among}
+        return [one for one, inode in of.items() if inode == of.get(name)]
 
     @contextlib.contextmanager
     def lock(self, name: str, wait_s: float = LOCK_WAIT_S, what: str = "") -> Iterator[None]:

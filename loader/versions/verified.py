@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,10 @@ def verified_at(folder: Folder, segment: Segment) -> float | None:
     return min(known) if len(known) == len(times) else None
 
 
-def verify_once(
-    folder: Folder,
-    segment: Segment,
-    threads: int = 1,
-    rest: float = 0.0,
-    tables: Container[str] | None = None,
-) -> float:
+def verify_once(folder: Folder, segment: Segment, threads: int = 1, rest: float = 0.0) -> float:
     """Reads every byte of the files that no process of this host read; returns when the first one was read.
-    threads, rest: of `Segment.verify`. tables: only the files of these. SegmentError: a checksum is wrong."""
-    files = [file for file in segment.files if tables is None or file.table in tables]
-    return min((_verify_once(folder, segment, file, threads, rest) for file in files), default=0.0)
+    threads, rest: of `Segment.verify`. SegmentError: a checksum is wrong."""
+    return min(_verify_once(folder, segment, file, threads, rest) for file in segment.files)
 
 
 def _verify_once(folder: Folder, segment: Segment, file: SegmentFile, threads: int, rest: float) -> float:

@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from tableside.loader.errors import AccessError, SegmentError, VersionError
@@ -29,6 +30,7 @@ from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment, Verify, open_segment
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import (
+    NOTE,
     Folder,
     deltas_of,
     files_of_tables,
@@ -297,10 +299,14 @@ class Model:
                 removed += self._unlink(folder, never + lived[: max(0, len(lived) - keep)])
         return removed
 
-    def mark_damaged(self, version: int) -> None:
-        """Marks a version as damaged, for all processes."""
-        with self.opened() as folder, contextlib.suppress(FileExistsError):
-            os.close(folder.create(f"{version}{_DAMAGED}"))
+    def mark_damaged(self, version: int, file: str = "") -> None:
+        """Marks a version as damaged, for all processes. file: the damaged one; other versions that have it
+        are marked, too."""
+        with self.opened() as folder:
+            others = folder.links_of(file, chain(*files_of_tables(folder).values()))
+            for damaged in {version, *(int(name.partition(".")[0]) for name in others)}:
+                with contextlib.suppress(FileExistsError):
+                    os.close(folder.create(f"{damaged}{_DAMAGED}"))
 
     @contextlib.contextmanager
     def alone(self, name: str, wait_s: float = 600.0) -> Iterator[None]:
@@ -384,11 +390,14 @@ class Model:
         return cleared
 
     def _clear_partials(self, folder: Folder) -> list[Path]:
-        """Removes unfinished segments, and tables' files without a version. Needs the load lock."""
+        """Removes unfinished segments, tables' files without a version, and notes without a file. Needs the
+        load lock."""
         partials = [name for name in folder.names() if name.endswith(".partial")]
         leftovers = [name for name in partials if not name.endswith(f"{SUFFIX}.partial")]
         for version, names in files_of_tables(folder).items():
             leftovers += [] if folder.exists(f"{version}{_SEGMENT}") else names
+        notes = [name for name in folder.names() if name.endswith(NOTE)]
+        leftovers += [name for name in notes if not folder.exists(name.removesuffix(NOTE))]
         for name in leftovers:
             folder.unlink(name)
         return [self.folder / name for name in leftovers]

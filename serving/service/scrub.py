@@ -1,6 +1,7 @@
 """The scrubber reads rows of the served versions against their checksums, from time to time.
 
-    python -m tableside.serving.service.scrub ROOT MODEL VERSION OWNER  prints {"damage": null}, or the damage
+    python -m tableside.serving.service.scrub ROOT MODEL VERSION OWNER
+    prints {"damage": null}, or the damage as {"damage": [text, file]}
 
 One worker at a time scrubs a model, in a process with SCHED_IDLE that rests nine tenths of its time. It holds
 `scrub.lock`, which records the last version and time, for all servers of this user. A damaged version is
@@ -16,8 +17,9 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
-from tableside.loader.errors import LoaderError, SegmentError, VersionError
+from tableside.loader.errors import DamagedRows, LoaderError, SegmentError, VersionError
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics.metrics import ERRORS, SCRUBS
@@ -29,6 +31,13 @@ LOCK = "scrub.lock"
 _REST = 9  # seconds of rest for each second of reading
 _LOOKS = 20  # times that the scrubber looks whether a scrub is due, between two scrubs
 _LONGEST_LOOK_S = 60.0
+
+
+class Damage(NamedTuple):
+    """What is wrong with a version, for people, and the name of the damaged file; "": of no one file."""
+
+    text: str
+    file: str = ""
 
 
 class Scrubber:
@@ -85,11 +94,11 @@ class Scrubber:
         SCRUBS.labels(engine.model.name, "damaged").inc()
         ERRORS.labels(engine.model.name, ErrorKind.DAMAGED.value).inc()
         logger.critical(
-            "version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage
+            "version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage.text
         )
-        engine.model.mark_damaged(version)
+        engine.model.mark_damaged(version, damage.file)
 
-    async def _read(self, model: Model, version: int) -> str | None:
+    async def _read(self, model: Model, version: int) -> Damage | None:
         """Returns the damage of a version's rows, or None. ServingError: the reading process failed."""
         command = [sys.executable, "-m", "tableside.serving.service.scrub", str(model.root), model.name]
         command += [str(version), model.owner or ""]
@@ -98,12 +107,12 @@ class Scrubber:
         )
         said, _ = await self._reader.communicate()
         try:
-            damage = json.loads(said)["damage"]
+            found = json.loads(said)["damage"]
+            return None if found is None else Damage(*found)
         except (ValueError, KeyError) as error:
             raise ServingError(
                 f"the process that read version {version} ended with {self._reader.returncode}"
             ) from error
-        return None if damage is None else str(damage)
 
 
 def _done_at(fd: int, version: int) -> float:
@@ -115,12 +124,14 @@ def _done_at(fd: int, version: int) -> float:
         return 0.0
 
 
-def damage_of(model: Model, version: int) -> str | None:
+def damage_of(model: Model, version: int) -> Damage | None:
     """Reads every row of a version, with rests; returns the first damage, or None."""
     try:
         model.attach(version, "header").verify(rest=_REST)
+    except DamagedRows as error:
+        return Damage(str(error), error.file)
     except SegmentError as error:
-        return str(error)
+        return Damage(str(error))
     return None
 
 
@@ -133,7 +144,7 @@ def main(arguments: list[str]) -> int:
     except VersionError:
         damage = None  # it was removed meanwhile
     except LoaderError as error:
-        damage = str(error)
+        damage = Damage(str(error))
     print(json.dumps({"damage": damage}), flush=True)
     return 0
 

@@ -1,8 +1,11 @@
 """Large tables lie in files of their own, which versions share where a table did not change."""
 
+import grp
 import itertools
+import json
 import os
 import pickle
+import resource
 import shutil
 import stat
 from collections.abc import Callable
@@ -20,11 +23,13 @@ from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import AccessError, LoaderError, NoSpace, SegmentError
 from tableside.loader.load.load import Loaded, LoadSettings
 from tableside.loader.segment import layout
+from tableside.loader.segment.header import PRELUDE, checksum
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
+from tableside.serving.service.scrub import damage_of
 
 Publish = Callable[..., Loaded]
 ROWS, DIM = 30_000, 16
@@ -247,6 +252,158 @@ def test_a_wrong_file_is_refused_by_name(model: Model, again: Callable[..., Load
             call()
     check(model, 2, "b")
     assert 3 not in model.versions()
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], None], size: int | None = None) -> None:
+    """Changes the header of a segment, whose checksum is right afterwards. size: to cut it to."""
+    data = bytearray(path.read_bytes())[:size]
+    magic, version, header_bytes, whole, _ = PRELUDE.unpack_from(data)
+    at = PRELUDE.size + header_bytes
+    header = json.loads(data[PRELUDE.size : at])
+    chunks = sum(-(-t["rows"] // t["chunk_rows"]) for t in header["tables"])
+    change(header)
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(header_bytes)
+    assert len(text) == header_bytes
+    found = checksum(text + data[at : at + 8 * chunks])
+    data[:at] = PRELUDE.pack(magic, version, header_bytes, size or whole, found) + text
+    path.chmod(0o600)
+    path.write_bytes(data)
+    path.chmod(0o400)
+
+
+def _put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
+    """value: or a function of the one before."""
+
+    def change(header: dict[str, Any]) -> None:
+        held: Any = header
+        for key in path[:-1]:
+            held = held[key]
+        held[path[-1]] = value(held[path[-1]]) if callable(value) else value
+
+    return change
+
+
+LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "a name that is a list": (_put(["a"], "tables", 0, "name"), "a file of table 'a'"),
+    "a file's table is a list": (_put(["a"], "files", 0, "table"), "or with no number"),
+    "of no table": (_put("d", "files", 0, "table"), "a file of table 'd'"),
+    "a table twice": (_put("a", "files", 1, "table"), "a file of table 'a'"),
+    "another order": (_put(lambda f: f[::-1], "files"), "expected a multiple of 4096 from 2097152 on"),
+    "no number": (_put("1", "files", 0, "checksum"), "or with no number"),
+    "no bytes": (_put(0, "files", 2, "bytes"), "expected a multiple of 4096"),
+    "more than there is": (_put(1 << 60, "files", 2, "bytes"), "expected a multiple of 4096"),
+    "4 TiB": (_put(1 << 42, "files", 2, "bytes"), "the version says 4398046511104"),
+    "a table over the head": (_put(lambda at: at - 4096, "tables", 0, "offset"), "table 'a' lies at bytes"),
+    "a table in another's file": (_put(lambda at: at + PAGE, "tables", 0, "offset"), "table 'a' lies at"),
+    "a table in the segment": (_put(8192, "tables", 0, "offset"), "table 'a' lies at bytes"),
+    "another checksum": (_put(5, "files", 0, "checksum"), "not the file of table 'a'"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_about_files_is_refused(model: Model, lie: str) -> None:
+    change, text = LIES[lie]
+    _rewrite(model.path(1), change)
+    with pytest.raises(SegmentError, match=text):
+        model.attach(1, "header")
+
+
+def test_a_segment_of_no_whole_pages_before_files_is_refused(model: Model) -> None:
+    def change(header: dict[str, Any]) -> None:
+        for file in header["files"]:
+            file["offset"] -= 100
+
+    _rewrite(model.path(1), change, PAGE - 100)
+    with pytest.raises(SegmentError, match="the segment has 2097052 bytes before files of tables"):
+        model.attach(1, "header")
+
+
+def test_a_file_in_which_the_table_lies_elsewhere_is_not_linked(
+    model: Model, again: Callable[..., Loaded]
+) -> None:
+    """Another release may place it otherwise; it is copied then."""
+    path = model.folder / "1.2.rows"
+    data = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes((data[:8192] + data[4096:])[:PAGE])
+    path.chmod(0o400)
+    _rewrite(model.path(1), _put(lambda at: at + 4096, "tables", 1, "offset"))
+    check(model, 1)
+    again("a")
+    check(model, 2, "a")
+
+
+def test_a_version_that_is_removed_while_it_is_taken_over_is_copied(
+    model: Model, again: Callable[..., Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are mapped still."""
+    again("b")
+    taken_over = Model.writer
+
+    def remove_first(self: Model, *arguments: Any) -> Any:
+        model.activate(1)
+        model.remove(2)
+        return taken_over(self, *arguments)
+
+    monkeypatch.setattr(Model, "writer", remove_first)
+    again("a")
+    check(model, 3, "a", "b")
+
+
+def test_damage_of_a_shared_file_is_that_of_all_versions(model: Model, again: Callable[..., Loaded]) -> None:
+    """Which the scrubber marks, though a process has read them before; none of them is taken over."""
+    model.attach()
+    again("b")
+    status = os.stat(model.folder / "1.3.rows")
+    _flip(model.folder / "1.3.rows", 4096 + 64 * 7)
+    os.utime(model.folder / "1.3.rows", ns=(status.st_atime_ns, status.st_mtime_ns))
+    again_damaged = pytest.raises(SegmentError, match=r"1\.3\.rows|2\.3\.rows: table 'c', rows")
+    with again_damaged:
+        again("a")
+    damage = damage_of(model, 2)
+    assert damage is not None and damage.file == "2.3.rows"
+    assert "2.3.rows: table 'c', rows [0, 16384)" in damage.text
+    model.mark_damaged(2, damage.file)
+    assert model.damaged_versions() == [1, 2]
+    loaded = again()
+    assert loaded.version == 3 and model.good() == 3
+
+
+def test_a_note_is_no_matter(model: Model, again: Callable[..., Loaded]) -> None:
+    """One of a killed load that is left goes by `gc`; one that cannot be linked is done without."""
+    model.attach()
+    (model.folder / "2.1.rows.verified").write_text("{}")
+    again("b")
+    check(model, 2, "b")
+    (model.folder / "9.1.rows.verified").write_text("{}")
+    assert model.folder / "9.1.rows.verified" in model.collect(8)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to a group")
+def test_a_group_that_comes_later_reads_all_files(
+    model: Model, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the version before are copied for it, and linked for the next one."""
+    name = grp.getgrgid(next(g.gr_gid for g in grp.getgrall() if g.gr_gid)).gr_name
+    for version in (2, 3):
+        settings = LoadSettings(threads=1, only=("b",), group=name)
+        publish(CHANGED, formats=dict.fromkeys(TABLES, "fp32"), settings=settings)
+        files = [os.stat(f.path) for f in model.attach(version).files]
+        assert {(f.st_gid, stat.S_IMODE(f.st_mode)) for f in files} == {(grp.getgrnam(name).gr_gid, 0o440)}
+    assert [f.st_nlink for f in files] == [1, 2, 1, 2]
+
+
+def test_files_are_opened_one_by_one(model: Model) -> None:
+    """A version of more tables than a process may open is attached."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1, limits[1]))
+    os.close(opened.pop()), os.close(opened.pop())
+    try:
+        Segment(model.path(1), "header")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(opened.pop())
 
 
 def test_a_pickle_attaches_all_files(model: Model) -> None:
