@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tableside.loader.deltas.changes import TableChanges
 from tableside.loader.errors import ChangeError
 from tableside.loader.segment.delta_writer import DeltaEntries
 from tableside.loader.segment.segment import Segment
 from tableside.quant import CpuBackend, Source, Table, choose
+from tableside.quant.contract import Ids
 from tableside.quant.errors import NotRepresentable
 
 _SOURCES = {np.dtype(np.float32): Source.FP32, np.dtype(np.float16): Source.FP16}
@@ -34,7 +36,7 @@ def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> 
     """Returns a block as rows of its table. ChangeError: it does not fit the model."""
     table = _table(segment, block)
     deleted = np.zeros(block.rows, np.bool_) if block.deleted is None else block.deleted
-    _check_ids(table, block, deleted)
+    check_ids(table, block.table, block.ids, deleted)
     packed = np.zeros((block.rows, table.row_bytes), np.uint8)
     given = ~deleted
     values = block.vectors if given.all() else block.vectors[given]
@@ -79,30 +81,29 @@ def _table(segment: Segment, block: TableChanges) -> Table:
     return table
 
 
-def _check_ids(table: Table, block: TableChanges, deleted: np.ndarray) -> None:
+def check_ids(table: Table, name: str, ids: Ids, deleted: NDArray[np.bool_]) -> None:
+    """Raises ChangeError if a change of an id, or its deletion, does not fit a table. name: the table's."""
     row_map = table.row_map
     if row_map is not None and row_map.index is not None:
         index = row_map.index
         outside = np.zeros(0, np.int64)
         if index.bucket_ids or len(index.directory) - 1 < index.buckets:
-            outside = np.flatnonzero(index.bucket_of(block.ids) < 0)
+            outside = np.flatnonzero(index.bucket_of(ids) < 0)
         if outside.size:
             at = int(outside[0])
-            raise ChangeError(
-                f"table {block.table!r}, change {at}: id {block.ids[at]} is in no bucket of this version"
-            )
+            raise ChangeError(f"table {name!r}, change {at}: id {ids[at]} is in no bucket of this version")
         return
     first, count = (0, table.rows) if row_map is None else (row_map.first, row_map.count)
-    if (outside := np.flatnonzero((block.ids < first) | (block.ids >= first + count))).size:
+    if (outside := np.flatnonzero((ids < first) | (ids >= first + count))).size:
         at = int(outside[0])
         raise ChangeError(
-            f"table {block.table!r}, change {at}: id {block.ids[at]} is outside the table's ids [{first}, "
+            f"table {name!r}, change {at}: id {ids[at]} is outside the table's ids [{first}, "
             f"{first + count}); "
             'rows can be added to tables of raw ids (ids = "raw" in model.toml)'
         )
     if (row_map is None or row_map.default_row is None) and deleted.any():
         at = int(np.flatnonzero(deleted)[0])
         raise ChangeError(
-            f"table {block.table!r}, change {at}: id {block.ids[at]} cannot be deleted, since the table "
+            f"table {name!r}, change {at}: id {ids[at]} cannot be deleted, since the table "
             "refuses ids that it lacks; load it with a policy for missing ids"
         )

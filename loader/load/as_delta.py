@@ -4,12 +4,14 @@ Every row of the checkpoint is read, checked and quantized as a load does, and c
 The rows that differ, ids that came and ids that are gone become one delta (loader.deltas.apply), which holds
 the digest of model.toml and checkpoint as the position of the stream CHECKPOINT. Nothing is published where a
 delta cannot say it: a damaged live state, another model.toml, other rows of row numbers, ids that come twice,
-a mean of all rows, or more changes than MOST_SHARE of the rows' bytes. Private memory holds the changed rows.
+a mean of all rows, or more changes than MOST_SHARE of the rows' bytes. Private memory holds the changed rows,
+and a byte for each live row of raw ids.
 """
 
-import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -23,16 +25,16 @@ from tableside.loader.checkpoint.keyed.keyed import KeyedRows
 from tableside.loader.checkpoint.rows import DTYPES
 from tableside.loader.deltas.apply import ApplyResult, apply
 from tableside.loader.deltas.changes import ChangeBatch
-from tableside.loader.deltas.pack import PackedChanges
-from tableside.loader.errors import SegmentError
-from tableside.loader.load.load import PIECE_BYTES, LoadSettings, Progress
+from tableside.loader.deltas.pack import PackedChanges, check_ids
+from tableside.loader.errors import ChangeError, SegmentError, VersionError
+from tableside.loader.load.load import PIECE_BYTES, LoadSettings, Progress, threads_of
 from tableside.loader.load.origin import CHECKPOINT, Origin, origin_of
 from tableside.loader.load.plan import Sources
 from tableside.loader.load.verification import Verification
 from tableside.loader.model.model import ModelSpec, TableSpec
 from tableside.loader.segment.delta_writer import DeltaEntries
 from tableside.loader.segment.segment import Segment
-from tableside.loader.versions.states import attach_state, state_of
+from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, Source, Table, choose
 from tableside.quant.contract import Bytes, Ids
@@ -60,13 +62,10 @@ def load_as_delta(
 ) -> LoadedDelta:
     """Publishes what differs in a checkpoint as the next state of the live version. progress: counts rows.
     Errors: of `load` and `apply`; nothing changes then."""
-    model = Model(root, spec.name)
+    model, started = Model(root, spec.name), time.monotonic()
     with open_checkpoint(spec.checkpoint) as checkpoint, model.loading():
         try:
-            if not model.record().current:
-                raise _Unfit("no version is live")
-            live = state_of(model.record())
-            segment = attach_state(model, live, "full")
+            live, segment = _live(model)
             sources = Sources(spec.tables, checkpoint)
             origin = origin_of(spec, sources)
             _check_model(spec, segment, sources, origin)
@@ -78,11 +77,23 @@ def load_as_delta(
                     packed.tables[table.name] = [entries]
                     packed.rows += entries.ids.size
             work.checks.finish()
-        except (_Unfit, SegmentError) as error:
+        except _Unfit as error:
             return LoadedDelta(None, str(error))
         positions = {} if segment.change is None else segment.change.positions
         batch = ChangeBatch((), CHECKPOINT, origin.digest, positions.get(CHECKPOINT))
-        return LoadedDelta(apply(model, batch, packed=packed, over=live), compared=sum(sources.rows.values()))
+        applied = apply(model, batch, packed=packed, over=live)
+        applied = replace(applied, seconds=time.monotonic() - started)
+        return LoadedDelta(applied, compared=sum(sources.rows.values()))
+
+
+def _live(model: Model) -> tuple[State, Segment]:
+    """Returns the live state, verified. _Unfit: there is none, or it is damaged."""
+    try:
+        if not (live := state_of(model.record())).version:
+            raise _Unfit("no version is live")
+        return live, attach_state(model, live, "full")
+    except (SegmentError, VersionError) as error:
+        raise _Unfit(str(error)) from error
 
 
 def _check_model(spec: ModelSpec, segment: Segment, sources: Sources, origin: Origin) -> None:
@@ -114,7 +125,8 @@ class _Comparison:
     ) -> None:
         self.segment, self.sources, self.backend = segment, sources, choose(settings.backend)
         self.checks = Verification(checkpoint, sources.matrices)
-        self._threads = settings.threads or len(os.sched_getaffinity(0))
+        pieces = max((keyed.buffer_bytes for keyed in sources.keyed.values()), default=0)
+        self._threads = threads_of(settings, 4 * PIECE_BYTES + pieces)
         self._progress, self._lock = progress, Lock()
         self._done, self._total = 0, sum(sources.rows.values())
         self._changed, self._most = 0, MOST_SHARE * segment.header.table_bytes
@@ -123,14 +135,16 @@ class _Comparison:
         """Returns what differs in a table. _Unfit: too much, or what a delta cannot say."""
         table = _LiveTable(spec, self.segment.tables[spec.name], self.backend)
         if spec.raw is None:
-            parts = self._all(table, self._rows(table, self.sources.matrices[spec.name]))
-            return _joined(table.table, parts, np.zeros(0, np.int64))
+            parts = self._all(self._rows(table, self.sources.matrices[spec.name]))
+            return table.entries(parts, np.zeros(0, np.int64))
         keyed = self.sources.keyed[spec.name]
-        parts = self._all(table, (partial(self._piece, table, keyed, n) for n in range(keyed.pieces)))
+        parts = self._all(partial(self._piece, table, keyed, n) for n in range(keyed.pieces))
         keyed.finish()
-        return _joined(table.table, parts, table.gone())
+        gone = table.gone()
+        self._count(0, gone.size * table.table.row_bytes)
+        return table.entries(parts, gone)
 
-    def _all(self, table: "_LiveTable", work: Iterator[Callable[[], list["_Rows"]]]) -> list["_Rows"]:
+    def _all(self, work: Iterator[Callable[[], list["_Rows"]]]) -> list["_Rows"]:
         with ThreadPoolExecutor(self._threads, "tableside-compare") as pool:
             futures = [pool.submit(one) for one in work]
             try:
@@ -159,13 +173,16 @@ class _Comparison:
         ]
 
     def _counted(self, rows: "_Rows", compared: int) -> "_Rows":
+        self._count(compared, rows.packed.nbytes)
+        return rows
+
+    def _count(self, compared: int, changed_bytes: int) -> None:
         with self._lock:
             self._done += compared
-            self._changed += rows.packed.nbytes
+            self._changed += changed_bytes
             self._progress(self._done, self._total)
             if self._changed > self._most:
                 raise _Unfit(f"more than {MOST_SHARE:.0%} of the rows' bytes differ")
-        return rows
 
 
 class _Rows(NamedTuple):
@@ -194,7 +211,8 @@ class _LiveTable:
         try:
             self._backend.quantize(values, source, self.table.row_format, packed)
         except NotRepresentable as error:
-            raise _Unfit(f"table {self.spec.name!r}: {error.describe(error.row)}") from error
+            what = f"a value that {self.table.row_format.label} cannot represent"
+            raise _Unfit(f"table {self.spec.name!r} has {what}") from error
         live, has_row = self._live(ids)
         used = self.table.row_format.used_bytes(self.table.dim)
         kind, words = (np.uint32, used // 4) if used % 4 == 0 else (np.uint8, used)
@@ -244,12 +262,17 @@ class _LiveTable:
             found.append(ids[has_id][row_map.find(ids[has_id]) == at])
         return np.concatenate(found)
 
-
-def _joined(table: Table, parts: list[_Rows], gone: Ids) -> DeltaEntries:
-    ids = np.concatenate([*(part.ids for part in parts), gone])
-    nothing = np.zeros((gone.size, table.row_bytes), np.uint8)
-    packed = np.concatenate([*(part.packed for part in parts), nothing])
-    if np.unique(ids).size != ids.size:
-        raise _Unfit("an id comes twice")
-    deleted = np.arange(ids.size) >= ids.size - gone.size
-    return DeltaEntries(ids, packed, np.arange(ids.size), deleted)
+    def entries(self, parts: list[_Rows], gone: Ids) -> DeltaEntries:
+        """Returns the changes of the table. _Unfit: it cannot have them."""
+        ids = np.concatenate([*(part.ids for part in parts), gone])
+        packed = np.concatenate(
+            [*(part.packed for part in parts), np.zeros((1, self.table.row_bytes), np.uint8)]
+        )
+        deleted = np.arange(ids.size) >= ids.size - gone.size
+        if np.unique(ids).size != ids.size:
+            raise _Unfit(f"table {self.spec.name!r}: an id comes twice")
+        try:
+            check_ids(self.table, self.spec.name, ids, deleted)
+        except ChangeError as error:
+            raise _Unfit(str(error)) from error
+        return DeltaEntries(ids, packed, np.where(deleted, 0, np.arange(ids.size)), deleted)

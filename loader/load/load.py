@@ -61,7 +61,7 @@ class Loaded:
 @dataclass(frozen=True)
 class LoadSettings:
     """threads: 0: one per core; max_memory_bytes: limit for private buffers; group: may read the model; only:
-    tables to load, others are copied from the live version (empty: all)."""
+    tables to load, others are taken over from the live version (empty: all)."""
 
     threads: int = 0
     max_memory_bytes: int = 64 << 20
@@ -191,12 +191,9 @@ class _Load:
         self.writer.finish_rest(self._threads)
 
     def _plan_threads(self, row_bytes: int, more_bytes: int) -> None:
-        self._buffer_bytes, most = max(PIECE_BYTES, row_bytes), self._settings.max_memory_bytes
+        self._buffer_bytes = max(PIECE_BYTES, row_bytes)
         # The piece that is read, room for column shards, the kernel's scratch, and what a part needs.
-        each = 3 * self._buffer_bytes + more_bytes
-        if most < each:
-            raise ModelError(f"max memory is {most:,} bytes; a load of this model needs at least {each:,}")
-        self._threads = max(1, min(self._settings.threads or len(os.sched_getaffinity(0)), most // each))
+        self._threads = threads_of(self._settings, 3 * self._buffer_bytes + more_bytes)
 
     def _share(self, items: Iterator[_Work]) -> None:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-load") as pool:
@@ -226,6 +223,14 @@ class _Load:
         with self._lock:
             self._done_rows += rows
             self._progress(self._done_rows, self._total_rows)
+
+
+def threads_of(settings: LoadSettings, each: int) -> int:
+    """Returns the threads of a load, of which each takes so many bytes. ModelError: there is none."""
+    most = settings.max_memory_bytes
+    if most < each:
+        raise ModelError(f"max memory is {most:,} bytes; a load of this model needs at least {each:,}")
+    return max(1, min(settings.threads or len(os.sched_getaffinity(0)), most // each))
 
 
 class _RawLoad:

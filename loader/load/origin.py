@@ -2,7 +2,7 @@
 
 A load records a digest of model.toml and names, sizes and times of the checkpoint's files, so a rewrite with
 the same size and time goes unnoticed, as with `make`. A checkpoint that was published as changes
-(loader.load.changes) is recorded as their position.
+(loader.load.as_delta) is recorded as their position.
 """
 
 import json
@@ -15,7 +15,7 @@ import xxhash
 
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.checkpoint.rows import fingerprint
-from tableside.loader.errors import ModelError, SegmentError
+from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.files import read_regular
 from tableside.loader.load.plan import Sources
 from tableside.loader.model.model import ModelSpec
@@ -23,7 +23,7 @@ from tableside.loader.program import LARGEST_BYTES
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 
-CHECKPOINT = "checkpoint"  # the stream whose positions are digests of checkpoints
+CHECKPOINT = "load --as-delta"  # the stream whose positions are digests of checkpoints
 
 
 def spec_digest(spec: ModelSpec) -> str:
@@ -66,7 +66,7 @@ def is_live(spec: ModelSpec, model: Model) -> bool:
         return False
     try:
         live = attach_state(model, None, "header")
-    except SegmentError:  # it is damaged, or is known to be
+    except (SegmentError, VersionError):  # it is damaged, or is known to be, or a delta is gone
         return False
     source = live.header.source
     if source.get("spec") != spec_digest(spec) or live.header.owner is not None:

@@ -12,7 +12,7 @@ from support import rows_of, run_tableside
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
-from tableside.loader.errors import CheckpointError, VersionError
+from tableside.loader.errors import CheckpointError, ModelError, VersionError
 from tableside.loader.load import as_delta
 from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import LoadSettings, load
@@ -144,13 +144,17 @@ UNFIT: dict[str, tuple[Callable[[Path], ModelSpec], str]] = {
         lambda f: spec_of(f, DENSE, RAW, np.concatenate([IDS[:-1], IDS[:1]])),
         "table 'raw': an id comes twice",
     ),
+    "most ids gone": (
+        lambda f: spec_of(f, DENSE, RAW[:100], IDS[:100]),
+        "more than 10% of the rows' bytes differ",
+    ),
     "a new id twice": (
         lambda f: spec_of(f, DENSE, RAW, np.concatenate([IDS[:-2], [1 << 50] * 2])),
-        "an id comes twice",
+        "table 'raw': an id comes twice",
     ),
     "a value too large": (
         lambda f: spec_of(f, np.where(np.arange(ROWS)[:, None] == 9, np.inf, DENSE), RAW),
-        "table 'dense': row 9 holds a value that int8 cannot represent",
+        "table 'dense' has a value that int8 cannot represent",
     ),
 }
 
@@ -184,6 +188,29 @@ def test_a_damaged_version_is_loaded_anew(first: ModelSpec, root: Path, tmp_path
         file.write(b"\xff" * 8)
     result, why_not, _ = load_as_delta(first, root, SETTINGS)
     assert result is None and "the checksum is wrong" in why_not
+
+
+def test_ids_that_have_no_bucket_are_refused_by_a_load(root: Path, tmp_path: Path) -> None:
+    """And no delta brings them."""
+    ids = np.arange(ROWS, dtype=np.int64)
+    settings = {"raw": {"bucket_ids": ROWS // 4}}
+    load(spec_of(tmp_path, DENSE, RAW, ids, **settings), root)
+    ids[5] = 2 * ROWS
+    result, why_not, _ = load_as_delta(spec_of(tmp_path, DENSE, RAW, ids, **settings), root, SETTINGS)
+    assert result is None and f"id {2 * ROWS} is in no bucket" in why_not
+
+
+def test_too_little_memory_is_refused(first: ModelSpec, root: Path) -> None:
+    with pytest.raises(ModelError, match="max memory is 1 bytes; a load of this model needs at least"):
+        load_as_delta(first, root, LoadSettings(max_memory_bytes=1))
+
+
+def test_a_state_whose_delta_is_gone_is_loaded_anew(first: ModelSpec, root: Path, tmp_path: Path) -> None:
+    load_as_delta(spec_of(tmp_path, changed(DENSE, 3), RAW), root, SETTINGS)
+    (root / "demo" / "1+1.delta").unlink()
+    result, why_not, _ = load_as_delta(first, root, SETTINGS)
+    assert result is None and "keeps no state 1+1" in why_not
+    assert not is_live(first, Model(root, "demo"))
 
 
 def test_a_model_that_was_never_loaded_is_loaded(root: Path, tmp_path: Path) -> None:
