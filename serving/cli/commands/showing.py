@@ -156,13 +156,17 @@ def _changes(segment: Segment) -> Iterator[str]:
         yield (
             f"changes up to {c.sequence}, applied "
             f"{datetime.fromtimestamp(c.applied_at, UTC).isoformat(timespec='seconds')}: "
-            f"{delta.entries:,} rows of {', '.join(delta.tables)}, {mb(delta.segment.size)}, {delta.path}"
+            f"{_rows_of(delta)}, {mb(delta.segment.size)}, {delta.path}"
         )
     if (last := segment.change) is not None:
         if not segment.deltas:
             yield f"made of changes up to {last.sequence}"
         for source, at in last.positions.items():
             yield f"changes of {source} up to {at}"
+
+
+def _rows_of(delta: Delta) -> str:
+    return f"{delta.entries:,} rows of {', '.join(delta.tables)}" if delta.tables else "no rows"
 
 
 def _tables(h: Header) -> Iterator[Table]:
