@@ -1,11 +1,11 @@
 """A checkpoint as changes of the live state: `tableside load --as-delta`.
 
 Every row of the checkpoint is read, checked and quantized as a load does, and compared with the live state's.
-The rows that differ, ids that came and ids that are gone become one delta (loader.deltas.apply), which holds
-the digest of model.toml and checkpoint as the position of the stream CHECKPOINT. Nothing is published where a
-delta cannot say it: a damaged live state, another model.toml, other rows of row numbers, ids that come twice,
-a mean of all rows, or more changes than MOST_SHARE of the rows' bytes. Private memory holds the changed rows,
-and a byte for each live row of raw ids.
+The rows that differ, ids that came and ids that are gone become one delta (loader.deltas.apply). Its position
+of the stream CHECKPOINT is the digest of model.toml and the checkpoint's files, and the checkpoint's path.
+Nothing is published where a delta cannot say it: a damaged live state, another model.toml, other rows of row
+numbers, ids that come twice, a mean of all rows, or more changes than MOST_SHARE of the rows' bytes. Private
+memory holds the changed rows, and a byte for each live row of raw ids.
 """
 
 import time
@@ -80,7 +80,7 @@ def load_as_delta(
         except _Unfit as error:
             return LoadedDelta(None, str(error))
         positions = {} if segment.change is None else segment.change.positions
-        batch = ChangeBatch((), CHECKPOINT, origin.digest, positions.get(CHECKPOINT))
+        batch = ChangeBatch((), CHECKPOINT, f"{origin.digest} {spec.checkpoint}", positions.get(CHECKPOINT))
         applied = apply(model, batch, packed=packed, over=live)
         applied = replace(applied, seconds=time.monotonic() - started)
         return LoadedDelta(applied, compared=sum(sources.rows.values()))

@@ -23,7 +23,7 @@ from tableside.loader.program import LARGEST_BYTES
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 
-CHECKPOINT = "load --as-delta"  # the stream whose positions are digests of checkpoints
+CHECKPOINT = "load --as-delta"  # the stream whose positions are digests of checkpoints, and their paths
 
 
 def spec_digest(spec: ModelSpec) -> str:
@@ -74,7 +74,7 @@ def is_live(spec: ModelSpec, model: Model) -> bool:
     with open_checkpoint(spec.checkpoint) as checkpoint:
         origin = origin_of(spec, Sources(spec.tables, checkpoint))
     if live.change is not None and (position := live.change.positions.get(CHECKPOINT)) is not None:
-        return position == origin.digest
+        return position.partition(" ")[0] == origin.digest
     return "reused" not in source and origin.files == _by_name(source["files"])
 
 

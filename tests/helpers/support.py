@@ -27,6 +27,18 @@ def files_of(folder: Path) -> set[str]:
     return names - notes - {"current", "current.new"}
 
 
+def flip_bit(path: Path, at: int, whence: int = os.SEEK_SET) -> None:
+    """Changes a bit of a published file, as who may write to it can."""
+    mode = path.stat().st_mode
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.seek(at, whence)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    path.chmod(mode)
+
+
 def until(
     condition: Callable[[], object], deadline_s: float = LONGEST_S, what: str = "the condition"
 ) -> None:

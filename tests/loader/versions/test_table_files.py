@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from killing import What, run_until
-from support import files_of, rows_of
+from support import files_of, flip_bit, rows_of
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
@@ -181,16 +181,6 @@ def test_files_of_raw_ids_hold_their_index(root: Path, tmp_path: Path) -> None:
     assert first.any()
 
 
-def _flip(path: Path, at: int) -> None:
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-    path.chmod(0o400)
-
-
 def _swap(model: Model) -> None:
     """Gives table b of version 1 the file of another one."""
     (model.folder / "1.2.rows").unlink()
@@ -215,12 +205,12 @@ WRONG: dict[str, tuple[Callable[[Model], object], type[LoaderError], str]] = {
         "the file of table 'b' has 2097151 bytes; the version says 2097152",
     ),
     "its head flipped": (
-        lambda m: _flip(m.folder / "1.2.rows", 17),
+        lambda m: flip_bit(m.folder / "1.2.rows", 17),
         SegmentError,
         "not the file of table 'b' that the version names",
     ),
     "a row flipped": (
-        lambda m: _flip(m.folder / "1.2.rows", 4096 + 64 * 7),
+        lambda m: flip_bit(m.folder / "1.2.rows", 4096 + 64 * 7),
         SegmentError,
         r"table 'b', rows \[0, 16384\): the checksum is wrong",
     ),
@@ -355,7 +345,7 @@ def test_damage_of_a_shared_file_is_that_of_all_versions(model: Model, again: Ca
     model.attach()
     again("b")
     status = os.stat(model.folder / "1.3.rows")
-    _flip(model.folder / "1.3.rows", 4096 + 64 * 7)
+    flip_bit(model.folder / "1.3.rows", 4096 + 64 * 7)
     os.utime(model.folder / "1.3.rows", ns=(status.st_atime_ns, status.st_mtime_ns))
     again_damaged = pytest.raises(SegmentError, match=r"1\.3\.rows|2\.3\.rows: table 'c', rows")
     with again_damaged:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import files_of, rows_of
+from support import files_of, flip_bit, rows_of
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
@@ -44,17 +44,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def flip(path: Path) -> None:
-    """Changes a byte of the last row, as who may write to the file can."""
-    mode = path.stat().st_mode
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        segment = Segment(path, "header")
-        table = segment.header.tables[0]
-        file.seek(table.offset + table.bytes - 16)
-        (byte,) = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-    path.chmod(mode)
+    """Changes a bit of the last row."""
+    table = Segment(path, "header").header.tables[0]
+    flip_bit(path, table.offset + table.bytes - 16)
 
 
 def test_a_version_is_read_by_the_first_process_alone(model: Model, read: list[str]) -> None:

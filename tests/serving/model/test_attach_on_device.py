@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tables
 from raw_segments import RawTable, publish_tables
-from support import rows_of
+from support import flip_bit, rows_of
 
 pytest.importorskip("triton")
 from tableside.loader.errors import SegmentError
@@ -45,14 +45,7 @@ def engine_of(root: Path) -> Engine:
 
 def damage(engine: Engine, at: int) -> None:
     """Flips a bit of the published file."""
-    path = engine.model.path(1)
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
-    path.chmod(0o400)
+    flip_bit(engine.model.path(1), at)
 
 
 def test_rows_are_verified_while_they_are_placed(

@@ -1,6 +1,7 @@
 """Modules and versions: what they follow, what stays, and that no call mixes two."""
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 from module_tables import FEATURES, ROWS
 from raw_loads import publish_raw
-from support import until
+from support import flip_bit, until
 
 from tableside.loader.errors import VersionError
 from tableside.loader.versions.versions import Model
@@ -179,13 +180,7 @@ def test_damaged_rows_are_not_taken(model: str, publish_again: PublishAgain, tab
     module = Embeddings("ads", ["user_ids"], root=model)
     expected = module({"user_ids": IDS})["user_ids"]
     publish_again(scaled(tables, 2))
-    path = Model(Path(model), "ads").path(2)
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(-10000, 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
+    flip_bit(Model(Path(model), "ads").path(2), -10000, os.SEEK_END)
     assert not module.refresh()
     assert torch.equal(module({"user_ids": IDS})["user_ids"], expected)
 
