@@ -107,10 +107,14 @@ class GpuBackend(Backend):
         key: KernelKey | None = None,
         *,
         stashable: bool = False,
+        same: DeviceTable | None = None,
     ) -> DeviceTable:
         """Copies a table to HBM and waits.
         registered: its rows, uint8 [bytes], in registered memory, for a faster copy. key: of all tables used
-        together with this one. stashable: `stash` gives its memory back. QuantError: it does not fit."""
+        together with this one. stashable: `stash` gives its memory back. same: a table in HBM that has the
+        same rows, whose memory is shared instead. QuantError: it does not fit."""
+        if same is not None:
+            return self._placed(table, same.residence, key)
         if not stashable:
             return self._placed(table, InHbm.copy_of(table, self.device, registered), key)
         residence = Stashable(table, self.device, registered)

@@ -47,8 +47,8 @@ _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is
 
 class Placements:
     """A version's placed tables; their HBM goes with this object. placements, tables: by name. on_gpu: empty
-    without a GPU. hbm_bytes: beside the cache. base: those of the version without deltas, whose memory they
-    share."""
+    without a GPU. hbm_bytes: beside the cache. files: (device, inode) of tables in files of their own. base:
+    those of the version without deltas, whose memory they share."""
 
     def __init__(
         self,
@@ -57,9 +57,10 @@ class Placements:
         on_host: Mapping[str, Table] | None = None,
         on_gpu: "Mapping[str, DeviceTable] | None" = None,
         hbm_bytes: int = 0,
+        files: Mapping[str, tuple[int, int]] | None = None,
         base: "Placements | None" = None,
     ) -> None:
-        self.placements, self.hbm_bytes = placements, hbm_bytes
+        self.placements, self.hbm_bytes, self.files = placements, hbm_bytes, files or {}
         self._base = base
         self.handovers: list[Callable[[], None]] = []  # what `take_over` calls
         self.on_gpu = on_gpu or {}
@@ -176,8 +177,10 @@ class Placer:
                     )
                 else:
                     hbm_bytes += map_bytes(of[Placement.CACHED])
-                tables = self._tables(gpu, segment, placements, share, in_host)
-                placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes)
+                files = _files_of(segment)
+                same = {} if replaced is None or self._stashable else _same_in_hbm(replaced.base, files)
+                tables = self._tables(gpu, segment, placements, share, in_host, same)
+                placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes, files=files)
             except QuantError as error:
                 raise ServingError(
                     f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)"
@@ -260,7 +263,9 @@ class Placer:
         placements: Mapping[str, Placement],
         share: int,
         in_host: "Mapping[str, InHost]",
+        same: "Mapping[str, DeviceTable]",
     ) -> "dict[str, DeviceTable]":
+        """same: tables of the replaced version in HBM, whose rows are those of this one."""
         from tableside.quant.gpu.kernels.wanted import KernelKey
 
         view = self._registered(gpu, segment, placements)
@@ -272,7 +277,8 @@ class Placer:
             table, rows = segment.tables[stored.name], view(stored)
             match placements[stored.name]:
                 case Placement.HBM:
-                    tables[stored.name] = gpu.to_hbm(table, rows, key, stashable=self._stashable)
+                    before = same.get(stored.name)
+                    tables[stored.name] = gpu.to_hbm(table, rows, key, stashable=self._stashable, same=before)
                 case Placement.CACHED:
                     name = f"{segment.header.model}/{stored.name}"
                     tables[stored.name] = gpu.to_cache(table, rows, key, name, in_host=in_host[stored.name])
@@ -298,3 +304,13 @@ class Placer:
         said = (segment.path, segment.size / 1e9, registration.seconds)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)
         return lambda stored: registration.view(stored.offset, stored.bytes)
+
+
+def _files_of(segment: Segment) -> dict[str, tuple[int, int]]:
+    return {f.table: (f.status.st_dev, f.status.st_ino) for f in segment.files if f.table is not None}
+
+
+def _same_in_hbm(before: Placements, files: Mapping[str, tuple[int, int]]) -> "dict[str, DeviceTable]":
+    """Returns the tables of a version, which is mapped, that lie in HBM and in one of these files."""
+    same = {name: before.on_gpu[name] for name, file in files.items() if before.files.get(name) == file}
+    return {name: t for name, t in same.items() if before.placements[name] is Placement.HBM}

@@ -1,7 +1,9 @@
 """How a version is attached on a device: rows are verified while they are placed, and nothing damaged is
 served."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from support import flip_bit, rows_of
 
 pytest.importorskip("triton")
 from tableside.loader.errors import SegmentError
+from tableside.loader.load.load import LoadSettings
+from tableside.loader.segment import layout
 from tableside.loader.segment.segment import Segment, SegmentFile
 from tableside.loader.versions.versions import Model
-from tableside.quant import choose
+from tableside.quant import Lookup, Pooling, choose
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.settings import ServerSettings
@@ -29,6 +33,12 @@ def engine(root: Path, publish: Publish) -> Engine:
     """Of a model with one table; nothing is attached."""
     publish_rows(publish)
     return engine_of(root)
+
+
+@pytest.fixture
+def table_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each table gets a file of its own."""
+    monkeypatch.setattr(layout, "LARGE_PAGES", 0)
 
 
 def publish_rows(publish: Publish) -> None:
@@ -75,6 +85,41 @@ def test_rows_are_verified_while_they_are_placed(
     publish_rows(publish)
     engine.attach(as_successor=True)
     assert verified == [4, 1]  # requests run beside it
+
+
+@pytest.mark.usefixtures("table_files")
+def test_a_table_that_did_not_change_stays_in_hbm(root: Path, publish: Publish) -> None:
+    """A version that replaces another shares the memory of tables in the same file; what else that one had
+    goes with it."""
+    values = {name: rows_of(300, 16, n) for n, name in enumerate("ab")}
+    formats = dict.fromkeys(values, "fp32")
+    features = {name: {"table": name, "pooling": "none"} for name in values}
+    publish(values, formats=formats, features=features)
+    engine = engine_of(root)
+    engine.swap(engine.attach())
+    before = dict(engine.served().placed.on_gpu)
+    segment = weakref.ref(engine.served().segment)
+    publish(
+        {"a": 2 * values["a"], "b": 3 * values["b"]},
+        formats=formats,
+        features=features,
+        settings=LoadSettings(only=("b",)),
+    )
+    alone = engine.attach().placed.on_gpu  # beside version 1, which stays
+    assert alone["a"].residence is not before["a"].residence
+    del alone
+    engine.swap(engine.attach(as_successor=True))
+    after = engine.served().placed.on_gpu
+    assert after["a"].residence is before["a"].residence
+    assert after["b"].residence is not before["b"].residence
+    del before
+    gc.collect()
+    assert segment() is None
+    for name, expected in (("a", values["a"]), ("b", 3 * values["b"])):
+        plan = engine.served().backend.plan([Lookup(after[name], Pooling.NONE, 0, 300, 0)])
+        out = np.empty((300, 16), np.float32)
+        plan.run(np.arange(300).tobytes(), out.reshape(-1).view(np.uint8))
+        np.testing.assert_array_equal(out, expected)
 
 
 def test_a_version_with_a_damaged_row_is_refused(engine: Engine) -> None:
