@@ -172,11 +172,10 @@ def change(files: dict[str, bytes], rng: random.Random, cut: bool) -> tuple[str,
     if cut:
         end = rng.randrange(len(data))
         return name, bytes(data[:end]), f"{name} cut at {end}"
-    near = min(len(data), _EDGE_BYTES)
+    used = len(data.rstrip(b"\0"))  # zeros to the end of a page are padding
+    near = min(used, _EDGE_BYTES)
     at = (
-        rng.randrange(len(data))
-        if anywhere
-        else rng.choice([rng.randrange(near), len(data) - 1 - rng.randrange(near)])
+        rng.randrange(used) if anywhere else rng.choice([rng.randrange(near), used - 1 - rng.randrange(near)])
     )
     bit = rng.randrange(8)
     data[at] ^= 1 << bit

@@ -20,7 +20,7 @@ class SegmentError(LoaderError):
 class DamagedRows(SegmentError):
     """Bytes of a segment, or of a table's file, that changed after they were written. file: its name."""
 
-    def __init__(self, message: str, file: str) -> None:
+    def __init__(self, message: str, file: str = "") -> None:
         super().__init__(message)
         self.file = file
 
