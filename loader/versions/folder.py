@@ -17,13 +17,14 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tableside.loader.errors import AccessError, VersionError
 from tableside.loader.files import take_lock
-from tableside.loader.segment.delta import parse_delta_name
+from tableside.loader.segment.delta import SUFFIX, parse_delta_name
 
 LOCK_WAIT_S = 30.0
 NOTE = ".verified"  # behind a file's name: what is noted of it (loader.versions.verified)
@@ -113,6 +114,12 @@ class Folder:
             os.fchmod(fd, 0o640)
         return fd
 
+    def create_unnamed(self, name: str) -> int:
+        """As `create`; the name is free again, and the bytes go with the descriptor."""
+        fd = self.create(name)
+        self.unlink(name)
+        return fd
+
     def rename(self, old: str, new: str) -> None:
         """Renames within the folder; replaces `new`."""
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
@@ -138,11 +145,6 @@ class Folder:
         for one in (name, name + NOTE):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(one, dir_fd=self.fd)
-
-    def links_of(self, name: str, among: Iterable[str]) -> list[str]:
-        """Returns those names, of existing files, that are names of the file `name`."""
-        of = {one: os.stat(one, dir_fd=self.fd, follow_symlinks=False).st_ino for one in among}
-        return [one for one, inode in of.items() if inode == of.get(name)]
 
     @contextlib.contextmanager
     def lock(self, name: str, wait_s: float = LOCK_WAIT_S, what: str = "") -> Iterator[None]:
@@ -255,13 +257,30 @@ def deltas_of(folder: Folder, version: int) -> list[int]:
     return sorted(sequence for over, sequence in found if over == version)
 
 
-def files_of_tables(folder: Folder) -> dict[int, list[str]]:
+def files_of_tables(folder: Folder) -> defaultdict[int, list[str]]:
     """Returns the names of large tables' files, by version."""
-    found: dict[int, list[str]] = {}
+    found: defaultdict[int, list[str]] = defaultdict(list)
     for name in folder.names():
         if named := _OF_TABLE.fullmatch(name):
-            found.setdefault(int(named[1]), []).append(name)
+            found[int(named[1])].append(name)
     return found
+
+
+def versions_with(folder: Folder, file: str) -> list[int]:
+    """Returns the versions that have a table's file, under this name or another."""
+    names = [(v, name) for v, names in files_of_tables(folder).items() for name in names]
+    inodes = {name: os.stat(name, dir_fd=folder.fd, follow_symlinks=False).st_ino for _, name in names}
+    return [version for version, name in names if inodes[name] == inodes.get(file)]
+
+
+def leftovers_of(folder: Folder) -> list[str]:
+    """Returns unfinished segments, tables' files without a version, and notes without a file. A delta that is
+    written belongs to others."""
+    names = folder.names()
+    leftovers = [n for n in names if n.endswith(".partial") and not n.endswith(f"{SUFFIX}.partial")]
+    for version, files in files_of_tables(folder).items():
+        leftovers += [] if f"{version}.segment" in names else files
+    return leftovers + [n for n in names if n.endswith(NOTE) and n.removesuffix(NOTE) not in names]
 
 
 def newest_delta(folder: Folder, version: int, latest: int) -> int:

@@ -19,24 +19,24 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 from tableside.loader.errors import AccessError, SegmentError, VersionError
 from tableside.loader.model.model import NAME, check_name
 from tableside.loader.model.nearest import did_you_mean
-from tableside.loader.segment.delta import SUFFIX, delta_name
+from tableside.loader.segment.delta import delta_name
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment, Verify, open_segment
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import (
-    NOTE,
     Folder,
     deltas_of,
     files_of_tables,
+    leftovers_of,
     make_folder,
     newest_delta,
     open_to_group,
+    versions_with,
 )
 from tableside.loader.versions.partial import PartialTensor, partial_tensor
 from tableside.loader.versions.record import (
@@ -206,11 +206,8 @@ class Model:
 
     def create_scratch(self, version: int) -> int:
         """Creates an unlinked file and returns its descriptor. Needs `loading`."""
-        name = f"{version}.scratch.partial"
         with self.opened() as folder:
-            fd = folder.create(name)
-            folder.unlink(name)
-        return fd
+            return folder.create_unnamed(f"{version}.scratch.partial")
 
     def publish(self, version: int, activate: bool = True, sequence: int = 0) -> None:
         """Publishes the sealed partial; `activate` makes it live with delta `sequence` (0: none). Needs
@@ -303,8 +300,7 @@ class Model:
         """Marks a version as damaged, for all processes. file: the damaged one; other versions that have it
         are marked, too."""
         with self.opened() as folder:
-            others = folder.links_of(file, chain(*files_of_tables(folder).values()))
-            for damaged in {version, *(int(name.partition(".")[0]) for name in others)}:
+            for damaged in {version, *versions_with(folder, file)}:
                 with contextlib.suppress(FileExistsError):
                     os.close(folder.create(f"{damaged}{_DAMAGED}"))
 
@@ -368,12 +364,9 @@ class Model:
                 self._record_version(folder, before.current, before.sequence)
                 is_on_record = True
         for version in versions:
-            folder.unlink(f"{version}{_SEGMENT}")
-            folder.unlink(f"{version}{_DAMAGED}")
-            for name in files_of_tables(folder).get(version, []):
+            names = [f"{version}{_SEGMENT}", f"{version}{_DAMAGED}", *files_of_tables(folder)[version]]
+            for name in (*names, *(delta_name(version, s) for s in deltas_of(folder, version))):
                 folder.unlink(name)
-            for sequence in deltas_of(folder, version):
-                folder.unlink(delta_name(version, sequence))
         if not is_on_record:
             write_next(folder, replace(self._readable_record(), latest=latest, lived=tuple(self.versions())))
             flip(folder)
@@ -390,14 +383,8 @@ class Model:
         return cleared
 
     def _clear_partials(self, folder: Folder) -> list[Path]:
-        """Removes unfinished segments, tables' files without a version, and notes without a file. Needs the
-        load lock."""
-        partials = [name for name in folder.names() if name.endswith(".partial")]
-        leftovers = [name for name in partials if not name.endswith(f"{SUFFIX}.partial")]
-        for version, names in files_of_tables(folder).items():
-            leftovers += [] if folder.exists(f"{version}{_SEGMENT}") else names
-        notes = [name for name in folder.names() if name.endswith(NOTE)]
-        leftovers += [name for name in notes if not folder.exists(name.removesuffix(NOTE))]
+        """Removes what unfinished loads left. Needs the load lock."""
+        leftovers = leftovers_of(folder)
         for name in leftovers:
             folder.unlink(name)
         return [self.folder / name for name in leftovers]
