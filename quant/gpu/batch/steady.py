@@ -78,7 +78,7 @@ def steady_kind(kind: LookupKind, table: DeviceTable) -> SteadyKind:
         columns(kind.table),
         0 if table.device_map is None else table.device_map.address,
         int(residence.is_on_device),
-        int(residence.is_gathered),
+        int(table.is_gathered),
     )
 
 

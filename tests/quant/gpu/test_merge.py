@@ -129,6 +129,12 @@ def test_small_requests_of_host_memory_are_laid_out_too() -> None:
         layouts[ids] = mapped.plan(places).layout
         assert (layouts[ids].native is None) == bool(layouts[ids].gathers) == (ids == 8)
     check_alike([layouts[7]], [np.arange(7).tobytes()], [0], [False])
+    raw = raw_table(
+        np.arange(9), np.ones((9, 64), np.float32), RowFormat.INT8, missing=np.zeros(64, np.float32)
+    )
+    read = backend.planner([LookupKind(backend.map_host(raw, None), Pooling.NONE)])
+    places = np.array([Place(0, 0, 8, -1, 0, 0, -1, 0)], np.int64).tobytes()
+    assert read.plan(places).layout.native is not None  # the device finds their rows, however many
     on_host = backend.planner([LookupKind(backend.on_host(table), Pooling.NONE)])
     places = np.array([Place(0, 0, 1, -1, 0, 0, -1, 0)], np.int64).tobytes()
     assert on_host.plan(places).layout.native is None
