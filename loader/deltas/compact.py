@@ -114,7 +114,7 @@ class _Compaction:
         )
         self._total = sum(t.rows for t in planned.tables)
         program = self.base.program() if header.scorer is not None else b""
-        kept = {t.name: self.base for t in planned.tables if t.name not in self.entries}
+        kept = {name: self.base for name, t in tables.items() if not t.is_changed}
         with self.model.writer(self.version, planned, program, kept) as writer:
             for table in writer.header.tables:
                 if table.name in writer.linked:
@@ -202,10 +202,15 @@ class _CompactTable:
                 self._plan(row_map.index)
 
     @property
+    def is_changed(self) -> bool:
+        """Returns whether rows change. Deleted row numbers keep theirs; a delta over the version hides it."""
+        return self.entries is not None and (self.index is not None or not self.entries.deleted.all())
+
+    @property
     def stored(self) -> StoredTable:
         """Returns the table for the header; an unchanged one keeps its chunks, so that its file can be
         linked."""
-        chunk_rows = self.before.chunk_rows if self.entries is None else 1
+        chunk_rows = 1 if self.is_changed else self.before.chunk_rows
         return replace(self.before, rows=self.rows, ids=self.ids, chunk_rows=chunk_rows)
 
     def _plan(self, old: IdIndex) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from keyed_tables import ids_of
 from killing import What, run_until
 from support import files_of, flip_bit, rows_of
 
@@ -21,7 +22,8 @@ from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import AccessError, LoaderError, NoSpace, SegmentError
-from tableside.loader.load.load import Loaded, LoadSettings
+from tableside.loader.load.load import Loaded, LoadSettings, load
+from tableside.loader.model.model import parse_model
 from tableside.loader.segment import layout
 from tableside.loader.segment.header import PRELUDE, checksum
 from tableside.loader.segment.memory import available_bytes
@@ -145,6 +147,25 @@ def test_compaction_links_what_no_change_touched(model: Model) -> None:
     np.testing.assert_array_equal(segment.tables["b"].packed.view(np.float32), expected)
 
 
+def test_deleted_row_numbers_leave_their_table_shared(root: Path, tmp_path: Path) -> None:
+    """They stay deleted by a delta over each compacted version, which has their rows still."""
+    np.savez(tmp_path / "c.npz", **TABLES)  # type: ignore[arg-type]
+    tables = {"a": {"key": "a", "missing": "zero", "row_format": "fp32"}, "b": {"key": "b"}}
+    load(parse_model({"name": "demo", "checkpoint": "c.npz", "tables": tables}, tmp_path), root)
+    model = Model(root, "demo")
+    gone = np.arange(2)
+    apply(model, ChangeBatch(iter([TableChanges("a", gone, TABLES["a"][:2], np.ones(2, np.bool_))])))
+    found = {(model.attach(1).files[1].status.st_ino, 1)}
+    for _ in range(2):
+        apply(model, ChangeBatch(iter([TableChanges("b", gone, CHANGED["b"][:2])])))
+        compact(model)
+        state = attach_state(model, None, "always")
+        found.add((state.files[1].status.st_ino, len(state.deltas)))
+        vectors = choose().lookup(state.tables["a"], np.arange(4), pooling=Pooling.NONE)
+        np.testing.assert_array_equal(vectors, [*np.zeros((2, DIM)), *TABLES["a"][2:4]])
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("large", [(0, 1 << 30), (1 << 30, 0)], ids=["gone", "come"])
 def test_versions_with_and_without_files_follow_each_other(
     publish: Publish, root: Path, large: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -160,11 +181,6 @@ def test_versions_with_and_without_files_follow_each_other(
 
 def test_files_of_raw_ids_hold_their_index(root: Path, tmp_path: Path) -> None:
     """`--only` links both."""
-    from keyed_tables import ids_of
-
-    from tableside.loader.load.load import load
-    from tableside.loader.model.model import parse_model
-
     arrays: dict[str, Any] = {"raw.weight": rows_of(ROWS, DIM), "raw.ids": ids_of(ROWS, 1), **TABLES}
     np.savez(tmp_path / "c.npz", **arrays)
     tables = {"raw": {"key": "raw.weight", "ids": "raw", "buckets": 4}, "a": {"key": "a"}}
