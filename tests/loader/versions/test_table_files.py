@@ -2,7 +2,6 @@
 
 import grp
 import itertools
-import json
 import os
 import pickle
 import resource
@@ -17,15 +16,15 @@ import pytest
 from keyed_tables import ids_of
 from killing import What, run_until
 from support import files_of, flip_bit, rows_of
+from table_files import CHANGED, DIM, PAGE, ROWS, TABLES, check, put, rewrite_header
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
-from tableside.loader.errors import AccessError, LoaderError, NoSpace, SegmentError
+from tableside.loader.errors import NoSpace, SegmentError
 from tableside.loader.load.load import Loaded, LoadSettings, load
 from tableside.loader.model.model import parse_model
 from tableside.loader.segment import layout
-from tableside.loader.segment.header import PRELUDE, checksum
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import attach_state
@@ -34,42 +33,7 @@ from tableside.quant import Pooling, choose
 from tableside.serving.service.scrub import damage_of
 
 Publish = Callable[..., Loaded]
-ROWS, DIM = 30_000, 16
-PAGE = 2 << 20
-TABLES = {name: rows_of(ROWS, DIM, n) for n, name in enumerate("abc")}
-CHANGED = {"a": 2 * TABLES["a"], "b": 3 * TABLES["b"], "c": 5 * TABLES["c"]}
-SETTINGS = LoadSettings(threads=1)
-
-
-@pytest.fixture(autouse=True)
-def _every_table_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "LARGE_PAGES", 0)
-
-
-@pytest.fixture
-def model(publish: Publish, root: Path) -> Model:
-    """Version 1 of three tables in fp32, each in a file of its own."""
-    publish(TABLES, formats=dict.fromkeys(TABLES, "fp32"), settings=SETTINGS)
-    return Model(root, "demo")
-
-
-@pytest.fixture
-def again(model: Model, publish: Publish) -> Callable[..., Loaded]:
-    """again("a", "b") -> version in which these tables are those of CHANGED, and the others the live ones."""
-
-    def run(*only: str) -> Loaded:
-        settings = LoadSettings(threads=1, only=only)
-        return publish(CHANGED, formats=dict.fromkeys(TABLES, "fp32"), settings=settings)
-
-    return run
-
-
-def check(model: Model, version: int | None = None, *changed: str) -> None:
-    """Every row of a version is right, and every byte is what was written."""
-    segment = model.attach(version, "always")
-    for name, table in segment.tables.items():
-        found = choose().lookup(table, np.arange(ROWS), pooling=Pooling.NONE)
-        np.testing.assert_array_equal(found, (CHANGED if name in changed else TABLES)[name])
+pytestmark = pytest.mark.usefixtures("every_table_is_large")
 
 
 def test_each_large_table_has_a_file(model: Model) -> None:
@@ -197,133 +161,6 @@ def test_files_of_raw_ids_hold_their_index(root: Path, tmp_path: Path) -> None:
     assert first.any()
 
 
-def _swap(model: Model) -> None:
-    """Gives table b of version 1 the file of another one."""
-    (model.folder / "1.2.rows").unlink()
-    shutil.copy(model.folder / "2.2.rows", model.folder / "1.2.rows")
-
-
-WRONG: dict[str, tuple[Callable[[Model], object], type[LoaderError], str]] = {
-    "missing": (
-        lambda m: (m.folder / "1.2.rows").unlink(),
-        SegmentError,
-        r"1\.2\.rows is gone, the file of a table of \S+1\.segment",
-    ),
-    "of another version": (_swap, SegmentError, "not the file of table 'b' that the version names"),
-    "of another table": (
-        lambda m: shutil.copy(m.folder / "1.1.rows", (m.folder / "1.2.rows").resolve()),
-        SegmentError,
-        "not the file of table 'b' that the version names",
-    ),
-    "truncated": (
-        lambda m: os.truncate(m.folder / "1.2.rows", PAGE - 1),
-        SegmentError,
-        "the file of table 'b' has 2097151 bytes; the version says 2097152",
-    ),
-    "its head flipped": (
-        lambda m: flip_bit(m.folder / "1.2.rows", 17),
-        SegmentError,
-        "not the file of table 'b' that the version names",
-    ),
-    "a row flipped": (
-        lambda m: flip_bit(m.folder / "1.2.rows", 4096 + 64 * 7),
-        SegmentError,
-        r"table 'b', rows \[0, 16384\): the checksum is wrong",
-    ),
-    "a link": (
-        lambda m: (
-            (m.folder / "1.2.rows").rename(m.folder / "x"),
-            (m.folder / "1.2.rows").symlink_to(m.folder / "x"),
-        ),
-        AccessError,
-        r"1\.2\.rows is a symbolic link",
-    ),
-    "of others": (
-        lambda m: (m.folder / "1.2.rows").chmod(0o666),
-        AccessError,
-        "users other than .* can change it",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_file_is_refused_by_name(model: Model, again: Callable[..., Loaded], wrong: str) -> None:
-    """Attached, activated or linked."""
-    again("b")
-    model.activate(1)
-    damage, error, text = WRONG[wrong]
-    damage(model)
-    for call in (lambda: model.attach(1), lambda: again("a"), lambda: model.activate(1)):
-        with pytest.raises(error, match=text):
-            call()
-    check(model, 2, "b")
-    assert 3 not in model.versions()
-
-
-def _rewrite(path: Path, change: Callable[[dict[str, Any]], None], size: int | None = None) -> None:
-    """Changes the header of a segment, whose checksum is right afterwards. size: to cut it to."""
-    data = bytearray(path.read_bytes())[:size]
-    magic, version, header_bytes, whole, _ = PRELUDE.unpack_from(data)
-    at = PRELUDE.size + header_bytes
-    header = json.loads(data[PRELUDE.size : at])
-    chunks = sum(-(-t["rows"] // t["chunk_rows"]) for t in header["tables"])
-    change(header)
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(header_bytes)
-    assert len(text) == header_bytes
-    found = checksum(text + data[at : at + 8 * chunks])
-    data[:at] = PRELUDE.pack(magic, version, header_bytes, size or whole, found) + text
-    path.chmod(0o600)
-    path.write_bytes(data)
-    path.chmod(0o400)
-
-
-def _put(value: Any, *path: Any) -> Callable[[dict[str, Any]], None]:
-    """value: or a function of the one before."""
-
-    def change(header: dict[str, Any]) -> None:
-        held: Any = header
-        for key in path[:-1]:
-            held = held[key]
-        held[path[-1]] = value(held[path[-1]]) if callable(value) else value
-
-    return change
-
-
-LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "a name that is a list": (_put(["a"], "tables", 0, "name"), "a file of table 'a'"),
-    "a file's table is a list": (_put(["a"], "files", 0, "table"), "or with no number"),
-    "of no table": (_put("d", "files", 0, "table"), "a file of table 'd'"),
-    "a table twice": (_put("a", "files", 1, "table"), "a file of table 'a'"),
-    "another order": (_put(lambda f: f[::-1], "files"), "expected a multiple of 4096 from 2097152 on"),
-    "no number": (_put("1", "files", 0, "checksum"), "or with no number"),
-    "no bytes": (_put(0, "files", 2, "bytes"), "expected a multiple of 4096"),
-    "more than there is": (_put(1 << 60, "files", 2, "bytes"), "expected a multiple of 4096"),
-    "4 TiB": (_put(1 << 42, "files", 2, "bytes"), "the version says 4398046511104"),
-    "a table over the head": (_put(lambda at: at - 4096, "tables", 0, "offset"), "table 'a' lies at bytes"),
-    "a table in another's file": (_put(lambda at: at + PAGE, "tables", 0, "offset"), "table 'a' lies at"),
-    "a table in the segment": (_put(8192, "tables", 0, "offset"), "table 'a' lies at bytes"),
-    "another checksum": (_put(5, "files", 0, "checksum"), "not the file of table 'a'"),
-}
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_header_that_lies_about_files_is_refused(model: Model, lie: str) -> None:
-    change, text = LIES[lie]
-    _rewrite(model.path(1), change)
-    with pytest.raises(SegmentError, match=text):
-        model.attach(1, "header")
-
-
-def test_a_segment_of_no_whole_pages_before_files_is_refused(model: Model) -> None:
-    def change(header: dict[str, Any]) -> None:
-        for file in header["files"]:
-            file["offset"] -= 100
-
-    _rewrite(model.path(1), change, PAGE - 100)
-    with pytest.raises(SegmentError, match="the segment has 2097052 bytes before files of tables"):
-        model.attach(1, "header")
-
-
 def test_a_file_in_which_the_table_lies_elsewhere_is_not_linked(
     model: Model, again: Callable[..., Loaded]
 ) -> None:
@@ -333,7 +170,7 @@ def test_a_file_in_which_the_table_lies_elsewhere_is_not_linked(
     path.chmod(0o600)
     path.write_bytes((data[:8192] + data[4096:])[:PAGE])
     path.chmod(0o400)
-    _rewrite(model.path(1), _put(lambda at: at + 4096, "tables", 1, "offset"))
+    rewrite_header(model.path(1), put(lambda at: at + 4096, "tables", 1, "offset"))
     check(model, 1)
     again("a")
     check(model, 2, "a")
