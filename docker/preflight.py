@@ -12,8 +12,8 @@ from pathlib import Path
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError
 from tableside.loader.model.model import ModelSpec
-from tableside.loader.segment.huge_pages import HUGE_PAGE_BYTES
-from tableside.loader.segment.layout import LARGE_PAGES, plan_tables
+from tableside.loader.segment.header import TABLE_ALIGNMENT_BYTES, Header
+from tableside.loader.segment.layout import lay_out, plan_tables
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import DEFAULT_ROOT, Model
@@ -108,10 +108,9 @@ def segment_bytes(spec: ModelSpec) -> int:
         StoredTable(m.rows, t.row_format.row_bytes(m.dim), 0, 1, 0, t.name, t.key, t.row_format.label, m.dim)
         for t, m in zip(spec.tables, matrices, strict=True)
     )
-    rows_and_checksums = sum(t.bytes + 8 * t.chunks for t in tables)
-    large = sum(t.bytes >= LARGE_PAGES * HUGE_PAGE_BYTES for t in tables)
-    whole_pages = (large + 1) * HUGE_PAGE_BYTES if large else 0  # of large tables' files, and the segment
-    return rows_and_checksums + whole_pages + len(tables) * 8192 + MIB  # a few kB a table for its header
+    header = Header(spec.name, 1, "", tables, spec.features)
+    laid_out = lay_out(header, b"", TABLE_ALIGNMENT_BYTES, has_files=True).bytes
+    return laid_out + len(tables) * 8192 + MIB  # default rows, and what the header says of the checkpoint
 
 
 def existing(path: Path) -> Path:

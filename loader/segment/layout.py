@@ -86,13 +86,18 @@ def plan_tables(tables: Iterable[StoredTable]) -> tuple[StoredTable, ...]:
 
 
 class Layout(NamedTuple):
-    """header: with final offsets; header_bytes: reserved for it; program_at: of the scorer; segment_bytes: of
-    the segment without large tables' files; all but the last page-aligned where there are files."""
+    """header: with final offsets; header_bytes: reserved for it; program_at: offset of the scorer's archive;
+    segment_bytes: of the segment, whole pages where tables have files."""
 
     header: Header
     header_bytes: int
     program_at: int
     segment_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """Returns the bytes of all files."""
+        return self.header.files[-1].end if self.header.files else self.segment_bytes
 
 
 def lay_out(header: Header, program: bytes, page_bytes: int, has_files: bool) -> Layout:

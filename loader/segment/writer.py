@@ -42,13 +42,14 @@ class SegmentWriter:
         self.linked: set[str] = set()
         try:
             page = huge_page_bytes(self._fds[0]) or TABLE_ALIGNMENT_BYTES
-            self.header, self._header_bytes, end, size = lay_out(header, program, page, folder is not None)
+            layout = lay_out(header, program, page, folder is not None)
+            self.header, self._header_bytes, end, size = layout
             self._checksums, self._has_sum = np.zeros(header.chunks, "<u8"), np.zeros(header.chunks, np.bool_)
             files = [FileToMap(self._fds[0], size, writable=True)]
             for number, file in enumerate(self.header.files, 1):
                 assert folder is not None
                 files.append(self._opened(folder, number, file, kept.get(file.table)))
-            self.size = size + sum(file.bytes for file in self.header.files)
+            self.size = layout.bytes
             self.mapping = reserve(files, path.parent)
             self.mapping.bytes[end : end + len(program)] = np.frombuffer(program, np.uint8)
         except BaseException:
