@@ -56,11 +56,12 @@ _NICE = 10  # of a thread that reads with rests: a tenth of a core that others n
 
 
 class SegmentFile(NamedTuple):
-    """A file of an attached version. table: the large one whose file it is; None: the segment itself.
-    identity: checksum of what it holds; stored: its tables and indexes."""
+    """A file of an attached version. table: the large one whose file it is; None: the segment itself. offset:
+    where it is mapped; identity: checksum of what it holds; stored: its tables and indexes."""
 
     path: Path
     table: str | None
+    offset: int
     status: os.stat_result
     identity: int
     stored: tuple[StoredRows, ...]
@@ -108,11 +109,9 @@ class Segment:
         status, prelude = os.fstat(fd), os.pread(fd, PRELUDE.size, 0)
         header_bytes = _check_prelude(self.path, prelude, status.st_size)
         self.mapping = Mapping(FileToMap(fd, status.st_size))
-        self.header_checksum = PRELUDE.unpack(prelude)[4]
         self.header = self._read_header(prelude, header_bytes)
-        return [
-            SegmentFile(self.path, None, status, self.header_checksum, self.header.stored_in(None))
-        ], header_bytes
+        found, stored = PRELUDE.unpack(prelude)[4], self.header.stored_in(None)
+        return [SegmentFile(self.path, None, 0, status, found, stored)], header_bytes
 
     def _add(self, name: str, file: TableFile, fd: int) -> SegmentFile:
         """Maps the file of a table behind those before it. SegmentError: it is not that of the header."""
@@ -123,7 +122,8 @@ class Segment:
             self.mapping.add(FileToMap(fd, file.bytes))
         finally:
             os.close(fd)
-        return SegmentFile(path, file.table, status, file.checksum, self.header.stored_in(file))
+        stored = self.header.stored_in(file)
+        return SegmentFile(path, file.table, file.offset, status, file.checksum, stored)
 
     @property
     def base(self) -> "Segment":
@@ -172,7 +172,7 @@ class Segment:
             raise SegmentError(
                 f"{self.path}: the header is corrupt ({error}); publish the version again"
             ) from error
-        if checksum(text + sums.tobytes()) != self.header_checksum:
+        if checksum(text + sums.tobytes()) != PRELUDE.unpack(prelude)[4]:
             raise SegmentError(f"{self.path}: the checksum of the header is wrong; publish the version again")
         try:
             check_header(header, PRELUDE.size + header_bytes + sums.size, self.size)

@@ -69,10 +69,9 @@ class SegmentWriter:
         if before is None or before.status.st_size != file.bytes:
             return False
         stored = self.header.stored_in(file)
-        at = next(f.offset for f in of.header.files if f.table == file.table)
         shapes = [
             [(s.offset - first, s.rows, s.row_bytes, s.chunk_rows) for s in part]
-            for part, first in ((stored, file.offset), (before.stored, at))
+            for part, first in ((stored, file.offset), (before.stored, before.offset))
         ]
         if shapes[0] != shapes[1] or not folder.link(before.path.name, name):
             return False
