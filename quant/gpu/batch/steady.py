@@ -13,7 +13,7 @@ from tableside.quant.contract import Lookup, LookupKind, Place, Pooling, lookup_
 from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
 from tableside.quant.errors import MissingBackend
-from tableside.quant.gpu.batch.layout import Jobs, Layout, aligned, columns
+from tableside.quant.gpu.batch.layout import Jobs, Layout, columns
 from tableside.quant.gpu.batch.moves import Move
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK, ResolvedLookup
 from tableside.quant.gpu.kernels.job import FIELDS, JobField, ResolveField
@@ -127,51 +127,27 @@ class SteadyLayouts:
         shared = self._shared[id(config)], self._shared[id(self._configs.unpooled)]
         return SteadyLayout(self, config, NativeLayout(self._rows, measured, *shared, self._is_overlaid))
 
-    def whole(self, places: bytes, out_bytes: int, config: LaunchConfig) -> Layout:
-        """The layout as Python has it, of lookups that were measured with this configuration."""
+    def for_python(self, places: bytes, config: LaunchConfig) -> dict[str, Any]:
+        """Returns the fields of `Layout` that C does without, of lookups that were measured with this
+        configuration."""
         found = _native.lay_out(
             self._rows, places, config.block_columns, self._configs.unpooled.block_columns
         )
         assert found is not None, "they were measured"
+        moves_in, moves_out, resolved, cached, pooled, unpooled = found[5:]
         kinds = np.frombuffer(places, np.int64)[:: len(Place._fields)]
-        (
-            in_bytes,
-            staged,
-            written,
-            scratch,
-            is_direct,
-            moves_in,
-            moves_out,
-            resolved,
-            cached,
-            pooled,
-            unpooled,
-        ) = found
-        asked = max(written, out_bytes)
-        return Layout(
-            lookups=lambda: self.lookups(places),
-            key=self._key,
-            jobs=(_jobs(True, config, *pooled), _jobs(False, self._configs.unpooled, *unpooled)),
-            moves_in=moves_in,
-            moves_out=moves_out,
-            gathers=(),
-            resolved=tuple(
+        return {
+            "jobs": (_jobs(True, config, *pooled), _jobs(False, self._configs.unpooled, *unpooled)),
+            "moves_in": moves_in,
+            "moves_out": moves_out,
+            "resolved": tuple(
                 ResolvedLookup(number, row_map, ids_at, ids, found_at, self._are_overlaid[kinds[number]])
                 for number, row_map, ids_at, ids, found_at in np.frombuffer(resolved, np.int64)
                 .reshape(-1, 5)
                 .tolist()
             ),
-            cached=np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
-            host=None,
-            host_lookups=(),
-            all_found=self.all_found(places),
-            in_bytes=in_bytes,
-            rows_bytes=0,
-            out_bytes=max(staged, aligned(asked)) if is_direct else staged,
-            scratch=scratch,
-            asked_bytes=asked,
-            is_direct=bool(is_direct),
-        )
+            "cached": np.frombuffer(cached, np.int64).reshape(-1, len(CachedLookup._fields)),
+        }
 
     def all_found(self, places: bytes) -> tuple[tuple[int, int], ...]:
         """Returns (at, bytes) of the masks for tables with every id."""
@@ -217,8 +193,8 @@ class SteadyLayout(Layout):
         if name not in _MADE_LATER:
             raise AttributeError(name)
         assert self.native is not None
-        whole = self._layouts.whole(self.native.measured[_MEASURED.size :], self.asked_bytes, self._config)
-        self.__dict__.update((field, getattr(whole, field)) for field in _MADE_LATER)
+        places = self.native.measured[_MEASURED.size :]
+        self.__dict__.update(self._layouts.for_python(places, self._config))
         return self.__dict__[name]
 
 
