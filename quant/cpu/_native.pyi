@@ -37,16 +37,11 @@ def quantize(
     row_format: int, source: int, values: Any, rows: int, dim: int, out: Any, row_bytes: int
 ) -> int: ...
 def gather_rows() -> int: ...
-def totals(kinds: bytes, places: Any) -> tuple[int, int, int]: ...
+def totals(kinds: bytes, places: Any) -> tuple[int, int, int, int]: ...
 def lay_out(
     kinds: bytes, places: Any, pooled_columns: int, unpooled_columns: int
 ) -> (
     tuple[
-        int,
-        int,
-        int,
-        int,
-        int,
         bytes,
         bytes,
         bytes,

@@ -7,9 +7,7 @@
  * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can
  *   be, or bags that are not the
  *   ids, which Python refuses; else
- *   (in_bytes, out_bytes, written, scratch, is_direct, moves_in, moves_out, resolved, cached, pooled,
- *   unpooled):
- *   written: where the last vector or mask ends in the caller's output buffer
+ *   (moves_in, moves_out, resolved, cached, pooled, unpooled):
  *   moves_in, moves_out: fields of `move`, int64, as bytes; resolved: (lookup, row_map, ids_at, ids,
  *   found_at), int64,
  *   as bytes
@@ -120,9 +118,7 @@ PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
             *found = bytes_of(m.found, s.found, sizeof(cached));
         PyObject *first = described(&laid.pooled), *second = described(&laid.unpooled);
         if (in && out && mapped && found && first && second)
-            result = Py_BuildValue("LLLLiOOOOOO", (long long)s.in_bytes, (long long)s.out_bytes,
-                                   (long long)laid.end, (long long)s.scratch,
-                                   laid.is_direct, in, out, mapped, found, first, second);
+            result = Py_BuildValue("OOOOOO", in, out, mapped, found, first, second);
         Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(mapped), Py_XDECREF(found), Py_XDECREF(first),
             Py_XDECREF(second);
         free_room(&m);

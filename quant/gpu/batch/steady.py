@@ -134,7 +134,7 @@ class SteadyLayouts:
             self._rows, places, config.block_columns, self._configs.unpooled.block_columns
         )
         assert found is not None, "they were measured"
-        moves_in, moves_out, resolved, cached, pooled, unpooled = found[5:]
+        moves_in, moves_out, resolved, cached, pooled, unpooled = found
         kinds = np.frombuffer(places, np.int64)[:: len(Place._fields)]
         return {
             "jobs": (_jobs(True, config, *pooled), _jobs(False, self._configs.unpooled, *unpooled)),
