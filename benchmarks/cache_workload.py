@@ -91,18 +91,19 @@ class Workload:
         )
         settings = CacheSettings(policy, staging_fraction=staging / budget, **{"replays": True} | more)
         cache = backend.open_cache(budget, ROW_BYTES, settings)
-        tables = [backend.to_cache(*self.seen(t)) for t in range(self.tables)]
+        tables = [backend.place("cached", *self.seen(t)) for t in range(self.tables)]
         return Ours(cache, backend.launcher.stream, DeviceLookup(backend, tables, self.bag_length))
 
     def uncached(self, in_hbm: bool) -> DeviceLookup:
         backend = GpuBackend(str(DEVICE), choose(), gather_from=1 << 60)
-        place = backend.to_hbm if in_hbm else backend.map_host
-        return DeviceLookup(backend, [place(*self.seen(t)) for t in range(self.tables)], self.bag_length)
+        kind = "hbm" if in_hbm else "zero_copy"
+        tables = [backend.place(kind, *self.seen(t)) for t in range(self.tables)]
+        return DeviceLookup(backend, tables, self.bag_length)
 
     def split(self, share: int) -> DeviceLookup:
         """Of every 1024 rows `share` in HBM, the others read in place."""
         backend = GpuBackend(str(DEVICE), choose())
-        tables = [backend.split(*self.seen(t), share) for t in range(self.tables)]
+        tables = [backend.place("hybrid", *self.seen(t), share=share) for t in range(self.tables)]
         return DeviceLookup(backend, tables, self.bag_length)
 
     def fbgemm(

@@ -182,7 +182,7 @@ def publish(root: Path, row_format: str, dim: int) -> Published:
         publish_random(root, name, {f"t{i:02}": (ROWS, dim, row_format) for i in range(TABLES)})
     segment = Model(root, name).attach(verify="header")
     backend = GpuBackend("cuda:0", choose())
-    tables = [backend.to_hbm(segment.tables[t.name]) for t in segment.header.tables]
+    tables = [backend.place("hbm", segment.tables[t.name]) for t in segment.header.tables]
     return Published(segment, torch.from_numpy(segment.mapping.bytes.copy()).cuda(), tables)
 
 

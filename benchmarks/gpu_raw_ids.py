@@ -29,7 +29,7 @@ from tableside.loader.segment.registration import Registration
 from tableside.quant import choose
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.residence.residence import InHost
+from tableside.quant.gpu.residence.memory import InHost
 
 WORKS = ("tables", "keys", "wide")
 WARM, TIMED = 60, 30  # batches
@@ -106,7 +106,7 @@ class Workload:
             rows = self.registration.view(stored.offset, stored.bytes)
             table = table if raw else replace(table, row_map=None)
             how: dict[str, Any] = {} if way.share is None else {"in_host": way.in_host}
-            tables.append((backend.to_hbm if way.share is None else backend.to_cache)(table, rows, **how))
+            tables.append(backend.place("hbm" if way.share is None else "cached", table, rows, **how))
         return DeviceLookup(backend, tables, self.bag_length), backend.launcher.stream
 
     def compare(self, ways: list[Way], label: str) -> list[dict[str, Any]]:

@@ -218,7 +218,7 @@ def served() -> list[dict[str, Any]]:
         held = []
         for stored in segment.header.tables:
             source = registration.view(stored.offset, stored.bytes)
-            held.append(fused.to_hbm(segment.tables[stored.name], source, stashable=True))
+            held.append(fused.place("hbm", segment.tables[stored.name], source, stashable=True))
         lookup = DeviceLookup(fused, held, IDS)
         ids = torch.randint(0, rows, (8 * BATCH * IDS,), device=DEVICE)
         wanted = lookup(ids)

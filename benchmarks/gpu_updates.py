@@ -21,7 +21,6 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -74,8 +73,9 @@ class Placed(NamedTuple):
         if cached_share is not None:
             size = sum(int(t.rows * cached_share) * (t.row_bytes + INDEX_BYTES) for t in rows) * 5 // 4
             backend.open_cache(size, min(t.row_bytes for t in rows), CacheSettings(replays=True))
-        place: Callable[..., DeviceTable] = backend.to_hbm if cached_share is None else backend.to_cache
-        tables = {t.name: place(segment.tables[t.name], registration.view(t.offset, t.bytes)) for t in rows}
+        kind = "hbm" if cached_share is None else "cached"
+        views = {t.name: registration.view(t.offset, t.bytes) for t in rows}
+        tables = {n: backend.place(kind, segment.tables[n], view) for n, view in views.items()}
         backend.launcher.warm_up_overlays()
         return cls(backend, tables)
 

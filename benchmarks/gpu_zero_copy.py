@@ -108,7 +108,12 @@ def measure(gib: int, threads: tuple[int, ...]) -> list[dict[str, Any]]:
             calls: dict[str, Callable[[int], Any]] = {"fbgemm": partial(of_turn, theirs, batches)}
             for name, fused in ways.items():
                 lookup = Lookup(
-                    fused.map_host(segment.tables["t"], view), Pooling.NONE, 0, count, 0, Precision.FP16
+                    fused.place("zero_copy", segment.tables["t"], view),
+                    Pooling.NONE,
+                    0,
+                    count,
+                    0,
+                    Precision.FP16,
                 )
                 plan = fused.plan([lookup], fused.threads)
                 ((result,), _) = fused.batches.run([(plan, inputs[0])])

@@ -28,8 +28,8 @@ from make_model import publish_random
 from tableside.loader.segment.memory import processes_below, pss_bytes
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
+from tableside.quant.gpu.residence.registry import UNPLACED
 from tableside.serving.client import Client
-from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.placement import Placements
 from tableside.serving.model.request import FeatureInput
 from tableside.serving.model.version import ServedVersion
@@ -83,7 +83,7 @@ def look_up(root: str, model: str, seconds: float, ready: Any, go: Any, found: A
     """One process: plans a batch of all features and runs it again and again, one thread. Puts ids/s, and
     its share of a core."""
     segment = Model(Path(root), model).attach(verify="header")
-    placements = Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
+    placements = Placements(dict.fromkeys(segment.tables, UNPLACED), on_host=segment.tables)
     served = ServedVersion(segment, choose(), placements)
     rng = np.random.default_rng(os.getpid())
     inputs, at = [], 0

@@ -5,7 +5,7 @@ import argparse
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from tableside.loader.model.nearest import did_you_mean
 from tableside.loader.versions.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER, Precision
+from tableside.quant.gpu.residence.registry import CHOICES, KINDS
 from tableside.serving.errors import ServingError
 from tableside.serving.sizes import Bytes
 
@@ -34,6 +35,12 @@ _GROUPS = {  # of a command's help, by the first field of each; those before go 
     "ready_timeout_s": "start and end",
 }
 ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
+
+
+if TYPE_CHECKING:
+    PlacementName = str
+else:
+    PlacementName = Literal[tuple(CHOICES)]
 
 
 class RootSettings(BaseSettings):
@@ -58,12 +65,11 @@ class ServerSettings(RootSettings):
     devices: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="numbers of the workers' GPUs, separated by commas; none: lookups run on the CPU"
     )
-    placement: Literal["auto", "hbm", "cached", "hybrid", "zero_copy", "host"] = Field(
+    placement: PlacementName = Field(
         "auto",
-        description="where rows lie with --devices: hbm: in GPU memory; cached: in shared memory, with a "
-        "cache on the GPU; hybrid: some hbm, some zero_copy; zero_copy (or uvm): in shared "
-        "memory, read by the GPU; host: with the CPU; auto: hbm within the budget, smallest "
-        "tables first, the others cached",
+        description="where rows lie with --devices: "
+        + "".join(f"{name}: {kind.says}; " for name, kind in KINDS.items())
+        + "auto: hbm within the budget, smallest tables first, the others cached; uvm: old for zero_copy",
     )
     hbm_budget: Bytes | None = Field(
         None,

@@ -7,6 +7,7 @@ memory, and each chunk is copied while the next is gathered. The third way is a 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +46,10 @@ from tableside.quant.gpu.batch.plan import GpuPlan, SteadyPlanner
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.layers import DeviceLayers
-from tableside.quant.gpu.residence.residence import Cached, InHbm, InHost, Mapped, Residence, Split
+from tableside.quant.gpu.residence.memory import InHost
+from tableside.quant.gpu.residence.registry import residence
+from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
-from tableside.quant.gpu.residence.stashable import Stashable
 from tableside.quant.gpu.residence.tables import DeviceTable, on_device
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
@@ -97,79 +99,30 @@ class GpuBackend(Backend):
 
     # ---- tables ----
 
-    # A table's row map is copied to HBM with it (`quant.gpu.residence.row_map`), but for what of its index is
-    # `in_host`: the ids that are kept for rows are then read in the memory that `rows` is a view of.
-
-    def to_hbm(
+    def place(
         self,
+        kind: str,
         table: Table,
-        registered: torch.Tensor | None = None,
-        key: KernelKey | None = None,
-        *,
-        stashable: bool = False,
-        same: DeviceTable | None = None,
-    ) -> DeviceTable:
-        """Copies a table to HBM and waits.
-        registered: its rows, uint8 [bytes], in registered memory, for a faster copy. key: of all tables used
-        together with this one. stashable: `stash` gives its memory back. same: a table in HBM that has the
-        same rows, whose memory is shared instead. QuantError: it does not fit."""
-        if same is not None:
-            return self._placed(table, same.residence, key)
-        if not stashable:
-            return self._placed(table, InHbm.copy_of(table, self.device, registered), key)
-        residence = Stashable(table, self.device, registered)
-        self.launcher.stashable.all.add(residence)
-        return self._placed(table, residence, key)
-
-    def map_host(
-        self,
-        table: Table,
-        rows: torch.Tensor | None,
+        rows: torch.Tensor | None = None,
         key: KernelKey | None = None,
         *,
         in_host: InHost = InHost.NOTHING,
+        **how: Any,
     ) -> DeviceTable:
-        """Places a table that the device reads in host memory. rows: uint8 [bytes] on the device over
-        registered memory; None: the table's own memory, for the interpreter."""
-        return self._placed(table, Mapped(table, self._readable(rows)), key, in_host)
+        """Places a table in a residence of a kind (`quant.gpu.residence.registry`), until the last reference
+        goes. rows: uint8 [bytes] on the device over registered memory; None: the table's own memory, for
+        the interpreter and rows that are copied. key: of all tables used together with this one. in_host:
+        what of its index is read in the memory that `rows` is a view of. how: as `of` of the kind's class.
+        QuantError: it does not fit, or the device does not read that memory."""
+        return self.placed(table, residence(kind).of(self.launcher, table, rows, **how), key, in_host)
 
-    def to_cache(
-        self,
-        table: Table,
-        rows: torch.Tensor | None,
-        key: KernelKey | None = None,
-        name: str = "",
-        *,
-        in_host: InHost = InHost.NOTHING,
+    def placed(
+        self, table: Table, held: Residence, key: KernelKey | None, in_host: InHost = InHost.NOTHING
     ) -> DeviceTable:
-        """Places a table that the device reads through its cache, until the last reference goes. rows: as for
-        `map_host`; name: for statistics. QuantError: no cache, or it cannot hold rows of this size."""
-        if self.cache is None:
-            raise QuantError("this device has no cache; open_cache makes one")
-        return self._placed(table, Cached(table, self._readable(rows), self.cache, name), key, in_host)
-
-    def split(
-        self,
-        table: Table,
-        rows: torch.Tensor | None,
-        share: int,
-        key: KernelKey | None = None,
-        *,
-        in_host: InHost = InHost.NOTHING,
-    ) -> DeviceTable:
-        """Places the first `share` rows of each SPLIT_BLOCK in HBM; the device reads the others as by
-        `map_host`. QuantError: share is not in [1, SPLIT_BLOCK), or no room."""
-        return self._placed(table, Split(table, self._readable(rows), share, self.device), key, in_host)
-
-    def on_host(self, table: Table) -> DeviceTable:
-        """A table that the CPU looks up, beside the device."""
-        return on_device(table)
-
-    def _placed(
-        self, table: Table, residence: Residence, key: KernelKey | None, in_host: InHost = InHost.NOTHING
-    ) -> DeviceTable:
-        device_map = None if table.row_map is None else DeviceRowMap(table, residence, self.device, in_host)
-        return self.overlay(DeviceTable(table, residence, key or KernelKey.of(table), device_map), table)
+        """A table in its residence; its row map is copied to HBM with it (`quant.gpu.residence.row_map`)."""
+        has_map = table.row_map is not None and held.is_on_device
+        device_map = DeviceRowMap(table, held, self.device, in_host) if has_map else None
+        return self.overlay(DeviceTable(table, held, key or KernelKey.of(table), device_map), table)
 
     def overlay(self, placed: DeviceTable, table: Table, *, in_host: InHost = InHost.NOTHING) -> DeviceTable:
         """Returns a placed table with `table`'s overlay, or none; both tables have the same base rows.
@@ -177,7 +130,7 @@ class GpuBackend(Backend):
         in_host: of new layers. QuantError: no room."""
         assert not placed.is_overlaid, "states are made of the table without one"
         if not placed.residence.is_on_device:
-            return self.on_host(table)
+            return on_device(table)
         with self.device.on(self.launcher.copies):
             layers = self._layers.of(table, placed.residence, in_host)
             device_map = placed.device_map
@@ -193,17 +146,10 @@ class GpuBackend(Backend):
             self._layers.new_bytes(table, placed.residence, in_host) if placed.residence.is_on_device else 0
         )
 
-    def _readable(self, rows: torch.Tensor | None) -> torch.Tensor | None:
-        if rows is None and not self.device.reads_all_memory:
-            raise QuantError(
-                "a GPU reads registered memory alone; pass the view that a registration of the memory gives"
-            )
-        return rows
-
     def open_cache(
         self, budget_bytes: int, smallest_row_bytes: int = 32, settings: CacheSettings | None = None
     ) -> Cache:
-        """Makes the device's cache for tables of `to_cache`. QuantError: there is one, or too few bytes."""
+        """Makes the cache that tables are read through. QuantError: there is one, or too few bytes."""
         if self.cache is not None:
             raise QuantError("this device has a cache already; its tables share one")
         try:
@@ -265,7 +211,7 @@ class GpuBackend(Backend):
         threads: int = 1,
     ) -> Floats:
         """As the contract says; a table of the host is copied to the device for this one call."""
-        held = self.to_hbm(table) if isinstance(table, Table) else table
+        held = self.place("hbm", table) if isinstance(table, Table) else table
         out = contract.check_arguments(held, ids, lengths, pooling, weights, half, out)
         bags = 0 if lengths is None else lengths.size
         lengths_at = None if lengths is None else ids.nbytes

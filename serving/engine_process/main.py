@@ -226,7 +226,7 @@ def _told(served: ServedVersion) -> dict[str, Any]:
         "model": served.header.model,
         "state": served.state.number,
         "backend": served.backend.description,
-        "placements": {name: p.value for name, p in served.placed.placements.items()},
+        "placements": dict(served.placed.placements),
         "hbm_bytes": served.placed.hbm_bytes,
         "verified_at": served.verified_at,
         "scorer": None

@@ -14,7 +14,6 @@ from tableside.serving.engine_process.described import DescribingPlanner, model_
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.model.engine import CacheState, Engine
-from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.placement import Placements, Placer
 from tableside.serving.model.scorer import Scorer
 from tableside.serving.model.version import Beside, ServedVersion
@@ -78,11 +77,10 @@ class DoorEngine(Engine):
             self.model, State.numbered(number), "header", None if before is None else before.segment
         )
         stored = segment.header.scorer
-        placements = {name: Placement(p) for name, p in told["placements"].items()}
         return EngineVersion(
             segment,
             _EngineBackend(told["backend"]),
-            Placements(placements, on_host=segment.tables, hbm_bytes=told["hbm_bytes"]),
+            Placements(told["placements"], on_host=segment.tables, hbm_bytes=told["hbm_bytes"]),
             scorer=None if stored is None else _EngineScorer(segment, stored, told["scorer"]),
             threads=self._settings.threads,
             max_response_bytes=self._settings.max_response_bytes,

@@ -30,7 +30,6 @@ from tableside.serving.evaluation.batches import (
 from tableside.serving.evaluation.data import DataError, Shard
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.executors.scoring import ScoreStage
-from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.version import ServedVersion
 
@@ -70,8 +69,8 @@ class DeviceScoring:
 
     def batch_rows(self, asked: int) -> int:
         """Returns the rows of a batch if `asked` were asked for: larger if each score depends on its row
-        alone, within the limits of responses and scorers; unchanged with rows in `zero_copy`, which bound the
-        CPU's gathers."""
+        alone, within the limits of responses and scorers; unchanged with rows that the CPU gathers, which
+        its buffers bound."""
         most = GROUP_ROWS
         for served in self._served:
             scorer = served.scorer
@@ -79,7 +78,7 @@ class DeviceScoring:
             if (
                 scorer.calls is None
                 or not scorer.is_row_wise
-                or Placement.ZERO_COPY in served.placed.placements.values()
+                or any(table.residence.is_gathered for table in served.placed.on_gpu.values())
             ):
                 return asked
             # A score, and as much for what parts of a response are aligned to.

@@ -24,13 +24,13 @@ from tableside.quant.contract import INTERPRETER
 from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import CompiledKernel, compile_all, has_driver
 from tableside.quant.gpu.kernels.wanted import KernelKey, WantedKernels
+from tableside.quant.gpu.residence.registry import CHOICES, KINDS, UNPLACED
 from tableside.quant.installed import version_of
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
 
 _WAIT_S = 300.0  # for another process that compiles
-_DIRECT = ("hbm", "zero_copy")  # placements whose rows lie in one place
 _TELLS = 4  # lines in the log about one set
 Progress = Callable[[int, int], None]
 
@@ -53,13 +53,14 @@ def kernels_wanted(
     gathers: whether the CPU gathers misses; both if cores decide. tensors: also those of PyTorch modules."""
     features = segment.header.features
     poolings = {Pooling.parse(f.pooling) for f in features}
-    is_cached = placement in ("auto", "cached")
+    kinds = [KINDS[name] for name in CHOICES[placement].kinds]
+    is_cached = any(kind.is_cached for kind in kinds)
     return WantedKernels(
         KernelKey.of(*segment.tables.values()),
         pooled=poolings != {Pooling.NONE},
         unpooled=Pooling.NONE in poolings,
         has_maps=any(t.row_map is not None for t in segment.tables.values()),
-        is_indirect=(placement not in _DIRECT,) if placement in (*_DIRECT, "cached") else (False, True),
+        is_indirect=tuple(sorted({kind.is_indirect for kind in kinds})),
         cached_row_bytes=tuple(sorted({t.row_bytes for t in segment.tables.values()})) if is_cached else (),
         gathers=gathers if is_cached else (),
         is_lfu=is_lfu,
@@ -81,7 +82,7 @@ def kernels_of_server(settings: ServerSettings, segment: Segment) -> WantedKerne
 
 def are_compiled(settings: ServerSettings) -> bool:
     """Returns whether engine processes launch compiled kernels, not the interpreter's or the CPU's."""
-    return bool(settings.devices) and INTERPRETER not in settings.devices and settings.placement != "host"
+    return bool(settings.devices) and INTERPRETER not in settings.devices and settings.placement != UNPLACED
 
 
 def compile_once(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from tableside.loader.segment.segment import Segment
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.residence.residence import InHost
+from tableside.quant.gpu.residence.memory import InHost
 from tableside.quant.gpu.residence.tables import DeviceTable
 from tableside.serving.errors import ServingError
 

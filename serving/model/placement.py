@@ -4,27 +4,18 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tableside.loader.segment.segment import Segment
-from tableside.loader.segment.stored import StoredTable
+from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
 from tableside.quant.contract import INTERPRETER
+from tableside.quant.gpu.residence.registry import KINDS, UNPLACED, residence
+from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
-from tableside.serving.model.hbm_plan import (
-    Placement,
-    bytes_in_hbm,
-    check_padding,
-    largest_share,
-    map_bytes,
-    plan_indexes,
-    plan_placements,
-    split_bytes,
-    without_deltas,
-)
 from tableside.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -34,7 +25,8 @@ if TYPE_CHECKING:
     from tableside.quant.cache.settings import CacheSettings
     from tableside.quant.gpu.backend import GpuBackend
     from tableside.quant.gpu.residence.layers import DeviceLayer
-    from tableside.quant.gpu.residence.residence import InHost
+    from tableside.quant.gpu.residence.memory import InHost
+    from tableside.quant.gpu.residence.residence import Maker, Residence, Room, TableSize
     from tableside.quant.gpu.residence.tables import DeviceTable
 
 logger = logging.getLogger("tableside")
@@ -46,13 +38,13 @@ _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is
 
 
 class Placements:
-    """A version's placed tables; their HBM goes with this object. placements, tables: by name. on_gpu: empty
-    without a GPU. hbm_bytes: beside the cache. files: (device, inode) of tables in files of their own. base:
-    those of the version without deltas, whose memory they share."""
+    """A version's placed tables; their HBM goes with this object. placements: kinds of residences. on_gpu:
+    empty without a GPU. hbm_bytes: beside the cache. files: (device, inode) of tables in files of their own.
+    base: those of the version without deltas, whose memory they share."""
 
     def __init__(
         self,
-        placements: Mapping[str, Placement],
+        placements: Mapping[str, str],
         *,
         on_host: Mapping[str, Table] | None = None,
         on_gpu: "Mapping[str, DeviceTable] | None" = None,
@@ -124,7 +116,7 @@ class Placer:
         new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow
         it."""
         if (gpu := self.gpu) is None:
-            return Placements(dict.fromkeys(segment.tables, Placement.HOST), on_host=segment.tables)
+            return Placements(dict.fromkeys(segment.tables, UNPLACED), on_host=segment.tables)
         known = self._bases.get(segment.base)
         if (base := None if known is None else known()) is None:
             base = self._place_version(gpu, segment.base, replaced)
@@ -152,42 +144,60 @@ class Placer:
         return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
 
     def _place_version(self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None) -> Placements:
+        from tableside.quant.gpu.residence import plan
+
         gpu.device.trim()
+        sizes, home = list(map(size_of, segment.header.tables)), gpu.launcher
         with self._lock:  # one version after another: each sees what those before it took
             left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
-            placements = plan_placements(
-                segment.header.tables, self._settings.placement, left, self.cache is not None
-            )
-            check_padding(segment.header.tables, placements)  # before a cache takes the budget
-            in_host, indexes = plan_indexes(
-                segment.header.tables, placements, left, self.cache is not None, replaced is not None
-            )
-            of = {p: [t for t in segment.header.tables if placements[t.name] is p] for p in Placement}
-            whole, split = of[Placement.HBM], of[Placement.HYBRID]
-            share = largest_share(split, without_deltas(left) - indexes)
-            hbm_bytes = indexes + sum(map(bytes_in_hbm, whole)) + split_bytes(split, share)
-            if self._stashable:
-                from tableside.quant.device.memory import GRANULARITY
-
-                hbm_bytes += sum(-bytes_in_hbm(t) % GRANULARITY for t in whole)
             try:
-                if self.cache is None:  # it is opened with room for these tables' maps
-                    self._open_cache(
-                        gpu, segment, placements, without_deltas(left) - hbm_bytes - indexes // _GROWTH
-                    )
-                else:
-                    hbm_bytes += map_bytes(of[Placement.CACHED])
+                kinds = plan.choose(sizes, self._settings.placement, left, home)
+                plan.check_padding(sizes, kinds)  # before a cache takes the budget
+                in_host, indexes = plan.plan_indexes(sizes, kinds, left, home, replaced is not None)
                 files = _files_of(segment)
-                same = {} if replaced is None or self._stashable else _same_in_hbm(replaced.base, files)
-                tables = self._tables(gpu, segment, placements, share, in_host, same)
-                placed = Placements(placements, on_gpu=tables, hbm_bytes=hbm_bytes, files=files)
+                room = self._room(gpu, segment, left, indexes, _same(replaced, files))
+                makers, hbm_bytes = self._makers(sizes, kinds, room, indexes)
+                tables = self._tables(gpu, segment, kinds, makers, in_host)
             except QuantError as error:
                 raise ServingError(
                     f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)"
                 ) from error
+            placed = Placements(kinds, on_gpu=tables, hbm_bytes=hbm_bytes, files=files)
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
         return placed
+
+    def _makers(
+        self, sizes: "Sequence[TableSize]", kinds: Mapping[str, str], room: "Room", indexes: int
+    ) -> "tuple[dict[str, Maker], int]":
+        """Returns what makes each table's residence, and the HBM of all with their indexes. Each kind plans
+        with what those before it left."""
+        makers: dict[str, Maker] = {}
+        taken = indexes
+        for kind in KINDS:
+            if of_kind := [t for t in sizes if kinds[t.name] == kind]:
+                planned = residence(kind).plan(of_kind, room._replace(budget=room.budget - taken))
+                taken += planned.bytes
+                self._held += planned.kept_bytes
+                makers |= {t.name: planned.make for t in of_kind}
+        return makers, taken
+
+    def _room(
+        self, gpu: "GpuBackend", segment: Segment, left: int, indexes: int, same: "Mapping[str, Residence]"
+    ) -> "Room":
+        from tableside.quant.gpu.residence.plan import without_deltas
+        from tableside.quant.gpu.residence.residence import Room
+
+        return Room(
+            home=gpu.launcher,
+            budget=without_deltas(left),
+            growth=indexes // _GROWTH,
+            is_stashable=self._stashable,
+            same=same,
+            open_cache=gpu.open_cache,
+            cache_settings=self._cache_settings,
+            label=f"{segment.header.model}/",
+        )
 
     def compile(self, segment: Segment) -> None:
         """Compiles the kernels for the segment on this worker's GPU, unless some process did or does."""
@@ -214,24 +224,6 @@ class Placer:
             logger.info("table %s: %d rows of the cache are kept, %d are fetched anew", name, *counts)
         if self.cache is not None:
             self.cache.statistics(wait=True)  # a version that is dropped now must not be read any more
-
-    def _open_cache(
-        self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement], budget_bytes: int
-    ) -> None:
-        """Makes the worker's cache of the remaining budget when a first table needs it."""
-        tables = [segment.tables[name] for name, p in placements.items() if p is Placement.CACHED]
-        if not tables:
-            return
-        settings = self._cache_settings(sum(t.packed.size for t in tables))
-        if (maps := 2 * map_bytes(tables)) >= budget_bytes:  # of a version and its successor
-            raise ServingError(
-                f"the cache's maps of {sum(t.rows for t in tables):,} rows, of two versions, take {maps:,} "
-                "bytes; the budget "
-                f"leaves {max(0, budget_bytes):,}; raise --hbm-budget, or choose --placement zero_copy"
-            )
-        cache = gpu.open_cache(budget_bytes - maps, min(t.row_bytes for t in tables), settings)
-        self._held += budget_bytes
-        logger.info("a cache of %.2f GB on %s", cache.bytes / 1e9, gpu.description)
 
     def _cache_settings(self, cached_bytes: int) -> "CacheSettings":
         """Returns the settings of a cache over `cached_bytes` of tables."""
@@ -260,43 +252,32 @@ class Placer:
         self,
         gpu: "GpuBackend",
         segment: Segment,
-        placements: Mapping[str, Placement],
-        share: int,
+        kinds: Mapping[str, str],
+        makers: "Mapping[str, Maker]",
         in_host: "Mapping[str, InHost]",
-        same: "Mapping[str, DeviceTable]",
     ) -> "dict[str, DeviceTable]":
-        """same: tables of the replaced version in HBM, whose rows are those of this one."""
         from tableside.quant.gpu.kernels.wanted import KernelKey
+        from tableside.quant.gpu.residence.memory import InHost
 
-        view = self._registered(gpu, segment, placements)
-        key = KernelKey.of(
-            *(segment.tables[name] for name, p in placements.items() if p is not Placement.HOST)
-        )
+        for name in (name for name, part in in_host.items() if part is InHost.ALL):
+            logger.warning("the id index of table %s is read in host memory (--hbm-budget)", name)
+        view = self._registered(gpu, segment, kinds)
+        on_device = [n for n, kind in kinds.items() if residence(kind).is_on_device]
+        key = KernelKey.of(*(segment.tables[name] for name in on_device))
         tables: dict[str, DeviceTable] = {}
         for stored in segment.header.tables:
-            table, rows = segment.tables[stored.name], view(stored)
-            match placements[stored.name]:
-                case Placement.HBM:
-                    before = same.get(stored.name)
-                    tables[stored.name] = gpu.to_hbm(table, rows, key, stashable=self._stashable, same=before)
-                case Placement.CACHED:
-                    name = f"{segment.header.model}/{stored.name}"
-                    tables[stored.name] = gpu.to_cache(table, rows, key, name, in_host=in_host[stored.name])
-                case Placement.HYBRID:
-                    tables[stored.name] = gpu.split(table, rows, share, key, in_host=in_host[stored.name])
-                case Placement.ZERO_COPY:
-                    tables[stored.name] = gpu.map_host(table, rows, key, in_host=in_host[stored.name])
-                case Placement.HOST:
-                    tables[stored.name] = gpu.on_host(table)
+            name, table = stored.name, segment.tables[stored.name]
+            made = makers[name](name, table, view(stored))
+            tables[name] = gpu.placed(table, made, key, in_host.get(name, InHost.NOTHING))
         return tables
 
     def _registered(
-        self, gpu: "GpuBackend", segment: Segment, placements: Mapping[str, Placement]
+        self, gpu: "GpuBackend", segment: Segment, kinds: Mapping[str, str]
     ) -> "Callable[[StoredTable], torch.Tensor | None]":
         """Registers the segment with CUDA if the GPU reads it; returns a function from a table to its rows
-        there. Tables copied once need none, unless they are stashed."""
-        unregistered = {Placement.HOST} if self._stashable else {Placement.HBM, Placement.HOST}
-        if gpu.device.reads_all_memory or not set(placements.values()) - unregistered:
+        there."""
+        registers = (residence(kind).registers(self._stashable) for kind in kinds.values())
+        if gpu.device.reads_all_memory or not any(registers):
             return lambda stored: None
         from tableside.loader.segment.registration import Registration
 
@@ -310,7 +291,21 @@ def _files_of(segment: Segment) -> dict[str, tuple[int, int]]:
     return {f.table: (f.status.st_dev, f.status.st_ino) for f in segment.files if f.table is not None}
 
 
-def _same_in_hbm(before: Placements, files: Mapping[str, tuple[int, int]]) -> "dict[str, DeviceTable]":
-    """Returns the tables of a version, which is mapped, that lie in HBM and in one of these files."""
-    same = {name: before.on_gpu[name] for name, file in files.items() if before.files.get(name) == file}
-    return {name: t for name, t in same.items() if before.placements[name] is Placement.HBM}
+def _same(replaced: Placements | None, files: Mapping[str, tuple[int, int]]) -> "dict[str, Residence]":
+    """Returns the residences of a replaced version's tables, which is mapped, that lie in these files."""
+    if replaced is None:
+        return {}
+    before = replaced.base
+    return {n: before.on_gpu[n].residence for n, file in files.items() if before.files.get(n) == file}
+
+
+def size_of(stored: StoredTable) -> "TableSize":
+    """Returns what a plan of the device's memory knows of a table."""
+    from tableside.quant.gpu.residence.residence import TableSize
+
+    size = TableSize(stored.name, stored.rows, stored.row_bytes)
+    if stored.ids is None or (index := stored.ids.index) is None:
+        return size
+    ids, is_in_rows = index.slots * ID_BYTES, index.id_at >= 0
+    array = 0 if is_in_rows else -(-ids // INDEX_UNIT_BYTES) * INDEX_UNIT_BYTES
+    return size._replace(index_bytes=index.bytes - array, id_bytes=ids, ids_in_rows=is_in_rows)

@@ -29,14 +29,14 @@ def placed(backend: GpuBackend, table: Table, where: str) -> DeviceTable:
         rows.numpy()[:] = table.packed.reshape(-1)
     match where:
         case "hbm" | "stashable":
-            return backend.to_hbm(table, stashable=where == "stashable")
+            return backend.place("hbm", table, stashable=where == "stashable")
         case "mapped":
-            return backend.map_host(table, rows)
+            return backend.place("zero_copy", table, rows)
         case "split":
-            return backend.split(table, rows, 200)
+            return backend.place("hybrid", table, rows, share=200)
         case "host":
-            return backend.on_host(table)
-    return backend.to_cache(table, rows)
+            return backend.place("host", table)
+    return backend.place("cached", table, rows)
 
 
 def without_layers(table: Table, newest: int = 0) -> Table:

@@ -13,7 +13,7 @@ from tables import values_of
 from tableside.quant import RowFormat, RowSource, Table
 from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.residence.residence import InHost
+from tableside.quant.gpu.residence.memory import InHost
 
 COUNT = 300
 IDS = random_ids(COUNT)
@@ -76,14 +76,14 @@ def placed(backend: GpuBackend, table: Table, how: str) -> RowSource:
     in_host = IN_HOST[more]
     match where:
         case "hbm":
-            return backend.to_hbm(table)
+            return backend.place("hbm", table)
         case "stashable":
-            return backend.to_hbm(table, stashable=True)
+            return backend.place("hbm", table, stashable=True)
         case "mapped":
-            return backend.map_host(table, rows, in_host=in_host)
+            return backend.place("zero_copy", table, rows, in_host=in_host)
         case "split":
-            return backend.split(table, rows, 300, in_host=in_host)
-    return backend.to_cache(table, rows, in_host=in_host)
+            return backend.place("hybrid", table, rows, share=300, in_host=in_host)
+    return backend.place("cached", table, rows, in_host=in_host)
 
 
 def inputs_of(*arrays: np.ndarray) -> bytes:

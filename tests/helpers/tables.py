@@ -46,7 +46,7 @@ def run_batch(backend: Any, requests: Sequence[tuple[Plan, Any]]) -> list[Any]:
 
 def placed(table: Table) -> RowSource:
     """A table on the GPU backend's device."""
-    return gpu_backend().to_hbm(table)  # type: ignore[attr-defined, no-any-return]
+    return gpu_backend().place("hbm", table)  # type: ignore[attr-defined, no-any-return]
 
 
 def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
-from tableside.quant.gpu.residence.residence import InHost, Residence, allocate_for, fill
+from tableside.quant.gpu.residence.memory import InHost, allocate_for, fill
+from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.row_format import device_row_bytes
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.quant.rows.overlay import MOST_LAYERS, NativeLayer, OverlayLayer

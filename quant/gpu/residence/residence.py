@@ -1,31 +1,97 @@
-"""Residences: where a table's rows live for one device. A new tier or placement is a new class here.
-A residence owns its rows' device memory, fills in the jobs of lookups, and says what must run first: a gather
-by the CPU, or a cache probe. No other code asks for its kind; the kernel's `_row_address`
-(`quant.gpu.kernels.lookup`) turns job and id into an address.
-    InHbm      all rows were copied to HBM
-    Stashable  InHbm in memory that can be freed and refilled at its address (`quant.gpu.residence.stashable`)
-    Mapped     rows in registered host memory, read by the GPU or, for many ids, gathered by the CPU
-    Cached     rows read through the device's cache; misses come from host memory
-    Split      some rows of each block were copied to HBM, the others are read in host memory
-    OnHost     the CPU looks the rows up
-"""
+"""Residences: where a table's rows live for one device. A residence plans what its tables take of a budget,
+owns their device memory, fills in the jobs of lookups, and says what must run first: a gather by the CPU, or
+a cache probe. No other code asks for its kind (`quant.gpu.residence.registry` has the list); the kernel's
+`_row_address` (`quant.gpu.kernels.lookup`) turns job and id into an address."""
 
-import ctypes
-from enum import IntEnum
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.cache import Cache
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.kernels.job import SPLIT_BLOCK, split_rows
+from tableside.quant.gpu.residence.memory import host_bytes
 from tableside.quant.row_format import GPU_ALIGNMENT, device_row_bytes
 
-_COPY_CHUNK = 64 << 20  # bytes
+if TYPE_CHECKING:
+    from tableside.quant.cache.cache import Cache
+    from tableside.quant.cache.settings import CacheSettings
+
+
+class TableSize(NamedTuple):
+    """What a plan knows of a table. index_bytes: of its id index without the kept ids; id_bytes: of those;
+    ids_in_rows: they lie in the rows' padding."""
+
+    name: str
+    rows: int
+    row_bytes: int
+    index_bytes: int = 0
+    id_bytes: int = 0
+    ids_in_rows: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Of the rows in host memory."""
+        return self.rows * self.row_bytes
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Of the rows in HBM."""
+        return self.rows * device_row_bytes(self.row_bytes)
+
+    @property
+    def whole_bytes(self) -> int:
+        """HBM of all rows and their index."""
+        return self.hbm_bytes + self.whole_index_bytes
+
+    @property
+    def whole_index_bytes(self) -> int:
+        """HBM of the index beside rows that are all in HBM: ids in the rows are read there."""
+        return self.index_bytes + (0 if self.ids_in_rows else self.id_bytes)
+
+
+class Home(Protocol):
+    """What residences of a device share (`quant.gpu.batch.launcher`). cache: None: it is not open."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def cache(self) -> "Cache | None": ...
+
+    @property
+    def stashable(self) -> Any: ...
+
+
+class Room(NamedTuple):
+    """What a version's tables of one kind may take. budget: bytes of HBM. growth: of it, for id indexes of a
+    next version. same: residences of the replaced version, of tables in the very files. open_cache: as
+    `GpuBackend.open_cache`; cache_settings: from the bytes of its tables. label: goes before tables' names in
+    statistics."""
+
+    home: Home
+    budget: int
+    growth: int
+    is_stashable: bool
+    same: "Mapping[str, Residence]"
+    open_cache: "Callable[[int, int, CacheSettings], Cache]"
+    cache_settings: "Callable[[int], CacheSettings]"
+    label: str
+
+
+Maker = Callable[[str, Table, torch.Tensor | None], "Residence"]
+"""From a table's name, the table and its rows in registered memory; as `Residence.of`."""
+
+
+class Planned(NamedTuple):
+    """What tables of one kind take. bytes: of HBM, while the version is held; kept_bytes: for good."""
+
+    bytes: int
+    make: Maker
+    kept_bytes: int = 0
 
 
 class Residence:
@@ -33,6 +99,10 @@ class Residence:
 
     is_on_device = True
     """False: the CPU looks the rows up."""
+    is_whole = False
+    """Whether all rows lie in HBM."""
+    reads_host = False
+    """Whether the device reads rows in host memory."""
     is_gathered = False
     """Whether the CPU gathers the rows of requests with many ids."""
     address = 0
@@ -48,6 +118,41 @@ class Residence:
     cache_table = -1
     """The table's number in the cache; -1: it is not read through one."""
 
+    # ---- plans ----
+
+    @classmethod
+    def needs(cls, tables: Sequence[TableSize]) -> int:
+        """HBM without which it cannot hold the tables."""
+        return 0
+
+    @classmethod
+    def fits(cls, tables: Sequence[TableSize], budget: int, home: Home) -> bool:
+        """Whether the tables can live here within a budget, in bytes of HBM."""
+        return cls.needs(tables) <= budget
+
+    @classmethod
+    def takes_rest(cls, home: Home) -> bool:
+        """Whether it takes all that a budget leaves."""
+        return False
+
+    @classmethod
+    def registers(cls, is_stashable: bool) -> bool:
+        """Whether the rows' memory must be registered with the device."""
+        return cls.reads_host
+
+    @classmethod
+    def plan(cls, tables: Sequence[TableSize], room: Room) -> Planned:
+        """Plans tables that were chosen to live here. QuantError: there is no room."""
+        return Planned(0, lambda name, table, rows: cls.of(room.home, table, rows))
+
+    @classmethod
+    def of(cls, home: Home, table: Table, rows: torch.Tensor | None, **how: Any) -> "Residence":
+        """Makes the residence of a table. rows: uint8 [bytes] on the device over registered memory; None: the
+        table's memory. how: what the kind needs besides. QuantError: it cannot hold the table."""
+        raise NotImplementedError
+
+    # ---- rows in use ----
+
     def hot(self) -> NDArray[np.int64]:
         """Returns ids with rows in HBM because of use, int64 [n], hottest first. Waits for the device."""
         return np.zeros(0, np.int64)
@@ -60,33 +165,17 @@ class Residence:
         in the other table and in this. The other table has to fetch them again. Waits for the device."""
 
 
-class OnHost(Residence):
-    """The CPU looks the rows up."""
+class InHostMemory(Residence):
+    """Rows in host memory that the device reads there."""
 
-    is_on_device = False
+    reads_host = True
 
-
-class InHbm(Residence):
-    """All rows were copied to HBM: uint8 [bytes] in `memory`."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
-        self.address = self.hbm_address = memory.data_ptr()
-
-    @classmethod
-    def copy_of(cls, table: Table, device: Device, registered: torch.Tensor | None = None) -> "InHbm":
-        """Copies a table and waits. registered: as for `Mapped`, for a faster copy. QuantError: no room."""
-        memory = allocate(device_bytes(table), device, "a table")
-        source = host_bytes(table) if registered is None else registered
-        copy_rows(memory, source, table.row_bytes, is_pinned=registered is not None)
-        return cls(memory)
-
-
-class _InHostMemory(Residence):
-    """Rows in host memory. rows: uint8 [bytes] on the device over registered memory; None: the table's memory
-    (interpreter). QuantError: rows are not padded for a device that reads them there."""
-
-    def __init__(self, table: Table, rows: torch.Tensor | None) -> None:
+    def __init__(self, home: Home, table: Table, rows: torch.Tensor | None) -> None:
+        """rows: as `of`. QuantError: the device does not read that memory, or rows of that size there."""
+        if rows is None and not home.device.reads_all_memory:
+            raise QuantError(
+                "a GPU reads registered memory alone; pass the view that a registration of the memory gives"
+            )
         if table.row_bytes % GPU_ALIGNMENT:
             raise QuantError(
                 f"a GPU does not read rows of {table.row_bytes} bytes in host memory; expected a multiple of "
@@ -95,157 +184,3 @@ class _InHostMemory(Residence):
         self._table = table  # keeps the memory of `host_rows` alive
         self.host_rows = host_bytes(table) if rows is None else rows
         self.address = self.host_rows.data_ptr()
-
-
-class Mapped(_InHostMemory):
-    """Rows are read in host memory, or gathered there by the CPU."""
-
-    is_gathered = True
-
-
-class Cached(_InHostMemory):
-    """Rows read through the device's cache until this object goes. name: for statistics. QuantError: the
-    cache cannot hold rows of this size."""
-
-    def __init__(self, table: Table, rows: torch.Tensor | None, cache: Cache, name: str) -> None:
-        super().__init__(table, rows)
-        self._cache = cache
-        self._registered = cache.registered(self.address, table.rows, table.row_bytes, name)
-        self.hbm_rows, self.cache_table = cache.slots_address, self._registered.number
-
-    def hot(self) -> NDArray[np.int64]:
-        return self._cache.hot(self.cache_table)
-
-    def warm(self, ids: NDArray[np.int64]) -> None:
-        self._cache.warm(self.cache_table, ids)
-
-    def take_over(self, before: Residence, rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
-        if isinstance(before, Cached) and before._cache is self._cache:
-            self._cache.hand_over(before.cache_table, self.cache_table, rows, successors)
-
-
-class Split(_InHostMemory):
-    """The first `share` rows of each SPLIT_BLOCK, dense in HBM; the others in host memory."""
-
-    def __init__(self, table: Table, rows: torch.Tensor | None, share: int, device: Device) -> None:
-        """Copies the HBM rows, and waits for it. QuantError: `share` splits nothing, or there is no room."""
-        if not 0 < share < SPLIT_BLOCK:
-            raise QuantError(
-                f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
-                "copy the whole table (to_hbm), or read it in place (map_host)"
-            )
-        super().__init__(table, rows)
-        assert self.host_rows is not None, "they are in host memory"
-        self._memory = allocate(
-            split_rows(table.rows, share) * table.row_bytes, device, f"{share} of {SPLIT_BLOCK} rows"
-        )
-        self.hbm_rows, self.hbm_share = self._memory.data_ptr(), share
-        self._fill(table, self.host_rows)
-        device.current_stream().synchronize()
-
-    def _fill(self, table: Table, source: torch.Tensor) -> None:
-        blocks, size = table.rows // SPLIT_BLOCK, table.row_bytes
-        whole = blocks * SPLIT_BLOCK * size
-        of_blocks, rest = (
-            self._memory[: blocks * self.hbm_share * size],
-            self._memory[blocks * self.hbm_share * size :],
-        )
-        every_block = source[:whole].view(blocks, SPLIT_BLOCK * size)
-        of_blocks.view(blocks, self.hbm_share * size).copy_(every_block[:, : self.hbm_share * size])
-        rest.copy_(source[whole : whole + rest.numel()])
-
-
-def device_bytes(table: Table) -> int:
-    """Returns the bytes of a whole table's rows in HBM."""
-    return table.rows * device_row_bytes(table.row_bytes)
-
-
-def host_bytes(table: Table) -> torch.Tensor:
-    """Returns a table's memory as uint8 [bytes]. The caller keeps the table alive and does not write."""
-    return array_bytes(table.packed)
-
-
-def array_bytes(array: NDArray[Any]) -> torch.Tensor:
-    """Returns a contiguous nonempty array's memory as uint8 [bytes]. The caller keeps the array alive and
-    does not write."""
-    # torch warns of arrays that say they are read-only, as a segment's do.
-    memory = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class InHost(IntEnum):
-    """Parts of a delta or index in page-locked host memory instead of HBM. SOME: a delta's rows; an index's
-    ids."""
-
-    NOTHING = 0
-    SOME = 1
-    ALL = 2
-
-
-def allocate_for(size: int, device: Device, what: str, in_host: bool) -> torch.Tensor:
-    """Returns uint8 [size] on the device or in page-locked host memory. QuantError: no room for `what`."""
-    if not in_host:
-        return allocate(size, device, what)
-    try:
-        return device.pinned(size)
-    except RuntimeError as error:
-        raise QuantError(
-            f"{size:,} bytes of {what} cannot be page-locked; the machine has too little memory ({error})"
-        ) from error
-
-
-def fill(target: torch.Tensor, array: NDArray[Any], in_host: bool) -> None:
-    """Copies an array to memory of `allocate_for`, and waits for it."""
-    if not array.nbytes:
-        return
-    if in_host:
-        target.copy_(array_bytes(array))
-    else:
-        copy_from_host(target, array_bytes(array), is_pinned=False)
-
-
-def allocate(size: int, device: Device, what: str) -> torch.Tensor:
-    """uint8 [size] on a device. QuantError: there is no room for `what`."""
-    try:
-        return torch.empty(size, dtype=torch.uint8, device=device.torch_device)
-    except torch.OutOfMemoryError as error:
-        raise QuantError(
-            f"{what} of {size:,} bytes does not fit on {device}; keep fewer rows in HBM, or read them in "
-            f"host memory ({error})"
-        ) from error
-
-
-def copy_rows(target: torch.Tensor, source: torch.Tensor, row_bytes: int, is_pinned: bool) -> None:
-    """Copies packed rows from host memory to HBM, padded there, and waits. is_pinned: as for
-    `copy_from_host`."""
-    if (padded := device_row_bytes(row_bytes)) == row_bytes:
-        copy_from_host(target, source, is_pinned)
-        return
-    rows, padded_rows = source.view(-1, row_bytes), target.view(-1, padded)
-    step = max(1, _COPY_CHUNK // padded)
-    for start in range(0, len(rows), step):
-        part = torch.nn.functional.pad(rows[start : start + step], (0, padded - row_bytes))
-        copy_from_host(padded_rows[start : start + step].view(-1), part.view(-1), is_pinned)
-
-
-def copy_from_host(target: torch.Tensor, source: torch.Tensor, is_pinned: bool) -> None:
-    """Copies a host tensor to the device and waits; unpinned memory goes through two page-locked chunks in
-    turn."""
-    if target.device.type != "cuda":
-        target.copy_(source)
-        return
-    with torch.cuda.device(target.device):
-        if is_pinned:
-            target.copy_(source)
-            torch.cuda.current_stream().synchronize()
-            return
-        size = min(_COPY_CHUNK, source.numel())
-        chunks = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        copied: list[Any] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
-        for n, start in enumerate(range(0, source.numel(), size)):
-            count = min(size, source.numel() - start)
-            copied[n % 2].synchronize()
-            chunks[n % 2][:count].copy_(source[start : start + count])
-            target[start : start + count].copy_(chunks[n % 2][:count], non_blocking=True)
-            copied[n % 2].record()
-        torch.cuda.current_stream().synchronize()

@@ -19,7 +19,8 @@ from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence.layers import DeviceLayer, native_layers
-from tableside.quant.gpu.residence.residence import InHost, Residence, allocate_for, fill
+from tableside.quant.gpu.residence.memory import InHost, allocate_for, fill
+from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.rows.ids import ID_BYTES, IdIndex, native_row_map
 
 

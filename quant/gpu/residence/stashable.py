@@ -1,4 +1,4 @@
-"""Tables in HBM whose memory can be given back. Nothing is copied then: the host keeps the rows."""
+"""Rows in HBM whose memory can be given back. Nothing is copied then: the host keeps the rows."""
 
 import weakref
 from typing import Any
@@ -7,24 +7,23 @@ import torch
 
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
-from tableside.quant.gpu.residence.residence import (
-    InHbm,
-    copy_rows,
-    device_bytes,
-    host_bytes,
-)
+from tableside.quant.gpu.residence.memory import copy_rows, device_bytes, host_bytes
 from tableside.quant.row_format import device_row_bytes
 
 
-class Stashable(InHbm):
-    """All rows were copied to HBM, and the memory can be given back and filled again at the same address."""
+class StashableRows:
+    """A table's rows in HBM; the memory can be given back and filled again at the same address."""
 
     def __init__(self, table: Table, device: Device, registered: torch.Tensor | None = None) -> None:
         self._pages = device.memory(device_bytes(table))
         self._source = host_bytes(table) if registered is None else registered
         self._table = table  # keeps the memory of `_source` alive
-        copy_rows(self._pages.tensor, self._source, table.row_bytes, is_pinned=registered is not None)
-        super().__init__(self._pages.tensor)
+        copy_rows(self.tensor, self._source, table.row_bytes, is_pinned=registered is not None)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Its memory, uint8 [bytes]."""
+        return self._pages.tensor
 
     @property
     def bytes(self) -> int:
@@ -57,7 +56,7 @@ class StashableTables:
     """The stashable tables of one device. The caller holds the device's lock."""
 
     def __init__(self, device: Device) -> None:
-        self.all: weakref.WeakSet[Stashable] = weakref.WeakSet()
+        self.all: weakref.WeakSet[StashableRows] = weakref.WeakSet()
         self._device = device
         self._restored: Any = None  # an event behind the copies; None: nothing is copied
 
@@ -70,7 +69,7 @@ class StashableTables:
         return sum(table.bytes for table in given)
 
     @property
-    def away(self) -> list[Stashable]:
+    def away(self) -> list[StashableRows]:
         """Tables whose memory is given back."""
         return [table for table in self.all if table.is_away]
 

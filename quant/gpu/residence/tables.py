@@ -6,7 +6,8 @@ from tableside.quant.contract import RowSource, Table
 from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.layers import DeviceLayer
-from tableside.quant.gpu.residence.residence import OnHost, Residence
+from tableside.quant.gpu.residence.registry import UNPLACED, residence
+from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
 from tableside.quant.row_format import RowFormat, device_row_bytes
 from tableside.quant.rows.ids import RowMap
@@ -69,5 +70,4 @@ def on_device(table: RowSource) -> DeviceTable:
     """The table as a device reads it. A table of the host that was not placed is looked up by the CPU."""
     if isinstance(table, DeviceTable):
         return table
-    host = host_table(table)
-    return DeviceTable(host, OnHost(), KernelKey())
+    return DeviceTable(host_table(table), residence(UNPLACED)(), KernelKey())

@@ -71,8 +71,8 @@ class TensorLookup:
         tables = [on_device(kind.table) for kind in kinds]
         if not all(table.residence.is_on_device for table in tables):
             raise QuantError(
-                "the CPU looks up one of the tables; copy it to HBM (to_hbm), or let the device read it "
-                "(map_host)"
+                "the CPU looks up one of the tables; place it in HBM (hbm), or in host memory that the "
+                "device reads (zero_copy)"
             )
         self._device, self._launcher, self._configs = backend.device, backend.launcher, backend.configs
         self._reports, self._tables = reports, tables  # whose memory the kernels read

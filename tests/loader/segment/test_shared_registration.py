@@ -36,7 +36,7 @@ ids = np.arange(0, table.rows, 7)
 for line in sys.stdin:
     if line == "register\\n":
         registration = Registration(segment, device)
-        placed = backend.map_host(table, registration.view(stored.offset, stored.bytes))
+        placed = backend.place("zero_copy", table, registration.view(stored.offset, stored.bytes))
     elif line == "look up\\n":
         found = backend.lookup(placed, ids, pooling=Pooling.NONE)
         np.testing.assert_array_equal(found, REFERENCE.lookup(table, ids, pooling=Pooling.NONE))

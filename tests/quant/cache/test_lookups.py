@@ -30,7 +30,7 @@ def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
     cache = backend.open_cache(60_000, 32)
     held = [table_of(RowFormat.INT8, 24), table_of(RowFormat.FP16, 36)]
     views = [(t, None if backend.device.reads_all_memory else registered(t)) for t in held]
-    cached = [backend.to_cache(t, v) for t, v in views]
+    cached = [backend.place("cached", t, v) for t, v in views]
     ids, lengths = np.array([3, 199, 0, 3, 7, 11, 150]), np.array([2, 0, 5], np.int32)
     inputs = ids.tobytes() + lengths.tobytes()
     bad = ids.copy()
@@ -47,7 +47,7 @@ def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
             wanted.check(found.view(np.float32).reshape(-1, table.dim))
     assert sum(s.hits for s in cache.statistics(wait=True).tables.values()) == 20
     del cached, plans
-    backend.to_cache(*views[0])
+    backend.place("cached", *views[0])
     assert len(cache.statistics(wait=True).tables) == 1
 
 
@@ -72,7 +72,7 @@ def test_prefetched_and_forwarded() -> None:
     backend = GpuBackend(tables.DEVICE, choose())
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
     table = table_of(RowFormat.INT8, 40)
-    cached = backend.to_cache(table, None if backend.device.reads_all_memory else registered(table))
+    cached = backend.place("cached", table, None if backend.device.reads_all_memory else registered(table))
     lookup = unpooled(backend, cached)
     batches = [np.random.default_rng(n).integers(0, 200, 7) for n in range(4)]
     calls = [staged(lookup, torch.from_numpy(b).to(backend.device.torch_device)) for b in batches]
@@ -100,7 +100,7 @@ def test_ten_million_ids(policy: Policy, replays: bool) -> None:
     packed[:, 4:8] = np.arange(rows, dtype=np.uint32)[:, None].view(np.uint8)  # every row another
     table = Table(packed, RowFormat.INT8, 40)
     memory = registered(table)
-    cached, held = backend.to_cache(table, memory), backend.to_hbm(table)
+    cached, held = backend.place("cached", table, memory), backend.place("hbm", table)
     lookup, plain = unpooled(backend, cached), unpooled(backend, held)
     generator = torch.Generator(device=device).manual_seed(1)
     loader, wrong = torch.cuda.Stream(), torch.zeros((), dtype=torch.int64, device=device)
@@ -113,7 +113,7 @@ def test_ten_million_ids(policy: Policy, replays: bool) -> None:
             batches.append(batch)
             calls.append(lookup.prefetch(staged(lookup, batch)))
         if n % 20 == 10:
-            other = backend.to_cache(small, registered(small))
+            other = backend.place("cached", small, registered(small))
             del other
         if n >= 2:
             torch.cuda.current_stream().wait_stream(loader)

@@ -111,11 +111,13 @@ def sources_of(backend: GpuBackend, held: Sequence[Table], rng: random.Random, h
             else rng.choice(["hbm", "split", "mapped", "host"])
         )
         if where == "hbm" or tables.DEVICE != "interpreter":
-            made.append(backend.to_hbm(table))
+            made.append(backend.place("hbm", table))
         elif where == "split":
-            made.append(backend.split(table, None, 512))
+            made.append(backend.place("hybrid", table, None, share=512))
         else:
-            made.append(backend.map_host(table, None) if where == "mapped" else backend.on_host(table))
+            made.append(
+                backend.place("zero_copy", table, None) if where == "mapped" else backend.place("host", table)
+            )
     return made
 
 

@@ -114,7 +114,7 @@ def test_found_masks_elsewhere(by_planner: bool, written: tuple[bool, bool]) -> 
         ids[1:], np.ones((IDS - 1, DIM), np.float32), RowFormat.FP32, missing=np.zeros(DIM, np.float32)
     )
     size = 4 * DIM * IDS
-    sources = [backend.to_hbm(raw), placed(TABLES[0])]
+    sources = [backend.place("hbm", raw), placed(TABLES[0])]
     places = [
         Place(0, 0, IDS, -1, 0, 0, -1, 0, 0, 2 * size),
         Place(1, 8 * IDS, IDS, -1, 0, 0, -1, size, 0, 2 * size + IDS),

@@ -227,7 +227,7 @@ def test_batches_begin_before_others_are_finished() -> None:
     rng = np.random.default_rng(4)
     backend.open_cache(40_000, 48, CacheSettings(staging_buffers=3))
     table = table_of(RowFormat.INT8, 40)
-    cached = backend.to_cache(table, None if backend.device.reads_all_memory else registered(table))
+    cached = backend.place("cached", table, None if backend.device.reads_all_memory else registered(table))
     drawn = [rng.integers(0, 200, 30) for _ in range(5)]
     lk = Lookup(cached, Pooling.SUM, 0, 30, 0, bags=6, bag_length=5)
     begun: list[Any] = []

@@ -73,7 +73,8 @@ def test_requests_of_several_planners(seed: int, count: int) -> None:
     planners = []
     for one in drawn:
         sources = [
-            backend.to_hbm(t) if rng.random() < 0.5 else backend.split(t, None, 512) for t in one.tables
+            backend.place("hbm", t) if rng.random() < 0.5 else backend.place("hybrid", t, None, share=512)
+            for t in one.tables
         ]
         planners.append(backend.planner(one.over(sources)))
     layouts, inputs = [], []
@@ -97,8 +98,8 @@ def test_requests_whose_ids_become_row_numbers(how: str, masks: tuple[int, ...])
     table = raw_table(np.arange(100) * 1_000_003, values, RowFormat.INT8, missing=values[0])
     backend = GpuBackend(tables.DEVICE, REFERENCE)
     backend.open_cache(60_000, 16)
-    held = backend.to_hbm(table) if how == "hbm" else backend.to_cache(table, None)
-    dense = backend.to_cache(table_of(RowFormat.INT8, 8), None)
+    held = backend.place("hbm", table) if how == "hbm" else backend.place("cached", table, None)
+    dense = backend.place("cached", table_of(RowFormat.INT8, 8), None)
     planner = backend.planner([LookupKind(dense, Pooling.NONE), LookupKind(held, Pooling.MEAN)])
     layouts, inputs = [], []
     for count in (3, 0, 1500):  # the last one takes several programs of each kernel
@@ -122,7 +123,7 @@ def test_small_requests_of_host_memory_are_laid_out_too() -> None:
     out, and so it is where the CPU looks rows up."""
     backend = GpuBackend(tables.DEVICE, REFERENCE, gather_from=8)
     table = table_of(RowFormat.INT8, 8)
-    mapped = backend.planner([LookupKind(backend.map_host(table, None), Pooling.NONE)])
+    mapped = backend.planner([LookupKind(backend.place("zero_copy", table, None), Pooling.NONE)])
     layouts = {}
     for ids in (7, 8):
         places = np.array([Place(0, 0, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()
@@ -132,10 +133,10 @@ def test_small_requests_of_host_memory_are_laid_out_too() -> None:
     raw = raw_table(
         np.arange(9), np.ones((9, 64), np.float32), RowFormat.INT8, missing=np.zeros(64, np.float32)
     )
-    read = backend.planner([LookupKind(backend.map_host(raw, None), Pooling.NONE)])
+    read = backend.planner([LookupKind(backend.place("zero_copy", raw, None), Pooling.NONE)])
     places = np.array([Place(0, 0, 8, -1, 0, 0, -1, 0)], np.int64).tobytes()
     assert read.plan(places).layout.native is not None  # the device finds their rows, however many
-    on_host = backend.planner([LookupKind(backend.on_host(table), Pooling.NONE)])
+    on_host = backend.planner([LookupKind(backend.place("host", table), Pooling.NONE)])
     places = np.array([Place(0, 0, 1, -1, 0, 0, -1, 0)], np.int64).tobytes()
     assert on_host.plan(places).layout.native is None
 
@@ -143,7 +144,7 @@ def test_small_requests_of_host_memory_are_laid_out_too() -> None:
 def test_inputs_that_are_too_short_are_refused() -> None:
     """Nothing is read behind them, however the other requests are."""
     backend: Any = tables.gpu_backend()
-    planner = backend.planner([LookupKind(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE)])
+    planner = backend.planner([LookupKind(backend.place("hbm", table_of(RowFormat.INT8, 8)), Pooling.NONE)])
     layout = planner.plan(np.array([Place(0, 0, 9, -1, 0, 0, -1, 0)], np.int64).tobytes()).layout
     one = batch_layout([layout, layout], [0, 0], [False, False], tables.gpu_backend().device)
     host = np.zeros(one.sizes.inputs + one.launches(0)[0], np.uint8)
@@ -191,7 +192,7 @@ def in_memory(size: int) -> np.ndarray:
 
 def large_request(backend: Any, ids: int) -> tuple[Any, np.ndarray]:
     """A plan, and as its inputs that many ids."""
-    planner = backend.planner([LookupKind(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE)])
+    planner = backend.planner([LookupKind(backend.place("hbm", table_of(RowFormat.INT8, 8)), Pooling.NONE)])
     return planner.plan(np.array([Place(0, 8, ids, -1, 0, 0, -1, 0)], np.int64).tobytes()), np.arange(
         -1, ids
     ) % 200

@@ -95,7 +95,7 @@ def test_raw_ids_of_other_kinds(kind: str) -> None:
         base.table, base.plain, base.numbers, [changed(KINDS[kind], 1), (new, np.zeros(new.size, np.bool_))]
     )
     backend = new_backend()
-    check_rows(backend, backend.to_hbm(made.table), made, asked_of(made, KINDS[kind]))
+    check_rows(backend, backend.place("hbm", made.table), made, asked_of(made, KINDS[kind]))
 
 
 @pytest.mark.drawn(1)
@@ -139,8 +139,8 @@ def test_found_masks_and_counts_of_states_in_one_batch() -> None:
     changes = [changed(ids, 1), changed(ids, 2, 5)]
     states = [overlaid(base.table, base.plain, base.numbers, changes[:n]) for n in (1, 2)]
     backend = new_backend()
-    plain = backend.to_hbm(table_of(RowFormat.INT8, 64))
-    held = [backend.to_hbm(base.table), *(backend.to_hbm(state.table) for state in states)]
+    plain = backend.place("hbm", table_of(RowFormat.INT8, 64))
+    held = [backend.place("hbm", base.table), *(backend.place("hbm", state.table) for state in states)]
     dictionaries = [base.numbers, *(state.numbers for state in states)]
     requests, wanted = [], []
     for n, table in enumerate(held):
@@ -164,7 +164,7 @@ def test_a_refused_id_is_told() -> None:
     """One that an overlay deleted, from a batch whose other request is answered."""
     made, backend = raw(), new_backend()
     assert made.table.row_map is not None
-    held = backend.to_hbm(replace(made.table, row_map=replace(made.table.row_map, default_row=None)))
+    held = backend.place("hbm", replace(made.table, row_map=replace(made.table.row_map, default_row=None)))
     there = np.array(sorted(made.numbers))
     gone = next(i for i in KINDS["random"].tolist() if i not in made.numbers)
     plan = backend.plan([Lookup(held, Pooling.SUM, 0, there.size, 0, bags=1, bag_length=there.size)])
@@ -194,7 +194,7 @@ def test_a_planner_gives_what_plans_give(where: str) -> None:
 def test_tensors() -> None:
     """Tensors of each feature, and packed ones; a feature without an overlay beside."""
     made, backend = raw(), new_backend()
-    held, plain = placed(backend, made.table, "cached"), backend.to_hbm(table_of(RowFormat.INT8, 64))
+    held, plain = placed(backend, made.table, "cached"), backend.place("hbm", table_of(RowFormat.INT8, 64))
     asked = asked_of(made, KINDS["random"], 12)
     rows, lengths = made.expected_rows(asked), np.array([4, 8], np.int32)
     expected = expect(made.plain, rows, lengths, pooling=Pooling.SUM)
@@ -222,7 +222,9 @@ def test_a_refused_id_of_a_tensor_is_told() -> None:
     """As of a table whose ids are row numbers, also where it has an overlay."""
     made, backend = dense(default=False), new_backend()
     reports = Reports(backend.launcher)
-    lookup = TensorLookup(backend, ["a"], [LookupKind(backend.to_hbm(made.table), Pooling.SUM)], reports)
+    lookup = TensorLookup(
+        backend, ["a"], [LookupKind(backend.place("hbm", made.table), Pooling.SUM)], reports
+    )
     ids = torch.tensor([5, 300], device=backend.device.torch_device)
     found = lookup(lookup.stage_each([TensorInput(ids, None, 1, 2, None)])).view(2, 64).cpu().numpy()
     np.testing.assert_array_equal(found[0], expected_of(made.plain, made.expected_rows(np.array([5])))[0])

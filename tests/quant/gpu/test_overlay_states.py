@@ -16,7 +16,7 @@ from overlays_on_gpu import check_rows, new_backend, placed, vectors_of, without
 
 from tableside.quant.device.interpreter import InterpretedDevice
 from tableside.quant.gpu.residence.layers import DeviceLayer, layer_bytes
-from tableside.quant.gpu.residence.residence import InHost
+from tableside.quant.gpu.residence.memory import InHost
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +67,7 @@ def test_a_level_in_host_memory(in_host: InHost) -> None:
 
 def test_a_level_goes_with_the_last_state_that_has_it() -> None:
     made, backend = raw(), new_backend()
-    base = backend.to_hbm(without_layers(made.table))
+    base = backend.place("hbm", without_layers(made.table))
     first, second = backend.overlay(base, without_layers(made.table, 1)), backend.overlay(base, made.table)
     older, newer = weakref.ref(second.layers[1]), weakref.ref(second.layers[0])
     del second
@@ -98,13 +98,13 @@ def test_nothing_more_is_launched_without_overlays() -> None:
     """A table's state without one, and a batch of such, take the kernels that they took before there were
     any."""
     made, backend = dense(default=False), new_backend()
-    base = backend.to_hbm(without_layers(made.table))
+    base = backend.place("hbm", without_layers(made.table))
     lookups: Any = [Lookup(base, Pooling.NONE, 0, 3, 0)]
     assert backend.plan(lookups).layout.resolved == ()
     over = backend.overlay(base, made.table)
     (resolved,) = backend.plan([Lookup(over, Pooling.NONE, 0, 3, 0)]).layout.resolved
     assert resolved.is_overlaid
-    default = backend.to_hbm(without_layers(dense().table))
+    default = backend.place("hbm", without_layers(dense().table))
     (resolved,) = backend.plan([Lookup(default, Pooling.NONE, 0, 3, 0)]).layout.resolved
     assert not resolved.is_overlaid
 
@@ -112,7 +112,7 @@ def test_nothing_more_is_launched_without_overlays() -> None:
 def test_a_level_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states that were there answer on."""
     made, backend = raw(), new_backend()
-    base = backend.to_hbm(without_layers(made.table))
+    base = backend.place("hbm", without_layers(made.table))
 
     def full(*size: Any, **how: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("none left")

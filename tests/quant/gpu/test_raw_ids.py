@@ -44,7 +44,7 @@ def test_rows_masks_and_counts_are_the_dictionarys(name: str) -> None:
     case = CASES[name]
     table, known = made(case)
     backend: Any = tables.gpu_backend()
-    held = backend.to_hbm(table)
+    held = backend.place("hbm", table)
     ids = asked(known, not case.refuses)
     if case.owned and not case.bucket_ids:
         ids = np.concatenate([ids, IDS])  # those of other owners are strangers here
@@ -74,7 +74,7 @@ def test_extremes_are_ids_like_others() -> None:
     known = Known.of(some.tolist(), values, RowFormat.INT8, np.full(64, DEFAULT, np.float32))
     backend: Any = tables.gpu_backend()
     ids = np.concatenate([others, some])
-    found = backend.lookup(backend.to_hbm(table), ids, pooling=Pooling.NONE)
+    found = backend.lookup(backend.place("hbm", table), ids, pooling=Pooling.NONE)
     np.testing.assert_array_equal(found, expected_of(known.twin, known.twins(ids)))
     assert (found[: others.size] == DEFAULT).all()
 
@@ -86,7 +86,7 @@ def test_dense_ids_at_either_end_of_int64(first: int) -> None:
     backend: Any = tables.gpu_backend()
     ids = np.array([first, first + 49, *EXTREMES], np.int64)
     rows = [id - first if first <= id < first + 50 else 50 for id in ids.tolist()]
-    found = backend.lookup(backend.to_hbm(table), ids, pooling=Pooling.NONE)
+    found = backend.lookup(backend.place("hbm", table), ids, pooling=Pooling.NONE)
     by_number = Table(table.packed, table.row_format, table.dim)
     np.testing.assert_array_equal(found, expected_of(by_number, np.array(rows)))
 
@@ -94,7 +94,7 @@ def test_dense_ids_at_either_end_of_int64(first: int) -> None:
 def test_a_dense_table_without_a_default_row_refuses_ids_beside_its_own() -> None:
     """Row numbers among them, where its ids begin further on."""
     backend: Any = tables.gpu_backend()
-    held = backend.to_hbm(dense_table(50, RowFormat.INT8, 8, first=100))
+    held = backend.place("hbm", dense_table(50, RowFormat.INT8, 8, first=100))
     with pytest.raises(BadIds) as caught:
         backend.lookup(held, np.array([149, 100, 3]), pooling=Pooling.NONE)
     error = caught.value
@@ -107,7 +107,7 @@ def test_tables_of_hardly_any_ids(ids: list[int]) -> None:
         ids, values_of(2, 64)[: len(ids)], RowFormat.INT8, missing=np.full(64, DEFAULT, np.float32)
     )
     backend: Any = tables.gpu_backend()
-    found = backend.lookup(backend.to_hbm(table), np.array([0, -1, 5]), pooling=Pooling.NONE)
+    found = backend.lookup(backend.place("hbm", table), np.array([0, -1, 5]), pooling=Pooling.NONE)
     assert ((found == DEFAULT).all(1) == [True, not ids, True]).all()
 
 
@@ -119,7 +119,7 @@ def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
     table, known = made(CASES["refuses"])
     backend = backend_with_cache()
     held = placed(backend, table, how)
-    dense = backend.to_hbm(table_of(RowFormat.INT8, 64))
+    dense = backend.place("hbm", table_of(RowFormat.INT8, 64))
     good, bad = asked(known, False), asked(known, False)
     bad[[7, 20]] = 77, 78
     lengths = np.array([40, good.size - 40], np.int32)
@@ -146,7 +146,7 @@ def test_found_masks_and_counts_of_many_lookups_in_one_batch() -> None:
     (padded, known), (array, known_array) = made(PADDED), made(ARRAY)
     default = dense_table(50, RowFormat.INT8, 8, missing=np.full(8, DEFAULT, np.float32), first=-20, own=40)
     plain = table_of(RowFormat.INT8, 8)
-    held = [backend.to_hbm(t) for t in (padded, plain, default, array)] + [backend.on_host(array)]
+    held = [backend.place("hbm", t) for t in (padded, plain, default, array)] + [backend.place("host", array)]
     requests, wanted = [], []
     for seed in range(3):
         ids = [
@@ -199,7 +199,7 @@ def test_nothing_is_counted_where_every_id_is_found() -> None:
     """None says so, also after a batch of which something was counted."""
     backend = GpuBackend(tables.DEVICE, REFERENCE)
     values = values_of(COUNT, 64)
-    held = backend.to_hbm(raw_table(IDS, values, RowFormat.INT8, missing=values[0]))
+    held = backend.place("hbm", raw_table(IDS, values, RowFormat.INT8, missing=values[0]))
     plan = backend.plan([Lookup(held, Pooling.NONE, 0, COUNT, 0)])
     out = np.empty(COUNT * 256, np.uint8)
     assert plan.run(inputs_of(np.resize(STRANGERS, COUNT)), out) == [Unfound(COUNT, 0)]
@@ -209,7 +209,7 @@ def test_nothing_is_counted_where_every_id_is_found() -> None:
 
 def test_tables_whose_ids_are_row_numbers_launch_nothing_more() -> None:
     backend: Any = tables.gpu_backend()
-    plan = backend.plan([Lookup(backend.to_hbm(table_of(RowFormat.INT8, 8)), Pooling.NONE, 0, 3, 0)])
+    plan = backend.plan([Lookup(backend.place("hbm", table_of(RowFormat.INT8, 8)), Pooling.NONE, 0, 3, 0)])
     assert plan.launches_alone() is None  # from the second run on its jobs are on the device
     assert plan.layout.resolved == () and plan.launches_alone().resolve is None
 
@@ -238,7 +238,7 @@ def test_a_planner_gives_what_plans_give(how: str) -> None:
     table, known = made(PADDED)
     backend = backend_with_cache()
     held = placed(backend, table, how)
-    dense = backend.to_hbm(table_of(RowFormat.INT8, 8))
+    dense = backend.place("hbm", table_of(RowFormat.INT8, 8))
     kinds = [LookupKind(dense, Pooling.NONE), LookupKind(held, Pooling.SUM), LookupKind(held, Pooling.NONE)]
     planner, requests = backend.planner(kinds), steady_requests(known, 3)
     plans: list[Any] = [planner.plan(places.tobytes(), size) for places, _, size, _ in requests]
@@ -265,7 +265,7 @@ def test_a_planner_gives_what_plans_give(how: str) -> None:
 def test_a_planner_lays_found_masks_out_too() -> None:
     table, known = made(PADDED)
     backend = GpuBackend(tables.DEVICE, REFERENCE)
-    planner = backend.planner([LookupKind(backend.to_hbm(table), Pooling.NONE)])
+    planner = backend.planner([LookupKind(backend.place("hbm", table), Pooling.NONE)])
     ids = asked(known, True, 10)
     places = np.array([Place(0, 0, ids.size, -1, 0, 0, -1, 0, 0, 256 * ids.size)], np.int64)
     out = np.empty(257 * ids.size, np.uint8)
@@ -288,7 +288,7 @@ def test_a_lookup_of_tensors_leaves_its_inputs_as_they_are(how: str) -> None:
     plain = table_of(RowFormat.INT4, 8)
     kinds = [
         LookupKind(placed(backend, table, how), Pooling.SUM),
-        LookupKind(backend.to_hbm(plain), Pooling.SUM),
+        LookupKind(backend.place("hbm", plain), Pooling.SUM),
     ]
     reports = Reports(backend.launcher)
     lookup = TensorLookup(backend, ["raw", "plain"], kinds, reports)

@@ -73,7 +73,10 @@ def test_rows_of_raw_ids_are_not_gathered() -> None:
     are gathered as ever."""
     table, _ = made(PADDED)
     backend = GpuBackend("interpreter", choose(), gather_from=5)
-    raw, plain = backend.map_host(table, None), backend.map_host(table_of(RowFormat.INT8, 64), None)
+    raw, plain = (
+        backend.place("zero_copy", table, None),
+        backend.place("zero_copy", table_of(RowFormat.INT8, 64), None),
+    )
 
     def gathered(raw_ids: int, plain_ids: int) -> int:
         lookups = [

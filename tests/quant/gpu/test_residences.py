@@ -28,7 +28,7 @@ needs_interpreter = pytest.mark.skipif(
 
 def viewed(table: Table) -> RowSource:
     """A table that the interpreter reads where it lies."""
-    return gpu_backend().map_host(table, None)  # type: ignore[attr-defined, no-any-return]
+    return gpu_backend().place("zero_copy", table, None)  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.mark.drawn(3)
@@ -45,7 +45,7 @@ def test_rows_in_place_and_gathered_are_the_same(row_format: RowFormat, cpu: str
         found = []
         for gather_from in (1, 10_000):
             backend = GpuBackend("interpreter", backend_of(cpu), gather_from=gather_from)
-            found.append(backend.lookup(backend.map_host(table, None), ids, bags, pooling=pooling))
+            found.append(backend.lookup(backend.place("zero_copy", table, None), ids, bags, pooling=pooling))
         np.testing.assert_array_equal(found[0], found[1])
 
 
@@ -58,7 +58,7 @@ def test_a_bad_id_among_gathered_rows(position: int) -> None:
     bad = ids.copy()
     bad[position] = -7
     backend = GpuBackend("interpreter", choose(), gather_from=1)
-    plan = backend.plan([Lookup(backend.map_host(table, None), Pooling.NONE, 0, 700, 0)])
+    plan = backend.plan([Lookup(backend.place("zero_copy", table, None), Pooling.NONE, 0, 700, 0)])
     assert plan.layout.gathers
     refused, answered = tables.run_batch(backend, [(plan, bad.tobytes()), (plan, ids.tobytes())])
     assert isinstance(refused, BadIds) and isinstance(answered, np.ndarray)
@@ -93,7 +93,7 @@ def test_rows_beyond_the_limit_are_read_in_place(monkeypatch: pytest.MonkeyPatch
     backend = GpuBackend("interpreter", choose(), gather_from=1)
     table = table_of(RowFormat.INT8, 12)
     ids = np.arange(400) % 200
-    held = backend.map_host(table, None)
+    held = backend.place("zero_copy", table, None)
     assert backend.plan([Lookup(held, Pooling.NONE, 0, 400, 0)]).layout.rows_bytes == 0
     assert backend.plan([Lookup(held, Pooling.NONE, 0, 300, 0)]).layout.rows_bytes == 300 * 16
     np.testing.assert_array_equal(backend.lookup(held, ids, pooling=Pooling.NONE), expected_of(table, ids))
@@ -103,7 +103,7 @@ def test_rows_beyond_the_limit_are_read_in_place(monkeypatch: pytest.MonkeyPatch
 def test_the_rows_of_many_ids_are_gathered() -> None:
     """From 4,096 ids of a request on, 65,536 rows at a time; each part lies behind the one before."""
     backend = GpuBackend("interpreter", choose())
-    held = backend.map_host(table_of(RowFormat.INT8, 12), None)
+    held = backend.place("zero_copy", table_of(RowFormat.INT8, 12), None)
 
     def gathers(*ids: int) -> list[tuple[int, int]]:
         lookups = [Lookup(held, Pooling.NONE, 0, n, 48 * sum(ids[:i])) for i, n in enumerate(ids)]
@@ -131,7 +131,7 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
     if not backend.device.reads_all_memory:
         memory = torch.empty(table.packed.size, dtype=torch.uint8, pin_memory=True)
         memory.numpy()[:] = table.packed.reshape(-1)
-    split = backend.split(table, memory, share)
+    split = backend.place("hybrid", table, memory, share=share)
     ids = np.concatenate(
         [[0, 1023, 1024, 2047, 2048, 2499], np.random.default_rng(1).integers(0, 2500, 6000)]
     )
@@ -145,7 +145,7 @@ def test_split_tables(row_format: RowFormat, share: int) -> None:
 def test_a_share_that_splits_nothing_is_refused(share: int) -> None:
     table = table_of(RowFormat.INT8, 24)
     with pytest.raises(QuantError, match=f"a share of {share} of 1024 rows; expected 1 to 1023"):
-        gpu_backend().split(table, torch.from_numpy(table.packed), share)
+        gpu_backend().place("hybrid", table, torch.from_numpy(table.packed), share=share)
 
 
 @triton.jit

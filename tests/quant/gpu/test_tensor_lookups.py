@@ -75,13 +75,13 @@ def lookup_of(chosen: tuple[Feature, ...], precision: Precision = Precision.FP32
             rows.numpy()[:] = f.table.packed.reshape(-1)
         match f.where:
             case "hbm":
-                placed = backend.to_hbm(f.table)
+                placed = backend.place("hbm", f.table)
             case "mapped":
-                placed = backend.map_host(f.table, rows)
+                placed = backend.place("zero_copy", f.table, rows)
             case "split":
-                placed = backend.split(f.table, rows, 300)
+                placed = backend.place("hybrid", f.table, rows, share=300)
             case _:
-                placed = backend.to_cache(f.table, rows)
+                placed = backend.place("cached", f.table, rows)
         kinds.append(LookupKind(placed, f.pooling, precision))
     return TensorLookup(backend, [f.name for f in chosen], kinds, Reports(backend.launcher))
 
@@ -268,6 +268,6 @@ def test_an_id_that_is_refused_is_told_as_it_came() -> None:
 def test_tables_of_the_host_are_refused() -> None:
     """The CPU does not see the tensors."""
     backend = new_backend()
-    kind = LookupKind(backend.on_host(table_of(RowFormat.INT8, 64)), Pooling.SUM)
+    kind = LookupKind(backend.place("host", table_of(RowFormat.INT8, 64)), Pooling.SUM)
     with pytest.raises(QuantError, match="the CPU looks up one of the tables"):
         TensorLookup(backend, ["a"], [kind], Reports(backend.launcher))

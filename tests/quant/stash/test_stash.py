@@ -338,8 +338,8 @@ def test_tables_that_are_served_leave_and_come_back(restores: bool) -> None:
     not."""
     backend = GpuBackend(tables.DEVICE, choose())
     held = [table_of(RowFormat.INT8, 24), table_of(RowFormat.FP16, 36)]
-    placed = [backend.to_hbm(t, stashable=True) for t in held]
-    plain = backend.to_hbm(held[0])
+    placed = [backend.place("hbm", t, stashable=True) for t in held]
+    plain = backend.place("hbm", held[0])
     size = sum(t.packed.size for t in held)
     assert backend.stash() == size
     assert backend.stash() == 0
@@ -367,7 +367,7 @@ def test_the_room_is_there() -> None:
     assert torch.cuda.memory_allocated() == before
     backend = GpuBackend(tables.DEVICE, choose())
     table = table_of(RowFormat.FP32, 1024, rows=20_000)
-    held = backend.to_hbm(table, stashable=True)
+    held = backend.place("hbm", table, stashable=True)
     free = torch.cuda.mem_get_info()[0]
     assert backend.stash() == table.packed.size
     assert table.packed.size <= torch.cuda.mem_get_info()[0] - free < table.packed.size + (4 << 20)

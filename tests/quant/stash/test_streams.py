@@ -284,7 +284,7 @@ def test_served_tables_come_back_beside_other_work_and_a_lookup_waits_for_them()
     backend = GpuBackend(tables.DEVICE, choose())
     old, new = table_of(RowFormat.INT8, 24, seed=1), table_of(RowFormat.INT8, 24, seed=2)
     source, ids = pinned(old), torch.arange(50, device=tables.DEVICE)
-    held = backend.to_hbm(old, source, stashable=True)
+    held = backend.place("hbm", old, source, stashable=True)
     lookup = TensorLookup(backend, ["a"], [LookupKind(held, Pooling.NONE)], Reports(backend.launcher))
     inputs = [TensorInput(ids, None, 0, 0, None)]
     lookup(lookup.stage_each(inputs))

@@ -194,7 +194,10 @@ def test_arguments_out_of_range_are_exit_code_2(arguments: tuple[str, ...], root
         (("load", "m.toml", "--onyl=t"), "found --onyl=t, which means nothing here; did you mean '--only'?"),
         (("list", "all"), "found all, which means nothing here; tableside list --help says what does"),
         (("lod", "m.toml"), "did you mean 'load'?"),
-        (("serve", "m", "--placement", "hmb"), "found 'hmb'; expected one of: auto, hbm, cached,"),
+        (
+            ("serve", "m", "--placement", "hmb"),
+            "found 'hmb'; expected one of: auto, hbm, hybrid, cached, zero_copy, host",
+        ),
         (
             ("load", "m.toml", "--max-memory", "lots"),
             "--max-memory: 'lots' is not a number of bytes; expected such as 64MiB",

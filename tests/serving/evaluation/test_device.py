@@ -21,7 +21,6 @@ from tableside.serving.evaluation.batches import Batch
 from tableside.serving.evaluation.data import DataError, plan_shards, read
 from tableside.serving.evaluation.run import EvalSettings, _job, evaluate
 from tableside.serving.evaluation.work import Candidate, Evaluator, Job, shards_at_once
-from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.settings import ServerSettings
 
 pytestmark = pytest.mark.for_gpu
@@ -210,10 +209,10 @@ def test_rows_that_are_scored_alone_are_laid_out_together(
     assert device.batch_rows(50) == 300
     device._bytes = 4 * 14 * 200
     assert device.batch_rows(50) == 200 and device.batch_rows(250) == 250
-    placements = dict(evaluator.served[0].placed.placements)
-    monkeypatch.setattr(evaluator.served[0].placed, "placements", placements | {"item": Placement.ZERO_COPY})
+    residence = evaluator.served[0].placed.on_gpu["item"].residence
+    monkeypatch.setattr(residence, "is_gathered", True)
     assert device.batch_rows(50) == 50
-    monkeypatch.setattr(evaluator.served[0].placed, "placements", placements)
+    monkeypatch.setattr(residence, "is_gathered", False)
     assert device.batch_rows(50) == 200
     monkeypatch.setattr(scorer, "is_row_wise", False)
     assert device.batch_rows(50) == 50

@@ -25,7 +25,6 @@ from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.metrics import metrics
 from tableside.serving.model.engine import Engine
-from tableside.serving.model.hbm_plan import Placement
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import Output
 from tableside.serving.model.scorer import Scorer, Scoring
@@ -270,17 +269,17 @@ def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publi
     placer = Placer(settings, choose())
     placer.open()
     engines = {n: Engine(Model(root, n), settings, placer) for n in "ab"}
-    for name, wanted in (("a", Placement.HBM), ("b", Placement.ZERO_COPY)):
+    for name, wanted in (("a", "hbm"), ("b", "zero_copy")):
         engines[name].swap(engines[name].attach())
         assert engines[name].served().placed.placements == {"t": wanted}
     publish({"t": rows_of(100, 12, 1)}, name="a")
     successor = engines["a"].attach(as_successor=True)
-    assert successor.placed.placements == {"t": Placement.HBM}
+    assert successor.placed.placements == {"t": "hbm"}
     engines["a"].swap(successor)
     del successor
     gc.collect()
     explicit = engines["a"].attach(State(1))
-    assert explicit.placed.placements == {"t": Placement.ZERO_COPY}
+    assert explicit.placed.placements == {"t": "zero_copy"}
     assert placer._held == 1600
     del engines
     gc.collect()

@@ -1,8 +1,9 @@
 """Settings of workers on a GPU: which are refused, which tables go to HBM, and how devices are shared."""
 
 import signal
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tables
@@ -10,15 +11,16 @@ from planned_tables import planned_tables
 from servers import publish_demo
 from support import run_tableside
 
-from tableside.quant import RowFormat, choose
-from tableside.serving.errors import ServingError
-from tableside.serving.model.hbm_plan import Placement, check_padding, plan_placements
-from tableside.serving.model.placement import Placer
+from tableside.quant import QuantError, RowFormat, choose
+from tableside.quant.gpu.residence import plan
+from tableside.quant.gpu.residence.residence import TableSize
+from tableside.serving.model.placement import Placer, size_of
 from tableside.serving.settings import ServerSettings
 from tableside.serving.workers.supervisor import Supervisor
 from tableside.serving.workers.worker import WorkerConfig, WorkerProcess, make_application
 
 pytestmark = pytest.mark.gpu
+HOME: Any = SimpleNamespace(cache=None)  # a device without a cache
 
 
 def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> None:
@@ -53,26 +55,30 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     stored = planned_tables(
         [(name, name, RowFormat.INT8, rows, 12) for name, rows in (("a", 50), ("b", 10), ("c", 20))]
     )
-    assert {t.name: t.bytes for t in stored} == {"a": 800, "b": 160, "c": 320}
-    hbm, uvm = Placement.HBM, Placement.ZERO_COPY
-    tight = [replace(t, row_bytes=16 - 12 * (t.name == "a")) for t in stored]
-    check_padding(tight, dict.fromkeys("abc", hbm))
-    check_padding(tight, {"a": Placement.HOST, "b": uvm, "c": uvm})
-    with pytest.raises(ServingError, match="those of table a take 4 bytes"):
-        check_padding(tight, {"a": Placement.CACHED, "b": uvm, "c": uvm})
-    assert plan_placements(stored, "auto", 480) == {"a": uvm, "b": hbm, "c": hbm}
-    assert plan_placements(stored, "auto", 479) == {"a": uvm, "b": hbm, "c": uvm}
-    assert plan_placements(stored, "auto", 0) == dict.fromkeys("abc", uvm)
-    assert plan_placements(stored, "zero_copy", 0) == dict.fromkeys("abc", uvm)
-    assert plan_placements(stored, "hybrid", 0) == dict.fromkeys("abc", uvm)
-    assert plan_placements(stored, "hybrid", 1024) == dict.fromkeys("abc", Placement.HYBRID)
-    assert plan_placements(stored, "hybrid", 1279) == dict.fromkeys("abc", Placement.HYBRID)
-    assert plan_placements(stored, "hybrid", 1280) == dict.fromkeys("abc", hbm)
-    wide = planned_tables([("w", "w", RowFormat.INT8, 1 << 31, 128)])
-    assert plan_placements(wide, "auto", 900 << 20) == {"w": uvm}  # the cache's maps alone take a GiB
-    assert plan_placements(wide, "auto", 2 << 30) == {"w": Placement.CACHED}
-    with pytest.raises(ServingError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
-        plan_placements(stored, "hbm", 1279)
+    sizes = [size_of(t) for t in stored]
+    assert {t.name: t.bytes for t in sizes} == {"a": 800, "b": 160, "c": 320}
+    tight = [t._replace(row_bytes=16 - 12 * (t.name == "a")) for t in sizes]
+    plan.check_padding(tight, dict.fromkeys("abc", "hbm"))
+    plan.check_padding(tight, {"a": "host", "b": "zero_copy", "c": "zero_copy"})
+    with pytest.raises(QuantError, match="those of table a take 4 bytes"):
+        plan.check_padding(tight, {"a": "cached", "b": "zero_copy", "c": "zero_copy"})
+
+    def chosen(placement: str, budget: int, tables: list[TableSize] = sizes) -> dict[str, str]:
+        return plan.choose(tables, placement, budget, HOME)
+
+    assert chosen("auto", 480) == {"a": "zero_copy", "b": "hbm", "c": "hbm"}
+    assert chosen("auto", 479) == {"a": "zero_copy", "b": "hbm", "c": "zero_copy"}
+    assert chosen("auto", 0) == dict.fromkeys("abc", "zero_copy")
+    assert chosen("zero_copy", 0) == dict.fromkeys("abc", "zero_copy")
+    assert chosen("hybrid", 0) == dict.fromkeys("abc", "zero_copy")
+    assert chosen("hybrid", 1024) == dict.fromkeys("abc", "hybrid")
+    assert chosen("hybrid", 1279) == dict.fromkeys("abc", "hybrid")
+    assert chosen("hybrid", 1280) == dict.fromkeys("abc", "hbm")
+    wide = [size_of(t) for t in planned_tables([("w", "w", RowFormat.INT8, 1 << 31, 128)])]
+    assert chosen("auto", 900 << 20, wide) == {"w": "zero_copy"}  # the cache's maps alone take a GiB
+    assert chosen("auto", 2 << 30, wide) == {"w": "cached"}
+    with pytest.raises(QuantError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
+        chosen("hbm", 1279)
 
 
 def test_processes_of_a_gpu_share_two_fifths_of_its_memory() -> None:

@@ -16,7 +16,7 @@ from tableside.loader.deltas.changes import ChangeBatch
 from tableside.loader.deltas.compact import compact
 from tableside.loader.versions.states import State, state_of
 from tableside.quant import Pooling, choose
-from tableside.quant.gpu.residence.residence import InHost
+from tableside.quant.gpu.residence.memory import InHost
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.request import FeatureInput

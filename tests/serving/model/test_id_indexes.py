@@ -3,6 +3,7 @@ over a swap."""
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.loader.segment.writer import SegmentWriter
-from tableside.quant import Pooling, RowFormat, Table
+from tableside.quant import Pooling, QuantError, RowFormat, Table
+from tableside.quant.gpu.residence import plan
 from tableside.serving.errors import ServingError
-from tableside.serving.model.hbm_plan import Placement, index_bytes, plan_placements, with_copied_ids
-from tableside.serving.model.placement import Placer
+from tableside.serving.model.placement import Placer, size_of
 from tableside.serving.settings import ServerSettings
 
+HOME: Any = SimpleNamespace(cache=None)  # a device without a cache
 COUNT = 300
 IDS = random_ids(COUNT)
 DEFAULT = np.full(64, 4.0, np.float32)
@@ -101,8 +103,9 @@ def test_the_budget_counts_what_an_index_takes(
 ) -> None:
     """But for the zeros between its parts in the segment. A budget that does not hold the ids leaves them
     in host memory."""
-    stored = stored_of({"t": table})[0]
-    counted = index_bytes(stored, placement == "hbm", copies_ids)
+    stored = size_of(stored_of({"t": table})[0])
+    beside = stored.index_bytes + (stored.id_bytes if copies_ids else 0)
+    counted = stored.whole_index_bytes if placement == "hbm" else beside
     held = placer(counted + (stored.bytes if placement == "hbm" else 0), placement)
     placed = held.place(attach({"t": table}))
     assert placed.hbm_bytes == counted + (stored.bytes if placement == "hbm" else 0)
@@ -119,36 +122,35 @@ def test_the_budget_counts_what_an_index_takes(
 def test_placements_count_indexes() -> None:
     """All in hbm to the byte; one byte less, and auto leaves a table where it is, while hbm is refused
     with what is needed."""
-    stored = stored_of({"padded": PADDED, "array": ARRAY})
-    total = sum(t.bytes + index_bytes(t, True) for t in stored)
-    assert total > sum(t.bytes for t in stored)
-    assert set(plan_placements(stored, "auto", total).values()) == {Placement.HBM}
-    assert plan_placements(stored, "hbm", total)["array"] is Placement.HBM
-    assert Placement.ZERO_COPY in plan_placements(stored, "auto", total - 1).values()
+    sizes = list(map(size_of, stored_of({"padded": PADDED, "array": ARRAY})))
+    total = sum(t.whole_bytes for t in sizes)
+    assert total > sum(t.bytes for t in sizes)
+    assert plan.choose(sizes, "auto", total, HOME) == {"padded": "hbm", "array": "hbm"}
+    assert plan.choose(sizes, "hbm", total, HOME) == {"padded": "hbm", "array": "hbm"}
+    assert "zero_copy" in plan.choose(sizes, "auto", total - 1, HOME).values()
     with pytest.raises(
-        ServingError, match=f"placement hbm needs {total:,} bytes, the budget of this worker is {total - 1:,}"
+        QuantError, match=f"placement hbm needs {total:,} bytes, the budget of this worker is {total - 1:,}"
     ):
-        plan_placements(stored, "hbm", total - 1)
+        plan.choose(sizes, "hbm", total - 1, HOME)
 
 
 def test_ids_are_copied_as_far_as_the_budget_goes() -> None:
     """The smallest tables first."""
     few = raw_table(IDS[:20], values_of(20, 64), RowFormat.INT8)
-    stored = stored_of({"many": PADDED, "few": few})
-    sizes = {t.name: index_bytes(t, False) - index_bytes(t, False, copies_ids=False) for t in stored}
-    assert sizes == {"many": 8 * (PADDED.rows - 1), "few": 8 * (few.rows - 1)}
-    assert with_copied_ids(stored, sum(sizes.values())) == {"many", "few"}
-    assert with_copied_ids(stored, sum(sizes.values()) - 1) == {"few"}
-    assert with_copied_ids(stored, 0) == set()
+    sizes = list(map(size_of, stored_of({"many": PADDED, "few": few})))
+    assert {t.name: t.id_bytes for t in sizes} == {"many": 8 * (PADDED.rows - 1), "few": 8 * (few.rows - 1)}
+    total = sum(t.id_bytes for t in sizes)
+    assert plan.with_copied_ids(sizes, total) == {"many", "few"}
+    assert plan.with_copied_ids(sizes, total - 1) == {"few"}
+    assert plan.with_copied_ids(sizes, 0) == set()
 
 
 def test_a_budget_that_holds_no_index_is_refused(attach: Callable[[dict[str, Table]], Segment]) -> None:
     """With what it needs, what there is, and what to do."""
-    stored = stored_of({"t": PADDED})[0]
-    least = index_bytes(stored, False, copies_ids=False)
+    least = size_of(stored_of({"t": PADDED})[0]).index_bytes
     with pytest.raises(
         ServingError,
-        match=rf"take {least:,} bytes of HBM at least; .* leaves {least - 1:,}; raise --hbm-budget",
+        match=rf"take {least:,} bytes of HBM at least; .* leaves {least - 1:,}; .* \(--hbm-budget",
     ):
         placer(least - 1, "zero_copy").place(attach({"t": PADDED}))
 

@@ -1,0 +1,51 @@
+"""The residences by the names that users say: the only file that knows them all. A new one is a file beside
+this one, and a line here. Imports neither torch nor Triton."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from tableside.quant.gpu.residence.residence import Residence
+
+
+class Kind(NamedTuple):
+    """A kind of residence. at: its module, relative to this package, and class. says: where rows lie, for
+    users. is_indirect: kernels read its rows in more places than one. is_cached: it needs the cache's."""
+
+    at: str
+    says: str
+    is_indirect: bool = False
+    is_cached: bool = False
+
+
+class Choice(NamedTuple):
+    """What a placement chooses from. kinds: the first that fits is taken, or the last. mixes: the smallest
+    tables go to the first kind as far as the budget goes."""
+
+    kinds: tuple[str, ...]
+    mixes: bool = False
+
+
+# In the order of their plans: those that take what a budget leaves come after those that say what they take.
+KINDS = {
+    "hbm": Kind(".in_hbm:InHbm", "in GPU memory"),
+    "hybrid": Kind(".split:Split", "some hbm, some zero_copy", is_indirect=True),
+    "cached": Kind(
+        ".cached:Cached", "in shared memory, with a cache on the GPU", is_indirect=True, is_cached=True
+    ),
+    "zero_copy": Kind(".mapped:Mapped", "in shared memory, read by the GPU"),
+    "host": Kind(".on_host:OnHost", "with the CPU"),
+}
+UNPLACED = "host"  # the kind of a table that nobody placed
+CHOICES = {
+    "auto": Choice(("hbm", "cached", "zero_copy"), mixes=True),
+    **{name: Choice((name,)) for name in KINDS},
+    "hybrid": Choice(("hbm", "hybrid", "zero_copy")),
+}
+
+
+def residence(kind: str) -> "type[Residence]":
+    """Returns the class of a kind."""
+    module, name = KINDS[kind].at.split(":")
+    found: type[Residence] = getattr(import_module(module, __package__), name)
+    return found
