@@ -24,7 +24,7 @@ from make_model import publish_random
 
 from tableside.loader.tbe.tbe import TbeTable, bind, init_tbe
 from tableside.quant import LookupKind, Place, Pooling
-from tableside.serving.modules.lookups import BASE, MEMORY
+from tableside.quant.cpu.address_space import BASE, MEMORY
 from tableside.torch import Bags, EmbeddingBags
 
 with warnings.catch_warnings():

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import RowFormat
+from tableside.quant.rows.fetched import FetchedTable
 from tableside.quant.rows.ids import RowMap
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
@@ -62,7 +63,7 @@ class Precision(IntEnum):
 
 
 class RowSource(Protocol):
-    """Packed rows that a lookup reads: a `Table` in host memory, or a table on a device."""
+    """Packed rows that a lookup reads: a `Table` in host memory, a `FetchedTable`, or a table on a device."""
 
     @property
     def rows(self) -> int: ...
@@ -252,8 +253,22 @@ class Unfound(NamedTuple):
     backfilled: int
 
 
+class Waiting(ABC):
+    """Lookups that have begun, and lack rows that are not in memory."""
+
+    @abstractmethod
+    def wait(self, deadline: float | None = None) -> "Plan":
+        """Blocks until the rows are here, on any thread. Returns a plan to run once, with the inputs that it
+        was begun with. deadline: of time.monotonic; None: none. RowsNotRead: some do not come."""
+
+
 class Plan(ABC):
-    """Lookups that were laid out once and run on many pairs of buffers."""
+    """Lookups that were laid out once and run on many pairs of buffers: `begin`, then `run`."""
+
+    @property
+    def waits(self) -> bool:
+        """True if it reads rows that are not in memory: `run` blocks, where `begin` did not come first."""
+        return False
 
     @property
     def staged_bytes(self) -> int:
@@ -265,6 +280,11 @@ class Plan(ABC):
         """True if a GPU computes all vectors and others can read them there."""
         return False
 
+    def begin(self, inputs: Any) -> "Plan | Waiting":
+        """Finds the rows that these inputs ask for. Returns the plan to run with them, or what to wait for.
+        Does not block. BadIds: `inputs` is wrong; a plan that waits for nothing finds that as it runs."""
+        return self
+
     @abstractmethod
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Reads ids, lengths and weights from `inputs` and writes every vector to `outputs` (both: the buffer
@@ -274,7 +294,11 @@ class Plan(ABC):
 
 class Planner:
     """Plans lookups of its kinds, of any of them in any order, each time at other places. Any thread may
-    call. A planner has `run` or `plan` of its own; each is the other's default."""
+    call. A planner has `run` or `plan` of its own; each is the other's default. waits: as of its plans."""
+
+    @property
+    def waits(self) -> bool:
+        return False
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         """Plans lookups at `places`: int64 [lookups, fields of Place], which must not change. `BadIds.job`
@@ -344,45 +368,6 @@ class Backend(ABC):
 
 def by_row_number(table: RowSource) -> RowSource:
     """The same rows, where an id is a row number."""
-    return replace(table, row_map=None) if isinstance(table, Table) and table.row_map is not None else table
-
-
-def check_arguments(
-    table: RowSource,
-    ids: Ids,
-    lengths: Lengths | None,
-    pooling: Pooling,
-    weights: NDArray[np.float32] | None,
-    half: bool,
-    out: Floats | None,
-) -> Floats:
-    """Checks dtypes and shapes of a lookup (not the ids' values); returns `out`, made where it was None."""
-    if ids.dtype != np.int64 or ids.ndim != 1:
-        raise QuantError(f"ids are {ids.dtype} {list(ids.shape)}; expected int64 [n]")
-    if pooling is Pooling.NONE:
-        if lengths is not None or weights is not None:
-            raise QuantError(
-                "an unpooled lookup takes neither lengths nor weights; pool by sum or mean, or leave them out"
-            )
-    elif lengths is None or lengths.dtype != np.int32 or lengths.ndim != 1:
-        found = "None" if lengths is None else f"{lengths.dtype} {list(lengths.shape)}"
-        raise QuantError(f"lengths are {found}; expected int32 [bags] for pooling {pooling.label}")
-    if weights is not None and (weights.dtype != np.float32 or weights.shape != ids.shape):
-        raise QuantError(
-            f"weights are {weights.dtype} {list(weights.shape)}; expected float32 {list(ids.shape)}, one an "
-            "id"
-        )
-    dtype = np.float16 if half else np.float32
-    shape = (ids.size if lengths is None else lengths.size, table.dim)
-    for name, array in (("ids", ids), ("lengths", lengths), ("weights", weights)):
-        if array is not None and not array.flags.c_contiguous:
-            raise QuantError(
-                f"{name} are a strided view; expected a contiguous array (numpy.ascontiguousarray)"
-            )
-    if out is None:
-        return np.empty(shape, dtype)
-    if out.dtype != dtype or out.shape != shape or not out.flags.c_contiguous:
-        raise QuantError(
-            f"out is {out.dtype} {list(out.shape)}; expected contiguous {np.dtype(dtype)} {list(shape)}"
-        )
-    return out
+    if isinstance(table, Table | FetchedTable) and table.row_map is not None:
+        return replace(table, row_map=None)
+    return table

@@ -30,6 +30,21 @@ class NotRepresentable(QuantError):
         )
 
 
+class RowsNotRead(QuantError):
+    """Rows of a table that is not in memory did not come. rows: asked for; late: of them, not within the
+    deadline; corrupt: not what was written."""
+
+    def __init__(self, rows: int, late: int, corrupt: int) -> None:
+        super().__init__(rows, late, corrupt)
+        self.rows, self.late, self.corrupt = rows, late, corrupt
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.rows} rows to fetch {self.late} came too late and {self.corrupt} were damaged; ask "
+            "again, or look at the store that has them"
+        )
+
+
 class Problem(StrEnum):
     """Why ids were refused."""
 

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from tableside.loader.model.nearest import did_you_mean
 from tableside.loader.versions.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER, Precision
-from tableside.quant.gpu.residence.registry import CHOICES, KINDS
+from tableside.quant.gpu.residence.registry import CHOICES, KINDS, is_by_cpu
 from tableside.serving.errors import ServingError
 from tableside.serving.sizes import Bytes
 
@@ -212,7 +212,8 @@ class ServerSettings(RootSettings):
                 f"devices {','.join(self.devices)} name one twice; workers are spread over them, so name "
                 "each once"
             )
-        if not self.devices and (self.placement != "auto" or self.hbm_budget is not None):
+        is_on_gpu = self.placement != "auto" and not is_by_cpu(self.placement)
+        if not self.devices and (is_on_gpu or self.hbm_budget is not None):
             raise ValueError(
                 "placement and hbm_budget are for GPUs; say which ones with --devices, or leave them out"
             )

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +26,11 @@ from tableside.quant.contract import (
     place_of,
     places_in,
 )
-from tableside.quant.errors import BadIds, NotRepresentable, Problem, QuantError
+from tableside.quant.cpu.checked import inputs_of, plain_rows, rows_of
+from tableside.quant.cpu.staged import StagedPlanner, fetched
+from tableside.quant.errors import NotRepresentable, QuantError
 from tableside.quant.row_format import RowFormat, Source
+from tableside.quant.rows.fetched import FetchedTable
 
 
 class CpuBackend(Backend):
@@ -39,8 +41,15 @@ class CpuBackend(Backend):
         """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes]. QuantError:
         names the first row that the format cannot represent; the rows before it are written."""
 
+    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
+        """As `Backend.planner`. Lookups of rows that are fetched are staged first (`quant.cpu.staged`)."""
+        if any(isinstance(kind.table, FetchedTable) for kind in kinds):
+            return StagedPlanner(self, kinds, threads)
+        return self.memory_planner(kinds, threads)
+
     @abstractmethod
-    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner: ...
+    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
+        """As `planner`, of tables in memory."""
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> Plan:
         places = np.array([place_of(lookup, n) for n, lookup in enumerate(lookups)], np.int64)
@@ -54,6 +63,14 @@ def host_table(table: RowSource) -> Table:
             "a table on a device was given to a backend of the CPU; use the GPU backend of that device"
         )
     return table
+
+
+def held_rows(table: RowSource, ids: Ids, lengths: Lengths | None) -> tuple[Table, Ids]:
+    """The table in memory and what to look up there: rows that are fetched are fetched now. BadIds,
+    RowsNotRead: of rows that are. QuantError: as `host_table`."""
+    if isinstance(table, FetchedTable):
+        return fetched(table, rows_of(table, ids, lengths)[0])
+    return host_table(table), ids
 
 
 def host_tables(lookups: Sequence[Lookup | LookupKind]) -> list[Table]:
@@ -108,13 +125,7 @@ def _check(
 ) -> tuple[CheckedLookup, NDArray[np.bool_] | None, Unfound]:
     """Returns the lookup, its found mask (None: all found) and its counts. BadIds: an id or a length is
     wrong."""
-    ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
-    if kind.pooling is Pooling.NONE:
-        lengths = None
-    elif place.lengths_at < 0:
-        lengths = np.full(place.bags, place.bag_length, np.int32)
-    else:
-        lengths = np.frombuffer(inputs, np.int32, place.bags, place.lengths_at)
+    ids, lengths = inputs_of(kind, place, inputs)
     weights = None if place.weights_at < 0 else np.frombuffer(inputs, np.float32, place.ids, place.weights_at)
     rows, found, lacks = rows_of(table, ids, lengths, job)
     table, rows = plain_rows(table, rows)
@@ -123,56 +134,6 @@ def _check(
     step = place.out_row_bytes or table.dim * dtype.itemsize
     out: Floats = np.ndarray((vectors, table.dim), dtype, outputs, place.out_at, (step, dtype.itemsize))
     return CheckedLookup(table, kind.pooling, rows, lengths, weights, out), found, lacks
-
-
-def check_ids(ids: Ids, lengths: Lengths | None, rows: int, job: int = 0) -> None:
-    """Raises BadIds for the first negative length, wrong sum of lengths, or id outside [0, rows). rows -1:
-    any id."""
-    if lengths is not None:
-        if (negative := np.flatnonzero(lengths < 0)).size:
-            at = int(negative[0])
-            raise BadIds(Problem.LENGTH, job, at, int(lengths[at]), 0)
-        if (total := int(lengths.sum(dtype=np.int64))) != ids.size:
-            raise BadIds(Problem.SUM, job, lengths.size, total, ids.size)
-    if rows >= 0 and (outside := np.flatnonzero((ids < 0) | (ids >= rows))).size:
-        at = int(outside[0])
-        raise BadIds(Problem.ID, job, at, int(ids[at]), rows)
-
-
-def rows_of(
-    table: RowSource, ids: Ids, lengths: Lengths | None, job: int = 0
-) -> tuple[Ids, NDArray[np.bool_] | None, Unfound]:
-    """Returns the row of each id, the found mask (None: all found) and the counts. BadIds: as `check_ids`."""
-    row_map = table.row_map
-    if row_map is None:
-        check_ids(ids, lengths, table.rows, job)
-        return ids, None, Unfound(0, 0)
-    check_ids(ids, lengths, -1, job)
-    rows = row_map.find(ids)
-    found = rows != -1
-    backfilled = int(np.count_nonzero(row_map.is_backfilled(rows[found])))
-    if (lacks := np.flatnonzero(~found)).size:
-        if row_map.default_row is None:
-            at = int(lacks[0])
-            raise BadIds(
-                Problem.ID if row_map.is_plain else Problem.MISSING, job, at, int(ids[at]), row_map.count
-            )
-        rows[lacks] = row_map.default_row
-    return rows, found, Unfound(int(lacks.size), backfilled)
-
-
-def plain_rows(table: Table, rows: NDArray[np.int64]) -> tuple[Table, NDArray[np.int64]]:
-    """Returns a table without a map and the numbers in it of rows [n] of `table`. `rows` must not contain -1.
-    The table is `table` itself, or a copy of the rows if it has an overlay."""
-    if table.row_map is None:
-        return table, rows
-    if (overlay := table.row_map.overlay) is None:
-        return replace(table, row_map=None), rows
-    own = (rows >= 0) & (rows < table.rows)
-    packed = np.empty((max(1, rows.size), table.row_bytes), np.uint8)
-    packed[: rows.size][own] = table.packed[rows[own]]
-    overlay.rows(rows, packed[: rows.size])
-    return Table(packed, table.row_format, table.dim), np.arange(rows.size, dtype=np.int64)
 
 
 def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:

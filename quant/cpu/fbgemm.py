@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant import contract
 from tableside.quant.contract import (
     Bytes,
     Floats,
@@ -30,11 +29,10 @@ from tableside.quant.cpu.backend import (
     CpuBackend,
     CpuPlanner,
     check_quantize,
-    host_table,
+    held_rows,
     not_representable,
-    plain_rows,
-    rows_of,
 )
+from tableside.quant.cpu.checked import check_arguments, plain_rows, rows_of
 from tableside.quant.cpu.native import Native
 from tableside.quant.errors import MissingBackend, QuantError
 from tableside.quant.installed import check_pair
@@ -115,12 +113,13 @@ class Fbgemm(CpuBackend):
         out: Floats | None = None,
         threads: int = 1,
     ) -> Floats:
-        out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held, rows = plain_rows(host_table(table), rows_of(table, ids, lengths)[0])
+        out = check_arguments(table, ids, lengths, pooling, weights, half, out)
+        held, ids = held_rows(table, ids, lengths)
+        held, rows = plain_rows(held, rows_of(held, ids, lengths)[0])
         _call(operator(held, half), [CheckedLookup(held, pooling, rows, lengths, weights, out)])
         return out
 
-    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
+    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
         return _Planner(kinds)
 
 

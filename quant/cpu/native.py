@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant import contract
 from tableside.quant.contract import (
     Bytes,
     Floats,
@@ -27,7 +26,8 @@ from tableside.quant.contract import (
     places_in,
 )
 from tableside.quant.cpu import _native
-from tableside.quant.cpu.backend import CpuBackend, check_quantize, host_table, host_tables, not_representable
+from tableside.quant.cpu.backend import CpuBackend, check_quantize, held_rows, host_tables, not_representable
+from tableside.quant.cpu.checked import check_arguments
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.row_format import RowFormat, Source
 from tableside.quant.rows.ids import NativeRowMap
@@ -158,8 +158,8 @@ class Native(CpuBackend):
         out: Floats | None = None,
         threads: int = 1,
     ) -> Floats:
-        out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held = host_table(table)
+        out = check_arguments(table, ids, lengths, pooling, weights, half, out)
+        held, ids = held_rows(table, ids, lengths)
         verdict = _native.lookup(
             held.address,
             held.rows,
@@ -179,7 +179,7 @@ class Native(CpuBackend):
             _raise(verdict, held, ids.size)
         return out
 
-    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
+    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
         tables = host_tables(kinds)
         _choose_prefetch(tables)
         return _NativePlanner(_kinds(kinds, tables), tables, threads)

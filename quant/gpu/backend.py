@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant import contract
 from tableside.quant.contract import (
     Backend,
     Floats,
@@ -28,6 +27,7 @@ from tableside.quant.contract import (
     Table,
 )
 from tableside.quant.cpu.backend import CpuBackend
+from tableside.quant.cpu.checked import check_arguments
 from tableside.quant.errors import MissingBackend, QuantError
 
 try:
@@ -50,7 +50,7 @@ from tableside.quant.gpu.residence.memory import InHost
 from tableside.quant.gpu.residence.registry import residence
 from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
-from tableside.quant.gpu.residence.tables import DeviceTable, on_device
+from tableside.quant.gpu.residence.tables import DeviceTable
 
 GATHER_FROM = 4096  # ids of host rows in a request from which the CPU gathers them
 # For devices on which a program takes milliseconds, whatever its width.
@@ -130,7 +130,7 @@ class GpuBackend(Backend):
         in_host: of new layers. QuantError: no room."""
         assert not placed.is_overlaid, "states are made of the table without one"
         if not placed.residence.is_on_device:
-            return on_device(table)
+            return replace(placed, host=placed.residence.source(table))
         with self.device.on(self.launcher.copies):
             layers = self._layers.of(table, placed.residence, in_host)
             device_map = placed.device_map
@@ -212,7 +212,7 @@ class GpuBackend(Backend):
     ) -> Floats:
         """As the contract says; a table of the host is copied to the device for this one call."""
         held = self.place("hbm", table) if isinstance(table, Table) else table
-        out = contract.check_arguments(held, ids, lengths, pooling, weights, half, out)
+        out = check_arguments(held, ids, lengths, pooling, weights, half, out)
         bags = 0 if lengths is None else lengths.size
         lengths_at = None if lengths is None else ids.nbytes
         weights_at = None if weights is None else ids.nbytes + 4 * bags

@@ -24,7 +24,7 @@ from tableside.quant.contract import INTERPRETER
 from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import CompiledKernel, compile_all, has_driver
 from tableside.quant.gpu.kernels.wanted import KernelKey, WantedKernels
-from tableside.quant.gpu.residence.registry import CHOICES, KINDS, UNPLACED
+from tableside.quant.gpu.residence.registry import CHOICES, KINDS, is_by_cpu
 from tableside.quant.installed import version_of
 from tableside.serving.settings import ServerSettings
 
@@ -82,7 +82,8 @@ def kernels_of_server(settings: ServerSettings, segment: Segment) -> WantedKerne
 
 def are_compiled(settings: ServerSettings) -> bool:
     """Returns whether engine processes launch compiled kernels, not the interpreter's or the CPU's."""
-    return bool(settings.devices) and INTERPRETER not in settings.devices and settings.placement != UNPLACED
+    is_on_gpu = bool(settings.devices) and INTERPRETER not in settings.devices
+    return is_on_gpu and not is_by_cpu(settings.placement)
 
 
 def compile_once(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
-from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource, Table
+from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
 from tableside.quant.contract import INTERPRETER
-from tableside.quant.gpu.residence.registry import KINDS, UNPLACED, residence
+from tableside.quant.cpu.backend import host_table
+from tableside.quant.gpu.residence.registry import KINDS, UNPLACED, is_by_cpu, residence
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
@@ -46,7 +47,7 @@ class Placements:
         self,
         placements: Mapping[str, str],
         *,
-        on_host: Mapping[str, Table] | None = None,
+        on_host: Mapping[str, RowSource] | None = None,
         on_gpu: "Mapping[str, DeviceTable] | None" = None,
         hbm_bytes: int = 0,
         files: Mapping[str, tuple[int, int]] | None = None,
@@ -116,7 +117,7 @@ class Placer:
         new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow
         it."""
         if (gpu := self.gpu) is None:
-            return Placements(dict.fromkeys(segment.tables, UNPLACED), on_host=segment.tables)
+            return self._place_on_host(segment)
         known = self._bases.get(segment.base)
         if (base := None if known is None else known()) is None:
             base = self._place_version(gpu, segment.base, replaced)
@@ -124,6 +125,11 @@ class Placer:
             if replaced is not None:
                 self._warm(base, replaced.base)
         return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
+
+    def _place_on_host(self, segment: Segment) -> Placements:
+        kind = self._settings.placement if is_by_cpu(self._settings.placement) else UNPLACED
+        on_host = {name: residence(kind)().source(table) for name, table in segment.tables.items()}
+        return Placements(dict.fromkeys(segment.tables, kind), on_host=on_host)
 
     def _place_deltas(
         self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None
@@ -213,7 +219,7 @@ class Placer:
         for name, table in placed.on_gpu.items():
             if (before := replaced.on_gpu.get(name)) is None or not (hot := before.residence.hot()).size:
                 continue
-            rows, is_same = successors(before.host, table.host, hot)
+            rows, is_same = successors(host_table(before.host), host_table(table.host), hot)
             placed.handovers.append(
                 partial(table.residence.take_over, before.residence, hot[is_same], rows[is_same])
             )

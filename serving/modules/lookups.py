@@ -1,11 +1,10 @@
 """Lookups of tensors on the CPU, in place: the kernel gets their addresses. Also TorchRec's
 KeyedJaggedTensor.
 
-The kernel takes offsets into one buffer (`quant.contract.Place`); here the buffer is the address space from
-`BASE` on, so separate tensors need no copy.
+The kernel takes offsets into one buffer (`quant.contract.Place`); here the buffer is the address space, so
+separate tensors need no copy.
 """
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -17,6 +16,7 @@ import torch
 
 from tableside.quant import BadIds, LookupKind, Precision
 from tableside.quant.contract import Place
+from tableside.quant.cpu.address_space import BASE, MEMORY
 from tableside.quant.cpu.bags import (
     MOST_IDS,
     feature_places,
@@ -39,8 +39,6 @@ from tableside.serving.modules.inputs import (
 from tableside.serving.modules.published import AttachedVersion
 
 _CPU = torch.device("cpu")
-BASE = 4096  # nothing lies below: an offset of 0 would begin at a null pointer
-MEMORY = (ctypes.c_char * (1 << 62)).from_address(BASE)
 _FIELDS = len(Place._fields)
 BY_INPUT = -1  # a form of inputs that say theirs themselves
 EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.11 and later

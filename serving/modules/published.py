@@ -27,6 +27,7 @@ from tableside.loader.versions.states import State, good_state, resolve
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, QuantError, choose
 from tableside.quant.contract import INTERPRETER
+from tableside.quant.gpu.residence.registry import is_by_cpu
 from tableside.serving.errors import ServingError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -66,7 +67,8 @@ class ModuleSource:
             raise ModuleError(
                 f"device is {self.device!r}; expected 'cpu' or the GPU by its number, as 'cuda:0'"
             )
-        if self.device == "cpu" and (self.placement != "auto" or self.hbm_budget is not None):
+        is_on_gpu = self.placement != "auto" and not is_by_cpu(self.placement)
+        if self.device == "cpu" and (is_on_gpu or self.hbm_budget is not None):
             raise ModuleError("placement and hbm_budget are for GPUs; leave them out, or say device='cuda:0'")
         if self.version is not None and (type(self.version) is not int or self.version < 1):
             raise ModuleError(f"version is {self.version!r}; expected a number from 1, or None")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant import choose, contract
+from tableside.quant import choose
 from tableside.quant.contract import (
     Bytes,
     Floats,
@@ -27,11 +27,10 @@ from tableside.quant.cpu.backend import (
     CpuBackend,
     CpuPlanner,
     check_quantize,
-    host_table,
+    held_rows,
     not_representable,
-    plain_rows,
-    rows_of,
 )
+from tableside.quant.cpu.checked import check_arguments, plain_rows, rows_of
 from tableside.quant.row_format import FP8_MAX, FP16_MAX, RowFormat, Source
 
 
@@ -146,8 +145,9 @@ class Reference(CpuBackend):
         out: Floats | None = None,
         threads: int = 1,
     ) -> Floats:
-        out = contract.check_arguments(table, ids, lengths, pooling, weights, half, out)
-        held, rows = plain_rows(host_table(table), rows_of(table, ids, lengths)[0])
+        out = check_arguments(table, ids, lengths, pooling, weights, half, out)
+        held, ids = held_rows(table, ids, lengths)
+        held, rows = plain_rows(held, rows_of(held, ids, lengths)[0])
         vectors = unpack(torch.from_numpy(held.packed[rows]), table.row_format, table.dim)
         if lengths is not None:
             terms = vectors.double()
@@ -163,7 +163,7 @@ class Reference(CpuBackend):
         out[:] = vectors.to(torch.float16 if half else torch.float32).numpy()
         return out
 
-    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
+    def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
         return _Planner(kinds)
 
 

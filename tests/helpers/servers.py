@@ -71,12 +71,17 @@ def _maps_segment(pid: int, root: Path) -> bool:
         return False
 
 
-def start_server(root: Path, *options: object, models: tuple[str, ...] = ("demo",)) -> Server:
-    """Starts a server and waits for its announcement; fails with its log where there is none."""
+def start_server(
+    root: Path,
+    *options: object,
+    models: tuple[str, ...] = ("demo",),
+    program: tuple[object, ...] = ("-m", "tableside"),
+) -> Server:
+    """Starts a server and waits for its announcement; fails with its log where there is none. program: of
+    Python, that is the command."""
     command = [
         sys.executable,
-        "-m",
-        "tableside",
+        *map(str, program),
         "serve",
         *models,
         "--root",

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from tableside.quant.cache.jobs import CachedLookup, cached_ids, cached_rows
 from tableside.quant.contract import Lookup, Plan, Pooling, RowSource, Table
-from tableside.quant.cpu.backend import CpuBackend, rows_of
+from tableside.quant.cpu.backend import CpuBackend, host_table
+from tableside.quant.cpu.checked import rows_of
 from tableside.quant.cpu.native import gather
 from tableside.quant.errors import BadIds, QuantError
 from tableside.quant.gpu.batch.moves import Move, as_bytes
@@ -277,7 +278,7 @@ class _RequestParts:
             and self._gathers
             and self.rows_bytes + lk.ids * lk.table.row_bytes <= GATHER_BYTES
         ):
-            job.offset(JobField.TABLE, self._gather(lk, table.host))
+            job.offset(JobField.TABLE, self._gather(lk, host_table(table.host)))
             job[JobField.ROWS] = lk.ids
             return
         residence = table.residence

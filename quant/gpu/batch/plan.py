@@ -1,13 +1,14 @@
 """Plans of the GPU's backend: lookups of one request, laid out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tableside.quant.contract import LookupKind, Plan, Planner, Unfound
-from tableside.quant.errors import BadIds
+from tableside.quant.contract import LookupKind, Plan, Planner, Unfound, Waiting
+from tableside.quant.errors import BadIds, Problem
 from tableside.quant.gpu.batch.layout import Layout
 from tableside.quant.gpu.batch.merge import Launches, jobs_on_device
 from tableside.quant.gpu.batch.steady import SteadyLayouts
@@ -34,6 +35,23 @@ class GpuPlan(Plan):
     def is_on_device(self) -> bool:
         return self.layout.host is None
 
+    @property
+    def waits(self) -> bool:
+        return self.layout.host is not None and self.layout.host.waits
+
+    def begin(self, inputs: Any) -> Plan | Waiting:
+        """As the contract says; of the CPU's lookups."""
+        if self.layout.host is None:
+            return self
+        try:
+            host = self.layout.host.begin(inputs)
+        except BadIds:
+            raise (self.layout.problem(inputs) or BadIds(Problem.CHANGED, 0, 0, 0, 0)) from None
+        return _WaitingHost(self, host) if isinstance(host, Waiting) else self._with_host(host)
+
+    def _with_host(self, host: Plan) -> "GpuPlan":
+        return GpuPlan(self.batches, replace(self.layout, host=host))
+
     def launches_alone(self) -> Launches | None:
         """Returns the launches if this plan alone is a batch and its header is on the device (from the second
         run on); otherwise None. Plans with gathered rows never are: their buffer may grow and move."""
@@ -59,6 +77,16 @@ class GpuPlan(Plan):
                     lk.found_at : lk.found_at + lk.ids
                 ]
         return result.unfound
+
+
+class _WaitingHost(Waiting):
+    """A plan whose lookups by the CPU wait."""
+
+    def __init__(self, plan: GpuPlan, host: Waiting) -> None:
+        self._plan, self._host = plan, host
+
+    def wait(self, deadline: float | None = None) -> Plan:
+        return self._plan._with_host(self._host.wait(deadline))
 
 
 class SteadyPlanner(Planner):

@@ -11,9 +11,9 @@ from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.tables import map_bytes
 from tableside.quant.contract import Table
 from tableside.quant.errors import QuantError
+from tableside.quant.gpu.residence.in_host_memory import InHostMemory
 from tableside.quant.gpu.residence.residence import (
     Home,
-    InHostMemory,
     Planned,
     Residence,
     Room,

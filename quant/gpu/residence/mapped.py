@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from tableside.quant.contract import Table
-from tableside.quant.gpu.residence.residence import Home, InHostMemory
+from tableside.quant.gpu.residence.in_host_memory import InHostMemory
+from tableside.quant.gpu.residence.residence import Home
 
 
 class Mapped(InHostMemory):

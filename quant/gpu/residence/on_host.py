@@ -1,11 +1,12 @@
-"""Tables that the CPU looks up."""
+"""Tables that the CPU looks up. Imports no torch: a worker without a GPU has them, too."""
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from tableside.quant.contract import Table
 from tableside.quant.gpu.residence.residence import Home, Residence
+
+if TYPE_CHECKING:
+    import torch
 
 
 class OnHost(Residence):
@@ -14,5 +15,5 @@ class OnHost(Residence):
     is_on_device = False
 
     @classmethod
-    def of(cls, home: Home | None, table: Table, rows: torch.Tensor | None, **how: Any) -> "OnHost":
+    def of(cls, home: Home, table: Table, rows: "torch.Tensor | None", **how: Any) -> "OnHost":
         return cls()

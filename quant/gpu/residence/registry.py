@@ -10,12 +10,14 @@ if TYPE_CHECKING:
 
 class Kind(NamedTuple):
     """A kind of residence. at: its module, relative to this package, and class. says: where rows lie, for
-    users. is_indirect: kernels read its rows in more places than one. is_cached: it needs the cache's."""
+    users. is_indirect: kernels read its rows in more places than one. is_cached: it needs the cache's.
+    by_cpu: the CPU looks rows up, so no device is needed."""
 
     at: str
     says: str
     is_indirect: bool = False
     is_cached: bool = False
+    by_cpu: bool = False
 
 
 class Choice(NamedTuple):
@@ -34,7 +36,7 @@ KINDS = {
         ".cached:Cached", "in shared memory, with a cache on the GPU", is_indirect=True, is_cached=True
     ),
     "zero_copy": Kind(".mapped:Mapped", "in shared memory, read by the GPU"),
-    "host": Kind(".on_host:OnHost", "with the CPU"),
+    "host": Kind(".on_host:OnHost", "with the CPU", by_cpu=True),
 }
 UNPLACED = "host"  # the kind of a table that nobody placed
 CHOICES = {
@@ -42,6 +44,11 @@ CHOICES = {
     **{name: Choice((name,)) for name in KINDS},
     "hybrid": Choice(("hbm", "hybrid", "zero_copy")),
 }
+
+
+def is_by_cpu(placement: str) -> bool:
+    """Returns whether the placement is a kind that needs no device."""
+    return placement in KINDS and KINDS[placement].by_cpu
 
 
 def residence(kind: str) -> "type[Residence]":

@@ -1,24 +1,24 @@
 """Residences: where a table's rows live for one device. A residence plans what its tables take of a budget,
 owns their device memory, fills in the jobs of lookups, and says what must run first: a gather by the CPU, or
 a cache probe. No other code asks for its kind (`quant.gpu.residence.registry` has the list); the kernel's
-`_row_address` (`quant.gpu.kernels.lookup`) turns job and id into an address."""
+`_row_address` (`quant.gpu.kernels.lookup`) turns job and id into an address. Imports no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
-from tableside.quant.device.device import Device
-from tableside.quant.errors import QuantError
-from tableside.quant.gpu.residence.memory import host_bytes
-from tableside.quant.row_format import GPU_ALIGNMENT, device_row_bytes
+from tableside.quant.row_format import device_row_bytes
+from tableside.quant.rows.fetched import FetchedTable
 
 if TYPE_CHECKING:
+    import torch
+
     from tableside.quant.cache.cache import Cache
     from tableside.quant.cache.settings import CacheSettings
+    from tableside.quant.device.device import Device
 
 
 class TableSize(NamedTuple):
@@ -57,7 +57,7 @@ class Home(Protocol):
     """What residences of a device share (`quant.gpu.batch.launcher`). cache: None: it is not open."""
 
     @property
-    def device(self) -> Device: ...
+    def device(self) -> "Device": ...
 
     @property
     def cache(self) -> "Cache | None": ...
@@ -82,7 +82,7 @@ class Room(NamedTuple):
     label: str
 
 
-Maker = Callable[[str, Table, torch.Tensor | None], "Residence"]
+Maker = Callable[[str, Table, "torch.Tensor | None"], "Residence"]
 """From a table's name, the table and its rows in registered memory; as `Residence.of`."""
 
 
@@ -109,7 +109,7 @@ class Residence:
     """Of row 0 as jobs have it, whether or not row 0 is read there."""
     hbm_address = 0
     """Of row 0, where all rows lie in HBM as they do on the host; 0: they do not."""
-    host_rows: torch.Tensor | None = None
+    host_rows: "torch.Tensor | None" = None
     """The rows in host memory as the device reads them, uint8 [bytes]; None: it does not."""
     hbm_rows = 0
     """Address of slot 0 of the cache, or of the first HBM row of a split table."""
@@ -146,12 +146,16 @@ class Residence:
         return Planned(0, lambda name, table, rows: cls.of(room.home, table, rows))
 
     @classmethod
-    def of(cls, home: Home, table: Table, rows: torch.Tensor | None, **how: Any) -> "Residence":
+    def of(cls, home: Home, table: Table, rows: "torch.Tensor | None", **how: Any) -> "Residence":
         """Makes the residence of a table. rows: uint8 [bytes] on the device over registered memory; None: the
         table's memory. how: what the kind needs besides. QuantError: it cannot hold the table."""
         raise NotImplementedError
 
-    # ---- rows in use ----
+    # ---- rows ----
+
+    def source(self, table: Table) -> Table | FetchedTable:
+        """Returns what the CPU reads, of a table that is not on the device."""
+        return table
 
     def hot(self) -> NDArray[np.int64]:
         """Returns ids with rows in HBM because of use, int64 [n], hottest first. Waits for the device."""
@@ -163,24 +167,3 @@ class Residence:
     def take_over(self, before: "Residence", rows: NDArray[np.int64], successors: NDArray[np.int64]) -> None:
         """Keeps cached rows of another table that equal rows of this one. rows, successors: int64 [n] numbers
         in the other table and in this. The other table has to fetch them again. Waits for the device."""
-
-
-class InHostMemory(Residence):
-    """Rows in host memory that the device reads there."""
-
-    reads_host = True
-
-    def __init__(self, home: Home, table: Table, rows: torch.Tensor | None) -> None:
-        """rows: as `of`. QuantError: the device does not read that memory, or rows of that size there."""
-        if rows is None and not home.device.reads_all_memory:
-            raise QuantError(
-                "a GPU reads registered memory alone; pass the view that a registration of the memory gives"
-            )
-        if table.row_bytes % GPU_ALIGNMENT:
-            raise QuantError(
-                f"a GPU does not read rows of {table.row_bytes} bytes in host memory; expected a multiple of "
-                f"{GPU_ALIGNMENT}: load the table with row_alignment = {GPU_ALIGNMENT}, or copy it to HBM"
-            )
-        self._table = table  # keeps the memory of `host_rows` alive
-        self.host_rows = host_bytes(table) if rows is None else rows
-        self.address = self.host_rows.data_ptr()

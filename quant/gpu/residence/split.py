@@ -9,9 +9,10 @@ import torch
 from tableside.quant.contract import Table
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.kernels.job import SPLIT_BLOCK, split_rows
+from tableside.quant.gpu.residence.in_host_memory import InHostMemory
 from tableside.quant.gpu.residence.memory import allocate
 from tableside.quant.gpu.residence.plan import without_deltas
-from tableside.quant.gpu.residence.residence import Home, InHostMemory, Planned, Room, TableSize
+from tableside.quant.gpu.residence.residence import Home, Planned, Room, TableSize
 
 
 class Split(InHostMemory):

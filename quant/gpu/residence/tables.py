@@ -10,6 +10,7 @@ from tableside.quant.gpu.residence.registry import UNPLACED, residence
 from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
 from tableside.quant.row_format import RowFormat, device_row_bytes
+from tableside.quant.rows.fetched import FetchedTable
 from tableside.quant.rows.ids import RowMap
 
 
@@ -18,7 +19,7 @@ class DeviceTable:
     """A host table with its residence on a device; a `RowSource`. device_map: its row map on the device;
     None: ids are row numbers, or the CPU looks it up."""
 
-    host: Table
+    host: Table | FetchedTable
     residence: Residence
     key: KernelKey
     device_map: DeviceRowMap | None = None
@@ -70,4 +71,5 @@ def on_device(table: RowSource) -> DeviceTable:
     """The table as a device reads it. A table of the host that was not placed is looked up by the CPU."""
     if isinstance(table, DeviceTable):
         return table
-    return DeviceTable(host_table(table), residence(UNPLACED)(), KernelKey())
+    host = table if isinstance(table, FetchedTable) else host_table(table)
+    return DeviceTable(host, residence(UNPLACED)(), KernelKey())

@@ -15,7 +15,7 @@ from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model
 from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import CompiledKernel, has_driver
-from tableside.quant.gpu.residence.registry import CHOICES, UNPLACED
+from tableside.quant.gpu.residence.registry import CHOICES, is_by_cpu
 from tableside.quant.installed import require
 from tableside.serving.cli.arguments import KEEP, AddCommand, count
 from tableside.serving.cli.output import (
@@ -135,7 +135,7 @@ def add_commands(command: AddCommand) -> None:
     p.option(
         "--placement",
         "as it will be served (default: auto, all)",
-        choices=tuple(name for name in CHOICES if name != UNPLACED),
+        choices=tuple(name for name in CHOICES if not is_by_cpu(name)),
         default="auto",
     )
     p.option("--cache-policy", "of the cache", choices=("lfu", "lru"), default="lfu")

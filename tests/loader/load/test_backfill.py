@@ -12,7 +12,7 @@ from tableside.loader.errors import CheckpointError, LoaderError, ModelError
 from tableside.loader.load.load import LoadSettings
 from tableside.loader.versions.versions import Model
 from tableside.quant import BadIds
-from tableside.quant.cpu.backend import rows_of as resolve
+from tableside.quant.cpu.checked import rows_of as resolve
 
 DIM = 24  # of fp32, whose rows have no room for ids; 26: they have
 

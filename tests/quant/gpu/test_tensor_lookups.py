@@ -15,7 +15,7 @@ from tables import table_of, values_of
 
 from tableside.quant import LookupKind, Pooling, Precision, QuantError, RowFormat, Table
 from tableside.quant.cache.settings import CacheSettings
-from tableside.quant.cpu.backend import rows_of
+from tableside.quant.cpu.checked import rows_of
 from tableside.quant.errors import Problem
 
 pytest.importorskip("triton")

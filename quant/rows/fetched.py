@@ -1,0 +1,57 @@
+"""Tables whose rows are not at an address: they are fetched by their numbers."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.quant.errors import QuantError
+from tableside.quant.row_format import RowFormat
+from tableside.quant.rows.ids import RowMap
+
+
+class RowState(IntEnum):
+    """What came of a row that was asked for."""
+
+    HERE = 0
+    LATE = 1  # not within the deadline
+    CORRUPT = 2  # read, and not what was written
+
+
+class Fetch(Protocol):
+    """Reads rows of one table; any thread may call."""
+
+    def __call__(
+        self,
+        rows: NDArray[np.int64],
+        out: NDArray[np.uint8],
+        state: NDArray[np.uint8],
+        deadline: float | None,
+    ) -> None:
+        """Copies packed rows to out [n, row_bytes], and writes what came of each to state [n] (`RowState`;
+        HERE before the call). rows: [n] numbers of the table, ascending, each once. deadline: of
+        time.monotonic; None: none. It may block until then."""
+
+
+@dataclass(frozen=True, eq=False)
+class FetchedTable:
+    """Packed rows that `fetch` reads. rows: including the default row. row_bytes: of one, as it writes it.
+    row_map: maps ids to row numbers; None: ids are row numbers. QuantError: no row of this format and dim has
+    so many bytes."""
+
+    rows: int
+    row_bytes: int
+    row_format: RowFormat
+    dim: int
+    fetch: Fetch
+    row_map: RowMap | None = None
+
+    def __post_init__(self) -> None:
+        expected = self.row_format.row_sizes(self.dim)
+        if self.row_bytes not in expected:
+            raise QuantError(
+                f"fetched rows have {self.row_bytes} bytes; expected {' or '.join(map(str, expected))} for "
+                f"{self.row_format.label} of dim {self.dim}"
+            )

@@ -1,0 +1,141 @@
+"""Lookups of rows that are fetched give, bit for bit, what the same rows in memory give."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_lookups import Drawn
+from fetched_tables import FromArray, fetched_table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from overlays import KINDS, Overlaid, dense, raw
+from reference import backend_of
+from tables import table_of
+
+from tableside.quant import BadIds, LookupKind, Place, Pooling, Precision, QuantError, RowFormat, choose
+from tableside.quant.contract import Unfound, Waiting
+from tableside.quant.errors import RowsNotRead
+from tableside.quant.rows.fetched import FetchedTable, RowState
+
+BACKENDS = ("native", "fbgemm", "reference")
+
+
+def outcome(plan: Any, inputs: bytes, out_bytes: int) -> tuple[bytes | str, Any]:
+    out = np.full(out_bytes, 0xEE, np.uint8)
+    try:
+        unfound = plan.run(inputs, out)
+    except BadIds as error:
+        return f"{error.problem} {error.job} {error.position} {error.value} {error.bound}", None
+    return out.tobytes(), unfound
+
+
+def source_of(table: FetchedTable) -> FromArray:
+    assert isinstance(table.fetch, FromArray)
+    return table.fetch
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32))
+def test_fetched_rows_give_what_rows_in_memory_give(seed: int) -> None:
+    """By every backend, beside tables in memory, also what is wrong, and where."""
+    drawn, rng = Drawn(seed), random.Random(seed)
+    tables = [fetched_table(t) if rng.random() < 0.7 else t for t in drawn.tables]
+    for wrong in (False, False, True):
+        places, inputs, out_bytes = drawn.request(wrong)
+        for name in BACKENDS:
+            kinds = drawn.over(tables)
+            staged = backend_of(name).planner(kinds, rng.randint(1, 2)).plan(places.tobytes(), out_bytes)
+            plain = backend_of(name).planner(drawn.kinds).plan(places.tobytes(), out_bytes)
+            assert outcome(staged, inputs, out_bytes) == outcome(plain, inputs, out_bytes), name
+
+
+@pytest.mark.parametrize("made", [dense(), raw()], ids=["dense", "raw"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_deltas_and_missing_ids_lie_above_fetched_rows(made: Overlaid, kind: str) -> None:
+    ids = np.concatenate([np.array(KINDS[kind], np.int64), np.array([7, -5, 2**40])])
+    masks = ids.size * 8 * made.table.dim
+    place = np.array([Place(0, 0, ids.size, -1, 0, 0, -1, 0, 0, masks)], np.int64)
+    for name in BACKENDS:
+        table = fetched_table(made.table)
+        plan = backend_of(name).planner([LookupKind(table, Pooling.NONE)]).plan(place.tobytes())
+        plain = backend_of(name).planner([LookupKind(made.table, Pooling.NONE)]).plan(place.tobytes())
+        found = outcome(plan, ids.tobytes(), masks + ids.size)
+        assert found == outcome(plain, ids.tobytes(), masks + ids.size)
+        if made.default is not None:
+            assert found[0][masks:] == made.expected_found(ids).tobytes()  # type: ignore[index]
+        assert all(0 <= row < table.rows for asked in source_of(table).asked for row in asked)
+
+
+def test_a_lookup_without_a_plan_fetches(backend: str = "native") -> None:
+    table = table_of(RowFormat.INT8, 24)
+    ids, lengths = np.array([5, 3, 5, 0]), np.array([3, 1], np.int32)
+    for name in BACKENDS:
+        found = backend_of(name).lookup(fetched_table(table), ids, lengths, pooling=Pooling.MEAN)
+        np.testing.assert_array_equal(
+            found, backend_of(name).lookup(table, ids, lengths, pooling=Pooling.MEAN)
+        )
+        with pytest.raises(BadIds):
+            backend_of(name).lookup(fetched_table(table), np.array([table.rows]), pooling=Pooling.NONE)
+
+
+def test_each_row_is_asked_for_once_in_order_and_begin_does_not_block() -> None:
+    """Over all lookups of a table in a request."""
+    table = fetched_table(table_of(RowFormat.INT8, 8, 100))
+    kinds = [LookupKind(table, Pooling.SUM), LookupKind(table, Pooling.NONE, Precision.FP16)]
+    planner = choose().planner(kinds)
+    assert (
+        planner.waits and not choose().planner([LookupKind(table_of(RowFormat.INT8, 8), Pooling.SUM)]).waits
+    )
+    ids = np.array([90, 3, 3, 41, 3, 90, 7])
+    places = np.array([Place(0, 0, 4, -1, 2, 2, -1, 0), Place(1, 32, 3, -1, 0, 0, -1, 64)], np.int64)
+    source = source_of(table)
+    source.is_open.clear()
+    begun = planner.plan(places.tobytes()).begin(ids.tobytes())
+    assert isinstance(begun, Waiting) and source.asked == []
+    source.is_open.set()
+    plan = begun.wait()
+    assert source.asked == [[3, 7, 41, 90]]
+    out = np.zeros(64 + 48, np.uint8)
+    assert plan.run(ids.tobytes(), out) is None and source.asked == [[3, 7, 41, 90]]
+    expected = choose().lookup(source.table, ids[:4], np.array([2, 2], np.int32))
+    np.testing.assert_array_equal(out[:64].view(np.float32).reshape(2, 8), expected)
+
+
+def test_a_request_without_ids_asks_for_nothing() -> None:
+    table = fetched_table(table_of(RowFormat.INT8, 8))
+    plan = (
+        choose()
+        .planner([LookupKind(table, Pooling.SUM)])
+        .plan(np.array([Place(0, 0, 0, -1, 0, 2, -1, 0)], np.int64).tobytes())
+    )
+    out = np.full(64, 0xEE, np.uint8)
+    assert plan.run(b"", out) is None and not out.any() and source_of(table).asked == []
+
+
+def test_rows_that_do_not_come_are_told() -> None:
+    states = {3: RowState.LATE, 4: RowState.LATE, 9: RowState.CORRUPT}
+    table = fetched_table(table_of(RowFormat.INT8, 8), states)
+    for ids, rows, late, corrupt in (([3, 5], 2, 1, 0), ([9, 4, 3], 3, 2, 1)):
+        with pytest.raises(
+            RowsNotRead, match=f"of {rows} rows to fetch {late} came too late and {corrupt}"
+        ) as e:
+            choose().lookup(table, np.array(ids), pooling=Pooling.NONE)
+        assert (e.value.rows, e.value.late, e.value.corrupt) == (rows, late, corrupt)
+    assert choose().lookup(table, np.array([5]), pooling=Pooling.NONE).shape == (1, 8)
+
+
+def test_unfound_ids_are_counted_beside_those_of_memory() -> None:
+    made = raw()
+    ids = np.array([5, 2**41, 2**42])
+    kinds = [LookupKind(fetched_table(made.table), Pooling.SUM), LookupKind(made.table, Pooling.SUM)]
+    places = np.array([Place(n, 0, 3, -1, 3, 1, -1, n * 4 * made.table.dim) for n in (0, 1)], np.int64)
+    out = np.zeros(8 * made.table.dim, np.uint8)
+    unfound = choose().planner(kinds).plan(places.tobytes()).run(ids.tobytes(), out)
+    assert unfound is not None and unfound[0] == unfound[1] and isinstance(unfound[0], Unfound)
+    assert unfound[0].missing >= 2
+
+
+def test_a_row_of_another_size_is_refused() -> None:
+    with pytest.raises(QuantError, match="fetched rows have 9 bytes; expected"):
+        FetchedTable(3, 9, RowFormat.INT8, 8, FromArray(table_of(RowFormat.INT8, 8)))
