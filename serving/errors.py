@@ -17,6 +17,7 @@ class ErrorKind(StrEnum):
     OVERLOADED = "overloaded"
     SWAP = "swap"
     DAMAGED = "damaged"
+    NOT_READ = "not_read"
     SCORER = "scorer"
     SCORER_TIMEOUT = "scorer_timeout"
     DENIED = "denied"

@@ -12,14 +12,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tableside.quant import BadIds
+from tableside.quant import BadIds, Plan
 from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.executors.batch_threads import BatchThreads
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
+from tableside.serving.executors.executors import READERS
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.metrics import metrics
 from tableside.serving.model.request import Answer, Request
@@ -57,6 +60,7 @@ class _WaitingRequest:
     inputs: Any
     future: Future
     since: float  # of time.perf_counter
+    plan: Plan
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +101,8 @@ class Batcher:
         # what the first thread waits for where it is idle
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads = BatchThreads(self._next, self._begin, self._finish, self._end, "tableside-gpu")
-        self._is_looking = False  # of the event loop
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
+        self._is_looking, self._reading = False, 0  # of the event loop
         # of a thread each
         self._scores, self._device_scores = (ScoreStage(backend.is_lost), ScoreStage(backend.is_lost))
         self._batches = 0  # of the first thread
@@ -107,7 +112,33 @@ class Batcher:
     def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
         """Runs requests that came together in some batch; their futures get answers or ApiErrors."""
         now = time.perf_counter()
-        came = [_WaitingRequest(*one, now) for one in asked]
+        came = [_WaitingRequest(*one, now, one[0].plan) for one in asked]
+        for w in (w for w in came if w.plan.waits):
+            self._read(w)
+        self._submit([w for w in came if not w.plan.waits])
+
+    def _read(self, w: _WaitingRequest) -> None:
+        """Has a thread wait for rows that are not in memory, so that no batch does."""
+        if self._reading >= self._max_waiting:
+            _fail(w, overloaded(f"{self._max_waiting} requests wait for rows, the limit (max_waiting)"))
+            return
+        self._reading += 1
+        reading = asyncio.get_running_loop().run_in_executor(self._readers, w.request.with_rows, w.inputs)
+        reading.add_done_callback(partial(self._came, w))
+
+    def _came(self, w: _WaitingRequest, reading: "asyncio.Future[Plan]") -> None:
+        self._reading -= 1
+        if reading.cancelled():
+            _fail(w, _closing())
+        elif (error := reading.exception()) is not None:
+            if not isinstance(error, ApiError):
+                logger.error("rows for model %s were not read", w.request.model, exc_info=error)
+            _fail(w, error)
+        else:
+            w.plan, w.since = reading.result(), time.perf_counter()
+            self._submit([w])
+
+    def _submit(self, came: list[_WaitingRequest]) -> None:
         try:
             self._threads.begin()
             self._loop = asyncio.get_running_loop()
@@ -139,6 +170,7 @@ class Batcher:
         """Takes no more requests and waits for running lookups."""
         with self._lock:
             self._is_closed = True
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._wake()
         self._threads.join()
         for w in self._waiting:
@@ -241,7 +273,7 @@ class Batcher:
             batch.scores = DeviceScores(scored, self._device_scores, self._tell_late)
         began = time.perf_counter()
         started = self._backend.batches.start(
-            [(w.request.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores
+            [(w.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores
         )
         self._metrics.waited([began - w.since for w in batch.taken])
         return started

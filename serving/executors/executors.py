@@ -11,6 +11,7 @@ from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Scorer, Scoring, ToScore
 
+READERS = 16  # threads of a process that wait for rows which are not in memory
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
 INLINE_IDS = 200_000  # of a request up to which they are looked up on the event loop
 # of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
@@ -20,20 +21,21 @@ _Refusals = list[Exception | None]
 
 
 class CpuExecutor:
-    """Runs requests one by one. Large lookups use the thread `beside`, large scorer calls another one.
-    Belongs to one event loop."""
+    """Runs requests one by one. Large lookups use the thread `beside`, large scorer calls another one, and
+    those that wait for rows threads of their own. Belongs to one event loop."""
 
     def __init__(self, beside: ThreadPoolExecutor) -> None:
         """beside: one thread, shut down by its owner."""
         self._beside = beside
         self._scores_on_loop, self._scores_on_thread = ScoreStage(), ScoreStage()
         self._score_thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-scorer")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
         self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
         self._late: Scorer | None = None
 
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
         """Like `run`, at once for a small request; None: call `run`."""
-        if self._is_large(request) or (request.scoring is not None and self._goes_beside(request.scoring)):
+        if self._blocks(request) or (request.scoring is not None and self._goes_beside(request.scoring)):
             return None
         answer = request.look_up(inputs)
         if request.scoring is not None:
@@ -43,20 +45,23 @@ class CpuExecutor:
     async def run(self, request: Request, inputs: Any) -> Answer:
         """Returns the output buffer: vectors, scores, found masks. ApiError: an id or length is wrong, the
         scorer refuses or is late, or the worker is being replaced."""
-        if self._is_large(request):
-            answer = await asyncio.get_running_loop().run_in_executor(self._beside, request.look_up, inputs)
+        if self._blocks(request):
+            threads = self._readers if request.plan.waits else self._beside
+            answer = await asyncio.get_running_loop().run_in_executor(threads, request.look_up, inputs)
         else:
             answer = request.look_up(inputs)
         if request.scoring is not None:
             await self._score(ToScore(request.scoring, inputs, answer.buffer))
         return answer
 
-    def _is_large(self, request: Request) -> bool:
-        return request.ids > INLINE_IDS or request.out_bytes > INLINE_OUT_BYTES
+    def _blocks(self, request: Request) -> bool:
+        """Returns whether it takes too long for the event loop."""
+        return request.ids > INLINE_IDS or request.out_bytes > INLINE_OUT_BYTES or request.plan.waits
 
     def close(self) -> None:
         # a call that hangs is not waited for: the deadline ends the process
-        self._score_thread.shutdown(wait=False)
+        for threads in (self._score_thread, self._readers):
+            threads.shutdown(wait=False)
 
     async def _score(self, one: ToScore) -> None:
         since = time.perf_counter()  # a wait for the scores' thread counts as well

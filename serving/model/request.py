@@ -9,8 +9,8 @@ import numpy as np
 
 from tableside.loader.versions.states import State
 from tableside.quant import BadIds, Place, Plan
-from tableside.quant.contract import Unfound
-from tableside.quant.errors import Problem
+from tableside.quant.contract import Unfound, Waiting
+from tableside.quant.errors import Problem, RowsNotRead
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.model.features import Features
 from tableside.serving.model.places import Buffer, Output
@@ -111,19 +111,31 @@ class Request:
         return self.plan.staged_bytes
 
     def look_up(self, inputs: Any) -> Answer:
-        """Looks every feature up, without scores. ApiError: an id, or a pooled feature's length, is wrong."""
+        """Looks every feature up, without scores. ApiError: an id, or a pooled feature's length, is wrong, or
+        rows did not come."""
         out = np.empty(self.out_bytes, np.uint8)
         try:
             return Answer(out, self.plan.run(inputs, out))
-        except BadIds as error:
+        except (BadIds, RowsNotRead) as error:
+            raise self.refusal(error) from error
+
+    def with_rows(self, inputs: Any) -> Plan:
+        """Blocks until the rows that are not in memory are here; returns the plan to run. ApiError: as
+        `look_up`."""
+        try:
+            begun = self.plan.begin(inputs)
+            return begun.wait() if isinstance(begun, Waiting) else begun
+        except (BadIds, RowsNotRead) as error:
             raise self.refusal(error) from error
 
     def run(self, inputs: Any) -> Buffer:
         """Looks up like `look_up`; returns the output buffer."""
         return self.look_up(inputs).buffer
 
-    def refusal(self, error: BadIds) -> ApiError:
-        """Returns the client's error for `error`; it names the feature."""
+    def refusal(self, error: BadIds | RowsNotRead) -> ApiError:
+        """Returns the client's error for `error`; it names the feature whose ids are wrong."""
+        if isinstance(error, RowsNotRead):
+            return ApiError(503, ErrorKind.NOT_READ, f"model {self.model!r}: {error}")
         lacking = self.tables[error.job] if error.problem is Problem.MISSING else None
         what = error.describe(f"feature {self.feature(error.job)!r}")
         refused = ApiError(400, ErrorKind.BAD_ID, what, lacking)

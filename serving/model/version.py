@@ -159,7 +159,7 @@ class ServedVersion:
         ids, _, _, out_bytes = sizes
         planner, is_small = self._planner, False
         if self._host_planner is not None and self._beside is not None and not on_device:
-            is_small = ids < self._beside.below_ids
+            is_small = ids < self._beside.below_ids and not self._host_planner.waits
             planner = self._host_planner if is_small else planner
         plan = planner.plan(places, out_bytes)
         return Request(self.names, places, plan, sizes, is_small=is_small, sequence=self.sequence, **more)

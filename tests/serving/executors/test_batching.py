@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tableside.quant import BadIds, choose
 from tableside.quant.cache.statistics import Statistics, TableStatistics
 from tableside.quant.contract import MatrixPlace, Unfound
 from tableside.quant.errors import Problem
-from tableside.serving.errors import ApiError, ServingError
+from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.metrics import metrics
 from tableside.serving.model.engine import Engine
@@ -66,7 +67,7 @@ class Device:
 class Request:
     """Stands for a request that was laid out."""
 
-    plan = None
+    plan = SimpleNamespace(waits=False)
     model = "played"
     is_small = False
 
@@ -365,3 +366,66 @@ def test_cache_metrics_count_what_came_since() -> None:
         ("bus_bytes", "ads/next", 4 * 16),
     ):
         assert metrics.CACHE_TABLES[name].labels(table)._values[0] == value
+
+
+class ReadRequest(Request):
+    """A request whose rows come when `came` is set, or not."""
+
+    plan = SimpleNamespace(waits=True)
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.came, self.error = threading.Event(), error
+
+    def with_rows(self, inputs: Any) -> Any:
+        assert self.came.wait(300)
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(waits=False, read=True)
+
+
+def test_no_request_waits_for_the_rows_of_another() -> None:
+    """It is answered first, and the other with its rows once they are here; what they fail with is told."""
+    device = Device()
+    batcher = batcher_of(device, 8)
+    plans: list[Any] = []
+
+    def note(requests: list[Any]) -> Any:
+        plans.extend(plan for plan, _ in requests)
+        return Device().answer(requests)
+
+    device.answer = note
+    late, broken = ReadRequest(), ReadRequest(OSError())
+    lost = ReadRequest(ApiError(503, ErrorKind.NOT_READ, "lost"))
+
+    async def run() -> list[Any]:
+        asked = [asyncio.ensure_future(run_in(batcher, r, b"")) for r in (late, lost, broken)]
+        first = await run_in(batcher, Request(), b"")
+        assert not any(one.done() for one in asked)
+        for request in (late, lost, broken):
+            request.came.set()
+        return [first, *await asyncio.gather(*asked, return_exceptions=True)]
+
+    found = asyncio.run(run())
+    assert [type(f).__name__ for f in found] == ["Answer", "Answer", "ApiError", "OSError"]
+    assert device.sizes == [1, 1] and plans[1].read
+    batcher.close()
+
+
+def test_requests_that_wait_for_rows_are_bounded_and_end_with_the_batcher() -> None:
+    batcher = Batcher(Device(), 8, 2, tell=lambda told: None)  # type: ignore[arg-type]
+    requests = [ReadRequest() for _ in range(3)]
+
+    async def run() -> list[Any]:
+        asked = [asyncio.ensure_future(run_in(batcher, r, b"")) for r in requests]
+        await asyncio.sleep(0)
+        (refused,) = [one for one in asked if one.done()] or [asked[2]]
+        refusal = await asyncio.gather(refused, return_exceptions=True)
+        batcher.close()
+        for request in requests:
+            request.came.set()
+        return [*refusal, *await asyncio.gather(*asked[:2], return_exceptions=True)]
+
+    refused, *ended = asyncio.run(run())
+    assert isinstance(refused, ApiError) and "2 requests wait for rows, the limit" in str(refused)
+    assert [type(error) for error in ended] == [RuntimeError] * 2

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tables
 from batched import batcher_of, run_in
+from fetched_tables import FromArray, fetched_table
 from support import rows_of
 
 from tableside.loader.load.load import load
@@ -21,11 +22,12 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.quant.contract import MatrixPlace
+from tableside.quant.rows.fetched import FetchedTable, RowState
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
 from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
 from tableside.serving.model.engine import Engine
-from tableside.serving.model.placement import Placer
+from tableside.serving.model.placement import Placements, Placer
 from tableside.serving.model.places import Output
 from tableside.serving.model.request import Answer, FeatureInput, Request
 from tableside.serving.model.scorer import Floats, Scorer, ScorerLimits, Scoring
@@ -146,7 +148,10 @@ def test_large_lookups_run_beside_the_event_loop(ids: int, out_bytes: int, is_be
         seen.append(threading.current_thread().name)
         return Answer(np.zeros(8, np.uint8))
 
-    request: Any = SimpleNamespace(ids=INLINE_IDS + ids, out_bytes=out_bytes, scoring=None, look_up=look_up)
+    plan = SimpleNamespace(waits=False)
+    request: Any = SimpleNamespace(
+        ids=INLINE_IDS + ids, out_bytes=out_bytes, scoring=None, look_up=look_up, plan=plan
+    )
     with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
         executor = CpuExecutor(beside)
         now = executor.run_now(request, b"")
@@ -202,7 +207,7 @@ class Stuck(Scorer):
 
 def played(scoring: Scoring | None) -> Request:
     """A request of no lookups: its output is its scores, if it asks for some."""
-    plan = SimpleNamespace(staged_bytes=0, run=lambda inputs, outputs: None)
+    plan = SimpleNamespace(staged_bytes=0, waits=False, run=lambda inputs, outputs: None)
     outputs = () if scoring is None else (scoring.output,)
     out_bytes = sum(o.bytes for o in outputs)
     features: Any = SimpleNamespace(model="played", version=3)
@@ -310,3 +315,54 @@ def test_a_device_that_a_scorer_loses_ends_the_worker(is_lost: bool, monkeypatch
         assert "lost to the scorer of played version 3" in str(scored)
     else:
         assert isinstance(scored, TypeError) and looked_up.buffer.size == 8 and not signals
+
+
+def over_fetched_rows(
+    version: ServedVersion, states: Mapping[int, RowState] | None = None
+) -> tuple[ServedVersion, dict[str, FetchedTable]]:
+    """The same version with rows that are fetched."""
+    tables = {name: fetched_table(table, states) for name, table in version.segment.tables.items()}
+    placed = Placements(dict.fromkeys(tables, "host"), on_host=tables)
+    return ServedVersion(version.segment, choose(), placed, scorer=version.scorer), tables
+
+
+def test_a_request_that_waits_for_rows_has_a_thread_of_its_own(root: Path, tmp_path: Path) -> None:
+    """Others go on beside it, inline and on the thread of large ones."""
+    version, _ = attach(root, tmp_path, None)
+    late, fetched = over_fetched_rows(version)
+    source = fetched["user"].fetch
+    assert isinstance(source, FromArray)
+
+    async def run(executor: CpuExecutor) -> None:
+        request, inputs, expected = scored(late, 3)
+        assert executor.run_now(request, inputs) is None
+        asked = asyncio.ensure_future(executor.run(request, inputs))
+        plain, given, wanted = scored(version, 5)
+        answer = executor.run_now(plain, given)
+        assert answer is not None and not asked.done()
+        np.testing.assert_allclose(plain.outputs[-1].view(answer.buffer), wanted, rtol=1e-4)
+        many = version.lay_out([FeatureInput("user", 0, INLINE_IDS + 1, 1, INLINE_IDS + 1)])
+        await executor.run(many, bytes(8 * many.ids))
+        assert not asked.done()
+        source.is_open.set()
+        np.testing.assert_allclose(request.outputs[-1].view((await asked).buffer), expected, rtol=1e-4)
+
+    with ThreadPoolExecutor(1) as beside:
+        executor = CpuExecutor(beside)
+        source.is_open.clear()
+        try:
+            asyncio.run(run(executor))
+        finally:
+            source.is_open.set()
+            executor.close()
+
+
+def test_rows_that_do_not_come_are_a_503(root: Path, tmp_path: Path) -> None:
+    late, _ = over_fetched_rows(attach(root, tmp_path, None)[0], {2: RowState.CORRUPT})
+    request, inputs, _ = scored(late, 3)
+    for read in (request.look_up, request.with_rows):
+        with pytest.raises(
+            ApiError, match="model 'demo': of 3 rows to fetch 0 came too late and 1 were"
+        ) as e:
+            read(inputs)
+        assert e.value.status == 503

@@ -1,0 +1,105 @@
+"""A residence that one file adds (tests/fixtures/slow_rows), with rows from a Python function that takes a
+while: a server on the CPU, an engine process and a module read through it, and nothing else changed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tables
+from servers import publish_demo, start_server
+from support import end, until
+
+from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import attach_state, state_of
+from tableside.loader.versions.versions import Model
+from tableside.quant import Pooling, choose
+from tableside.quant.gpu.residence.registry import KINDS, residence
+from tableside.serving.client import Client, ClientError
+
+PROGRAM = Path(__file__).parents[2] / "fixtures/slow_rows/slow_rows.py"
+REQUEST = {"user": [[1, 2, 2], []], "clicked": [[5], [7, 299]], "liked": [[0], [1, 2]], "text": [[3, 4], [5]]}
+MODULE = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import slow_rows, torch
+from tableside.torch import EmbeddingBags
+given = {name: [torch.tensor(part) for part in parts] for name, parts in json.loads(sys.argv[3]).items()}
+module = EmbeddingBags("demo", list(given), root=sys.argv[2], placement="slow")
+print(json.dumps({name: vectors.tolist() for name, vectors in module(given).items()}))
+"""
+
+
+def wanted(root: Path) -> dict[str, np.ndarray]:
+    """What the rows in memory give."""
+    model, found = Model(root, "demo"), {}
+    segment = attach_state(model, state_of(model.record()))
+    for f in segment.header.features:
+        ids = np.array([i for bag in REQUEST[f.name] for i in bag], np.int64)
+        pooling, lengths = Pooling.parse(f.pooling), np.array([len(b) for b in REQUEST[f.name]], np.int32)
+        bags = None if pooling is Pooling.NONE else lengths
+        found[f.name] = choose().lookup(
+            segment.tables[f.table], ids, bags, pooling=pooling, half=f.output == "fp16"
+        )
+    return found
+
+
+def change(root: Path) -> None:
+    changes = [TableChanges("user", np.array([2, 3]), np.full((2, 64), 7.0, np.float32))]
+    apply(Model(root, "demo"), ChangeBatch(changes), ApplySettings(keep=Retention(2)))
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0)], ids=["cpu", "engine"]
+)
+def test_a_server_reads_through_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]
+) -> None:
+    """Also changed rows, and an id that is wrong."""
+    log = tmp_path / "rows"
+    monkeypatch.setenv("SLOW_ROWS", str(log))
+    publish_demo(root, tmp_path)
+    server = start_server(root, "--placement", "slow", *options, program=(PROGRAM,))
+    try:
+        with Client(server.url, retries=0) as client:
+            told = server.get("/v1/models").json()["models"][0]["tables"]
+            assert {table["placement"] for table in told} == {"slow"}
+            assert read_by(client, root, log) == [2, 3, 6]  # each row once a table: of user, text and item
+            change(root)
+            until(lambda: client.lookup("demo", {"user": [[2]]})["user"][0, 0] == 7)
+            assert read_by(client, root, log) == [1, 3, 6]  # a changed row lies in memory
+            with pytest.raises(ClientError, match=r"feature 'clicked': id 300 at position 1 is outside"):
+                client.lookup("demo", {"user": [[1]], "clicked": [[3, 300]]})
+    finally:
+        assert end(server.process) == 0
+
+
+def read_by(client: Client, root: Path, log: Path) -> list[int]:
+    """Looks up and checks; returns how many rows each call of the function was asked for."""
+    before = log.read_text().count("\n")
+    found = client.lookup("demo", REQUEST)
+    for name, vectors in wanted(root).items():
+        np.testing.assert_array_equal(found[name].reshape(vectors.shape), vectors)
+    return sorted(int(line.split()[1]) for line in log.read_text().splitlines()[before:])
+
+
+def test_a_module_reads_through_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "rows"
+    monkeypatch.setenv("SLOW_ROWS", str(log))
+    publish_demo(root, tmp_path)
+    given = {"user": [[1, 2, 2], [0, 3]], "clicked": [[5, 7, 299], [0, 1]]}
+    run = [sys.executable, "-c", MODULE, str(PROGRAM.parent), str(root), json.dumps(given)]
+    found = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    assert log.read_text().count("\n") >= 2
+    for name in given:
+        np.testing.assert_array_equal(np.array(found[name], np.float32), wanted(root)[name])
+
+
+def test_kinds_are_what_the_registry_says() -> None:
+    """What it knows without an import of them."""
+    for name, kind in KINDS.items():
+        assert residence(name).is_on_device is not kind.by_cpu
