@@ -372,4 +372,4 @@ def test_the_room_is_there() -> None:
     assert backend.stash() == table.packed.size
     assert table.packed.size <= torch.cuda.mem_get_info()[0] - free < table.packed.size + (4 << 20)
     backend.restore()
-    assert not held.residence.is_away
+    assert held.residence.is_whole and not backend.launcher.stashable.away
