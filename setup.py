@@ -25,6 +25,7 @@ setup(
     ext_modules=[
         extension("quant.cpu._native", "quant/cpu/native", *FAST, threads=True),
         extension("loader.program._layers", "loader/program/native", *FAST, threads=True),
+        extension("loader.segment._blocks", "loader/segment/native", "-O3"),
         extension("serving.http.v2._reader", "serving/http/v2/native", "-O3"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -95,6 +95,9 @@ class ServerSettings(RootSettings):
         "in each (always), or only its header: then damaged rows are served until the scrubber or "
         "`tableside verify` finds them",
     )
+    disk_timeout_s: float = Field(
+        2.0, gt=0, le=60, description="seconds that a request waits for rows of a root on a disk; then a 503"
+    )
     poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_behind_s: float = Field(
         0, ge=0, description="seconds that a ready worker may answer from an older state; 0: any"

@@ -15,6 +15,7 @@ import tables
 
 from tableside.loader.load.load import Loaded, LoadSettings, load
 from tableside.loader.model.model import parse_model
+from tableside.loader.segment.huge_pages import is_on_disk
 
 pytest_plugins = ["drawing"]
 
@@ -40,6 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def root() -> Iterator[Path]:
     """A folder of published models in shared memory, of this test alone."""
     folder = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder of published models on a disk, of this test alone: where temporary files lie in memory, beside
+    the tests."""
+    beside = Path(__file__).parent.parent / "build"
+    folder = (tmp_path if is_on_disk(tmp_path) else beside) / f"disk-{uuid.uuid4().hex[:12]}"
+    if not is_on_disk(Path(__file__).parent):
+        pytest.skip("no file system here is a disk's")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -12,6 +12,7 @@ import xxhash
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import OUTPUTS, EvalSpec, FeatureSpec
+from tableside.loader.segment.blocks import Blocks
 from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, StoredTable, check_ids
 from tableside.quant import Pooling, QuantError, RowFormat
 
@@ -70,12 +71,16 @@ class Change:
 @dataclass(frozen=True)
 class TableFile:
     """The file of a large table: rows, then id index, behind FILE_HEAD_BYTES of its own. It is mapped behind
-    the segment at `offset`. bytes: a multiple of the page; checksum: xxh3-64 of its chunks' checksums."""
+    the segment at `offset`. bytes: a multiple of the page; checksum: xxh3-64 of its chunks' checksums.
+    sums_at: where the checksums of its blocks are mapped (loader.segment.blocks), and sums, xxh3-64 of these;
+    0: it has none."""
 
     table: str
     offset: int
     bytes: int
     checksum: int
+    sums_at: int = 0
+    sums: int = 0
 
     @property
     def end(self) -> int:
@@ -107,6 +112,9 @@ class Header:
         for name in ("scorer", "evaluation", "owner", "delta", "merged"):
             if raw[name] is None:
                 del raw[name]  # a version without one reads as it always did
+        for file in raw["files"]:
+            if not file["sums_at"]:
+                del file["sums_at"], file["sums"]
         if not raw["files"]:
             del raw["files"]
         for table in raw["tables"]:
@@ -163,7 +171,7 @@ class Header:
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
         if self.files:
-            return 4
+            return 5 if any(file.sums_at for file in self.files) else 4
         if self.delta is not None or self.merged is not None:
             return 3
         return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
@@ -222,6 +230,7 @@ def check_header(header: Header, header_end: int, size: int) -> None:
     starts = [header_end, *(end for _, end in ends)]
     if any(start < before for before, (start, _) in zip(starts, ends, strict=False)):
         raise SegmentError("the header has two tables in one place")
+    _check_sums(header)
     for f in header.features:
         _check_feature(f, set(names))
     is_without = bool(header.features) if header.delta is not None else not header.features
@@ -281,7 +290,7 @@ def _check_files(header: Header, size: int) -> None:
             f"{TABLE_ALIGNMENT_BYTES}"
         )
     for f in header.files:
-        are_numbers = all(type(n) is int for n in (f.offset, f.bytes, f.checksum))
+        are_numbers = all(type(n) is int for n in (f.offset, f.bytes, f.checksum, f.sums_at, f.sums))
         if not are_numbers or not isinstance(f.table, str) or f.table not in names:
             raise SegmentError(f"the header has a file of table {str(f.table)[:60]!r}, or with no number")
         is_size = FILE_HEAD_BYTES < f.bytes <= LARGEST_FILE_BYTES
@@ -294,6 +303,18 @@ def _check_files(header: Header, size: int) -> None:
         end = f.end
     if header.files and header.delta is not None:
         raise SegmentError("a delta has a table in a file of its own")
+
+
+def _check_sums(header: Header) -> None:
+    for f in (f for f in header.files if f.sums_at):
+        ends = [s.offset + s.bytes for s in header.stored_in(f)]
+        (table,) = (t for t in header.tables if t.name == f.table)
+        end = f.sums_at + Blocks.of(table).sum_bytes
+        if f.sums_at % TABLE_ALIGNMENT_BYTES or f.sums_at < max(ends, default=f.offset) or end > f.end:
+            raise SegmentError(
+                f"the block checksums of table {f.table[:60]!r} lie at bytes [{f.sums_at}, {end}) of a file "
+                f"of [{f.offset}, {f.end})"
+            )
 
 
 def _check_place(what: str, stored: StoredRows | StoredScorer, file: TableFile | None, size: int) -> None:

@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 HUGE_PAGE_BYTES = 2 << 20  # of other file systems in memory
-_HUGETLBFS_MAGIC = 0x958458F6  # linux/magic.h
+_HUGETLBFS_MAGIC, _TMPFS_MAGIC, _RAMFS_MAGIC = 0x958458F6, 0x01021994, 0x858458F6  # linux/magic.h
 _STATFS_BYTES = 256  # more than struct statfs has; it begins with f_type and f_bsize, both long
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -26,6 +26,17 @@ _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 def huge_page_bytes(where: int | Path) -> int:
     """Returns the page size of the hugetlbfs of a descriptor or folder; 0: another file system."""
+    kind, page = _statfs(where)
+    return page if kind == _HUGETLBFS_MAGIC else 0
+
+
+def is_on_disk(where: int | Path) -> bool:
+    """Returns whether a descriptor or folder is of a file system that does not lie in memory."""
+    return _statfs(where)[0] not in (_HUGETLBFS_MAGIC, _TMPFS_MAGIC, _RAMFS_MAGIC)
+
+
+def _statfs(where: int | Path) -> tuple[int, int]:
+    """Returns the kind of a file system, and the size of its blocks."""
     found = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
     failed = (
         _libc.fstatfs(where, found) if isinstance(where, int) else _libc.statfs(os.fsencode(where), found)
@@ -33,7 +44,7 @@ def huge_page_bytes(where: int | Path) -> int:
     if failed:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(where))
-    return int(found[1]) if found[0] == _HUGETLBFS_MAGIC else 0
+    return int(found[0]) & 0xFFFFFFFF, int(found[1])
 
 
 def free_huge_bytes(page_bytes: int) -> int:

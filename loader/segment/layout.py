@@ -5,7 +5,8 @@
 
 The head of a table's file, little-endian: 8 bytes magic TABLROWS in ASCII; 8 bytes of the whole
 file; 8 bytes xxh3-64 of the checksums of its chunks, by which the version that names it knows it; zeros. The
-file says nothing of a version, since versions in which the table is the same have links to one file.
+file says nothing of a version, since versions in which the table is the same have links to one file. On a
+disk the checksums of its blocks follow (loader.segment.blocks), and smaller tables have files, too.
 """
 
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from tableside.loader.errors import SegmentError
+from tableside.loader.segment.blocks import Blocks
 from tableside.loader.segment.header import (
     FILE_HEAD_BYTES,
     PRELUDE,
@@ -100,10 +102,13 @@ class Layout(NamedTuple):
         return self.header.files[-1].end if self.header.files else self.segment_bytes
 
 
-def lay_out(header: Header, program: bytes, page_bytes: int, has_files: bool) -> Layout:
-    """Places tables, indexes and scorer. page_bytes: of the file system; has_files: large tables get files.
+def lay_out(
+    header: Header, program: bytes, page_bytes: int, has_files: bool, on_disk: bool = False
+) -> Layout:
+    """Places tables, indexes and scorer. page_bytes: of the file system; has_files: large tables get files;
+    on_disk: with checksums of their blocks.
     The header's length and the offsets in it depend on each other: sizes grow until they agree."""
-    page = max(page_bytes, HUGE_PAGE_BYTES)
+    page = page_bytes if on_disk else max(page_bytes, HUGE_PAGE_BYTES)
     large = {t.name for t in header.tables if has_files and _bytes(t) >= LARGE_PAGES * page}
     reserved = align(len(header.to_json()) + SPARE_BYTES, 64)
     while True:
@@ -117,7 +122,9 @@ def lay_out(header: Header, program: bytes, page_bytes: int, has_files: bool) ->
         files, at = [], size
         for table in (t for t in header.tables if t.name in large):
             found, after = _placed([table], at + FILE_HEAD_BYTES)
-            files.append(TableFile(table.name, at, align(after, page) - at, _UNKNOWN))
+            sums = (after, _UNKNOWN) if on_disk else (0, 0)
+            after += Blocks.of(table).sum_bytes if on_disk else 0
+            files.append(TableFile(table.name, at, align(after, page) - at, _UNKNOWN, *sums))
             placed, at = placed | found, files[-1].end
         tables = tuple(placed[t.name] for t in header.tables)
         laid_out = replace(header, tables=tables, scorer=scorer, files=tuple(files))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tableside.loader.errors import NoSpace
-from tableside.loader.segment.huge_pages import HUGE_PAGE_BYTES, free_huge_bytes, huge_page_bytes
+from tableside.loader.segment.huge_pages import HUGE_PAGE_BYTES, free_huge_bytes, huge_page_bytes, is_on_disk
 from tableside.quant.contract import Bytes
 
 _MADV_COLLAPSE = 25
@@ -177,7 +177,7 @@ def reserve(files: Sequence[FileToMap], where: Path) -> Mapping:
 
 def _allocate(file: FileToMap) -> None:
     os.ftruncate(file.fd, file.size)
-    if huge_page_bytes(file.fd) == 0:
+    if huge_page_bytes(file.fd) == 0 and not is_on_disk(file.fd):
         for offset in range(0, file.size, HUGE_PAGE_BYTES):
             os.posix_fallocate(file.fd, offset, min(mmap.PAGESIZE, file.size - offset))
         Mapping(file).collapse()

@@ -4,7 +4,8 @@ files of their own (loader.segment.layout). Numbers are little-endian.
     offset   bytes
     0        8      magic TABLSIDE in ASCII, written last
     8        4      format version, uint32: 1; 2 if ids are not row numbers or buckets lie elsewhere;
-                    3 for a delta (loader.segment.delta) and a compacted version; 4 if tables have files
+                    3 for a delta (loader.segment.delta) and a compacted version; 4 if tables have files,
+                    5 if these have checksums of blocks (loader.segment.blocks)
     12       4      H, uint32: bytes of the header
     16       8      bytes of this file, uint64
     24       8      xxh3-64 of header and checksums
@@ -32,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import DamagedRows, SegmentError
+from tableside.loader.segment.blocks import BlockReader, Blocks
 from tableside.loader.segment.header import (
     PRELUDE,
     Change,
@@ -45,7 +47,7 @@ from tableside.loader.segment.memory import FileToMap, Mapping
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 4
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 5
 
 Verify = Literal["full", "always", "header"]
 """What is read when a file is attached: full: every byte, once a host (loader.versions.verified); always:
@@ -92,6 +94,7 @@ class Segment:
                 self.mapping = Mapping(FileToMap(fd, self.mapping.size), size=self.header.files[-1].end)
         finally:
             os.close(fd)
+        self.readers: dict[str, BlockReader] = {}  # of tables on a disk
         for number, file in enumerate(self.header.files, 1):
             name = file_name(path, number)
             files.append(
@@ -120,10 +123,23 @@ class Segment:
             status = os.fstat(fd)
             check_head(path, os.pread(fd, HEAD_BYTES, 0), status.st_size, file)
             self.mapping.add(FileToMap(fd, file.bytes))
+            if file.sums_at:
+                self.readers[file.table] = self._reader(path, file, fd)
         finally:
             os.close(fd)
         stored = self.header.stored_in(file)
         return SegmentFile(path, file.table, file.offset, status, file.checksum, stored)
+
+    def _reader(self, path: Path, file: TableFile, fd: int) -> BlockReader:
+        """Returns what reads the rows of a table's file. SegmentError: its block checksums changed."""
+        (table,) = (t for t in self.header.tables if t.name == file.table)
+        sums = self.mapping.bytes[file.sums_at : file.sums_at + Blocks.of(table).sum_bytes]
+        if checksum(sums) != file.sums:
+            raise SegmentError(
+                f"{path}: the block checksums of table {file.table!r} changed after they were written; "
+                "activate another version, or publish this one again"
+            )
+        return BlockReader(os.dup(fd), table, table.offset - file.offset, file.sums_at - file.offset)
 
     @property
     def base(self) -> "Segment":
@@ -240,10 +256,10 @@ class Segment:
             self.program()
         self._check(file, _chunks(file.stored), threads, rest)
 
-    def verify_indexes(self) -> None:
+    def verify_indexes(self, *files: SegmentFile) -> None:
         """Verifies id indexes, not rows: a damaged row gives a wrong vector, a damaged index may lead
-        anywhere."""
-        for file in self.files:
+        anywhere. files: of these; none: of all."""
+        for file in files or self.files:
             self._check(file, _chunks(s for s in file.stored if not isinstance(s, StoredTable)))
 
     def _check(

@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
+from tableside.loader.segment.blocks import Blocks, write_sums
 from tableside.loader.segment.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Header, TableFile, checksum
-from tableside.loader.segment.huge_pages import huge_page_bytes
+from tableside.loader.segment.huge_pages import huge_page_bytes, is_on_disk
 from tableside.loader.segment.layout import Files, file_name, lay_out, pack_head
 from tableside.loader.segment.memory import FileToMap, reserve
 from tableside.loader.segment.segment import MAGIC, Segment
-from tableside.loader.segment.stored import StoredRows
+from tableside.loader.segment.stored import StoredRows, StoredTable
 from tableside.quant.contract import Bytes
 
 
@@ -42,8 +43,9 @@ class SegmentWriter:
         self.linked: set[str] = set()
         try:
             page = huge_page_bytes(self._fds[0]) or TABLE_ALIGNMENT_BYTES
-            layout = lay_out(header, program, page, folder is not None)
+            layout = lay_out(header, program, page, folder is not None, is_on_disk(self._fds[0]))
             self.header, self._header_bytes, end, size = layout
+            self._files = {file.table: file for file in self.header.files}
             self._checksums, self._has_sum = np.zeros(header.chunks, "<u8"), np.zeros(header.chunks, np.bool_)
             files = [FileToMap(self._fds[0], size, writable=True)]
             for number, file in enumerate(self.header.files, 1):
@@ -78,6 +80,9 @@ class SegmentWriter:
         for new, old in zip(stored, before.stored, strict=True):
             self._sums_of(new)[:] = of.checksums(old)
             self._has_sum[new.first_chunk : new.first_chunk + new.chunks] = True
+        self._files[file.table] = replace(
+            file, sums=next(f.sums for f in of.header.files if f.table == file.table)
+        )
         self.linked.add(file.table)
         return True
 
@@ -93,7 +98,13 @@ class SegmentWriter:
     def finish_chunk(self, table: StoredRows, chunk: int) -> None:
         """Stores the checksum of a completely written chunk."""
         at = table.first_chunk + chunk
-        self._checksums[at], self._has_sum[at] = checksum(self.rows(table, *table.chunk_range(chunk))), True
+        rows = self.rows(table, *table.chunk_range(chunk))
+        self._checksums[at], self._has_sum[at] = checksum(rows), True
+        if isinstance(table, StoredTable) and (file := self._files.get(table.name)) and file.sums_at:
+            write_sums(table, chunk, rows, self._block_sums(file, table))
+
+    def _block_sums(self, file: TableFile, table: StoredTable) -> NDArray[np.uint32]:
+        return self.mapping.bytes[file.sums_at : file.sums_at + Blocks.of(table).sum_bytes].view("<u4")
 
     def finish_rest(self, threads: int = 1) -> None:
         """Stores the checksums of the chunks that have none yet."""
@@ -107,8 +118,11 @@ class SegmentWriter:
         read-only. Returns the final header."""
         self.finish_rest()
         data, files = self.mapping.bytes, []
-        for file in self.header.files:
+        tables = {table.name: table for table in self.header.tables}
+        for file in self._files.values():
             stored = [self._sums_of(s) for s in self.header.stored_in(file)]
+            if file.sums_at and file.table not in self.linked:
+                file = replace(file, sums=checksum(self._block_sums(file, tables[file.table])))
             files.append(replace(file, checksum=checksum(np.concatenate(stored))))
             if file.table not in self.linked:
                 head = np.frombuffer(pack_head(files[-1]), np.uint8)
@@ -128,6 +142,7 @@ class SegmentWriter:
         data[:8] = np.frombuffer(prelude[:8], np.uint8)
         for fd, table in zip(self._fds, (None, *(f.table for f in files)), strict=True):
             if table not in self.linked:
+                os.fsync(fd)  # on a disk; in memory this is nothing
                 os.fchmod(fd, os.fstat(fd).st_mode & 0o440)
         self.close()
         return self.header

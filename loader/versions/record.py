@@ -62,13 +62,16 @@ def write_next(folder: Folder, record: VersionRecord) -> None:
     try:
         raw = {k: v for k, v in asdict(record).items() if v is not None and (v or "sequence" not in k)}
         write_whole(fd, json.dumps(raw).encode())
+        os.fsync(fd)
     finally:
         os.close(fd)
 
 
 def flip(folder: Folder) -> None:
     """Publishes the record of `write_next`, and reserves space for the one after it."""
+    os.fsync(folder.fd)  # on a disk what the record names is there before it; in memory this is nothing
     folder.rename(NEXT, CURRENT)
+    os.fsync(folder.fd)
     reserve_room(folder)
 
 

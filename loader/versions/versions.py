@@ -17,7 +17,7 @@ can change the files or hold a lock (loader.versions.folder).
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,14 +163,22 @@ class Model:
 
     # ---- actions ----
 
-    def verify(self, segment: Segment, verify: Verify, threads: int = 1, rest: float = 0.0) -> float:
+    def verify(
+        self,
+        segment: Segment,
+        verify: Verify,
+        threads: int = 1,
+        rest: float = 0.0,
+        checked: Container[str] = (),
+    ) -> float:
         """Reads an attached version or delta as `verify` says; returns when its bytes were read last, of
-        time.time(), 0: never. threads, rest: of `Segment.verify`. SegmentError: a checksum is wrong."""
+        time.time(), 0: never. threads, rest: of `Segment.verify`; checked: of `verify_once`. SegmentError: a
+        checksum is wrong."""
         if verify == "header":
             return 0.0
         if verify == "full":
             with self.opened() as folder:
-                return verify_once(folder, segment, threads, rest)
+                return verify_once(folder, segment, threads, rest, checked)
         segment.verify(threads, rest)
         return time.time()
 

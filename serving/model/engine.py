@@ -152,7 +152,8 @@ class Engine:
         replaced = before.placed if before is not None and as_successor else None
         is_gpu = self._placer.gpu is not None
         threads, rest = (1, _REST) if before is not None else (_VERIFIERS if is_gpu else 1, 0.0)
-        read = partial(self.model.verify, segment.base, verify, threads, rest)
+        checked = self._placer.checked(segment)
+        read = partial(self.model.verify, segment.base, verify, threads, rest, checked)
         if not is_gpu:
             at = read()
             return self._attach(segment, replaced, lambda: at)

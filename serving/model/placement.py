@@ -3,17 +3,18 @@
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.cpu.backend import host_table
-from tableside.quant.gpu.residence.registry import KINDS, UNPLACED, is_by_cpu, residence
+from tableside.quant.gpu.residence.registry import KINDS, ON_DISK, residence, without_device
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.residence.memory import InHost
     from tableside.quant.gpu.residence.residence import Maker, Residence, Room, TableSize
     from tableside.quant.gpu.residence.tables import DeviceTable
+    from tableside.quant.rows.fetched import Fetch
 
 logger = logging.getLogger("tableside")
 
@@ -127,9 +129,28 @@ class Placer:
         return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
 
     def _place_on_host(self, segment: Segment) -> Placements:
-        kind = self._settings.placement if is_by_cpu(self._settings.placement) else UNPLACED
-        on_host = {name: residence(kind)().source(table) for name, table in segment.tables.items()}
-        return Placements(dict.fromkeys(segment.tables, kind), on_host=on_host)
+        fetches, kinds = self._fetches(segment), self._kinds_on_host(segment)
+        on_host = {}
+        for name, table in segment.tables.items():
+            held = residence(kinds[name]).without_device(fetches.get(name))
+            on_host[name] = held.source(table)
+        return Placements(kinds, on_host=on_host)
+
+    def _kinds_on_host(self, segment: Segment) -> dict[str, str]:
+        wanted = self._settings.placement
+        return {name: without_device(wanted, name in segment.base.readers) for name in segment.tables}
+
+    def _fetches(self, segment: Segment) -> "dict[str, Fetch]":
+        """Returns what reads the rows of tables on a disk, within the time that a request may wait."""
+        seconds = self._settings.disk_timeout_s
+        return {name: partial(_within, seconds, reader) for name, reader in segment.base.readers.items()}
+
+    def checked(self, segment: Segment) -> frozenset[str]:
+        """Returns the tables whose rows are checked as they are read."""
+        if self.gpu is not None:
+            return frozenset()
+        kinds = self._kinds_on_host(segment)
+        return frozenset(name for name in segment.base.readers if kinds[name] == ON_DISK)
 
     def _place_deltas(
         self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None
@@ -203,6 +224,7 @@ class Placer:
             open_cache=gpu.open_cache,
             cache_settings=self._cache_settings,
             label=f"{segment.header.model}/",
+            fetches=self._fetches(segment),
         )
 
     def compile(self, segment: Segment) -> None:
@@ -291,6 +313,11 @@ class Placer:
         said = (segment.path, segment.size / 1e9, registration.seconds)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)
         return lambda stored: registration.view(stored.offset, stored.bytes)
+
+
+def _within(seconds: float, fetch: "Fetch", rows: Any, out: Any, state: Any, deadline: float | None) -> None:
+    """Fetches rows by a deadline, or within so many seconds."""
+    fetch(rows, out, state, time.monotonic() + seconds if deadline is None else deadline)
 
 
 def _files_of(segment: Segment) -> dict[str, tuple[int, int]]:

@@ -37,8 +37,9 @@ KINDS = {
     ),
     "zero_copy": Kind(".mapped:Mapped", "in shared memory, read by the GPU"),
     "host": Kind(".on_host:OnHost", "with the CPU", by_cpu=True),
+    "stored": Kind(".stored:Stored", "with the CPU, read from a disk row by row", by_cpu=True),
 }
-UNPLACED = "host"  # the kind of a table that nobody placed
+UNPLACED, ON_DISK = "host", "stored"  # kinds of tables that nobody placed
 CHOICES = {
     "auto": Choice(("hbm", "cached", "zero_copy"), mixes=True),
     **{name: Choice((name,)) for name in KINDS},
@@ -49,6 +50,11 @@ CHOICES = {
 def is_by_cpu(placement: str) -> bool:
     """Returns whether the placement is a kind that needs no device."""
     return placement in KINDS and KINDS[placement].by_cpu
+
+
+def without_device(placement: str, on_disk: bool) -> str:
+    """Returns the kind of a table in a worker without a device. on_disk: its rows can be read from a disk."""
+    return placement if is_by_cpu(placement) else ON_DISK if on_disk else UNPLACED
 
 
 def residence(kind: str) -> "type[Residence]":

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
 from tableside.quant.row_format import device_row_bytes
-from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.fetched import Fetch, FetchedTable
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class Room(NamedTuple):
     """What a version's tables of one kind may take. budget: bytes of HBM. growth: of it, for id indexes of a
     next version. same: residences of the replaced version, of tables in the very files. open_cache: as
     `GpuBackend.open_cache`; cache_settings: from the bytes of its tables. label: goes before tables' names in
-    statistics."""
+    statistics. fetches: read rows of tables on a disk, by name."""
 
     home: Home
     budget: int
@@ -80,6 +80,7 @@ class Room(NamedTuple):
     open_cache: "Callable[[int, int, CacheSettings], Cache]"
     cache_settings: "Callable[[int], CacheSettings]"
     label: str
+    fetches: "Mapping[str, Fetch]"
 
 
 Maker = Callable[[str, Table, "torch.Tensor | None"], "Residence"]
@@ -150,6 +151,12 @@ class Residence:
         """Makes the residence of a table. rows: uint8 [bytes] on the device over registered memory; None: the
         table's memory. how: what the kind needs besides. QuantError: it cannot hold the table."""
         raise NotImplementedError
+
+    @classmethod
+    def without_device(cls, fetch: Fetch | None) -> "Residence":
+        """Makes the residence of a table in a worker without a device. fetch: reads its rows from a disk;
+        None: they lie in memory."""
+        return cls()
 
     # ---- rows ----
 

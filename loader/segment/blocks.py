@@ -1,0 +1,112 @@
+"""Rows of a table's file on a disk, read by their numbers.
+
+A table's chunks are cut into blocks of some 4 KiB, whole rows each, with a CRC-32C (`_blocks.c`). The
+checksums, a thousandth of the rows, lie behind rows and id index in the same file, and the version names
+their own checksum. So a row costs one read, and a block that changed, or is another one, is never taken for
+its rows.
+"""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.segment import _blocks
+from tableside.loader.segment.stored import StoredRows
+from tableside.quant.contract import Bytes
+from tableside.quant.rows.fetched import RowState
+
+BLOCK_BYTES = 4096
+_READERS = 32  # reads that a process has under way: fast disks need as many
+_LEAST_ROWS = 8  # that are worth a thread
+_LEFT = 3  # a row that was not read yet, for `_blocks`
+
+Sums = NDArray[np.uint32]
+
+
+class Blocks(NamedTuple):
+    """How a table's rows are cut. rows: of a block, the last of a chunk has fewer. of_chunk, blocks: blocks
+    of a chunk, and of the table."""
+
+    rows: int
+    of_chunk: int
+    blocks: int
+
+    @classmethod
+    def of(cls, stored: StoredRows) -> "Blocks":
+        rows = min(max(1, BLOCK_BYTES // stored.row_bytes), stored.chunk_rows)
+        of_chunk = -(-stored.chunk_rows // rows)
+        start, end = stored.chunk_range(stored.chunks - 1)
+        return cls(rows, of_chunk, (stored.chunks - 1) * of_chunk - (start - end) // rows)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the checksums."""
+        return 4 * self.blocks
+
+
+def write_sums(stored: StoredRows, chunk: int, rows: Bytes, sums: Sums) -> None:
+    """Writes the checksums of a chunk's blocks. rows: of the chunk; sums: of the table."""
+    blocks = Blocks.of(stored)
+    first, size = chunk * blocks.of_chunk, blocks.rows * stored.row_bytes
+    _blocks.sums(rows.reshape(-1), first, size, sums[first : min(first + blocks.of_chunk, blocks.blocks)])
+
+
+class BlockReader:
+    """Reads rows of a table: a `quant.rows.fetched.Fetch`. fd: of its file, closed with this object. at,
+    sums_at: bytes of row 0 and of the first checksum in it."""
+
+    def __init__(self, fd: int, stored: StoredRows, at: int, sums_at: int) -> None:
+        self._fd, self._row_bytes = fd, stored.row_bytes
+        fields = (fd, at, sums_at, stored.row_bytes, stored.rows, stored.chunk_rows, Blocks.of(stored).rows)
+        self._place = np.array(fields, np.int64).tobytes()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
+
+    def __call__(
+        self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
+    ) -> None:
+        """What is in the page cache is read at once, the rest by threads."""
+        state[:] = _LEFT
+        if _blocks.fetch(self._place, rows, out, state, True):
+            self._read_left(rows, out, state, deadline)
+
+    def _read_left(
+        self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
+    ) -> None:
+        left = np.flatnonzero(state == _LEFT)
+        state[left] = RowState.LATE
+        pool, parts = _readers(), np.array_split(left, max(1, min(_READERS, left.size // _LEAST_ROWS)))
+        reading = {pool.submit(self._read, rows[part]): part for part in parts}
+        done, late = wait(reading, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        for one in late:
+            one.cancel()
+        for one in done:
+            out[reading[one]], state[reading[one]] = one.result()
+
+    def _read(self, rows: NDArray[np.int64]) -> tuple[Bytes, NDArray[np.uint8]]:
+        out = np.empty((rows.size, self._row_bytes), np.uint8)
+        state = np.full(rows.size, _LEFT, np.uint8)
+        _blocks.fetch(self._place, rows, out, state, False)
+        return out, state
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+_lock = threading.Lock()
+
+
+def _readers() -> ThreadPoolExecutor:
+    with _lock:
+        return _pool(os.getpid())
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:
+    """The threads of a process: a fork has none of its parent's."""
+    return ThreadPoolExecutor(_READERS, "tableside-disk")

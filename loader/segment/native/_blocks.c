@@ -1,0 +1,229 @@
+/* Rows of a table's file on a disk, in blocks with checksums (loader.segment.blocks).
+ * A table's chunks (loader.segment.stored) are cut into blocks of `block_rows` rows, the last of a chunk fewer.
+ * A block's checksum is the CRC-32C of its number, int64 little-endian, and of its rows, so that a block that
+ * was written to another place is not taken for this one.
+ *
+ * sums(rows, first_block, block_bytes, out): writes the checksum of each block of a chunk, whose first has this
+ *   number. rows: the chunk; out: uint32 [blocks of the chunk]
+ * fetch(place, rows, out, state, is_ready) -> rows that are left. Copies rows of a table, and writes what
+ *   came of each to `state`: HERE, or CORRUPT where its block is not what was written, after it was read once
+ *   more. place: int64 (fd, bytes of row 0 and of the first checksum in the file, row_bytes, rows of the table,
+ *   chunk_rows, block_rows); rows: int64 [n] ascending; out: uint8 [n, row_bytes]; state: uint8 [n], read and
+ *   written: a row is read if its state is LEFT. is_ready: reads no block that a disk has to bring (such rows
+ *   stay LEFT), if the file system tells. Any thread may call; the interpreter is free meanwhile. Nothing is read
+ *   through a mapping, which would end the process where the file was cut.
+ */
+#define _GNU_SOURCE
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#endif
+
+enum { HERE = 0, CORRUPT = 2, LEFT = 3 };
+
+/* ---- checksums ---- */
+
+static uint32_t byte_sums[256];
+
+static void make_byte_sums(void) {
+    for (uint32_t n = 0; n < 256; n++) {
+        uint32_t sum = n;
+        for (int bit = 0; bit < 8; bit++) sum = sum >> 1 ^ (sum & 1 ? 0x82F63B78u : 0);
+        byte_sums[n] = sum;
+    }
+}
+
+static uint32_t add_slowly(uint32_t sum, const uint8_t *data, size_t size) {
+    for (size_t i = 0; i < size; i++) sum = sum >> 8 ^ byte_sums[(sum ^ data[i]) & 255];
+    return sum;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("sse4.2"))) static uint32_t add_fast(uint32_t sum, const uint8_t *data, size_t size) {
+    uint64_t wide = sum;
+    for (; size >= 8; data += 8, size -= 8) {
+        uint64_t word;
+        memcpy(&word, data, 8);
+        wide = _mm_crc32_u64(wide, word);
+    }
+    sum = (uint32_t)wide;
+    for (; size; data++, size--) sum = _mm_crc32_u8(sum, *data);
+    return sum;
+}
+#endif
+
+static uint32_t (*add)(uint32_t, const uint8_t *, size_t) = add_slowly;
+
+static uint32_t checksum(int64_t block, const uint8_t *data, size_t size) {
+    uint8_t number[8];
+    for (int i = 0; i < 8; i++) number[i] = (uint8_t)((uint64_t)block >> 8 * i);
+    return ~add(add(~0u, number, 8), data, size);
+}
+
+static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    Py_buffer rows, out;
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "sums takes 4 arguments, got %zd", n);
+    const long long first = PyLong_AsLongLong(args[1]), size = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred()) return NULL;
+    if (PyObject_GetBuffer(args[0], &rows, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(args[3], &out, PyBUF_WRITABLE)) {
+        PyBuffer_Release(&rows);
+        return NULL;
+    }
+    const int64_t blocks = size < 1 ? -1 : rows.len / size + (rows.len % size != 0);
+    const int fits = blocks >= 0 && first >= 0 && out.len == 4 * blocks;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        for (int64_t k = 0; k < blocks; k++) {
+            const int64_t at = k * size, end = at + size < rows.len ? at + size : rows.len;
+            const uint32_t sum = checksum(first + k, (const uint8_t *)rows.buf + at, (size_t)(end - at));
+            memcpy((char *)out.buf + 4 * k, &sum, 4);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&rows), PyBuffer_Release(&out);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "sums: these blocks have no room for their checksums");
+    Py_RETURN_NONE;
+}
+
+/* ---- rows ---- */
+
+typedef struct { int64_t fd, at, sums_at, row_bytes, rows, chunk_rows, block_rows; } place;
+typedef struct { int64_t number, first, rows; } block; /* first: its first row */
+
+static block block_of(const place *p, int64_t row) {
+    const int64_t of_chunk = (p->chunk_rows + p->block_rows - 1) / p->block_rows, chunk = row / p->chunk_rows,
+        within = row % p->chunk_rows / p->block_rows, first = chunk * p->chunk_rows + within * p->block_rows;
+    int64_t end = first + p->block_rows;
+    const int64_t of_rows = (chunk + 1) * p->chunk_rows;
+    if (end > of_rows) end = of_rows;
+    if (end > p->rows) end = p->rows;
+    return (block){chunk * of_chunk + within, first, end - first};
+}
+
+enum { READ, NOT_READY, FAILED };
+
+static int read_at(int fd, uint8_t *to, size_t size, off_t at, int is_ready) {
+    while (size) {
+        struct iovec part = {to, size};
+        ssize_t got = is_ready ? preadv2(fd, &part, 1, at, RWF_NOWAIT) : pread(fd, to, size, at);
+        if (got < 0 && is_ready && (errno == EOPNOTSUPP || errno == EINVAL || errno == ENOSYS))
+            got = pread(fd, to, size, at); /* of memory, or a kernel that does not tell */
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0 && is_ready && errno == EAGAIN) return NOT_READY;
+        if (got <= 0) return FAILED;
+        to += got, at += got, size -= (size_t)got;
+    }
+    return READ;
+}
+
+static int read_checked(const place *p, const block *b, size_t size, off_t at, uint8_t *to, int is_ready) {
+    uint32_t sum;
+    int came = read_at((int)p->fd, to, size, at, is_ready);
+    if (came == READ) came = read_at((int)p->fd, (uint8_t *)&sum, 4, (off_t)(p->sums_at + 4 * b->number), is_ready);
+    return came == READ && checksum(b->number, to, size) != sum ? FAILED : came;
+}
+
+/* Reads a block, and once more where it is not what was written: then from the disk, not from the page cache. */
+static int read_block(const place *p, const block *b, uint8_t *to, int is_ready) {
+    const size_t size = (size_t)(b->rows * p->row_bytes);
+    const off_t at = (off_t)(p->at + b->first * p->row_bytes);
+    const int came = read_checked(p, b, size, at, to, is_ready);
+    if (came != FAILED) return came;
+    if (is_ready) return NOT_READY;
+    const off_t first = at & ~(off_t)4095; /* whole pages alone are dropped */
+    posix_fadvise((int)p->fd, first, at + (off_t)size - first + 4096, POSIX_FADV_DONTNEED);
+    return read_checked(p, b, size, at, to, 0);
+}
+
+static int64_t fetch(const place *p, const int64_t *rows, int64_t n, uint8_t *out, uint8_t *state, int is_ready,
+                     uint8_t *buffer) {
+    int64_t left = 0;
+    int came = FAILED;
+    block b = {-1, 0, 0};
+    for (int64_t i = 0; i < n; i++) {
+        if (state[i] != LEFT) continue;
+        const block of = block_of(p, rows[i]);
+        if (of.number != b.number) {
+            b = of;
+            came = read_block(p, &b, buffer, is_ready);
+        }
+        if (came == NOT_READY) {
+            left++;
+            continue;
+        }
+        if (came == READ)
+            memcpy(out + i * p->row_bytes, buffer + (rows[i] - b.first) * p->row_bytes, (size_t)p->row_bytes);
+        state[i] = came == READ ? HERE : CORRUPT;
+    }
+    return left;
+}
+
+/* Whether all that `fetch` reads and writes lies in its buffers. */
+static int is_sound(const place *p, int64_t n, const Py_buffer *rows, const Py_buffer *out,
+                    const Py_buffer *state) {
+    int64_t bytes, last;
+    if (p->at < 0 || p->sums_at < 0 || p->row_bytes < 1 || p->rows < 1 || p->chunk_rows < 1 || p->block_rows < 1
+        || p->block_rows > p->chunk_rows || rows->len % 8
+        || __builtin_mul_overflow(p->rows, p->row_bytes, &bytes)
+        || __builtin_add_overflow(bytes, p->at, &last) || state->len != n
+        || __builtin_mul_overflow(n, p->row_bytes, &bytes) || out->len != bytes) return 0;
+    for (int64_t i = 0; i < n; i++)
+        if (((const int64_t *)rows->buf)[i] < 0 || ((const int64_t *)rows->buf)[i] >= p->rows) return 0;
+    return 1;
+}
+
+static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    Py_buffer b[4] = {{0}};
+    int held = 0;
+    int64_t left = -1;
+    place p;
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "fetch takes 5 arguments, got %zd", n);
+    const int is_ready = PyObject_IsTrue(args[4]);
+    if (is_ready < 0) return NULL;
+    while (held < 4 && !PyObject_GetBuffer(args[held], b + held, held > 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    if (held == 4) {
+        const int64_t count = b[1].len / 8;
+        uint8_t *buffer = NULL;
+        if (b[0].len == sizeof p) memcpy(&p, b[0].buf, sizeof p);
+        if (b[0].len != sizeof p || !is_sound(&p, count, b + 1, b + 2, b + 3))
+            PyErr_SetString(PyExc_ValueError, "fetch: rows or states do not fit this table");
+        else if (!(buffer = malloc((size_t)(p.block_rows * p.row_bytes))))
+            PyErr_NoMemory();
+        else {
+            Py_BEGIN_ALLOW_THREADS
+            left = fetch(&p, b[1].buf, count, b[2].buf, b[3].buf, is_ready, buffer);
+            Py_END_ALLOW_THREADS
+        }
+        free(buffer);
+    }
+    while (held--) PyBuffer_Release(b + held);
+    return left < 0 ? NULL : PyLong_FromLongLong(left);
+}
+
+static PyMethodDef methods[] = {
+    {"sums", (PyCFunction)(void (*)(void))py_sums, METH_FASTCALL, NULL},
+    {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_blocks", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__blocks(void) {
+    make_byte_sums();
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("sse4.2")) add = add_fast;
+#endif
+    return PyModule_Create(&module);
+}

@@ -1,0 +1,193 @@
+"""Rows of a file on a disk, read in blocks with checksums (loader.segment.blocks)."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tableside.loader.segment import _blocks, blocks
+from tableside.loader.segment.blocks import BlockReader, Blocks, write_sums
+from tableside.loader.segment.stored import StoredRows
+from tableside.quant.rows.fetched import RowState
+
+AT = 4096  # byte of row 0 in the file
+
+
+def crc32c(data: bytes) -> int:
+    """The specification."""
+    total = 0xFFFFFFFF
+    for byte in data:
+        total ^= byte
+        for _ in range(8):
+            total = total >> 1 ^ (0x82F63B78 if total & 1 else 0)
+    return total ^ 0xFFFFFFFF
+
+
+@dataclass
+class File:
+    """A file of random rows, and what reads it."""
+
+    path: Path
+    stored: StoredRows
+    rows: np.ndarray
+    sums: np.ndarray
+
+    @classmethod
+    def of(cls, path: Path, rows: int, row_bytes: int, chunk_rows: int) -> "File":
+        stored = StoredRows(rows, row_bytes, AT, chunk_rows, 0)
+        values = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), np.uint8)
+        sums = np.zeros(Blocks.of(stored).blocks, np.uint32)
+        for chunk in range(stored.chunks):
+            write_sums(stored, chunk, values[slice(*stored.chunk_range(chunk))], sums)
+        path.write_bytes(bytes(AT) + values.tobytes() + sums.tobytes())
+        return cls(path, stored, values, sums)
+
+    def reader(self) -> BlockReader:
+        return BlockReader(os.open(self.path, os.O_RDONLY), self.stored, AT, AT + self.stored.bytes)
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        out, state = np.zeros((rows.size, self.stored.row_bytes), np.uint8), np.zeros(rows.size, np.uint8)
+        self.reader()(rows, out, state, None)
+        return out, state
+
+    def write(self, at: int, data: bytes) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(AT + at)
+            file.write(data)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 700), st.sampled_from([2, 20, 68, 80, 264, 4096, 5000]), st.integers(1, 300), st.randoms()
+)
+def test_rows_are_read_in_blocks(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, row_bytes: int, chunk_rows: int, random: object
+) -> None:
+    """Of any shape, whole or the last ones, and each block has its checksum."""
+    file = File.of(tmp_path_factory.mktemp("rows") / "f", rows, row_bytes, chunk_rows)
+    cut = Blocks.of(file.stored)
+    assert cut.rows * row_bytes <= 4096 or cut.rows == 1
+    asked = np.unique(np.random.default_rng(rows).integers(0, rows, 1 + rows // 3))
+    out, state = file.read(asked)
+    np.testing.assert_array_equal(out, file.rows[asked])
+    assert not state.any()
+    number, at = 0, 0
+    while at < min(rows, 40):  # the specification is slow
+        end = min(at + cut.rows, (at // chunk_rows + 1) * chunk_rows, rows)
+        assert file.sums[number] == crc32c(number.to_bytes(8, "little") + file.rows[at:end].tobytes())
+        number, at = number + 1, end
+    assert crc32c(b"123456789") == 0xE3069283
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> File:
+    return File.of(tmp_path / "rows", 1000, 80, 400)  # 51 rows a block
+
+
+def of_block(block: int) -> range:
+    """Rows of a block: 8 lie in a chunk."""
+    first = block // 8 * 400 + block % 8 * 51
+    return range(first, min(first + 51, (block // 8 + 1) * 400, 1000))
+
+
+def test_a_block_that_changed_is_told_from_the_others(file: File) -> None:
+    """One bit of a row damages its block alone; two blocks that changed places are both damaged."""
+    every = np.arange(1000)
+    file.write(60 * 80 + 7, bytes([file.rows[60, 7] ^ 4]))
+    out, state = file.read(every)
+    assert set(np.flatnonzero(state)) == set(of_block(1))
+    assert set(state[list(of_block(1))]) == {RowState.CORRUPT}
+    whole = state == RowState.HERE
+    np.testing.assert_array_equal(out[whole], file.rows[whole])
+    file.write(0, file.rows.tobytes())
+    assert not file.read(every)[1].any()
+    for one, other in ((9, 10), (10, 9)):
+        file.write(of_block(one)[0] * 80, file.rows[list(of_block(other))].tobytes())
+    assert set(np.flatnonzero(file.read(every)[1])) == {*of_block(9), *of_block(10)}
+
+
+def test_a_file_that_was_cut_is_damaged_where_it_was(file: File) -> None:
+    """Its rows, or their checksums, are not there."""
+    os.truncate(file.path, AT + 1000 * 80 + 4 * (file.sums.size - 1))
+    last = [row for row in range(1000) if row in of_block(file.sums.size - 1)]
+    _, state = file.read(np.arange(1000))
+    assert set(np.flatnonzero(state)) == set(last) and set(state[last]) == {RowState.CORRUPT}
+    os.truncate(file.path, AT + 990 * 80)
+    assert set(file.read(np.arange(1000))[1]) == {RowState.CORRUPT}
+
+
+@pytest.fixture
+def busy() -> Iterator[threading.Event]:
+    """No thread that reads from disks is free until this is set."""
+    go_on = threading.Event()
+    waiting = [blocks._readers().submit(go_on.wait) for _ in range(blocks._READERS)]
+    yield go_on
+    go_on.set()
+    for one in waiting:
+        one.result()
+
+
+def test_rows_that_do_not_come_in_time_are_late(
+    file: File, busy: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those that the page cache did not have; the caller does not wait for their threads."""
+    fetch = _blocks.fetch
+
+    def half(place: bytes, rows: object, out: object, state: np.ndarray, ready: bool) -> int:
+        if ready:  # as if a disk had to bring the other half
+            state[1::2] = RowState.HERE
+            left = fetch(place, rows, out, state, ready)
+            state[1::2] = 3
+            return left + 1
+        return fetch(place, rows, out, state, ready)
+
+    monkeypatch.setattr(_blocks, "fetch", half)
+    rows, reader = np.arange(0, 1000, 60), file.reader()
+    out, state = np.zeros((rows.size, 80), np.uint8), np.zeros(rows.size, np.uint8)
+    reader(rows, out, state, time.monotonic())
+    assert set(state[1::2]) == {RowState.LATE} and set(state[::2]) == {RowState.HERE}
+    np.testing.assert_array_equal(out[::2], file.rows[rows[::2]])
+    busy.set()
+    reader(rows, out, state, None)
+    assert not state.any()
+    np.testing.assert_array_equal(out, file.rows[rows])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": np.array([-1])},
+        {"rows": np.array([1000])},
+        {"state": np.zeros(2, np.uint8)},
+        {"out": np.zeros(79, np.uint8)},
+        {"place": np.zeros(7, np.int64)},
+        {"place": np.zeros(6, np.int64)},
+        {"place": np.array([0, AT, -1, 80, 1000, 400, 51])},
+        {"place": np.array([0, AT, AT, 80, 2**62, 400, 51])},
+        {"place": np.array([0, AT, AT, 80, 1000, 400, 401])},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_does_not_fit_is_refused(file: File, change: dict[str, np.ndarray]) -> None:
+    """Before a byte is read or written."""
+    given_: dict[str, np.ndarray] = {
+        "place": np.array([0, AT, AT, 80, 1000, 400, 51]),
+        "rows": np.array([3]),
+        "out": np.zeros(80, np.uint8),
+        "state": np.zeros(1, np.uint8),
+    } | change
+    with pytest.raises(ValueError, match="fetch: rows or states do not fit this table"):
+        _blocks.fetch(*given_.values(), True)
+
+
+def test_checksums_without_room_are_refused() -> None:
+    for first, size, room in ((0, 0, 1), (-1, 80, 1), (0, 80, 2), (0, 40, 1)):
+        with pytest.raises(ValueError, match="sums: these blocks have no room"):
+            _blocks.sums(np.zeros(80, np.uint8), first, size, np.zeros(room, np.uint32))

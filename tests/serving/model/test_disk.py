@@ -1,0 +1,165 @@
+"""A server over a root on a disk: rows are read as requests ask for them, beside requests that need none."""
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tables
+from servers import Server, start_server
+from support import end, flip_bit, run_tableside, until
+
+from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.versions import Model
+from tableside.serving.client import Client, ClientError
+
+ROWS, DIM = 20_000, 32
+VALUES = np.random.default_rng(3).standard_normal((ROWS, DIM)).astype(np.float32)
+SMALL = np.random.default_rng(4).standard_normal((10, 8)).astype(np.float32)
+
+
+@pytest.fixture
+def model(disk: Path, tmp_path: Path) -> Model:
+    """A table of 2.5 MB, which has a file on the disk, and a small one."""
+    np.savez(tmp_path / "c.npz", big=VALUES, small=SMALL)
+    raw = {
+        "name": "m",
+        "checkpoint": "c.npz",
+        "tables": {t: {"key": t, "row_format": "fp32"} for t in ("big", "small")},
+        "features": {t: {"table": t, "pooling": "none"} for t in ("big", "small")},
+    }
+    load(parse_model(raw, tmp_path), disk)
+    return Model(disk, "m")
+
+
+@pytest.fixture
+def serve(model: Model) -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def run(*options: object) -> Server:
+        started.append(start_server(model.root, *options, models=("m",)))
+        return started[-1]
+
+    yield run
+    for server in started:
+        end(server.process)
+
+
+def rows_of(client: Client, ids: Any) -> np.ndarray:
+    found: np.ndarray = client.lookup("m", {"big": [list(map(int, ids))]})["big"]
+    return found.reshape(-1, DIM)
+
+
+def placements(server: Server) -> list[str]:
+    return [t["placement"] for t in server.get("/v1/models").json()["models"][0]["tables"]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--placement", "stored")],
+    ids=["cpu", "engine"],
+)
+def test_rows_are_served_from_a_disk(
+    serve: Callable[..., Server], model: Model, options: tuple[object, ...]
+) -> None:
+    """Those of a table with a file, changed ones, and those that are in memory beside them; and after another
+    start, without a load."""
+    server = serve(*options)
+    assert placements(server) == (["stored"] * 2 if options else ["stored", "host"])
+    ids = np.random.default_rng(5).integers(0, ROWS, 500)
+    with Client(server.url, retries=0) as client:
+        np.testing.assert_array_equal(rows_of(client, ids), VALUES[ids])
+        both = client.lookup("m", {"small": [[3]], "big": [[7]]})
+        np.testing.assert_array_equal(both["small"].reshape(-1), SMALL[3])
+        np.testing.assert_array_equal(both["big"].reshape(-1), VALUES[7])
+        with pytest.raises(ClientError, match=f"id {ROWS} at position 1 is outside the table's rows"):
+            rows_of(client, [1, ROWS])
+        changes = [TableChanges("big", np.array([7]), np.full((1, DIM), 2.0, np.float32))]
+        apply(model, ChangeBatch(changes), ApplySettings(keep=Retention(2)))
+        until(lambda: (rows_of(client, [7]) == 2.0).all())
+        np.testing.assert_array_equal(rows_of(client, [6, 8]), VALUES[[6, 8]])
+    end(server.process)
+    with Client(serve(*options).url, retries=0) as client:
+        np.testing.assert_array_equal(rows_of(client, [6, 8]), VALUES[[6, 8]])
+        assert (rows_of(client, [7]) == 2.0).all()
+
+
+def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], model: Model) -> None:
+    """Of requests that ask for its rows; others are answered. `verify` names its chunk."""
+    server = serve("--scrub-hours", 0)
+    table = model.attach().header.tables[0]
+    file = model.attach().header.files[0]
+    flip_bit(model.folder / "1.1.rows", table.offset - file.offset + 100 * table.row_bytes + 5)
+    with Client(server.url, retries=0) as client:
+        for _ in range(2):
+            with pytest.raises(
+                ClientError, match="of 2 rows to fetch 0 came too late and 1 were damaged"
+            ) as e:
+                rows_of(client, [100, 5000])
+            assert e.value.status == 503
+            np.testing.assert_array_equal(rows_of(client, [5000, 9000]), VALUES[[5000, 9000]])
+        assert 'tableside_errors_total{kind="not_read",model="m"} 2.0' in server.get("/metrics").text
+    found = run_tableside("verify", "m", root=model.root)
+    assert found.returncode == 1 and "table 'big', rows [0, 8192)" in found.stdout
+
+
+def test_a_file_that_is_cut_ends_no_server(serve: Callable[..., Server], model: Model) -> None:
+    """All that asks for its rows gets an error, as the checksums lay at the end."""
+    server = serve("--scrub-hours", 0)
+    path = model.folder / "1.1.rows"
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.truncate(4096 + 10_000 * 4 * DIM)
+    with Client(server.url, retries=0) as client:
+        with pytest.raises(ClientError, match="of 1 rows to fetch 0 came too late and 1 were damaged"):
+            rows_of(client, [15_000])
+        assert client.lookup("m", {"small": [[3]]})["small"].tobytes() == SMALL[3].tobytes()
+    assert server.process.poll() is None and len(server.workers()) == 1
+
+
+def test_answers_are_right_beside_updates_and_swaps(serve: Callable[..., Server], model: Model) -> None:
+    """While rows change and a version is compacted, each row is one that it had."""
+    server, stop, wrong = serve(), threading.Event(), list[str]()
+    allowed = {7: {float(VALUES[7, 0]), *map(float, range(1, 6))}}
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        with Client(server.url, retries=2) as client:
+            while not stop.is_set():
+                ids = np.append(rng.integers(8, ROWS, 50), 7)
+                found = rows_of(client, ids)
+                if not (found[:-1] == VALUES[ids[:-1]]).all() or float(found[-1, 0]) not in allowed[7]:
+                    wrong.append(f"{ids}: {found[:, 0]}")
+
+    asking = [threading.Thread(target=ask, args=(n,)) for n in range(2)]
+    for one in asking:
+        one.start()
+    try:
+        for value in range(1, 6):
+            changes = [TableChanges("big", np.array([7]), np.full((1, DIM), value, np.float32))]
+            apply(model, ChangeBatch(changes), ApplySettings(keep=Retention(2)))
+        assert run_tableside("compact", "m", root=model.root).returncode == 0
+        with Client(server.url) as client:
+            until(lambda: (rows_of(client, [7]) == 5.0).all())
+    finally:
+        stop.set()
+        for one in asking:
+            one.join()
+    assert not wrong
+
+
+def test_a_moved_root_is_served(serve: Callable[..., Server], model: Model, root: Path) -> None:
+    """From memory: rows are read where they lie."""
+    shutil.copytree(model.root, root)
+    server = start_server(root, "--placement", "host", models=("m",))
+    with Client(server.url, retries=0) as client:
+        np.testing.assert_array_equal(rows_of(client, [6, 8]), VALUES[[6, 8]])
+    assert placements(server) == ["host", "host"]
+    assert end(server.process) == 0
