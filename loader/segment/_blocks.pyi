@@ -1,4 +1,9 @@
 from typing import Any
 
+REGION_BYTES: int
+REGION_SIZE: int
+
 def sums(rows: Any, first_block: int, block_bytes: int, out: Any, /) -> None: ...
-def fetch(place: Any, rows: Any, out: Any, state: Any, is_ready: bool, /) -> int: ...
+def fetch(
+    place: Any, checked: Any, regions: Any, rows: Any, out: Any, state: Any, is_ready: bool, /
+) -> int: ...

@@ -3,7 +3,8 @@
 A table's chunks are cut into blocks of some 4 KiB, whole rows each, with a CRC-32C (`_blocks.c`). The
 checksums, a thousandth of the rows, lie behind rows and id index in the same file, and the version names
 their own checksum. So a row costs one read, and a block that changed, or is another one, is never taken for
-its rows.
+its rows. A row of a block that this process has checked is read where the file is mapped, if the page cache
+had it a moment ago.
 """
 
 import os
@@ -24,6 +25,7 @@ from tableside.quant.rows.fetched import RowState
 BLOCK_BYTES = 4096
 _READERS = 32  # reads that a process has under way: fast disks need as many
 _LEAST_ROWS = 8  # that are worth a thread
+_BELIEVED_MS = 100  # for which a look at the page cache is believed
 _LEFT = 3  # a row that was not read yet, for `_blocks`
 
 Sums = NDArray[np.uint32]
@@ -59,11 +61,27 @@ def write_sums(stored: StoredRows, chunk: int, rows: Bytes, sums: Sums) -> None:
 
 class BlockReader:
     """Reads rows of a table: a `quant.rows.fetched.Fetch`. fd: of its file, closed with this object. at,
-    sums_at: bytes of row 0 and of the first checksum in it."""
+    sums_at: bytes of row 0 and of the first checksum in it. mapped: its rows; None: they are not mapped.
+    believed_ms: for which a look at the page cache is believed."""
 
-    def __init__(self, fd: int, stored: StoredRows, at: int, sums_at: int) -> None:
-        self._fd, self._row_bytes = fd, stored.row_bytes
-        fields = (fd, at, sums_at, stored.row_bytes, stored.rows, stored.chunk_rows, Blocks.of(stored).rows)
+    def __init__(
+        self,
+        fd: int,
+        stored: StoredRows,
+        at: int,
+        sums_at: int,
+        mapped: Bytes | None = None,
+        believed_ms: int = _BELIEVED_MS,
+    ) -> None:
+        self._fd, self._row_bytes, self._mapped = fd, stored.row_bytes, mapped
+        blocks = Blocks.of(stored)
+        self._checked = np.zeros(blocks.blocks // 8 + 1, np.uint8)
+        # To who could not write to a file, the kernel says that all of it is in the page cache
+        is_told = mapped is not None and os.geteuid() in (0, os.fstat(fd).st_uid)
+        address = mapped.ctypes.data if mapped is not None and is_told else 0
+        cut = (stored.row_bytes, stored.rows, stored.chunk_rows, blocks.rows)
+        self._regions = np.zeros((stored.bytes // _blocks.REGION_BYTES + 2) * _blocks.REGION_SIZE, np.uint8)
+        fields = (fd, at, sums_at, *cut, address, believed_ms)
         self._place = np.array(fields, np.int64).tobytes()
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
 
@@ -72,8 +90,11 @@ class BlockReader:
     ) -> None:
         """What is in the page cache is read at once, the rest by threads."""
         state[:] = _LEFT
-        if _blocks.fetch(self._place, rows, out, state, True):
+        if self._fetch(rows, out, state, True):
             self._read_left(rows, out, state, deadline)
+
+    def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
+        return _blocks.fetch(self._place, self._checked, self._regions, rows, out, state, is_ready)
 
     def _read_left(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
@@ -91,7 +112,7 @@ class BlockReader:
     def _read(self, rows: NDArray[np.int64]) -> tuple[Bytes, NDArray[np.uint8]]:
         out = np.empty((rows.size, self._row_bytes), np.uint8)
         state = np.full(rows.size, _LEFT, np.uint8)
-        _blocks.fetch(self._place, rows, out, state, False)
+        self._fetch(rows, out, state, False)
         return out, state
 
     def __del__(self) -> None:

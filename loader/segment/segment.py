@@ -139,7 +139,9 @@ class Segment:
                 f"{path}: the block checksums of table {file.table!r} changed after they were written; "
                 "activate another version, or publish this one again"
             )
-        return BlockReader(os.dup(fd), table, table.offset - file.offset, file.sums_at - file.offset)
+        mapped = self.mapping.bytes[table.offset : table.offset + table.bytes]
+        at = table.offset - file.offset, file.sums_at - file.offset
+        return BlockReader(os.dup(fd), table, *at, mapped)
 
     @property
     def base(self) -> "Segment":

@@ -130,27 +130,35 @@ class Placer:
 
     def _place_on_host(self, segment: Segment) -> Placements:
         fetches, kinds = self._fetches(segment), self._kinds_on_host(segment)
-        on_host = {}
-        for name, table in segment.tables.items():
-            held = residence(kinds[name]).without_device(fetches.get(name))
-            on_host[name] = held.source(table)
+        for name in segment.base.readers.keys() - fetches.keys():
+            what = (
+                "table %s of raw ids is read where its file is mapped: a row that is not in memory holds up"
+            )
+            logger.warning(f"{what} its worker (docs/disk.md)", name)
+        on_host = {
+            name: residence(kind).without_device(fetches.get(name)).source(segment.tables[name])
+            for name, kind in kinds.items()
+        }
         return Placements(kinds, on_host=on_host)
 
     def _kinds_on_host(self, segment: Segment) -> dict[str, str]:
-        wanted = self._settings.placement
-        return {name: without_device(wanted, name in segment.base.readers) for name in segment.tables}
+        wanted, fetches = self._settings.placement, self._fetches(segment)
+        return {name: without_device(wanted, name in fetches) for name in segment.tables}
 
     def _fetches(self, segment: Segment) -> "dict[str, Fetch]":
-        """Returns what reads the rows of tables on a disk, within the time that a request may wait."""
-        seconds = self._settings.disk_timeout_s
-        return {name: partial(_within, seconds, reader) for name, reader in segment.base.readers.items()}
+        """Returns what reads rows from a disk, by table, within the time that a request may wait. Not of raw
+        ids, whose index would be read there as well."""
+        base, seconds = segment.base, self._settings.disk_timeout_s
+        maps = {name: table.row_map for name, table in base.tables.items()}
+        dense = (name for name in base.readers if (m := maps[name]) is None or m.index is None)
+        return {name: partial(_within, seconds, base.readers[name]) for name in dense}
 
     def checked(self, segment: Segment) -> frozenset[str]:
         """Returns the tables whose rows are checked as they are read."""
         if self.gpu is not None:
             return frozenset()
         kinds = self._kinds_on_host(segment)
-        return frozenset(name for name in segment.base.readers if kinds[name] == ON_DISK)
+        return frozenset(name for name in self._fetches(segment) if kinds[name] == ON_DISK)
 
     def _place_deltas(
         self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None

@@ -5,13 +5,16 @@
  *
  * sums(rows, first_block, block_bytes, out): writes the checksum of each block of a chunk, whose first has this
  *   number. rows: the chunk; out: uint32 [blocks of the chunk]
- * fetch(place, rows, out, state, is_ready) -> rows that are left. Copies rows of a table, and writes what
+ * fetch(place, checked, regions, rows, out, state, is_ready) -> rows that are left. Copies rows of a table, and writes what
  *   came of each to `state`: HERE, or CORRUPT where its block is not what was written, after it was read once
  *   more. place: int64 (fd, bytes of row 0 and of the first checksum in the file, row_bytes, rows of the table,
- *   chunk_rows, block_rows); rows: int64 [n] ascending; out: uint8 [n, row_bytes]; state: uint8 [n], read and
+ *   chunk_rows, block_rows, address of row 0 where the file is mapped, or 0, milliseconds for which a look at the
+ *   page cache is believed); checked: uint8 [(blocks + 7) / 8], bit n: block n was read and checked; regions: what
+ *   looks found, REGION_SIZE bytes for each REGION_BYTES of the rows, and one more; rows: int64 [n] ascending; out: uint8 [n, row_bytes]; state: uint8 [n], read and
  *   written: a row is read if its state is LEFT. is_ready: reads no block that a disk has to bring (such rows
- *   stay LEFT), if the file system tells. Any thread may call; the interpreter is free meanwhile. Nothing is read
- *   through a mapping, which would end the process where the file was cut.
+ *   stay LEFT), if the file system tells. Any thread may call; the interpreter is free meanwhile. Rows are read
+ *   through the mapping where their block was checked and the page cache has them, as mincore said a moment ago. Who
+ *   cuts the file in that moment ends the process, else such rows are CORRUPT.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -22,7 +25,10 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <nmmintrin.h>
@@ -98,7 +104,7 @@ static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* ---- rows ---- */
 
-typedef struct { int64_t fd, at, sums_at, row_bytes, rows, chunk_rows, block_rows; } place;
+typedef struct { int64_t fd, at, sums_at, row_bytes, rows, chunk_rows, block_rows, mapped, believed_ms; } place;
 typedef struct { int64_t number, first, rows; } block; /* first: its first row */
 
 static block block_of(const place *p, int64_t row) {
@@ -146,17 +152,86 @@ static int read_block(const place *p, const block *b, uint8_t *to, int is_ready)
     return read_checked(p, b, size, at, to, 0);
 }
 
-static int64_t fetch(const place *p, const int64_t *rows, int64_t n, uint8_t *out, uint8_t *state, int is_ready,
-                     uint8_t *buffer) {
+/* A call of mincore takes as long for a row's page as for some hundred. So a part of the rows that is asked for often
+ * is looked at as a whole, and what was found is believed for a moment; a part that is asked for rarely is not. */
+enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE, OFTEN = 8 };
+typedef struct { uint32_t seen_ms, touches; unsigned char pages[REGION_PAGES / 8]; } region;
+
+static uint32_t now_ms(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+    return (uint32_t)((uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000);
+}
+
+/* Asks the kernel which of the region's pages, from `first` to `end`, the page cache has. */
+static void look(region *r, uintptr_t first, uintptr_t end, uint32_t now) {
+    unsigned char there[REGION_PAGES], packed[REGION_PAGES / 8] = {0};
+    const size_t pages = (end - first + PAGE - 1) / PAGE;
+    if (!mincore((void *)first, end - first, there))
+        for (size_t i = 0; i < pages; i++) packed[i / 8] |= (unsigned char)((there[i] & 1) << i % 8);
+    for (size_t i = 0; i < sizeof packed; i++) __atomic_store_n(r->pages + i, packed[i], __ATOMIC_RELAXED);
+    __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&r->seen_ms, now, __ATOMIC_RELEASE);
+}
+
+/* Whether the page cache has a page of the mapping. */
+static int has_page(const place *p, region *regions, uintptr_t page, uint32_t now) {
+    const uintptr_t base = (uintptr_t)p->mapped & ~(uintptr_t)(PAGE - 1), at = page - base;
+    const uintptr_t end = (uintptr_t)p->mapped + (uintptr_t)(p->rows * p->row_bytes);
+    region *r = regions + at / REGION_BYTES;
+    if (now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE) >= (uint32_t)p->believed_ms) {
+        if (__atomic_fetch_add(&r->touches, 1, __ATOMIC_RELAXED) + 1 < OFTEN) {
+            unsigned char there;
+            return !mincore((void *)page, PAGE, &there) && (there & 1);
+        }
+        const uintptr_t first = base + at / REGION_BYTES * REGION_BYTES;
+        look(r, first, first + REGION_BYTES < end ? first + REGION_BYTES : end, now);
+    }
+    const uintptr_t n = at % REGION_BYTES / PAGE;
+    return __atomic_load_n(r->pages + n / 8, __ATOMIC_RELAXED) >> n % 8 & 1;
+}
+
+static int is_resident(const place *p, region *regions, const uint8_t *row, uint32_t now) {
+    const uintptr_t last = ((uintptr_t)row + (uintptr_t)p->row_bytes - 1) & ~(uintptr_t)(PAGE - 1);
+    for (uintptr_t page = (uintptr_t)row & ~(uintptr_t)(PAGE - 1); page <= last; page += PAGE)
+        if (!has_page(p, regions, page, now)) return 0;
+    return 1;
+}
+
+static int is_checked(const uint8_t *checked, int64_t block) {
+    return __atomic_load_n(checked + block / 8, __ATOMIC_RELAXED) >> block % 8 & 1;
+}
+
+static void set_checked(uint8_t *checked, int64_t block) {
+    __atomic_fetch_or(checked + block / 8, (uint8_t)(1 << block % 8), __ATOMIC_RELAXED);
+}
+
+/* Whether the file was not cut: what lies behind its end in a page of the mapping reads as zeros. */
+static int is_whole(const place *p) {
+    struct stat found;
+    return !fstat((int)p->fd, &found) && found.st_size >= p->sums_at + 4 * (block_of(p, p->rows - 1).number + 1);
+}
+
+static int64_t fetch(const place *p, uint8_t *checked, region *regions, const int64_t *rows, int64_t n, uint8_t *out, uint8_t *state,
+                     int is_ready, uint8_t *buffer) {
     int64_t left = 0;
     int came = FAILED;
+    const uint32_t now = now_ms();
+    const int is_mapped = p->mapped && is_whole(p);
     block b = {-1, 0, 0};
     for (int64_t i = 0; i < n; i++) {
         if (state[i] != LEFT) continue;
         const block of = block_of(p, rows[i]);
+        const uint8_t *mapped = (const uint8_t *)(uintptr_t)p->mapped + rows[i] * p->row_bytes;
+        if (is_mapped && is_checked(checked, of.number) && is_resident(p, regions, mapped, now)) {
+            memcpy(out + i * p->row_bytes, mapped, (size_t)p->row_bytes);
+            state[i] = HERE;
+            continue;
+        }
         if (of.number != b.number) {
             b = of;
             came = read_block(p, &b, buffer, is_ready);
+            if (came == READ) set_checked(checked, b.number);
         }
         if (came == NOT_READY) {
             left++;
@@ -170,7 +245,8 @@ static int64_t fetch(const place *p, const int64_t *rows, int64_t n, uint8_t *ou
 }
 
 /* Whether all that `fetch` reads and writes lies in its buffers. */
-static int is_sound(const place *p, int64_t n, const Py_buffer *rows, const Py_buffer *out,
+static int is_sound(const place *p, int64_t n, const Py_buffer *checked, const Py_buffer *regions,
+                    const Py_buffer *rows, const Py_buffer *out,
                     const Py_buffer *state) {
     int64_t bytes, last;
     if (p->at < 0 || p->sums_at < 0 || p->row_bytes < 1 || p->rows < 1 || p->chunk_rows < 1 || p->block_rows < 1
@@ -180,30 +256,32 @@ static int is_sound(const place *p, int64_t n, const Py_buffer *rows, const Py_b
         || __builtin_mul_overflow(n, p->row_bytes, &bytes) || out->len != bytes) return 0;
     for (int64_t i = 0; i < n; i++)
         if (((const int64_t *)rows->buf)[i] < 0 || ((const int64_t *)rows->buf)[i] >= p->rows) return 0;
-    return 1;
+    return checked->len > block_of(p, p->rows - 1).number / 8 && p->believed_ms >= 0
+           && (uintptr_t)regions->buf % sizeof(uint32_t) == 0
+           && regions->len >= (p->rows * p->row_bytes / REGION_BYTES + 2) * (int64_t)sizeof(region);
 }
 
 static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[4] = {{0}};
+    Py_buffer b[6] = {{0}};
     int held = 0;
     int64_t left = -1;
     place p;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "fetch takes 5 arguments, got %zd", n);
-    const int is_ready = PyObject_IsTrue(args[4]);
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "fetch takes 7 arguments, got %zd", n);
+    const int is_ready = PyObject_IsTrue(args[6]);
     if (is_ready < 0) return NULL;
-    while (held < 4 && !PyObject_GetBuffer(args[held], b + held, held > 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
-    if (held == 4) {
-        const int64_t count = b[1].len / 8;
+    while (held < 6 && !PyObject_GetBuffer(args[held], b + held, held % 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    if (held == 6) {
+        const int64_t count = b[3].len / 8;
         uint8_t *buffer = NULL;
         if (b[0].len == sizeof p) memcpy(&p, b[0].buf, sizeof p);
-        if (b[0].len != sizeof p || !is_sound(&p, count, b + 1, b + 2, b + 3))
-            PyErr_SetString(PyExc_ValueError, "fetch: rows or states do not fit this table");
+        if (b[0].len != sizeof p || !is_sound(&p, count, b + 1, b + 2, b + 3, b + 4, b + 5))
+            PyErr_SetString(PyExc_ValueError, "fetch: rows, states or bits do not fit this table");
         else if (!(buffer = malloc((size_t)(p.block_rows * p.row_bytes))))
             PyErr_NoMemory();
         else {
             Py_BEGIN_ALLOW_THREADS
-            left = fetch(&p, b[1].buf, count, b[2].buf, b[3].buf, is_ready, buffer);
+            left = fetch(&p, b[1].buf, b[2].buf, b[3].buf, count, b[4].buf, b[5].buf, is_ready, buffer);
             Py_END_ALLOW_THREADS
         }
         free(buffer);
@@ -225,5 +303,8 @@ PyMODINIT_FUNC PyInit__blocks(void) {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2")) add = add_fast;
 #endif
-    return PyModule_Create(&module);
+    PyObject *made = PyModule_Create(&module);
+    if (made && (PyModule_AddIntConstant(made, "REGION_BYTES", REGION_BYTES)
+                 || PyModule_AddIntConstant(made, "REGION_SIZE", sizeof(region)))) Py_CLEAR(made);
+    return made;
 }

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 class Stored(Residence):
     """The CPU looks rows up that are read from a disk as requests ask for them. fetch: reads them; None: they
-    lie in memory. Rows of raw ids, whose index lies beside them, are read where they are mapped."""
+    are read where they are mapped."""
 
     is_on_device = False
 
@@ -34,8 +34,7 @@ class Stored(Residence):
         return cls(fetch)
 
     def source(self, table: Table) -> Table | FetchedTable:
-        is_raw = table.row_map is not None and table.row_map.index is not None
-        if self._fetch is None or is_raw:
+        if self._fetch is None:
             return table
         shape = (table.rows, table.row_bytes, table.row_format, table.dim)
         return FetchedTable(*shape, self._fetch, table.row_map)

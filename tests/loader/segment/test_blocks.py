@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tableside.loader.segment import _blocks, blocks
 from tableside.loader.segment.blocks import BlockReader, Blocks, write_sums
+from tableside.loader.segment.memory import FileToMap, Mapping
 from tableside.loader.segment.stored import StoredRows
 from tableside.quant.rows.fetched import RowState
 
@@ -49,8 +51,13 @@ class File:
         path.write_bytes(bytes(AT) + values.tobytes() + sums.tobytes())
         return cls(path, stored, values, sums)
 
-    def reader(self) -> BlockReader:
-        return BlockReader(os.open(self.path, os.O_RDONLY), self.stored, AT, AT + self.stored.bytes)
+    def reader(self, mapped: bool = False, believed_ms: int = 60_000) -> BlockReader:
+        """mapped: it may read where the file is mapped."""
+        fd, rows = os.open(self.path, os.O_RDONLY), None
+        if mapped:
+            whole = Mapping(FileToMap(fd, self.path.stat().st_size)).bytes
+            rows = whole[AT : AT + self.stored.bytes]
+        return BlockReader(fd, self.stored, AT, AT + self.stored.bytes, rows, believed_ms)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         out, state = np.zeros((rows.size, self.stored.row_bytes), np.uint8), np.zeros(rows.size, np.uint8)
@@ -123,6 +130,25 @@ def test_a_file_that_was_cut_is_damaged_where_it_was(file: File) -> None:
     assert set(file.read(np.arange(1000))[1]) == {RowState.CORRUPT}
 
 
+@pytest.mark.parametrize("believed_ms", [0, 60_000])
+def test_checked_rows_are_read_where_they_are_mapped(file: File, believed_ms: int) -> None:
+    """The second time. A file that was cut meanwhile ends nothing where each look is new."""
+    reader, every = file.reader(True, believed_ms), np.arange(1000)
+    out, state = np.zeros((1000, 80), np.uint8), np.zeros(1000, np.uint8)
+    reader(every[::2].copy(), out[::2].copy(), state[::2].copy(), None)
+    file.write(60 * 80 + 7, bytes([file.rows[60, 7] ^ 4]))  # of a block that was checked: it is believed
+    for _ in range(2):
+        out[:] = 0
+        reader(every, out, state, None)
+        assert not state.any()
+        np.testing.assert_array_equal(np.flatnonzero((out != file.rows).any(1)), [60])
+    if believed_ms:
+        return
+    os.truncate(file.path, AT + 400 * 80)
+    reader(every, out, state, None)
+    assert set(np.flatnonzero(state == RowState.CORRUPT)) >= set(range(420, 1000))
+
+
 @pytest.fixture
 def busy() -> Iterator[threading.Event]:
     """No thread that reads from disks is free until this is set."""
@@ -140,13 +166,14 @@ def test_rows_that_do_not_come_in_time_are_late(
     """They are those that the page cache did not have; the caller does not wait for their threads."""
     fetch = _blocks.fetch
 
-    def half(place: bytes, rows: object, out: object, state: np.ndarray, ready: bool) -> int:
-        if ready:  # as if a disk had to bring the other half
+    def half(*given: Any) -> int:
+        *_, state, is_ready = given
+        if is_ready:  # as if a disk had to bring the other half
             state[1::2] = RowState.HERE
-            left = fetch(place, rows, out, state, ready)
+            left = fetch(*given)
             state[1::2] = 3
             return left + 1
-        return fetch(place, rows, out, state, ready)
+        return fetch(*given)
 
     monkeypatch.setattr(_blocks, "fetch", half)
     rows, reader = np.arange(0, 1000, 60), file.reader()
@@ -167,23 +194,27 @@ def test_rows_that_do_not_come_in_time_are_late(
         {"rows": np.array([1000])},
         {"state": np.zeros(2, np.uint8)},
         {"out": np.zeros(79, np.uint8)},
-        {"place": np.zeros(7, np.int64)},
-        {"place": np.zeros(6, np.int64)},
-        {"place": np.array([0, AT, -1, 80, 1000, 400, 51])},
-        {"place": np.array([0, AT, AT, 80, 2**62, 400, 51])},
-        {"place": np.array([0, AT, AT, 80, 1000, 400, 401])},
+        {"bits": np.zeros(2, np.uint8)},
+        {"regions": np.zeros(2 * _blocks.REGION_SIZE - 1, np.uint8)},
+        {"place": np.zeros(9, np.int64)},
+        {"place": np.zeros(8, np.int64)},
+        {"place": np.array([0, AT, -1, 80, 1000, 400, 51, 0, 0])},
+        {"place": np.array([0, AT, AT, 80, 2**62, 400, 51, 0, 0])},
+        {"place": np.array([0, AT, AT, 80, 1000, 400, 401, 0, 0])},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_what_does_not_fit_is_refused(file: File, change: dict[str, np.ndarray]) -> None:
     """Before a byte is read or written."""
     given_: dict[str, np.ndarray] = {
-        "place": np.array([0, AT, AT, 80, 1000, 400, 51]),
+        "place": np.array([0, AT, AT, 80, 1000, 400, 51, 0, 0]),
+        "bits": np.zeros(3, np.uint8),
+        "regions": np.zeros(2 * _blocks.REGION_SIZE, np.uint8),
         "rows": np.array([3]),
         "out": np.zeros(80, np.uint8),
         "state": np.zeros(1, np.uint8),
     } | change
-    with pytest.raises(ValueError, match="fetch: rows or states do not fit this table"):
+    with pytest.raises(ValueError, match="fetch: rows, states or bits do not fit this table"):
         _blocks.fetch(*given_.values(), True)
 
 
