@@ -133,18 +133,18 @@ def main() -> None:
             publish_random(memory, "m", {TABLE: (count, DIM, "int8")})
             plain = Model(memory, "m").attach(verify="header").tables[TABLE]
             np.asarray(segment.tables[TABLE].packed[:: max(1, 4096 // 80), 0]).sum()  # reads every page
-            warm: dict[str, float] = {}
+            warm: list[dict[str, Any]] = []
             for batch in BATCHES:
                 ids = rng.integers(0, count, batch)
                 calls = {"disk": lookup_of(table, ids), "memory": lookup_of(plain, ids)}
                 assert calls["disk"]().tobytes() == calls["memory"]().tobytes()
                 times = alternate(calls, seconds=2.0)
-                warm |= {f"warm_{batch}_mrows_s": batch / times["disk"] / 1e6}
-                warm |= {f"warm_{batch}_ratio_to_memory": times["memory"] / times["disk"]}
+                of = {f"{name}_mrows_s": batch / each / 1e6 for name, each in times.items()}
+                warm.append({"ids": batch, **of, "ratio": times["memory"] / times["disk"]})
         title = f"rows of {options.gb:g} GB on a disk, int8 dim {DIM}, uniform"
         if options.gb < 8:
             os.environ["TRIAL"] = "1"
-        report("disk_rows", title, rows, threads=THREADS, **warm)
+        report("disk_rows", title, rows, threads=THREADS, warm=warm)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
