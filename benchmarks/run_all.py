@@ -34,6 +34,7 @@ BENCHMARKS = (
     "client_shm.py",
     "eval_pool.py",
     "eval_pool.py --shape criteo",
+    "disk_rows.py",
 )
 
 
