@@ -3,8 +3,8 @@
 A table's chunks are cut into blocks of some 4 KiB, whole rows each, with a CRC-32C (`_blocks.c`). The
 checksums, a thousandth of the rows, lie behind rows and id index in the same file, and the version names
 their own checksum. So a row costs one read, and a block that changed, or is another one, is never taken for
-its rows. A row of a block that this process has checked is read where the file is mapped, if the page cache
-had it a moment ago.
+its rows. A row of a block that this process has checked is read where the file is mapped, while looks at the
+page cache, some ten a second, find its page there.
 """
 
 import os
@@ -26,6 +26,7 @@ BLOCK_BYTES = 4096
 _READERS = 32  # reads that a process has under way: fast disks need as many
 _LEAST_ROWS = 8  # that are worth a thread
 _BELIEVED_MS = 100  # for which a look at the page cache is believed
+_TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
 _LEFT = 3  # a row that was not read yet, for `_blocks`
 
 Sums = NDArray[np.uint32]
@@ -62,7 +63,7 @@ def write_sums(stored: StoredRows, chunk: int, rows: Bytes, sums: Sums) -> None:
 class BlockReader:
     """Reads rows of a table: a `quant.rows.fetched.Fetch`. fd: of its file, closed with this object. at,
     sums_at: bytes of row 0 and of the first checksum in it. mapped: its rows; None: they are not mapped.
-    believed_ms: for which a look at the page cache is believed."""
+    believed_ms, trusted_ms: see `_blocks.c`."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class BlockReader:
         sums_at: int,
         mapped: Bytes | None = None,
         believed_ms: int = _BELIEVED_MS,
+        trusted_ms: int = _TRUSTED_MS,
     ) -> None:
         self._fd, self._row_bytes, self._mapped = fd, stored.row_bytes, mapped
         blocks = Blocks.of(stored)
@@ -81,7 +83,7 @@ class BlockReader:
         address = mapped.ctypes.data if mapped is not None and is_told else 0
         cut = (stored.row_bytes, stored.rows, stored.chunk_rows, blocks.rows)
         self._regions = np.zeros((stored.bytes // _blocks.REGION_BYTES + 2) * _blocks.REGION_SIZE, np.uint8)
-        fields = (fd, at, sums_at, *cut, address, believed_ms)
+        fields = (fd, at, sums_at, *cut, address, believed_ms, trusted_ms)
         self._place = np.array(fields, np.int64).tobytes()
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
 
@@ -95,6 +97,14 @@ class BlockReader:
 
     def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
         return _blocks.fetch(self._place, self._checked, self._regions, rows, out, state, is_ready)
+
+    def ready(
+        self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
+    ) -> None:
+        """Reads what is in the page cache; the other rows are LATE."""
+        state[:] = _LEFT
+        if self._fetch(rows, out, state, True):
+            state[state == _LEFT] = RowState.LATE
 
     def _read_left(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None

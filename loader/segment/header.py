@@ -86,6 +86,11 @@ class TableFile:
     def end(self) -> int:
         return self.offset + self.bytes
 
+    @property
+    def sums_in_file(self) -> int:
+        """Byte of the file at which its block checksums begin; 0: it has none."""
+        return self.sums_at and self.sums_at - self.offset
+
 
 @dataclass(frozen=True)
 class Header:

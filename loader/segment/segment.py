@@ -140,7 +140,7 @@ class Segment:
                 "activate another version, or publish this one again"
             )
         mapped = self.mapping.bytes[table.offset : table.offset + table.bytes]
-        at = table.offset - file.offset, file.sums_at - file.offset
+        at = table.offset - file.offset, file.sums_in_file
         return BlockReader(os.dup(fd), table, *at, mapped)
 
     @property

@@ -2,7 +2,8 @@
 `Waiting` fetches each row of a table once into a staging table; the plan that this gives reads them there, by
 the backend's kernels, beside the lookups of tables in memory."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from tableside.quant.contract import (
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
 from tableside.quant.cpu.checked import inputs_of, rows_of
 from tableside.quant.errors import BadIds, RowsNotRead
-from tableside.quant.rows.fetched import FetchedTable, RowState
+from tableside.quant.rows.fetched import Fetch, FetchedTable, RowState
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
@@ -63,7 +64,7 @@ class _StagedPlan(Plan):
     def waits(self) -> bool:
         return True
 
-    def begin(self, inputs: Any) -> "Waiting":
+    def begin(self, inputs: Any) -> Plan | Waiting:
         found: dict[int, _Found] = {}
         asked = [(self._planner.kinds[place.kind], place) for place in places_in(self._places)]
         for job, (kind, place) in enumerate(asked):
@@ -75,26 +76,47 @@ class _StagedPlan(Plan):
                 for before, (other, at) in enumerate(asked[:job]):  # the error names the first wrong lookup
                     rows_of(other.table, *inputs_of(other, at, inputs), before)
                 raise
-        return _Fetching(self._planner, self._places, found)
+        return _Fetching(self._planner, self._places, found).ready()
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
-        return self.begin(inputs).wait().run(inputs, outputs)
+        begun = self.begin(inputs)
+        return (begun.wait() if isinstance(begun, Waiting) else begun).run(inputs, outputs)
 
 
 class _Fetching(Waiting):
-    """Rows of a request that must be fetched. found: by the lookup's number."""
+    """Rows of a request that must be fetched. found: by the lookup's number. The time that its tables let a
+    lookup wait begins here."""
 
     def __init__(self, planner: StagedPlanner, places: Any, found: Mapping[int, _Found]) -> None:
         self._planner, self._places, self._found = planner, places, found
+        self._tables = list({id(one.table): one.table for one in found.values()}.values())
+        limits = [table.wait_s for table in self._tables if table.wait_s is not None]
+        self._deadline = time.monotonic() + min(limits) if limits else None
+
+    def ready(self) -> Plan | Waiting:
+        """Returns the plan to run, where no row needs a wait."""
+        if any(table.ready is None for table in self._tables):
+            return self
+        try:
+            return self._staged(lambda table: table.ready)
+        except RowsNotRead:
+            return self
 
     def wait(self, deadline: float | None = None) -> Plan:
+        return self._staged(lambda table: table.fetch, self._deadline if deadline is None else deadline)
+
+    def _staged(
+        self, how: Callable[[FetchedTable], Fetch | None], deadline: float | None = None
+    ) -> "_ReadPlan":
         staged: dict[int, Table] = {}  # by the table's id
         at: dict[int, NDArray[np.int64]] = {}
-        for table in {id(one.table): one.table for one in self._found.values()}.values():
+        for table in self._tables:
             jobs = [job for job, one in self._found.items() if one.table is table]
             rows = [self._found[job].rows for job in jobs]
-            staged[id(table)], places = fetched(table, np.concatenate(rows), deadline)
+            fetch = how(table)
+            assert fetch is not None
+            staged[id(table)], places = fetched(table, np.concatenate(rows), fetch, deadline)
             ends = np.cumsum([one.size for one in rows])
             at |= zip(jobs, np.split(places, ends[:-1]), strict=True)
         return _ReadPlan(self._planner, self._places, self._found, staged, at)
@@ -139,16 +161,16 @@ class _ReadPlan(Plan):
 
 
 def fetched(
-    table: FetchedTable, rows: NDArray[np.int64], deadline: float | None = None
+    table: FetchedTable, rows: NDArray[np.int64], fetch: Fetch, deadline: float | None = None
 ) -> tuple[Table, NDArray[np.int64]]:
-    """Fetches the rows [n] of a table, of its own and of its overlay. Returns a table of each of them once,
-    without a map, and the number there of each one. RowsNotRead: some are late or corrupt."""
+    """Fetches the rows [n] of a table, its own by `fetch`, and those of its overlay. Returns a table of each
+    of them once, without a map, and the number there of each one. RowsNotRead: some are late or corrupt."""
     wanted, at = np.unique(rows, return_inverse=True)
     packed = np.empty((max(1, wanted.size), table.row_bytes), np.uint8)
     first, end = np.searchsorted(wanted, (0, table.rows)).tolist()
     state = np.zeros(end - first, np.uint8)
     if state.size:
-        table.fetch(wanted[first:end], packed[first:end], state, deadline)
+        fetch(wanted[first:end], packed[first:end], state, deadline)
     if state.any():
         late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
         raise RowsNotRead(state.size, late, corrupt)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +35,20 @@ class Fetch(Protocol):
         time.monotonic; None: none. It may block until then."""
 
 
+class RowReader(NamedTuple):
+    """What reads rows of one table: see `FetchedTable`."""
+
+    fetch: Fetch
+    ready: Fetch | None = None
+    wait_s: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class FetchedTable:
     """Packed rows that `fetch` reads. rows: including the default row. row_bytes: of one, as it writes it.
-    row_map: maps ids to row numbers; None: ids are row numbers. QuantError: no row of this format and dim has
-    so many bytes."""
+    row_map: maps ids to row numbers; None: ids are row numbers. ready: as `fetch`, of rows that need no wait,
+    the others are LATE; None: all may need one. wait_s: that a lookup may wait, unless it is told; None: any
+    time. QuantError: no row of this format and dim has so many bytes."""
 
     rows: int
     row_bytes: int
@@ -47,6 +56,8 @@ class FetchedTable:
     dim: int
     fetch: Fetch
     row_map: RowMap | None = None
+    ready: Fetch | None = None
+    wait_s: float | None = None
 
     def __post_init__(self) -> None:
         expected = self.row_format.row_sizes(self.dim)

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tableside.quant import BadIds, Plan
+from tableside.quant.contract import Waiting
 from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.executors.batch_threads import BatchThreads
@@ -113,18 +114,24 @@ class Batcher:
         """Runs requests that came together in some batch; their futures get answers or ApiErrors."""
         now = time.perf_counter()
         came = [_WaitingRequest(*one, now, one[0].plan) for one in asked]
-        for w in (w for w in came if w.plan.waits):
-            self._read(w)
-        self._submit([w for w in came if not w.plan.waits])
+        self._submit([w for w in came if not w.plan.waits or self._is_ready(w)])
 
-    def _read(self, w: _WaitingRequest) -> None:
-        """Has a thread wait for rows that are not in memory, so that no batch does."""
-        if self._reading >= self._max_waiting:
-            _fail(w, overloaded(f"{self._max_waiting} requests wait for rows, the limit (max_waiting)"))
-            return
+    def _is_ready(self, w: _WaitingRequest) -> bool:
+        """Begins a request that may wait for rows; where it does, a thread waits, so that no batch does."""
+        try:
+            if self._reading >= self._max_waiting:
+                raise overloaded(f"{self._max_waiting} requests wait for rows, the limit (max_waiting)")
+            begun = w.request.begin(w.inputs)
+        except ApiError as error:
+            _fail(w, error)
+            return False
+        if not isinstance(begun, Waiting):
+            w.plan = begun
+            return True
         self._reading += 1
-        reading = asyncio.get_running_loop().run_in_executor(self._readers, w.request.with_rows, w.inputs)
+        reading = asyncio.get_running_loop().run_in_executor(self._readers, w.request.wait, begun)
         reading.add_done_callback(partial(self._came, w))
+        return False
 
     def _came(self, w: _WaitingRequest, reading: "asyncio.Future[Plan]") -> None:
         self._reading -= 1

@@ -7,11 +7,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tableside.quant import Plan
+from tableside.quant.contract import Waiting
+from tableside.serving.executors.admission import overloaded
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Scorer, Scoring, ToScore
 
-READERS = 16  # threads of a process that wait for rows which are not in memory
+READERS = 32  # threads of a process that wait for rows which are not in memory
+MOST_READING = 48  # requests that wait for rows; the others' slots are for those that do not
+INLINE_FETCHED = 4096  # ids of a request up to which rows that need no wait are fetched on the event loop
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
 INLINE_IDS = 200_000  # of a request up to which they are looked up on the event loop
 # of vectors up to which they are looked up on the event loop: some 5 ms, even where bags are empty
@@ -32,12 +37,19 @@ class CpuExecutor:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
         self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
         self._late: Scorer | None = None
+        self._reading = 0
 
     def run_now(self, request: Request, inputs: Any) -> Answer | None:
         """Like `run`, at once for a small request; None: call `run`."""
         if self._blocks(request) or (request.scoring is not None and self._goes_beside(request.scoring)):
             return None
-        answer = request.look_up(inputs)
+        plan = request.plan
+        if plan.waits:
+            begun = request.begin(inputs)
+            if isinstance(begun, Waiting):
+                return None
+            plan = begun
+        answer = request.look_up(inputs, plan)
         if request.scoring is not None:
             self._score_now(ToScore(request.scoring, inputs, answer.buffer), time.perf_counter())
         return answer
@@ -45,18 +57,33 @@ class CpuExecutor:
     async def run(self, request: Request, inputs: Any) -> Answer:
         """Returns the output buffer: vectors, scores, found masks. ApiError: an id or length is wrong, the
         scorer refuses or is late, or the worker is being replaced."""
+        plan = request.plan
+        if plan.waits:
+            begun = request.begin(inputs)
+            plan = await self._read(request, begun) if isinstance(begun, Waiting) else begun
         if self._blocks(request):
-            threads = self._readers if request.plan.waits else self._beside
-            answer = await asyncio.get_running_loop().run_in_executor(threads, request.look_up, inputs)
+            loop = asyncio.get_running_loop()
+            answer = await loop.run_in_executor(self._beside, request.look_up, inputs, plan)
         else:
-            answer = request.look_up(inputs)
+            answer = request.look_up(inputs, plan)
         if request.scoring is not None:
             await self._score(ToScore(request.scoring, inputs, answer.buffer))
         return answer
 
     def _blocks(self, request: Request) -> bool:
         """Returns whether it takes too long for the event loop."""
-        return request.ids > INLINE_IDS or request.out_bytes > INLINE_OUT_BYTES or request.plan.waits
+        most = INLINE_FETCHED if request.plan.waits else INLINE_IDS
+        return request.ids > most or request.out_bytes > INLINE_OUT_BYTES
+
+    async def _read(self, request: Request, begun: Waiting) -> Plan:
+        """Waits on a thread for rows that are not in memory."""
+        if self._reading >= MOST_READING:
+            raise overloaded(f"{MOST_READING} requests wait for rows, the limit")
+        self._reading += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, request.wait, begun)
+        finally:
+            self._reading -= 1
 
     def close(self) -> None:
         # a call that hangs is not waited for: the deadline ends the process

@@ -3,11 +3,10 @@
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
@@ -15,6 +14,7 @@ from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.residence.registry import KINDS, ON_DISK, residence, without_device
+from tableside.quant.rows.fetched import RowReader
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.residence.memory import InHost
     from tableside.quant.gpu.residence.residence import Maker, Residence, Room, TableSize
     from tableside.quant.gpu.residence.tables import DeviceTable
-    from tableside.quant.rows.fetched import Fetch
 
 logger = logging.getLogger("tableside")
 
@@ -129,36 +128,37 @@ class Placer:
         return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
 
     def _place_on_host(self, segment: Segment) -> Placements:
-        fetches, kinds = self._fetches(segment), self._kinds_on_host(segment)
-        for name in segment.base.readers.keys() - fetches.keys():
+        readers, kinds = self._readers(segment), self._kinds_on_host(segment)
+        for name in segment.base.readers.keys() - readers.keys():
             what = (
                 "table %s of raw ids is read where its file is mapped: a row that is not in memory holds up"
             )
             logger.warning(f"{what} its worker (docs/disk.md)", name)
         on_host = {
-            name: residence(kind).without_device(fetches.get(name)).source(segment.tables[name])
+            name: residence(kind).without_device(readers.get(name)).source(segment.tables[name])
             for name, kind in kinds.items()
         }
         return Placements(kinds, on_host=on_host)
 
     def _kinds_on_host(self, segment: Segment) -> dict[str, str]:
-        wanted, fetches = self._settings.placement, self._fetches(segment)
-        return {name: without_device(wanted, name in fetches) for name in segment.tables}
+        wanted, readers = self._settings.placement, self._readers(segment)
+        return {name: without_device(wanted, name in readers) for name in segment.tables}
 
-    def _fetches(self, segment: Segment) -> "dict[str, Fetch]":
-        """Returns what reads rows from a disk, by table, within the time that a request may wait. Not of raw
-        ids, whose index would be read there as well."""
+    def _readers(self, segment: Segment) -> dict[str, RowReader]:
+        """Returns what reads rows from a disk, by table. Not of raw ids, whose index would be read there as
+        well."""
         base, seconds = segment.base, self._settings.disk_timeout_s
         maps = {name: table.row_map for name, table in base.tables.items()}
         dense = (name for name in base.readers if (m := maps[name]) is None or m.index is None)
-        return {name: partial(_within, seconds, base.readers[name]) for name in dense}
+        found = ((name, base.readers[name]) for name in dense)
+        return {name: RowReader(reader, reader.ready, seconds) for name, reader in found}
 
     def checked(self, segment: Segment) -> frozenset[str]:
         """Returns the tables whose rows are checked as they are read."""
         if self.gpu is not None:
             return frozenset()
         kinds = self._kinds_on_host(segment)
-        return frozenset(name for name in self._fetches(segment) if kinds[name] == ON_DISK)
+        return frozenset(name for name in self._readers(segment) if kinds[name] == ON_DISK)
 
     def _place_deltas(
         self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None
@@ -232,7 +232,7 @@ class Placer:
             open_cache=gpu.open_cache,
             cache_settings=self._cache_settings,
             label=f"{segment.header.model}/",
-            fetches=self._fetches(segment),
+            readers=self._readers(segment),
         )
 
     def compile(self, segment: Segment) -> None:
@@ -321,11 +321,6 @@ class Placer:
         said = (segment.path, segment.size / 1e9, registration.seconds)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)
         return lambda stored: registration.view(stored.offset, stored.bytes)
-
-
-def _within(seconds: float, fetch: "Fetch", rows: Any, out: Any, state: Any, deadline: float | None) -> None:
-    """Fetches rows by a deadline, or within so many seconds."""
-    fetch(rows, out, state, time.monotonic() + seconds if deadline is None else deadline)
 
 
 def _files_of(segment: Segment) -> dict[str, tuple[int, int]]:

@@ -110,22 +110,27 @@ class Request:
     def staged_bytes(self) -> int:
         return self.plan.staged_bytes
 
-    def look_up(self, inputs: Any) -> Answer:
-        """Looks every feature up, without scores. ApiError: an id, or a pooled feature's length, is wrong, or
-        rows did not come."""
+    def look_up(self, inputs: Any, begun: Plan | None = None) -> Answer:
+        """Looks every feature up, without scores. begun: what `begin` gave for these inputs. ApiError: an id,
+        or a pooled feature's length, is wrong, or rows did not come."""
         out = np.empty(self.out_bytes, np.uint8)
         try:
-            return Answer(out, self.plan.run(inputs, out))
+            return Answer(out, (self.plan if begun is None else begun).run(inputs, out))
         except (BadIds, RowsNotRead) as error:
             raise self.refusal(error) from error
 
-    def with_rows(self, inputs: Any) -> Plan:
-        """Blocks until the rows that are not in memory are here; returns the plan to run. ApiError: as
-        `look_up`."""
+    def begin(self, inputs: Any) -> Plan | Waiting:
+        """As `Plan.begin`. ApiError: as `look_up`."""
         try:
-            begun = self.plan.begin(inputs)
-            return begun.wait() if isinstance(begun, Waiting) else begun
-        except (BadIds, RowsNotRead) as error:
+            return self.plan.begin(inputs)
+        except BadIds as error:
+            raise self.refusal(error) from error
+
+    def wait(self, begun: Waiting) -> Plan:
+        """As `Waiting.wait`. ApiError: rows did not come."""
+        try:
+            return begun.wait()
+        except RowsNotRead as error:
             raise self.refusal(error) from error
 
     def run(self, inputs: Any) -> Buffer:

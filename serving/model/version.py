@@ -1,6 +1,7 @@
 """A served version: attached, placed and warmed up. It lays requests out."""
 
 import hashlib
+import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +16,14 @@ from tableside.loader.versions.states import State
 from tableside.quant import Backend, CpuBackend, LookupKind, Place, Planner, Pooling, Precision, RowSource
 from tableside.quant.contract import MatrixPlace
 from tableside.quant.rows.ids import RowMap
-from tableside.serving.errors import ErrorKind, bad_request, short
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.model.features import Features
 from tableside.serving.model.placement import Placements
 from tableside.serving.model.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
 from tableside.serving.model.request import FeatureInput, Request, Sizes
 from tableside.serving.model.scorer import Scorer, Scoring
+
+logger = logging.getLogger("tableside")
 
 
 class Beside(NamedTuple):
@@ -240,23 +243,27 @@ class ServedVersion:
     def warm_up(self) -> None:
         """Looks up each feature's first and last row with all bag sizes that have kernels, with and without
         weights: a broken version fails here, and a GPU compiles now. Tables that refuse all ids are left
-        out."""
+        out; rows that a disk does not give are told, and hold nothing up."""
         for name, bound in self.features.items():
-            ends = _end_ids(bound.table)
-            for count in self.backend.warm_up_bags if ends.size else ():
-                ids = np.resize(ends, count)
-                self.lay_out([FeatureInput(name, 0, count, bags=1, bag_length=count)], warms_up=True).run(
-                    ids.tobytes()
-                )
-                if bound.is_pooled:
-                    inputs = (
-                        ids.tobytes()
-                        + np.array([count], np.int32).tobytes()
-                        + np.ones(count, np.float32).tobytes()
-                    )
-                    at = ids.nbytes
-                    weighted = FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)
-                    self.lay_out([weighted], warms_up=True).run(inputs)
+            try:
+                self._warm_up(name, bound)
+            except ApiError as error:
+                if error.kind is not ErrorKind.NOT_READ:
+                    raise
+                logger.warning("feature %s reads table %s: %s", name, bound.feature.table, error)
+
+    def _warm_up(self, name: str, bound: BoundFeature) -> None:
+        ends = _end_ids(bound.table)
+        for count in self.backend.warm_up_bags if ends.size else ():
+            ids = np.resize(ends, count)
+            alone = FeatureInput(name, 0, count, bags=1, bag_length=count)
+            self.lay_out([alone], warms_up=True).run(ids.tobytes())
+            if bound.is_pooled:
+                lengths, weights = np.array([count], np.int32), np.ones(count, np.float32)
+                at = ids.nbytes
+                weighted = FeatureInput(name, 0, count, bags=1, lengths_at=at, weights_at=at + 4)
+                inputs = b"".join(part.tobytes() for part in (ids, lengths, weights))
+                self.lay_out([weighted], warms_up=True).run(inputs)
 
 
 def _end_ids(table: RowSource) -> NDArray[np.int64]:

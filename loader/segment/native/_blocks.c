@@ -8,8 +8,7 @@
  * fetch(place, checked, regions, rows, out, state, is_ready) -> rows that are left. Copies rows of a table, and writes what
  *   came of each to `state`: HERE, or CORRUPT where its block is not what was written, after it was read once
  *   more. place: int64 (fd, bytes of row 0 and of the first checksum in the file, row_bytes, rows of the table,
- *   chunk_rows, block_rows, address of row 0 where the file is mapped, or 0, milliseconds for which a look at the
- *   page cache is believed); checked: uint8 [(blocks + 7) / 8], bit n: block n was read and checked; regions: what
+ *   chunk_rows, block_rows, address of row 0 where the file is mapped, or 0, believed_ms, trusted_ms: see below); checked: uint8 [(blocks + 7) / 8], bit n: block n was read and checked; regions: what
  *   looks found, REGION_SIZE bytes for each REGION_BYTES of the rows, and one more; rows: int64 [n] ascending; out: uint8 [n, row_bytes]; state: uint8 [n], read and
  *   written: a row is read if its state is LEFT. is_ready: reads no block that a disk has to bring (such rows
  *   stay LEFT), if the file system tells. Any thread may call; the interpreter is free meanwhile. Rows are read
@@ -104,7 +103,7 @@ static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* ---- rows ---- */
 
-typedef struct { int64_t fd, at, sums_at, row_bytes, rows, chunk_rows, block_rows, mapped, believed_ms; } place;
+typedef struct { int64_t fd, at, sums_at, row_bytes, rows, chunk_rows, block_rows, mapped, believed_ms, trusted_ms; } place;
 typedef struct { int64_t number, first, rows; } block; /* first: its first row */
 
 static block block_of(const place *p, int64_t row) {
@@ -152,8 +151,10 @@ static int read_block(const place *p, const block *b, uint8_t *to, int is_ready)
     return read_checked(p, b, size, at, to, 0);
 }
 
-/* A call of mincore takes as long for a row's page as for some hundred. So a part of the rows that is asked for often
- * is looked at as a whole, and what was found is believed for a moment; a part that is asked for rarely is not. */
+/* A block that was checked is read in the mapping while its page stays: a page that went and came back may hold
+ * other bytes. The kernel does not tell of that, so parts of the rows that are asked for often are looked at again
+ * and again: a look is believed for `believed_ms`, and a page that it misses makes its blocks unchecked. Where the
+ * last look is older than `trusted_ms`, all of the part's blocks are unchecked. */
 enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE, OFTEN = 8 };
 typedef struct { uint32_t seen_ms, touches; unsigned char pages[REGION_PAGES / 8]; } region;
 
@@ -163,47 +164,62 @@ static uint32_t now_ms(void) {
     return (uint32_t)((uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000);
 }
 
-/* Asks the kernel which of the region's pages, from `first` to `end`, the page cache has. */
-static void look(region *r, uintptr_t first, uintptr_t end, uint32_t now) {
-    unsigned char there[REGION_PAGES], packed[REGION_PAGES / 8] = {0};
-    const size_t pages = (end - first + PAGE - 1) / PAGE;
-    if (!mincore((void *)first, end - first, there))
-        for (size_t i = 0; i < pages; i++) packed[i / 8] |= (unsigned char)((there[i] & 1) << i % 8);
-    for (size_t i = 0; i < sizeof packed; i++) __atomic_store_n(r->pages + i, packed[i], __ATOMIC_RELAXED);
-    __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&r->seen_ms, now, __ATOMIC_RELEASE);
-}
-
-/* Whether the page cache has a page of the mapping. */
-static int has_page(const place *p, region *regions, uintptr_t page, uint32_t now) {
-    const uintptr_t base = (uintptr_t)p->mapped & ~(uintptr_t)(PAGE - 1), at = page - base;
-    const uintptr_t end = (uintptr_t)p->mapped + (uintptr_t)(p->rows * p->row_bytes);
-    region *r = regions + at / REGION_BYTES;
-    if (now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE) >= (uint32_t)p->believed_ms) {
-        if (__atomic_fetch_add(&r->touches, 1, __ATOMIC_RELAXED) + 1 < OFTEN) {
-            unsigned char there;
-            return !mincore((void *)page, PAGE, &there) && (there & 1);
-        }
-        const uintptr_t first = base + at / REGION_BYTES * REGION_BYTES;
-        look(r, first, first + REGION_BYTES < end ? first + REGION_BYTES : end, now);
-    }
-    const uintptr_t n = at % REGION_BYTES / PAGE;
-    return __atomic_load_n(r->pages + n / 8, __ATOMIC_RELAXED) >> n % 8 & 1;
-}
-
-static int is_resident(const place *p, region *regions, const uint8_t *row, uint32_t now) {
-    const uintptr_t last = ((uintptr_t)row + (uintptr_t)p->row_bytes - 1) & ~(uintptr_t)(PAGE - 1);
-    for (uintptr_t page = (uintptr_t)row & ~(uintptr_t)(PAGE - 1); page <= last; page += PAGE)
-        if (!has_page(p, regions, page, now)) return 0;
-    return 1;
-}
-
 static int is_checked(const uint8_t *checked, int64_t block) {
     return __atomic_load_n(checked + block / 8, __ATOMIC_RELAXED) >> block % 8 & 1;
 }
 
 static void set_checked(uint8_t *checked, int64_t block) {
     __atomic_fetch_or(checked + block / 8, (uint8_t)(1 << block % 8), __ATOMIC_RELAXED);
+}
+
+/* Unchecks the blocks with rows in [first, end) of the mapping. */
+static void uncheck(const place *p, uint8_t *checked, uintptr_t first, uintptr_t end) {
+    const uintptr_t mapped = (uintptr_t)p->mapped, bytes = (uintptr_t)(p->rows * p->row_bytes);
+    const uintptr_t from = first > mapped ? first - mapped : 0, to = end - mapped < bytes ? end - mapped : bytes;
+    if (from >= to) return;
+    int64_t block = block_of(p, (int64_t)from / p->row_bytes).number;
+    const int64_t last = block_of(p, (int64_t)(to - 1) / p->row_bytes).number;
+    for (; block <= last; block++)
+        __atomic_fetch_and(checked + block / 8, (uint8_t)~(1 << block % 8), __ATOMIC_RELAXED);
+}
+
+/* Asks the kernel which of a region's pages, from `first` to `end`, the page cache has. */
+static void look(const place *p, uint8_t *checked, region *r, uintptr_t first, uintptr_t end, uint32_t now,
+                 int is_trusted) {
+    unsigned char there[REGION_PAGES] = {0}, packed[REGION_PAGES / 8] = {0};
+    const size_t pages = (end - first + PAGE - 1) / PAGE;
+    if (mincore((void *)first, end - first, there)) memset(there, 0, sizeof there);
+    if (!is_trusted) uncheck(p, checked, first, end);
+    for (size_t i = 0; i < pages; i++) {
+        if (there[i] & 1) packed[i / 8] |= (unsigned char)(1 << i % 8);
+        else if (is_trusted) uncheck(p, checked, first + i * PAGE, first + (i + 1) * PAGE);
+    }
+    for (size_t i = 0; i < sizeof packed; i++) __atomic_store_n(r->pages + i, packed[i], __ATOMIC_RELAXED);
+    __atomic_store_n(&r->touches, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&r->seen_ms, now, __ATOMIC_RELEASE);
+}
+
+/* Whether the page cache has a page of the mapping, and had it since its blocks were checked. */
+static int has_page(const place *p, uint8_t *checked, region *regions, uintptr_t page, uint32_t now) {
+    const uintptr_t base = (uintptr_t)p->mapped & ~(uintptr_t)(PAGE - 1), at = page - base;
+    const uintptr_t all = (uintptr_t)p->mapped + (uintptr_t)(p->rows * p->row_bytes);
+    region *r = regions + at / REGION_BYTES;
+    const uint32_t age = now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE);
+    const int is_trusted = r->touches && age < (uint32_t)p->trusted_ms;
+    if (!is_trusted && __atomic_fetch_add(&r->touches, 1, __ATOMIC_RELAXED) % OFTEN != OFTEN - 1) return 0;
+    if (!is_trusted || age >= (uint32_t)p->believed_ms) {
+        const uintptr_t first = base + at / REGION_BYTES * REGION_BYTES, end = first + REGION_BYTES;
+        look(p, checked, r, first, end < all ? end : all, now, is_trusted);
+    }
+    const uintptr_t n = at % REGION_BYTES / PAGE;
+    return __atomic_load_n(r->pages + n / 8, __ATOMIC_RELAXED) >> n % 8 & 1;
+}
+
+static int is_resident(const place *p, uint8_t *checked, region *regions, const uint8_t *row, uint32_t now) {
+    const uintptr_t last = ((uintptr_t)row + (uintptr_t)p->row_bytes - 1) & ~(uintptr_t)(PAGE - 1);
+    for (uintptr_t page = (uintptr_t)row & ~(uintptr_t)(PAGE - 1); page <= last; page += PAGE)
+        if (!has_page(p, checked, regions, page, now)) return 0;
+    return 1;
 }
 
 /* Whether the file was not cut: what lies behind its end in a page of the mapping reads as zeros. */
@@ -217,13 +233,13 @@ static int64_t fetch(const place *p, uint8_t *checked, region *regions, const in
     int64_t left = 0;
     int came = FAILED;
     const uint32_t now = now_ms();
-    const int is_mapped = p->mapped && is_whole(p);
+    const int is_mapped = is_ready && p->mapped && is_whole(p);
     block b = {-1, 0, 0};
     for (int64_t i = 0; i < n; i++) {
         if (state[i] != LEFT) continue;
         const block of = block_of(p, rows[i]);
         const uint8_t *mapped = (const uint8_t *)(uintptr_t)p->mapped + rows[i] * p->row_bytes;
-        if (is_mapped && is_checked(checked, of.number) && is_resident(p, regions, mapped, now)) {
+        if (is_mapped && is_resident(p, checked, regions, mapped, now) && is_checked(checked, of.number)) {
             memcpy(out + i * p->row_bytes, mapped, (size_t)p->row_bytes);
             state[i] = HERE;
             continue;
@@ -256,7 +272,7 @@ static int is_sound(const place *p, int64_t n, const Py_buffer *checked, const P
         || __builtin_mul_overflow(n, p->row_bytes, &bytes) || out->len != bytes) return 0;
     for (int64_t i = 0; i < n; i++)
         if (((const int64_t *)rows->buf)[i] < 0 || ((const int64_t *)rows->buf)[i] >= p->rows) return 0;
-    return checked->len > block_of(p, p->rows - 1).number / 8 && p->believed_ms >= 0
+    return checked->len > block_of(p, p->rows - 1).number / 8 && p->believed_ms >= 0 && p->trusted_ms >= 0
            && (uintptr_t)regions->buf % sizeof(uint32_t) == 0
            && regions->len >= (p->rows * p->row_bytes / REGION_BYTES + 2) * (int64_t)sizeof(region);
 }

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.contract import Table
 from tableside.quant.row_format import device_row_bytes
-from tableside.quant.rows.fetched import Fetch, FetchedTable
+from tableside.quant.rows.fetched import FetchedTable, RowReader
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ class Room(NamedTuple):
     """What a version's tables of one kind may take. budget: bytes of HBM. growth: of it, for id indexes of a
     next version. same: residences of the replaced version, of tables in the very files. open_cache: as
     `GpuBackend.open_cache`; cache_settings: from the bytes of its tables. label: goes before tables' names in
-    statistics. fetches: read rows of tables on a disk, by name."""
+    statistics. readers: of tables on a disk, by name."""
 
     home: Home
     budget: int
@@ -80,7 +80,7 @@ class Room(NamedTuple):
     open_cache: "Callable[[int, int, CacheSettings], Cache]"
     cache_settings: "Callable[[int], CacheSettings]"
     label: str
-    fetches: "Mapping[str, Fetch]"
+    readers: "Mapping[str, RowReader]"
 
 
 Maker = Callable[[str, Table, "torch.Tensor | None"], "Residence"]
@@ -153,9 +153,9 @@ class Residence:
         raise NotImplementedError
 
     @classmethod
-    def without_device(cls, fetch: Fetch | None) -> "Residence":
-        """Makes the residence of a table in a worker without a device. fetch: reads its rows from a disk;
-        None: they lie in memory."""
+    def without_device(cls, reader: RowReader | None) -> "Residence":
+        """Makes the residence of a table in a worker without a device. reader: of its rows on a disk; None:
+        they lie in memory."""
         return cls()
 
     # ---- rows ----

@@ -125,6 +125,24 @@ def test_another_versions_file_is_refused_by_name(on_disk: Publish) -> None:
         model.attach(verify="header")
 
 
+def test_a_file_without_block_checksums_is_not_linked(
+    on_disk: Publish, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a root that came from memory: it has the size of one with checksums, and is written anew."""
+    with monkeypatch.context() as before:
+        before.setattr("tableside.loader.segment.writer.is_on_disk", lambda where: False)
+        before.setattr("tableside.loader.segment.layout.HUGE_PAGE_BYTES", 4096)
+        before.setattr(
+            "tableside.loader.segment.layout.align", lambda n, to=4096: -(-n // to) * to + 4096 * (to == 4096)
+        )
+        on_disk(TABLES)
+    first = Model(disk, "demo").attach(verify="header")
+    assert not first.readers
+    model = on_disk(CHANGED, only=("b",))
+    assert model.attach().readers.keys() == TABLES.keys()
+    check_fetched(model, "b")
+
+
 def test_a_root_is_moved_between_a_disk_and_memory(on_disk: Publish, root: Path) -> None:
     """Its files say all that they need."""
     model = on_disk(TABLES)

@@ -1,6 +1,7 @@
 """Lookups of rows that are fetched give, bit for bit, what the same rows in memory give."""
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_deltas_and_missing_ids_lie_above_fetched_rows(made: Overlaid, kind: str
         assert all(0 <= row < table.rows for asked in source_of(table).asked for row in asked)
 
 
-def test_a_lookup_without_a_plan_fetches(backend: str = "native") -> None:
+def test_a_lookup_without_a_plan_fetches() -> None:
     table = table_of(RowFormat.INT8, 24)
     ids, lengths = np.array([5, 3, 5, 0]), np.array([3, 1], np.int32)
     for name in BACKENDS:
@@ -139,3 +140,30 @@ def test_unfound_ids_are_counted_beside_those_of_memory() -> None:
 def test_a_row_of_another_size_is_refused() -> None:
     with pytest.raises(QuantError, match="fetched rows have 9 bytes; expected"):
         FetchedTable(3, 9, RowFormat.INT8, 8, FromArray(table_of(RowFormat.INT8, 8)))
+
+
+def test_rows_that_need_no_wait_are_there_when_a_plan_begins() -> None:
+    """Of all tables of a request; one row that does is waited for, within the time that its table gives."""
+    table = table_of(RowFormat.INT8, 8, 100)
+    asked: list[float | None] = []
+
+    def ready(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
+        out[:] = table.packed[rows]
+        state[rows >= 50] = RowState.LATE
+
+    def fetch(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
+        out[:] = table.packed[rows]
+        asked.append(deadline)
+
+    shape = (table.rows, table.row_bytes, table.row_format, table.dim, fetch, None, ready)
+    kinds = [LookupKind(FetchedTable(*shape, wait_s), Pooling.NONE) for wait_s in (300.0, 900.0)]
+    places = np.array([Place(n, 8 * n, 1, -1, 0, 0, -1, 32 * n) for n in (0, 1)], np.int64)
+    plan, out = choose().planner(kinds).plan(places.tobytes()), np.zeros(64, np.uint8)
+    for ids, waits in (([3, 4], False), ([3, 60], True)):
+        begun = plan.begin(np.array(ids).tobytes())
+        assert isinstance(begun, Waiting) is waits
+        after = time.monotonic() + 300
+        (begun.wait() if isinstance(begun, Waiting) else begun).run(np.array(ids).tobytes(), out)
+        expected = choose().lookup(table, np.array(ids), pooling=Pooling.NONE)
+        np.testing.assert_array_equal(out.view(np.float32).reshape(2, 8), expected)
+    assert len(asked) == 2 and asked[0] == asked[1] and asked[0] is not None and asked[0] <= after

@@ -20,7 +20,7 @@ from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
 from tableside.quant import BadIds, choose
 from tableside.quant.cache.statistics import Statistics, TableStatistics
-from tableside.quant.contract import MatrixPlace, Unfound
+from tableside.quant.contract import MatrixPlace, Unfound, Waiting
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.executors.batching import Batcher
@@ -368,6 +368,12 @@ def test_cache_metrics_count_what_came_since() -> None:
         assert metrics.CACHE_TABLES[name].labels(table)._values[0] == value
 
 
+class Begun(Waiting):
+    """Stands for rows that are waited for."""
+
+    def wait(self, deadline: float | None = None) -> Any: ...
+
+
 class ReadRequest(Request):
     """A request whose rows come when `came` is set, or not."""
 
@@ -377,7 +383,10 @@ class ReadRequest(Request):
         super().__init__()
         self.came, self.error = threading.Event(), error
 
-    def with_rows(self, inputs: Any) -> Any:
+    def begin(self, inputs: Any) -> Any:
+        return Begun()
+
+    def wait(self, begun: Waiting) -> Any:
         assert self.came.wait(300)
         if self.error is not None:
             raise self.error

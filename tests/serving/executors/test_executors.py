@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
-from tableside.quant.contract import MatrixPlace
+from tableside.quant.contract import MatrixPlace, Waiting
 from tableside.quant.rows.fetched import FetchedTable, RowState
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
@@ -144,7 +145,7 @@ def test_large_lookups_run_beside_the_event_loop(ids: int, out_bytes: int, is_be
     other thread."""
     seen: list[str] = []
 
-    def look_up(inputs: bytes) -> Answer:
+    def look_up(inputs: bytes, begun: object) -> Answer:
         seen.append(threading.current_thread().name)
         return Answer(np.zeros(8, np.uint8))
 
@@ -360,9 +361,55 @@ def test_a_request_that_waits_for_rows_has_a_thread_of_its_own(root: Path, tmp_p
 def test_rows_that_do_not_come_are_a_503(root: Path, tmp_path: Path) -> None:
     late, _ = over_fetched_rows(attach(root, tmp_path, None)[0], {2: RowState.CORRUPT})
     request, inputs, _ = scored(late, 3)
-    for read in (request.look_up, request.with_rows):
+    begun = request.begin(inputs)
+    assert isinstance(begun, Waiting)
+    for read, given in ((request.look_up, inputs), (request.wait, begun)):
         with pytest.raises(
             ApiError, match="model 'demo': of 3 rows to fetch 0 came too late and 1 were"
         ) as e:
-            read(inputs)
+            read(given)  # type: ignore[operator]
         assert e.value.status == 503
+
+
+def test_requests_that_wait_for_rows_are_bounded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that those which need none have slots; and rows that need no wait are answered at once."""
+    monkeypatch.setattr(executors, "MOST_READING", 2)
+    version, _ = attach(root, tmp_path, None)
+    late, fetched = over_fetched_rows(version)
+    source = fetched["user"].fetch
+    assert isinstance(source, FromArray)
+    ready = {
+        name: replace(table, ready=FromArray(version.segment.tables[name])) for name, table in fetched.items()
+    }
+    there = ServedVersion(
+        version.segment,
+        choose(),
+        Placements(dict.fromkeys(ready, "host"), on_host=ready),
+        scorer=version.scorer,
+    )
+
+    async def run(executor: CpuExecutor) -> None:
+        request, inputs, _ = scored(late, 3)
+        asked = [asyncio.ensure_future(executor.run(request, inputs)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="2 requests wait for rows, the limit") as e:
+            await executor.run(request, inputs)
+        assert e.value.status == 503
+        quick, given, wanted = scored(there, 4)
+        answer = executor.run_now(quick, given)
+        assert answer is not None and not any(one.done() for one in asked)
+        np.testing.assert_allclose(quick.outputs[-1].view(answer.buffer), wanted, rtol=1e-4)
+        source.is_open.set()
+        await asyncio.gather(*asked)
+        await executor.run(request, inputs)
+
+    with ThreadPoolExecutor(1) as beside:
+        executor = CpuExecutor(beside)
+        source.is_open.clear()
+        try:
+            asyncio.run(run(executor))
+        finally:
+            source.is_open.set()
+            executor.close()

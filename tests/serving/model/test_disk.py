@@ -110,6 +110,16 @@ def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], mo
     assert found.returncode == 1 and "table 'big', rows [0, 8192)" in found.stdout
 
 
+def test_a_damaged_first_row_stops_no_start(serve: Callable[..., Server], model: Model) -> None:
+    """The other rows are served; the log names the table."""
+    table, file = model.attach().header.tables[0], model.attach().header.files[0]
+    flip_bit(model.folder / "1.1.rows", table.offset - file.offset + 5)
+    with Client(serve("--scrub-hours", 0).url, retries=0) as client:
+        np.testing.assert_array_equal(rows_of(client, [5000, 9000]), VALUES[[5000, 9000]])
+        with pytest.raises(ClientError, match="1 were damaged"):
+            rows_of(client, [0])
+
+
 def test_a_file_that_is_cut_ends_no_server(serve: Callable[..., Server], model: Model) -> None:
     """All that asks for its rows gets an error, as the checksums lay at the end."""
     server = serve("--scrub-hours", 0)
