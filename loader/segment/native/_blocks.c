@@ -155,8 +155,12 @@ static int read_block(const place *p, const block *b, uint8_t *to, int is_ready)
  * other bytes. The kernel does not tell of that, so parts of the rows that are asked for often are looked at again
  * and again: a look is believed for `believed_ms`, and a page that it misses makes its blocks unchecked. Where the
  * last look is older than `trusted_ms`, all of the part's blocks are unchecked. */
-enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE, OFTEN = 8 };
-typedef struct { uint32_t seen_ms, touches; unsigned char pages[REGION_PAGES / 8]; } region;
+enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE, OFTEN = 8, OFTEN_MS = 100 };
+/* touches: since `since_ms`. */
+typedef struct {
+    uint32_t is_seen, seen_ms, since_ms, touches;
+    unsigned char pages[REGION_PAGES / 8];
+} region;
 
 static uint32_t now_ms(void) {
     struct timespec now;
@@ -179,8 +183,12 @@ static void uncheck(const place *p, uint8_t *checked, uintptr_t first, uintptr_t
     if (from >= to) return;
     int64_t block = block_of(p, (int64_t)from / p->row_bytes).number;
     const int64_t last = block_of(p, (int64_t)(to - 1) / p->row_bytes).number;
-    for (; block <= last; block++)
-        __atomic_fetch_and(checked + block / 8, (uint8_t)~(1 << block % 8), __ATOMIC_RELAXED);
+    while (block <= last) {
+        const int whole = block % 8 == 0 && last - block >= 7;
+        if (whole) __atomic_store_n(checked + block / 8, 0, __ATOMIC_RELAXED);
+        else __atomic_fetch_and(checked + block / 8, (uint8_t)~(1 << block % 8), __ATOMIC_RELAXED);
+        block += whole ? 8 : 1;
+    }
 }
 
 /* Asks the kernel which of a region's pages, from `first` to `end`, the page cache has. */
@@ -190,12 +198,18 @@ static void look(const place *p, uint8_t *checked, region *r, uintptr_t first, u
     const size_t pages = (end - first + PAGE - 1) / PAGE;
     if (mincore((void *)first, end - first, there)) memset(there, 0, sizeof there);
     if (!is_trusted) uncheck(p, checked, first, end);
-    for (size_t i = 0; i < pages; i++) {
-        if (there[i] & 1) packed[i / 8] |= (unsigned char)(1 << i % 8);
-        else if (is_trusted) uncheck(p, checked, first + i * PAGE, first + (i + 1) * PAGE);
+    for (size_t i = 0, gone = 0; i <= pages; i++) { /* gone: pages before this one, in a row */
+        const int is_here = i < pages && (there[i] & 1);
+        if (is_here) packed[i / 8] |= (unsigned char)(1 << i % 8);
+        if (i < pages && !is_here) gone++;
+        else if (gone) {
+            if (is_trusted) uncheck(p, checked, first + (i - gone) * PAGE, first + i * PAGE);
+            gone = 0;
+        }
     }
     for (size_t i = 0; i < sizeof packed; i++) __atomic_store_n(r->pages + i, packed[i], __ATOMIC_RELAXED);
-    __atomic_store_n(&r->touches, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&r->is_seen, 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&r->seen_ms, now, __ATOMIC_RELEASE);
 }
 
@@ -205,11 +219,15 @@ static int has_page(const place *p, uint8_t *checked, region *regions, uintptr_t
     const uintptr_t all = (uintptr_t)p->mapped + (uintptr_t)(p->rows * p->row_bytes);
     region *r = regions + at / REGION_BYTES;
     const uint32_t age = now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE);
-    const int is_trusted = r->touches && age < (uint32_t)p->trusted_ms;
-    if (!is_trusted && __atomic_fetch_add(&r->touches, 1, __ATOMIC_RELAXED) % OFTEN != OFTEN - 1) return 0;
-    if (!is_trusted || age >= (uint32_t)p->believed_ms) {
+    const int is_seen = __atomic_load_n(&r->is_seen, __ATOMIC_RELAXED) != 0;
+    if (!is_seen || age >= (uint32_t)p->believed_ms) {
+        if (now - __atomic_load_n(&r->since_ms, __ATOMIC_RELAXED) >= OFTEN_MS) {
+            __atomic_store_n(&r->since_ms, now, __ATOMIC_RELAXED);
+            __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
+        }
+        if (__atomic_add_fetch(&r->touches, 1, __ATOMIC_RELAXED) < OFTEN) return 0;
         const uintptr_t first = base + at / REGION_BYTES * REGION_BYTES, end = first + REGION_BYTES;
-        look(p, checked, r, first, end < all ? end : all, now, is_trusted);
+        look(p, checked, r, first, end < all ? end : all, now, is_seen && age < (uint32_t)p->trusted_ms);
     }
     const uintptr_t n = at % REGION_BYTES / PAGE;
     return __atomic_load_n(r->pages + n / 8, __ATOMIC_RELAXED) >> n % 8 & 1;

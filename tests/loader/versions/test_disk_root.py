@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from keyed_tables import ids_of
-from support import files_of, flip_bit
-from table_files import CHANGED, DIM, ROWS, TABLES, check, put, rewrite_header
+from support import files_of, flip_bit, rows_of
+from table_files import CHANGED, DIM, PAGE, ROWS, TABLES, check, put, rewrite_header
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
@@ -126,21 +126,19 @@ def test_another_versions_file_is_refused_by_name(on_disk: Publish) -> None:
 
 
 def test_a_file_without_block_checksums_is_not_linked(
-    on_disk: Publish, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_disk: Publish, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a root that came from memory: it has the size of one with checksums, and is written anew."""
+    """Of a root that came from memory: this one has as many bytes as one with checksums, and is written
+    anew."""
+    tables = {"a": rows_of((PAGE - 8192) // 64, 16), "b": rows_of(30_000, 16, 1)}
     with monkeypatch.context() as before:
         before.setattr("tableside.loader.segment.writer.is_on_disk", lambda where: False)
-        before.setattr("tableside.loader.segment.layout.HUGE_PAGE_BYTES", 4096)
-        before.setattr(
-            "tableside.loader.segment.layout.align", lambda n, to=4096: -(-n // to) * to + 4096 * (to == 4096)
-        )
-        on_disk(TABLES)
+        on_disk(tables)
     first = Model(disk, "demo").attach(verify="header")
-    assert not first.readers
-    model = on_disk(CHANGED, only=("b",))
-    assert model.attach().readers.keys() == TABLES.keys()
-    check_fetched(model, "b")
+    model = on_disk(tables, only=("b",))
+    segment = model.attach()
+    assert not first.readers and segment.readers.keys() == tables.keys()
+    assert [f.status.st_size for f in first.files[1:2]] == [f.status.st_size for f in segment.files[1:2]]
 
 
 def test_a_root_is_moved_between_a_disk_and_memory(on_disk: Publish, root: Path) -> None:
