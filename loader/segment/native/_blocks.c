@@ -155,7 +155,7 @@ static int read_block(const place *p, const block *b, uint8_t *to, int is_ready)
  * other bytes. The kernel does not tell of that, so parts of the rows that are asked for often are looked at again
  * and again: a look is believed for `believed_ms`, and a page that it misses makes its blocks unchecked. Where the
  * last look is older than `trusted_ms`, all of the part's blocks are unchecked. */
-enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE, OFTEN = 8, OFTEN_MS = 100 };
+enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE, OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
 /* touches: since `since_ms`. */
 typedef struct {
     uint32_t is_seen, seen_ms, since_ms, touches;
@@ -225,9 +225,10 @@ static int has_page(const place *p, uint8_t *checked, region *regions, uintptr_t
             __atomic_store_n(&r->since_ms, now, __ATOMIC_RELAXED);
             __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
         }
-        if (__atomic_add_fetch(&r->touches, 1, __ATOMIC_RELAXED) < OFTEN) return 0;
+        const int is_trusted = is_seen && age < (uint32_t)p->trusted_ms;
+        if (__atomic_add_fetch(&r->touches, 1, __ATOMIC_RELAXED) < (is_trusted ? AGAIN : OFTEN)) return 0;
         const uintptr_t first = base + at / REGION_BYTES * REGION_BYTES, end = first + REGION_BYTES;
-        look(p, checked, r, first, end < all ? end : all, now, is_seen && age < (uint32_t)p->trusted_ms);
+        look(p, checked, r, first, end < all ? end : all, now, is_trusted);
     }
     const uintptr_t n = at % REGION_BYTES / PAGE;
     return __atomic_load_n(r->pages + n / 8, __ATOMIC_RELAXED) >> n % 8 & 1;
