@@ -31,15 +31,14 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.quant import LookupKind, Place, Pooling, choose
 from tableside.quant.contract import RowSource
-from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.fetched import FetchedTable, RowReader
 
 DIM, BATCHES, BAG, ROUNDS, SECONDS = 64, (1000, 16_640), 20, 5, 3.0
 TABLE = "t"
 
 
 def fetched(segment: Segment) -> FetchedTable:
-    t = segment.tables[TABLE]
-    return FetchedTable(t.rows, t.row_bytes, t.row_format, t.dim, segment.readers[TABLE], t.row_map)
+    return segment.tables[TABLE].fetched_by(RowReader(segment.readers[TABLE]))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -64,7 +63,7 @@ def cold(segment: Segment, batch: int, rng: np.random.Generator) -> tuple[float,
     while (elapsed := time.perf_counter() - began) < SECONDS:
         ids = np.unique(rng.integers(0, table.rows, batch))
         out, state = np.empty((ids.size, table.row_bytes), np.uint8), np.zeros(ids.size, np.uint8)
-        table.fetch(ids, out, state, None)
+        table.reader.fetch(ids, out, state, None)
         assert not state.any()
         rows += ids.size
     return rows / elapsed, 1e6 * (time.process_time() - spent) / rows

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import RowFormat
-from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.fetched import FetchedTable, RowReader
 from tableside.quant.rows.ids import RowMap
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
@@ -115,6 +115,10 @@ class Table:
     def address(self) -> int:
         """Address of the first row in this process."""
         return self.packed.ctypes.data
+
+    def fetched_by(self, reader: RowReader) -> FetchedTable:
+        """The same rows where `reader` fetches them."""
+        return FetchedTable(self.rows, self.row_bytes, self.row_format, self.dim, reader, self.row_map)
 
     @property
     def row_numbers(self) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def held_rows(table: RowSource, ids: Ids, lengths: Lengths | None) -> tuple[Tabl
     """The table in memory and what to look up there: rows that are fetched are fetched now. BadIds,
     RowsNotRead: of rows that are. QuantError: as `host_table`."""
     if isinstance(table, FetchedTable):
-        return fetched(table, rows_of(table, ids, lengths)[0], table.fetch)
+        return fetched(table, rows_of(table, ids, lengths)[0], table.reader.fetch)
     return host_table(table), ids
 
 

@@ -23,7 +23,7 @@ from tableside.quant.contract import (
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
 from tableside.quant.cpu.checked import inputs_of, rows_of
 from tableside.quant.errors import BadIds, RowsNotRead
-from tableside.quant.rows.fetched import Fetch, FetchedTable, RowState
+from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
@@ -91,30 +91,28 @@ class _Fetching(Waiting):
     def __init__(self, planner: StagedPlanner, places: Any, found: Mapping[int, _Found]) -> None:
         self._planner, self._places, self._found = planner, places, found
         self._tables = list({id(one.table): one.table for one in found.values()}.values())
-        limits = [table.wait_s for table in self._tables if table.wait_s is not None]
+        limits = [wait_s for table in self._tables if (wait_s := table.reader.wait_s) is not None]
         self._deadline = time.monotonic() + min(limits) if limits else None
 
     def ready(self) -> Plan | Waiting:
         """Returns the plan to run, where no row needs a wait."""
-        if any(table.ready is None for table in self._tables):
+        if any(table.reader.ready is None for table in self._tables):
             return self
         try:
-            return self._staged(lambda table: table.ready)
+            return self._staged(lambda reader: reader.ready)
         except RowsNotRead:
             return self
 
     def wait(self, deadline: float | None = None) -> Plan:
-        return self._staged(lambda table: table.fetch, self._deadline if deadline is None else deadline)
+        return self._staged(lambda reader: reader.fetch, self._deadline if deadline is None else deadline)
 
-    def _staged(
-        self, how: Callable[[FetchedTable], Fetch | None], deadline: float | None = None
-    ) -> "_ReadPlan":
+    def _staged(self, how: Callable[[RowReader], Fetch | None], deadline: float | None = None) -> "_ReadPlan":
         staged: dict[int, Table] = {}  # by the table's id
         at: dict[int, NDArray[np.int64]] = {}
         for table in self._tables:
             jobs = [job for job, one in self._found.items() if one.table is table]
             rows = [self._found[job].rows for job in jobs]
-            fetch = how(table)
+            fetch = how(table.reader)
             assert fetch is not None
             staged[id(table)], places = fetched(table, np.concatenate(rows), fetch, deadline)
             ends = np.cumsum([one.size for one in rows])

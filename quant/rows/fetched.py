@@ -36,7 +36,8 @@ class Fetch(Protocol):
 
 
 class RowReader(NamedTuple):
-    """What reads rows of one table: see `FetchedTable`."""
+    """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
+    all may need one. wait_s: that a lookup may wait, unless it is told; None: any time."""
 
     fetch: Fetch
     ready: Fetch | None = None
@@ -45,19 +46,16 @@ class RowReader(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FetchedTable:
-    """Packed rows that `fetch` reads. rows: including the default row. row_bytes: of one, as it writes it.
-    row_map: maps ids to row numbers; None: ids are row numbers. ready: as `fetch`, of rows that need no wait,
-    the others are LATE; None: all may need one. wait_s: that a lookup may wait, unless it is told; None: any
-    time. QuantError: no row of this format and dim has so many bytes."""
+    """Packed rows that `reader` fetches. rows: including the default row. row_bytes: of one, as it writes
+    it. row_map: maps ids to row numbers; None: ids are row numbers. QuantError: no row of this format and dim
+    has so many bytes."""
 
     rows: int
     row_bytes: int
     row_format: RowFormat
     dim: int
-    fetch: Fetch
+    reader: RowReader
     row_map: RowMap | None = None
-    ready: Fetch | None = None
-    wait_s: float | None = None
 
     def __post_init__(self) -> None:
         expected = self.row_format.row_sizes(self.dim)

@@ -128,37 +128,41 @@ class Placer:
         return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
 
     def _place_on_host(self, segment: Segment) -> Placements:
-        readers, kinds = self._readers(segment), self._kinds_on_host(segment)
-        for name in segment.base.readers.keys() - readers.keys():
-            what = (
-                "table %s of raw ids is read where its file is mapped: a row that is not in memory holds up"
-            )
-            logger.warning(f"{what} its worker (docs/disk.md)", name)
+        readers = self._readers(segment)
+        kinds = self._kinds_on_host(segment, readers)
         on_host = {
             name: residence(kind).without_device(readers.get(name)).source(segment.tables[name])
             for name, kind in kinds.items()
         }
         return Placements(kinds, on_host=on_host)
 
-    def _kinds_on_host(self, segment: Segment) -> dict[str, str]:
-        wanted, readers = self._settings.placement, self._readers(segment)
-        return {name: without_device(wanted, name in readers) for name in segment.tables}
+    def _kinds_on_host(self, segment: Segment, readers: Mapping[str, RowReader]) -> dict[str, str]:
+        return {name: without_device(self._settings.placement, name in readers) for name in segment.tables}
 
     def _readers(self, segment: Segment) -> dict[str, RowReader]:
         """Returns what reads rows from a disk, by table. Not of raw ids, whose index would be read there as
         well."""
         base, seconds = segment.base, self._settings.disk_timeout_s
-        maps = {name: table.row_map for name, table in base.tables.items()}
-        dense = (name for name in base.readers if (m := maps[name]) is None or m.index is None)
-        found = ((name, base.readers[name]) for name in dense)
-        return {name: RowReader(reader, reader.ready, seconds) for name, reader in found}
+        return {
+            name: RowReader(reader, reader.ready, seconds)
+            for name, reader in base.readers.items()
+            if (row_map := base.tables[name].row_map) is None or row_map.index is None
+        }
 
     def checked(self, segment: Segment) -> frozenset[str]:
-        """Returns the tables whose rows are checked as they are read."""
+        """Returns the tables whose rows are checked as they are read; says which others on a disk are read
+        where they are mapped."""
         if self.gpu is not None:
             return frozenset()
-        kinds = self._kinds_on_host(segment)
-        return frozenset(name for name in self._readers(segment) if kinds[name] == ON_DISK)
+        readers = self._readers(segment)
+        for name in segment.base.readers.keys() - readers.keys():
+            logger.warning(
+                "table %s of raw ids is read where its file is mapped: a row that is not in memory holds its "
+                "worker up (docs/disk.md)",
+                name,
+            )
+        kinds = self._kinds_on_host(segment, readers)
+        return frozenset(name for name in readers if kinds[name] == ON_DISK)
 
     def _place_deltas(
         self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from tableside.quant import Table
-from tableside.quant.rows.fetched import FetchedTable, RowState
+from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 
 
 class FromArray:
@@ -29,6 +29,4 @@ class FromArray:
 
 def fetched_table(table: Table, states: Mapping[int, RowState] | None = None) -> FetchedTable:
     """The same rows, fetched by a `FromArray`."""
-    return FetchedTable(
-        table.rows, table.row_bytes, table.row_format, table.dim, FromArray(table, states), table.row_map
-    )
+    return table.fetched_by(RowReader(FromArray(table, states)))

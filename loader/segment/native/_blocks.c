@@ -5,15 +5,21 @@
  *
  * sums(rows, first_block, block_bytes, out): writes the checksum of each block of a chunk, whose first has this
  *   number. rows: the chunk; out: uint32 [blocks of the chunk]
- * fetch(place, checked, regions, rows, out, state, is_ready) -> rows that are left. Copies rows of a table, and writes what
- *   came of each to `state`: HERE, or CORRUPT where its block is not what was written, after it was read once
- *   more. place: int64 (fd, bytes of row 0 and of the first checksum in the file, row_bytes, rows of the table,
- *   chunk_rows, block_rows, address of row 0 where the file is mapped, or 0, believed_ms, trusted_ms: see below); checked: uint8 [(blocks + 7) / 8], bit n: block n was read and checked; regions: what
- *   looks found, REGION_SIZE bytes for each REGION_BYTES of the rows, and one more; rows: int64 [n] ascending; out: uint8 [n, row_bytes]; state: uint8 [n], read and
- *   written: a row is read if its state is LEFT. is_ready: reads no block that a disk has to bring (such rows
- *   stay LEFT), if the file system tells. Any thread may call; the interpreter is free meanwhile. Rows are read
- *   through the mapping where their block was checked and the page cache has them, as mincore said a moment ago. Who
- *   cuts the file in that moment ends the process, else such rows are CORRUPT.
+ * fetch(place, checked, regions, rows, out, state, is_ready) -> rows that are left. Copies rows of a table, and
+ *   writes what came of each to `state`: HERE, or CORRUPT where its block is not what was written, after it was
+ *   read once more.
+ *     place     int64: fd; bytes of row 0 and of the first checksum in the file; row_bytes; rows of the table;
+ *               chunk_rows; block_rows; address of row 0 where the file is mapped, or 0; believed_ms and
+ *               trusted_ms, see below
+ *     checked   uint8 [blocks / 8 + 1], bit n: block n was read and checked
+ *     regions   uint8: what looks found, REGION_SIZE bytes for each REGION_BYTES of the rows, and one more
+ *     rows      int64 [n], ascending
+ *     out       uint8 [n, row_bytes]
+ *     state     uint8 [n], read and written: a row is read if its state is LEFT
+ *     is_ready  reads no block that a disk has to bring (such rows stay LEFT), if the file system tells; and rows
+ *               of checked blocks through the mapping, where the page cache has them, as mincore said a moment
+ *               ago. Who cuts the file in that moment ends the process, else such rows are CORRUPT.
+ *   Any thread may call; the interpreter is free meanwhile.
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -103,7 +109,9 @@ static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* ---- rows ---- */
 
-typedef struct { int64_t fd, at, sums_at, row_bytes, rows, chunk_rows, block_rows, mapped, believed_ms, trusted_ms; } place;
+typedef struct {
+    int64_t fd, at, sums_at, row_bytes, rows, chunk_rows, block_rows, mapped, believed_ms, trusted_ms;
+} place;
 typedef struct { int64_t number, first, rows; } block; /* first: its first row */
 
 static block block_of(const place *p, int64_t row) {
@@ -155,7 +163,9 @@ static int read_block(const place *p, const block *b, uint8_t *to, int is_ready)
  * other bytes. The kernel does not tell of that, so parts of the rows that are asked for often are looked at again
  * and again: a look is believed for `believed_ms`, and a page that it misses makes its blocks unchecked. Where the
  * last look is older than `trusted_ms`, all of the part's blocks are unchecked. */
-enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE, OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
+enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE };
+/* Rows of a part within OFTEN_MS that make a look: a first one, or one while the last is trusted. */
+enum { OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
 /* touches: since `since_ms`. */
 typedef struct {
     uint32_t is_seen, seen_ms, since_ms, touches;
@@ -247,8 +257,8 @@ static int is_whole(const place *p) {
     return !fstat((int)p->fd, &found) && found.st_size >= p->sums_at + 4 * (block_of(p, p->rows - 1).number + 1);
 }
 
-static int64_t fetch(const place *p, uint8_t *checked, region *regions, const int64_t *rows, int64_t n, uint8_t *out, uint8_t *state,
-                     int is_ready, uint8_t *buffer) {
+static int64_t fetch(const place *p, uint8_t *checked, region *regions, const int64_t *rows, int64_t n,
+                     uint8_t *out, uint8_t *state, int is_ready, uint8_t *buffer) {
     int64_t left = 0;
     int came = FAILED;
     const uint32_t now = now_ms();
@@ -281,8 +291,7 @@ static int64_t fetch(const place *p, uint8_t *checked, region *regions, const in
 
 /* Whether all that `fetch` reads and writes lies in its buffers. */
 static int is_sound(const place *p, int64_t n, const Py_buffer *checked, const Py_buffer *regions,
-                    const Py_buffer *rows, const Py_buffer *out,
-                    const Py_buffer *state) {
+                    const Py_buffer *rows, const Py_buffer *out, const Py_buffer *state) {
     int64_t bytes, last;
     if (p->at < 0 || p->sums_at < 0 || p->row_bytes < 1 || p->rows < 1 || p->chunk_rows < 1 || p->block_rows < 1
         || p->block_rows > p->chunk_rows || rows->len % 8

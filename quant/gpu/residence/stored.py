@@ -34,8 +34,4 @@ class Stored(Residence):
         return cls(reader)
 
     def source(self, table: Table) -> Table | FetchedTable:
-        if self._reader is None:
-            return table
-        shape = (table.rows, table.row_bytes, table.row_format, table.dim)
-        reader = self._reader
-        return FetchedTable(*shape, reader.fetch, table.row_map, reader.ready, reader.wait_s)
+        return table if self._reader is None else table.fetched_by(self._reader)

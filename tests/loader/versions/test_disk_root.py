@@ -22,7 +22,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
-from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.fetched import RowReader
 
 pytestmark = pytest.mark.usefixtures("every_table_is_large")
 Publish = Callable[..., Model]
@@ -49,8 +49,7 @@ def on_disk(disk: Path, tmp_path: Path) -> Publish:
 def fetched(segment: Segment, name: str) -> np.ndarray:
     """All rows of a table, read by their numbers."""
     t = segment.tables[name]
-    shape = (t.rows, t.row_bytes, t.row_format, t.dim)
-    table = FetchedTable(*shape, segment.base.readers[name], t.row_map)
+    table = t.fetched_by(RowReader(segment.base.readers[name]))
     return choose().lookup(table, np.arange(ROWS), pooling=Pooling.NONE)
 
 

@@ -17,7 +17,7 @@ from tables import table_of
 from tableside.quant import BadIds, LookupKind, Place, Pooling, Precision, QuantError, RowFormat, choose
 from tableside.quant.contract import Unfound, Waiting
 from tableside.quant.errors import RowsNotRead
-from tableside.quant.rows.fetched import FetchedTable, RowState
+from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 
 BACKENDS = ("native", "fbgemm", "reference")
 
@@ -32,8 +32,8 @@ def outcome(plan: Any, inputs: bytes, out_bytes: int) -> tuple[bytes | str, Any]
 
 
 def source_of(table: FetchedTable) -> FromArray:
-    assert isinstance(table.fetch, FromArray)
-    return table.fetch
+    assert isinstance(table.reader.fetch, FromArray)
+    return table.reader.fetch
 
 
 @settings(max_examples=80, deadline=None)
@@ -139,7 +139,7 @@ def test_unfound_ids_are_counted_beside_those_of_memory() -> None:
 
 def test_a_row_of_another_size_is_refused() -> None:
     with pytest.raises(QuantError, match="fetched rows have 9 bytes; expected"):
-        FetchedTable(3, 9, RowFormat.INT8, 8, FromArray(table_of(RowFormat.INT8, 8)))
+        FetchedTable(3, 9, RowFormat.INT8, 8, RowReader(FromArray(table_of(RowFormat.INT8, 8))))
 
 
 def test_rows_that_need_no_wait_are_there_when_a_plan_begins() -> None:
@@ -155,8 +155,8 @@ def test_rows_that_need_no_wait_are_there_when_a_plan_begins() -> None:
         out[:] = table.packed[rows]
         asked.append(deadline)
 
-    shape = (table.rows, table.row_bytes, table.row_format, table.dim, fetch, None, ready)
-    kinds = [LookupKind(FetchedTable(*shape, wait_s), Pooling.NONE) for wait_s in (300.0, 900.0)]
+    readers = [RowReader(fetch, ready, wait_s) for wait_s in (300.0, 900.0)]
+    kinds = [LookupKind(table.fetched_by(reader), Pooling.NONE) for reader in readers]
     places = np.array([Place(n, 8 * n, 1, -1, 0, 0, -1, 32 * n) for n in (0, 1)], np.int64)
     plan, out = choose().planner(kinds).plan(places.tobytes()), np.zeros(64, np.uint8)
     for ids, waits in (([3, 4], False), ([3, 60], True)):

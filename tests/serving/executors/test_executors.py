@@ -3,10 +3,9 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.quant.contract import MatrixPlace, Waiting
-from tableside.quant.rows.fetched import FetchedTable, RowState
+from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
 from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
@@ -327,12 +326,28 @@ def over_fetched_rows(
     return ServedVersion(version.segment, choose(), placed, scorer=version.scorer), tables
 
 
+def source_of(table: FetchedTable) -> FromArray:
+    assert isinstance(table.reader.fetch, FromArray)
+    return table.reader.fetch
+
+
+def run_held_up(table: FetchedTable, run: Callable[[CpuExecutor], Coroutine[Any, Any, None]]) -> None:
+    """Runs with an executor while no row of the table comes, until `run` lets them."""
+    with ThreadPoolExecutor(1) as beside:
+        executor = CpuExecutor(beside)
+        source_of(table).is_open.clear()
+        try:
+            asyncio.run(run(executor))
+        finally:
+            source_of(table).is_open.set()
+            executor.close()
+
+
 def test_a_request_that_waits_for_rows_has_a_thread_of_its_own(root: Path, tmp_path: Path) -> None:
     """Others go on beside it, inline and on the thread of large ones."""
     version, _ = attach(root, tmp_path, None)
     late, fetched = over_fetched_rows(version)
-    source = fetched["user"].fetch
-    assert isinstance(source, FromArray)
+    source = source_of(fetched["user"])
 
     async def run(executor: CpuExecutor) -> None:
         request, inputs, expected = scored(late, 3)
@@ -348,14 +363,7 @@ def test_a_request_that_waits_for_rows_has_a_thread_of_its_own(root: Path, tmp_p
         source.is_open.set()
         np.testing.assert_allclose(request.outputs[-1].view((await asked).buffer), expected, rtol=1e-4)
 
-    with ThreadPoolExecutor(1) as beside:
-        executor = CpuExecutor(beside)
-        source.is_open.clear()
-        try:
-            asyncio.run(run(executor))
-        finally:
-            source.is_open.set()
-            executor.close()
+    run_held_up(fetched["user"], run)
 
 
 def test_rows_that_do_not_come_are_a_503(root: Path, tmp_path: Path) -> None:
@@ -378,11 +386,9 @@ def test_requests_that_wait_for_rows_are_bounded(
     monkeypatch.setattr(executors, "MOST_READING", 2)
     version, _ = attach(root, tmp_path, None)
     late, fetched = over_fetched_rows(version)
-    source = fetched["user"].fetch
-    assert isinstance(source, FromArray)
-    ready = {
-        name: replace(table, ready=FromArray(version.segment.tables[name])) for name, table in fetched.items()
-    }
+    source = source_of(fetched["user"])
+    tables = version.segment.tables.items()
+    ready = {name: t.fetched_by(RowReader(FromArray(t), ready=FromArray(t))) for name, t in tables}
     there = ServedVersion(
         version.segment,
         choose(),
@@ -405,11 +411,4 @@ def test_requests_that_wait_for_rows_are_bounded(
         await asyncio.gather(*asked)
         await executor.run(request, inputs)
 
-    with ThreadPoolExecutor(1) as beside:
-        executor = CpuExecutor(beside)
-        source.is_open.clear()
-        try:
-            asyncio.run(run(executor))
-        finally:
-            source.is_open.set()
-            executor.close()
+    run_held_up(fetched["user"], run)
