@@ -64,8 +64,8 @@ test-all: dev    ## all tests
 	@$(PYTEST) --all
 	@$(MAKE) --no-print-directory test-sanitized
 
-REST ?= 0.4
-test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.4 of them
+REST ?= 0.3
+test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.3 of them
 	@$(PYTEST) --rest $(REST)
 
 quick: dev       ## a part of the tests, in under two minutes

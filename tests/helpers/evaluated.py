@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from scorers import Ctr, exported
-from support import rows_of, run_tableside
+from support import LONGEST_S, rows_of, run_tableside
 
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
@@ -111,8 +111,8 @@ def write(folder: Path, columns: dict[str, Any], kind: str = "parquet") -> Path:
     return path
 
 
-def evaluate(root: Path, *arguments: object, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    return run_tableside("eval", *arguments, "--root", root, timeout_s=timeout_s)
+def evaluate(root: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_tableside("eval", *arguments, "--root", root, timeout_s=LONGEST_S)
 
 
 def parts(out: Path) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from reference import REFERENCE
 from safetensors.numpy import save_file
-from support import rows_of, run_tableside
+from support import LONGEST_S, rows_of, run_tableside
 
 from tableside.loader.errors import CheckpointError, LoaderError, ModelError, VersionError
 from tableside.loader.load.load import Loaded, LoadSettings, load
@@ -203,7 +203,7 @@ def test_memory_of_a_load_does_not_grow_with_the_table(tmp_path: Path, root: Pat
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=LONGEST_S,
     )
     assert int(found.stdout) < 256 << 20
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tables
 import torch
+from support import LONGEST_S
 
 from tableside.quant.stash import transfers as stash_transfers
 from tableside.quant.stash.stash import StashError, registry, stash_embedding_weights
@@ -181,7 +182,7 @@ def test_the_host_pays_one_copy_of_the_weights_until_the_registry_is_closed() ->
         text=True,
         cwd=TOP,
         check=False,
-        timeout=120,
+        timeout=LONGEST_S,
     )
     assert done.returncode == 0, done.stderr
     out, back, closed = (int(line) for line in done.stdout.splitlines())
