@@ -25,8 +25,9 @@ import numpy as np
 from common import console, report, shared_folder
 from safetensors.numpy import save_file
 
-from tableside.loader.load.load import PIECE_BYTES, load
+from tableside.loader.load.load import load
 from tableside.loader.load.manifest import write_manifest
+from tableside.loader.load.settings import PIECE_BYTES
 from tableside.loader.load.verification import summary
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.versions.versions import Model
@@ -158,7 +159,7 @@ def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[st
         peak = peak_bytes(spec, root)
         check(root, spec, values)
         segment_bytes = Model(root, spec.name).path(1).stat().st_size
-        Model(root, spec.name).collect(keep=0)
+        Model(root, spec.name).remove_all()
         for round_ in range(ROUNDS + 1):
             for name in times:
                 if cold and name != "quantize":
@@ -168,7 +169,7 @@ def measure(path: Path, rows: int, row_format: RowFormat, cold: bool) -> dict[st
                     load(spec, root)
                     seconds = time.perf_counter() - started
                     attaching.append(attach_seconds(Model(root, spec.name)))
-                    Model(root, spec.name).collect(keep=0)
+                    Model(root, spec.name).remove_all()
                 else:
                     seconds = read(path) if name == "read" else quantize(row_format, values, out)
                 if round_:
@@ -216,7 +217,7 @@ def verified(path: Path, rows: int) -> list[dict[str, Any]]:
                 assert ("not verified" if by == "nothing" else f"verified by {by}") in summary(
                     loaded.header.source
                 )
-                Model(root, spec.name).collect(keep=0)
+                Model(root, spec.name).remove_all()
                 if round_:
                     times[by].append(seconds)
     medians = {by: float(np.median(found)) for by, found in times.items()}

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.segment.memory import processes_below
 

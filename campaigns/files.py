@@ -34,7 +34,8 @@ from campaigns.common import console, folders, random_of
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.deltas.change_files import read_changes, rows_in
 from tableside.loader.errors import LoaderError
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.segment.segment import Segment
 

@@ -29,8 +29,9 @@ import numpy as np
 
 from campaigns.common import console, folders, random_of
 from tableside.loader.errors import LoaderError
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
 from tableside.loader.load.manifest import write_manifest
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.segment import layout
 from tableside.loader.segment.segment import Segment

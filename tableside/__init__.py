@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tableside.loader.errors import LoaderError as LoaderError
-    from tableside.loader.load.load import LoadSettings as LoadSettings
     from tableside.loader.load.load import load as load
+    from tableside.loader.load.settings import LoadSettings as LoadSettings
     from tableside.loader.model.model import parse_model as parse_model
     from tableside.loader.model.model import read_model as read_model
     from tableside.loader.segment.segment import Segment as Segment

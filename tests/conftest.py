@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tables
 
-from tableside.loader.load.load import Loaded, LoadSettings, load
+from tableside.loader.load.load import Loaded, load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.segment.huge_pages import is_on_disk
 

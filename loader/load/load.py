@@ -5,7 +5,6 @@ and hashes the chunk after its last piece. So private memory is a few pieces per
 read by `loader.load.raw_ids`; tables not to be read again are copied by `loader.load.reuse`.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -21,12 +20,14 @@ import numpy as np
 
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
 from tableside.loader.checkpoint.rows import DTYPES, fingerprint
-from tableside.loader.errors import CheckpointError, ModelError
+from tableside.loader.errors import CheckpointError
 from tableside.loader.load.origin import spec_digest
 from tableside.loader.load.plan import PlannedTable, Sources, plan
 from tableside.loader.load.raw_ids import RawTable, RawWriter
 from tableside.loader.load.reuse import LiveTables, Piece
+from tableside.loader.load.same import same_tables
 from tableside.loader.load.scorer import stored_scorer
+from tableside.loader.load.settings import DEFAULTS, PIECE_BYTES, LoadSettings, Progress, threads_of
 from tableside.loader.load.verification import Verification
 from tableside.loader.model.model import ModelSpec
 from tableside.loader.segment.header import Header
@@ -36,10 +37,6 @@ from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, choose
 from tableside.quant.errors import NotRepresentable
-
-PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
-# (done, in all), from any thread: first ids that are indexed, then rows that are written
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -58,21 +55,8 @@ class Loaded:
     page_bytes: int
 
 
-@dataclass(frozen=True)
-class LoadSettings:
-    """threads: 0: one per core; max_memory_bytes: limit for private buffers; group: may read the model; only:
-    tables to load, others are taken over from the live version (empty: all)."""
-
-    threads: int = 0
-    max_memory_bytes: int = 64 << 20
-    backend: str = "native"
-    activate: bool = True
-    group: str | None = None
-    only: tuple[str, ...] = ()
-
-
 def load(
-    spec: ModelSpec, root: Path, settings: LoadSettings = LoadSettings(), progress: Progress | None = None
+    spec: ModelSpec, root: Path, settings: LoadSettings = DEFAULTS, progress: Progress | None = None
 ) -> Loaded:
     """Publishes a new version under `root`. progress: counts raw ids while indexed, then rows. LoaderError:
     model, checkpoint or memory are wrong; nothing stays."""
@@ -86,19 +70,21 @@ def load(
         with model.loading(settings.group) as version:
             reused.check_live(model, settings.threads)
             started = time.monotonic()
+            reused.add(*same_tables(reused.others, model, checkpoint, backend, settings, progress))
+            unlike = Sources(reused.others, checkpoint)
             scratch = partial(model.create_scratch, version)
-            planned = plan(reused.others, sources, model, scratch, settings.threads, progress)
-            checks = Verification(checkpoint, sources.matrices)
+            planned = plan(reused.others, unlike, model, scratch, settings.threads, progress)
+            checks = Verification(checkpoint, unlike.matrices)
             source = {
                 "path": str(spec.checkpoint),
                 "spec": digest,
                 "files": fingerprint(sources.paths),
                 "verified": checks.describe()
-                | {name: dict(k.verification) for name, k in sources.keyed.items()}
+                | {name: dict(k.verification) for name, k in unlike.keyed.items()}
                 | reused.verified(),
                 **reused.source(),
             }
-            steps = {table: checks.step(table) for table in sources.matrices}
+            steps = {table: checks.step(table) for table in unlike.matrices}
             header = replace(
                 _header(spec, planned, reused, version, source, steps),
                 scorer=scorer,
@@ -181,7 +167,10 @@ class _Load:
         ]
         to_copy = [t for t in self.writer.header.tables if t.name not in self.writer.linked]
         copies = (partial(self._copy, reused, piece) for piece in reused.pieces(to_copy))
-        self._plan_threads(max(4 * p.dim for p in planned), max(part.buffer_bytes for part in parts))
+        self._plan_threads(
+            max((4 * p.dim for p in planned), default=0),
+            max((part.buffer_bytes for part in parts), default=0),
+        )
         self._total_rows = reused.rows + sum(part.rows for part in parts)
         self.done(sum(stored[name].rows for name in self.writer.linked))
         self._share(chain(*(part.reading() for part in parts), copies))
@@ -223,14 +212,6 @@ class _Load:
         with self._lock:
             self._done_rows += rows
             self._progress(self._done_rows, self._total_rows)
-
-
-def threads_of(settings: LoadSettings, each: int) -> int:
-    """Returns the threads of a load, of which each takes so many bytes. ModelError: there is none."""
-    most = settings.max_memory_bytes
-    if most < each:
-        raise ModelError(f"max memory is {most:,} bytes; a load of this model needs at least {each:,}")
-    return max(1, min(settings.threads or len(os.sched_getaffinity(0)), most // each))
 
 
 class _RawLoad:

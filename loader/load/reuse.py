@@ -1,4 +1,5 @@
-"""Tables taken over from the live version: `tableside load --only TABLE` reads only the named tables.
+"""Tables taken over from the live version: those that `tableside load --only TABLE` does not name, and those
+that are the same in the checkpoint (loader.load.same).
 
 Files of large tables are read, checked and linked. Other rows and indexes are copied chunk by chunk on all
 threads and checked against the live checksums. So damage is not published again. The checkpoint may lack
@@ -28,8 +29,8 @@ Piece = tuple[StoredRows, StoredRows, int]
 
 
 class LiveTables:
-    """Tables taken over from the live version. tables: name -> stored in `segment` (None: none). others: the
-    specification of the loaded ones."""
+    """Tables taken over from the live version. tables: name -> stored in `segment` (None: none); unread:
+    those that the checkpoint may lack; others: the specification of the loaded ones."""
 
     def __init__(self, spec: ModelSpec, only: Collection[str], model: Model, backend: CpuBackend) -> None:
         """only: tables to load; empty: all. ModelError: one is missing, or another's specification changed.
@@ -43,8 +44,17 @@ class LiveTables:
         self.others = tuple(t for t in spec.tables if t not in reused)
         self.segment = _live(model) if reused else None
         self.tables = (
-            {} if self.segment is None else {t.name: _checked(t, self.segment, backend) for t in reused}
+            {} if self.segment is None else {t.name: checked(t, self.segment, backend) for t in reused}
         )
+        self.unread = frozenset(self.tables)
+        self._verified: dict[str, Any] = {}
+
+    def add(self, segment: Segment | None, same: dict[str, StoredTable], verified: dict[str, Any]) -> None:
+        """Takes over tables that were read, too: see `SameTables`."""
+        self.segment = self.segment or segment
+        self.tables |= same
+        self._verified |= verified
+        self.others = tuple(t for t in self.others if t.name not in same)
 
     @property
     def rows(self) -> int:
@@ -73,17 +83,23 @@ class LiveTables:
     def verified(self) -> dict[str, Any]:
         """Returns what verified the rows when they were read, for the tables of which that is known."""
         known = {} if self.segment is None else self.segment.header.source.get("verified")
-        return {name: known[name] for name in self.tables if name in known} if isinstance(known, dict) else {}
+        unread = {t: known[t] for t in self.unread if t in known} if isinstance(known, dict) else {}
+        return unread | self._verified
 
     def source(self) -> dict[str, Any]:
-        """Returns the header's `source` entry: the copied version, and per table the version that read it."""
+        """Returns entries of the header's `source`: the version taken over from, per unread table the version
+        that read it, and the tables that are the same."""
         if self.segment is None:
             return {}
         header = self.segment.header
+        same = sorted(set(self.tables) - self.unread)
+        found: dict[str, Any] = {"same": {"version": header.version, "tables": same}} if same else {}
+        if not self.unread:
+            return found
         before = header.source.get("reused")
         read_in = before.get("tables", {}) if isinstance(before, Mapping) else {}
-        tables = {name: read_in.get(name, header.version) for name in self.tables}
-        return {"reused": {"version": header.version, "tables": tables}}
+        tables = {name: read_in.get(name, header.version) for name in sorted(self.unread)}
+        return {"reused": {"version": header.version, "tables": tables}} | found
 
     def pieces(self, header_tables: Collection[StoredTable]) -> Iterator[Piece]:
         """All that is to be copied to these tables. Each piece may be copied by another thread."""
@@ -106,7 +122,7 @@ class LiveTables:
         if not segment.is_whole(of, start, stop):
             raise SegmentError(
                 f"{segment.path}: {segment.describe(of, start, stop)}: the checksum is wrong, so bytes "
-                "changed after they were written; load the whole model, without --only"
+                "changed after they were written; load the whole model again, without --only"
             )
         first = of.offset + start * of.row_bytes
         rows = writer.rows(to, start, stop)
@@ -130,7 +146,7 @@ def _live(model: Model) -> Segment:
     return segment
 
 
-def _checked(spec: TableSpec, segment: Segment, backend: CpuBackend) -> StoredTable:
+def checked(spec: TableSpec, segment: Segment, backend: CpuBackend) -> StoredTable:
     """Returns the table as the live version has it. ModelError: it is not what `spec` says."""
     header = segment.header
     of_live = f"version {header.version} of model {header.model!r}, which is live,"

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.load.load import Progress as LoadProgress
 from tableside.loader.load.origin import is_live
+from tableside.loader.load.settings import Progress as LoadProgress
 from tableside.loader.model.first_model import first_model
 from tableside.loader.model.model import NAME, ModelSpec, read_model
 from tableside.loader.model.text import write_model

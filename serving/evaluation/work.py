@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from tableside.loader.errors import VersionError
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import read_model
 from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from reference import REFERENCE
 
-from tableside.loader.load.load import Loaded, LoadSettings, Progress, load
+from tableside.loader.load.load import Loaded, load
+from tableside.loader.load.settings import LoadSettings, Progress
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, Source, Table, choose
@@ -48,6 +49,7 @@ SAVERS: dict[str, Callable[[Path, Tables], str]] = {
     "npz": save_npz,
     "safetensors": save_safetensors,
     "parquet": save_parquet,
+    "kept": lambda folder, tables: "c.npz",
 }
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tableside.loader.errors import VersionError
-from tableside.loader.load.load import LoadSettings
 from tableside.loader.load.load import load as load_model
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import check_name, read_model
 from tableside.loader.versions.states import State, parse_state, resolve
 from tableside.loader.versions.versions import Model

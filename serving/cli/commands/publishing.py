@@ -8,9 +8,10 @@ from tableside.loader.deltas.apply import ApplySettings
 from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.load.as_delta import load_as_delta
-from tableside.loader.load.load import Loaded, LoadSettings
+from tableside.loader.load.load import Loaded
 from tableside.loader.load.load import load as load_model
 from tableside.loader.load.manifest import write_manifest
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.load.verification import summary
 from tableside.loader.model.first_model import IDS_ALONE, first_model, module_model
 from tableside.loader.model.hps import hps_model, hps_text, is_hps
@@ -99,9 +100,7 @@ def load(options: argparse.Namespace) -> int:
         loaded = load_model(spec, root, settings, progress)
     console.print(describe_load(loaded))
     console.print(summary(loaded.header.source))
-    if reused := describe_reused(loaded.header.source):
-        console.print(reused)
-    for line in describe_scorer(loaded.header):
+    for line in (*describe_reused(loaded.header.source), *describe_scorer(loaded.header)):
         console.print(line, markup=False)
     if not options.no_activate:
         for path in Model(root, spec.name).collect(options.keep):

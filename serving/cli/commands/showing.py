@@ -135,8 +135,8 @@ def inspect(options: argparse.Namespace) -> int:
         f"read from {h.source.get('path', '?')} in {h.load.get('seconds', float('nan')):.2f} s, "
         f"{summary(h.source)}"
     )
-    if reused := describe_reused(h.source):
-        console.print(reused)
+    for line in describe_reused(h.source):
+        console.print(line, markup=False)
     for line in _changes(segment):
         console.print(line)
     if len(segment.files) > 1:
@@ -241,14 +241,17 @@ def _ids_of(t: StoredTable) -> str:
     return f"{t.ids.count:,} {kind}" + (f", {t.ids.backfilled:,} backfilled" if t.ids.backfilled else "")
 
 
-def describe_reused(source: Mapping[str, Any]) -> str:
-    """Returns a line about tables reused from another version, of a header's source; "" if none were."""
-    reused = source.get("reused")
-    if not isinstance(reused, dict) or not isinstance(tables := reused.get("tables"), dict):
-        return ""
-    names = list(map(str, tables))
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"taken over from version {reused.get('version')}: {', '.join(names[:5])}{more}"
+def describe_reused(source: Mapping[str, Any]) -> Iterator[str]:
+    """Yields lines about tables that a version shares with another one, of a header's source."""
+    for kind, said in (
+        ("reused", "taken over from version {}: {}"),
+        ("same", "the same as in version {}, whose files it shares: {}"),
+    ):
+        of = source.get(kind)
+        if isinstance(of, dict) and isinstance(tables := of.get("tables"), dict | list):
+            names = list(map(str, tables))
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            yield said.format(of.get("version"), ", ".join(names[:5]) + more)
 
 
 def describe_scorer(header: Header) -> Iterator[str]:

@@ -16,7 +16,7 @@ from tableside.loader.deltas.apply import apply as apply_changes
 from tableside.loader.deltas.change_files import read_changes, rows_in
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ChangeError
-from tableside.loader.load.load import Progress
+from tableside.loader.load.settings import Progress
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli.arguments import AddCommand, add_json, add_keep_states, count, seconds, share
 from tableside.serving.cli.output import console, mb, print_json, progress_bar, published, table_of

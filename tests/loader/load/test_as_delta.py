@@ -13,10 +13,11 @@ from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import CheckpointError, ModelError, VersionError
-from tableside.loader.load import as_delta
+from tableside.loader.load import comparison
 from tableside.loader.load.as_delta import load_as_delta
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
 from tableside.loader.load.origin import is_live
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.model.text import write_model
 from tableside.loader.versions.states import State, attach_state, state_of
@@ -221,14 +222,14 @@ def test_a_state_that_came_meanwhile_is_not_overwritten(
     first: ModelSpec, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was compared is no longer live."""
-    model, finish = Model(root, "demo"), as_delta.Verification.finish
+    model, finish = Model(root, "demo"), comparison.Verification.finish
 
     def apply_now(self: Any) -> None:
         changes = TableChanges("dense", np.arange(2), np.ones((2, DIM), np.float32))
         apply(model, ChangeBatch(iter([changes])))
         finish(self)
 
-    monkeypatch.setattr(as_delta.Verification, "finish", apply_now)
+    monkeypatch.setattr(comparison.Verification, "finish", apply_now)
     with pytest.raises(VersionError, match=r"state 1\+1 .* became live while changes were applied over 1"):
         load_as_delta(spec_of(tmp_path, changed(DENSE, 3), RAW), root, SETTINGS)
     assert state_of(model.record()) == State(1, 1)

@@ -9,7 +9,7 @@ from raw_loads import attached, publish_raw, vectors_of
 from support import rows_of
 
 from tableside.loader.errors import CheckpointError, LoaderError, ModelError
-from tableside.loader.load.load import LoadSettings
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.versions.versions import Model
 from tableside.quant import BadIds
 from tableside.quant.cpu.checked import rows_of as resolve

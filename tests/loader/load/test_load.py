@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from support import LONGEST_S, rows_of, run_tableside
 
 from tableside.loader.errors import CheckpointError, LoaderError, ModelError, VersionError
-from tableside.loader.load.load import Loaded, LoadSettings, load
+from tableside.loader.load.load import Loaded, load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions import versions
 from tableside.loader.versions.folder import Folder

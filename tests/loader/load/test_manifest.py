@@ -15,8 +15,9 @@ from support import rows_of, run_tableside
 
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError, LoaderError
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
 from tableside.loader.load.manifest import chunk_rows, manifest_path, write_manifest
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.load.verification import summary
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model

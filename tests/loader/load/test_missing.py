@@ -11,7 +11,8 @@ from raw_loads import attached, publish_raw, quantized, vectors_of
 from support import rows_of
 
 from tableside.loader.errors import ModelError
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.quant import BadIds, Pooling, choose
 

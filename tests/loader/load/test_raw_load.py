@@ -20,7 +20,8 @@ from raw_loads import SAVERS, attached, publish_raw, quantized, save_npz, vector
 from support import files_of, rows_of, run_tableside
 
 from tableside.loader.errors import CheckpointError, ModelError
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
@@ -245,7 +246,8 @@ def test_memory_of_a_load_does_not_grow_with_the_ids(root: Path, tmp_path: Path)
     script = f"""
         import re, threading
         from pathlib import Path
-        from tableside.loader.load.load import LoadSettings, load
+        from tableside.loader.load.load import load
+        from tableside.loader.load.settings import LoadSettings
         from tableside.loader.model.model import parse_model
         import tableside.quant.cpu.index_builder, tableside.quant.cpu.native
         def private():

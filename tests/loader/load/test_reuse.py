@@ -14,8 +14,9 @@ from keyed_tables import ids_of
 from support import rows_of, run_tableside
 
 from tableside.loader.errors import LoaderError, ModelError, SegmentError, VersionError
-from tableside.loader.load.load import Loaded, LoadSettings, load
+from tableside.loader.load.load import Loaded, load
 from tableside.loader.load.reuse import LiveTables
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.model.text import write_model
 from tableside.loader.segment import layout

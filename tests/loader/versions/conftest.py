@@ -6,17 +6,12 @@ from pathlib import Path
 import pytest
 from table_files import CHANGED, TABLES
 
-from tableside.loader.load.load import Loaded, LoadSettings
-from tableside.loader.segment import layout
+from tableside.loader.load.load import Loaded
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.versions.versions import Model
 
 Publish = Callable[..., Loaded]
 SETTINGS = LoadSettings(threads=1)
-
-
-@pytest.fixture
-def every_table_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "LARGE_PAGES", 0)
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from small_memory import fill, mounted_tmpfs
 from support import rows_of, run_tableside, until
 
 from tableside.loader.errors import AccessError, LoaderError, SegmentError, VersionError
-from tableside.loader.load.load import Loaded, LoadSettings
+from tableside.loader.load.load import Loaded
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.versions import Model, models

@@ -16,7 +16,7 @@ from support import flip_bit, rows_of
 
 pytest.importorskip("triton")
 from tableside.loader.errors import SegmentError
-from tableside.loader.load.load import LoadSettings
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.segment import layout
 from tableside.loader.segment.segment import Segment, SegmentFile
 from tableside.loader.versions.versions import Model

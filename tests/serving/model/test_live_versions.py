@@ -112,7 +112,7 @@ def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path
         "checkpoint": "constant.npz",
         "tables": {"user": {"key": "user", "row_format": "fp32"}},
     }
-    from tableside.loader.load.load import LoadSettings
+    from tableside.loader.load.settings import LoadSettings
 
     staged = load(parse_model(spec, tmp_path), root, LoadSettings(activate=False))
     data = bytearray(staged.path.read_bytes())

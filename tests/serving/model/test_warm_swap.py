@@ -12,7 +12,8 @@ from cache_check import check
 from keyed_tables import ids_of
 from support import rows_of
 
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model

@@ -10,7 +10,8 @@ from scorers import Ctr, exported
 from support import rows_of
 
 from tableside.loader.errors import ModelError
-from tableside.loader.load.load import LoadSettings, load
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import read_model
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli.local import local_server

@@ -1,0 +1,83 @@
+"""Tables that are in a checkpoint what they are in the live version: a load links their files.
+
+A table with a file of its own is compared before anything is written, up to the first rows that differ: these
+end it soon where a table was trained. So a load needs room for what changed, and no GPU gets a second copy.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tableside.loader.checkpoint import Checkpoint
+from tableside.loader.errors import ModelError, SegmentError, VersionError
+from tableside.loader.load.comparison import Comparison, Unfit, check_shape
+from tableside.loader.load.plan import Sources
+from tableside.loader.load.reuse import checked
+from tableside.loader.load.settings import LoadSettings, Progress
+from tableside.loader.model.model import TableSpec
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredTable
+from tableside.loader.versions.versions import Model
+from tableside.quant import CpuBackend
+
+
+class SameTables(NamedTuple):
+    """tables: as `segment`, the live version, has them; verified: what verified their rows in the
+    checkpoint."""
+
+    segment: Segment | None
+    tables: dict[str, StoredTable]
+    verified: dict[str, Any]
+
+
+def same_tables(
+    specs: Sequence[TableSpec],
+    model: Model,
+    checkpoint: Checkpoint,
+    backend: CpuBackend,
+    settings: LoadSettings,
+    progress: Progress,
+) -> SameTables:
+    """Returns which of the tables are as the live version has them, whose files are verified. progress:
+    counts rows of each table. CheckpointError: rows are damaged. Caller holds the load lock."""
+    found = SameTables(_live(model), {}, {})
+    if found.segment is None:
+        return found
+    for file in found.segment.files:
+        spec = next((t for t in specs if t.name == file.table), None)
+        if spec is None:
+            continue
+        try:
+            stored = checked(spec, found.segment, backend)
+            if stored.row_bytes != spec.row_bytes(stored.dim):
+                continue
+            verified = _compare(spec, found.segment, checkpoint, settings, progress)
+            found.segment.verify_file(file, settings.threads or len(os.sched_getaffinity(0)))
+        except (Unfit, ModelError, SegmentError):  # it changed, or is damaged: it is loaded
+            continue
+        found.tables[spec.name] = stored
+        found.verified.update(verified)
+    return found
+
+
+def _live(model: Model) -> Segment | None:
+    if not model.record().current:
+        return None
+    try:
+        segment = model.attach(verify="header")
+    except (SegmentError, VersionError):  # damaged, or known to be
+        return None
+    return None if segment.header.owner is not None else segment
+
+
+def _compare(
+    spec: TableSpec, segment: Segment, checkpoint: Checkpoint, settings: LoadSettings, progress: Progress
+) -> dict[str, Any]:
+    """Returns what verified the rows. Unfit: a table differs."""
+    sources = Sources([spec], checkpoint)
+    check_shape(spec, segment.tables[spec.name], sources)
+    work = Comparison(segment.tables, checkpoint, sources, settings, progress, 0)
+    if work.entries(spec).ids.size:
+        raise Unfit(f"table {spec.name!r} differs")
+    work.checks.finish()
+    return work.checks.describe() | {name: dict(k.verification) for name, k in sources.keyed.items()}

@@ -1,0 +1,35 @@
+"""Settings of a load, and the threads that it takes."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tableside.loader.errors import ModelError
+
+PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
+# (done, in all), from any thread: rows that are compared, ids that are indexed, then rows that are written
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """threads: 0: one per core; max_memory_bytes: limit for private buffers; group: may read the model; only:
+    tables to load, others are taken over from the live version (empty: all)."""
+
+    threads: int = 0
+    max_memory_bytes: int = 64 << 20
+    backend: str = "native"
+    activate: bool = True
+    group: str | None = None
+    only: tuple[str, ...] = ()
+
+
+DEFAULTS = LoadSettings()
+
+
+def threads_of(settings: LoadSettings, each: int) -> int:
+    """Returns the threads of a load, of which each takes so many bytes. ModelError: there is none."""
+    most = settings.max_memory_bytes
+    if most < each:
+        raise ModelError(f"max memory is {most:,} bytes; a load of this model needs at least {each:,}")
+    return max(1, min(settings.threads or len(os.sched_getaffinity(0)), most // each))
