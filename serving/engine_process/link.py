@@ -6,10 +6,10 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -23,14 +23,13 @@ from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import AnswerMessage, Ask, Connection, MessageKind
 from tableside.serving.errors import ApiError, ErrorKind, ServingError
 from tableside.serving.executors.admission import overloaded
+from tableside.serving.executors.pending import Pending, kept, settle
 from tableside.serving.model.engine import CacheState
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.settings import ServerSettings
 from tableside.serving.shm.regions import PartlyOnDevice, Slice
 
 logger = logging.getLogger("tableside")
-
-Done = Callable[[Answer | Exception], None]
 
 TIMEOUT_S = 30.0  # that a request waits for an engine process, or for its successor
 REQUESTS_BYTES = 128 << 20  # of memory for a door's requests, at least
@@ -39,30 +38,34 @@ _DESCRIBED = 64  # states of all models that what the engine said of is kept
 _MOST_ASKED = 3  # times that a request is sent: it may be what ends engines
 
 
+class _Contents(NamedTuple):
+    """What a request has in the door's memory. parts, holes: of inputs on the engine's GPU."""
+
+    inputs: Any
+    description: bytes
+    parts: bytes
+    holes: tuple[Slice, ...]
+    names_version: bool
+
+
 @dataclass(slots=True)
-class _PendingRequest:
-    """A request under way. since: time.monotonic(). times: how often sent. done: gets the answer or error;
-    None: told."""
+class _SentRequest:
+    """A request in the door's memory. since: time.monotonic(). times: how often sent."""
 
     ask: Ask
     since: float
-    done: Done | None
+    pending: Pending
     times: int = 0
 
-    def tell(self, found: Answer | Exception) -> None:
-        """Passes the result on, once."""
-        if (done := self.done) is not None:
-            self.done = None
-            done(found)
 
-
-@dataclass
+@dataclass(slots=True)
 class _QueuedRequest:
     """A request that waits for room in the door's memory. since: time.monotonic()."""
 
     size: int
     since: float
-    room: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    pending: Pending
+    contents: _Contents
 
 
 class EngineLink:
@@ -82,7 +85,7 @@ class EngineLink:
         self._connection: Connection | None = None
         self._is_ready = asyncio.Event()
         self._numbers = 0
-        self._asked: dict[int, _PendingRequest] = {}
+        self._asked: dict[int, _SentRequest] = {}
         self._waiting: list[_QueuedRequest] = []  # for room, oldest first
         self._coming: dict[tuple[Any, ...], asyncio.Future[dict[str, Any]]] = {}  # from the engine
         self._refused: ApiError | None = None  # why the engine does not serve this door's models
@@ -115,49 +118,28 @@ class EngineLink:
 
     # ---- requests ----
 
-    def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        """As of `CpuExecutor`."""
-        return request.look_up(inputs) if request.is_small else None
-
-    def run_soon(self, request: Request, inputs: Any, done: Done) -> bool:
-        """Like `run`, but calls `done` later with the answer or error. False: call `run`. `inputs` may be
-        reused on return."""
-        if isinstance(inputs, PartlyOnDevice):
-            return False
-        description = describe(request)
-        at = None if self._waiting else self._blocks.take(messages.bytes_of(inputs, description))
-        if at is None:
-            return False
-        self._ask(at, inputs, description, done, names_version=request.names_version)
-        return True
-
-    async def run(self, request: Request, inputs: Any) -> Answer:
+    def begin(self, request: Request, inputs: Any) -> Answer | Pending:
         """As of `CpuExecutor`. inputs: some may lie on the engine's GPU (`PartlyOnDevice`)."""
         if request.is_small:
             return request.look_up(inputs)
-        description, parts, names_version = describe(request), b"", request.names_version
+        parts: bytes = b""
         holes: tuple[Slice, ...] = ()
+        at, pending = None, Pending()
         if isinstance(inputs, PartlyOnDevice):
             parts, holes, inputs = parts_of(inputs), inputs.reads, inputs.inputs
-        size = messages.bytes_of(inputs, description, parts)
-        at = self._blocks.take(size) if not self._waiting else None
+        contents = _Contents(inputs, describe(request), parts, holes, request.names_version)
+        size = messages.bytes_of(*contents[:3])
+        if not self._waiting:  # first come, first served
+            at = self._blocks.take(size)
         if at is None:
-            at = await self._room(size)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._ask(at, inputs, description, partial(_settle, answer), parts, holes, names_version)
-        return await answer
+            self._queue(_QueuedRequest(size, time.monotonic(), pending, contents))
+        else:
+            self._ask(at, contents, pending)
+        return pending
 
-    def _ask(
-        self,
-        at: int,
-        inputs: Any,
-        description: bytes,
-        done: Done,
-        parts: bytes = b"",
-        holes: Sequence[Slice] = (),
-        names_version: bool = False,
-    ) -> None:
-        """Writes a request to the door's memory and sends it. parts, holes: inputs on the engine's GPU."""
+    def _ask(self, at: int, contents: _Contents, pending: Pending) -> None:
+        """Writes a request to the door's memory and sends it."""
+        inputs, description, parts, holes, names_version = contents
         self._numbers += 1
         ask = Ask(self._numbers, at, len(inputs), len(description), len(parts), names_version)
         given = memoryview(inputs).cast("B")
@@ -166,31 +148,29 @@ class EngineLink:
         described_at, parts_at, _ = messages.places_of(ask)
         for begin, said in ((described_at, description), (parts_at, parts)):
             self._held[begin : begin + len(said)] = said
-        asked = self._asked[ask.number] = _PendingRequest(ask, time.monotonic(), done)
+        asked = self._asked[ask.number] = _SentRequest(ask, time.monotonic(), pending)
         self._send(asked)
 
-    async def _room(self, size: int) -> int:
-        """Returns room in the door's memory, first come first served. ApiError 503: none in time."""
-        if size > self._memory.size:
-            raise overloaded(f"the request takes {size:,} bytes of {self._memory.size:,} for all")
+    def _queue(self, asked: _QueuedRequest) -> None:
+        """Keeps a request until there is room. ApiError 503: there is none in time, or for so many."""
+        if asked.size > self._memory.size:
+            raise overloaded(f"the request takes {asked.size:,} bytes of {self._memory.size:,} for all")
         if len(self._waiting) >= self._settings.max_waiting:
             raise overloaded(f"{len(self._waiting)} requests wait for room, the limit (max_waiting)")
-        self._waiting.append(waiting := _QueuedRequest(size, time.monotonic()))
-        return await waiting.room
+        asked.contents = asked.contents._replace(inputs=kept(asked.contents.inputs))
+        self._waiting.append(asked)
 
     def _give_back(self, at: int) -> None:
         self._blocks.give_back(at)
         while self._waiting:
             first = self._waiting[0]
-            if first.room.done():  # its client left, or it waited too long
-                self._waiting.pop(0)
-            elif (room := self._blocks.take(first.size)) is None:
-                return
-            else:
-                self._waiting.pop(0)
-                first.room.set_result(room)
+            if not first.pending.is_told:  # as one is that waited too long
+                if (room := self._blocks.take(first.size)) is None:
+                    return
+                self._ask(room, first.contents, first.pending)
+            self._waiting.pop(0)
 
-    def _send(self, asked: _PendingRequest) -> None:
+    def _send(self, asked: _SentRequest) -> None:
         """Sends a request, or leaves it for the next engine."""
         if self._connection is not None and self.is_ready:
             asked.times += 1
@@ -205,14 +185,16 @@ class EngineLink:
             self._give_back(asked.ask.at)
         if "error" in told:
             if asked is not None:
-                asked.tell(_error(told["error"]))
+                asked.pending.tell(_error(told["error"]))
             return
         give_back = partial(connection.release, answer.number)
         buffer = np.asarray(Lent(memory, answer.at, answer.size, give_back))
         if asked is not None:
             unfound = told.get("unfound")
             state = State.numbered(told["state"]) if "state" in told else None
-            asked.tell(Answer(buffer, None if unfound is None else [Unfound(*u) for u in unfound], state))
+            asked.pending.tell(
+                Answer(buffer, None if unfound is None else [Unfound(*u) for u in unfound], state)
+            )
 
     # ---- the connection ----
 
@@ -231,7 +213,7 @@ class EngineLink:
         logger.warning("the engine process ended; requests wait for its successor")
         self._is_ready.clear()
         for asked in list(self._asked.values()):
-            if asked.times >= _MOST_ASKED or asked.done is None:
+            if asked.times >= _MOST_ASKED or asked.pending.is_told:
                 self._refuse(asked, overloaded(f"{_MOST_ASKED} engine processes ended over this request"))
         for coming in self._coming.values():
             coming.set_exception(overloaded("the engine process ended"))
@@ -323,7 +305,7 @@ class EngineLink:
 
     def _came(self, key: tuple[Any, ...], told: dict[str, Any]) -> None:
         if (coming := self._coming.pop(key, None)) is not None:
-            _settle(coming, _error(told["error"]) if told.get("error") else told)
+            settle(coming, _error(told["error"]) if told.get("error") else told)
 
     def _has_attached(self, told: dict[str, Any]) -> None:
         model, state = told["attached"]
@@ -352,26 +334,15 @@ class EngineLink:
                     error = overloaded(f"the engine process did not answer within {TIMEOUT_S:g} s")
                     self._refuse(asked, error)
             for waiting in self._waiting:
-                if now - waiting.since > self._settings.max_wait_s and not waiting.room.done():
-                    waiting.room.set_exception(
-                        overloaded("the request waited too long for room (max_wait_s)")
-                    )
+                if now - waiting.since > self._settings.max_wait_s:
+                    waiting.pending.tell(overloaded("the request waited too long for room (max_wait_s)"))
 
-    def _refuse(self, asked: _PendingRequest, error: ApiError) -> None:
+    def _refuse(self, asked: _SentRequest, error: ApiError) -> None:
         """Refuses a request. A live engine may still read its inputs, which stay until it answers."""
-        asked.tell(error)
+        asked.pending.tell(error)
         if not self.is_ready:
             del self._asked[asked.ask.number]
             self._give_back(asked.ask.at)
-
-
-def _settle(answer: "asyncio.Future[Any]", found: Any) -> None:
-    if answer.done():
-        return
-    if isinstance(found, Exception):
-        answer.set_exception(found)
-    else:
-        answer.set_result(found)
 
 
 def _error(fields: list[Any]) -> ApiError:

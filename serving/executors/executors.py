@@ -4,12 +4,14 @@ GPU `serving.engine_process.link.EngineLink` stands in this place."""
 import asyncio
 import functools
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tableside.quant import Plan
 from tableside.quant.contract import Waiting
 from tableside.serving.executors.admission import overloaded
+from tableside.serving.executors.pending import Found, Pending, kept
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Scorer, Scoring, ToScore
@@ -36,31 +38,40 @@ class CpuExecutor:
         self._score_thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-scorer")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
         self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
+        self._tasks: set[asyncio.Task[None]] = set()
         self._late: Scorer | None = None
         self._reading = 0
 
-    def run_now(self, request: Request, inputs: Any) -> Answer | None:
-        """Like `run`, at once for a small request; None: call `run`."""
-        if self._blocks(request) or (request.scoring is not None and self._goes_beside(request.scoring)):
-            return None
+    def begin(self, request: Request, inputs: Any) -> Answer | Pending:
+        """Answers a small request at once, and a larger one, or one that waits for rows, later. The answer is
+        its output buffer: vectors, scores, found masks. `inputs` may be reused on return. ApiError: an id or
+        length is wrong, rows did not come, the scorer refuses or is late, or the worker is being replaced."""
         plan = request.plan
         if plan.waits:
+            inputs = kept(inputs)  # which `begun` may point into
             begun = request.begin(inputs)
             if isinstance(begun, Waiting):
-                return None
+                return self._later(self._run_waiting(request, begun, inputs))
             plan = begun
+        scoring = request.scoring
+        if self._blocks(request) or (scoring is not None and self._goes_beside(scoring)):
+            return self._later(self._run(request, plan, kept(inputs)))
         answer = request.look_up(inputs, plan)
-        if request.scoring is not None:
-            self._score_now(ToScore(request.scoring, inputs, answer.buffer), time.perf_counter())
+        if scoring is not None:
+            self._score_now(ToScore(scoring, inputs, answer.buffer), time.perf_counter())
         return answer
 
-    async def run(self, request: Request, inputs: Any) -> Answer:
-        """Returns the output buffer: vectors, scores, found masks. ApiError: an id or length is wrong, the
-        scorer refuses or is late, or the worker is being replaced."""
-        plan = request.plan
-        if plan.waits:
-            begun = request.begin(inputs)
-            plan = await self._read(request, begun) if isinstance(begun, Waiting) else begun
+    def _later(self, coming: Coroutine[Any, Any, Answer]) -> Pending:
+        pending = Pending()
+        task = asyncio.get_running_loop().create_task(_tell(pending, coming))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return pending
+
+    async def _run_waiting(self, request: Request, begun: Waiting, inputs: Any) -> Answer:
+        return await self._run(request, await self._read(request, begun), inputs)
+
+    async def _run(self, request: Request, plan: Plan, inputs: Any) -> Answer:
         if self._blocks(request):
             loop = asyncio.get_running_loop()
             answer = await loop.run_in_executor(self._beside, request.look_up, inputs, plan)
@@ -132,6 +143,14 @@ class CpuExecutor:
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(timed_out(scorer))
+
+
+async def _tell(pending: Pending, coming: Coroutine[Any, Any, Answer]) -> None:
+    try:
+        found: Found = await coming
+    except Exception as error:  # noqa: BLE001  # whoever asked gets it
+        found = error
+    pending.tell(found)
 
 
 def _pass_on(answer: "asyncio.Future[_Refusals]", running: "asyncio.Future[_Refusals]") -> None:

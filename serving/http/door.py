@@ -14,9 +14,10 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind
 from tableside.serving.executors.admission import Hold
+from tableside.serving.executors.pending import Found
 from tableside.serving.http.asgi import Response, error_response
 from tableside.serving.http.traffic import Traffic
-from tableside.serving.http.v2.infer import LENGTH, V2, Found
+from tableside.serving.http.v2.infer import LENGTH, V2
 from tableside.serving.metrics import metrics
 
 logger = logging.getLogger("tableside")

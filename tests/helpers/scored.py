@@ -19,6 +19,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import Precision, choose
 from tableside.serving.errors import ApiError
 from tableside.serving.executors.executors import CpuExecutor
+from tableside.serving.executors.pending import answer_of
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import DenseInput
@@ -119,7 +120,11 @@ class Both:
         async def run() -> list[Answer | BaseException]:
             with ThreadPoolExecutor(1) as beside:
                 executor = CpuExecutor(beside)
-                return await asyncio.gather(*(executor.run(*r) for r in requests), return_exceptions=True)
+
+                async def one(request: Request, inputs: bytes) -> Answer:
+                    return await answer_of(executor.begin(request, inputs))
+
+                return await asyncio.gather(*(one(*r) for r in requests), return_exceptions=True)
 
         return asyncio.run(run())
 

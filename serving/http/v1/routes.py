@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
+from tableside.serving.executors.pending import answer_of
 from tableside.serving.http import asgi, metadata, openapi
 from tableside.serving.http.v1.request import (
     INPUTS_PER_BYTE,
@@ -49,7 +50,7 @@ class V1:
         asgi.check_json_answer(request.out_bytes, service.settings.max_json_bytes)
         hold.grow((1 + JSON_GROWTH) * request.out_bytes)
         parsed = time.perf_counter()
-        answer = await service.executor.run(request, laid_out.inputs)
+        answer = await answer_of(service.executor.begin(request, laid_out.inputs))
         looked_up = time.perf_counter()
         result = answer.state or served.state, laid_out, answer.buffer
         is_large = request.out_bytes > asgi.ANSWER_BYTES or len(text) > asgi.BESIDE_BYTES

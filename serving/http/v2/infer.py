@@ -11,6 +11,7 @@ import orjson
 from tableside.loader.versions.states import State
 from tableside.serving.errors import bad_request, not_found, short
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
+from tableside.serving.executors.pending import Found, Pending, answer_of
 from tableside.serving.http import asgi
 from tableside.serving.http.v2 import reader, shm
 from tableside.serving.http.v2 import request as v2_request
@@ -20,12 +21,10 @@ from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.request import Answer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
-from tableside.serving.shm.regions import PartlyOnDevice
 
 _INLINE_HEADER_BYTES = 1 << 18  # are read on the event loop: some 0.4 ms
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
-Found = Answer | Exception  # what was looked up, or why it was not
 _Times = tuple[float, float]  # when it was begun and understood, of time.perf_counter
 Later = Callable[[Callable[[Found], asgi.Response], Found], None]
 
@@ -62,7 +61,7 @@ class V2:
         hold: Hold,
         later: Later,
     ) -> asgi.Response | Coroutine[Any, Any, asgi.Response] | None:
-        """Returns the response if the request is small and looked up at once, else a coroutine. None: `later`
+        """Returns the response if the request is small and looked up at once, or a coroutine. None: `later`
         gets the response's maker and what it takes. ApiError: refused. `body` may be reused on return."""
         started = time.perf_counter()
         length = self._json_bytes(header_length, body)
@@ -74,14 +73,13 @@ class V2:
             return self.infer(named, header_length, bytes(body), hold)
         self._admit(infer, infer.made_bytes(body), hold)
         came = infer, len(body), (started, time.perf_counter())
-        answer = self.service.executor.run_now(infer.request, infer.inputs)
-        if answer is None:
-            done = functools.partial(later, functools.partial(self._encode, *came))
-            link = self.service.link if infer.is_inline else None
-            if link is not None and link.run_soon(infer.request, infer.inputs, done):
-                return None
-            return self._run(infer._replace(inputs=_kept(infer.inputs)), *came[1:])
-        return self._encode(*came, answer) if infer.is_inline else self._write(*came, answer)
+        begun = self.service.executor.begin(infer.request, infer.inputs)
+        if not infer.is_inline:
+            return self._write(*came, begun)
+        if isinstance(begun, Pending):
+            begun.then(functools.partial(later, functools.partial(self._encode, *came)))
+            return None
+        return self._encode(*came, begun)
 
     def _admit(self, infer: InferRequest, made_bytes: int, hold: Hold) -> None:
         """Counts what a request will hold. ApiError: too much JSON, or no room."""
@@ -96,17 +94,19 @@ class V2:
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
         infer = await self._understand(served, header_length, body, hold)
         infer.request.names_version = len(named) > 1
-        return await self._run(infer, len(body), (started, time.perf_counter()))
-
-    async def _run(self, infer: InferRequest, body_bytes: int, times: _Times) -> asgi.Response:
-        came = infer, body_bytes, times
-        answer = await self.service.executor.run(infer.request, infer.inputs)
-        return self._encode(*came, answer) if infer.is_inline else await self._write(*came, answer)
+        came = infer, len(body), (started, time.perf_counter())
+        begun = self.service.executor.begin(infer.request, infer.inputs)
+        return (
+            self._encode(*came, await answer_of(begun))
+            if infer.is_inline
+            else await self._write(*came, begun)
+        )
 
     async def _write(
-        self, infer: InferRequest, body_bytes: int, times: _Times, answer: Answer
+        self, infer: InferRequest, body_bytes: int, times: _Times, begun: Answer | Pending
     ) -> asgi.Response:
         """Like `_encode`, beside the event loop, for large regions or JSON."""
+        answer = await answer_of(begun)
         looked_up = time.perf_counter()
         encoded = await self.service.beside(v2_request.encode, infer, answer.buffer)
         return self._answered(infer, body_bytes, (*times, looked_up), answer, encoded)
@@ -182,11 +182,6 @@ class V2:
 def _is_large(header_bytes: int, body: Any) -> bool:
     """Whether a request is read beside the event loop."""
     return header_bytes > _INLINE_HEADER_BYTES or len(body) - header_bytes > shm.INLINE_BYTES
-
-
-def _kept(inputs: Any) -> Any:
-    """Returns inputs that stay when the connection's buffer is reused."""
-    return inputs if isinstance(inputs, PartlyOnDevice) else bytes(inputs)
 
 
 def _parse_length(value: bytes, size: int) -> int:

@@ -17,6 +17,7 @@ from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.memory import SharedMemory
 from tableside.serving.engine_process.messages import MessageKind
 from tableside.serving.errors import ApiError
+from tableside.serving.executors.pending import answer_of
 from tableside.serving.model.request import Answer
 from tableside.serving.settings import ServerSettings
 
@@ -215,12 +216,17 @@ def test_requests_wait_for_room_in_the_memory_for_requests(monkeypatch: pytest.M
 
     async def test(address: str, engine: Doors) -> None:
         one = await open_link(address)
-        running = [asyncio.ensure_future(one.run(REQUEST, bytes(1500))) for _ in range(4)]
+        body, running = bytearray(1500), []
+        for n in range(4):
+            body[:] = bytes([n]) * len(body)  # each request comes where the one before lay
+            running.append(asyncio.ensure_future(answer_of(one.begin(REQUEST, memoryview(body)))))
         for asked in (2, 4):
             while len(host.asked) < asked:
                 await asyncio.sleep(0.001)
             assert len(one._waiting) == 4 - asked == len([r for r in running if not r.done()]) - 2
-            for _, _, reply in host.asked[asked - 2 :]:
+            for n in (asked - 2, asked - 1):
+                _, inputs, reply = host.asked[n]
+                assert bytes(inputs) == bytes([n]) * 1500
                 reply.set_result(Answer(engine.answers.take(8)))
         assert all(answer.buffer.size == 8 for answer in await asyncio.gather(*running))
         one.close()
@@ -235,7 +241,7 @@ def test_a_request_that_its_engine_does_not_answer_is_refused(monkeypatch: pytes
     async def test(address: str, engine: Doors) -> None:
         one = await open_link(address)
         with pytest.raises(ApiError, match=r"the engine process did not answer within 0\.2 s") as refused:
-            await one.run(REQUEST, bytes(8))
+            await answer_of(one.begin(REQUEST, bytes(8)))
         assert refused.value.status == 503
         one.close()
 

@@ -8,21 +8,21 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from batched import batcher_of, run_in
+from played_batches import Device, Request
 from support import rows_of
 
 from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
 from tableside.quant import BadIds, choose
 from tableside.quant.cache.statistics import Statistics, TableStatistics
-from tableside.quant.contract import MatrixPlace, Unfound, Waiting
+from tableside.quant.contract import MatrixPlace, Unfound
 from tableside.quant.errors import Problem
-from tableside.serving.errors import ApiError, ErrorKind, ServingError
+from tableside.serving.errors import ApiError, ServingError
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.metrics import metrics
 from tableside.serving.model.engine import Engine
@@ -34,48 +34,6 @@ from tableside.serving.settings import ServerSettings
 pytestmark = pytest.mark.gpu
 
 Publish = Callable[..., Any]
-
-
-class Device:
-    """Stands for a GPU's backend: answers each batch with what it is told."""
-
-    device = "cuda:9"
-    description = "fused (nothing)"
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.answer: Callable[[list[Any]], Any] = lambda requests: [np.zeros(12, np.uint8) for _ in requests]
-        self.lost = False
-
-    @property
-    def batches(self) -> Any:
-        return self
-
-    def start(self, requests: list[Any], timed: bool, follower: Any = None) -> Any:
-        self.sizes.append(len(requests))
-        return requests
-
-    def wait(self, requests: list[Any]) -> Any:
-        return [
-            found if isinstance(found, BadIds | tuple) else (found, None) for found in self.answer(requests)
-        ], None
-
-    def is_lost(self) -> bool:
-        return self.lost
-
-
-class Request:
-    """Stands for a request that was laid out."""
-
-    plan = SimpleNamespace(waits=False)
-    model = "played"
-    is_small = False
-
-    def __init__(self, staged_bytes: int = 100, scoring: Scoring | None = None) -> None:
-        self.staged_bytes, self.scoring = staged_bytes, scoring
-
-    def refusal(self, error: BadIds) -> ApiError:
-        return ApiError(400, "bad_id", str(error.value))  # type: ignore[arg-type]
 
 
 class Halves(Scorer):
@@ -366,75 +324,3 @@ def test_cache_metrics_count_what_came_since() -> None:
         ("bus_bytes", "ads/next", 4 * 16),
     ):
         assert metrics.CACHE_TABLES[name].labels(table)._values[0] == value
-
-
-class Begun(Waiting):
-    """Stands for rows that are waited for."""
-
-    def wait(self, deadline: float | None = None) -> Any: ...
-
-
-class ReadRequest(Request):
-    """A request whose rows come when `came` is set, or not."""
-
-    plan = SimpleNamespace(waits=True)
-
-    def __init__(self, error: Exception | None = None) -> None:
-        super().__init__()
-        self.came, self.error = threading.Event(), error
-
-    def begin(self, inputs: Any) -> Any:
-        return Begun()
-
-    def wait(self, begun: Waiting) -> Any:
-        assert self.came.wait(300)
-        if self.error is not None:
-            raise self.error
-        return SimpleNamespace(waits=False, read=True)
-
-
-def test_no_request_waits_for_the_rows_of_another() -> None:
-    """It is answered first, and the other with its rows once they are here; what they fail with is told."""
-    device = Device()
-    batcher = batcher_of(device, 8)
-    plans: list[Any] = []
-
-    def note(requests: list[Any]) -> Any:
-        plans.extend(plan for plan, _ in requests)
-        return Device().answer(requests)
-
-    device.answer = note
-    late, broken = ReadRequest(), ReadRequest(OSError())
-    lost = ReadRequest(ApiError(503, ErrorKind.NOT_READ, "lost"))
-
-    async def run() -> list[Any]:
-        asked = [asyncio.ensure_future(run_in(batcher, r, b"")) for r in (late, lost, broken)]
-        first = await run_in(batcher, Request(), b"")
-        assert not any(one.done() for one in asked)
-        for request in (late, lost, broken):
-            request.came.set()
-        return [first, *await asyncio.gather(*asked, return_exceptions=True)]
-
-    found = asyncio.run(run())
-    assert [type(f).__name__ for f in found] == ["Answer", "Answer", "ApiError", "OSError"]
-    assert device.sizes == [1, 1] and plans[1].read
-    batcher.close()
-
-
-def test_requests_that_wait_for_rows_are_bounded_and_end_with_the_batcher() -> None:
-    batcher = Batcher(Device(), 8, 2, tell=lambda told: None)  # type: ignore[arg-type]
-    requests = [ReadRequest() for _ in range(3)]
-
-    async def run() -> list[Any]:
-        asked = [asyncio.ensure_future(run_in(batcher, r, b"")) for r in requests]
-        await asyncio.sleep(0)
-        (refused,) = [one for one in asked if one.done()] or [asked[2]]
-        refusal = await asyncio.gather(refused, return_exceptions=True)
-        batcher.close()
-        for request in requests:
-            request.came.set()
-        return [*refusal, *await asyncio.gather(*asked[:2], return_exceptions=True)]
-
-    refused, *ended = asyncio.run(run())
-    assert isinstance(refused, ApiError) and "2 requests wait for rows, the limit" in str(refused)
-    assert [type(error) for error in ended] == [RuntimeError] * 2

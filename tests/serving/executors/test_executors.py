@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,58 +14,21 @@ import numpy as np
 import pytest
 import tables
 from batched import batcher_of, run_in
-from fetched_tables import FromArray, fetched_table
-from support import rows_of
+from dot_model import VALUES, attach, scored
 
-from tableside.loader.load.load import load
-from tableside.loader.model.model import parse_model
-from tableside.loader.versions.versions import Model
-from tableside.quant import choose
-from tableside.quant.contract import MatrixPlace, Waiting
-from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
+from tableside.quant.contract import MatrixPlace
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
 from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
-from tableside.serving.model.engine import Engine
-from tableside.serving.model.placement import Placements, Placer
+from tableside.serving.executors.pending import Pending, answer_of
 from tableside.serving.model.places import Output
-from tableside.serving.model.request import Answer, FeatureInput, Request
+from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Floats, Scorer, ScorerLimits, Scoring
-from tableside.serving.model.version import ServedVersion
-from tableside.serving.settings import ServerSettings
-
-VALUES = {"user": rows_of(100, 8), "item": rows_of(100, 8, 1)}
 
 
 @pytest.fixture(autouse=True)
 def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TABLESIDE_METRICS", raising=False)
-
-
-def attach(root: Path, folder: Path, device: str | None) -> tuple[ServedVersion, Placer]:
-    """A model with two features whose dot product is the score, on a device or on the CPU; and an unpooled
-    feature."""
-    np.savez(folder / "c.npz", **VALUES)
-    raw = {
-        "name": "demo",
-        "checkpoint": "c.npz",
-        "tables": {t: {"key": t, "row_format": "fp32"} for t in VALUES},
-        "features": {**{t: {"table": t} for t in VALUES}, "words": {"table": "item", "pooling": "none"}},
-        "scorer": {"kind": "dot", "features": ["user", "item"]},
-    }
-    load(parse_model(raw, folder), root)
-    placer = Placer(ServerSettings(devices=(device,) if device else ()), choose())
-    placer.open()
-    engine = Engine(Model(root, "demo"), ServerSettings(), placer)
-    return engine.attach(), placer
-
-
-def scored(version: ServedVersion, bags: int) -> tuple[Request, bytes, np.ndarray]:
-    """A request for scores of one id a bag, its inputs, and its expected scores."""
-    ids = np.arange(bags, dtype=np.int64)
-    inputs = [FeatureInput("user", 0, bags, bags, 1), FeatureInput("item", 8 * bags, bags, bags, 1)]
-    expected = (VALUES["user"][ids] * VALUES["item"][ids]).sum(1)
-    return version.lay_out(inputs, score=True), ids.tobytes() * 2, expected
 
 
 def test_scores_of_a_gpu_are_written_where_its_vectors_lie(
@@ -123,7 +86,7 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path, monkeypatch: p
     async def by_cpu() -> np.ndarray:
         executor = CpuExecutor(beside)
         try:
-            return (await executor.run(request, inputs)).buffer
+            return (await answer_of(executor.begin(request, inputs))).buffer
         finally:
             executor.close()
 
@@ -154,10 +117,13 @@ def test_large_lookups_run_beside_the_event_loop(ids: int, out_bytes: int, is_be
     )
     with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
         executor = CpuExecutor(beside)
-        now = executor.run_now(request, b"")
-        if is_beside:
-            assert now is None
-            asyncio.run(executor.run(request, b""))
+
+        async def run() -> None:
+            begun = executor.begin(request, b"")
+            assert isinstance(begun, Pending) == is_beside
+            await answer_of(begun)
+
+        asyncio.run(run())
         executor.close()
     assert seen == ["beside_0" if is_beside else threading.current_thread().name]
 
@@ -247,7 +213,7 @@ def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(
     async def run() -> None:
         with ThreadPoolExecutor(1) as beside:
             executor = CpuExecutor(beside)
-            waiting = asyncio.ensure_future(executor.run(played(scoring_of(scorer)), bytes(8)))
+            waiting = asyncio.ensure_future(answer_of(executor.begin(played(scoring_of(scorer)), bytes(8))))
             await until_began(scorer)
             tells[0](scorer)  # as the deadline's thread does
             with pytest.raises(
@@ -256,8 +222,8 @@ def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(
                 await waiting
             assert error.value.status == 503 and not scorer.let_go.is_set()
             with pytest.raises(ApiError, match="this worker is being replaced"):
-                await executor.run(played(scoring_of(scorer)), bytes(8))
-            assert (await executor.run(played(None), b"")).buffer.size == 0
+                executor.begin(played(scoring_of(scorer)), bytes(8))
+            assert (await answer_of(executor.begin(played(None), b""))).buffer.size == 0
             scorer.let_go.set()
             executor.close()
 
@@ -315,100 +281,3 @@ def test_a_device_that_a_scorer_loses_ends_the_worker(is_lost: bool, monkeypatch
         assert "lost to the scorer of played version 3" in str(scored)
     else:
         assert isinstance(scored, TypeError) and looked_up.buffer.size == 8 and not signals
-
-
-def over_fetched_rows(
-    version: ServedVersion, states: Mapping[int, RowState] | None = None
-) -> tuple[ServedVersion, dict[str, FetchedTable]]:
-    """The same version with rows that are fetched."""
-    tables = {name: fetched_table(table, states) for name, table in version.segment.tables.items()}
-    placed = Placements(dict.fromkeys(tables, "host"), on_host=tables)
-    return ServedVersion(version.segment, choose(), placed, scorer=version.scorer), tables
-
-
-def source_of(table: FetchedTable) -> FromArray:
-    assert isinstance(table.reader.fetch, FromArray)
-    return table.reader.fetch
-
-
-def run_held_up(table: FetchedTable, run: Callable[[CpuExecutor], Coroutine[Any, Any, None]]) -> None:
-    """Runs with an executor while no row of the table comes, until `run` lets them."""
-    with ThreadPoolExecutor(1) as beside:
-        executor = CpuExecutor(beside)
-        source_of(table).is_open.clear()
-        try:
-            asyncio.run(run(executor))
-        finally:
-            source_of(table).is_open.set()
-            executor.close()
-
-
-def test_a_request_that_waits_for_rows_has_a_thread_of_its_own(root: Path, tmp_path: Path) -> None:
-    """Others go on beside it, inline and on the thread of large ones."""
-    version, _ = attach(root, tmp_path, None)
-    late, fetched = over_fetched_rows(version)
-    source = source_of(fetched["user"])
-
-    async def run(executor: CpuExecutor) -> None:
-        request, inputs, expected = scored(late, 3)
-        assert executor.run_now(request, inputs) is None
-        asked = asyncio.ensure_future(executor.run(request, inputs))
-        plain, given, wanted = scored(version, 5)
-        answer = executor.run_now(plain, given)
-        assert answer is not None and not asked.done()
-        np.testing.assert_allclose(plain.outputs[-1].view(answer.buffer), wanted, rtol=1e-4)
-        many = version.lay_out([FeatureInput("user", 0, INLINE_IDS + 1, 1, INLINE_IDS + 1)])
-        await executor.run(many, bytes(8 * many.ids))
-        assert not asked.done()
-        source.is_open.set()
-        np.testing.assert_allclose(request.outputs[-1].view((await asked).buffer), expected, rtol=1e-4)
-
-    run_held_up(fetched["user"], run)
-
-
-def test_rows_that_do_not_come_are_a_503(root: Path, tmp_path: Path) -> None:
-    late, _ = over_fetched_rows(attach(root, tmp_path, None)[0], {2: RowState.CORRUPT})
-    request, inputs, _ = scored(late, 3)
-    begun = request.begin(inputs)
-    assert isinstance(begun, Waiting)
-    for read, given in ((request.look_up, inputs), (request.wait, begun)):
-        with pytest.raises(
-            ApiError, match="model 'demo': of 3 rows to fetch 0 came too late and 1 were"
-        ) as e:
-            read(given)  # type: ignore[operator]
-        assert e.value.status == 503
-
-
-def test_requests_that_wait_for_rows_are_bounded(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that those which need none have slots; and rows that need no wait are answered at once."""
-    monkeypatch.setattr(executors, "MOST_READING", 2)
-    version, _ = attach(root, tmp_path, None)
-    late, fetched = over_fetched_rows(version)
-    source = source_of(fetched["user"])
-    tables = version.segment.tables.items()
-    ready = {name: t.fetched_by(RowReader(FromArray(t), ready=FromArray(t))) for name, t in tables}
-    there = ServedVersion(
-        version.segment,
-        choose(),
-        Placements(dict.fromkeys(ready, "host"), on_host=ready),
-        scorer=version.scorer,
-    )
-
-    async def run(executor: CpuExecutor) -> None:
-        request, inputs, _ = scored(late, 3)
-        asked = [asyncio.ensure_future(executor.run(request, inputs)) for _ in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="2 requests wait for rows, the limit") as e:
-            await executor.run(request, inputs)
-        assert e.value.status == 503
-        quick, given, wanted = scored(there, 4)
-        answer = executor.run_now(quick, given)
-        assert answer is not None and not any(one.done() for one in asked)
-        np.testing.assert_allclose(quick.outputs[-1].view(answer.buffer), wanted, rtol=1e-4)
-        source.is_open.set()
-        await asyncio.gather(*asked)
-        await executor.run(request, inputs)
-
-    run_held_up(fetched["user"], run)

@@ -1,0 +1,205 @@
+"""Requests whose rows are not in memory: nobody waits for those of another request."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from batched import batcher_of, run_in
+from dot_model import attach, scored
+from fetched_tables import FromArray, fetched_table
+from played_batches import Device, Request
+
+from tableside.quant import choose
+from tableside.quant.contract import Waiting
+from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
+from tableside.serving.errors import ApiError, ErrorKind
+from tableside.serving.executors import executors
+from tableside.serving.executors.batching import Batcher
+from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
+from tableside.serving.executors.pending import Pending, answer_of
+from tableside.serving.model.placement import Placements
+from tableside.serving.model.request import Answer, FeatureInput
+from tableside.serving.model.version import ServedVersion
+
+
+@pytest.fixture(autouse=True)
+def metrics_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TABLESIDE_METRICS", raising=False)
+
+
+def over_fetched_rows(
+    version: ServedVersion, states: Mapping[int, RowState] | None = None
+) -> tuple[ServedVersion, dict[str, FetchedTable]]:
+    """The same version with rows that are fetched."""
+    tables = {name: fetched_table(table, states) for name, table in version.segment.tables.items()}
+    placed = Placements(dict.fromkeys(tables, "host"), on_host=tables)
+    return ServedVersion(version.segment, choose(), placed, scorer=version.scorer), tables
+
+
+def source_of(table: FetchedTable) -> FromArray:
+    assert isinstance(table.reader.fetch, FromArray)
+    return table.reader.fetch
+
+
+def run_held_up(table: FetchedTable, run: Callable[[CpuExecutor], Coroutine[Any, Any, None]]) -> None:
+    """Runs with an executor while no row of the table comes, until `run` lets them."""
+    with ThreadPoolExecutor(1) as beside:
+        executor = CpuExecutor(beside)
+        source_of(table).is_open.clear()
+        try:
+            asyncio.run(run(executor))
+        finally:
+            source_of(table).is_open.set()
+            executor.close()
+
+
+def test_a_request_that_waits_for_rows_has_a_thread_of_its_own(root: Path, tmp_path: Path) -> None:
+    """Others go on beside it, inline and on the thread of large ones."""
+    version, _ = attach(root, tmp_path, None)
+    late, fetched = over_fetched_rows(version)
+    source = source_of(fetched["user"])
+
+    async def run(executor: CpuExecutor) -> None:
+        request, inputs, expected = scored(late, 3)
+        buffer = bytearray(inputs)
+        begun = executor.begin(request, memoryview(buffer))
+        buffer[:] = bytes(len(buffer))  # the next request lies there
+        assert isinstance(begun, Pending)
+        asked = asyncio.ensure_future(answer_of(begun))
+        plain, given, wanted = scored(version, 5)
+        answer = executor.begin(plain, given)
+        assert isinstance(answer, Answer) and not asked.done()
+        np.testing.assert_allclose(plain.outputs[-1].view(answer.buffer), wanted, rtol=1e-4)
+        many = version.lay_out([FeatureInput("user", 0, INLINE_IDS + 1, 1, INLINE_IDS + 1)])
+        await answer_of(executor.begin(many, bytes(8 * many.ids)))
+        assert not asked.done()
+        source.is_open.set()
+        np.testing.assert_allclose(request.outputs[-1].view((await asked).buffer), expected, rtol=1e-4)
+
+    run_held_up(fetched["user"], run)
+
+
+def test_rows_that_do_not_come_are_a_503(root: Path, tmp_path: Path) -> None:
+    late, _ = over_fetched_rows(attach(root, tmp_path, None)[0], {2: RowState.CORRUPT})
+    request, inputs, _ = scored(late, 3)
+    begun = request.begin(inputs)
+    assert isinstance(begun, Waiting)
+    for read, given in ((request.look_up, inputs), (request.wait, begun)):
+        with pytest.raises(
+            ApiError, match="model 'demo': of 3 rows to fetch 0 came too late and 1 were"
+        ) as e:
+            read(given)  # type: ignore[operator]
+        assert e.value.status == 503
+
+
+def test_requests_that_wait_for_rows_are_bounded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that those which need none have slots; and rows that need no wait are answered at once."""
+    monkeypatch.setattr(executors, "MOST_READING", 2)
+    version, _ = attach(root, tmp_path, None)
+    late, fetched = over_fetched_rows(version)
+    source = source_of(fetched["user"])
+    tables = version.segment.tables.items()
+    ready = {name: t.fetched_by(RowReader(FromArray(t), ready=FromArray(t))) for name, t in tables}
+    there = ServedVersion(
+        version.segment,
+        choose(),
+        Placements(dict.fromkeys(ready, "host"), on_host=ready),
+        scorer=version.scorer,
+    )
+
+    async def run(executor: CpuExecutor) -> None:
+        request, inputs, _ = scored(late, 3)
+        asked = [asyncio.ensure_future(answer_of(executor.begin(request, inputs))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="2 requests wait for rows, the limit") as e:
+            await answer_of(executor.begin(request, inputs))
+        assert e.value.status == 503
+        quick, given, wanted = scored(there, 4)
+        answer = executor.begin(quick, given)
+        assert isinstance(answer, Answer) and not any(one.done() for one in asked)
+        np.testing.assert_allclose(quick.outputs[-1].view(answer.buffer), wanted, rtol=1e-4)
+        source.is_open.set()
+        await asyncio.gather(*asked)
+        await answer_of(executor.begin(request, inputs))
+
+    run_held_up(fetched["user"], run)
+
+
+class Begun(Waiting):
+    """Stands for rows that are waited for."""
+
+    def wait(self, deadline: float | None = None) -> Any: ...
+
+
+class ReadRequest(Request):
+    """A request whose rows come when `came` is set, or not."""
+
+    plan = SimpleNamespace(waits=True)
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.came, self.error = threading.Event(), error
+
+    def begin(self, inputs: Any) -> Any:
+        return Begun()
+
+    def wait(self, begun: Waiting) -> Any:
+        assert self.came.wait(300)
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(waits=False, read=True)
+
+
+def test_no_request_waits_for_the_rows_of_another() -> None:
+    """It is answered first, and the other with its rows once they are here; what they fail with is told."""
+    device = Device()
+    batcher = batcher_of(device, 8)
+    plans: list[Any] = []
+
+    def note(requests: list[Any]) -> Any:
+        plans.extend(plan for plan, _ in requests)
+        return Device().answer(requests)
+
+    device.answer = note
+    late, broken = ReadRequest(), ReadRequest(OSError())
+    lost = ReadRequest(ApiError(503, ErrorKind.NOT_READ, "lost"))
+
+    async def run() -> list[Any]:
+        asked = [asyncio.ensure_future(run_in(batcher, r, b"")) for r in (late, lost, broken)]
+        first = await run_in(batcher, Request(), b"")
+        assert not any(one.done() for one in asked)
+        for request in (late, lost, broken):
+            request.came.set()
+        return [first, *await asyncio.gather(*asked, return_exceptions=True)]
+
+    found = asyncio.run(run())
+    assert [type(f).__name__ for f in found] == ["Answer", "Answer", "ApiError", "OSError"]
+    assert device.sizes == [1, 1] and plans[1].read
+    batcher.close()
+
+
+def test_requests_that_wait_for_rows_are_bounded_and_end_with_the_batcher() -> None:
+    batcher = Batcher(Device(), 8, 2, tell=lambda told: None)  # type: ignore[arg-type]
+    requests = [ReadRequest() for _ in range(3)]
+
+    async def run() -> list[Any]:
+        asked = [asyncio.ensure_future(run_in(batcher, r, b"")) for r in requests]
+        await asyncio.sleep(0)
+        (refused,) = [one for one in asked if one.done()] or [asked[2]]
+        refusal = await asyncio.gather(refused, return_exceptions=True)
+        batcher.close()
+        for request in requests:
+            request.came.set()
+        return [*refusal, *await asyncio.gather(*asked[:2], return_exceptions=True)]
+
+    refused, *ended = asyncio.run(run())
+    assert isinstance(refused, ApiError) and "2 requests wait for rows, the limit" in str(refused)
+    assert [type(error) for error in ended] == [RuntimeError] * 2
