@@ -117,8 +117,13 @@ class Table:
         return self.packed.ctypes.data
 
     def fetched_by(self, reader: RowReader) -> FetchedTable:
-        """The same rows where `reader` fetches them."""
-        return FetchedTable(self.rows, self.row_bytes, self.row_format, self.dim, reader, self.row_map)
+        """The same rows where `reader` fetches them, with the ids that they keep."""
+        index = None if self.row_map is None else self.row_map.index
+        in_rows = index is not None and index.ids.strides[0] == self.row_bytes
+        at = index.ids.ctypes.data - self.address if in_rows and index is not None else -1
+        shape = (self.rows, self.row_bytes, self.row_format, self.dim)
+        in_place = None if reader.are_here is None else self
+        return FetchedTable(*shape, reader, self.row_map, at, in_place)
 
     @property
     def row_numbers(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from tableside.quant.rows.fetched import RowState
 BLOCK_BYTES = 4096
 _READERS = 32  # reads that a process has under way: fast disks need as many
 _LEAST_ROWS = 8  # that are worth a thread
-_BELIEVED_MS = 100  # for which a look at the page cache is believed
+_BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
 _LEFT = 3  # a row that was not read yet, for `_blocks`
 
@@ -105,6 +105,10 @@ class BlockReader:
         state[:] = _LEFT
         if self._fetch(rows, out, state, True):
             state[state == _LEFT] = RowState.LATE
+
+    def are_here(self, rows: NDArray[np.int64]) -> bool:
+        """Whether all of these rows that the table has may be read in the mapping now."""
+        return _blocks.are_here(self._place, self._checked, self._regions, rows)
 
     def _read_left(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None

@@ -32,6 +32,13 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def keep_in_memory(data: Bytes) -> bool:
+    """Locks the pages of a mapping in memory while it is mapped, once for all processes that do. False: this
+    process may not lock so much (RLIMIT_MEMLOCK)."""
+    return bool(_libc.mlock(data.ctypes.data, data.nbytes) == 0)
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:

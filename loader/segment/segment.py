@@ -23,7 +23,7 @@ tables' files are mapped behind this one, so that an `offset` beyond its bytes l
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from tableside.loader.segment.header import (
     checksum,
 )
 from tableside.loader.segment.layout import HEAD_BYTES, Files, check_head, file_name
-from tableside.loader.segment.memory import FileToMap, Mapping
+from tableside.loader.segment.memory import FileToMap, Mapping, keep_in_memory
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
@@ -263,6 +263,16 @@ class Segment:
         anywhere. files: of these; none: of all."""
         for file in files or self.files:
             self._check(file, _chunks(s for s in file.stored if not isinstance(s, StoredTable)))
+
+    def keep_indexes(self, tables: Collection[str]) -> list[str]:
+        """Locks the id indexes of tables in memory; returns those of which this process may not."""
+        indexes = {t.name: t.ids.index for t in self.header.tables if t.ids and t.ids.index}
+        return [
+            name
+            for name, index in indexes.items()
+            if name in tables
+            and not keep_in_memory(self.mapping.bytes[index.offset : index.offset + index.bytes])
+        ]
 
     def _check(
         self,

@@ -1,15 +1,19 @@
 """Lookups of tables whose rows are fetched (`quant.rows.fetched`). A plan begins by finding row numbers; its
 `Waiting` fetches each row of a table once into a staging table; the plan that this gives reads them there, by
-the backend's kernels, beside the lookups of tables in memory."""
+the backend's kernels, beside the lookups of tables in memory. Of a raw id the row is fetched that it has if
+it is there, and then the id that the row keeps is compared."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
+    Bytes,
+    Ids,
+    Lengths,
     Lookup,
     LookupKind,
     Place,
@@ -21,9 +25,11 @@ from tableside.quant.contract import (
     places_in,
 )
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
-from tableside.quant.cpu.checked import inputs_of, rows_of
-from tableside.quant.errors import BadIds, RowsNotRead
+from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
+from tableside.quant.cpu.index_builder import find_rows
+from tableside.quant.errors import BadIds, Problem, RowsNotRead
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState
+from tableside.quant.rows.ids import ID_BYTES, RowMap
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
@@ -33,13 +39,65 @@ _OF_INPUTS = [_FIELD[name] for name in ("ids_at", "lengths_at", "weights_at")]
 _OF_OUTPUTS = [_FIELD[name] for name in ("out_at", "found_at")]
 
 
+def _numbers(table: FetchedTable, ids: Ids) -> Iterator[Ids]:
+    """The rows that a lookup may read, and others that the table has not."""
+    if (row_map := table.row_map) is None:
+        yield ids
+        return
+    yield row_map.find(ids) if table.id_at < 0 else _candidates(row_map, ids)
+    if row_map.default_row is not None:
+        yield np.array([row_map.default_row])
+
+
+def _candidates(row_map: RowMap, ids: Ids) -> Ids:
+    """The row that each id has if it is there, or -1; an overlay's are sure."""
+    assert row_map.index is not None
+    rows = np.empty(ids.size, np.int64)
+    find_rows(row_map.index, ids, rows)
+    if row_map.overlay is not None:
+        row_map.overlay.override(ids, rows)
+    return rows
+
+
 class _Found(NamedTuple):
-    """The row numbers of a lookup of a fetched table. mask: of ids with a row of their own; None: all."""
+    """The row numbers of a lookup of a fetched table. mask: of ids with a row of their own; None: all. ids:
+    raw ones, to be compared with those that the rows keep: until then a row is what an id has if it is there,
+    or -1."""
 
     table: FetchedTable
     rows: NDArray[np.int64]
     mask: NDArray[np.bool_] | None
     unfound: Unfound
+    ids: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, table: FetchedTable, ids: Ids, lengths: Lengths | None, job: int) -> "_Found":
+        """BadIds: as `rows_of`."""
+        if table.id_at < 0:
+            return cls(table, *rows_of(table, ids, lengths, job))
+        check_ids(ids, lengths, -1, job)
+        assert table.row_map is not None
+        return cls(table, _candidates(table.row_map, ids), None, Unfound(0, 0), ids)
+
+    @property
+    def wanted(self) -> NDArray[np.int64]:
+        """The rows to fetch: the last one, which is the default row, in place of none."""
+        return self.rows if self.ids is None else np.where(self.rows == -1, self.table.rows - 1, self.rows)
+
+    def compared(self, packed: Bytes, at: NDArray[np.int64], default_at: int, job: int) -> "_Found":
+        """With the ids that the rows keep. packed: uint8 [rows, row_bytes]; at: the row there of each id,
+        which becomes default_at where the id is missing. BadIds: it is, and is refused."""
+        table, row_map, ids = self.table, self.table.row_map, self.ids
+        assert ids is not None and row_map is not None and row_map.index is not None
+        kept = np.ascontiguousarray(packed[:, table.id_at : table.id_at + ID_BYTES]).view(np.int64)[at, 0]
+        is_own = (self.rows >= 0) & (self.rows < row_map.index.slots)
+        found = np.where(is_own, kept == ids, self.rows != -1)
+        lacks = np.flatnonzero(~found)
+        if lacks.size and row_map.default_row is None:
+            raise BadIds(Problem.MISSING, job, int(lacks[0]), int(ids[lacks[0]]), row_map.count)
+        at[lacks] = default_at
+        backfilled = int(np.count_nonzero(row_map.is_backfilled(self.rows[found & is_own])))
+        return self._replace(mask=found, unfound=Unfound(int(lacks.size), backfilled))
 
 
 class StagedPlanner(Planner):
@@ -47,6 +105,15 @@ class StagedPlanner(Planner):
 
     def __init__(self, backend: "CpuBackend", kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
         self.backend, self.kinds, self.threads = backend, tuple(kinds), threads
+        tables = [k.table.in_place if isinstance(k.table, FetchedTable) else k.table for k in kinds]
+        self.in_place: Planner | None = None  # reads all rows where they lie in memory
+        if None not in tables:
+            of_kind = [
+                LookupKind(table, kind.pooling, kind.precision)
+                for table, kind in zip(tables, kinds, strict=True)
+                if table is not None
+            ]
+            self.in_place = backend.planner(of_kind, threads)
 
     @property
     def waits(self) -> bool:
@@ -65,18 +132,42 @@ class _StagedPlan(Plan):
         return True
 
     def begin(self, inputs: Any) -> Plan | Waiting:
+        if (in_place := self._planner.in_place) is not None and self._are_here(inputs):
+            return in_place.plan(self._places)
         found: dict[int, _Found] = {}
         asked = [(self._planner.kinds[place.kind], place) for place in places_in(self._places)]
+        wrong: BadIds | None = None
         for job, (kind, place) in enumerate(asked):
             if not isinstance(kind.table, FetchedTable):
                 continue
             try:
-                found[job] = _Found(kind.table, *rows_of(kind.table, *inputs_of(kind, place, inputs), job))
-            except BadIds:
-                for before, (other, at) in enumerate(asked[:job]):  # the error names the first wrong lookup
+                found[job] = _Found.of(kind.table, *inputs_of(kind, place, inputs), job)
+            except BadIds as error:
+                wrong = error
+                break
+
+        def refuse(error: BadIds) -> NoReturn:
+            """The error names the first lookup that is wrong."""
+            for before, (other, at) in enumerate(asked[: error.job]):
+                if before not in found:
                     rows_of(other.table, *inputs_of(other, at, inputs), before)
-                raise
-        return _Fetching(self._planner, self._places, found).ready()
+            raise error
+
+        if wrong is not None and all(one.ids is None for one in found.values()):
+            refuse(wrong)
+        return _Fetching(self._planner, self._places, found, wrong, refuse).ready()
+
+    def _are_here(self, inputs: Any) -> bool:
+        """Whether all rows of fetched tables may be read where they lie in memory; they may be missing, or
+        wrong."""
+        for place in places_in(self._places):
+            table = self._planner.kinds[place.kind].table
+            if isinstance(table, FetchedTable):
+                are_here = table.reader.are_here
+                ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
+                if are_here is None or not all(map(are_here, _numbers(table, ids))):
+                    return False
+        return True
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
@@ -85,11 +176,20 @@ class _StagedPlan(Plan):
 
 
 class _Fetching(Waiting):
-    """Rows of a request that must be fetched. found: by the lookup's number. The time that its tables let a
-    lookup wait begins here."""
+    """Rows of a request that must be fetched. found: by the lookup's number. wrong: a lookup behind them.
+    refuse: raises an error, or that of a lookup before it. The time that its tables let a lookup wait begins
+    here."""
 
-    def __init__(self, planner: StagedPlanner, places: Any, found: Mapping[int, _Found]) -> None:
+    def __init__(
+        self,
+        planner: StagedPlanner,
+        places: Any,
+        found: Mapping[int, _Found],
+        wrong: BadIds | None,
+        refuse: Callable[[BadIds], NoReturn],
+    ) -> None:
         self._planner, self._places, self._found = planner, places, found
+        self._wrong, self._refuse = wrong, refuse
         self._tables = list({id(one.table): one.table for one in found.values()}.values())
         limits = [wait_s for table in self._tables if (wait_s := table.reader.wait_s) is not None]
         self._deadline = time.monotonic() + min(limits) if limits else None
@@ -109,15 +209,28 @@ class _Fetching(Waiting):
     def _staged(self, how: Callable[[RowReader], Fetch | None], deadline: float | None = None) -> "_ReadPlan":
         staged: dict[int, Table] = {}  # by the table's id
         at: dict[int, NDArray[np.int64]] = {}
+        found, wrong = dict(self._found), [] if self._wrong is None else [self._wrong]
         for table in self._tables:
-            jobs = [job for job, one in self._found.items() if one.table is table]
-            rows = [self._found[job].rows for job in jobs]
+            jobs = [job for job, one in found.items() if one.table is table]
+            rows = [found[job].wanted for job in jobs]
             fetch = how(table.reader)
             assert fetch is not None
+            is_compared = table.id_at >= 0 and any(one.size for one in rows)
+            rows.append(np.full(int(is_compared), table.rows - 1))  # the default row
             staged[id(table)], places = fetched(table, np.concatenate(rows), fetch, deadline)
             ends = np.cumsum([one.size for one in rows])
-            at |= zip(jobs, np.split(places, ends[:-1]), strict=True)
-        return _ReadPlan(self._planner, self._places, self._found, staged, at)
+            at |= zip(jobs, np.split(places, ends[:-1]), strict=False)
+            if not is_compared:
+                continue
+            for job in jobs:
+                try:
+                    packed, default_at = staged[id(table)].packed, int(places[-1])
+                    found[job] = found[job].compared(packed, at[job], default_at, job)
+                except BadIds as error:
+                    wrong.append(error)
+        if wrong:
+            self._refuse(min(wrong, key=lambda error: error.job))
+        return _ReadPlan(self._planner, self._places, found, staged, at)
 
 
 class _ReadPlan(Plan):

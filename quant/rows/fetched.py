@@ -1,8 +1,9 @@
 """Tables whose rows are not at an address: they are fetched by their numbers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,9 @@ from numpy.typing import NDArray
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import RowFormat
 from tableside.quant.rows.ids import RowMap
+
+if TYPE_CHECKING:
+    from tableside.quant.contract import Table
 
 
 class RowState(IntEnum):
@@ -37,18 +41,21 @@ class Fetch(Protocol):
 
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
-    all may need one. wait_s: that a lookup may wait, unless it is told; None: any time."""
+    all may need one. wait_s: that a lookup may wait, unless it is told; None: any time. are_here: whether
+    rows [n], as far as the table has them, may be read at the table's address now; None: they never may."""
 
     fetch: Fetch
     ready: Fetch | None = None
     wait_s: float | None = None
+    are_here: Callable[[NDArray[np.int64]], bool] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class FetchedTable:
     """Packed rows that `reader` fetches. rows: including the default row. row_bytes: of one, as it writes
-    it. row_map: maps ids to row numbers; None: ids are row numbers. QuantError: no row of this format and dim
-    has so many bytes."""
+    it. row_map: maps ids to row numbers; None: ids are row numbers. id_at: byte of a row at which it keeps
+    its raw id, which is compared there and not in `row_map`; -1: in `row_map`. in_place: the same rows in
+    memory, of which `reader.are_here` speaks. QuantError: no row of this format and dim has so many bytes."""
 
     rows: int
     row_bytes: int
@@ -56,6 +63,8 @@ class FetchedTable:
     dim: int
     reader: RowReader
     row_map: RowMap | None = None
+    id_at: int = -1
+    in_place: "Table | None" = None
 
     def __post_init__(self) -> None:
         expected = self.row_format.row_sizes(self.dim)

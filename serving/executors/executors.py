@@ -49,6 +49,8 @@ class CpuExecutor:
         plan = request.plan
         if plan.waits:
             inputs = kept(inputs)  # which `begun` may point into
+            if request.ids > INLINE_FETCHED:
+                return self._later(self._run_fetched(request, inputs))
             begun = request.begin(inputs)
             if isinstance(begun, Waiting):
                 return self._later(self._run_waiting(request, begun, inputs))
@@ -68,6 +70,12 @@ class CpuExecutor:
         task.add_done_callback(self._tasks.discard)
         return pending
 
+    async def _run_fetched(self, request: Request, inputs: Any) -> Answer:
+        begun = await asyncio.get_running_loop().run_in_executor(self._beside, request.begin, inputs)
+        if isinstance(begun, Waiting):
+            return await self._run_waiting(request, begun, inputs)
+        return await self._run(request, begun, inputs)
+
     async def _run_waiting(self, request: Request, begun: Waiting, inputs: Any) -> Answer:
         return await self._run(request, await self._read(request, begun), inputs)
 
@@ -83,8 +91,7 @@ class CpuExecutor:
 
     def _blocks(self, request: Request) -> bool:
         """Returns whether it takes too long for the event loop."""
-        most = INLINE_FETCHED if request.plan.waits else INLINE_IDS
-        return request.ids > most or request.out_bytes > INLINE_OUT_BYTES
+        return request.ids > INLINE_IDS or request.out_bytes > INLINE_OUT_BYTES
 
     async def _read(self, request: Request, begun: Waiting) -> Plan:
         """Waits on a thread for rows that are not in memory."""

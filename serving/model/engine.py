@@ -153,6 +153,12 @@ class Engine:
         is_gpu = self._placer.gpu is not None
         threads, rest = (1, _REST) if before is not None else (_VERIFIERS if is_gpu else 1, 0.0)
         checked = self._placer.checked(segment)
+        for name in segment.base.keep_indexes(checked):
+            logger.warning(
+                "the id index of table %s may leave memory, and then a lookup waits for it: raise the limit "
+                "of locked memory (ulimit -l; docker run --ulimit memlock=-1)",
+                name,
+            )
         read = partial(self.model.verify, segment.base, verify, threads, rest, checked)
         if not is_gpu:
             at = read()

@@ -140,13 +140,14 @@ class Placer:
         return {name: without_device(self._settings.placement, name in readers) for name in segment.tables}
 
     def _readers(self, segment: Segment) -> dict[str, RowReader]:
-        """Returns what reads rows from a disk, by table. Not of raw ids, whose index would be read there as
-        well."""
+        """Returns what reads rows from a disk, by table. Not of raw ids that lie beside the rows: they would
+        be read there as well."""
         base, seconds = segment.base, self._settings.disk_timeout_s
+        ids = {t.name: t.ids for t in base.header.tables}
         return {
-            name: RowReader(reader, reader.ready, seconds)
+            name: RowReader(reader, reader.ready, seconds, reader.are_here)
             for name, reader in base.readers.items()
-            if (row_map := base.tables[name].row_map) is None or row_map.index is None
+            if (of := ids[name]) is None or of.index is None or of.index.id_at >= 0
         }
 
     def checked(self, segment: Segment) -> frozenset[str]:
@@ -157,8 +158,8 @@ class Placer:
         readers = self._readers(segment)
         for name in segment.base.readers.keys() - readers.keys():
             logger.warning(
-                "table %s of raw ids is read where its file is mapped: a row that is not in memory holds its "
-                "worker up (docs/disk.md)",
+                "table %s, whose rows have no room for their raw ids, is read where its file is mapped: a "
+                "row that is not in memory holds its worker up (docs/disk.md)",
                 name,
             )
         kinds = self._kinds_on_host(segment, readers)

@@ -127,10 +127,10 @@ class Request:
             raise self.refusal(error) from error
 
     def wait(self, begun: Waiting) -> Plan:
-        """As `Waiting.wait`. ApiError: rows did not come."""
+        """As `Waiting.wait`. ApiError: rows did not come, or an id has none."""
         try:
             return begun.wait()
-        except RowsNotRead as error:
+        except (BadIds, RowsNotRead) as error:
             raise self.refusal(error) from error
 
     def run(self, inputs: Any) -> Buffer:

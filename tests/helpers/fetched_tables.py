@@ -11,11 +11,12 @@ from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 
 class FromArray:
     """Fetches rows of a table. states: of some rows, by their numbers. asked: the numbers of each call.
-    is_open: set, else a call waits for it."""
+    is_open: set, else a call waits for it. away: rows that may not be read where they lie."""
 
     def __init__(self, table: Table, states: Mapping[int, RowState] | None = None) -> None:
         self.table, self.states = table, states or {}
         self.asked: list[list[int]] = []
+        self.away: set[int] = set()
         self.is_open = threading.Event()
         self.is_open.set()
 
@@ -25,6 +26,9 @@ class FromArray:
         self.asked.append(rows.tolist())
         out[:] = self.table.packed[rows]
         state[:] = [self.states.get(row, RowState.HERE) for row in rows.tolist()]
+
+    def are_here(self, rows: np.ndarray) -> bool:
+        return self.away.isdisjoint(rows.tolist())
 
 
 def fetched_table(table: Table, states: Mapping[int, RowState] | None = None) -> FetchedTable:

@@ -19,6 +19,9 @@
  *     is_ready  reads no block that a disk has to bring (such rows stay LEFT), if the file system tells; and rows
  *               of checked blocks through the mapping, where the page cache has them, as mincore said a moment
  *               ago. Who cuts the file in that moment ends the process, else such rows are CORRUPT.
+ * are_here(place, checked, regions, rows) -> whether all these rows may be read in the mapping now: blocks were
+ *   checked, and the page cache has their pages. rows: int64 [n], at any alignment; those that the table has not
+ *   are left out.
  *   Any thread may call; the interpreter is free meanwhile.
  */
 #define _GNU_SOURCE
@@ -166,9 +169,9 @@ static int read_block(const place *p, const block *b, uint8_t *to, int is_ready)
 enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE };
 /* Rows of a part within OFTEN_MS that make a look: a first one, or one while the last is trusted. */
 enum { OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
-/* touches: since `since_ms`. */
+/* touches: since `since_ms`. is_whole: the last look found all pages, and all blocks checked. */
 typedef struct {
-    uint32_t is_seen, seen_ms, since_ms, touches;
+    uint32_t is_seen, seen_ms, since_ms, touches, is_whole;
     unsigned char pages[REGION_PAGES / 8];
 } region;
 
@@ -201,6 +204,17 @@ static void uncheck(const place *p, uint8_t *checked, uintptr_t first, uintptr_t
     }
 }
 
+/* Whether all blocks with rows in [first, end) of the mapping are checked. */
+static int are_checked(const place *p, const uint8_t *checked, uintptr_t first, uintptr_t end) {
+    const uintptr_t mapped = (uintptr_t)p->mapped, bytes = (uintptr_t)(p->rows * p->row_bytes);
+    const uintptr_t from = first > mapped ? first - mapped : 0, to = end - mapped < bytes ? end - mapped : bytes;
+    if (from >= to) return 1;
+    const int64_t last = block_of(p, (int64_t)(to - 1) / p->row_bytes).number;
+    for (int64_t block = block_of(p, (int64_t)from / p->row_bytes).number; block <= last; block++)
+        if (!is_checked(checked, block)) return 0;
+    return 1;
+}
+
 /* Asks the kernel which of a region's pages, from `first` to `end`, the page cache has. */
 static void look(const place *p, uint8_t *checked, region *r, uintptr_t first, uintptr_t end, uint32_t now,
                  int is_trusted) {
@@ -208,6 +222,7 @@ static void look(const place *p, uint8_t *checked, region *r, uintptr_t first, u
     const size_t pages = (end - first + PAGE - 1) / PAGE;
     if (mincore((void *)first, end - first, there)) memset(there, 0, sizeof there);
     if (!is_trusted) uncheck(p, checked, first, end);
+    int are_all = 1;
     for (size_t i = 0, gone = 0; i <= pages; i++) { /* gone: pages before this one, in a row */
         const int is_here = i < pages && (there[i] & 1);
         if (is_here) packed[i / 8] |= (unsigned char)(1 << i % 8);
@@ -215,9 +230,11 @@ static void look(const place *p, uint8_t *checked, region *r, uintptr_t first, u
         else if (gone) {
             if (is_trusted) uncheck(p, checked, first + (i - gone) * PAGE, first + i * PAGE);
             gone = 0;
+            are_all = 0;
         }
     }
     for (size_t i = 0; i < sizeof packed; i++) __atomic_store_n(r->pages + i, packed[i], __ATOMIC_RELAXED);
+    __atomic_store_n(&r->is_whole, are_all && are_checked(p, checked, first, end), __ATOMIC_RELAXED);
     __atomic_store_n(&r->is_seen, 1, __ATOMIC_RELAXED);
     __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&r->seen_ms, now, __ATOMIC_RELEASE);
@@ -289,20 +306,88 @@ static int64_t fetch(const place *p, uint8_t *checked, region *regions, const in
     return left;
 }
 
+/* Whether bits and regions are those of a table. */
+static int fits(const place *p, const Py_buffer *checked, const Py_buffer *regions) {
+    int64_t bytes, last;
+    return p->at >= 0 && p->sums_at >= 0 && p->row_bytes >= 1 && p->rows >= 1 && p->chunk_rows >= 1
+           && p->block_rows >= 1 && p->block_rows <= p->chunk_rows && p->believed_ms >= 0 && p->trusted_ms >= 0
+           && !__builtin_mul_overflow(p->rows, p->row_bytes, &bytes) && !__builtin_add_overflow(bytes, p->at, &last)
+           && checked->len > block_of(p, p->rows - 1).number / 8 && (uintptr_t)regions->buf % sizeof(uint32_t) == 0
+           && regions->len >= (bytes / REGION_BYTES + 2) * (int64_t)sizeof(region);
+}
+
 /* Whether all that `fetch` reads and writes lies in its buffers. */
 static int is_sound(const place *p, int64_t n, const Py_buffer *checked, const Py_buffer *regions,
                     const Py_buffer *rows, const Py_buffer *out, const Py_buffer *state) {
-    int64_t bytes, last;
-    if (p->at < 0 || p->sums_at < 0 || p->row_bytes < 1 || p->rows < 1 || p->chunk_rows < 1 || p->block_rows < 1
-        || p->block_rows > p->chunk_rows || rows->len % 8
-        || __builtin_mul_overflow(p->rows, p->row_bytes, &bytes)
-        || __builtin_add_overflow(bytes, p->at, &last) || state->len != n
+    int64_t bytes;
+    if (!fits(p, checked, regions) || rows->len % 8 || state->len != n
         || __builtin_mul_overflow(n, p->row_bytes, &bytes) || out->len != bytes) return 0;
     for (int64_t i = 0; i < n; i++)
         if (((const int64_t *)rows->buf)[i] < 0 || ((const int64_t *)rows->buf)[i] >= p->rows) return 0;
-    return checked->len > block_of(p, p->rows - 1).number / 8 && p->believed_ms >= 0 && p->trusted_ms >= 0
-           && (uintptr_t)regions->buf % sizeof(uint32_t) == 0
-           && regions->len >= (p->rows * p->row_bytes / REGION_BYTES + 2) * (int64_t)sizeof(region);
+    return 1;
+}
+
+/* x / y of numbers below 2^52, by a product with `inverse`, 1.0 / y, which is one off at most. */
+static uint64_t divide(uint64_t x, uint64_t y, double inverse) {
+    uint64_t q = (uint64_t)((double)x * inverse);
+    if (q * y > x) q--;
+    return x - q * y >= y ? q + 1 : q;
+}
+
+/* Whether a row lies in pages that a fresh look at one region found. */
+static int is_seen(const region *r, uint64_t at, uint64_t end, uint32_t now, uint32_t believed) {
+    if (now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE) >= believed
+        || !__atomic_load_n(&r->is_seen, __ATOMIC_RELAXED) || (at ^ (end - 1)) / REGION_BYTES) return 0;
+    const uint64_t last = (end - 1) % REGION_BYTES / PAGE;
+    for (uint64_t n = at % REGION_BYTES / PAGE; n <= last; n++)
+        if (!(__atomic_load_n(r->pages + n / 8, __ATOMIC_RELAXED) >> n % 8 & 1)) return 0;
+    return 1;
+}
+
+static int are_here(const place *p, uint8_t *checked, region *regions, const uint8_t *rows, int64_t n) {
+    const uint32_t now = now_ms(), believed = (uint32_t)p->believed_ms;
+    const uint64_t shift = (uint64_t)p->mapped % PAGE, row_bytes = (uint64_t)p->row_bytes,
+        chunk_rows = (uint64_t)p->chunk_rows, block_rows = (uint64_t)p->block_rows,
+        of_chunk = (chunk_rows + block_rows - 1) / block_rows;
+    const double of_chunks = 1.0 / (double)chunk_rows, of_blocks = 1.0 / (double)block_rows;
+    if (!p->mapped || (uint64_t)p->rows >> 52 || !is_whole(p)) return 0;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t number;
+        memcpy(&number, rows + 8 * i, 8);
+        const uint64_t row = (uint64_t)number;
+        if (row >= (uint64_t)p->rows) continue;
+        const uint64_t at = shift + row * row_bytes;
+        const region *r = regions + at / REGION_BYTES;
+        if (!is_seen(r, at, at + row_bytes, now, believed)) {
+            const uint8_t *mapped = (const uint8_t *)(uintptr_t)p->mapped + row * row_bytes;
+            if (!is_resident(p, checked, regions, mapped, now)) return 0;
+        } else if (__atomic_load_n(&r->is_whole, __ATOMIC_RELAXED)) continue;
+        const uint64_t chunk = divide(row, chunk_rows, of_chunks),
+            within = divide(row - chunk * chunk_rows, block_rows, of_blocks);
+        if (!is_checked(checked, (int64_t)(chunk * of_chunk + within))) return 0;
+    }
+    return 1;
+}
+
+static PyObject *py_are_here(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    Py_buffer b[4] = {{0}};
+    int held = 0, here = -1;
+    place p;
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "are_here takes 4 arguments, got %zd", n);
+    while (held < 4 && !PyObject_GetBuffer(args[held], b + held, held % 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    if (held == 4) {
+        if (b[0].len == sizeof p) memcpy(&p, b[0].buf, sizeof p);
+        if (b[0].len != sizeof p || b[3].len % 8 || !fits(&p, b + 1, b + 2))
+            PyErr_SetString(PyExc_ValueError, "are_here: rows or bits do not fit this table");
+        else {
+            Py_BEGIN_ALLOW_THREADS
+            here = are_here(&p, b[1].buf, b[2].buf, b[3].buf, b[3].len / 8);
+            Py_END_ALLOW_THREADS
+        }
+    }
+    while (held--) PyBuffer_Release(b + held);
+    return here < 0 ? NULL : PyBool_FromLong(here);
 }
 
 static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
@@ -337,6 +422,7 @@ static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 static PyMethodDef methods[] = {
     {"sums", (PyCFunction)(void (*)(void))py_sums, METH_FASTCALL, NULL},
     {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
+    {"are_here", (PyCFunction)(void (*)(void))py_are_here, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,7 @@
 """Plans of the GPU's backend: lookups of one request, laid out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +44,20 @@ class GpuPlan(Plan):
         """As the contract says; of the CPU's lookups."""
         if self.layout.host is None:
             return self
-        try:
+        with self.naming(inputs):
             host = self.layout.host.begin(inputs)
+        return _WaitingHost(self, host, inputs) if isinstance(host, Waiting) else self.with_host(host)
+
+    @contextmanager
+    def naming(self, inputs: Any) -> Iterator[None]:
+        """An error of the CPU's lookups becomes that of the request's first lookup that is wrong."""
+        try:
+            yield
         except BadIds:
             raise (self.layout.problem(inputs) or BadIds(Problem.CHANGED, 0, 0, 0, 0)) from None
-        return _WaitingHost(self, host) if isinstance(host, Waiting) else self._with_host(host)
 
-    def _with_host(self, host: Plan) -> "GpuPlan":
+    def with_host(self, host: Plan) -> "GpuPlan":
+        """The same with another plan of the CPU's lookups."""
         return GpuPlan(self.batches, replace(self.layout, host=host))
 
     def launches_alone(self) -> Launches | None:
@@ -82,11 +90,12 @@ class GpuPlan(Plan):
 class _WaitingHost(Waiting):
     """A plan whose lookups by the CPU wait."""
 
-    def __init__(self, plan: GpuPlan, host: Waiting) -> None:
-        self._plan, self._host = plan, host
+    def __init__(self, plan: GpuPlan, host: Waiting, inputs: Any) -> None:
+        self._plan, self._host, self._inputs = plan, host, inputs
 
     def wait(self, deadline: float | None = None) -> Plan:
-        return self._plan._with_host(self._host.wait(deadline))
+        with self._plan.naming(self._inputs):
+            return self._plan.with_host(self._host.wait(deadline))
 
 
 class SteadyPlanner(Planner):

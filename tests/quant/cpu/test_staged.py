@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,22 @@ from drawn_lookups import Drawn
 from fetched_tables import FromArray, fetched_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from indexed_tables import raw_table
 from overlays import KINDS, Overlaid, dense, raw
 from reference import backend_of
 from tables import table_of
 
-from tableside.quant import BadIds, LookupKind, Place, Pooling, Precision, QuantError, RowFormat, choose
+from tableside.quant import (
+    BadIds,
+    LookupKind,
+    Place,
+    Pooling,
+    Precision,
+    QuantError,
+    RowFormat,
+    Table,
+    choose,
+)
 from tableside.quant.contract import Unfound, Waiting
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
@@ -66,6 +78,92 @@ def test_deltas_and_missing_ids_lie_above_fetched_rows(made: Overlaid, kind: str
         if made.default is not None:
             assert found[0][masks:] == made.expected_found(ids).tobytes()  # type: ignore[index]
         assert all(0 <= row < table.rows for asked in source_of(table).asked for row in asked)
+
+
+def without_kept_ids(table: Table) -> FetchedTable:
+    """Rows that are fetched, of which nothing in memory has the ids."""
+    made = fetched_table(table)
+    assert made.id_at >= 0 and made.row_map is not None and made.row_map.index is not None
+    index = replace(made.row_map.index, ids=np.zeros_like(made.row_map.index.ids))
+    return replace(made, row_map=replace(made.row_map, index=index))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_ids_are_compared_with_those_of_fetched_rows(seed: int) -> None:
+    """Whether they are there, missing, changed, deleted or backfilled; and the first that is wrong is named,
+    beside lookups that are wrong without any row."""
+    rng = np.random.default_rng(seed)
+    ids, old = KINDS["random"], rng.random(KINDS["random"].size) < 0.3
+    made = [raw().table, raw_table(ids, backfilled=old).table, raw_table(ids[:5], dim=32).table]
+    made += [replace(t, row_map=replace(t.row_map, default_row=None)) for t in made if t.row_map is not None]
+    plain = [*made, table_of(RowFormat.INT8, 8, 100)]
+    kept = [*map(without_kept_ids, made), plain[-1]]
+    places, inputs, out_at = [], b"", 0
+    for kind in rng.integers(0, 2 * len(plain), rng.integers(1, 6)).tolist():
+        table, is_dense, bags = plain[kind // 2], kind // 2 == len(made), int(rng.integers(0, 4))
+        lengths = rng.integers(0, 5, bags).astype(np.int32)
+        count = int(lengths.sum())
+        asked = rng.integers(0, 100, count) if is_dense else rng.choice(ids, count)
+        if count and rng.random() < 0.3:
+            asked[rng.integers(count)] = rng.integers(2**62)
+        at, masks = len(inputs), out_at + 4 * bags * table.dim
+        places.append(Place(kind, at, count, at + 8 * count, bags, 0, -1, out_at, 0, masks))
+        inputs, out_at = inputs + asked.tobytes() + lengths.tobytes() + bytes(-4 * bags % 8), masks + count
+    written = np.array(places, np.int64).tobytes()
+    found = [
+        outcome(choose().planner(kinds_over(tables)).plan(written, out_at), inputs, out_at)
+        for tables in (kept, plain)
+    ]
+    assert found[0] == found[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_rows_that_are_here_are_read_where_they_lie(seed: int) -> None:
+    """Nothing is fetched; where one row is away, all that a table has are. Raw ids, deltas, what is missing
+    and what is wrong are as in memory."""
+    drawn, rng = Drawn(seed), random.Random(seed)
+    for wrong in (False, True):
+        places, inputs, out_bytes = drawn.request(wrong)
+        sources = [FromArray(table) for table in drawn.tables]
+        tables = [
+            table.fetched_by(RowReader(source, are_here=source.are_here))
+            for table, source in zip(drawn.tables, sources, strict=True)
+        ]
+        for name in BACKENDS:
+            backend = backend_of(name)
+            plain = outcome(backend.planner(drawn.kinds).plan(places.tobytes()), inputs, out_bytes)
+            planner = backend.planner(drawn.over(tables))
+            assert outcome(planner.plan(places.tobytes()), inputs, out_bytes) == plain
+            assert not any(source.asked for source in sources)
+            away = rng.choice(sources)
+            away.away = set(range(away.table.rows))
+            assert outcome(planner.plan(places.tobytes()), inputs, out_bytes) == plain
+            for source in sources:
+                source.away, source.asked = set(), []
+
+
+def test_a_row_that_is_away_is_fetched() -> None:
+    """Also the row of a missing id, and the one that a raw id has if it is there."""
+    made = raw_table(KINDS["random"])
+    index = made.table.row_map.index  # type: ignore[union-attr]
+    assert index is not None
+    here = KINDS["random"][:3]
+    for away in (int(index.find(here[2:])[0]), made.table.rows - 1):
+        source = FromArray(made.table)
+        table = made.table.fetched_by(RowReader(source, are_here=source.are_here))
+        source.away = {away}
+        place = np.array([Place(0, 0, 3, -1, 3, 1, -1, 0)], np.int64).tobytes()
+        begun = choose().planner([LookupKind(table, Pooling.SUM)]).plan(place).begin(here.tobytes())
+        assert isinstance(begun, Waiting)
+        source.away = set()
+        begun = choose().planner([LookupKind(table, Pooling.SUM)]).plan(place).begin(here.tobytes())
+        assert not isinstance(begun, Waiting) and not source.asked
+
+
+def kinds_over(tables: list[Any]) -> list[LookupKind]:
+    return [LookupKind(t, pooling) for t in tables for pooling in (Pooling.SUM, Pooling.MEAN)]
 
 
 def test_a_lookup_without_a_plan_fetches() -> None:

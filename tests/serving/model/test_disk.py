@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tables
+from keyed_tables import ids_of
 from servers import Server, start_server
 from support import end, flip_bit, run_tableside, until
 
@@ -18,11 +19,20 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.versions import Model
+from tableside.quant import Pooling, choose
 from tableside.serving.client import Client, ClientError
 
 ROWS, DIM = 20_000, 32
 VALUES = np.random.default_rng(3).standard_normal((ROWS, DIM)).astype(np.float32)
+IDS = ids_of(ROWS, 6)
 SMALL = np.random.default_rng(4).standard_normal((10, 8)).astype(np.float32)
+
+
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--placement", "stored")],
+    ids=["cpu", "engine"],
+)
 
 
 @pytest.fixture
@@ -61,11 +71,7 @@ def placements(server: Server) -> list[str]:
     return [t["placement"] for t in server.get("/v1/models").json()["models"][0]["tables"]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--placement", "stored")],
-    ids=["cpu", "engine"],
-)
+@OPTIONS
 def test_rows_are_served_from_a_disk(
     serve: Callable[..., Server], model: Model, options: tuple[object, ...]
 ) -> None:
@@ -89,6 +95,57 @@ def test_rows_are_served_from_a_disk(
     with Client(serve(*options).url, retries=0) as client:
         np.testing.assert_array_equal(rows_of(client, [6, 8]), VALUES[[6, 8]])
         assert (rows_of(client, [7]) == 2.0).all()
+
+
+@pytest.fixture
+def raw_model(disk: Path, tmp_path: Path) -> Model:
+    """Two tables of raw ids in int8, whose rows have room for the ids; one refuses those that are missing."""
+    np.savez(tmp_path / "c.npz", v=VALUES, i=IDS)
+    table = {"key": "v", "ids": "raw", "id_key": "i", "row_format": "int8"}
+    raw = {
+        "name": "m",
+        "checkpoint": "c.npz",
+        "tables": {"big": {**table, "missing": "zero"}, "strict": {**table, "missing": "error"}},
+        "features": {t: {"table": t, "pooling": "none"} for t in ("big", "strict")},
+    }
+    load(parse_model(raw, tmp_path), disk)
+    return Model(disk, "m")
+
+
+@OPTIONS
+def test_raw_ids_are_found_in_rows_on_a_disk(
+    raw_model: Model, disk: Path, options: tuple[object, ...]
+) -> None:
+    """Also those that are missing, that come, and that go; and the first wrong one is named."""
+    server = start_server(disk, *options, models=("m",))
+    try:
+        assert placements(server) == ["stored"] * 2
+        table = raw_model.attach().tables["big"]
+        at = np.random.default_rng(5).integers(0, ROWS, 500)
+        expected = choose().lookup(table, IDS[at], pooling=Pooling.NONE)
+        assert np.abs(expected - VALUES[at]).max() < 0.05
+        with Client(server.url, retries=0) as client:
+            np.testing.assert_array_equal(rows_of(client, IDS[at]), expected)
+            asked = np.insert(IDS[at], [0, 100, 500], IDS.min() + np.array([1, 2, 3]))
+            vectors, found = client.lookup("m", {"big": [asked.tolist()]}, found=True)
+            there = np.isin(asked, IDS)
+            np.testing.assert_array_equal(found["big"], there)
+            np.testing.assert_array_equal(vectors["big"].reshape(-1, DIM)[there], expected)
+            assert not vectors["big"].reshape(-1, DIM)[~there].any()
+            with pytest.raises(ClientError, match=f"feature 'strict': id {asked[0]} at position 0"):
+                client.lookup("m", {"big": [IDS[:3].tolist()], "strict": [asked.tolist()]})
+            ids, deleted = np.array([IDS[7], asked[0], IDS[8]]), np.array([False, False, True])
+            changes = TableChanges("big", ids, np.full((3, DIM), 2.0, np.float32), deleted)
+            apply(raw_model, ChangeBatch([changes]), ApplySettings(keep=Retention(2)))
+            until(lambda: (rows_of(client, [IDS[7], asked[0]]) == 2.0).all())
+            assert not rows_of(client, [IDS[8]]).any()
+            np.testing.assert_array_equal(rows_of(client, IDS[at[at > 8]]), expected[at > 8])
+        assert (
+            'tableside_ids_without_row_total{model="m",reason="missing",table="big"}'
+            in server.get("/metrics").text
+        )
+    finally:
+        end(server.process)
 
 
 def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], model: Model) -> None:
