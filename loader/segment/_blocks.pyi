@@ -7,4 +7,16 @@ def sums(rows: Any, first_block: int, block_bytes: int, out: Any, /) -> None: ..
 def fetch(
     place: Any, checked: Any, regions: Any, rows: Any, out: Any, state: Any, is_ready: bool, /
 ) -> int: ...
+def bring(
+    place: Any,
+    checked: Any,
+    regions: Any,
+    rows: Any,
+    out: Any,
+    state: Any,
+    depth: int,
+    patience_ms: int,
+    all_ms: int,
+    /,
+) -> int: ...
 def are_here(place: Any, checked: Any, regions: Any, rows: Any, /) -> bool: ...

@@ -25,6 +25,8 @@ from tableside.quant.rows.fetched import RowState
 BLOCK_BYTES = 4096
 _READERS = 32  # reads that a process has under way: fast disks need as many
 _LEAST_ROWS = 8  # that are worth a thread
+_DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
+_LONG_S = 1e6  # instead of no deadline
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
 _LEFT = 3  # a row that was not read yet, for `_blocks`
@@ -90,9 +92,11 @@ class BlockReader:
     def __call__(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
     ) -> None:
-        """What is in the page cache is read at once, the rest by threads."""
+        """What is in the page cache is read at once; the disk is asked for the rest, some blocks at a time.
+        Where a block takes long, threads read it and those behind it."""
         state[:] = _LEFT
-        if self._fetch(rows, out, state, True):
+        given = (self._place, self._checked, self._regions, rows, out, state)
+        if self._fetch(rows, out, state, True) and _blocks.bring(*given, *_limits(deadline)):
             self._read_left(rows, out, state, deadline)
 
     def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
@@ -131,6 +135,12 @@ class BlockReader:
 
     def __del__(self) -> None:
         os.close(self._fd)
+
+
+def _limits(deadline: float | None) -> tuple[int, int, int]:
+    """Of `_blocks.bring`."""
+    left_s = _LONG_S if deadline is None else max(0.0, deadline - time.monotonic())
+    return _DEPTH, _PATIENCE_MS, int(1000 * left_s)
 
 
 _lock = threading.Lock()

@@ -19,6 +19,9 @@
  *     is_ready  reads no block that a disk has to bring (such rows stay LEFT), if the file system tells; and rows
  *               of checked blocks through the mapping, where the page cache has them, as mincore said a moment
  *               ago. Who cuts the file in that moment ends the process, else such rows are CORRUPT.
+ * bring(place, checked, regions, rows, out, state, depth, patience_ms, all_ms) -> rows that are left. As `fetch`,
+ *   after the disk was asked for the next `depth` blocks at a time, so that one thread has many reads under way.
+ *   Waits no longer than patience_ms for a block, and all_ms for all: that block and those behind it stay LEFT.
  * are_here(place, checked, regions, rows) -> whether all these rows may be read in the mapping now: blocks were
  *   checked, and the page cache has their pages. rows: int64 [n], at any alignment; those that the table has not
  *   are left out.
@@ -169,9 +172,12 @@ static int read_block(const place *p, const block *b, uint8_t *to, int is_ready)
 enum { PAGE = 4096, REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE };
 /* Rows of a part within OFTEN_MS that make a look: a first one, or one while the last is trusted. */
 enum { OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
-/* touches: since `since_ms`. is_whole: the last look found all pages, and all blocks checked. */
+/* A part of which a look found less than half is left alone for so long: looks at pages that are away are slow. */
+enum { FEW_MS = 2000 };
+/* touches: since `since_ms`. has_few: the last look found less than half of the pages. is_whole: it found all, and
+ * all blocks checked. */
 typedef struct {
-    uint32_t is_seen, seen_ms, since_ms, touches, is_whole;
+    uint32_t is_seen, seen_ms, since_ms, touches, has_few, is_whole;
     unsigned char pages[REGION_PAGES / 8];
 } region;
 
@@ -222,19 +228,19 @@ static void look(const place *p, uint8_t *checked, region *r, uintptr_t first, u
     const size_t pages = (end - first + PAGE - 1) / PAGE;
     if (mincore((void *)first, end - first, there)) memset(there, 0, sizeof there);
     if (!is_trusted) uncheck(p, checked, first, end);
-    int are_all = 1;
+    size_t found = 0;
     for (size_t i = 0, gone = 0; i <= pages; i++) { /* gone: pages before this one, in a row */
         const int is_here = i < pages && (there[i] & 1);
-        if (is_here) packed[i / 8] |= (unsigned char)(1 << i % 8);
+        if (is_here) packed[i / 8] |= (unsigned char)(1 << i % 8), found++;
         if (i < pages && !is_here) gone++;
         else if (gone) {
             if (is_trusted) uncheck(p, checked, first + (i - gone) * PAGE, first + i * PAGE);
             gone = 0;
-            are_all = 0;
         }
     }
     for (size_t i = 0; i < sizeof packed; i++) __atomic_store_n(r->pages + i, packed[i], __ATOMIC_RELAXED);
-    __atomic_store_n(&r->is_whole, are_all && are_checked(p, checked, first, end), __ATOMIC_RELAXED);
+    __atomic_store_n(&r->has_few, 2 * found < pages, __ATOMIC_RELAXED);
+    __atomic_store_n(&r->is_whole, found == pages && are_checked(p, checked, first, end), __ATOMIC_RELAXED);
     __atomic_store_n(&r->is_seen, 1, __ATOMIC_RELAXED);
     __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&r->seen_ms, now, __ATOMIC_RELEASE);
@@ -248,6 +254,7 @@ static int has_page(const place *p, uint8_t *checked, region *regions, uintptr_t
     const uint32_t age = now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE);
     const int is_seen = __atomic_load_n(&r->is_seen, __ATOMIC_RELAXED) != 0;
     if (!is_seen || age >= (uint32_t)p->believed_ms) {
+        if (is_seen && age < FEW_MS && __atomic_load_n(&r->has_few, __ATOMIC_RELAXED)) return 0;
         if (now - __atomic_load_n(&r->since_ms, __ATOMIC_RELAXED) >= OFTEN_MS) {
             __atomic_store_n(&r->since_ms, now, __ATOMIC_RELAXED);
             __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
@@ -302,6 +309,71 @@ static int64_t fetch(const place *p, uint8_t *checked, region *regions, const in
         if (came == READ)
             memcpy(out + i * p->row_bytes, buffer + (rows[i] - b.first) * p->row_bytes, (size_t)p->row_bytes);
         state[i] = came == READ ? HERE : CORRUPT;
+    }
+    return left;
+}
+
+/* Asks the disk for a block, and for its checksum unless that lies in the page that was asked for last. The page
+ * cache reads them. */
+static void ask(const place *p, const block *b, int64_t *sum_page) {
+    const int64_t sum = p->sums_at + 4 * b->number;
+    posix_fadvise((int)p->fd, (off_t)(p->at + b->first * p->row_bytes), (off_t)(b->rows * p->row_bytes),
+                  POSIX_FADV_WILLNEED);
+    if (sum / PAGE != *sum_page) posix_fadvise((int)p->fd, (off_t)sum, 4, POSIX_FADV_WILLNEED);
+    *sum_page = sum / PAGE;
+}
+
+/* The next row from `i` on that is left and lies in another block than `b`, which becomes its block; n: none. */
+static int64_t next_block(const place *p, const int64_t *rows, const uint8_t *state, int64_t i, int64_t n, block *b) {
+    for (; i < n; i++)
+        if (state[i] == LEFT && (rows[i] < b->first || rows[i] >= b->first + b->rows)) {
+            *b = block_of(p, rows[i]);
+            break;
+        }
+    return i;
+}
+
+/* How long `bring` waits: ms. */
+typedef struct { int64_t depth, patience, all; } limits;
+enum { NAP_NS = 50000 };
+
+/* Reads a block that was asked for. began: of `bring`. */
+static int wait_for(const place *p, const block *b, uint8_t *to, const limits *most, uint32_t began) {
+    const size_t size = (size_t)(b->rows * p->row_bytes);
+    const off_t at = (off_t)(p->at + b->first * p->row_bytes);
+    const struct timespec nap = {0, NAP_NS};
+    uint32_t since = 0;
+    for (int naps = 0;; naps++) {
+        const int came = read_checked(p, b, size, at, to, 1);
+        if (came == FAILED) return read_block(p, b, to, 0);
+        if (came == READ) return READ;
+        const uint32_t now = now_ms();
+        if (!naps) since = now;
+        if (now - since >= most->patience || now - began >= most->all) return NOT_READY;
+        nanosleep(&nap, NULL);
+    }
+}
+
+static int64_t bring(const place *p, uint8_t *checked, const int64_t *rows, int64_t n, uint8_t *out, uint8_t *state,
+                     const limits *most, uint8_t *buffer) {
+    block b = {-1, 0, 0}, asked = {-1, 0, 0};
+    int64_t left = 0, ahead = 0, under_way = 0, sum_page = -1;
+    const uint32_t began = now_ms();
+    int came = READ;
+    for (int64_t i = 0; i < n; i++) {
+        if (state[i] != LEFT) continue;
+        if (came != NOT_READY && (rows[i] < b.first || rows[i] >= b.first + b.rows)) {
+            for (; under_way < most->depth && ahead < n; under_way++)
+                if ((ahead = next_block(p, rows, state, ahead, n, &asked)) < n) ask(p, &asked, &sum_page);
+            b = block_of(p, rows[i]);
+            came = wait_for(p, &b, buffer, most, began);
+            under_way--;
+            if (came == READ) set_checked(checked, b.number);
+        }
+        if (came == READ)
+            memcpy(out + i * p->row_bytes, buffer + (rows[i] - b.first) * p->row_bytes, (size_t)p->row_bytes);
+        if (came == NOT_READY) left++;
+        else state[i] = came == READ ? HERE : CORRUPT;
     }
     return left;
 }
@@ -390,27 +462,25 @@ static PyObject *py_are_here(PyObject *self, PyObject *const *args, Py_ssize_t n
     return here < 0 ? NULL : PyBool_FromLong(here);
 }
 
-static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
+/* most: `bring`; NULL: `fetch`. */
+static PyObject *read_rows(PyObject *const *args, const char *name, const limits *most, int is_ready) {
     Py_buffer b[6] = {{0}};
     int held = 0;
     int64_t left = -1;
     place p;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "fetch takes 7 arguments, got %zd", n);
-    const int is_ready = PyObject_IsTrue(args[6]);
-    if (is_ready < 0) return NULL;
     while (held < 6 && !PyObject_GetBuffer(args[held], b + held, held % 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
     if (held == 6) {
         const int64_t count = b[3].len / 8;
         uint8_t *buffer = NULL;
         if (b[0].len == sizeof p) memcpy(&p, b[0].buf, sizeof p);
         if (b[0].len != sizeof p || !is_sound(&p, count, b + 1, b + 2, b + 3, b + 4, b + 5))
-            PyErr_SetString(PyExc_ValueError, "fetch: rows, states or bits do not fit this table");
+            PyErr_Format(PyExc_ValueError, "%s: rows, states or bits do not fit this table", name);
         else if (!(buffer = malloc((size_t)(p.block_rows * p.row_bytes))))
             PyErr_NoMemory();
         else {
             Py_BEGIN_ALLOW_THREADS
-            left = fetch(&p, b[1].buf, b[2].buf, b[3].buf, count, b[4].buf, b[5].buf, is_ready, buffer);
+            if (most) left = bring(&p, b[1].buf, b[3].buf, count, b[4].buf, b[5].buf, most, buffer);
+            else left = fetch(&p, b[1].buf, b[2].buf, b[3].buf, count, b[4].buf, b[5].buf, is_ready, buffer);
             Py_END_ALLOW_THREADS
         }
         free(buffer);
@@ -419,9 +489,27 @@ static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return left < 0 ? NULL : PyLong_FromLongLong(left);
 }
 
+static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 7) return PyErr_Format(PyExc_TypeError, "fetch takes 7 arguments, got %zd", n);
+    const int is_ready = PyObject_IsTrue(args[6]);
+    return is_ready < 0 ? NULL : read_rows(args, "fetch", NULL, is_ready);
+}
+
+static PyObject *py_bring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 9) return PyErr_Format(PyExc_TypeError, "bring takes 9 arguments, got %zd", n);
+    const limits most = {PyLong_AsLongLong(args[6]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8])};
+    if (PyErr_Occurred()) return NULL;
+    if (most.depth < 1 || most.patience < 0 || most.all < 0)
+        return PyErr_Format(PyExc_ValueError, "bring: a limit is negative, or the depth is 0");
+    return read_rows(args, "bring", &most, 0);
+}
+
 static PyMethodDef methods[] = {
     {"sums", (PyCFunction)(void (*)(void))py_sums, METH_FASTCALL, NULL},
     {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
+    {"bring", (PyCFunction)(void (*)(void))py_bring, METH_FASTCALL, NULL},
     {"are_here", (PyCFunction)(void (*)(void))py_are_here, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -223,6 +223,46 @@ def test_a_file_that_is_cut_is_not_read_where_it_is_mapped(file: File) -> None:
     assert set(np.flatnonzero(state == RowState.CORRUPT)) >= set(range(400, 1000))
 
 
+@pytest.mark.parametrize("depth", [1, 3, 1000])
+def test_the_disk_is_asked_for_many_blocks_at_once(file: File, depth: int) -> None:
+    """Every row comes, those of a damaged block as corrupt; rows that came before are not touched."""
+    file.write(60 * 80 + 7, bytes([file.rows[60, 7] ^ 4]))
+    reader = file.reader(True)
+    forget(reader)
+    rows = np.array([0, 1, 50, 60, 61, 400, 401, 777, 999])
+    out, state = np.zeros((rows.size, 80), np.uint8), np.full(rows.size, 3, np.uint8)
+    state[5] = RowState.HERE
+    given = reader._place, reader._checked, reader._regions, rows, out, state
+    assert _blocks.bring(*given, depth, HOUR, HOUR) == 0
+    is_damaged = np.isin(rows, list(of_block(1)))
+    np.testing.assert_array_equal(state == RowState.CORRUPT, is_damaged)
+    assert not state[~is_damaged].any() and not out[5].any()
+    whole = ~is_damaged & (np.arange(rows.size) != 5)
+    np.testing.assert_array_equal(out[whole], file.rows[rows[whole]])
+
+
+def test_who_waits_for_no_block_gets_what_is_there(file: File) -> None:
+    """And the rows behind the first one that is not stay left."""
+    reader = file.reader()
+    rows = np.arange(0, 1000, 51)
+    for is_there in (True, False):
+        file.path.read_bytes()
+        if not is_there:
+            forget(file.reader(True))
+        out, state = np.zeros((rows.size, 80), np.uint8), np.full(rows.size, 3, np.uint8)
+        left = _blocks.bring(reader._place, reader._checked, reader._regions, rows, out, state, 4, 0, 0)
+        assert np.count_nonzero(state == 3) == left <= (0 if is_there else rows.size)
+        np.testing.assert_array_equal(np.flatnonzero(state), np.arange(rows.size - left, rows.size))
+        np.testing.assert_array_equal(out[state == 0], file.rows[rows[state == 0]])
+
+
+def test_limits_that_make_no_sense_are_refused(file: File) -> None:
+    reader, out, state = file.reader(), np.zeros((1, 80), np.uint8), np.zeros(1, np.uint8)
+    for limits in ((0, 1, 1), (1, -1, 1), (1, 1, -1)):
+        with pytest.raises(ValueError, match="bring: a limit is negative, or the depth is 0"):
+            _blocks.bring(reader._place, reader._checked, reader._regions, np.array([3]), out, state, *limits)
+
+
 @pytest.fixture
 def busy() -> Iterator[threading.Event]:
     """No thread that reads from disks is free until this is set."""
@@ -250,6 +290,7 @@ def test_rows_that_do_not_come_in_time_are_late(
         return fetch(*given)
 
     monkeypatch.setattr(_blocks, "fetch", half)
+    monkeypatch.setattr(_blocks, "bring", lambda *given: 1)  # as if the disk took long for each
     rows, reader = np.arange(0, 1000, 60), file.reader()
     out, state = np.zeros((rows.size, 80), np.uint8), np.zeros(rows.size, np.uint8)
     reader(rows, out, state, time.monotonic())
