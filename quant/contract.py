@@ -256,10 +256,11 @@ def matrices_in(buffer: Any) -> NDArray[np.int64]:
 
 class Unfound(NamedTuple):
     """Counts of a lookup's ids without a row of their own: `missing` got the default row, `backfilled` an
-    older version's."""
+    older version's, `late` the default row, since theirs did not come in time."""
 
     missing: int
     backfilled: int
+    late: int = 0
 
 
 class Waiting(ABC):
@@ -377,6 +378,8 @@ class Backend(ABC):
 
 def by_row_number(table: RowSource) -> RowSource:
     """The same rows, where an id is a row number."""
-    if isinstance(table, Table | FetchedTable) and table.row_map is not None:
+    if isinstance(table, Table) and table.row_map is not None:
         return replace(table, row_map=None)
+    if isinstance(table, FetchedTable):
+        return replace(table, row_map=None, id_at=-1, in_place=None)
     return table

@@ -96,7 +96,12 @@ class ServerSettings(RootSettings):
         "`tableside verify` finds them",
     )
     disk_timeout_s: float = Field(
-        2.0, gt=0, le=60, description="seconds that a request waits for rows of a root on a disk; then a 503"
+        2.0, gt=0, le=60, description="seconds that a request waits for rows of a root on a disk"
+    )
+    disk_late: Literal["default", "error"] = Field(
+        "default",
+        description="what a row of a root on a disk becomes that comes later: the default row of its table, "
+        "as the answer says, or a 503 (error); a 503 where a table has no default row",
     )
     poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_behind_s: float = Field(

@@ -7,9 +7,11 @@ its rows. A row of a block that this process has checked is read where the file 
 page cache, some ten a second, find its page there.
 """
 
+import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import NamedTuple
@@ -22,11 +24,15 @@ from tableside.loader.segment.stored import StoredRows
 from tableside.quant.contract import Bytes
 from tableside.quant.rows.fetched import RowState
 
+logger = logging.getLogger("tableside")
+
 BLOCK_BYTES = 4096
 _READERS = 32  # reads that a process has under way: fast disks need as many
 _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
 _LONG_S = 1e6  # instead of no deadline
+_KEPT_S = 10.0  # that a start waits for a row which it keeps
+OPENS_S = 1.0  # see `Breaker`
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
 _LEFT = 3  # a row that was not read yet, for `_blocks`
@@ -65,7 +71,8 @@ def write_sums(stored: StoredRows, chunk: int, rows: Bytes, sums: Sums) -> None:
 class BlockReader:
     """Reads rows of a table: a `quant.rows.fetched.Fetch`. fd: of its file, closed with this object. at,
     sums_at: bytes of row 0 and of the first checksum in it. mapped: its rows; None: they are not mapped.
-    believed_ms, trusted_ms: see `_blocks.c`."""
+    believed_ms, trusted_ms: see `_blocks.c`.
+    name: for the log."""
 
     def __init__(
         self,
@@ -76,8 +83,9 @@ class BlockReader:
         mapped: Bytes | None = None,
         believed_ms: int = _BELIEVED_MS,
         trusted_ms: int = _TRUSTED_MS,
+        name: str = "",
     ) -> None:
-        self._fd, self._row_bytes, self._mapped = fd, stored.row_bytes, mapped
+        self._fd, self._row_bytes, self._mapped, self._name = fd, stored.row_bytes, mapped, name
         blocks = Blocks.of(stored)
         self._checked = np.zeros(blocks.blocks // 8 + 1, np.uint8)
         # To who could not write to a file, the kernel says that all of it is in the page cache
@@ -88,6 +96,8 @@ class BlockReader:
         fields = (fd, at, sums_at, *cut, address, believed_ms, trusted_ms)
         self._place = np.array(fields, np.int64).tobytes()
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
+        self._kept: dict[int, Bytes | None] = {}
+        self._breaker = Breaker()
 
     def __call__(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
@@ -96,8 +106,17 @@ class BlockReader:
         Where a block takes long, threads read it and those behind it."""
         state[:] = _LEFT
         given = (self._place, self._checked, self._regions, rows, out, state)
-        if self._fetch(rows, out, state, True) and _blocks.bring(*given, *_limits(deadline)):
+        if not (left := self._fetch(rows, out, state, True)):
+            return
+        if self._breaker.is_open():
+            state[state == _LEFT] = RowState.LATE
+            return
+        began = time.monotonic()
+        if _blocks.bring(*given, *_limits(deadline)):
             self._read_left(rows, out, state, deadline)
+        late = int(np.count_nonzero(state == RowState.LATE))
+        if change := self._breaker.told(began, left - late, late):
+            logger.warning("%s: %s", self._name, change)
 
     def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
         return _blocks.fetch(self._place, self._checked, self._regions, rows, out, state, is_ready)
@@ -113,6 +132,14 @@ class BlockReader:
     def are_here(self, rows: NDArray[np.int64]) -> bool:
         """Whether all of these rows that the table has may be read in the mapping now."""
         return _blocks.are_here(self._place, self._checked, self._regions, rows)
+
+    def kept(self, row: int) -> Bytes | None:
+        """Returns a packed row, which stays in memory, uint8 [row_bytes]; None: it did not come."""
+        if row not in self._kept:
+            out, state = np.empty((1, self._row_bytes), np.uint8), np.zeros(1, np.uint8)
+            self(np.array([row]), out, state, time.monotonic() + _KEPT_S)
+            self._kept[row] = None if state[0] else out[0]
+        return self._kept[row]
 
     def _read_left(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
@@ -135,6 +162,46 @@ class BlockReader:
 
     def __del__(self) -> None:
         os.close(self._fd)
+
+
+class Breaker:
+    """Says that a disk hangs: requests waited for rows for OPENS_S, and none came. Then nobody waits, but for
+    one request in OPENS_S, until a row comes. Any thread may call."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._lock = now, threading.Lock()
+        self._since = self._late_at = (
+            0.0  # when the wait began without a row since; when it last was too long
+        )
+        self._asks_at = 0.0  # when the next one waits; 0: all do
+
+    def is_open(self) -> bool:
+        """Whether a request shall not wait for the disk."""
+        if not self._asks_at:
+            return False
+        with self._lock:
+            if not self._asks_at or (now := self._now()) >= self._asks_at:
+                self._asks_at = self._asks_at and now + OPENS_S
+                return False
+            return True
+
+    def told(self, began: float, came: int, late: int) -> str:
+        """Takes note of the rows that a request waited for, since `began`; returns what it means, if that
+        changed."""
+        now = self._now()
+        with self._lock:
+            if came:
+                was_open, self._since, self._asks_at = self._asks_at, 0.0, 0.0
+                return "the disk reads again" if was_open else ""
+            if not late:
+                return ""
+            if not self._since or now - self._late_at > OPENS_S:
+                self._since = began
+            self._late_at = now
+            if self._asks_at or now - self._since < OPENS_S:
+                return ""
+            self._asks_at = now + OPENS_S
+            return f"no row came from the disk for {now - self._since:.1f} s; requests do not wait for it"
 
 
 def _limits(deadline: float | None) -> tuple[int, int, int]:

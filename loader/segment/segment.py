@@ -141,7 +141,7 @@ class Segment:
             )
         mapped = self.mapping.bytes[table.offset : table.offset + table.bytes]
         at = table.offset - file.offset, file.sums_in_file
-        return BlockReader(os.dup(fd), table, *at, mapped)
+        return BlockReader(os.dup(fd), table, *at, mapped, name=f"{path}, table {table.name}")
 
     @property
     def base(self) -> "Segment":

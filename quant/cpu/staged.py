@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
-    Bytes,
     Ids,
     Lengths,
     Lookup,
@@ -84,20 +83,40 @@ class _Found(NamedTuple):
         """The rows to fetch: the last one, which is the default row, in place of none."""
         return self.rows if self.ids is None else np.where(self.rows == -1, self.table.rows - 1, self.rows)
 
-    def compared(self, packed: Bytes, at: NDArray[np.int64], default_at: int, job: int) -> "_Found":
-        """With the ids that the rows keep. packed: uint8 [rows, row_bytes]; at: the row there of each id,
-        which becomes default_at where the id is missing. BadIds: it is, and is refused."""
-        table, row_map, ids = self.table, self.table.row_map, self.ids
-        assert ids is not None and row_map is not None and row_map.index is not None
-        kept = np.ascontiguousarray(packed[:, table.id_at : table.id_at + ID_BYTES]).view(np.int64)[at, 0]
+    def settled(self, rows: "_FetchedRows", at: NDArray[np.int64], default_at: int, job: int) -> "_Found":
+        """Once the rows are here. at: of each id, its row among them, which becomes default_at where it is
+        missing. BadIds: it is, and is refused."""
+        late = rows.is_late[at]
+        if self.ids is None:
+            row_map = self.table.row_map
+            if row_map is not None and row_map.default_row is not None:
+                late &= self.rows != row_map.default_row  # which is known
+            if not late.any():
+                return self
+            mask = ~late if self.mask is None else self.mask & ~late
+            return self._replace(mask=mask, unfound=self.unfound._replace(late=int(late.sum())))
+        table, ids = self.table, self.ids
+        row_map = table.row_map
+        assert row_map is not None and row_map.index is not None
+        id_bytes = rows.table.packed[:, table.id_at : table.id_at + ID_BYTES]
         is_own = (self.rows >= 0) & (self.rows < row_map.index.slots)
-        found = np.where(is_own, kept == ids, self.rows != -1)
-        lacks = np.flatnonzero(~found)
+        late &= is_own
+        kept = np.ascontiguousarray(id_bytes).view(np.int64)[at, 0]
+        found = np.where(is_own, (kept == ids) & ~late, self.rows != -1)
+        lacks = np.flatnonzero(~found & ~late)
         if lacks.size and row_map.default_row is None:
             raise BadIds(Problem.MISSING, job, int(lacks[0]), int(ids[lacks[0]]), row_map.count)
         at[lacks] = default_at
         backfilled = int(np.count_nonzero(row_map.is_backfilled(self.rows[found & is_own])))
-        return self._replace(mask=found, unfound=Unfound(int(lacks.size), backfilled))
+        return self._replace(mask=found, unfound=Unfound(int(lacks.size), backfilled, int(late.sum())))
+
+
+class _FetchedRows(NamedTuple):
+    """Rows of a table, each once. table: of these alone, without a map; is_late: bool [rows], the default row
+    stands for them."""
+
+    table: Table
+    is_late: NDArray[np.bool_]
 
 
 class StagedPlanner(Planner):
@@ -199,14 +218,18 @@ class _Fetching(Waiting):
         if any(table.reader.ready is None for table in self._tables):
             return self
         try:
-            return self._staged(lambda reader: reader.ready)
+            return self._staged(lambda reader: reader.ready, None, is_last=False)
         except RowsNotRead:
             return self
 
     def wait(self, deadline: float | None = None) -> Plan:
-        return self._staged(lambda reader: reader.fetch, self._deadline if deadline is None else deadline)
+        until = self._deadline if deadline is None else deadline
+        return self._staged(lambda reader: reader.fetch, until, is_last=True)
 
-    def _staged(self, how: Callable[[RowReader], Fetch | None], deadline: float | None = None) -> "_ReadPlan":
+    def _staged(
+        self, how: Callable[[RowReader], Fetch | None], deadline: float | None, is_last: bool
+    ) -> "_ReadPlan":
+        """is_last: rows that do not come are late, and not asked for in another way."""
         staged: dict[int, Table] = {}  # by the table's id
         at: dict[int, NDArray[np.int64]] = {}
         found, wrong = dict(self._found), [] if self._wrong is None else [self._wrong]
@@ -215,17 +238,16 @@ class _Fetching(Waiting):
             rows = [found[job].wanted for job in jobs]
             fetch = how(table.reader)
             assert fetch is not None
-            is_compared = table.id_at >= 0 and any(one.size for one in rows)
-            rows.append(np.full(int(is_compared), table.rows - 1))  # the default row
-            staged[id(table)], places = fetched(table, np.concatenate(rows), fetch, deadline)
+            needs_default = table.id_at >= 0 and any(one.size for one in rows)
+            rows.append(np.full(int(needs_default), table.rows - 1))
+            came, places = _fetched(table, np.concatenate(rows), fetch, deadline, is_last)
+            staged[id(table)] = came.table
             ends = np.cumsum([one.size for one in rows])
             at |= zip(jobs, np.split(places, ends[:-1]), strict=False)
-            if not is_compared:
-                continue
             for job in jobs:
                 try:
-                    packed, default_at = staged[id(table)].packed, int(places[-1])
-                    found[job] = found[job].compared(packed, at[job], default_at, job)
+                    default_at = int(places[-1]) if needs_default else -1
+                    found[job] = found[job].settled(came, at[job], default_at, job)
                 except BadIds as error:
                     wrong.append(error)
         if wrong:
@@ -276,15 +298,28 @@ def fetched(
 ) -> tuple[Table, NDArray[np.int64]]:
     """Fetches the rows [n] of a table, its own by `fetch`, and those of its overlay. Returns a table of each
     of them once, without a map, and the number there of each one. RowsNotRead: some are late or corrupt."""
+    came, at = _fetched(table, rows, fetch, deadline, is_last=False)
+    return came.table, at
+
+
+def _fetched(
+    table: FetchedTable, rows: NDArray[np.int64], fetch: Fetch, deadline: float | None, is_last: bool
+) -> tuple[_FetchedRows, NDArray[np.int64]]:
+    """As `fetched`. is_last: the default row stands for those that are late, if it may."""
     wanted, at = np.unique(rows, return_inverse=True)
     packed = np.empty((max(1, wanted.size), table.row_bytes), np.uint8)
     first, end = np.searchsorted(wanted, (0, table.rows)).tolist()
-    state = np.zeros(end - first, np.uint8)
+    state, is_late = np.zeros(end - first, np.uint8), np.zeros(packed.shape[0], np.bool_)
     if state.size:
         fetch(wanted[first:end], packed[first:end], state, deadline)
     if state.any():
         late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
-        raise RowsNotRead(state.size, late, corrupt)
+        default = table.reader.default if is_last else None
+        if corrupt or default is None:
+            raise RowsNotRead(state.size, late, corrupt)
+        is_late[first:end] = state == RowState.LATE
+        packed[is_late] = default
     if table.row_map is not None and table.row_map.overlay is not None and state.size < wanted.size:
         table.row_map.overlay.rows(wanted, packed[: wanted.size])
-    return Table(packed, table.row_format, table.dim), at.reshape(-1).astype(np.int64, copy=False)
+    read = Table(packed, table.row_format, table.dim)
+    return _FetchedRows(read, is_late), at.reshape(-1).astype(np.int64, copy=False)

@@ -42,12 +42,14 @@ class Fetch(Protocol):
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
     all may need one. wait_s: that a lookup may wait, unless it is told; None: any time. are_here: whether
-    rows [n], as far as the table has them, may be read at the table's address now; None: they never may."""
+    rows [n], as far as the table has them, may be read at the table's address now; None: they never may.
+    default: uint8 [row_bytes], which stands for rows that are late; None: these are an error."""
 
     fetch: Fetch
     ready: Fetch | None = None
     wait_s: float | None = None
     are_here: Callable[[NDArray[np.int64]], bool] | None = None
+    default: NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
+from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -78,10 +79,12 @@ def _shaped(name: str, mask: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any
 
 
 class AnsweredBy(NamedTuple):
-    """The state that answered: a version, and the sequence of its last change; 0: none."""
+    """The state that answered: a version, and the sequence of its last change; 0: none. degraded: by table,
+    how many ids got the default row since theirs came late from a disk."""
 
     version: int
     sequence: int
+    degraded: Mapping[str, int] = MappingProxyType({})
 
 
 # the JSON of the last answer in this thread or task
@@ -94,7 +97,8 @@ def answered_by() -> AnsweredBy:
     if (head := _last_head.get(None)) is None:
         raise ClientError(0, "no lookup or score was answered in this thread or task yet; ask first")
     found = orjson.loads(head)
-    return AnsweredBy(int(found["model_version"]), int(found.get("parameters", {}).get("sequence", 0)))
+    said = found.get("parameters", {})
+    return AnsweredBy(int(found["model_version"]), int(said.get("sequence", 0)), said.get("degraded", {}))
 
 
 @lru_cache(_KEPT)

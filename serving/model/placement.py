@@ -143,9 +143,16 @@ class Placer:
         """Returns what reads rows from a disk, by table. Not of raw ids that lie beside the rows: they would
         be read there as well."""
         base, seconds = segment.base, self._settings.disk_timeout_s
+        has_default = self._settings.disk_late == "default"
         ids = {t.name: t.ids for t in base.header.tables}
         return {
-            name: RowReader(reader, reader.ready, seconds, reader.are_here)
+            name: RowReader(
+                reader,
+                reader.ready,
+                seconds,
+                reader.are_here,
+                reader.kept(of.default_row) if of and has_default and of.default_row is not None else None,
+            )
             for name, reader in base.readers.items()
             if (of := ids[name]) is None or of.index is None or of.index.id_at >= 0
         }

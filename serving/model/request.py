@@ -102,6 +102,15 @@ class Request:
         """The table of each lookup."""
         return [self.features.tables[number] for number in self.numbers]
 
+    def late(self, unfound: Sequence[Unfound] | None) -> dict[str, int]:
+        """Returns by table how many ids got the default row since theirs came late."""
+        found: dict[str, int] = {}
+        if unfound is not None and any(counts.late for counts in unfound):
+            for table, counts in zip(self.tables, unfound, strict=True):
+                if counts.late:
+                    found[table] = found.get(table, 0) + counts.late
+        return found
+
     def feature(self, lookup: int) -> str:
         """Returns the feature of a lookup."""
         return self.features.names[self.numbers[lookup]]

@@ -127,4 +127,5 @@ class Missing:
 
 
 def _sum(before: Unfound | None, counts: Sequence[int]) -> Unfound:
-    return Unfound(*counts) if before is None else Unfound(*map(sum, zip(before, counts, strict=True)))
+    found = Unfound(*counts)
+    return found if before is None else Unfound(*map(sum, zip(before, found, strict=True)))

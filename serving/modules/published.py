@@ -95,6 +95,7 @@ class ModuleSource:
                 hbm_budget=self.hbm_budget,
                 backend=self.backend,
                 verify=self.verify,
+                disk_late="error",
                 threads=1 if self.threads is None else self.threads,
                 **found,
             )

@@ -44,7 +44,8 @@ def evaluate(options: argparse.Namespace) -> int:
         ]
     if options.max_ne_increase is not None and not options.against:
         raise ServingError("--max-ne-increase compares; say --against VERSION or MODEL@VERSION")
-    server = ServerSettings(**{**given(options, ServerSettings), "root": root, "owner": owner})
+    own = {"root": root, "owner": owner, "disk_late": "error"}
+    server = ServerSettings(**{**given(options, ServerSettings), **own})
     o = options
     settings = EvalSettings(
         o.data, o.out, server.workers, o.label, o.slice, o.shard_rows, o.batch, o.max_ne_increase,

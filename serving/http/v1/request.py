@@ -19,7 +19,7 @@ from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, check_lengt
 from tableside.serving.http.v2 import _reader
 from tableside.serving.http.v2.reader import names_of, scoring_of
 from tableside.serving.model.places import Buffer, DenseInput
-from tableside.serving.model.request import Request
+from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.version import ServedVersion
 
 _PLACE = np.dtype([(name, np.int64) for name in Place._fields])
@@ -77,10 +77,12 @@ def parse(text: bytes, more: tuple[str, ...]) -> dict[str, Any]:
     return fields
 
 
-def encode(state: State, laid_out: JsonRequest, buffer: Buffer) -> bytes:
+def encode(state: State, laid_out: JsonRequest, answer: Answer) -> bytes:
     """Returns the answer's JSON: scores or vectors, and any found masks. state: the one that answered."""
-    request = laid_out.request
+    request, buffer = laid_out.request, answer.buffer
     found: dict[str, Any] = {"model": request.model, "version": state.version, "sequence": state.sequence}
+    if late := request.late(answer.unfound):
+        found["degraded"] = late
     if request.scoring is not None:
         found["scores"] = request.scoring.output.view(buffer)
     else:

@@ -52,7 +52,7 @@ class V1:
         parsed = time.perf_counter()
         answer = await answer_of(service.executor.begin(request, laid_out.inputs))
         looked_up = time.perf_counter()
-        result = answer.state or served.state, laid_out, answer.buffer
+        result = answer.state or served.state, laid_out, answer
         is_large = request.out_bytes > asgi.ANSWER_BYTES or len(text) > asgi.BESIDE_BYTES
         encoded = await service.beside(encode, *result) if is_large else encode(*result)
         times = Stages(started, parsed, looked_up, time.perf_counter())
@@ -175,16 +175,23 @@ _LOOKUP = _request(
     found=openapi.noted(openapi.BOOL, "whether the answer says which ids the tables have"),
 )
 _MASKS = openapi.a_list({"anyOf": [openapi.BOOL, openapi.a_list(openapi.BOOL)]})
+_DEGRADED = _by_name(openapi.COUNT, "table -> ids whose rows came late from a disk, and are its default row")
 _LOOKED_UP = _answer(
     "found",
+    "degraded",
     vectors=_by_name(_ROWS, "feature -> one vector a bag, or one an id where the feature is not pooled"),
     found=_by_name(_MASKS, "feature -> whether its table has each id, in the ids' shape"),
+    degraded=_DEGRADED,
 )
 _SCORE = _request(
     {"model": "ctr", "features": {"user": [[1]]}, "dense": {"context": [[0.5, 1.0]]}},
     dense=_by_name(_ROWS, "dense tensor -> rows of numbers"),
 )
-_SCORED = _answer(scores=openapi.a_list({"anyOf": [openapi.NUMBER, openapi.a_list(openapi.NUMBER)]}))
+_SCORED = _answer(
+    "degraded",
+    scores=openapi.a_list({"anyOf": [openapi.NUMBER, openapi.a_list(openapi.NUMBER)]}),
+    degraded=_DEGRADED,
+)
 _MODELS = openapi.an_object(server=openapi.PARAMETERS, models=openapi.a_list(openapi.PARAMETERS))
 _HEALTH = openapi.an_object(
     status=openapi.STRING, models=_by_name(openapi.COUNT, "model -> the version that answers")

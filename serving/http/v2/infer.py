@@ -131,6 +131,8 @@ class V2:
         (head, parts), request = encoded, infer.request
         if answer.state is not None:
             head = _restated(head, answer.state)
+        if late := request.late(answer.unfound):
+            head = _with_parameters(head, {"degraded": late})
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is
         # left out.
         stages = Stages(*times, time.perf_counter())
@@ -193,8 +195,13 @@ def _parse_length(value: bytes, size: int) -> int:
 
 def _restated(head: bytes, state: State) -> bytes:
     """Rewrites a response's JSON for the state that answered instead."""
-    response = {**orjson.loads(head), "model_version": str(state.version)}
-    parameters = {k: v for k, v in response.pop("parameters", {}).items() if k != "sequence"}
-    if state.sequence:
-        parameters["sequence"] = state.sequence
+    changed = {"sequence": state.sequence or None}
+    return _with_parameters(head, changed, model_version=str(state.version))
+
+
+def _with_parameters(head: bytes, changed: dict[str, Any], **fields: str) -> bytes:
+    """Rewrites a response's JSON with other parameters. None: without that one."""
+    response = {**orjson.loads(head), **fields}
+    given = response.pop("parameters", {}) | changed
+    parameters = {name: value for name, value in given.items() if value is not None}
     return orjson.dumps({**response, "parameters": parameters} if parameters else response)

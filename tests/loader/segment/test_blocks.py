@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import until
 
 from tableside.loader.segment import _blocks, blocks
-from tableside.loader.segment.blocks import BlockReader, Blocks, write_sums
+from tableside.loader.segment.blocks import BlockReader, Blocks, Breaker, write_sums
 from tableside.loader.segment.memory import FileToMap, Mapping
 from tableside.loader.segment.stored import StoredRows
 from tableside.quant.rows.fetched import RowState
@@ -300,6 +300,85 @@ def test_rows_that_do_not_come_in_time_are_late(
     reader(rows, out, state, None)
     assert not state.any()
     np.testing.assert_array_equal(out, file.rows[rows])
+
+
+def test_nobody_waits_for_a_disk_that_hangs(
+    file: File, busy: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows in the page cache are still read; the others are late at once. One request at a time looks whether
+    it reads again."""
+    now, asked = [100.0], list[int]()
+
+    def hang(*given: Any) -> int:
+        asked.append(given[3].size)
+        now[0] += 0.4
+        return 1
+
+    reader, fetch = file.reader(), _blocks.fetch
+    reader._breaker = Breaker(lambda: now[0])
+    reader._name = "this table"
+    rows, out, state = np.array([3, 500]), np.zeros((2, 80), np.uint8), np.zeros(2, np.uint8)
+
+    def half(*given: Any) -> int:
+        if given[-1]:  # as if a disk had to bring the second row
+            state = given[-2]
+            state[1] = RowState.HERE
+            fetch(*given)
+            state[1] = 3
+            return 1
+        return fetch(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_blocks, "fetch", half)
+        patched.setattr(_blocks, "bring", hang)
+        patched.setattr("time.monotonic", lambda: now[0])
+        for n in range(6):
+            reader(rows, out, state, now[0])
+            assert state.tolist() == [RowState.HERE, RowState.LATE]
+            assert len(asked) == min(n + 1, 3)  # three waited 0.4 s each, and none since
+        now[0] += 1.1
+        for _ in range(2):
+            reader(rows, out, state, now[0])
+        assert len(asked) == 4
+        patched.setattr(_blocks, "bring", lambda *given: fetch(*given[:6], False))
+        now[0] += 1.1
+        for _ in range(2):
+            reader(rows, out, state, now[0])
+            assert not state.any()
+    assert [r.getMessage() for r in caplog.records] == [
+        "this table: no row came from the disk for 1.2 s; requests do not wait for it",
+        "this table: the disk reads again",
+    ]
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        [(0, 1, 5, 0)],  # a row came
+        [(0, 0.9, 0, 5)],  # no second is over
+        [(0, 0.9, 0, 5), (1, 1.1, 1, 5), (1.1, 2, 0, 5)],  # one came between
+        [(0, 0.1, 0, 5), (50, 50.1, 0, 5)],  # nobody waited meanwhile
+    ],
+    ids=["came", "soon", "some", "seldom"],
+)
+def test_a_slow_disk_does_not_hang(waits: list[tuple[float, float, int, int]]) -> None:
+    """waits: (began, ended, rows that came, rows that were late)."""
+    now = [0.0]
+    breaker = Breaker(lambda: now[0])
+    for began, ended, came, late in waits:
+        now[0] = ended
+        assert breaker.told(began, came, late) == "" and not breaker.is_open()
+
+
+def test_a_kept_row_is_read_once(file: File) -> None:
+    """None where its block is damaged."""
+    reader = file.reader()
+    file.write(60 * 80 + 7, bytes([file.rows[60, 7] ^ 4]))
+    for _ in range(2):
+        np.testing.assert_array_equal(reader.kept(5), file.rows[5])
+        assert reader.kept(60) is None
+    os.truncate(file.path, 0)
+    np.testing.assert_array_equal(reader.kept(5), file.rows[5])
 
 
 @pytest.mark.parametrize(

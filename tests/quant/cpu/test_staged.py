@@ -224,6 +224,41 @@ def test_rows_that_do_not_come_are_told() -> None:
     assert choose().lookup(table, np.array([5]), pooling=Pooling.NONE).shape == (1, 8)
 
 
+@pytest.mark.parametrize("made", [dense(), raw()], ids=["dense", "raw"])
+def test_the_default_row_stands_for_rows_that_are_late(made: Overlaid) -> None:
+    """They are counted apart from missing ids; rows of deltas are never late, nor are ids that have no row.
+    A plan that needs no wait does not take them."""
+    table, ids = made.table, np.append(KINDS["random"][:8], [2**41, 2**42])
+    row_map = table.row_map
+    assert row_map is not None and row_map.default_row is not None
+    if row_map.index is None:
+        ids = np.array([0, 1, 2, 3, 100, 150, 222, 299, 2**41, 2**42])
+    numbers = row_map.find(ids)
+    own = [int(row) for row in numbers if 0 <= row < row_map.rows]
+    late = set(own[::2])
+    source = FromArray(table, dict.fromkeys(late, RowState.LATE))
+    default = table.packed[row_map.default_row]
+    fetched = table.fetched_by(RowReader(source, ready=source, default=default))
+    masks = ids.size * 4 * table.dim
+    place = np.array([Place(0, 0, ids.size, -1, 0, 0, -1, 0, 0, masks)], np.int64).tobytes()
+    begun = choose().planner([LookupKind(fetched, Pooling.NONE)]).plan(place).begin(ids.tobytes())
+    assert isinstance(begun, Waiting)
+    out = np.zeros(masks + ids.size, np.uint8)
+    unfound = begun.wait().run(ids.tobytes(), out)
+    is_late = np.isin(numbers, list(late))
+    asked = np.where(is_late, 2**43, ids)  # which has no row
+    np.testing.assert_array_equal(
+        out[:masks].view(np.float32).reshape(ids.size, table.dim),
+        choose().lookup(table, asked, pooling=Pooling.NONE),
+    )
+    np.testing.assert_array_equal(out[masks:], (numbers != -1) & ~is_late)
+    missing = int((numbers == -1).sum())
+    assert late and missing and unfound == [Unfound(missing, 0, int(is_late.sum()))]
+    source.states[own[-1]] = RowState.CORRUPT  # type: ignore[index]
+    with pytest.raises(RowsNotRead, match="1 were damaged"):
+        choose().planner([LookupKind(fetched, Pooling.NONE)]).plan(place).run(ids.tobytes(), out)
+
+
 def test_unfound_ids_are_counted_beside_those_of_memory() -> None:
     made = raw()
     ids = np.array([5, 2**41, 2**42])

@@ -23,6 +23,7 @@ from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v1.request import JsonRequest
 from tableside.serving.http.v2 import request as v2_request
+from tableside.serving.model.request import Answer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.settings import ServerSettings
@@ -81,7 +82,7 @@ def laid_out_slowly(served: ServedVersion, text: bytes, score: bool = False) -> 
 def answer(served: ServedVersion, found: JsonRequest) -> bytes | str:
     """The whole response, or what is wrong with ids or lengths."""
     try:
-        return v1_request.encode(served, found, found.request.run(found.inputs))
+        return v1_request.encode(served, found, Answer(found.request.run(found.inputs)))
     except ApiError as error:
         return error.message
 
@@ -337,7 +338,7 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
     found = laid_out(version, text_of(GOOD))
     assert found is not None
     buffer = found.request.run(found.inputs)
-    sent = orjson.loads(v1_request.encode(version, found, buffer))["vectors"]
+    sent = orjson.loads(v1_request.encode(version, found, Answer(buffer)))["vectors"]
     slow = laid_out_slowly(version, text_of(GOOD)).request
     for output in slow.outputs:
         np.testing.assert_array_equal(

@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tables
 from servers import publish_demo, start_server
-from support import end, until
+from support import end, rows_of, until
 
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import attach_state, state_of
 from tableside.loader.versions.versions import Model
@@ -74,6 +77,52 @@ def test_a_server_reads_through_it(
             assert read_by(client, root, log) == [1, 3, 6]  # a changed row lies in memory
             with pytest.raises(ClientError, match=r"feature 'clicked': id 300 at position 1 is outside"):
                 client.lookup("demo", {"user": [[1]], "clicked": [[3, 300]]})
+    finally:
+        assert end(server.process) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0)], ids=["cpu", "engine"]
+)
+def test_an_answer_says_how_many_rows_came_late(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]
+) -> None:
+    """They are the default row, and not missing ids; a table that has none refuses the request."""
+    monkeypatch.setenv("SLOW_ROWS", str(tmp_path / "rows"))
+    monkeypatch.setenv("LATE_ROW", "3")
+    values = rows_of(10, 8)
+    np.savez(tmp_path / "c.npz", v=values)
+    table = {"key": "v", "row_format": "fp32"}
+    raw = {
+        "name": "m",
+        "checkpoint": "c.npz",
+        "tables": {"means": {**table, "missing": "mean"}, "strict": table},
+        "features": {name: {"table": name, "pooling": "none"} for name in ("means", "strict")},
+    }
+    load(parse_model(raw, tmp_path), root)
+    server = start_server(root, "--placement", "slow", *options, program=(PROGRAM,), models=("m",))
+    try:
+        with Client(server.url, retries=0) as client:
+            found, masks = client.lookup("m", {"means": [[3, 99, 1, 3]]}, found=True)
+            mean = choose().lookup(
+                Model(root, "m").attach().tables["means"], np.array([99]), pooling=Pooling.NONE
+            )
+            expected = np.stack([mean[0], mean[0], values[1], mean[0]])
+            np.testing.assert_array_equal(found["means"].reshape(4, 8), expected)
+            assert masks["means"].tolist() == [False, False, True, False]
+            assert client.answered_by() == (1, 0, {"means": 2})
+            client.lookup("m", {"means": [[1]], "strict": [[2]]})
+            assert not client.answered_by().degraded
+            with pytest.raises(ClientError, match="of 1 rows to fetch 1 came too late") as e:
+                client.lookup("m", {"strict": [[3]]})
+            assert e.value.status == 503
+        asked = {"model": "m", "features": {"means": [[3, 1]]}}
+        answer = httpx.post(f"{server.url}/v1/lookup", json=asked).json()
+        assert answer["degraded"] == {"means": 1}
+        counts = server.get("/metrics").text
+        for reason, count in (("missing", 1), ("late", 3)):
+            of = f'model="m",reason="{reason}",table="means"'
+            assert f"tableside_ids_without_row_total{{{of}}} {count}.0" in counts
     finally:
         assert end(server.process) == 0
 
