@@ -68,11 +68,15 @@ def write_sums(stored: StoredRows, chunk: int, rows: Bytes, sums: Sums) -> None:
     _blocks.sums(rows.reshape(-1), first, size, sums[first : min(first + blocks.of_chunk, blocks.blocks)])
 
 
+# Where rows came from, for counts: the mapping, copied from the page cache, the disk, and nowhere in time
+IN_PLACE, PAGE_CACHE, DISK, LATE = "in_place", "page_cache", "disk", "late"
+
+
 class BlockReader:
     """Reads rows of a table: a `quant.rows.fetched.Fetch`. fd: of its file, closed with this object. at,
     sums_at: bytes of row 0 and of the first checksum in it. mapped: its rows; None: they are not mapped.
-    believed_ms, trusted_ms: see `_blocks.c`.
-    name: for the log."""
+    believed_ms, trusted_ms: see `_blocks.c`. name: for the log. `count` and `count_wait`, set later, are told
+    how many rows came from where, and how many seconds a call waited for the disk."""
 
     def __init__(
         self,
@@ -98,6 +102,8 @@ class BlockReader:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
         self._kept: dict[int, Bytes | None] = {}
         self._breaker = Breaker()
+        self.count: Callable[[str, int], object] = lambda where, rows: None
+        self.count_wait: Callable[[float], object] = lambda seconds: None
 
     def __call__(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
@@ -105,16 +111,22 @@ class BlockReader:
         """What is in the page cache is read at once; the disk is asked for the rest, some blocks at a time.
         Where a block takes long, threads read it and those behind it."""
         state[:] = _LEFT
-        given = (self._place, self._checked, self._regions, rows, out, state)
-        if not (left := self._fetch(rows, out, state, True)):
+        left = self._fetch(rows, out, state, True)
+        self.count(PAGE_CACHE, rows.size - left)
+        if not left:
             return
         if self._breaker.is_open():
             state[state == _LEFT] = RowState.LATE
+            self.count(LATE, left)
             return
         began = time.monotonic()
+        given = (self._place, self._checked, self._regions, rows, out, state)
         if _blocks.bring(*given, *_limits(deadline)):
             self._read_left(rows, out, state, deadline)
         late = int(np.count_nonzero(state == RowState.LATE))
+        self.count(DISK, left - late)
+        self.count(LATE, late)
+        self.count_wait(time.monotonic() - began)
         if change := self._breaker.told(began, left - late, late):
             logger.warning("%s: %s", self._name, change)
 
@@ -128,10 +140,15 @@ class BlockReader:
         state[:] = _LEFT
         if self._fetch(rows, out, state, True):
             state[state == _LEFT] = RowState.LATE
+        else:
+            self.count(PAGE_CACHE, rows.size)
 
     def are_here(self, rows: NDArray[np.int64]) -> bool:
         """Whether all of these rows that the table has may be read in the mapping now."""
-        return _blocks.are_here(self._place, self._checked, self._regions, rows)
+        if not _blocks.are_here(self._place, self._checked, self._regions, rows):
+            return False
+        self.count(IN_PLACE, rows.size)
+        return True
 
     def kept(self, row: int) -> Bytes | None:
         """Returns a packed row, which stays in memory, uint8 [row_bytes]; None: it did not come."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
@@ -75,13 +76,20 @@ class Placements:
 
 class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
-    given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches."""
+    given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. count_reads: is
+    given what reads rows from a disk, the model and the table."""
 
     def __init__(
-        self, settings: ServerSettings, cpu: CpuBackend, *, stashable: bool = False, ahead: int = 0
+        self,
+        settings: ServerSettings,
+        cpu: CpuBackend,
+        *,
+        stashable: bool = False,
+        ahead: int = 0,
+        count_reads: Callable[[BlockReader, str, str], object] = lambda reader, model, table: None,
     ) -> None:
         self.gpu: GpuBackend | None = None
-        self._stashable, self._ahead = stashable, ahead
+        self._stashable, self._ahead, self._count_reads = stashable, ahead, count_reads
         self._settings, self.cpu = settings, cpu
         self._budget = self._held = 0
         self._lock = threading.Lock()
@@ -144,6 +152,8 @@ class Placer:
         be read there as well."""
         base, seconds = segment.base, self._settings.disk_timeout_s
         has_default = self._settings.disk_late == "default"
+        for name, reader in base.readers.items():
+            self._count_reads(reader, base.header.model, name)
         ids = {t.name: t.ids for t in base.header.tables}
         return {
             name: RowReader(

@@ -17,6 +17,7 @@ from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slot
 from tableside.serving.executors.executors import CpuExecutor
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.counters import Now
+from tableside.serving.metrics.disk import count_reads
 from tableside.serving.metrics.metrics import ERRORS
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -84,7 +85,9 @@ class Service:
 
     def _new_engine(self, name: str) -> Engine:
         if self.link is None:
-            return Engine.of(self.settings, name, Placer(self.settings, self._backend))
+            return Engine.of(
+                self.settings, name, Placer(self.settings, self._backend, count_reads=count_reads)
+            )
         return DoorEngine(
             self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings
         )

@@ -1,5 +1,6 @@
 """A server over a root on a disk: rows are read as requests ask for them, beside requests that need none."""
 
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -165,6 +166,26 @@ def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], mo
         assert 'tableside_errors_total{kind="not_read",model="m"} 2.0' in server.get("/metrics").text
     found = run_tableside("verify", "m", root=model.root)
     assert found.returncode == 1 and "table 'big', rows [0, 8192)" in found.stdout
+
+
+def test_it_is_counted_where_rows_come_from(serve: Callable[..., Server]) -> None:
+    """Each row of a request once; those that are read in place, once for each id."""
+    server = serve("--scrub-hours", 0)
+
+    def counted() -> dict[str, float]:
+        found = re.findall(
+            'tableside_disk_rows_total.*source="([a-z_]+)".* (.+)', server.get("/metrics").text
+        )
+        return {source: float(rows) for source, rows in found}
+
+    with Client(server.url, retries=0) as client:
+        before = counted()
+        rows_of(client, [5, 5, 7, 15_000])
+        after = counted()
+        assert sum(after.values()) - sum(before.values()) in (3, 4)
+        for _ in range(50):
+            rows_of(client, range(ROWS))
+        assert counted()["in_place"] >= ROWS and "late" not in counted()
 
 
 def test_a_damaged_first_row_stops_no_start(serve: Callable[..., Server], model: Model) -> None:

@@ -1,0 +1,27 @@
+"""Counts of rows that are read from a disk (loader.segment.blocks)."""
+
+from tableside.loader.segment.blocks import BlockReader
+from tableside.serving.metrics.counters import Counter, Histogram
+
+_ROWS = Counter(
+    "tableside_disk_rows_total",
+    "Rows of tables on a disk that lookups asked for: in_place (each id, read where the file is mapped), and "
+    "each row of a request once: page_cache (copied), disk, late.",
+    ["model", "table", "source"],
+)
+_SECONDS = Histogram(
+    "tableside_disk_seconds",
+    "Seconds that a request's lookups of one table waited for a disk.",
+    ["model", "table"],
+    bounds=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0),
+)
+
+
+def count_reads(reader: BlockReader, model: str, table: str) -> None:
+    """Has a reader's rows and waits counted."""
+
+    def count(source: str, rows: int) -> None:
+        if rows:
+            _ROWS.labels(model, table, source).add(rows)
+
+    reader.count, reader.count_wait = count, _SECONDS.labels(model, table).add
