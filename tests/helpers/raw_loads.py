@@ -49,7 +49,6 @@ SAVERS: dict[str, Callable[[Path, Tables], str]] = {
     "npz": save_npz,
     "safetensors": save_safetensors,
     "parquet": save_parquet,
-    "kept": lambda folder, tables: "c.npz",
 }
 
 
@@ -64,8 +63,9 @@ def publish_raw(
     row_format: str = "int8",
     progress: Progress | None = None,
 ) -> Loaded:
-    """Publishes tables through a real checkpoint. of: table -> further keys of its section in model.toml."""
-    checkpoint = SAVERS[saver](folder, tables)
+    """Publishes tables through a real checkpoint. of: table -> further keys of its section in model.toml.
+    saver: of SAVERS, or the name of a checkpoint that is there."""
+    checkpoint = SAVERS[saver](folder, tables) if saver in SAVERS else saver
     sections = {}
     for table, (ids, _) in tables.items():
         key = f"{table}/weight" if saver == "parquet" else f"{table}.weight"

@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_refused(again: Publish, root: Path, tmp_path: P
         data[at] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="CRC"):
-        publish_raw(tmp_path, root, TABLES, OF, row_format="fp32", saver="kept")
+        publish_raw(tmp_path, root, TABLES, OF, row_format="fp32", saver="c.npz")
     assert Model(root, "demo").versions() == [1]
 
 

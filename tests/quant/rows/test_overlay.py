@@ -23,6 +23,7 @@ from reference import backend_of
 from tables import check_vectors
 
 from tableside.quant import BadIds, CpuBackend, Lookup, LookupKind, Place, Pooling, RowFormat
+from tableside.quant.contract import Unfound
 from tableside.quant.cpu import _native, index_builder
 from tableside.quant.errors import Problem
 from tableside.quant.rows.overlay import Overlay, are_marks_worth_it, filter_bits, filter_words
@@ -135,7 +136,7 @@ def test_found_masks_and_counts(backend: CpuBackend, make: Any) -> None:
     out = np.zeros(asked.size * 257, np.uint8)
     unfound = plan.run(asked.tobytes(), out)
     np.testing.assert_array_equal(out[asked.size * 256 :].astype(bool), made.expected_found(asked))
-    assert unfound is not None and tuple(unfound[0]) == (int((~made.expected_found(asked)).sum()), 0)
+    assert unfound is not None and unfound[0] == Unfound(int((~made.expected_found(asked)).sum()), 0)
 
 
 def test_backfilled_rows_that_are_overwritten_are_so_no_more(backend: CpuBackend) -> None:
@@ -147,7 +148,7 @@ def test_backfilled_rows_that_are_overwritten_are_so_no_more(backend: CpuBackend
     unfound = backend.planner([LookupKind(made.table, Pooling.SUM)]).run(
         place, ids.tobytes(), np.zeros(256, np.uint8)
     )
-    assert unfound is not None and tuple(unfound[0]) == (0, ids.size - 100)
+    assert unfound is not None and unfound[0] == Unfound(0, ids.size - 100)
 
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marks", "filters"])
