@@ -168,7 +168,7 @@ class Asker(Steps):
             self.counts[f"told: {what}"] = 1
             time.sleep(0.01)
             return
-        self.state = State(*self._client.answered_by()[:2])
+        self.state = State(*self._client.answered_by())
         expected: NDArray[np.float32] | None = self._writer.rows.get(self.state)
         self.counts["requests"] += 1
         self.counts["answers of no state"] += expected is None

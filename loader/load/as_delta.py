@@ -83,6 +83,4 @@ def _check_model(spec: ModelSpec, segment: Segment, sources: Sources, origin: Or
     if header.source.get("spec") != origin.spec or header.owner is not None:
         raise Unfit(f"version {header.version} was loaded with another model.toml or program")
     for t in spec.tables:
-        if t.missing.policy == "mean":
-            raise Unfit(f"table {t.name!r} has missing = 'mean', which depends on all rows")
         check_shape(t, segment.base.tables[t.name], sources)

@@ -38,8 +38,8 @@ class Unfit(Exception):
 def check_shape(spec: TableSpec, table: Table, sources: Sources) -> None:
     """Raises Unfit where the rows of a table cannot be those of `sources`, or cannot be compared."""
     where = f"table {spec.name!r}"
-    if spec.missing.policy == "backfill":
-        raise Unfit(f"{where} has missing = 'backfill', which takes rows from another version")
+    if spec.missing.policy in ("mean", "backfill"):
+        raise Unfit(f"{where} has missing = {spec.missing.policy!r}, which depends on all rows")
     if spec.raw is not None and spec.raw.duplicates != "error":
         raise Unfit(f"{where} has duplicates = {spec.raw.duplicates!r}")
     if sources.dims[spec.name] != table.dim:

@@ -70,7 +70,9 @@ def load(
         with model.loading(settings.group) as version:
             reused.check_live(model, settings.threads)
             started = time.monotonic()
-            reused.add(*same_tables(reused.others, model, checkpoint, backend, settings, progress))
+            reused.add(
+                *same_tables(reused.others, model, reused.segment, checkpoint, backend, settings, progress)
+            )
             unlike = Sources(reused.others, checkpoint)
             scratch = partial(model.create_scratch, version)
             planned = plan(reused.others, unlike, model, scratch, settings.threads, progress)

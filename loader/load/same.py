@@ -33,25 +33,32 @@ class SameTables(NamedTuple):
 def same_tables(
     specs: Sequence[TableSpec],
     model: Model,
+    segment: Segment | None,
     checkpoint: Checkpoint,
     backend: CpuBackend,
     settings: LoadSettings,
     progress: Progress,
 ) -> SameTables:
-    """Returns which of the tables are as the live version has them, whose files are verified. progress:
-    counts rows of each table. CheckpointError: rows are damaged. Caller holds the load lock."""
-    found = SameTables(_live(model), {}, {})
+    """Returns which of the tables are as the live version has them, whose files are verified. segment: that
+    version, if it is attached. progress: counts rows. CheckpointError: rows are damaged. Caller holds the
+    load lock."""
+    found = SameTables(segment or _live(model), {}, {})
     if found.segment is None:
         return found
-    for file in found.segment.files:
-        spec = next((t for t in specs if t.name == file.table), None)
-        if spec is None:
-            continue
+    candidates = [(file, t) for file in found.segment.files for t in specs if t.name == file.table]
+    rows = {t.name: t.rows for t in found.segment.header.tables}
+    before, total = 0, sum(rows[t.name] for _, t in candidates)
+    for file, spec in candidates:
+
+        def shown(done: int, of: int, before: int = before) -> None:
+            progress(min(before + done, total), total)
+
+        before += rows[spec.name]
         try:
             stored = checked(spec, found.segment, backend)
             if stored.row_bytes != spec.row_bytes(stored.dim):
                 continue
-            verified = _compare(spec, found.segment, checkpoint, settings, progress)
+            verified = _compare(spec, found.segment, checkpoint, settings, shown)
             found.segment.verify_file(file, settings.threads or len(os.sched_getaffinity(0)))
         except (Unfit, ModelError, SegmentError):  # it changed, or is damaged: it is loaded
             continue

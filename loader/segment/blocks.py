@@ -31,7 +31,6 @@ _READERS = 32  # reads that a process has under way: fast disks need as many
 _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
 _LONG_S = 1e6  # instead of no deadline
-_KEPT_S = 10.0  # that a start waits for a row which it keeps
 OPENS_S = 1.0  # see `Breaker`
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
@@ -100,8 +99,8 @@ class BlockReader:
         fields = (fd, at, sums_at, *cut, address, believed_ms, trusted_ms)
         self._place = np.array(fields, np.int64).tobytes()
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
-        self._kept: dict[int, Bytes | None] = {}
-        self._breaker = Breaker()
+        self._kept: dict[int, Bytes] = {}
+        self._breaker = _breaker(os.fstat(fd).st_dev)
         self.count: Callable[[str, int], object] = lambda where, rows: None
         self.count_wait: Callable[[float], object] = lambda seconds: None
 
@@ -150,12 +149,20 @@ class BlockReader:
         self.count(IN_PLACE, rows.size)
         return True
 
-    def kept(self, row: int) -> Bytes | None:
-        """Returns a packed row, which stays in memory, uint8 [row_bytes]; None: it did not come."""
+    def ask(self, rows: NDArray[np.int64]) -> None:
+        """Has the disk bring the first blocks of some rows, ascending, without a wait."""
+        if not self._breaker.is_open():
+            _blocks.ask(self._place, rows, _DEPTH)
+
+    def kept(self, row: int, wait_s: float = 0.0) -> Bytes | None:
+        """Returns a packed row, which stays in memory once it came, uint8 [row_bytes]; None: it did not come
+        within wait_s, or is damaged."""
         if row not in self._kept:
             out, state = np.empty((1, self._row_bytes), np.uint8), np.zeros(1, np.uint8)
-            self(np.array([row]), out, state, time.monotonic() + _KEPT_S)
-            self._kept[row] = None if state[0] else out[0]
+            self(np.array([row]), out, state, time.monotonic() + wait_s)
+            if state[0]:
+                return None
+            self._kept[row] = out[0]
         return self._kept[row]
 
     def _read_left(
@@ -197,10 +204,12 @@ class Breaker:
         if not self._asks_at:
             return False
         with self._lock:
-            if not self._asks_at or (now := self._now()) >= self._asks_at:
-                self._asks_at = self._asks_at and now + OPENS_S
+            if not self._asks_at:
                 return False
-            return True
+            if self._now() < self._asks_at:
+                return True
+            self._asks_at = self._now() + OPENS_S
+            return False
 
     def told(self, began: float, came: int, late: int) -> str:
         """Takes note of the rows that a request waited for, since `began`; returns what it means, if that
@@ -233,6 +242,12 @@ _lock = threading.Lock()
 def _readers() -> ThreadPoolExecutor:
     with _lock:
         return _pool(os.getpid())
+
+
+@cache
+def _breaker(device: int) -> Breaker:
+    """That of a disk, which all of its files share."""
+    return Breaker()
 
 
 @cache

@@ -5,6 +5,7 @@ it is there, and then the id that the row keeps is compared."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -73,50 +74,93 @@ class _Found(NamedTuple):
     def of(cls, table: FetchedTable, ids: Ids, lengths: Lengths | None, job: int) -> "_Found":
         """BadIds: as `rows_of`."""
         if table.id_at < 0:
-            return cls(table, *rows_of(table, ids, lengths, job))
+            rows, mask, unfound = rows_of(table, ids, lengths, job)
+            return cls(table, rows if mask is None else np.where(mask, rows, -1), mask, unfound)
         check_ids(ids, lengths, -1, job)
         assert table.row_map is not None
         return cls(table, _candidates(table.row_map, ids), None, Unfound(0, 0), ids)
 
-    @property
-    def wanted(self) -> NDArray[np.int64]:
-        """The rows to fetch: the last one, which is the default row, in place of none."""
-        return self.rows if self.ids is None else np.where(self.rows == -1, self.table.rows - 1, self.rows)
-
-    def settled(self, rows: "_FetchedRows", at: NDArray[np.int64], default_at: int, job: int) -> "_Found":
-        """Once the rows are here. at: of each id, its row among them, which becomes default_at where it is
-        missing. BadIds: it is, and is refused."""
-        late = rows.is_late[at]
+    def settled(self, rows: "_TableRows", at: Ids, job: int) -> tuple["_Found", NDArray[np.bool_]]:
+        """Once the rows are here: the same, and the mask of ids that get the default row behind them. at: of
+        each id, its row among them. BadIds: an id is missing, and refused."""
+        row_map, late, lacks = self.table.row_map, rows.is_late[at], self.rows == -1
         if self.ids is None:
-            row_map = self.table.row_map
-            if row_map is not None and row_map.default_row is not None:
-                late &= self.rows != row_map.default_row  # which is known
             if not late.any():
-                return self
-            mask = ~late if self.mask is None else self.mask & ~late
-            return self._replace(mask=mask, unfound=self.unfound._replace(late=int(late.sum())))
-        table, ids = self.table, self.ids
-        row_map = table.row_map
-        assert row_map is not None and row_map.index is not None
-        id_bytes = rows.table.packed[:, table.id_at : table.id_at + ID_BYTES]
-        is_own = (self.rows >= 0) & (self.rows < row_map.index.slots)
-        late &= is_own
-        kept = np.ascontiguousarray(id_bytes).view(np.int64)[at, 0]
-        found = np.where(is_own, (kept == ids) & ~late, self.rows != -1)
-        lacks = np.flatnonzero(~found & ~late)
-        if lacks.size and row_map.default_row is None:
-            raise BadIds(Problem.MISSING, job, int(lacks[0]), int(ids[lacks[0]]), row_map.count)
-        at[lacks] = default_at
-        backfilled = int(np.count_nonzero(row_map.is_backfilled(self.rows[found & is_own])))
-        return self._replace(mask=found, unfound=Unfound(int(lacks.size), backfilled, int(late.sum())))
+                return self, lacks
+            found = ~late if self.mask is None else self.mask & ~late
+            missing = self.unfound.missing
+        else:
+            assert row_map is not None and row_map.index is not None
+            is_own = (self.rows >= 0) & (self.rows < row_map.index.slots)
+            late &= is_own
+            found = np.where(is_own, (rows.kept_ids()[at] == self.ids) & ~late, self.rows != -1)
+            lacks = ~found & ~late
+            missing = int(np.count_nonzero(lacks))
+            if missing and row_map.default_row is None:
+                first = int(lacks.argmax())
+                raise BadIds(Problem.MISSING, job, first, int(self.ids[first]), row_map.count)
+        backfilled = 0 if row_map is None else int(row_map.is_backfilled(self.rows[found]).sum())
+        unfound = Unfound(missing, backfilled, int(np.count_nonzero(late)))
+        return self._replace(mask=found, unfound=unfound), lacks
 
 
-class _FetchedRows(NamedTuple):
-    """Rows of a table, each once. table: of these alone, without a map; is_late: bool [rows], the default row
-    stands for them."""
+class _TableRows:
+    """The rows of one table that lookups ask for, each once, and one more for the default row. at: of each
+    lookup, the place here of each of its rows; is_late: mask of those for which the default row stands."""
 
-    table: Table
-    is_late: NDArray[np.bool_]
+    def __init__(self, table: FetchedTable, rows: Sequence[Ids]) -> None:
+        """rows: of each lookup; -1: none."""
+        self._table = table
+        self._wanted, at = np.unique(np.concatenate(rows), return_inverse=True)
+        ends = np.cumsum([one.size for one in rows])
+        self.at = np.split(at.reshape(-1).astype(np.int64, copy=False), ends[:-1])
+        self._packed = np.zeros((self._wanted.size + 1, table.row_bytes), np.uint8)
+        self._own = slice(*np.searchsorted(self._wanted, (0, table.rows)).tolist())
+        self.is_late = np.zeros(self._wanted.size + 1, np.bool_)
+
+    @property
+    def table(self) -> Table:
+        """These rows alone, without a map."""
+        return Table(self._packed, self._table.row_format, self._table.dim)
+
+    def kept_ids(self) -> Ids:
+        """The id that each row keeps."""
+        at = self._table.id_at
+        return np.ascontiguousarray(self._packed[:, at : at + ID_BYTES]).view(np.int64)[:, 0]
+
+    def ask(self) -> None:
+        """Has the rows brought, without a wait."""
+        if self._table.reader.ask is not None:
+            self._table.reader.ask(self._wanted[self._own])
+
+    def fetch(self, fetch: Fetch, deadline: float | None, is_last: bool) -> None:
+        """is_last: the default row stands for rows that are late, if it is known. RowsNotRead: some are late
+        or corrupt."""
+        table, own, state = self._table, self._own, np.zeros(self._wanted[self._own].size, np.uint8)
+        if state.size:
+            fetch(self._wanted[own], self._packed[own], state, deadline)
+        if state.any():
+            late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
+            default = table.reader.default() if is_last and table.reader.default and not corrupt else None
+            if default is None:
+                raise RowsNotRead(state.size, late, corrupt)
+            self.is_late[own] = state == RowState.LATE
+            self._packed[self.is_late] = default
+        if table.row_map is not None and table.row_map.overlay is not None and state.size < self._wanted.size:
+            table.row_map.overlay.rows(self._wanted, self._packed[:-1])
+
+    def default_at(self, fetch: Fetch, deadline: float | None) -> int:
+        """The place here of the default row. RowsNotRead: it is late or corrupt."""
+        reader, row_map = self._table.reader, self._table.row_map
+        default = None if reader.default is None else reader.default()
+        if default is None:
+            assert row_map is not None and row_map.default_row is not None
+            default, state = np.empty(self._table.row_bytes, np.uint8), np.zeros(1, np.uint8)
+            fetch(np.array([row_map.default_row]), default[None], state, deadline)
+            if state[0]:
+                raise RowsNotRead(1, int(state[0] == RowState.LATE), int(state[0] == RowState.CORRUPT))
+        self._packed[-1] = default
+        return len(self._packed) - 1
 
 
 class StagedPlanner(Planner):
@@ -165,13 +209,7 @@ class _StagedPlan(Plan):
                 wrong = error
                 break
 
-        def refuse(error: BadIds) -> NoReturn:
-            """The error names the first lookup that is wrong."""
-            for before, (other, at) in enumerate(asked[: error.job]):
-                if before not in found:
-                    rows_of(other.table, *inputs_of(other, at, inputs), before)
-            raise error
-
+        refuse = partial(_refuse, asked, found, inputs)
         if wrong is not None and all(one.ids is None for one in found.values()):
             refuse(wrong)
         return _Fetching(self._planner, self._places, found, wrong, refuse).ready()
@@ -192,6 +230,19 @@ class _StagedPlan(Plan):
         """Blocks until the rows are here. RowsNotRead: some do not come."""
         begun = self.begin(inputs)
         return (begun.wait() if isinstance(begun, Waiting) else begun).run(inputs, outputs)
+
+
+def _refuse(
+    asked: Sequence[tuple[Lookup | LookupKind, Place]],
+    found: Mapping[int, _Found],
+    inputs: Any,
+    error: BadIds,
+) -> NoReturn:
+    """Raises an error, or that of a lookup before it. found: lookups of `asked` whose rows are known."""
+    for job, (kind, place) in enumerate(asked[: error.job]):
+        if job not in found:
+            rows_of(kind.table, *inputs_of(kind, place, inputs), job)
+    raise error
 
 
 class _Fetching(Waiting):
@@ -230,29 +281,29 @@ class _Fetching(Waiting):
         self, how: Callable[[RowReader], Fetch | None], deadline: float | None, is_last: bool
     ) -> "_ReadPlan":
         """is_last: rows that do not come are late, and not asked for in another way."""
-        staged: dict[int, Table] = {}  # by the table's id
-        at: dict[int, NDArray[np.int64]] = {}
+        at: dict[int, Ids] = {}
         found, wrong = dict(self._found), [] if self._wrong is None else [self._wrong]
+        jobs = {id(t): [job for job, one in found.items() if one.table is t] for t in self._tables}
+        rows = {id(t): _TableRows(t, [found[job].rows for job in jobs[id(t)]]) for t in self._tables}
+        if is_last and len(rows) > 1:
+            for one in rows.values():  # so that no table waits for those before it
+                one.ask()
         for table in self._tables:
-            jobs = [job for job, one in found.items() if one.table is table]
-            rows = [found[job].wanted for job in jobs]
-            fetch = how(table.reader)
+            fetch, came = how(table.reader), rows[id(table)]
             assert fetch is not None
-            needs_default = table.id_at >= 0 and any(one.size for one in rows)
-            rows.append(np.full(int(needs_default), table.rows - 1))
-            came, places = _fetched(table, np.concatenate(rows), fetch, deadline, is_last)
-            staged[id(table)] = came.table
-            ends = np.cumsum([one.size for one in rows])
-            at |= zip(jobs, np.split(places, ends[:-1]), strict=False)
-            for job in jobs:
+            came.fetch(fetch, deadline, is_last)
+            for job, places in zip(jobs[id(table)], came.at, strict=True):
                 try:
-                    default_at = int(places[-1]) if needs_default else -1
-                    found[job] = found[job].settled(came, at[job], default_at, job)
+                    found[job], lacks = found[job].settled(came, places, job)
                 except BadIds as error:
                     wrong.append(error)
+                    continue
+                if lacks.any():
+                    places[lacks] = came.default_at(fetch, deadline)
+                at[job] = places
         if wrong:
             self._refuse(min(wrong, key=lambda error: error.job))
-        return _ReadPlan(self._planner, self._places, found, staged, at)
+        return _ReadPlan(self._planner, self._places, found, {n: one.table for n, one in rows.items()}, at)
 
 
 class _ReadPlan(Plan):
@@ -293,33 +344,9 @@ class _ReadPlan(Plan):
         return unfound if any(map(any, unfound)) else None
 
 
-def fetched(
-    table: FetchedTable, rows: NDArray[np.int64], fetch: Fetch, deadline: float | None = None
-) -> tuple[Table, NDArray[np.int64]]:
+def fetched(table: FetchedTable, rows: Ids, fetch: Fetch) -> tuple[Table, Ids]:
     """Fetches the rows [n] of a table, its own by `fetch`, and those of its overlay. Returns a table of each
     of them once, without a map, and the number there of each one. RowsNotRead: some are late or corrupt."""
-    came, at = _fetched(table, rows, fetch, deadline, is_last=False)
-    return came.table, at
-
-
-def _fetched(
-    table: FetchedTable, rows: NDArray[np.int64], fetch: Fetch, deadline: float | None, is_last: bool
-) -> tuple[_FetchedRows, NDArray[np.int64]]:
-    """As `fetched`. is_last: the default row stands for those that are late, if it may."""
-    wanted, at = np.unique(rows, return_inverse=True)
-    packed = np.empty((max(1, wanted.size), table.row_bytes), np.uint8)
-    first, end = np.searchsorted(wanted, (0, table.rows)).tolist()
-    state, is_late = np.zeros(end - first, np.uint8), np.zeros(packed.shape[0], np.bool_)
-    if state.size:
-        fetch(wanted[first:end], packed[first:end], state, deadline)
-    if state.any():
-        late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
-        default = table.reader.default if is_last else None
-        if corrupt or default is None:
-            raise RowsNotRead(state.size, late, corrupt)
-        is_late[first:end] = state == RowState.LATE
-        packed[is_late] = default
-    if table.row_map is not None and table.row_map.overlay is not None and state.size < wanted.size:
-        table.row_map.overlay.rows(wanted, packed[: wanted.size])
-    read = Table(packed, table.row_format, table.dim)
-    return _FetchedRows(read, is_late), at.reshape(-1).astype(np.int64, copy=False)
+    came = _TableRows(table, [rows])
+    came.fetch(fetch, None, is_last=False)
+    return came.table, came.at[0]

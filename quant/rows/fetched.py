@@ -42,14 +42,16 @@ class Fetch(Protocol):
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
     all may need one. wait_s: that a lookup may wait, unless it is told; None: any time. are_here: whether
-    rows [n], as far as the table has them, may be read at the table's address now; None: they never may.
-    default: uint8 [row_bytes], which stands for rows that are late; None: these are an error."""
+    rows [n], as far as the table has them, may be read at the table's address now; None: they never may. ask:
+    has rows [n] brought, without a wait, as `fetch` will need them. default: gives the default row, uint8
+    [row_bytes], which stands for rows that are late; None, or if it gives None: these are an error."""
 
     fetch: Fetch
     ready: Fetch | None = None
     wait_s: float | None = None
     are_here: Callable[[NDArray[np.int64]], bool] | None = None
-    default: NDArray[np.uint8] | None = None
+    ask: Callable[[NDArray[np.int64]], object] | None = None
+    default: Callable[[], NDArray[np.uint8] | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -36,6 +35,7 @@ from tableside.serving.client.named import NamedForm, vectors
 V = TypeVar("V")
 # from as many on the compact form costs client and server less than the named one (benchmarks/client.py)
 COMPACT_FEATURES = 32
+DEGRADED = "degraded."  # and a table's name: a parameter of answers in which rows came late
 _KEPT = 64
 
 
@@ -79,12 +79,10 @@ def _shaped(name: str, mask: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any
 
 
 class AnsweredBy(NamedTuple):
-    """The state that answered: a version, and the sequence of its last change; 0: none. degraded: by table,
-    how many ids got the default row since theirs came late from a disk."""
+    """The state that answered: a version, and the sequence of its last change; 0: none."""
 
     version: int
     sequence: int
-    degraded: Mapping[str, int] = MappingProxyType({})
 
 
 # the JSON of the last answer in this thread or task
@@ -94,11 +92,22 @@ _last_head: ContextVar[bytes] = ContextVar("tableside_last_head")
 def answered_by() -> AnsweredBy:
     """Returns the state that answered this thread's or task's last lookup or score. ClientError: there was
     none."""
+    found = _last_answer()
+    return AnsweredBy(int(found["model_version"]), int(found.get("parameters", {}).get("sequence", 0)))
+
+
+def late_rows() -> dict[str, int]:
+    """Returns by table how many ids of this thread's or task's last lookup or score got the default row, as
+    theirs came late from a disk. ClientError: there was none."""
+    said, start = _last_answer().get("parameters", {}), DEGRADED
+    return {name.removeprefix(start): int(n) for name, n in said.items() if name.startswith(start)}
+
+
+def _last_answer() -> dict[str, Any]:
     if (head := _last_head.get(None)) is None:
         raise ClientError(0, "no lookup or score was answered in this thread or task yet; ask first")
-    found = orjson.loads(head)
-    said = found.get("parameters", {})
-    return AnsweredBy(int(found["model_version"]), int(said.get("sequence", 0)), said.get("degraded", {}))
+    found: dict[str, Any] = orjson.loads(head)
+    return found
 
 
 @lru_cache(_KEPT)

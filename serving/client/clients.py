@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from tableside.serving.client import sockets, streams
 from tableside.serving.client.address import Address
-from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by
+from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by, late_rows
 from tableside.serving.client.features import Ids
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
 from tableside.serving.client.messages import Call
@@ -108,6 +108,12 @@ class Client:
     def answered_by() -> AnsweredBy:
         """Returns the state that answered this thread's last lookup or score. ClientError: there was none."""
         return answered_by()
+
+    @staticmethod
+    def late_rows() -> dict[str, int]:
+        """Returns by table how many ids of this thread's last lookup or score got the default row, as theirs
+        came late from a disk. ClientError: there was none."""
+        return late_rows()
 
     def models(self) -> list[dict[str, Any]]:
         """The models that the server serves, each with its versions, tables, features and bytes."""
@@ -219,6 +225,11 @@ class AsyncClient:
     def answered_by() -> AnsweredBy:
         """As Client.answered_by, of this task."""
         return answered_by()
+
+    @staticmethod
+    def late_rows() -> dict[str, int]:
+        """As Client.late_rows, of this task."""
+        return late_rows()
 
     async def models(self) -> list[dict[str, Any]]:
         """As Client.models."""

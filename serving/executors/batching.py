@@ -23,7 +23,7 @@ from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.executors.batch_threads import BatchThreads
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
-from tableside.serving.executors.executors import READERS
+from tableside.serving.executors.executors import INLINE_FETCHED, READERS
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.metrics import metrics
 from tableside.serving.model.request import Answer, Request
@@ -121,17 +121,22 @@ class Batcher:
         try:
             if self._reading >= self._max_waiting:
                 raise overloaded(f"{self._max_waiting} requests wait for rows, the limit (max_waiting)")
+            if w.request.ids > INLINE_FETCHED:
+                self._read(w, partial(_begun, w))
+                return False
             begun = w.request.begin(w.inputs)
-        except ApiError as error:
+            if not isinstance(begun, Waiting):
+                w.plan = begun
+                return True
+            self._read(w, partial(w.request.wait, begun))
+        except (ApiError, RuntimeError) as error:  # refused, or this worker is closing
             _fail(w, error)
-            return False
-        if not isinstance(begun, Waiting):
-            w.plan = begun
-            return True
-        self._reading += 1
-        reading = asyncio.get_running_loop().run_in_executor(self._readers, w.request.wait, begun)
-        reading.add_done_callback(partial(self._came, w))
         return False
+
+    def _read(self, w: _WaitingRequest, work: Callable[[], Plan]) -> None:
+        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        self._reading += 1
+        reading.add_done_callback(partial(self._came, w))
 
     def _came(self, w: _WaitingRequest, reading: "asyncio.Future[Plan]") -> None:
         self._reading -= 1
@@ -358,6 +363,12 @@ class Batcher:
             self._waiting.clear()
         for w in left:
             _fail(w, self._lost)
+
+
+def _begun(w: _WaitingRequest) -> Plan:
+    """Begins a request, and waits for its rows."""
+    begun = w.request.begin(w.inputs)
+    return w.request.wait(begun) if isinstance(begun, Waiting) else begun
 
 
 def _closing() -> RuntimeError:

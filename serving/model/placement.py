@@ -12,7 +12,7 @@ from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
-from tableside.quant.contract import INTERPRETER
+from tableside.quant.contract import INTERPRETER, Bytes
 from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.residence.registry import KINDS, ON_DISK, residence, without_device
 from tableside.quant.rows.fetched import RowReader
@@ -150,22 +150,27 @@ class Placer:
     def _readers(self, segment: Segment) -> dict[str, RowReader]:
         """Returns what reads rows from a disk, by table. Not of raw ids that lie beside the rows: they would
         be read there as well."""
-        base, seconds = segment.base, self._settings.disk_timeout_s
-        has_default = self._settings.disk_late == "default"
-        for name, reader in base.readers.items():
+        base, found = segment.base, {}
+        for table in base.header.tables:
+            name, ids = table.name, table.ids
+            reader = base.readers.get(name)
+            if reader is None or (ids is not None and ids.index is not None and ids.index.id_at < 0):
+                continue
             self._count_reads(reader, base.header.model, name)
-        ids = {t.name: t.ids for t in base.header.tables}
-        return {
-            name: RowReader(
-                reader,
-                reader.ready,
-                seconds,
-                reader.are_here,
-                reader.kept(of.default_row) if of and has_default and of.default_row is not None else None,
-            )
-            for name, reader in base.readers.items()
-            if (of := ids[name]) is None or of.index is None or of.index.id_at >= 0
-        }
+            default = None if ids is None else self._default_row(reader, ids.default_row, name)
+            calls = reader, reader.ready, self._settings.disk_timeout_s, reader.are_here, reader.ask, default
+            found[name] = RowReader(*calls)
+        return found
+
+    def _default_row(
+        self, reader: BlockReader, row: int | None, table: str
+    ) -> Callable[[], Bytes | None] | None:
+        """Returns what gives a table's default row, kept in memory; None: it stands for no late row."""
+        if row is None or self._settings.disk_late != "default":
+            return None
+        if reader.kept(row, self._settings.disk_timeout_s) is None:
+            logger.warning("table %s: its default row is not read; until it is, late rows are errors", table)
+        return partial(reader.kept, row)
 
     def checked(self, segment: Segment) -> frozenset[str]:
         """Returns the tables whose rows are checked as they are read; says which others on a disk are read

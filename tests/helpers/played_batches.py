@@ -45,6 +45,7 @@ class Request:
     plan = SimpleNamespace(waits=False)
     model = "played"
     is_small = False
+    ids = 1
 
     def __init__(self, staged_bytes: int = 100, scoring: Scoring | None = None) -> None:
         self.staged_bytes, self.scoring = staged_bytes, scoring

@@ -22,6 +22,7 @@
  * bring(place, checked, regions, rows, out, state, depth, patience_ms, all_ms) -> rows that are left. As `fetch`,
  *   after the disk was asked for the next `depth` blocks at a time, so that one thread has many reads under way.
  *   Waits no longer than patience_ms for a block, and all_ms for all: that block and those behind it stay LEFT.
+ * ask(place, rows, most): asks the disk for the blocks of the first rows, `most` of them; waits for none
  * are_here(place, checked, regions, rows) -> whether all these rows may be read in the mapping now: blocks were
  *   checked, and the page cache has their pages. rows: int64 [n], at any alignment; those that the table has not
  *   are left out.
@@ -506,10 +507,43 @@ static PyObject *py_bring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return read_rows(args, "bring", &most, 0);
 }
 
+static PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    Py_buffer at = {0}, rows = {0};
+    place p = {0};
+    if (n != 3) return PyErr_Format(PyExc_TypeError, "ask takes 3 arguments, got %zd", n);
+    const long long most = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &at, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(args[1], &rows, PyBUF_SIMPLE)) {
+        PyBuffer_Release(&at);
+        return NULL;
+    }
+    if (at.len == sizeof p) memcpy(&p, at.buf, sizeof p);
+    const int64_t count = rows.len / 8, *numbers = rows.buf;
+    const int fits = at.len == sizeof p && rows.len % 8 == 0 && p.row_bytes >= 1 && p.chunk_rows >= 1
+                     && p.block_rows >= 1 && p.block_rows <= p.chunk_rows;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        block asked = {-1, 0, 0};
+        int64_t left = most, sum_page = -1;
+        for (int64_t i = 0; i < count && left > 0; i++) {
+            const int64_t row = numbers[i];
+            if (row < 0 || row >= p.rows || (row >= asked.first && row < asked.first + asked.rows)) continue;
+            asked = block_of(&p, row), left--;
+            ask(&p, &asked, &sum_page);
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&at), PyBuffer_Release(&rows);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "ask: rows do not fit this table");
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"sums", (PyCFunction)(void (*)(void))py_sums, METH_FASTCALL, NULL},
     {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
     {"bring", (PyCFunction)(void (*)(void))py_bring, METH_FASTCALL, NULL},
+    {"ask", (PyCFunction)(void (*)(void))py_ask, METH_FASTCALL, NULL},
     {"are_here", (PyCFunction)(void (*)(void))py_are_here, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

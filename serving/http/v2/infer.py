@@ -132,7 +132,8 @@ class V2:
         if answer.state is not None:
             head = _restated(head, answer.state)
         if late := request.late(answer.unfound):
-            head = _with_parameters(head, {"degraded": late})
+            by_table = {f"degraded.{table}": ids for table, ids in late.items()}
+            head = _with_parameters(head, {"degraded": sum(late.values()), **by_table})
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is
         # left out.
         stages = Stages(*times, time.perf_counter())

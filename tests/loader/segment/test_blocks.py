@@ -370,15 +370,35 @@ def test_a_slow_disk_does_not_hang(waits: list[tuple[float, float, int, int]]) -
         assert breaker.told(began, came, late) == "" and not breaker.is_open()
 
 
-def test_a_kept_row_is_read_once(file: File) -> None:
-    """None where its block is damaged."""
+def test_a_kept_row_is_read_once(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where its block is damaged; one that did not come is tried again."""
     reader = file.reader()
     file.write(60 * 80 + 7, bytes([file.rows[60, 7] ^ 4]))
+    with monkeypatch.context() as patched:
+        patched.setattr(_blocks, "fetch", lambda *given: 1)
+        patched.setattr(_blocks, "bring", lambda *given: 1)
+        assert reader.kept(5) is None
+    reader._breaker = Breaker()
     for _ in range(2):
         np.testing.assert_array_equal(reader.kept(5), file.rows[5])
-        assert reader.kept(60) is None
-    os.truncate(file.path, 0)
+        assert reader.kept(60, 60.0) is None
+    monkeypatch.setattr(_blocks, "fetch", lambda *given: pytest.fail("it is kept"))
     np.testing.assert_array_equal(reader.kept(5), file.rows[5])
+
+
+def test_files_of_a_disk_share_what_is_known_of_it(file: File) -> None:
+    assert file.reader()._breaker is file.reader()._breaker
+
+
+def test_a_disk_is_asked_for_blocks_that_are_read_later(file: File) -> None:
+    """Any rows, however many; only once each block, and none while it hangs."""
+    reader = file.reader(True)
+    for rows in (np.arange(1000), np.array([3, 3, 999, -1, 1000, 2**62]), np.zeros(0, np.int64)):
+        reader.ask(rows)
+    with pytest.raises(ValueError, match="ask: rows do not fit this table"):
+        _blocks.ask(b"1234", np.array([1]), 3)
+    with pytest.raises(ValueError, match="ask: rows do not fit this table"):
+        _blocks.ask(reader._place, b"1234", 3)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_the_default_row_stands_for_rows_that_are_late(made: Overlaid) -> None:
     late = set(own[::2])
     source = FromArray(table, dict.fromkeys(late, RowState.LATE))
     default = table.packed[row_map.default_row]
-    fetched = table.fetched_by(RowReader(source, ready=source, default=default))
+    fetched = table.fetched_by(RowReader(source, ready=source, default=lambda: default))
     masks = ids.size * 4 * table.dim
     place = np.array([Place(0, 0, ids.size, -1, 0, 0, -1, 0, 0, masks)], np.int64).tobytes()
     begun = choose().planner([LookupKind(fetched, Pooling.NONE)]).plan(place).begin(ids.tobytes())
@@ -254,6 +254,7 @@ def test_the_default_row_stands_for_rows_that_are_late(made: Overlaid) -> None:
     np.testing.assert_array_equal(out[masks:], (numbers != -1) & ~is_late)
     missing = int((numbers == -1).sum())
     assert late and missing and unfound == [Unfound(missing, 0, int(is_late.sum()))]
+    assert row_map.default_row not in {row for asked in source.asked for row in asked}  # it is in memory
     source.states[own[-1]] = RowState.CORRUPT  # type: ignore[index]
     with pytest.raises(RowsNotRead, match="1 were damaged"):
         choose().planner([LookupKind(fetched, Pooling.NONE)]).plan(place).run(ids.tobytes(), out)

@@ -110,9 +110,9 @@ def test_an_answer_says_how_many_rows_came_late(
             expected = np.stack([mean[0], mean[0], values[1], mean[0]])
             np.testing.assert_array_equal(found["means"].reshape(4, 8), expected)
             assert masks["means"].tolist() == [False, False, True, False]
-            assert client.answered_by() == (1, 0, {"means": 2})
+            assert client.answered_by() == (1, 0) and client.late_rows() == {"means": 2}
             client.lookup("m", {"means": [[1]], "strict": [[2]]})
-            assert not client.answered_by().degraded
+            assert client.late_rows() == {}
             with pytest.raises(ClientError, match="of 1 rows to fetch 1 came too late") as e:
                 client.lookup("m", {"strict": [[3]]})
             assert e.value.status == 503

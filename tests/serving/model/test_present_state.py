@@ -86,7 +86,7 @@ class Asking:
                     self.refused.append(error)
                     continue
                 value = int(vectors[0, 0]) if (vectors == vectors[0, 0]).all() else -1
-                self.found.append((State(*client.answered_by()[:2]), value))
+                self.found.append((State(*client.answered_by()), value))
 
     def go_on(self) -> None:
         count = len(self.found)
