@@ -64,6 +64,7 @@ def one_changed(values: np.ndarray, row: int) -> np.ndarray:
     return values
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("row", [0, ROWS // 2, ROWS - 1])
 @pytest.mark.parametrize("name", list(TABLES))
 def test_tables_that_are_the_same_are_linked(again: Publish, root: Path, name: str, row: int) -> None:
@@ -91,6 +92,7 @@ def test_a_checkpoint_that_is_the_same(again: Publish, root: Path) -> None:
     assert all(a <= b for (a, _), (b, _) in pairwise(seen[: seen.index((rows, rows))]))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("raw", "of"),
     [

@@ -372,6 +372,7 @@ def test_json_answers_have_a_limit_too(narrow: Any) -> None:
     )
 
 
+@pytest.mark.thorough
 def test_large_json_is_parsed_beside_the_loop_and_is_right(start: Start) -> None:
     """Beyond 64 KiB: the same vectors, as JSON and as V2's inline data."""
     server = start()

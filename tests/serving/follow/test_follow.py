@@ -244,6 +244,7 @@ def test_changes_are_compacted_where_they_add_up(model: Model, tmp_path: Path, r
     assert "changes take more than 1e-09 of version 1; compacting" in said and "demo version 2" in said
 
 
+@pytest.mark.thorough
 def test_a_gap_ends_a_follower_and_reset_goes_past_it(model: Model, tmp_path: Path, root: Path) -> None:
     """What came before the gap is applied."""
     for number in (1, 2, 4):
@@ -267,6 +268,7 @@ def test_a_bad_batch_ends_a_follower_and_changes_nothing(model: Model, tmp_path:
     assert position_of(model, "files") == "1" and values(model)[:4, 0].tolist() == [0, 1, 0, 0]
 
 
+@pytest.mark.thorough
 def test_two_followers_of_one_stream(model: Model, tmp_path: Path, root: Path) -> None:
     """One of them ends and says so; every file is applied once all the same."""
     options, expected, number = ("--every-s", 0.05, "--name", "files"), START.copy(), 0

@@ -56,6 +56,7 @@ def change(root: Path) -> None:
     apply(Model(root, "demo"), ChangeBatch(changes), ApplySettings(keep=Retention(2)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "options", [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0)], ids=["cpu", "engine"]
 )
@@ -81,6 +82,7 @@ def test_a_server_reads_through_it(
         assert end(server.process) == 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "options", [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0)], ids=["cpu", "engine"]
 )

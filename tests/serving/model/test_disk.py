@@ -72,6 +72,7 @@ def placements(server: Server) -> list[str]:
     return [t["placement"] for t in server.get("/v1/models").json()["models"][0]["tables"]]
 
 
+@pytest.mark.drawn(1)
 @OPTIONS
 def test_rows_are_served_from_a_disk(
     serve: Callable[..., Server], model: Model, options: tuple[object, ...]
@@ -113,6 +114,7 @@ def raw_model(disk: Path, tmp_path: Path) -> Model:
     return Model(disk, "m")
 
 
+@pytest.mark.drawn(1)
 @OPTIONS
 def test_raw_ids_are_found_in_rows_on_a_disk(
     raw_model: Model, disk: Path, options: tuple[object, ...]
@@ -188,6 +190,7 @@ def test_it_is_counted_where_rows_come_from(serve: Callable[..., Server]) -> Non
         assert counted()["in_place"] >= ROWS and "late" not in counted()
 
 
+@pytest.mark.thorough
 def test_a_damaged_first_row_stops_no_start(serve: Callable[..., Server], model: Model) -> None:
     """The other rows are served; the log names the table."""
     table, file = model.attach().header.tables[0], model.attach().header.files[0]
@@ -198,6 +201,7 @@ def test_a_damaged_first_row_stops_no_start(serve: Callable[..., Server], model:
             rows_of(client, [0])
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_cut_ends_no_server(serve: Callable[..., Server], model: Model) -> None:
     """All that asks for its rows gets an error, as the checksums lay at the end."""
     server = serve("--scrub-hours", 0)
@@ -212,6 +216,7 @@ def test_a_file_that_is_cut_ends_no_server(serve: Callable[..., Server], model: 
     assert server.process.poll() is None and len(server.workers()) == 1
 
 
+@pytest.mark.thorough
 def test_answers_are_right_beside_updates_and_swaps(serve: Callable[..., Server], model: Model) -> None:
     """While rows change and a version is compacted, each row is one that it had."""
     server, stop, wrong = serve(), threading.Event(), list[str]()
@@ -243,6 +248,7 @@ def test_answers_are_right_beside_updates_and_swaps(serve: Callable[..., Server]
     assert not wrong
 
 
+@pytest.mark.thorough
 def test_a_moved_root_is_served(serve: Callable[..., Server], model: Model, root: Path) -> None:
     """From memory: rows are read where they lie."""
     shutil.copytree(model.root, root)
