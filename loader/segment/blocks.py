@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ BLOCK_BYTES = 4096
 _READERS = 32  # reads that a process has under way: fast disks need as many
 _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
+_PART_ROWS = 2048  # that another thread asks for and takes, of many
 _LONG_S = 1e6  # instead of no deadline
 OPENS_S = 1.0  # see `Breaker`
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
@@ -69,6 +70,9 @@ def write_sums(stored: StoredRows, chunk: int, rows: Bytes, sums: Sums) -> None:
 
 # Where rows came from, for counts: the mapping, copied from the page cache, the disk, and nowhere in time
 IN_PLACE, PAGE_CACHE, DISK, LATE = "in_place", "page_cache", "disk", "late"
+
+
+_Read = Callable[[NDArray[np.int64], Bytes, NDArray[np.uint8]], object]
 
 
 class BlockReader:
@@ -119,9 +123,13 @@ class BlockReader:
             self.count(LATE, left)
             return
         began = time.monotonic()
-        given = (self._place, self._checked, self._regions, rows, out, state)
-        if _blocks.bring(*given, *_limits(deadline)):
-            self._read_left(rows, out, state, deadline)
+        bring = partial(self._bring, _limits(deadline))
+        if left < 2 * _PART_ROWS:
+            bring(rows, out, state)
+        else:
+            self._in_threads(bring, left // _PART_ROWS, rows, out, state, deadline)
+        if (state == _LEFT).any():
+            self._in_threads(self._read, left // _LEAST_ROWS, rows, out, state, deadline)
         late = int(np.count_nonzero(state == RowState.LATE))
         self.count(DISK, left - late)
         self.count(LATE, late)
@@ -165,24 +173,40 @@ class BlockReader:
             self._kept[row] = out[0]
         return self._kept[row]
 
-    def _read_left(
-        self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
+    def _bring(
+        self, limits: tuple[int, int, int], rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8]
     ) -> None:
+        _blocks.bring(self._place, self._checked, self._regions, rows, out, state, *limits)
+
+    def _read(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8]) -> None:
+        self._fetch(rows, out, state, False)
+
+    def _in_threads(
+        self,
+        read: _Read,
+        parts: int,
+        rows: NDArray[np.int64],
+        out: Bytes,
+        state: NDArray[np.uint8],
+        deadline: float | None,
+    ) -> None:
+        """Reads the rows that are left, some parts at once. Rows of a part that does not end in time are
+        LATE."""
+
+        def of(part: NDArray[np.int64]) -> tuple[Bytes, NDArray[np.uint8]]:
+            found = np.empty((part.size, self._row_bytes), np.uint8), np.full(part.size, _LEFT, np.uint8)
+            read(rows[part], *found)
+            return found
+
         left = np.flatnonzero(state == _LEFT)
         state[left] = RowState.LATE
-        pool, parts = _readers(), np.array_split(left, max(1, min(_READERS, left.size // _LEAST_ROWS)))
-        reading = {pool.submit(self._read, rows[part]): part for part in parts}
+        pool = _readers()
+        reading = {pool.submit(of, p): p for p in np.array_split(left, max(1, min(_READERS, parts)))}
         done, late = wait(reading, None if deadline is None else max(0.0, deadline - time.monotonic()))
         for one in late:
             one.cancel()
         for one in done:
             out[reading[one]], state[reading[one]] = one.result()
-
-    def _read(self, rows: NDArray[np.int64]) -> tuple[Bytes, NDArray[np.uint8]]:
-        out = np.empty((rows.size, self._row_bytes), np.uint8)
-        state = np.full(rows.size, _LEFT, np.uint8)
-        self._fetch(rows, out, state, False)
-        return out, state
 
     def __del__(self) -> None:
         os.close(self._fd)

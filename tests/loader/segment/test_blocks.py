@@ -5,8 +5,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,31 @@ def test_the_disk_is_asked_for_many_blocks_at_once(file: File, depth: int) -> No
     assert not state[~is_damaged].any() and not out[5].any()
     whole = ~is_damaged & (np.arange(rows.size) != 5)
     np.testing.assert_array_equal(out[whole], file.rows[rows[whole]])
+
+
+def test_many_rows_are_asked_for_by_some_threads(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a part of them; what one of them does not get in time is read as few rows are."""
+    monkeypatch.setattr(blocks, "_PART_ROWS", 100)
+    bring, asked = _blocks.bring, list[int]()
+
+    def noted(*given: Any) -> int:
+        asked.append(given[3].size)
+        return (
+            bring(*given) if given[3][0] >= 300 else given[3].size
+        )  # as if the disk took long for the first
+
+    monkeypatch.setattr(_blocks, "bring", noted)
+    monkeypatch.setattr(_blocks, "fetch", away_at_first(_blocks.fetch))
+    rows, out, state = np.arange(0, 1000, 2), np.zeros((500, 80), np.uint8), np.zeros(500, np.uint8)
+    file.reader()(rows, out, state, None)
+    assert asked == [100] * 5 and not state.any()
+    np.testing.assert_array_equal(out, file.rows[rows])
+
+
+def away_at_first(fetch: Callable[..., int]) -> Callable[..., int]:
+    """As if the page cache had nothing when it is asked first."""
+    calls = count()
+    return lambda *given: given[3].size if next(calls) == 0 else fetch(*given)
 
 
 def test_who_waits_for_no_block_gets_what_is_there(file: File) -> None:
