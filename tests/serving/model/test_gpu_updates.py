@@ -16,6 +16,7 @@ from tableside.loader.deltas.changes import ChangeBatch
 from tableside.loader.deltas.compact import compact
 from tableside.loader.versions.states import State, state_of
 from tableside.quant import Pooling, choose
+from tableside.quant.contract import Unfound
 from tableside.quant.gpu.residence.memory import InHost
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -260,5 +261,5 @@ def test_requests_get_masks_and_counts_of_their_state(root: Path) -> None:
             np.testing.assert_array_equal(
                 answer.buffer[mask.at : mask.at + mask.bytes].astype(bool), expected
             )
-            missing.append((int((~expected).sum()), 0))
-        assert [*map(tuple, answer.unfound)] == missing
+            missing.append(Unfound(int((~expected).sum()), 0))
+        assert answer.unfound == missing
