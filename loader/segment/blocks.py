@@ -4,7 +4,7 @@ A table's chunks are cut into blocks of some 4 KiB, whole rows each, with a CRC-
 checksums, a thousandth of the rows, lie behind rows and id index in the same file, and the version names
 their own checksum. So a row costs one read, and a block that changed, or is another one, is never taken for
 its rows. A row of a block that this process has checked is read where the file is mapped, while looks at the
-page cache, some ten a second, find its page there.
+page cache, some two a second, find its page there.
 """
 
 import logging
@@ -218,9 +218,8 @@ class Breaker:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._lock = now, threading.Lock()
-        self._since = self._late_at = (
-            0.0  # when the wait began without a row since; when it last was too long
-        )
+        self._since = 0.0  # when the wait began in which no row came yet
+        self._late_at = 0.0  # when a request last waited too long
         self._asks_at = 0.0  # when the next one waits; 0: all do
 
     def is_open(self) -> bool:

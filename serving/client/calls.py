@@ -99,8 +99,8 @@ def answered_by() -> AnsweredBy:
 def late_rows() -> dict[str, int]:
     """Returns by table how many ids of this thread's or task's last lookup or score got the default row, as
     theirs came late from a disk. ClientError: there was none."""
-    said, start = _last_answer().get("parameters", {}), DEGRADED
-    return {name.removeprefix(start): int(n) for name, n in said.items() if name.startswith(start)}
+    said = _last_answer().get("parameters", {})
+    return {name.removeprefix(DEGRADED): int(n) for name, n in said.items() if name.startswith(DEGRADED)}
 
 
 def _last_answer() -> dict[str, Any]:

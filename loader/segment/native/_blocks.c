@@ -520,9 +520,9 @@ static PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     }
     if (at.len == sizeof p) memcpy(&p, at.buf, sizeof p);
     const int64_t count = rows.len / 8, *numbers = rows.buf;
-    const int fits = at.len == sizeof p && rows.len % 8 == 0 && p.row_bytes >= 1 && p.chunk_rows >= 1
-                     && p.block_rows >= 1 && p.block_rows <= p.chunk_rows;
-    if (fits) {
+    const int is_table = at.len == sizeof p && rows.len % 8 == 0 && p.row_bytes >= 1 && p.chunk_rows >= 1
+                         && p.block_rows >= 1 && p.block_rows <= p.chunk_rows;
+    if (is_table) {
         Py_BEGIN_ALLOW_THREADS
         block asked = {-1, 0, 0};
         int64_t left = most, sum_page = -1;
@@ -535,7 +535,7 @@ static PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&at), PyBuffer_Release(&rows);
-    if (!fits) return PyErr_Format(PyExc_ValueError, "ask: rows do not fit this table");
+    if (!is_table) return PyErr_Format(PyExc_ValueError, "ask: rows do not fit this table");
     Py_RETURN_NONE;
 }
 

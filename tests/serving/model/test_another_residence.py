@@ -26,6 +26,9 @@ from tableside.serving.client import Client, ClientError
 
 PROGRAM = Path(__file__).parents[2] / "fixtures/slow_rows/slow_rows.py"
 REQUEST = {"user": [[1, 2, 2], []], "clicked": [[5], [7, 299]], "liked": [[0], [1, 2]], "text": [[3, 4], [5]]}
+OPTIONS = pytest.mark.parametrize(
+    "options", [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0)], ids=["cpu", "engine"]
+)
 MODULE = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
@@ -57,9 +60,7 @@ def change(root: Path) -> None:
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize(
-    "options", [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0)], ids=["cpu", "engine"]
-)
+@OPTIONS
 def test_a_server_reads_through_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]
 ) -> None:
@@ -83,9 +84,7 @@ def test_a_server_reads_through_it(
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.parametrize(
-    "options", [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0)], ids=["cpu", "engine"]
-)
+@OPTIONS
 def test_an_answer_says_how_many_rows_came_late(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]
 ) -> None:
