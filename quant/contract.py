@@ -50,7 +50,7 @@ class Pooling(IntEnum):
 
 
 class Precision(IntEnum):
-    """Dtype of a lookup's vectors; BF16 only on the GPU. The kernels use the same values."""
+    """Dtype of a lookup's vectors. The kernels use the same values."""
 
     FP32 = 0
     FP16 = 1

@@ -4,12 +4,13 @@ Pairs of the two and other tables of raw ids are in `keyed`. Rows are read with 
 buffer, not through a mapping, so that a truncated file or failing disk gives an error instead of SIGBUS.
 """
 
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,8 @@ from tableside.loader.checkpoint.window import read_into
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import Source
+from tableside.quant.cpu.backend import ITEM_TYPES
 
-DTYPES: dict[Source, np.dtype[Any]] = {
-    Source.FP32: np.dtype("<f4"),
-    Source.FP16: np.dtype("<f2"),
-    Source.BF16: np.dtype("<u2"),
-}
 _SOURCES = {
     "f32": Source.FP32, "float32": Source.FP32, "<f4": Source.FP32,
     "f16": Source.FP16, "float16": Source.FP16, "<f2": Source.FP16,
@@ -44,7 +41,8 @@ Seen = Callable[["RowShard", int, memoryview], None]
 @dataclass(frozen=True, slots=True)
 class RowShard:
     """A contiguous part of a matrix: rows [row, row + rows), columns [column, column + columns), row-major.
-    record: the archive record with its CRC-32, or None."""
+    record: the archive record with its CRC-32, or None. constant: what each row has here, instead of what
+    lies in a file."""
 
     path: Path
     offset: int
@@ -53,10 +51,24 @@ class RowShard:
     column: int
     columns: int
     record: ArchiveRecord | None = None
+    constant: bytes | None = None
+
+
+class Tensor(NamedTuple):
+    """A tensor as a format's reader found it. dtype: the format's name, in small letters; shards: None: its
+    values are not row-major."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[RowShard, ...] | None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 class ShardedRows:
-    """Base of matrices and tensors of ids: [rows, dim] values of `item_bytes`, in shards that cover it."""
+    """Base of matrices and tensors of ids: [rows, width] items of `item_bytes`, in shards that cover it."""
 
     __slots__ = ()
     key: str
@@ -69,11 +81,21 @@ class ShardedRows:
         raise NotImplementedError
 
     @property
+    def width(self) -> int:
+        return self.dim
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.item_bytes
+
+    @property
     def bytes(self) -> int:
-        return self.rows * self.dim * self.item_bytes
+        return self.rows * self.row_bytes
 
     def span(self, shard: RowShard) -> tuple[int, int]:
         """[begin, end) of a shard's bytes in its file."""
+        if shard.constant is not None:
+            return 0, 0
         return shard.offset, shard.offset + shard.rows * shard.columns * self.item_bytes
 
     def check(self, checkpoint: Path) -> Self:
@@ -86,10 +108,13 @@ class ShardedRows:
         sizes: dict[Path, int] = {}
         covered = 0
         for s in self.shards:
-            if s.row < 0 or s.column < 0 or s.row + s.rows > self.rows or s.column + s.columns > self.dim:
+            if s.row < 0 or s.column < 0 or s.row + s.rows > self.rows or s.column + s.columns > self.width:
                 raise CheckpointError(
-                    f"{s.path}: a shard of {self.key!r} lies outside the tensor's [{self.rows}, {self.dim}]"
+                    f"{s.path}: a shard of {self.key!r} lies outside the tensor's [{self.rows}, {self.width}]"
                 )
+            covered += s.rows * s.columns
+            if s.constant is not None:
+                continue
             size = sizes[s.path] if s.path in sizes else sizes.setdefault(s.path, file_size(s.path))
             begin, end = self.span(s)
             if begin < 0 or end > size:
@@ -97,23 +122,23 @@ class ShardedRows:
                     f"{s.path}: {self.key!r} ends at byte {end}, the file at {size}; it was truncated or is "
                     "still being written"
                 )
-            covered += s.rows * s.columns
         if (twice := _overlapping(self.shards)) is not None:
             raise CheckpointError(
                 f"{twice.path}: two shards of {self.key!r} hold the same values; the checkpoint is "
                 "inconsistent"
             )
-        if covered != self.rows * self.dim:
+        if covered != self.rows * self.width:
             raise CheckpointError(
-                f"{checkpoint}: {self.key!r} has [{self.rows}, {self.dim}] values, its shards hold {covered} "
-                f"of {self.rows * self.dim}; a part of the checkpoint is missing"
+                f"{checkpoint}: {self.key!r} has [{self.rows}, {self.width}] values, its shards hold "
+                f"{covered} of {self.rows * self.width}; a part of the checkpoint is missing"
             )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix(ShardedRows):
-    """A checkpoint's tensor [rows, dim]. source: type of its values; `check` proves that shards cover it."""
+    """A checkpoint's tensor [rows, dim]. source: type of its values; `check` proves that shards cover it.
+    Rows that are packed lie in shards of bytes: columns of `row_format`'s rows."""
 
     key: str
     rows: int
@@ -123,7 +148,18 @@ class Matrix(ShardedRows):
 
     @property
     def item_bytes(self) -> int:
-        return self.source.bytes
+        return self.source.item_bytes
+
+    @property
+    def width(self) -> int:
+        return self.source.items(self.dim)
+
+    def empty(self, rows: int, buffer: bytearray | None = None) -> NDArray[Any]:
+        """Returns room for rows, [rows, width], in `buffer` or new memory."""
+        dtype = ITEM_TYPES[self.source]
+        if buffer is None:
+            return np.empty((rows, self.width), dtype)
+        return np.frombuffer(buffer, dtype, rows * self.width).reshape(rows, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +202,7 @@ class Checkpoint:
         """Of no tensors yet: a format's reader adds them."""
         self.path = path
         self.matrices: dict[str, Matrix] = {}
+        self.tensors: dict[str, Tensor] = {}  # all whose places are known, by key
         self.ids: dict[str, Ids] = {}
         self.skipped: dict[str, str] = {}  # that are no matrices of floats, those of ids as well: the reason
         self.tables: KeyedTables | None = None
@@ -180,11 +217,14 @@ class Checkpoint:
             raise CheckpointError(f"more than {LIMIT_TENSORS:,} tensors; save the tables alone")
         if key in self.matrices or key in self.skipped:
             self.matrices.pop(key, None)
+            self.tensors.pop(key, None)
             self.ids.pop(key, None)
             self.skipped[key] = "two tensors have this name"
-        elif source is None:
+            return
+        self.tensors[key] = Tensor(named, shape, shards)
+        if source is None:
             self.skipped[key] = f"dtype {dtype}; expected fp32, fp16 or bf16"
-            if named in _ID_TYPES and (rows_of(shape) or (0, 0))[1] == 1 and shards is not None:
+            if named in _ID_TYPES and shape and (rows_of(shape) or (0, 0))[1] == 1 and shards is not None:
                 self.ids[key] = Ids(key, shape[0], _ID_TYPES[named], shards)
         elif len(shape) != 2 or min(shape) < 1:
             self.skipped[key] = f"shape {list(shape)}; expected [rows, dim] with at least one of each"
@@ -196,6 +236,11 @@ class Checkpoint:
     def skip(self, key: str, why: str) -> None:
         if key in self.skipped or len(self.skipped) < LIMIT_TENSORS:
             self.skipped[key] = why
+
+    def replace(self, key: str, matrix: Matrix) -> None:
+        """Keeps a matrix in place of what `add` took the tensor for."""
+        self.skipped.pop(key, None)
+        self.matrices[key] = matrix
 
     @property
     def keyed_tables(self) -> Mapping[str, str | None]:
@@ -229,7 +274,7 @@ class Checkpoint:
     def open_files(self, matrix: ShardedRows) -> None:
         """Opens the files of a matrix, ahead of reading it from several threads."""
         for shard in matrix.shards:
-            if shard.path not in self._files:
+            if shard.constant is None and shard.path not in self._files:
                 self._files[shard.path] = open_regular(
                     shard.path, "a file of the checkpoint", CheckpointError
                 )
@@ -243,7 +288,7 @@ class Checkpoint:
         scratch: bytearray,
         seen: Seen | None = None,
     ) -> None:
-        """Fills out [stop - start, dim] with rows [start, stop), unconverted. scratch: as large as out, for
+        """Fills out [stop - start, width] with rows [start, stop), unconverted. scratch: as large as out, for
         column shards. seen: called with each shard's bytes. Files must be open. CheckpointError: a file is
         short or unreadable."""
         for s in matrix.shards:
@@ -253,7 +298,10 @@ class Checkpoint:
             row_bytes = s.columns * matrix.item_bytes
             offset = s.offset + (first - s.row) * row_bytes
             part = out[first - start : last - start]
-            if s.columns == matrix.dim:
+            if s.constant is not None:
+                part[:, s.column : s.column + s.columns] = np.frombuffer(s.constant, out.dtype)
+                continue
+            if s.columns == matrix.width:
                 block = part.reshape(-1).view(np.uint8).data
                 self.fill(s.path, block, offset)
             else:
@@ -279,7 +327,10 @@ class Checkpoint:
 
 
 def rows_of(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Returns a tensor's shape as [rows, columns], [n] as [n, 1]; None where it has other dimensions."""
+    """Returns a tensor's shape as [rows, columns], [n] as [n, 1], a scalar as [1, 1]; None where it has other
+    dimensions."""
+    if not shape:
+        return 1, 1
     if len(shape) == 1:
         return shape[0], 1
     return (shape[0], shape[1]) if len(shape) == 2 else None

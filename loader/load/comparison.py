@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from tableside.loader.checkpoint import Checkpoint, Matrix
 from tableside.loader.checkpoint.keyed.keyed import KeyedRows
-from tableside.loader.checkpoint.rows import DTYPES
 from tableside.loader.deltas.pack import check_ids
 from tableside.loader.errors import ChangeError
 from tableside.loader.load.plan import Sources
@@ -94,12 +93,12 @@ class Comparison:
 
     def _rows(self, table: "_LiveTable", matrix: Matrix) -> Iterator[Callable[[], list["_Rows"]]]:
         step = self.checks.step(table.spec.name)
-        rows = max(1, PIECE_BYTES // (matrix.dim * matrix.source.bytes) // step) * step
+        rows = max(1, PIECE_BYTES // matrix.row_bytes // step) * step
         for start in (n * rows for n in _spread(-(-matrix.rows // rows))):
             yield partial(self._slice, table, matrix, start, min(start + rows, matrix.rows))
 
     def _slice(self, table: "_LiveTable", matrix: Matrix, start: int, stop: int) -> list["_Rows"]:
-        values = np.empty((stop - start, matrix.dim), DTYPES[matrix.source])
+        values = matrix.empty(stop - start)
         self.checks.read(table.spec.name, start, stop, values, bytearray(values.nbytes))
         first, _ = table.table.row_numbers
         ids = np.arange(start + first, stop + first, dtype=np.int64)

@@ -15,7 +15,7 @@ from tableside.loader.load.backfill import Backfill
 from tableside.loader.model.model import TableSpec
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.segment.writer import SegmentWriter
-from tableside.quant import CpuBackend, Source
+from tableside.quant import CpuBackend, RowFormat, Source
 from tableside.quant.contract import Bytes
 from tableside.quant.errors import NotRepresentable
 
@@ -35,12 +35,15 @@ class DefaultRow:
             )
         self._sum, self._rows, self._lock = np.zeros(dim, np.float64), 0, Lock()
 
-    def add(self, values: NDArray[Any], source: Source) -> None:
-        """Takes rows of the table into the mean, where that is the policy: [n, dim], bf16 as uint16."""
+    def add(self, values: NDArray[Any], source: Source, backend: CpuBackend) -> None:
+        """Takes rows of the table into the mean, where that is the policy: as for `CpuBackend.quantize`."""
         if self._spec.missing.policy != "mean":
             return
         if source is Source.BF16:
             values = (values.astype(np.uint32) << 16).view(np.float32)
+        elif source.packed is not None:
+            packed, values = values, np.empty((len(values), self._dim), np.float32)
+            backend.quantize(packed, source, RowFormat.FP32, values.view(np.uint8))
         total = values.sum(0, dtype=np.float64)
         with self._lock:
             self._sum += total

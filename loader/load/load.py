@@ -16,10 +16,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
-from tableside.loader.checkpoint.rows import DTYPES, fingerprint
+from tableside.loader.checkpoint.rows import fingerprint
 from tableside.loader.errors import CheckpointError
 from tableside.loader.load.origin import spec_digest
 from tableside.loader.load.plan import PlannedTable, Sources, plan
@@ -233,9 +231,8 @@ class _RawLoad:
             if self.load.is_stopping:
                 return
             written = self.raw.write(block)
-            self.p.default_row.add(
-                block.values if written is None else block.values[written], self.source.source
-            )
+            values = block.values if written is None else block.values[written]
+            self.p.default_row.add(values, self.source.source, self.load.backend)
             self.load.done(len(block.ids))
 
     def complete(self) -> None:
@@ -269,12 +266,11 @@ class _MatrixLoad:
         load, matrix, table = self.load, self.matrix, self.table
         # Reads are whole steps: some rows at a chunk's ends are read for both neighbours
         step = load.checks.step(table.name)
-        read_rows = max(1, len(buffers.piece) // (matrix.dim * matrix.source.bytes) // step) * step
+        read_rows = max(1, len(buffers.piece) // matrix.row_bytes // step) * step
         end = min(-(-stop // step) * step, matrix.rows)
         for first in range(start // step * step, end, read_rows):
             last = min(first + read_rows, end)
-            count = (last - first) * matrix.dim
-            values = np.frombuffer(buffers.piece, DTYPES[matrix.source], count).reshape(-1, matrix.dim)
+            values = matrix.empty(last - first, buffers.piece)
             load.checks.read(table.name, first, last, values, buffers.scratch)
             begin, last = max(first, start), min(last, stop)
             rows = values[begin - first : last - first]
@@ -285,7 +281,7 @@ class _MatrixLoad:
             except NotRepresentable as error:
                 what = f"{load.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}"
                 raise CheckpointError(what) from error
-            self.p.default_row.add(rows, matrix.source)
+            self.p.default_row.add(rows, matrix.source, load.backend)
 
     def complete(self) -> None:
         default_row, older = self.p.default_row, self.p.backfill

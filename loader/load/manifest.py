@@ -21,7 +21,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
-from tableside.loader.checkpoint.rows import DTYPES
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import read_regular
 
@@ -33,7 +32,7 @@ Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thre
 
 
 def chunk_rows(matrix: Matrix) -> int:
-    return max(1, CHUNK_BYTES // (matrix.dim * matrix.source.bytes))
+    return max(1, CHUNK_BYTES // matrix.row_bytes)
 
 
 def manifest_path(checkpoint: Path) -> Path:
@@ -171,6 +170,6 @@ def write_manifest(checkpoint: Path, out: Path | None = None, progress: Progress
 def _digest(checkpoint: Checkpoint, matrix: Matrix, start: int) -> tuple[str, int]:
     """Returns the checksum of a chunk, as digits, and its rows."""
     stop = min(matrix.rows, start + chunk_rows(matrix))
-    values = np.empty((stop - start, matrix.dim), DTYPES[matrix.source])
+    values = matrix.empty(stop - start)
     checkpoint.read(matrix, start, stop, values, bytearray(values.nbytes))
     return xxhash.xxh3_64_hexdigest(values.data), stop - start

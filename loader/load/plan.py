@@ -29,7 +29,7 @@ class Sources:
             t.check_dim(both[t.name].dim, f"the checkpoint's {t.key!r}")
         self.dims = {name: source.dim for name, source in both.items()}
         self.rows = {name: source.rows for name, source in both.items()}
-        self.bytes = sum(s.rows * s.dim * s.source.bytes for s in both.values())
+        self.bytes = sum(s.rows * s.source.row_bytes(s.dim) for s in both.values())
         self.paths = {s.path for m in self.matrices.values() for s in m.shards}
         self.paths |= {path for k in self.keyed.values() for path in k.paths}
 

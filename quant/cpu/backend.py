@@ -32,14 +32,23 @@ from tableside.quant.errors import NotRepresentable, QuantError
 from tableside.quant.row_format import RowFormat, Source
 from tableside.quant.rows.fetched import FetchedTable
 
+# Of arrays of rows that are quantized
+ITEM_TYPES: dict[Source, np.dtype[Any]] = {
+    Source.FP32: np.dtype("<f4"),
+    Source.FP16: np.dtype("<f2"),
+    Source.BF16: np.dtype("<u2"),
+    **{s: np.dtype("u1") for s in Source if s.packed is not None},
+}
+
 
 class CpuBackend(Backend):
     """A backend that also quantizes; stateless."""
 
     @abstractmethod
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
-        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16) into out [rows, row_bytes]. QuantError:
-        names the first row that the format cannot represent; the rows before it are written."""
+        """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16), or rows that are packed already, uint8
+        [rows, bytes], into out [rows, row_bytes]. QuantError: names the first row that the format cannot
+        represent; the rows before it are written."""
 
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
         """As `Backend.planner`. Lookups of rows that are fetched are staged first (`quant.cpu.staged`)."""
@@ -74,10 +83,7 @@ def held_rows(table: RowSource, ids: Ids, lengths: Lengths | None) -> tuple[Tabl
 
 
 def host_tables(lookups: Sequence[Lookup | LookupKind]) -> list[Table]:
-    """The tables of lookups that the CPU can run. QuantError: one is on a device, or asks for bf16."""
-    for lookup in lookups:
-        if lookup.precision is Precision.BF16:
-            raise QuantError("bf16 vectors are written by the GPU backend alone; ask for fp32 or fp16")
+    """The tables of lookups that the CPU can run. QuantError: one is on a device."""
     return [host_table(lookup.table) for lookup in lookups]
 
 
@@ -98,7 +104,10 @@ class CpuPlanner(Planner):
     up."""
 
     def __init__(self, kinds: Sequence[Lookup | LookupKind]) -> None:
+        """QuantError: as `host_tables`, or bf16 is asked for, which NumPy lacks."""
         self.kinds, self.tables = tuple(kinds), host_tables(kinds)
+        if any(kind.precision is Precision.BF16 for kind in kinds):
+            raise QuantError("bf16 vectors are written by the backend native and by GPUs; ask for fp32")
 
     def run(self, places: Any, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         asked = places_in(places)
@@ -138,13 +147,13 @@ def _check(
 
 def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
     """Checks dtypes and shapes of a quantization."""
-    dtype = {Source.FP32: np.float32, Source.FP16: np.float16, Source.BF16: np.uint16}[source]
+    dtype = ITEM_TYPES[source]
     if values.dtype != dtype or values.ndim != 2 or not values.flags.c_contiguous:
         raise QuantError(
             f"values are {values.dtype} {list(values.shape)}; expected contiguous {np.dtype(dtype)} [rows, "
-            "dim]"
+            f"{'dim' if source.packed is None else 'bytes'}]"
         )
-    sizes = row_format.row_sizes(values.shape[1])
+    sizes = row_format.row_sizes(source.dim_of(values.shape[1]))
     is_fit = out.ndim == 2 and len(out) == len(values) and out.shape[1] in sizes
     if out.dtype != np.uint8 or not is_fit or not out.flags.c_contiguous:
         raise QuantError(
@@ -155,5 +164,5 @@ def check_quantize(values: NDArray[Any], source: Source, row_format: RowFormat, 
 
 def not_representable(row: int, row_format: RowFormat) -> NotRepresentable:
     """The error for the first row that `row_format` cannot represent."""
-    largest = {RowFormat.FP8: "|x| <= 240", RowFormat.FP32: "fp32"}.get(row_format, "|x| <= 65504")
+    largest = "fp32" if row_format is RowFormat.FP32 else f"|x| <= {row_format.largest:g}"
     return NotRepresentable(row, row_format.label, largest)

@@ -40,7 +40,6 @@ from tableside.quant.row_format import (
     FP8_EXPONENT_BIAS,
     FP8_EXPONENT_BITS,
     FP8_MAX,
-    FP16_MAX,
     RowFormat,
     Source,
 )
@@ -55,13 +54,18 @@ except ImportError as error:
         f"fbgemm does not import ({error}); install tableside[fbgemm], or choose another backend"
     ) from error
 
-SPARSE_TYPES = {f: SparseType[f.name] for f in RowFormat}
+SPARSE_TYPES = {f: SparseType[f.name] for f in RowFormat if f <= RowFormat.FP32}
 _POOLING = {Pooling.NONE: PoolingMode.NONE, Pooling.SUM: PoolingMode.SUM, Pooling.MEAN: PoolingMode.MEAN}
-_LARGEST = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: float(np.finfo(np.float32).max)}
 _BOUND = (
     64  # operators that a planner keeps: kinds of one request that have as many bags, in all their groupings
 )
 _NO_WEIGHTS = torch.empty(0, dtype=torch.uint8)
+
+
+def _check_formats(*row_formats: RowFormat) -> None:
+    for row_format in row_formats:
+        if row_format not in SPARSE_TYPES:
+            raise QuantError(f"FBGEMM has no {row_format.label}; choose the backend native")
 
 
 def _pack(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
@@ -72,7 +76,7 @@ def _pack(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
         return torch.cat(
             [q[:, -8:].contiguous().view(torch.float32).half().view(torch.uint8), q[:, : x.shape[1]]], dim=1
         )
-    if row_format.has_scale:
+    if row_format.has_bias:
         if x.shape[1] * row_format.bits % 16:
             raise QuantError(
                 f"dim {x.shape[1]} in {row_format.label} is not a multiple of {16 // row_format.bits}, which "
@@ -92,10 +96,13 @@ class Fbgemm(CpuBackend):
 
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
         check_quantize(values, source, row_format, out)
+        if source.packed is not None:
+            raise QuantError(f"FBGEMM has no {source.label}; choose the backend native")
+        _check_formats(row_format)
         is_bf16 = source is Source.BF16
         given = torch.from_numpy(values.view(np.int16) if is_bf16 else values)
         x = (given.view(torch.bfloat16) if is_bf16 else given).float()
-        if (bad := torch.nonzero(~(x.abs() <= _LARGEST.get(row_format, FP16_MAX)).all(1))).numel():
+        if (bad := torch.nonzero(~(x.abs() <= row_format.largest).all(1))).numel():
             raise not_representable(int(bad[0]), row_format)
         packed = _pack(x, row_format)
         out[:, : packed.shape[1]] = packed.numpy()
@@ -175,7 +182,7 @@ def _call(bound: Any, lookups: Sequence[CheckedLookup]) -> None:
 
 def _keep_signs(one: CheckedLookup) -> None:
     """Makes +0 in the vector of one row -0 again where the row has that. FBGEMM adds every row to +0."""
-    if one.table.row_format.has_scale:
+    if one.table.row_format.has_bias:
         return
     lengths = np.ones(one.ids.size, np.int64) if one.lengths is None else one.lengths.astype(np.int64)
     vectors = np.flatnonzero(lengths == 1)
@@ -203,15 +210,16 @@ def operator(tables: Table | Sequence[Table], half: bool = False) -> Any:
     """Returns FBGEMM's raw operator bound to `tables`: f(ids, offsets, pooling mode, weights | None) ->
     [bags, dims of all tables]. ids and offsets of all tables lie one after another, with equal bag counts.
     The operator checks nothing and reads out of bounds for wrong ids. The caller keeps `tables` alive, whose
-    rows have one alignment."""
+    rows have one alignment. QuantError: FBGEMM lacks a table's format."""
     tables = (tables,) if isinstance(tables, Table) else tables
+    _check_formats(*(t.row_format for t in tables))
     alignment = max(_alignments(*tables))
     # One view from the first table's memory to the last's: what lies between them, or nowhere, is never read.
     # A segment is mapped read-only and its array says so; torch warns of that, though the operator never
     # writes.
     start, end = min(t.address for t in tables), max(t.address + t.packed.size for t in tables)
     packed = torch.frombuffer((ctypes.c_uint8 * (end - start)).from_address(start), dtype=torch.uint8)
-    widest = {f: max((t.dim for t in tables if t.row_format is f), default=0) for f in RowFormat}
+    widest = {f: max((t.dim for t in tables if t.row_format is f), default=0) for f in SPARSE_TYPES}
     dims = [0, *accumulate(t.dim for t in tables)]
     fixed = (
         packed,

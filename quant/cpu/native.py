@@ -49,7 +49,7 @@ class _Kind(NamedTuple):
     dim: int
     row_format: int
     pooling: int
-    out_half: int
+    precision: int
     row_map: int  # address of a NativeRowMap, or 0
 
 
@@ -101,7 +101,7 @@ def _kinds(kinds: Sequence[Lookup | LookupKind], tables: Sequence[Table]) -> lis
             dim=table.dim,
             row_format=table.row_format,
             pooling=kind.pooling,
-            out_half=kind.precision,
+            precision=kind.precision,
             row_map=0 if table.row_map is None else table.row_map.native_address,
         )
         for kind, table in zip(kinds, tables, strict=True)
@@ -141,7 +141,7 @@ class Native(CpuBackend):
 
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
         check_quantize(values, source, row_format, out)
-        rows, dim = values.shape
+        rows, dim = len(values), source.dim_of(values.shape[1])
         bad = _native.quantize(row_format, source, values, rows, dim, out, out.shape[1])
         if bad >= 0:
             raise not_representable(bad, row_format)
@@ -189,6 +189,9 @@ def gather(lookups: Sequence[Lookup], threads: int = 1) -> Plan:
     """Returns a plan that copies packed rows, uint8 [ids, row_bytes], to `out_at`. Ids are row numbers;
     pooling is ignored."""
     tables = host_tables(lookups)
-    kinds = [k._replace(pooling=_PACKED, dim=1, out_half=0, row_map=0) for k in _kinds(lookups, tables)]
+    kinds = [
+        k._replace(pooling=_PACKED, dim=1, row_format=0, precision=0, row_map=0)
+        for k in _kinds(lookups, tables)
+    ]
     places = np.array([place_of(lookup, n) for n, lookup in enumerate(lookups)], np.int64)
     return _NativePlanner(kinds, tables, threads).plan(places.tobytes())

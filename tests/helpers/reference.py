@@ -31,7 +31,7 @@ from tableside.quant.cpu.backend import (
     not_representable,
 )
 from tableside.quant.cpu.checked import check_arguments, plain_rows, rows_of
-from tableside.quant.row_format import FP8_MAX, FP16_MAX, RowFormat, Source
+from tableside.quant.row_format import RowFormat, Source
 
 
 def unpack(packed: torch.Tensor, row_format: RowFormat, dim: int) -> torch.Tensor:
@@ -49,12 +49,63 @@ def unpack(packed: torch.Tensor, row_format: RowFormat, dim: int) -> torch.Tenso
             wide & 0x7F
         ) << 7  # the same bits in fp16, whose exponent bias is 15, not 7
         return half.view(torch.float16).float() * 256.0
+    if row_format >= RowFormat.FP8_E4M3:
+        return _unpack_scaled(used, row_format, dim)
     scale_bias = used[:, :4].contiguous().view(torch.float16).float()
     per_byte = 8 // row_format.bits
     shifts = torch.arange(per_byte) * row_format.bits
     q = (used[:, 4:, None].to(torch.int32) >> shifts) & (2**row_format.bits - 1)
     fused = q.reshape(len(used), dim).double() * scale_bias[:, :1].double() + scale_bias[:, 1:].double()
     return torch.as_tensor(fused.float())
+
+
+def _unpack_scaled(used: torch.Tensor, row_format: RowFormat, dim: int) -> torch.Tensor:
+    if row_format is RowFormat.FP8_E4M3:
+        scale = used[:, :4].contiguous().view(torch.float32)
+        return used[:, 4:].contiguous().view(torch.float8_e4m3fn).float() * scale
+    scales = used[:, used.shape[1] - dim // row_format.block :].contiguous()
+    if row_format is RowFormat.FP8_E4M3_BLOCK32:
+        values = used[:, :dim].contiguous().view(torch.float8_e4m3fn).float()
+        of_blocks = scales.view(torch.float8_e8m0fnu).float()
+    else:
+        codes = used[:, : dim // 2, None] >> torch.tensor([0, 4]) & 15
+        values = torch.where(codes >= 8, -1.0, 1.0) * _E2M1[(codes & 7).long()]
+        of_blocks = scales.view(torch.float8_e4m3fn).float() * used[
+            :, dim // 2 : dim // 2 + 4
+        ].contiguous().view(torch.float32)
+    return (values.reshape(len(used), -1, row_format.block) * of_blocks[:, :, None]).reshape(len(used), dim)
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_TINY = 2.0**-126
+
+
+def _pack_scaled(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
+    """As the quantizers of OCP's and NVIDIA's formats do, by torch's own casts."""
+    largest = x.abs().amax(1, keepdim=True)
+    if row_format is RowFormat.FP8_E4M3:
+        scale = (largest / 448.0).clamp(min=_TINY)
+        return torch.cat([scale.view(torch.uint8), (x / scale).to(torch.float8_e4m3fn).view(torch.uint8)], 1)
+    blocks = x.reshape(len(x), -1, row_format.block)
+    of_block = blocks.abs().amax(2)
+    if row_format is RowFormat.FP8_E4M3_BLOCK32:
+        mantissa, exponent = torch.frexp(of_block.double() / 448.0)
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scale = torch.exp2(torch.where(of_block == 0, -126, exponent).clamp(min=-126).double()).float()
+        values = (blocks / scale[:, :, None]).to(torch.float8_e4m3fn).reshape(len(x), -1)
+        return torch.cat([values.view(torch.uint8), scale.to(torch.float8_e8m0fnu).view(torch.uint8)], 1)
+    scale = (largest / 2688.0).clamp(min=_TINY)
+    scales = (of_block / 6.0 / scale).to(torch.float8_e4m3fn)
+    step = (scales.float() * scale)[:, :, None]
+    y = torch.where(step == 0, 0.0, blocks / torch.where(step == 0, 1.0, step))
+    distance = (y.abs().double()[..., None] - _E2M1.double()).abs()
+    # The nearest; of two that are as near the even one, which is the first or the second of the two
+    nearest = distance.argmin(-1)
+    tied = (distance == distance.amin(-1, keepdim=True)).sum(-1) == 2
+    nearest = torch.where(tied & (nearest % 2 == 1), nearest + 1, nearest)
+    codes = (nearest | torch.where(torch.signbit(blocks) & (step != 0), 8, 0)).reshape(len(x), -1)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return torch.cat([packed, scale.view(torch.uint8), scales.view(torch.uint8)], 1)
 
 
 def _pack_ints(x: torch.Tensor, row_format: RowFormat) -> torch.Tensor:
@@ -101,13 +152,17 @@ def pack(x: torch.Tensor, row_format: RowFormat, row_bytes: int) -> torch.Tensor
         used = x.half().view(torch.uint8)
     elif row_format is RowFormat.FP8:
         used = _pack_fp8(x)
+    elif row_format >= RowFormat.FP8_E4M3:
+        used = _pack_scaled(x, row_format)
     else:
         used = _pack_ints(x, row_format)
     return torch.nn.functional.pad(used, (0, row_bytes - used.shape[1]))
 
 
 def as_fp32(values: NDArray[Any], source: Source) -> torch.Tensor:
-    """fp32, fp16, or bf16 held as uint16, [rows, dim] -> fp32."""
+    """fp32, fp16, or bf16 held as uint16, [rows, dim], or packed rows -> fp32."""
+    if source.packed is not None:
+        return unpack(torch.from_numpy(values), source.packed, source.dim_of(values.shape[1]))
     if source is Source.BF16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).float()
     return torch.from_numpy(values).float()
@@ -115,10 +170,7 @@ def as_fp32(values: NDArray[Any], source: Source) -> torch.Tensor:
 
 def check_representable(x: torch.Tensor, row_format: RowFormat) -> None:
     """Raises for the first row with a value that `row_format` cannot represent."""
-    largest = {RowFormat.FP8: FP8_MAX, RowFormat.FP32: torch.finfo(torch.float32).max}.get(
-        row_format, FP16_MAX
-    )
-    if (bad := torch.nonzero(~(x.abs() <= largest).all(1))).numel():
+    if (bad := torch.nonzero(~(x.abs() <= row_format.largest).all(1))).numel():
         raise not_representable(int(bad[0]), row_format)
 
 

@@ -96,7 +96,7 @@ def _sizes_of(table: Table, ids: np.ndarray, weights: np.ndarray | None) -> np.n
     """The size of each id's parts, |w| (|q s| + |b|), fp64 [ids, dim]."""
     values = REFERENCE.lookup(table, ids, pooling=Pooling.NONE).astype(np.float64)
     bias = np.zeros((ids.size, 1))
-    if table.row_format.has_scale:
+    if table.row_format.has_bias:
         bias = table.packed[ids, 2:4].copy().view(np.float16).astype(np.float64)
     sizes: np.ndarray = np.abs(values - bias) + np.abs(bias)
     return sizes if weights is None else sizes * np.abs(weights.astype(np.float64))[:, None]

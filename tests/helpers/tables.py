@@ -22,6 +22,8 @@ from tableside.quant import (
 )
 from tableside.quant.row_format import GPU_ALIGNMENT
 
+FBGEMM_FORMATS = [f for f in RowFormat if f <= RowFormat.FP32]
+SCALED_FORMATS = [f for f in RowFormat if f > RowFormat.FP32]
 DEVICE = "interpreter"  # set by conftest.py from --device
 
 
@@ -56,9 +58,15 @@ def values_of(rows: int, dim: int, seed: int = 0) -> np.ndarray:
     return values
 
 
+def fitting(row_format: RowFormat, dim: int) -> int:
+    """`dim`, or the next one that fills the format's blocks."""
+    return -(-dim // row_format.block) * row_format.block if row_format.block else dim
+
+
 def table_of(
     row_format: RowFormat, dim: int, rows: int = 200, seed: int = 0, alignment: int = GPU_ALIGNMENT
 ) -> Table:
+    dim = fitting(row_format, dim)
     packed = np.zeros((rows, row_format.row_bytes(dim, alignment)), np.uint8)
     REFERENCE.quantize(values_of(rows, dim, seed), Source.FP32, row_format, packed)
     return Table(packed, row_format, dim)

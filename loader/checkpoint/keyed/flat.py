@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tableside.loader.checkpoint.crc import Crc32Check
 from tableside.loader.checkpoint.keyed import keyed
 from tableside.loader.checkpoint.keyed.keyed import Block, IdBlock, KeyedRows
-from tableside.loader.checkpoint.rows import DTYPES, Checkpoint, Ids, Matrix, Seen, ShardedRows
+from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, Seen, ShardedRows
 from tableside.loader.errors import CheckpointError
 
 
@@ -39,7 +39,7 @@ class FlatRows(KeyedRows):
             checkpoint.open_files(tensor)
         self.key, self.rows, self.dim, self.source = values.key, values.rows, values.dim, values.source
         self.paths = tuple(sorted({s.path for t in (ids, values) for s in t.shards}))
-        row_bytes = values.dim * values.item_bytes
+        row_bytes = values.row_bytes
         self._piece_rows = max(1, keyed.PIECE_BYTES // row_bytes)
         self._block_rows = max(1, keyed.BLOCK_BYTES // row_bytes)
         self.pieces = -(-self.rows // self._piece_rows)
@@ -58,8 +58,10 @@ class FlatRows(KeyedRows):
 
     def blocks(self, piece: int) -> Iterator[Block]:
         id_buffer = self._id_buffer(self._block_rows)
-        buffer = np.empty((min(self._block_rows, self.rows), self.dim), DTYPES[self.source])
-        scratch = bytearray(0 if all(s.columns == self.dim for s in self._values.shards) else buffer.nbytes)
+        buffer = self._values.empty(min(self._block_rows, self.rows))
+        scratch = bytearray(
+            0 if all(s.columns == self._values.width for s in self._values.shards) else buffer.nbytes
+        )
         seen = self._seen(piece)
         for start, stop in self._cuts(piece, self._block_rows):
             rows, ids, kept = self._read_ids(start, stop, id_buffer, seen and partial(seen, _IDS))

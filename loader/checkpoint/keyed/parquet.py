@@ -123,8 +123,8 @@ class ParquetRows(KeyedRows):
             raise CheckpointError(
                 f"{files[0]}: {column!r} has {self.dim:,} values a row; expected at most {LARGEST_DIM:,}"
             )
-        self._pieces = list(self._cut(max(1, keyed.PIECE_BYTES // (self.dim * self.source.bytes))))
-        self._block_rows = max(1, keyed.BLOCK_BYTES // _SMALLER // (self.dim * self.source.bytes))
+        self._pieces = list(self._cut(max(1, keyed.PIECE_BYTES // self.source.row_bytes(self.dim))))
+        self._block_rows = max(1, keyed.BLOCK_BYTES // _SMALLER // self.source.row_bytes(self.dim))
         self.pieces, self.buffer_bytes = len(self._pieces), _ARROW_BYTES + 12 * keyed.BLOCK_BYTES // _SMALLER
 
     @property

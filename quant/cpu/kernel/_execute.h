@@ -266,7 +266,7 @@ static void run_jobs(runner with, const job *jobs, const job *end) {
 /* Bytes that a job reads and writes an id, shared cache lines included. The output stride does not count:
  * with one vector it may be anything. */
 static int64_t bytes_an_id(const job *j) {
-    const int64_t vector = j->is_gather ? j->row_bytes : j->dim * (j->out_half ? 2 : 4);
+    const int64_t vector = j->is_gather ? j->row_bytes : j->dim * value_bytes(j);
     return j->row_bytes + 48 + (j->map ? 64 : 0) + (j->pooling == POOL_NONE ? vector : 0);
 }
 

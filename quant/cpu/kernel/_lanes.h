@@ -9,12 +9,23 @@
  *   v_load_u8               LANES unsigned bytes -> floats
  *   v_load_bits(p, s, m)    LANES bytes, each shifted right by s and masked with m -> floats
  *   v_load_half, v_store_half   fp16, round to nearest even
+ *   v_store_bf16            bf16, round to nearest even
  *   v_load_scale_bias(row, w)   a row's fp16 scale and bias, times w, in every lane
  *   v_load_fp8              1-4-3 floats with exponent bias 7 (FBGEMM's hfp8)
+ *   v_load_e2m1(p, s)       LANES bytes, each shifted right by s; its low 4 bits: sign, 2 bits exponent, 1 mantissa
+ *   v_set_halves(a, b)      a in the low lanes of 16, b in the high; with fewer lanes a
  *   v_interleave(a, b)      a0 b0 a1 b1 ... into two vectors
  *   v_store_u8              round to nearest even, saturate to 0..255, LANES bytes
- *   half_to_float, float_to_half   one value
+ *   half_to_float, float_to_half, float_to_bf16   one value
  */
+static const float E2M1[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                               -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+/* Round to nearest even. */
+INLINE uint16_t float_to_bf16(float f) {
+    union { float value; uint32_t bits; } u = {f};
+    return (uint16_t)((u.bits + 0x7fff + (u.bits >> 16 & 1)) >> 16);
+}
+
 #if defined(ISA_AVX512)
 
 #define LANES 16
@@ -50,6 +61,18 @@ INLINE vf v_load_fp8(const uint8_t *p) {
     __m256i sign = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x80)), 8);
     __m256i rest = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
     return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+}
+INLINE vf v_load_e2m1(const uint8_t *p, int shift) {
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(wide, shift), _mm512_loadu_ps(E2M1));
+}
+INLINE vf v_set_halves(float low, float high) {
+    return _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(low), _mm512_set1_ps(high));
+}
+INLINE void v_store_bf16(uint8_t *p, vf a) {
+    __m512i bits = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
 }
 INLINE vf2 v_interleave(vf a, vf b) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -97,6 +120,18 @@ INLINE vf v_load_fp8(const uint8_t *p) {
     __m128i sign = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x80)), 8);
     __m128i rest = _mm_slli_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), 7);
     return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
+}
+INLINE vf v_load_e2m1(const uint8_t *p, int shift) {
+    __m256i wide = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)), shift);
+    __m256i sign = _mm256_slli_epi32(_mm256_and_si256(wide, _mm256_set1_epi32(8)), 28);
+    return _mm256_or_ps(_mm256_permutevar8x32_ps(_mm256_loadu_ps(E2M1), wide), _mm256_castsi256_ps(sign));
+}
+INLINE vf v_set_halves(float low, float high) { return (void)high, v_set(low); }
+INLINE void v_store_bf16(uint8_t *p, vf a) {
+    __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    bits = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    bits = _mm256_srli_epi32(bits, 16);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
 }
 INLINE vf2 v_interleave(vf a, vf b) {
     vf low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
@@ -155,6 +190,17 @@ INLINE vf v_load_fp8(const uint8_t *p) {
     vf r;
     EACH r.x[i] = 256.0f * half_to_float((uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7));
     return r;
+}
+INLINE vf v_load_e2m1(const uint8_t *p, int shift) {
+    vf r;
+    EACH r.x[i] = E2M1[p[i] >> shift & 15];
+    return r;
+}
+INLINE vf v_set_halves(float low, float high) { return (void)high, v_set(low); }
+INLINE void v_store_bf16(uint8_t *p, vf a) {
+    uint16_t h[LANES];
+    EACH h[i] = float_to_bf16(a.x[i]);
+    memcpy(p, h, sizeof h);
 }
 INLINE vf2 v_interleave(vf a, vf b) {
     float both[2 * LANES];

@@ -6,42 +6,76 @@
  * stored -0. */
 #define STREAM_BYTES (4 << 20)
 
-#define SPLIT(format) ((format) == INT4 ? 2 : (format) == INT2 ? 4 : 1)
-#define HAS_SCALE(format) ((format) <= INT8)
+#define SPLIT(format) ((format) == INT4 || (format) == NVFP4 ? 2 : (format) == INT2 ? 4 : 1)
+#define HAS_BIAS(format) ((format) <= INT8)
+#define HAS_SCALE(format) ((format) >= E4M3)
 #define ROW_BYTES(format, dim, to) ((USED_BYTES(format, dim) + (to) - 1) / (to) * (to))
 
 INLINE float first_sum(int64_t length) { return length == 1 ? -0.0f : 0.0f; }
 
-/* Adds `blocks` vectors of one row, from column `column` on, to sum. */
-INLINE void add_row(int format, int blocks, int weighted, vf *sum, const uint8_t *row, int64_t column,
-                    float weight) {
+/* 2 to the power of a ue8m0 byte less 127; 255 is not there. */
+INLINE float from_ue8m0(uint8_t e) {
+    union { uint32_t bits; float value; } u = {e ? (uint32_t)e << 23 : 1u << 22};
+    return u.value;
+}
+
+INLINE float from_e4m3(uint8_t b) {
+    return 256.0f * half_to_float((uint16_t)((b & 0x80) << 8 | (b & 0x7f) << 7));
+}
+
+/* The scale of a row as a whole, of a format that has no bias. */
+INLINE float row_scale(int format, const uint8_t *row, int64_t dim) {
+    return format == E4M3 ? load_f32(row) : format == NVFP4 ? load_f32(row + NVFP4_SCALE(dim)) : 1.0f;
+}
+
+/* The scales of the vector that begins at column `column`; NVFP4's is of every second column of 2 * LANES.
+ * scale: of the row, with the weight. */
+INLINE vf vector_scale(int format, const uint8_t *row, int64_t dim, int64_t column, float scale) {
+    if (format == E4M3_BLOCK32) return v_set(from_ue8m0(row[dim + column / 32]) * scale);
+    if (format != NVFP4) return v_set(scale);
+    const uint8_t *of_blocks = row + NVFP4_SCALES(dim) + column / 16;
+    return v_set_halves(from_e4m3(of_blocks[0]) * scale, LANES > 8 ? from_e4m3(of_blocks[1]) * scale : 0.0f);
+}
+
+/* Adds `blocks` vectors of one row of `dim` values, from column `column` on, to sum. */
+INLINE void add_row(int format, int blocks, int weighted, vf *sum, const uint8_t *row, int64_t dim,
+                    int64_t column, float weight) {
     vf scale = v_set(weighted ? weight : 1.0f), bias = scale;
-    if (HAS_SCALE(format)) {
+    float of_row = weighted ? weight : 1.0f;
+    if (HAS_BIAS(format)) {
         vf2 both = v_load_scale_bias(row, weighted ? weight : 1.0f);
         scale = both.low, bias = both.high;
+    } else if (HAS_SCALE(format)) {
+        of_row *= row_scale(format, row, dim);
     }
     const uint8_t *p = format == FP32 ? row + 4 * column
                      : format == FP16 ? row + 2 * column
-                     : format == FP8  ? row + column
-                                      : row + 4 + column / SPLIT(format);
+                     : format == FP8 || format == E4M3_BLOCK32 ? row + column
+                     : format == NVFP4 ? row + column / 2
+                                       : row + 4 + column / SPLIT(format);
     UNROLL for (int k = 0; k < blocks; k++) {
         vf q;
         if (format == INT8) q = v_load_u8(p + k * LANES);
         else if (format == INT4) q = v_load_bits(p + k / 2 * LANES, k % 2 * 4, 15);
         else if (format == INT2) q = v_load_bits(p + k / 4 * LANES, k % 4 * 2, 3);
-        else if (format == FP8) q = v_load_fp8(p + k * LANES);
+        else if (format == FP8 || format == E4M3 || format == E4M3_BLOCK32) q = v_load_fp8(p + k * LANES);
+        else if (format == NVFP4) q = v_load_e2m1(p + k / 2 * LANES, k % 2 * 4);
         else if (format == FP16) q = v_load_half(p + 2 * k * LANES);
         else q = v_load((const float *)p + k * LANES);
-        if (HAS_SCALE(format)) sum[k] = v_fma(q, scale, v_add(sum[k], bias));
+        if (HAS_SCALE(format))
+            scale = vector_scale(format, row, dim, column + k / SPLIT(format) * SPLIT(format) * LANES, of_row);
+        if (HAS_BIAS(format)) sum[k] = v_fma(q, scale, v_add(sum[k], bias));
+        else if (HAS_SCALE(format)) sum[k] = v_fma(q, scale, sum[k]);
         else if (weighted) sum[k] = v_fma(q, scale, sum[k]);
         else sum[k] = v_add(sum[k], q);
     }
 }
 
-enum { STORE_FLOAT = 0, STORE_HALF = 1, STREAM_FLOAT = 2 };
+enum { STORE_FLOAT = AS_FP32, STORE_HALF = AS_FP16, STORE_BF16 = AS_BF16, STREAM_FLOAT = 3 };
 
 INLINE void store_vector(uint8_t *out, int64_t column, vf a, int how) {
     if (how == STORE_HALF) v_store_half(out + 2 * column, a);
+    else if (how == STORE_BF16) v_store_bf16(out + 2 * column, a);
     else if (how == STREAM_FLOAT) v_stream((float *)out + column, a);
     else v_store((float *)out + column, a);
 }
@@ -69,10 +103,18 @@ INLINE float value_at(int format, const uint8_t *row, int64_t c) {
     if (format == INT8) return row[4 + c];
     if (format == INT4) return (row[4 + c / 2] >> (c % 2 * 4)) & 15;
     if (format == INT2) return (row[4 + c / 4] >> (c % 4 * 2)) & 3;
-    if (format == FP8) return 256.0f * half_to_float((uint16_t)((row[c] & 0x80) << 8 | (row[c] & 0x7f) << 7));
+    if (format == FP8 || format == E4M3_BLOCK32) return from_e4m3(row[c]);
+    if (format == E4M3) return from_e4m3(row[4 + c]);
+    if (format == NVFP4) return E2M1[(row[c / 2] >> (c % 2 * 4)) & 15];
     if (format == FP32) return load_f32(row + 4 * c);
     memcpy(&h, row + 2 * c, 2);
     return half_to_float(h);
+}
+
+/* The scale of value `c` of a row, of a format without a bias. scale: of the row. */
+INLINE float scale_at(int format, const uint8_t *row, int64_t dim, int64_t c, float scale) {
+    if (format == E4M3_BLOCK32) return from_ue8m0(row[dim + c / 32]) * scale;
+    return format == NVFP4 ? from_e4m3(row[NVFP4_SCALES(dim) + c / 16]) * scale : scale;
 }
 
 INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *out, int64_t column,
@@ -83,17 +125,19 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
             const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
             float weight = j->weights ? load_f32(j->weights + 4 * i) : 1.0f;
             float scale = weight;
-            if (HAS_SCALE(format)) {
+            if (HAS_BIAS(format)) {
                 uint16_t s, b;
                 memcpy(&s, row, 2), memcpy(&b, row + 2, 2);
                 scale = half_to_float(s) * weight;
                 sum += half_to_float(b) * weight;
+            } else if (HAS_SCALE(format)) {
+                scale = scale_at(format, row, j->dim, c, row_scale(format, row, j->dim) * weight);
             }
             sum = FMA1(value_at(format, row, c), scale, sum);
         }
         sum *= factor;
-        if (j->out_half) {
-            uint16_t h = float_to_half(sum);
+        if (j->precision != AS_FP32) {
+            uint16_t h = j->precision == AS_FP16 ? float_to_half(sum) : float_to_bf16(sum);
             memcpy(out + 2 * c, &h, 2);
         } else {
             memcpy(out + 4 * c, &sum, 4);
@@ -105,7 +149,8 @@ INLINE void tail(int format, const job *j, int64_t id, int64_t length, uint8_t *
  * sum[blocks] += row `id` of the job, which is declared around it; a row that comes soon goes from L2 to L1. */
 #define ADD_ROW \
     if (near) prefetch_row(table, row_bytes, used, ids + 8 * (id + near < last ? id + near : id), 1); \
-    add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, 0, \
+    add_row(format, blocks, weighted, sum, table + load_i64(ids + 8 * id) * row_bytes, \
+            blocks * LANES, 0, \
             weighted ? load_f32(weights + 4 * id) : 1.0f)
 
 INLINE void pool_whole(int format, int blocks, int alignment, int weighted, int how, const job *j,
@@ -180,10 +225,10 @@ INLINE void pool_block(int format, int blocks, int weighted, const job *j, int64
     UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_set(first_sum(length));
     for (int64_t i = id; i < id + length; i++) {
         const uint8_t *row = j->table + load_i64(j->ids + 8 * i) * j->row_bytes;
-        add_row(format, blocks, weighted, sum, row, column, weighted ? load_f32(j->weights + 4 * i) : 1.0f);
+        add_row(format, blocks, weighted, sum, row, j->dim, column, weighted ? load_f32(j->weights + 4 * i) : 1.0f);
     }
     UNROLL for (int k = 0; k < blocks; k++) sum[k] = v_mul(sum[k], v_set(factor));
-    store_row(format, blocks, sum, out, column, j->out_half ? STORE_HALF : STORE_FLOAT);
+    store_row(format, blocks, sum, out, column, j->precision);
 }
 
 INLINE void lookup_any(int format, int weighted, const job *j, ahead *a) {
@@ -214,13 +259,15 @@ INLINE int streams(const job *j) {
 }
 
 INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
+    /* The others go without code of their own, which would take a compiler twice as long. */
+    const int is_usual = !HAS_SCALE(format) && j->precision != AS_BF16;
 #define WHOLE(n, to) \
-    if ((n) >= SPLIT(format) && j->dim == (n) * LANES \
+    if (is_usual && (n) >= SPLIT(format) && j->dim == (n) * LANES \
         && j->row_bytes == ROW_BYTES(format, (n) * LANES, to)) { \
         if (j->pooling != POOL_NONE) { \
-            if (j->out_half) pool_whole(format, n, to, weighted, STORE_HALF, j, a); \
+            if (j->precision == AS_FP16) pool_whole(format, n, to, weighted, STORE_HALF, j, a); \
             else pool_whole(format, n, to, weighted, STORE_FLOAT, j, a); \
-        } else if (j->out_half) copy_whole(format, n, to, weighted, STORE_HALF, j, a); \
+        } else if (j->precision == AS_FP16) copy_whole(format, n, to, weighted, STORE_HALF, j, a); \
         else if (!weighted && streams(j)) copy_whole(format, n, to, 0, STREAM_FLOAT, j, a); \
         else copy_whole(format, n, to, weighted, STORE_FLOAT, j, a); \
         return; \
@@ -241,14 +288,16 @@ INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
         lookup_format(format, 1, j, a); \
     }
 LOOKUP(INT2) LOOKUP(INT4) LOOKUP(INT8) LOOKUP(FP8) LOOKUP(FP16) LOOKUP(FP32)
+LOOKUP(E4M3) LOOKUP(E4M3_BLOCK32) LOOKUP(NVFP4)
 #undef LOOKUP
 
 static void NAME(lookup)(const job *j, ahead *a) {
     static void (*const plain[])(const job *, ahead *) = {
         NAME(lookup_INT2), NAME(lookup_INT4), NAME(lookup_INT8), NAME(lookup_FP8), NAME(lookup_FP16),
-            NAME(lookup_FP32)};
+            NAME(lookup_FP32), NAME(lookup_E4M3), NAME(lookup_E4M3_BLOCK32), NAME(lookup_NVFP4)};
     static void (*const weighted[])(const job *, ahead *) = {
         NAME(lookup_weighted_INT2), NAME(lookup_weighted_INT4), NAME(lookup_weighted_INT8),
-        NAME(lookup_weighted_FP8), NAME(lookup_weighted_FP16), NAME(lookup_weighted_FP32)};
+        NAME(lookup_weighted_FP8), NAME(lookup_weighted_FP16), NAME(lookup_weighted_FP32),
+        NAME(lookup_weighted_E4M3), NAME(lookup_weighted_E4M3_BLOCK32), NAME(lookup_weighted_NVFP4)};
     (j->weights ? weighted : plain)[j->format](j, a);
 }

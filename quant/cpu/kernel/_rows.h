@@ -2,14 +2,27 @@
 #pragma once
 #include <stdint.h>
 
-enum format { INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, BF16 = 6 /* as a source only */ };
+enum format {
+    INT2 = 0, INT4 = 1, INT8 = 2, FP8 = 3, FP16 = 4, FP32 = 5, E4M3 = 6, E4M3_BLOCK32 = 7, NVFP4 = 8,
+    LAST_FORMAT = NVFP4, BF16 = 9 /* as a source only */
+};
 /* POOL_PACKED: of a kind alone; rows are copied as they are packed. */
+enum precision { AS_FP32 = 0, AS_FP16 = 1, AS_BF16 = 2 };
 enum pooling { POOL_NONE = 0, POOL_SUM = 1, POOL_MEAN = 2, POOL_PACKED = 3 };
 
-/* The bytes of a row of `dim` values, scale and bias included, without what it is padded with. */
+/* Where the scales of an NVFP4 row of `dim` values lie: the row's, then those of blocks. */
+#define NVFP4_SCALE(dim) ((dim) / 2)
+#define NVFP4_SCALES(dim) (NVFP4_SCALE(dim) + 4)
+
+/* The bytes of a row of `dim` values, scales and bias included, without what it is padded with. */
 #define USED_BYTES(format, dim) \
     ((format) <= INT8 ? 4 + (dim) * (2 << (format)) / 8 : (format) == FP8 ? (dim) : (format) == FP16 \
-     ? 2 * (dim) : 4 * (dim))
+     ? 2 * (dim) : (format) == FP32 ? 4 * (dim) : (format) == E4M3 ? 4 + (dim) : (format) == E4M3_BLOCK32 \
+     ? (dim) + (dim) / 32 : NVFP4_SCALES(dim) + (dim) / 16)
+/* The bytes of a row that is quantized: values one after another, or a row of a format that has scales. */
+#define SOURCE_BYTES(source, dim) ((source) == BF16 ? 2 * (dim) : USED_BYTES(source, dim))
+/* A row holds whole blocks of so many values, each with its scale. */
+#define BLOCK_OF(format) ((format) == E4M3_BLOCK32 ? 32 : (format) == NVFP4 ? 16 : 1)
 
 /* One lookup in one table. Addresses are absolute. */
 typedef struct {
@@ -23,7 +36,7 @@ typedef struct {
     const uint8_t *weights; /* fp32 [n_ids], any alignment, or null */
     uint8_t *out;           /* [n_bags or n_ids] rows of out_row_bytes */
     int64_t out_row_bytes;
-    int out_half;  /* 1: fp16, 0: fp32 */
+    int precision; /* of the vectors: enum precision */
     int is_gather; /* 1: rows are copied as they are packed; format, dim and pooling are not read */
     const struct row_map *map; /* how ids become row numbers (_ids.h), or null: they are row numbers */
     uint8_t *found;            /* [n_ids]: whether the table has the id, 1 or 0; or null */
@@ -32,6 +45,9 @@ typedef struct {
     /* [2], of a job that has a map: ids that are missing and that are backfilled are added to it */
     int64_t *unfound;
 } job;
+
+/* Bytes of one value of a job's vectors. */
+static inline int64_t value_bytes(const job *j) { return j->precision == AS_FP32 ? 4 : 2; }
 
 /* How many vectors a job writes. */
 static inline int64_t bags_of(const job *j) { return j->pooling == POOL_NONE ? j->n_ids : j->n_bags; }

@@ -5,7 +5,7 @@
  * prefetch(name) -> selects one of them
  * measure_prefetches(table_address, rows, row_bytes, dim, format) -> {name: seconds a row}, of random rows
  * lookup(table_address, rows, row_bytes, dim, format, pooling, ids, lengths | None, weights | None, out,
- *   out_half, threads, row_map)
+ *   half, threads, row_map)
  *   lengths: int32, for pooled lookups; row_map: address of one (_ids.h), or 0
  * run(kinds, places, inputs, outputs, threads): n lookups; kinds is int64 [kinds, fields of KIND_FIELDS],
  *   what may be read, and places int64 [n, fields of PLACE_FIELDS], which of them and where in the buffers
@@ -34,7 +34,7 @@
 #include "_place.h"
 
 /* The fields of a lookup's kind. */
-#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(out_half) F(row_map)
+#define KIND_FIELDS(F) F(table) F(rows) F(row_bytes) F(dim) F(row_format) F(pooling) F(precision) F(row_map)
 #define MEMBER(name) int64_t name;
 #define NAME(name) #name,
 typedef struct { KIND_FIELDS(MEMBER) } kind_fields;
@@ -81,12 +81,12 @@ static int choice(int64_t value) { return value >= 0 && value < INT32_MAX ? (int
 
 /* What the kernels rely on, but for the ids and lengths themselves. */
 static int is_sound(const job *j, int64_t threads) {
-    int64_t total, item = j->out_half ? 2 : 4;
+    int64_t total;
     if (j->rows >= 0 && j->row_bytes > 0 && j->dim > 0 && j->dim < INT32_MAX && j->format >= INT2
-        && j->format <= FP32
-        && j->pooling >= POOL_NONE && j->pooling <= POOL_MEAN && j->n_ids >= 0 && j->n_bags >= 0
+        && j->format <= LAST_FORMAT && j->dim % BLOCK_OF(j->format) == 0 && j->precision >= AS_FP32
+        && j->precision <= AS_BF16 && j->pooling >= POOL_NONE && j->pooling <= POOL_MEAN && j->n_ids >= 0 && j->n_bags >= 0
             && j->fixed_length >= 0
-        && !__builtin_mul_overflow(j->fixed_length, j->n_bags, &total) && j->out_row_bytes >= j->dim * item
+        && !__builtin_mul_overflow(j->fixed_length, j->n_bags, &total) && j->out_row_bytes >= j->dim * value_bytes(j)
             && threads >= 1)
         return 1;
     PyErr_SetString(PyExc_ValueError, "a lookup's format, pooling, sizes or threads are out of range");
@@ -106,9 +106,9 @@ static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) 
     job j = {.table = (const uint8_t *)(intptr_t)a[0], .rows = a[1], .row_bytes = a[2], .dim = a[3],
              .format = choice(a[4]), .pooling = choice(a[5]), .ids = ids.buf, .n_ids = ids.len / 8,
                  .lengths = lengths.buf,
-             .weights = weights.buf, .out = out.buf, .out_half = half_threads[0] != 0,
+             .weights = weights.buf, .out = out.buf, .precision = half_threads[0] ? AS_FP16 : AS_FP32,
              .map = (const row_map *)(intptr_t)half_threads[2]};
-    j.out_row_bytes = j.dim * (j.out_half ? 2 : 4);
+    j.out_row_bytes = j.dim * value_bytes(&j);
     j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths.len / 4;
     if (!is_sound(&j, half_threads[1]) || !fits("out", 0, j.n_bags, j.out_row_bytes, &out)
         || (weights.buf && !fits("weights", 0, j.n_ids, 4, &weights)))
@@ -147,12 +147,12 @@ static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in
                        int64_t threads, job *j) {
     const uint8_t *inputs = in->buf;
     const int is_gather = f->pooling == POOL_PACKED;
-    const int64_t vector_bytes = is_gather ? f->row_bytes : f->dim * (f->out_half ? 2 : 4);
+    const int64_t vector_bytes = is_gather ? f->row_bytes : f->dim * (f->precision == AS_FP32 ? 4 : 2);
     *j = (job){.table = (const uint8_t *)(intptr_t)f->table, .rows = f->rows, .row_bytes = f->row_bytes,
                .dim = f->dim, .format = choice(f->row_format), .n_ids = p->ids, .n_bags = p->bags,
                .pooling = is_gather ? POOL_NONE : choice(f->pooling), .fixed_length = p->bag_length,
                .out_row_bytes = p->out_row_bytes ? p->out_row_bytes : vector_bytes,
-               .out_half = !is_gather && f->out_half, .is_gather = is_gather,
+               .precision = is_gather ? AS_FP32 : choice(f->precision), .is_gather = is_gather,
                .map = (const row_map *)(intptr_t)f->row_map};
     int has_lengths = p->lengths_at >= 0 && j->pooling != POOL_NONE, has_weights = p->weights_at >= 0;
     int64_t outputs = j->pooling == POOL_NONE ? j->n_ids : j->n_bags;
@@ -239,13 +239,13 @@ static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n
         return NULL;
     if (PyObject_GetBuffer(args[2], &values, PyBUF_SIMPLE)
         || PyObject_GetBuffer(args[5], &out, PyBUF_WRITABLE)) goto done;
-    if (kind[0] < INT2 || kind[0] > FP32 || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1
-        || shape[1] > INT32_MAX
+    if (kind[0] < INT2 || kind[0] > LAST_FORMAT || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1
+        || shape[1] > INT32_MAX || shape[1] % BLOCK_OF(kind[0]) || shape[1] % BLOCK_OF(kind[1])
         || row_bytes < USED_BYTES(kind[0], shape[1])) {
         PyErr_SetString(PyExc_ValueError, "quantize: format, source, dim or row_bytes are out of range");
         goto done;
     }
-    if (!fits("values", 0, shape[0], shape[1] * (kind[1] == FP32 ? 4 : 2), &values)
+    if (!fits("values", 0, shape[0], SOURCE_BYTES(kind[1], shape[1]), &values)
         || !fits("out", 0, shape[0], row_bytes, &out))
         goto done;
     float *scratch = PyMem_Malloc((size_t)shape[1] * 2 * sizeof(float) + 64);

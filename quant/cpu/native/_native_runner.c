@@ -123,7 +123,8 @@ PyObject *py_measure_prefetches(PyObject *self, PyObject *const *args, Py_ssize_
         of[i] = PyLong_AsLongLong(args[i]);
         if (of[i] == -1 && PyErr_Occurred()) return NULL;
     }
-    if (of[1] < 1 || of[2] < 1 || of[3] < 1 || of[3] > 1 << 20 || of[4] < INT2 || of[4] > FP32)
+    if (of[1] < 1 || of[2] < 1 || of[3] < 1 || of[3] > 1 << 20 || of[4] < INT2 || of[4] > LAST_FORMAT
+        || of[3] % BLOCK_OF(of[4]))
         return PyErr_Format(PyExc_ValueError, "measure_prefetches: no table");
     int64_t *ids = malloc((size_t)(ROUNDS * WAYS * IDS * 8 + BAGS * of[3] * 4));
     if (!ids) return PyErr_NoMemory();

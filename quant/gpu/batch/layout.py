@@ -376,7 +376,7 @@ def _end(lk: Lookup) -> int:
 def columns(table: RowSource) -> int:
     """Columns of one output vector: chunks of a row, 16 bytes each, 8 of int2."""
     row_format = table.row_format
-    return -(-row_format.used_bytes(table.dim) // (8 if row_format is RowFormat.INT2 else 16))
+    return -(-row_format.value_bytes(table.dim) // (8 if row_format is RowFormat.INT2 else 16))
 
 
 def aligned(n: int, to: int = ALIGNMENT) -> int:

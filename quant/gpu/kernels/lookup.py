@@ -1,6 +1,7 @@
 """The lookup kernel, in Triton: gathers, dequantizes and pools many tables of different formats and widths in
 one launch. A *column* is one chunk of a row, 16 bytes (int2: 8), in one output vector: 16 values of int8 and
-fp8, 32 of int4 and int2, 8 of fp16, 4 of fp32. A quantized row's first chunk begins with scale and bias. A
+fp8s, 32 of int4, int2 and nvfp4, 8 of fp16, 4 of fp32. An integer row's first chunk begins with scale and
+bias, that of fp8_e4m3 with its scale; scales of blocks lie behind the chunks and are read beside them. A
 *job* is one feature of one request; `quant.gpu.batch.layout` writes jobs with the fields of
 `quant.gpu.kernels.job.JobField`, which names every buffer. A program takes COLUMNS neighbouring columns of a
 job and walks down their bags, UNROLL ids at a time, with UNROLL rows in flight. Each thread reads a chunk in
@@ -13,10 +14,13 @@ import triton.language as tl
 
 from tableside.quant.gpu.kernels.constants import (
     FORMAT_FP8,
+    FORMAT_FP8_E4M3,
     FORMAT_FP16,
+    FORMAT_FP32,
     FORMAT_INT2,
     FORMAT_INT4,
     FORMAT_INT8,
+    FORMAT_NVFP4,
     FORMAT_SIZE,
     JOB_BAG_LENGTH,
     JOB_DIM,
@@ -38,7 +42,15 @@ from tableside.quant.gpu.kernels.constants import (
     JOB_WEIGHTS_AT,
 )
 from tableside.quant.gpu.kernels.job import SPLIT_BLOCK
-from tableside.quant.gpu.kernels.row_values import FP8_SCALE, half, interleaved, scale_of, store, values_of
+from tableside.quant.gpu.kernels.row_values import (
+    FP8_SCALE,
+    half,
+    interleaved,
+    scale_of,
+    scales_of,
+    store,
+    values_of,
+)
 from tableside.quant.gpu.kernels.tensor_bags import bags_of_offsets, report
 
 _SPLIT_BLOCK = tl.constexpr(SPLIT_BLOCK)
@@ -164,26 +176,30 @@ def pool(
         16
         if FORMAT == FORMAT_INT2
         else 8
-        if FORMAT == FORMAT_INT4
-        else 4
-        if FORMAT <= FORMAT_FP8
+        if (FORMAT == FORMAT_INT4) | (FORMAT == FORMAT_NVFP4)
         else 2
         if FORMAT == FORMAT_FP16
         else 1
+        if FORMAT == FORMAT_FP32
+        else 4
     )
-    HAS_SCALE: tl.constexpr = FORMAT <= FORMAT_INT8
-    # What is added for a row that is not read: -0, as x + -0 is x for any x. Quantized rows have scale and
-    # bias 0 there.
+    HAS_BIAS: tl.constexpr = FORMAT <= FORMAT_INT8
+    HAS_SCALE: tl.constexpr = FORMAT >= FORMAT_FP8_E4M3
+    # What is added for a row that is not read: -0, as x + -0 is x for any x. Rows of integers have scale and
+    # bias 0 there, those of scaled formats scale 1.
     NOTHING: tl.constexpr = (
         0
-        if HAS_SCALE
+        if HAS_BIAS
+        else -2004318072  # 0x88888888
+        if FORMAT == FORMAT_NVFP4
         else -2139062144  # 0x80808080
-        if FORMAT == FORMAT_FP8
+        if FORMAT == FORMAT_FP8 or HAS_SCALE
         else -2147450880  # 0x80008000
         if FORMAT == FORMAT_FP16
         else _MINUS_ZERO
     )
-    HEADER: tl.constexpr = 1 if HAS_SCALE else 0  # words before the values: scale and bias, fp16 each
+    # Words before the values: scale and bias, fp16 each, or an fp32 scale
+    HEADER: tl.constexpr = 1 if HAS_BIAS or FORMAT == FORMAT_FP8_E4M3 else 0
     WORDS: tl.constexpr = 2 if FORMAT == FORMAT_INT2 else 4  # of a chunk
     dim = tl.load(job + JOB_DIM).to(tl.int32)
     if WHOLE_WORDS:
@@ -256,10 +272,13 @@ def pool(
             row = row + (_row_address(id[r], table, row_bytes, location, hbm_rows, share, staging, INDIRECT),)
         words = ()
         scale_bias = ()
+        scales = ()
         for r in tl.static_range(UNROLL):
             begin = tl.multiple_of((row[r] + chunk * (4 * WORDS)).to(tl.pointer_type(tl.int32)), 4 * WORDS)
             words = words + (tl.load(begin[:, None] + word, is_read[r][:, None], NOTHING),)
             if HAS_SCALE:
+                scales = scales + (scales_of(row[r], chunk, word, dim, is_read[r], FORMAT),)
+            if HAS_BIAS:
                 scale_bias = scale_bias + (tl.load(row[r].to(tl.pointer_type(tl.int32)), is_read[r], 0),)
         for r in tl.static_range(UNROLL):
             scale = tl.full((COLUMNS * LANES,), 1.0, tl.float32)
@@ -267,13 +286,16 @@ def pool(
                 scale = tl.load(
                     weights + (start + place_in_bag[r]), is_read[r] & (place_in_bag[r] < weighted), 1.0
                 )
-            if HAS_SCALE:
+            if HAS_BIAS:
                 biases += scale * half(scale_bias[r] >> 16)
                 scale = scale * half(scale_bias[r])
             values = values_of(words[r], FORMAT, PER_WORD)
+            factor = scale[:, None]
+            if HAS_SCALE:
+                factor = factor * scales[r]
             now = ()
             for i in tl.static_range(PER_WORD):
-                now = now + (sums[i] + values[i] * scale_of(scale, i, FORMAT, PER_WORD)[:, None],)
+                now = now + (sums[i] + values[i] * scale_of(factor, i, FORMAT, PER_WORD),)
             sums = now
 
     if TENSORS:
@@ -295,7 +317,7 @@ def pool(
             of_lanes = tl.reshape(sums[i], (LANES, COLUMNS, WORDS))
             joined = tl.sum(of_lanes, 0)
             if (
-                not HAS_SCALE
+                not HAS_BIAS
             ):  # a sum over lanes may begin at +0; -0, which the lanes without a row hold, has the least bits
                 only = tl.max(of_lanes.to(tl.int32, bitcast=True), 0).to(tl.float32, bitcast=True)
                 joined = tl.where((length == 1)[:, None], only, joined)
@@ -309,7 +331,7 @@ def pool(
     results = ()
     for i in tl.static_range(PER_WORD):
         result = sums[i]
-        if HAS_SCALE:
+        if HAS_BIAS:
             result += biases[:, None]
         results = results + (result / divisor[:, None],)
     value = (chunk * WORDS - HEADER) * PER_WORD  # the number of the chunk's first value in the vector

@@ -15,6 +15,7 @@ import pytest
 from reference import REFERENCE
 from safetensors.numpy import save_file
 from support import LONGEST_S, rows_of, run_tableside
+from tables import fitting
 
 from tableside.loader.errors import CheckpointError, LoaderError, ModelError, VersionError
 from tableside.loader.load.load import Loaded, load
@@ -36,10 +37,11 @@ def test_rows_dequantize_to_the_checkpoint_within_the_bound(
     publish: Publish, root: Path, row_format: RowFormat, rows: int
 ) -> None:
     """One row, odd numbers of rows, more than one chunk."""
-    values = rows_of(rows, 24)
+    dim = fitting(row_format, 24)
+    values = rows_of(rows, dim)
     loaded = publish({"t": values}, formats={"t": row_format.label})
     table = Model(root, "demo").attach().tables["t"]
-    assert (table.rows, table.dim, loaded.version) == (rows, 24, 1)
+    assert (table.rows, table.dim, loaded.version) == (rows, dim, 1)
     error = np.abs(REFERENCE.dequantize(table) - values).max(1)
     low, high = values.min(1), values.max(1)
     assert all(

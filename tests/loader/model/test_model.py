@@ -60,7 +60,7 @@ def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) 
     )
     assert (
         "# 7 rows\n" in text
-        and "# int2, int4, int8, fp8, fp16, fp32\n" in text
+        and "# int2, int4, int8, fp8, fp16, fp32, fp8_e4m3, fp8_e4m3_block32, nvfp4\n" in text
         and "# none, sum, mean\n" in text
     )
     lines = text.splitlines()

@@ -106,7 +106,7 @@ def test_a_plan_of_many_small_lookups_gives_what_each_gives(prefetch: str) -> No
     of single lookups."""
     rng = np.random.default_rng(4)
     tables = [table_of(f, dim, rows=200) for f in RowFormat for dim in (64, 20)]
-    counts = [0, 3, 1, 0, 70, 2, 0, 5, 200, 1, 1, 0]
+    counts = [0, 3, 1, 0, 70, 2, 0, 5, 200, 1, 1, 0, 4, 0, 1, 90, 2, 1]
     lookups, ids, at, out_at = [], [], 0, 0
     for table, count in zip(tables, counts, strict=True):
         ids.append(rng.integers(0, table.rows, count))
@@ -150,7 +150,7 @@ def test_prefetches_are_measured_on_rows_of_any_kind(row_format: RowFormat, dim:
 
 
 @pytest.mark.parametrize(
-    "of", [(0, 80, 64, 2), (5, 0, 64, 2), (5, 80, 0, 2), (5, 80, 64, -1), (5, 80, 64, 6)]
+    "of", [(0, 80, 64, 2), (5, 0, 64, 2), (5, 80, 0, 2), (5, 80, 64, -1), (5, 80, 64, 9), (5, 80, 48, 7)]
 )
 def test_prefetches_are_measured_on_a_table_alone(of: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="no table"):
