@@ -7,6 +7,7 @@ from tableside.loader.checkpoint import dcp, numpy_files, safetensors, torch_fil
 from tableside.loader.checkpoint.keyed import folders as keyed_folders
 from tableside.loader.checkpoint.keyed.pairs import Pairs
 from tableside.loader.checkpoint.rows import Checkpoint
+from tableside.loader.checkpoint.scaled import add_scaled
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 
@@ -26,6 +27,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         found = _open_folder(path) if os.path.isdir(path) else _open_file(path)
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
+    add_scaled(found)
     if found.ids:
         found.tables = Pairs(found)
     return found

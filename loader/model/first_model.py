@@ -61,7 +61,10 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
         for key in keys:
             table = _table_name(key, tables)
             ids = RawIds(raw[key]) if key in raw else None
-            tables[table] = TableSpec(table, key, row_format, raw=ids, dim=_dim_of_sizes(found, key))
+            packed = found.matrices[key].source.packed if key in found.matrices else None
+            tables[table] = TableSpec(
+                table, key, packed or row_format, raw=ids, dim=_dim_of_sizes(found, key)
+            )
         sizes = _sizes_of(found, tables.values())
     return FirstModel(
         _specification(checkpoint, name, folder, tables, [FeatureSpec(t, t) for t in tables]), left_out, sizes
@@ -103,7 +106,7 @@ def _size(found: Checkpoint, t: TableSpec) -> str:
         packed = source.rows * t.row_bytes(source.dim)
     except (CheckpointError, QuantError) as error:
         return f"load refuses it: {error}"
-    before = source.rows * source.dim * source.source.bytes
+    before = source.rows * source.source.row_bytes(source.dim)
     rows = f"{source.rows:,} rows" if t.raw is None else f"up to {source.rows:,} ids"
     rows += f" x {source.dim}"
     return (

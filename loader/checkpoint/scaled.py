@@ -1,0 +1,196 @@
+"""Tables of values that were quantized before, with their scales beside them: matrices of packed rows.
+
+What ModelOpt, compressed-tensors and DeepSeek write of a table [rows, dim], and what it becomes
+(`tableside.quant.row_format`):
+    float8_e4m3fn [rows, dim]         scale: one, or [rows], [rows, 1] of fp32, bf16, fp16  fp8_e4m3
+    float8_e4m3fn [rows, dim]         scale: e8m0, or its bytes, [rows, dim / 32]           fp8_e4m3_block32
+    uint8 [rows, dim / 2], F4 [rows, dim]  scale: e4m3 [rows, dim / 16], and one of fp32    nvfp4
+No value is decoded: a row's values and scales are columns of bytes of the packed row. A table may lie in
+tensors named `shard_0` and so on, rows one after another: it is called `shard_*`.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tableside.loader.checkpoint.rows import Checkpoint, Matrix, RowShard, Tensor, some
+from tableside.loader.errors import CheckpointError
+from tableside.loader.files import open_regular
+from tableside.quant import RowFormat, Source
+
+_E4M3, _E8M0, _BYTES, _FP4 = (
+    frozenset(("f8_e4m3", "float8_e4m3fn")),
+    frozenset(("f8_e8m0", "float8_e8m0fnu")),
+    frozenset(("u8", "uint8")),
+    frozenset(("f4", "float4_e2m1fn_x2")),
+)
+_FLOATS: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys(("f32", "float32", "<f4"), np.dtype("<f4")),
+    **dict.fromkeys(("f16", "float16", "<f2"), np.dtype("<f2")),
+    **dict.fromkeys(("bf16", "bfloat16"), np.dtype("<u2")),
+}
+_SHARD = re.compile(r"shards?[._-]?([0-9]+)", re.IGNORECASE)
+_ENDS = (".weight", ".weight_packed", "_packed", "")
+_SCALES = ("weight_scale", "weight_scale_inv", "scale", "scales", "scale_inv")
+_OF_TABLE = ("weight_scale_2", "weight_global_scale", "global_scale", "scale_2")
+
+
+def add_scaled(found: Checkpoint) -> None:
+    """Adds a checkpoint's matrices of packed rows, and those that its shards make."""
+    scales: set[str] = set()
+    for key, tensor in list(found.tensors.items()):
+        dtype = tensor.dtype
+        if len(tensor.shape) != 2 or min(tensor.shape) < 1 or dtype not in _E4M3 | _BYTES | _FP4:
+            continue
+        scale = next(_beside(found, key, _SCALES), None)
+        if scale is None:
+            if dtype in _E4M3 and key not in scales:
+                found.skip(key, f"dtype {dtype}, and no scale beside it, as {_stem(key)}.weight_scale")
+            continue
+        try:
+            matrix = _matrix(found, key, tensor, scale)
+        except CheckpointError as error:
+            found.skip(key, str(error))
+            continue
+        found.replace(key, matrix)
+        for used in (scale, next(_beside(found, key, _OF_TABLE), None)):
+            if used is not None:
+                scales.add(used)
+                found.matrices.pop(used, None)
+                found.skip(used, "scales of a table of values that were quantized before")
+    for key in sorted({_SHARD.sub(_starred, k) for k in found.matrices if _SHARD.search(k)}):
+        try:
+            found.matrices[key] = _joined(found, key)
+        except CheckpointError as error:
+            found.skip(key, str(error))
+            continue
+        for part in _parts(found, key).values():
+            found.matrices.pop(part)
+            found.skip(part, f"a part of {key!r}")
+
+
+def _joined(found: Checkpoint, key: str) -> Matrix:
+    """Returns the matrix of all tensors that are named as `key`, with numbers where that has `*`.
+    CheckpointError: one is missing, or they differ in dim or dtype."""
+    parts = _parts(found, key)
+    numbers = sorted(parts)
+    if lacks := sorted(set(range(numbers[0], numbers[-1] + 1)) - set(numbers)):
+        raise CheckpointError(f"{key!r} has no part {lacks[0]}, only {some(parts.values())}")
+    matrices = [found.matrices[parts[n]] for n in numbers]
+    shards: list[RowShard] = []
+    rows = 0
+    for matrix in matrices:
+        if (matrix.dim, matrix.source) != (matrices[0].dim, matrices[0].source):
+            raise CheckpointError(
+                f"{matrix.key!r} is of {matrix.source.label} [{matrix.rows}, {matrix.dim}], and "
+                f"{matrices[0].key!r} of {matrices[0].source.label} and dim {matrices[0].dim}"
+            )
+        shards += [replace(shard, row=shard.row + rows) for shard in matrix.shards]
+        rows += matrix.rows
+    return Matrix(key, rows, matrices[0].dim, matrices[0].source, tuple(shards))
+
+
+def _starred(match: re.Match[str]) -> str:
+    return match[0].removesuffix(match[1]) + "*"
+
+
+def _parts(found: Checkpoint, key: str) -> Mapping[int, str]:
+    before, _, after = key.partition("*")
+    pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
+    return {int(m[1]): k for k in found.matrices if (m := pattern.fullmatch(k))}
+
+
+def _stem(key: str) -> str:
+    return next(key.removesuffix(end) for end in _ENDS if key.endswith(end))
+
+
+def _beside(found: Checkpoint, key: str, names: tuple[str, ...]) -> Iterator[str]:
+    """Yields the tensors that may be scales of `key`: named as it, its module or that of its shards."""
+    stem = _stem(key)
+    whole = _SHARD.sub("", stem).rstrip("._-")
+    for at in dict.fromkeys((key, stem, whole)):
+        for name in names:
+            short = name.removeprefix("weight_")
+            yield from (k for k in (f"{at}.{name}", f"{at}_{short}") if k != key and k in found.tensors)
+
+
+def _matrix(found: Checkpoint, key: str, values: Tensor, scale_key: str) -> Matrix:
+    """Returns the matrix of packed rows. CheckpointError: its scales are of no format that there is."""
+    rows, width = values.shape
+    scale = found.tensors[scale_key]
+    of_rows = scale.shape in ((rows,), (rows, 1)) and rows > 1
+    if values.dtype in _E4M3 and scale.dtype in _FLOATS and (of_rows or scale.elements == 1):
+        head = (
+            _row_scales(scale, rows) if of_rows else (_repeated(scale, rows, 0, _scalar(scale_key, scale)),)
+        )
+        return _packed(found, key, rows, width, RowFormat.FP8_E4M3, (*head, *_columns(values, 4)))
+    if values.dtype in _E4M3 and scale.dtype in _E8M0 | _BYTES and scale.shape == (rows, width / 32):
+        shards = (*_columns(values, 0), *_columns(scale, width))
+        return _packed(found, key, rows, width, RowFormat.FP8_E4M3_BLOCK32, shards)
+    dim = width if values.dtype in _FP4 else 2 * width
+    if values.dtype not in _E4M3 and scale.dtype in _E4M3 and scale.shape == (rows, dim / 16):
+        of_table = next(_beside(found, key, _OF_TABLE), None)
+        if of_table is None:
+            raise CheckpointError(f"of nvfp4, and no scale of the table, as {_stem(key)}.weight_scale_2")
+        factor = _scalar(of_table, found.tensors[of_table])
+        if of_table.endswith("global_scale"):  # compressed-tensors keeps what values were multiplied by
+            factor = (np.float32(1) / np.frombuffer(factor, "<f4")).astype("<f4").tobytes()
+        at = dim // 2
+        shards = (*_columns(values, 0, at), _repeated(scale, rows, at, factor), *_columns(scale, at + 4))
+        return _packed(found, key, rows, dim, RowFormat.NVFP4, shards)
+    raise CheckpointError(
+        f"{values.dtype} {list(values.shape)} with a scale {scale_key} of {scale.dtype} {list(scale.shape)}; "
+        "expected e4m3 with one scale, one a row, or e8m0 for each 32 values, or fp4 with e4m3 for each 16"
+    )
+
+
+def _packed(
+    found: Checkpoint, key: str, rows: int, dim: int, row_format: RowFormat, shards: tuple[RowShard, ...]
+) -> Matrix:
+    row_format.row_bytes(dim)
+    return Matrix(key, rows, dim, Source(row_format), shards).check(found.path)
+
+
+def _columns(tensor: Tensor, column: int, width: int | None = None) -> Iterator[RowShard]:
+    """Yields a tensor's shards as bytes of packed rows from `column` on. width: of its rows in bytes; None:
+    its items are bytes."""
+    items = tensor.shape[1] if len(tensor.shape) == 2 else 1
+    each = 1 if width is None else width / items
+    for s in tensor.shards or ():
+        yield replace(s, column=column + int(s.column * each), columns=int(s.columns * each))
+
+
+def _row_scales(scale: Tensor, rows: int) -> Iterator[RowShard]:
+    """Yields fp32 scales [rows] as the first 4 bytes of packed rows; of bf16 the upper two are read."""
+    if _FLOATS[scale.dtype] == np.float32:
+        yield from _columns(scale, 0, 4)
+    elif _FLOATS[scale.dtype] == np.float16:
+        raise CheckpointError("its scales, one a row, are fp16; expected fp32 or bf16")
+    else:
+        yield _repeated(scale, rows, 0, bytes(2))
+        yield from _columns(scale, 2, 2)
+
+
+def _repeated(scale: Tensor, rows: int, column: int, data: bytes) -> RowShard:
+    """A shard whose rows are all `data`, which `scale` tells."""
+    assert scale.shards is not None
+    return RowShard(scale.shards[0].path, 0, 0, rows, column, len(data), constant=data)
+
+
+def _scalar(key: str, tensor: Tensor) -> bytes:
+    """Returns the only value of a tensor as fp32. CheckpointError: it has others, or cannot be read."""
+    if tensor.elements != 1 or tensor.dtype not in _FLOATS or not tensor.shards:
+        raise CheckpointError(f"scale {key} is {tensor.dtype} {list(tensor.shape)}; expected one float")
+    dtype, shard = _FLOATS[tensor.dtype], tensor.shards[0]
+    with open(open_regular(shard.path, "a file of the checkpoint", CheckpointError), "rb") as file:
+        data = os.pread(file.fileno(), dtype.itemsize, shard.offset)
+    if len(data) < dtype.itemsize:
+        raise CheckpointError(f"{shard.path}: it ends before {key}; it was truncated")
+    value = np.frombuffer(data, dtype)
+    if dtype == np.dtype("<u2"):
+        return bytes((value.astype(np.uint32) << 16).tobytes())
+    return bytes(value.astype("<f4").tobytes())
