@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
 from tableside.serving.modules.embeddings import EmbeddingBags, Embeddings
 from tableside.serving.modules.inputs import BadFeatureIds, Bags, ModuleError
 from tableside.serving.modules.published import release
+from tableside.serving.modules.row_gather import RowGather
 from tableside.serving.modules.swap import swap_embeddings
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "EmbeddingBags",
     "Embeddings",
     "ModuleError",
+    "RowGather",
     "release",
     "swap_embeddings",
 ]

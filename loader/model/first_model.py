@@ -66,9 +66,10 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
                 table, key, packed or row_format, raw=ids, dim=_dim_of_sizes(found, key)
             )
         sizes = _sizes_of(found, tables.values())
-    return FirstModel(
-        _specification(checkpoint, name, folder, tables, [FeatureSpec(t, t) for t in tables]), left_out, sizes
-    )
+    # Rows that were quantized before are those of layers that read single ones.
+    poolings = {t.name: "none" if t.row_format >= RowFormat.FP8_E4M3 else "sum" for t in tables.values()}
+    features = [FeatureSpec(name, name, pooling) for name, pooling in poolings.items()]
+    return FirstModel(_specification(checkpoint, name, folder, tables, features), left_out, sizes)
 
 
 def _specification(

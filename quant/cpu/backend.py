@@ -42,7 +42,9 @@ ITEM_TYPES: dict[Source, np.dtype[Any]] = {
 
 
 class CpuBackend(Backend):
-    """A backend that also quantizes; stateless."""
+    """A backend that also quantizes; stateless. writes_bf16: plans take bf16 vectors."""
+
+    writes_bf16 = False
 
     @abstractmethod
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:

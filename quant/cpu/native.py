@@ -131,6 +131,7 @@ class Native(CpuBackend):
     """The compiled kernel, on the widest vectors that the processor has."""
 
     name = "native"
+    writes_bf16 = True
 
     def __init__(self) -> None:
         self._isa: str = _native.isas()[0]

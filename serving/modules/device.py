@@ -11,6 +11,7 @@ import torch
 
 from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.cpu.bags import device_places
+from tableside.quant.device.device import Device
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput, places_of
 from tableside.quant.gpu.tensors.tensors import TensorLookup
@@ -21,6 +22,7 @@ from tableside.serving.modules.inputs import (
     PackedInput,
     as_bags,
     as_ids,
+    as_integers,
     as_weights,
     offsets_of,
 )
@@ -38,6 +40,26 @@ class _Ahead(NamedTuple):
     given: object
     identity: list[Any]
     staged: StagedLookup
+
+
+class GatheredAhead:
+    """Vectors that a stream beside the caller's writes."""
+
+    def __init__(self, device: Device, side: Any, ids: torch.Tensor, vectors: torch.Tensor) -> None:
+        self._device, self._side = device, side
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = (ids, vectors)
+
+    def wait(self) -> torch.Tensor:
+        """Returns the vectors; the current stream waits for them. Once."""
+        assert self._held is not None, "the vectors were taken before"
+        (_, vectors), self._held = self._held, None
+        self._device.current_stream().wait_stream(self._side)
+        return vectors
+
+    def __del__(self) -> None:
+        for tensor in self._held or ():
+            if tensor.is_cuda:  # its memory is used until then
+                tensor.record_stream(self._side)
 
 
 class DeviceLookup:
@@ -64,6 +86,7 @@ class DeviceLookup:
             tuple(range(len(names))),
             ", ".join(names),
         )
+        self.gathers, self._side = self.lookup.gatherer is not None, None
         self._where = _DLPACK_TYPES[self._device.type], self._device.index or 0
 
     # ---- tensors of each feature ----
@@ -71,6 +94,8 @@ class DeviceLookup:
     def __call__(self, given: Sequence[FeatureTensors]) -> list[torch.Tensor]:
         """Returns a tensor per feature, as `HostLookup`. BadFeatureIds: an earlier call had a wrong id or
         length."""
+        if self.gathers:
+            return [self.gather(given[0].values)]
         shapes = [one.values.shape for one in given] if given[0].form is Form.IDS else None
         if (staged := self._begin(given)) is not None:
             return self._cut(self._run(self.lookup, staged), staged.parts, shapes)
@@ -79,12 +104,34 @@ class DeviceLookup:
     def plain(self, values: Sequence[Any], form: int) -> list[torch.Tensor] | None:
         """The same of what a caller's dict has, as `device_places` takes it. None: it must be converted, or a
         call was prefetched."""
+        if self.gathers:
+            return [self.gather(values[0])]
         if self._ahead is not None or (
             (placed := device_places(EXCHANGE, values, *self._where, form)) is None
         ):
             return None
         self._begin(())
         return self._look_up(*placed, values, [ids.shape for ids in values] if form == Form.IDS else None)
+
+    def gather(
+        self, ids: torch.Tensor, bounds: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same for one feature whose rows are read by their numbers (`gathers`): [*shape of ids, dim].
+        bounds, out: as of `TensorLookup.gather`."""
+        self._begin(())
+        ids = as_integers(self._device, self._names[0], ids)
+        return self._run(self.lookup.gather, ids, bounds, out).view(*ids.shape, self._dims[0])
+
+    def gather_ahead(self, ids: torch.Tensor, bounds: torch.Tensor | None) -> "GatheredAhead":
+        """Begins a `gather` beside the current stream. Do not change the ids until it was waited for."""
+        device = self._backend.device
+        if self._side is None:
+            self._side = device.stream()
+        ids = as_integers(self._device, self._names[0], ids)
+        out = self.lookup.room(ids)
+        self._side.wait_stream(device.current_stream())
+        with device.on(self._side):
+            return GatheredAhead(device, self._side, ids, self.gather(ids, bounds, out))
 
     def _look_up(
         self, places: bytes, shapes: bytes, ids: int, held: object, of_ids: Sequence[torch.Size] | None

@@ -202,7 +202,7 @@ class PublishedModule(Leaf):
             f"besides; expected a dict of {', '.join(self.features)}"
         )
 
-    def prefetch(self, inputs: Any) -> None:
+    def prefetch(self, inputs: Any) -> Any:
         """Brings the rows of the next call with these inputs to the GPU's cache (placement "cached"), beside
         the current stream. Do not change the tensors before that call. Does nothing on the CPU or with a
         `padding_idx`."""

@@ -218,12 +218,17 @@ def check_on(where: torch.device, name: str, tensor: torch.Tensor) -> None:
     check_memory(name, tensor)
 
 
-def as_ids(where: torch.device, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Ids as int64, contiguous. ModuleError: they are no integers of 32 or 64 bits."""
+def as_integers(where: torch.device, name: str, values: torch.Tensor) -> torch.Tensor:
+    """Ids as int64 or int32, contiguous. ModuleError: they are no integers of 32 or 64 bits."""
     check_on(where, name, values)
     if values.dtype not in _INTEGERS:
         raise ModuleError(f"feature {name!r}: ids are {values.dtype}; expected torch.int64 or torch.int32")
-    return values.to(torch.int64).contiguous()
+    return values.contiguous()
+
+
+def as_ids(where: torch.device, name: str, values: torch.Tensor) -> torch.Tensor:
+    """The same as int64."""
+    return as_integers(where, name, values).to(torch.int64)
 
 
 def as_weights(where: torch.device, name: str, weights: torch.Tensor, count: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tableside.quant import BadIds, LookupKind, Precision
+from tableside.quant import BadIds, CpuBackend, LookupKind, Precision
 from tableside.quant.contract import Place
 from tableside.quant.cpu.address_space import BASE, MEMORY
 from tableside.quant.cpu.bags import (
@@ -43,23 +43,26 @@ _FIELDS = len(Place._fields)
 BY_INPUT = -1  # a form of inputs that say theirs themselves
 EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch 2.11 and later
 
-OUTPUTS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.FP32}
+OUTPUTS = {torch.float32: Precision.FP32, torch.float16: Precision.FP16, torch.bfloat16: Precision.BF16}
 
 
 class HostLookup:
-    """Lookups of some features of a version. output: of the vectors; bfloat16 is rounded from fp32."""
+    """Lookups of some features of a version. output: of the vectors."""
 
     def __init__(self, attached: AttachedVersion, names: Sequence[str], output: torch.dtype) -> None:
         bound = [attached.served.features[name] for name in names]
-        kinds = [LookupKind(b.table, b.pooling, OUTPUTS[output]) for b in bound]
-        self._planner = attached.served.backend.planner(kinds, attached.threads)
+        backend = attached.served.backend
+        assert isinstance(backend, CpuBackend), "the source is on the CPU"
+        rounds = output is torch.bfloat16 and not backend.writes_bf16
+        self._written = torch.float32 if rounds else output
+        kinds = [LookupKind(b.table, b.pooling, OUTPUTS[self._written]) for b in bound]
+        self._planner = backend.planner(kinds, attached.threads)
         self._names, self._output, self._missing = tuple(names), output, attached.missing
-        self._written = torch.float16 if output is torch.float16 else torch.float32
         # Sooner than torch.empty, whatever the defaults are.
         self._new = torch.empty(0, dtype=self._written, device="cpu").new_empty
         self._dims = tuple(b.table.dim for b in bound)
         self._pack = struct.Struct(f"={len(names) * _FIELDS}q").pack
-        item = OUTPUTS[output].bytes
+        item = OUTPUTS[self._written].bytes
         self._width, self._row_bytes = sum(self._dims), sum(self._dims) * item
         self._columns = np.array(
             [at * item for at in accumulate(self._dims[:-1], initial=0)], np.int64

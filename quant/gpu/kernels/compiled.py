@@ -6,6 +6,7 @@ from enum import IntEnum
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.launch import Kernel
 from tableside.quant.gpu.kernels import fill as fill_kernel
+from tableside.quant.gpu.kernels import gather as gather_kernel
 from tableside.quant.gpu.kernels import lookup as lookup_kernel
 from tableside.quant.gpu.kernels import resolve as resolve_kernel
 from tableside.quant.gpu.kernels import tensors as tensor_kernel
@@ -13,6 +14,7 @@ from tableside.quant.gpu.kernels.job import ResolveField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 
+GATHER_COLUMNS = 256  # chunks of rows that a program of `gather` reads at once
 _STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
 
 
@@ -52,6 +54,23 @@ def lookup(
         UNROLL=config.unroll,
         COLUMNS=config.block_columns,
         LANES=config.lanes,
+    )
+
+
+def gather(
+    dim: int, row_format: int, precision: int, *, ids_32: bool, is_ordered: bool, has_heads: bool
+) -> Kernel:
+    """Gathers single rows of one table."""
+    return Kernel(
+        gather_kernel.gather,
+        4,
+        DIM=dim,
+        FORMAT=row_format,
+        PRECISION=precision,
+        IDS_32=ids_32,
+        ORDERED=is_ordered,
+        HEADS=has_heads,
+        COLUMNS=GATHER_COLUMNS,
     )
 
 

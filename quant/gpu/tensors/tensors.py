@@ -47,6 +47,7 @@ from tableside.quant.gpu.tensors.jobs import (
     send,
     template_rows,
 )
+from tableside.quant.gpu.tensors.rows import RowGatherer
 from tableside.quant.rows.ids import NO_ROW_MAP
 
 _SHAPES = 64  # of calls, whose jobs are kept
@@ -83,7 +84,12 @@ class TensorLookup:
         self._is_pooled, self._dtype = kinds[0].pooling is not Pooling.NONE, _DTYPES[kinds[0].precision]
         self._dims = np.array([k.dim for k in self._of_kind], np.int64)
         self._columns = np.array([k.columns for k in self._of_kind], np.int64)
-        self._template = template_rows(self._of_kind, reports.add(names, tables))
+        name = reports.add(names, tables)
+        self._template = template_rows(self._of_kind, name)
+        # Of a call for one table whose rows need nothing but their numbers; None: it is no such call.
+        self.gatherer: RowGatherer | None = None
+        if len(tables) == 1 and RowGatherer.takes(self._of_kind[0]):
+            self.gatherer = RowGatherer(backend, self._of_kind[0], tables[0], reports, name)
         self._is_mapped = np.array([k.row_map != 0 for k in self._of_kind])
         self._cached = np.flatnonzero([k.cache_table >= 0 for k in self._of_kind])
         self._has_maps, self._has_cached = bool(self._is_mapped.any()), bool(self._cached.size)
@@ -198,6 +204,23 @@ class TensorLookup:
                 probe = ProbeJobs(blocks.jobs_at, blocks.programs_at, count, blocks.programs)
                 held.append(places)
         return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held, kept)
+
+    def gather(
+        self, ids: torch.Tensor, bounds: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the vectors of ids by the `gatherer`, which says what it is given. Raises as a call."""
+        assert self.gatherer is not None
+        with self.on_device:
+            if out is None:
+                out = self.room(ids)
+            self.gatherer(ids, out, bounds)
+            if self._device.is_capturing():
+                _captured.append(self)
+        return out
+
+    def room(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns memory for the vectors of ids, [ids, dim], of the current stream."""
+        return self._new((ids.numel(), self._width))
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
         """Begins to fetch a call's cached rows; they stay until the call."""

@@ -1,0 +1,174 @@
+"""`RowGather`: rows of one table by number, for layers that compute their ids: n-gram memories and per-layer
+embeddings of language models."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, Protocol, Unpack
+
+import torch
+from torch._compile import _disable_dynamo
+
+from tableside.quant import Pooling
+from tableside.serving.modules.dispatch import lookup_of
+from tableside.serving.modules.embeddings import PublishedModule, SourceOptions
+from tableside.serving.modules.inputs import (
+    FeatureTensors,
+    Form,
+    ModuleError,
+    NotInMemory,
+    check_tensor,
+    is_traced,
+)
+from tableside.serving.modules.operators import traced
+
+
+class Ahead(Protocol):
+    """Vectors that are on their way."""
+
+    def wait(self) -> torch.Tensor:
+        """Returns them, as a call of the module does. On a GPU the current stream waits, not the host. To be
+        called once; on the CPU it raises what the call would have raised."""
+
+
+class RowGather(PublishedModule):
+    """Vectors of a table's rows, whose numbers a layer computes.
+
+    table: one of the model that has a feature of pooling none, or that feature. heads: (first row, rows) of
+    each head that ids have, in their last dim: an id of head n is the number of a row among the head's, and
+    the vectors of the heads lie side by side. So each rank of a tensor-parallel engine names its own.
+    output: dtype of the vectors. follow, options: as of `Embeddings`; device="cuda:0" with placement="hbm",
+    "zero_copy" or "cached" say where rows are read. Under torch.compile a call is one operator. A call with
+    rows in HBM or in host memory may be captured in a CUDA graph, once such a call was made.
+    ModuleError: the table or a head is not there.
+    """
+
+    _poolings = (Pooling.NONE,)
+
+    def __init__(
+        self,
+        model: str,
+        table: str,
+        *,
+        heads: Sequence[tuple[int, int]] | None = None,
+        output: torch.dtype = torch.bfloat16,
+        follow: Literal["live"] | None = "live",
+        **options: Unpack[SourceOptions],
+    ) -> None:
+        super().__init__(model, [table], output=output, follow=follow, **options)
+        self.dim = self.dims[0]
+        self.heads = None if heads is None else tuple((int(first), int(rows)) for first, rows in heads)
+        rows = self._published.now().served.features[self.features[0]].table.rows
+        self._bounds: torch.Tensor | None = None
+        if self.heads is not None:
+            for head, (first, count) in enumerate(self.heads):
+                if first < 0 or count < 1 or first + count > rows:
+                    raise ModuleError(
+                        f"head {head} has rows {first:,} to {first + count:,}; table {table!r} of model "
+                        f"{model!r} has {rows:,}"
+                    )
+            firsts = [first for first, _ in self.heads]
+            ends = [first + count for first, count in self.heads]
+            here = self._published.source.device
+            device = "cpu" if here == "interpreter" else here
+            self._bounds = torch.tensor([firsts, ends], dtype=torch.int64, device=device)
+
+    def _choose(self, wanted: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        assert wanted is not None
+        features, (name,) = self._published.now().served.features, wanted
+        here = [n for n, b in features.items() if b.pooling is Pooling.NONE and name in (n, b.feature.table)]
+        return super()._choose([name] if name in here or not here else here[:1])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns vectors [*shape of the ids, dim], with heads [*shape without the last, heads * dim]. ids:
+        int64 or int32, on the module's device. BadFeatureIds: an id is no row's; on a GPU it is reported by a
+        later call or `check`, and its vector is zeros."""
+        self._check(ids)
+        if is_traced():
+            return self._side_by_side(self._traced(ids))
+        attached = self._published.now()
+        lookup: Any = lookup_of(attached, self._call)
+        try:
+            if attached.on_gpu and lookup.gathers:
+                return self._side_by_side(lookup.gather(ids, self._bounds))
+            return self._side_by_side(lookup(self._given_rows(ids))[0])
+        except NotInMemory:
+            return self._side_by_side(self._traced(ids))
+
+    @_disable_dynamo
+    def prefetch(self, ids: torch.Tensor) -> Ahead:
+        """Begins a call: beside the current stream of a GPU, or on a thread beside the caller's. Do not
+        change the ids until it was waited for. Wait in the same graph where one is captured."""
+        self._check(ids)
+        attached = self._published.now()
+        lookup: Any = lookup_of(attached, self._call)
+        if not attached.on_gpu:
+            return _OnThread(_thread().submit(self.forward, ids))
+        if lookup.gathers:
+            return _SideBySide(self, lookup.gather_ahead(ids, self._bounds))
+        given = self._given_rows(ids)
+        lookup.prefetch(given)
+        return _InCache(self, lookup, given)
+
+    def _check(self, ids: torch.Tensor) -> None:
+        check_tensor(self.features[0], ids)
+        if self.heads is not None and (not ids.dim() or ids.shape[-1] != len(self.heads)):
+            raise ModuleError(
+                f"feature {self.features[0]!r}: ids are {list(ids.shape)}; "
+                f"expected [..., {len(self.heads)}], one of each head"
+            )
+
+    def _given_rows(self, ids: torch.Tensor) -> list[FeatureTensors]:
+        """Row numbers of ids; -1, which is refused, where a head has no such row."""
+        if self._bounds is not None:
+            first, end = self._bounds
+            is_row = (ids >= 0) & (ids < end - first)
+            ids = torch.where(is_row, ids + first, -1)
+        return [FeatureTensors(Form.IDS, ids, None, None)]
+
+    def _traced(self, ids: torch.Tensor) -> torch.Tensor:
+        return traced(self._call, self.features, self._given_rows(ids))[0]
+
+    def _side_by_side(self, vectors: torch.Tensor) -> torch.Tensor:
+        return vectors if self.heads is None else vectors.flatten(-2)
+
+    def extra_repr(self) -> str:
+        heads = "" if self.heads is None else f", {len(self.heads)} heads"
+        return f"{super().extra_repr()}{heads}"
+
+
+class _OnThread:
+    def __init__(self, future: "Future[torch.Tensor]") -> None:
+        self._future = future
+
+    def wait(self) -> torch.Tensor:
+        return self._future.result()
+
+
+class _SideBySide:
+    def __init__(self, module: RowGather, gathered: Ahead) -> None:
+        self._module, self._gathered = module, gathered
+
+    def wait(self) -> torch.Tensor:
+        return self._module._side_by_side(self._gathered.wait())
+
+
+class _InCache:
+    def __init__(self, module: RowGather, lookup: Any, given: list[FeatureTensors]) -> None:
+        self._module, self._lookup, self._given = module, lookup, given
+
+    def wait(self) -> torch.Tensor:
+        return self._module._side_by_side(self._lookup(self._given)[0])
+
+
+_threads: list[ThreadPoolExecutor] = []
+
+
+def _thread() -> ThreadPoolExecutor:
+    """The thread of this process that runs calls of the CPU ahead."""
+    if not _threads:
+        _threads.append(ThreadPoolExecutor(1, "tableside-ahead"))
+    return _threads[0]
+
+
+os.register_at_fork(after_in_child=_threads.clear)
