@@ -86,7 +86,8 @@ class DeviceLookup:
             tuple(range(len(names))),
             ", ".join(names),
         )
-        self.gathers, self._side = self.lookup.gatherer is not None, None
+        self.gathers = self.lookup.gatherer is not None
+        self._side: Any = None  # of calls ahead, made by the first
         self._where = _DLPACK_TYPES[self._device.type], self._device.index or 0
 
     # ---- tensors of each feature ----
