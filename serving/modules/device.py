@@ -114,25 +114,40 @@ class DeviceLookup:
         self._begin(())
         return self._look_up(*placed, values, [ids.shape for ids in values] if form == Form.IDS else None)
 
-    def gather(
-        self, ids: torch.Tensor, bounds: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def gather(self, ids: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
         """The same for one feature whose rows are read by their numbers (`gathers`): [*shape of ids, dim].
-        bounds, out: as of `TensorLookup.gather`."""
-        self._begin(())
-        ids = as_integers(self._device, self._names[0], ids)
-        return self._run(self.lookup.gather, ids, bounds, out).view(*ids.shape, self._dims[0])
+        bounds: as of `RowGatherer`."""
+        ids = self._integers(ids)
+        return self._gathered(ids, bounds, None, None)
 
     def gather_ahead(self, ids: torch.Tensor, bounds: torch.Tensor | None) -> "GatheredAhead":
         """Begins a `gather` beside the current stream. Do not change the ids until it was waited for."""
         device = self._backend.device
         if self._side is None:
             self._side = device.stream()
-        ids = as_integers(self._device, self._names[0], ids)
+        ids = self._integers(ids)
         out = self.lookup.room(ids)
         self._side.wait_stream(device.current_stream())
-        with device.on(self._side):
-            return GatheredAhead(device, self._side, ids, self.gather(ids, bounds, out))
+        return GatheredAhead(device, self._side, ids, self._gathered(ids, bounds, out, self._side))
+
+    def _gathered(
+        self, ids: torch.Tensor, bounds: torch.Tensor | None, out: torch.Tensor | None, beside: Any
+    ) -> torch.Tensor:
+        try:
+            found, stream = self.lookup.gather(ids, bounds, out, beside)
+        except QuantError as error:
+            raise ModuleError(str(error)) from error
+        if stream not in self._streams:
+            self._streams[stream] = self._backend.device.current_stream() if beside is None else beside
+        return found.view(*ids.shape, self._dims[0])
+
+    def _integers(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids as kernels read them. BadFeatureIds: as a call."""
+        if not self._backend.device.is_capturing():
+            self._pending.raise_first()
+        if type(ids) is torch.Tensor and ids.dtype is torch.int64 and ids.device == self._device:
+            return ids.contiguous()
+        return as_integers(self._device, self._names[0], ids)
 
     def _look_up(
         self, places: bytes, shapes: bytes, ids: int, held: object, of_ids: Sequence[torch.Size] | None
@@ -142,6 +157,8 @@ class DeviceLookup:
 
     def prefetch(self, given: Sequence[FeatureTensors]) -> None:
         """Brings the rows of the next call with these tensors to the cache. Do not change them until then."""
+        if self.gathers:
+            return  # they are read where they lie
         self._look_ahead(given, self.lookup.stage_placed(*self._placed(given)))
 
     def _placed(self, given: Sequence[FeatureTensors]) -> tuple[bytes, bytes, int, object]:

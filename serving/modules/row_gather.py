@@ -83,7 +83,8 @@ class RowGather(PublishedModule):
         """Returns vectors [*shape of the ids, dim], with heads [*shape without the last, heads * dim]. ids:
         int64 or int32, on the module's device. BadFeatureIds: an id is no row's; on a GPU it is reported by a
         later call or `check`, and its vector is zeros."""
-        self._check(ids)
+        if self.heads is not None or not isinstance(ids, torch.Tensor):
+            self._check(ids)
         if is_traced():
             return self._side_by_side(self._traced(ids))
         attached = self._published.now()

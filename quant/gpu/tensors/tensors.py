@@ -7,6 +7,7 @@ on the default stream over those of the call before with as many bags, elsewhere
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from tableside.quant.gpu.tensors.jobs import (
 from tableside.quant.gpu.tensors.rows import RowGatherer
 from tableside.quant.rows.ids import NO_ROW_MAP
 
+_HERE = nullcontext()
 _SHAPES = 64  # of calls, whose jobs are kept
 _DTYPES = {Precision.FP32: torch.float32, Precision.FP16: torch.float16, Precision.BF16: torch.bfloat16}
 _EVERY_ID = NO_ROW_MAP._replace(id_count=-1, default_row=-1, own=2**63 - 1)  # each id is its own row number
@@ -206,17 +208,22 @@ class TensorLookup:
         return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held, kept)
 
     def gather(
-        self, ids: torch.Tensor, bounds: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Returns the vectors of ids by the `gatherer`, which says what it is given. Raises as a call."""
+        self,
+        ids: torch.Tensor,
+        bounds: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        beside: Any = None,
+    ) -> tuple[torch.Tensor, int | None]:
+        """Returns the vectors of ids, and the stream's handle, by the `gatherer`, which says what it takes.
+        Raises as a call."""
         assert self.gatherer is not None
-        with self.on_device:
+        with self._launcher.lock, self._device.switch() or _HERE:
             if out is None:
                 out = self.room(ids)
-            self.gatherer(ids, out, bounds)
-            if self._device.is_capturing():
-                _captured.append(self)
-        return out
+            handle = self.gatherer(ids, out, bounds, beside)
+        if self._device.is_capturing():
+            _captured.append(self)
+        return out, handle
 
     def room(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns memory for the vectors of ids, [ids, dim], of the current stream."""

@@ -208,6 +208,8 @@ def test_captured_calls(root: Path, monkeypatch: pytest.MonkeyPatch, where: str,
     ids = there(torch.zeros(500, dtype=torch.int64))
     matrix = torch.randn(512, 512, device=devices.DEVICE)
     module.prefetch(ids).wait()
+    matrix @ matrix  # makes the library's handle
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         pending = module.prefetch(ids)
