@@ -119,30 +119,58 @@ def measure(modules: dict[str, RowGather], table: int, rows: int) -> list[dict[s
 
 
 def ahead(modules: dict[str, RowGather], rows: int) -> list[dict[str, Any]]:
-    """Beside 2 ms of matrix products."""
+    """Beside 2 ms of matrix products, launched one by one, and in one captured graph."""
     ids = [ids_of(rows, CALLS[0], False, 100 + n) for n in range(ROUNDS + 3)]
+    told = ids[0].clone()
     matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    one = in_turns({"": lambda n: matrix @ matrix})[""]
+    product = torch.empty_like(matrix)
+    one = in_turns({"": lambda n: torch.mm(matrix, matrix, out=product)})[""]
     products = max(1, round(2000 / one))
 
     def dense(n: int) -> None:
         for _ in range(products):
-            matrix @ matrix
+            torch.mm(matrix, matrix, out=product)
 
     def both(n: int, module: RowGather) -> torch.Tensor:
         pending = module.prefetch(ids[n])
         dense(n)
         return pending.wait()
 
-    calls: dict[str, Callable[[int], Any]] = {"products alone": dense}
+    def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call()
+        return graph, found
+
+    def of_graph(module: RowGather) -> torch.Tensor:
+        pending = module.prefetch(told)
+        dense(0)
+        return pending.wait()
+
+    def replay(n: int, graph: torch.cuda.CUDAGraph) -> None:
+        told.copy_(ids[n])
+        graph.replay()
+
+    alone, _ = captured(lambda: dense(0))
+    calls: dict[str, Callable[[int], Any]] = {
+        "products": dense,
+        "products, captured": partial(replay, graph=alone),
+    }
     for name, module in modules.items():
-        torch.testing.assert_close(both(0, module), module(ids[0]), rtol=0, atol=0)
+        expected = module(ids[5])
+        torch.testing.assert_close(both(5, module), expected, rtol=0, atol=0)
         calls[name] = partial(both, module=module)
+        if WAYS[name][0] != "cached":
+            graph, found = captured(partial(of_graph, module))
+            replay(5, graph)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            calls[f"{name}, captured"] = partial(replay, graph=graph)
     times = in_turns(calls)
-    return [
-        {"way": name, "us": t, "of the products alone": t / times["products alone"]}
-        for name, t in times.items()
-    ]
+    result = []
+    for name, microseconds in times.items():
+        products_alone = times["products, captured" if name.endswith("captured") else "products"]
+        result.append({"way": name, "us": microseconds, "of the products": microseconds / products_alone})
+    return result
 
 
 def processes(root: str, size: int) -> list[dict[str, Any]]:

@@ -50,6 +50,9 @@ class Registration:
             clear_error(cudart)
             raise RegistrationError(_explain(code, segment, self.is_read_only))
         self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping)
+        # The end of the process undoes it: a thread in CUDA that comes back to an interpreter that is gone
+        # ends the process by SIGABRT.
+        self._undo.atexit = False
 
     def view(self, offset: int, size: int) -> torch.Tensor:
         """Returns bytes [offset, offset + size) as a uint8 tensor on the device. Never write to it."""
@@ -73,11 +76,7 @@ def _unregister(cudart: Any, mapping: Mapping) -> None:
 def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
     """Unregisters on a thread, since unlocking 100 GB takes seconds and a request may drop the last
     reference."""
-    thread = threading.Thread(target=_unregister, args=(cudart, mapping), name="tableside-unregister")
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter is ending
-        _unregister(cudart, mapping)
+    threading.Thread(target=_unregister, args=(cudart, mapping), name="tableside-unregister").start()
 
 
 def _runtime(device: Any) -> Any:

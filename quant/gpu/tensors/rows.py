@@ -18,7 +18,7 @@ from tableside.quant.gpu.residence.tables import DeviceTable
 # addresses: a GPU translates addresses of host memory by pages, and few of them at once.
 _ORDERED_IDS, _ORDERED_BYTES = 1 << 16, 2 << 30
 # Programs that read host memory beside other work: enough for the bus, and few enough for that work.
-_BESIDE_PROGRAMS = 64
+_BESIDE_PROGRAMS = 16
 
 
 class RowGatherer:

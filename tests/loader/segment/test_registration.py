@@ -145,31 +145,37 @@ Registration(Segment(Path({path!r})), "cuda:0", Slow(), True)
 """
 
 
+def started(code: str, segment: Segment) -> "subprocess.Popen[str]":
+    """A process that runs the code, once it says that it is ready."""
+    here = Path(__file__).parent
+    code = code.format(top=str(here.parent.parent.parent), here=str(here), path=str(segment.path))
+    path = os.pathsep.join([str(here.parent.parent / "helpers"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", code], text=True, env=environment, **pipes)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_the_end_of_a_process_leaves_registrations_to_the_driver(segment: Segment) -> None:
+    """A thread in CUDA's call, which comes back when the interpreter is gone, would end it by SIGABRT."""
+    code = HOLD.replace("Registration(Segm", "kept = Registration(Segm")
+    code = code.replace(
+        "class Slow(Cudart):", "class Slow(Cudart):\n    def cudaHostUnregister(self, at): print('undone')"
+    )
+    process = started(code, segment)
+    assert process.communicate("go\n", timeout=300)[0] == "began\nended\n"
+    assert process.returncode == 0
+
+
 @pytest.mark.thorough
 def test_workers_register_one_by_one(segment: Segment) -> None:
     """A second process waits for the first; where that one is killed, it goes on."""
-    here = Path(__file__).parent
-    code = HOLD.format(top=str(here.parent.parent.parent), here=str(here), path=str(segment.path))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(here.parent.parent / "helpers"), *sys.path]),
-    }
 
-    def begin() -> "subprocess.Popen[str]":
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    first = begin()
+    first = started(HOLD, segment)
     assert first.stdout and first.stdout.readline() == "began\n"
-    second = begin()
+    second = started(HOLD, segment)
     assert second.stdout and not select.select([second.stdout], [], [], 2)[0]  # it cannot begin
     first.kill()
     first.communicate()

@@ -160,6 +160,8 @@ def test_versions_and_deltas_come(root: Path, where: str) -> None:
     module.check()
 
 
+@pytest.mark.gpu
+@pytest.mark.sanitized_gpu
 def test_rows_far_apart_are_read_in_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same vectors, each at its id's place."""
     monkeypatch.setattr(rows, "_ORDERED_IDS", 64)
