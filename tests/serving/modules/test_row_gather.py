@@ -23,6 +23,7 @@ from tableside.quant.gpu.tensors import rows
 from tableside.torch import BadFeatureIds, ModuleError, RowGather
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
 
 ROWS, DIM = 5000, 64
 FORMATS = ["fp8_e4m3_block32", "fp8_e4m3", "nvfp4", "int8", "int4", "int2", "fp8", "fp16", "fp32"]
@@ -160,7 +161,6 @@ def test_versions_and_deltas_come(root: Path, where: str) -> None:
     module.check()
 
 
-@pytest.mark.gpu
 @pytest.mark.sanitized_gpu
 def test_rows_far_apart_are_read_in_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same vectors, each at its id's place."""
@@ -196,7 +196,6 @@ def test_compiled_calls(root: Path, where: str) -> None:
 
 
 @on_a_gpu
-@pytest.mark.gpu
 @pytest.mark.parametrize("is_ordered", [False, True])
 @pytest.mark.parametrize("where", ["hbm", "zero_copy"])
 def test_captured_calls(root: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_ordered: bool) -> None:
