@@ -17,6 +17,7 @@ BENCHMARKS = (
     "cpu_lookup.py",
     "cpu_sizes.py",
     "row_alignment.py",
+    "cpu_formats.py",
     "load.py",
     "updates.py",
     "update_reads.py",

@@ -5,7 +5,7 @@
 
     [tables.user]
     key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
-    row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32
+    row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32, fp8_e4m3, …
     ids = "row"                               # ids are row numbers; "raw": any int64
     row_alignment = 4                         # or 16, for a GPU that reads rows in host memory; without
                                               # it: 16 on a machine with a GPU, else 4

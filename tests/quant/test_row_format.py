@@ -45,7 +45,10 @@ def test_rows_have_one_of_two_alignments(row_format: str, dim: int, sizes: tuple
     assert of_each == ([{4}, {16}, set()] if len(sizes) > 1 else [{4, 16}, {4, 16}, set()])
 
 
-@pytest.mark.parametrize(("row_format", "dim"), [("int4", 3), ("int2", 6), ("int8", 0), ("fp32", -1)])
+@pytest.mark.parametrize(
+    ("row_format", "dim"),
+    [("int4", 3), ("int2", 6), ("int8", 0), ("fp32", -1), ("nvfp4", 24), ("fp8_e4m3_block32", 48)],
+)
 def test_a_dim_that_does_not_fill_bytes_is_refused(row_format: str, dim: int) -> None:
     with pytest.raises(QuantError, match="dim"):
         RowFormat.parse(row_format).row_bytes(dim)

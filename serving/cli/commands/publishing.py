@@ -231,7 +231,11 @@ def add_commands(command: AddCommand) -> None:
     )
     p.option("--out", "file to write; -: print it", type=Path, default=Path("model.toml"))
     p.option("--name", "the model's name (default: the checkpoint's)")
-    p.option("--row-format", "int2, int4, int8, fp8, fp16 or fp32", default="int8")
+    p.option(
+        "--row-format",
+        "of values that are not quantized: " + ", ".join(f.label for f in RowFormat),
+        default="int8",
+    )
     p.option("--force", "replace the file where there is one", action="store_true")
 
     p = command(
