@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/program/native/*.[ch] serving/http/v2/native/*.[ch])
 
-.PHONY: help setup dev demo serve minilm dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
+.PHONY: help setup dev demo serve minilm ngram dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign mutants clean
 
 help:            ## what there is
@@ -42,6 +42,9 @@ serve: setup     ## the demo's model, kept running, with the curl lines to try
 
 minilm: dev      ## the word embeddings of a real public checkpoint, in every row format
 	@$(BIN)/python examples/minilm/run.py
+
+ngram: dev       ## a language model with an n-gram memory, its table published in each format and decoded by two processes
+	@$(BIN)/python examples/ngram/run.py
 
 dlrm: dev        ## trains a small DLRM, publishes it in every row format, scores held-out rows over HTTP
 	@$(BIN)/python examples/dlrm/run.py

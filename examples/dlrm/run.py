@@ -165,7 +165,8 @@ def main() -> None:
         trained = model(features, torch.from_numpy(held_out.context)).numpy()
 
     root = Path("/dev/shm") / f"tableside-dlrm-{uuid.uuid4().hex[:8]}"
-    formats = ["fp32", *(f.label for f in reversed(RowFormat) if f is not RowFormat.FP32)]
+    fitting = [f for f in reversed(RowFormat) if f is not RowFormat.FP32 and not DIM % (f.block or 1)]
+    formats = ["fp32", *(f.label for f in fitting)]
     table = Table("row format", "bytes", "AUC", "NE", "NE against fp32", "calibration", box=None)
     figures, worst = {}, 0.0
     try:
