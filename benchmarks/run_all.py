@@ -19,6 +19,7 @@ BENCHMARKS = (
     "row_alignment.py",
     "cpu_formats.py",
     "load.py",
+    "copied_load.py",
     "updates.py",
     "update_reads.py",
     "update_lag.py",

@@ -12,7 +12,8 @@ class MissingBackend(QuantError):
 
 
 class NotRepresentable(QuantError):
-    """A row holds a value that the row format cannot represent: not finite, or outside its range."""
+    """A row holds a value that the row format cannot represent: not finite, or outside its range. largest:
+    for people; empty: the row is packed in that format, and damaged."""
 
     def __init__(self, row: int, row_format: str, largest: str) -> None:
         super().__init__(row, row_format, largest)
@@ -23,6 +24,11 @@ class NotRepresentable(QuantError):
 
     def describe(self, row: int) -> str:
         """The error as a sentence about row number `row`."""
+        if not self.largest:
+            return (
+                f"row {row} holds a value of {self.row_format} that is no number, or a scale that is none, "
+                "negative or too large; repair the checkpoint"
+            )
         return (
             f"row {row} holds a value that {self.row_format} cannot represent (not finite, or outside "
             f"{self.largest}); "

@@ -203,6 +203,7 @@ class Checkpoint:
         self.path = path
         self.matrices: dict[str, Matrix] = {}
         self.tensors: dict[str, Tensor] = {}  # all whose places are known, by key
+        self.parts: set[str] = set()  # tensors that are a part of another matrix
         self.ids: dict[str, Ids] = {}
         self.skipped: dict[str, str] = {}  # that are no matrices of floats, those of ids as well: the reason
         self.tables: KeyedTables | None = None

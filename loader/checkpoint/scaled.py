@@ -6,18 +6,18 @@ What ModelOpt, compressed-tensors and DeepSeek write of a table [rows, dim], and
     float8_e4m3fn [rows, dim]         scale: e8m0, or its bytes, [rows, dim / 32]           fp8_e4m3_block32
     uint8 [rows, dim / 2], F4 [rows, dim]  scale: e4m3 [rows, dim / 16], and one of fp32    nvfp4
 No value is decoded: a row's values and scales are columns of bytes of the packed row. A table may lie in
-tensors named `shard_0` and so on, rows one after another: it is called `shard_*`.
+tensors named `shard_0` or `shard_1` and so on, rows one after another: it is called `shard_*`.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tableside.loader.checkpoint.rows import Checkpoint, Matrix, RowShard, Tensor, some
+from tableside.loader.checkpoint.rows import Checkpoint, Matrix, RowShard, Tensor
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import RowFormat, Source
@@ -33,7 +33,10 @@ _FLOATS: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("f16", "float16", "<f2"), np.dtype("<f2")),
     **dict.fromkeys(("bf16", "bfloat16"), np.dtype("<u2")),
 }
-_SHARD = re.compile(r"shards?[._-]?([0-9]+)", re.IGNORECASE)
+# At the end of a name, or before `.weight`
+_SHARD = re.compile(
+    r"(?<![A-Za-z0-9])(shards?[._-]?)([0-9]{1,9})(?=$|\.weight$|\.weight_packed$)", re.IGNORECASE
+)
 _ENDS = (".weight", ".weight_packed", "_packed", "")
 _SCALES = ("weight_scale", "weight_scale_inv", "scale", "scales", "scale_inv")
 _OF_TABLE = ("weight_scale_2", "weight_global_scale", "global_scale", "scale_2")
@@ -46,41 +49,57 @@ def add_scaled(found: Checkpoint) -> None:
         dtype = tensor.dtype
         if len(tensor.shape) != 2 or min(tensor.shape) < 1 or dtype not in _E4M3 | _BYTES | _FP4:
             continue
-        scale = next(_beside(found, key, _SCALES), None)
-        if scale is None:
+        candidates = list(_beside(found, key, _SCALES))
+        if not candidates:
             if dtype in _E4M3 and key not in scales:
                 found.skip(key, f"dtype {dtype}, and no scale beside it, as {_stem(key)}.weight_scale")
             continue
         try:
-            matrix = _matrix(found, key, tensor, scale)
+            if len(candidates) > 1:
+                raise CheckpointError(f"two tensors could be its scale: {' and '.join(candidates[:2])}")
+            matrix = _matrix(found, key, tensor, candidates[0])
         except CheckpointError as error:
-            found.skip(key, str(error))
+            if dtype in _E4M3 | _FP4 or _is_nvfp4(found, candidates[0]):
+                found.skip(key, str(error))
             continue
         found.replace(key, matrix)
-        for used in (scale, next(_beside(found, key, _OF_TABLE), None)):
+        for used in (candidates[0], next(_beside(found, key, _OF_TABLE), None)):
             if used is not None:
                 scales.add(used)
                 found.matrices.pop(used, None)
                 found.skip(used, "scales of a table of values that were quantized before")
-    for key in sorted({_SHARD.sub(_starred, k) for k in found.matrices if _SHARD.search(k)}):
+    for key, parts in sorted(_shards(found).items()):
         try:
-            found.matrices[key] = _joined(found, key)
+            found.replace(key, _joined(found, key, parts))
         except CheckpointError as error:
             found.skip(key, str(error))
-            continue
-        for part in _parts(found, key).values():
-            found.matrices.pop(part)
-            found.skip(part, f"a part of {key!r}")
+        found.parts.update(part for _, part in parts)
 
 
-def _joined(found: Checkpoint, key: str) -> Matrix:
-    """Returns the matrix of all tensors that are named as `key`, with numbers where that has `*`.
-    CheckpointError: one is missing, or they differ in dim or dtype."""
-    parts = _parts(found, key)
-    numbers = sorted(parts)
-    if lacks := sorted(set(range(numbers[0], numbers[-1] + 1)) - set(numbers)):
-        raise CheckpointError(f"{key!r} has no part {lacks[0]}, only {some(parts.values())}")
-    matrices = [found.matrices[parts[n]] for n in numbers]
+def _shards(found: Checkpoint) -> dict[str, list[tuple[int, str]]]:
+    """Returns tables of quantized values that lie in numbered tensors: key with `*` -> (number, tensor), also
+    of tensors that are no matrix by themselves."""
+    groups: dict[str, list[tuple[int, str]]] = {}
+    for key, tensor in found.tensors.items():
+        if tensor.dtype in _E4M3 | _BYTES | _FP4 and (match := _SHARD.search(key)):
+            name = f"{key[: match.start()]}{match[1]}*{key[match.end() :]}"
+            groups.setdefault(name, []).append((int(match[2]), key))
+    return {
+        key: sorted(parts)
+        for key, parts in groups.items()
+        if key not in found.tensors and any(k in found.matrices for _, k in parts)
+    }
+
+
+def _joined(found: Checkpoint, key: str, parts: list[tuple[int, str]]) -> Matrix:
+    """Returns the matrix of all parts. CheckpointError: one is missing or no matrix, or they differ in dim or
+    dtype."""
+    for place, (number, part) in enumerate(parts, min(parts[0][0], 1)):
+        if number != place:
+            raise CheckpointError(f"{key!r} has no part {place}, or two: {part!r} comes next")
+        if part not in found.matrices:
+            raise CheckpointError(f"its part {part!r} cannot be read: {found.skipped.get(part)}")
+    matrices = [found.matrices[part] for _, part in parts]
     shards: list[RowShard] = []
     rows = 0
     for matrix in matrices:
@@ -94,34 +113,39 @@ def _joined(found: Checkpoint, key: str) -> Matrix:
     return Matrix(key, rows, matrices[0].dim, matrices[0].source, tuple(shards))
 
 
-def _starred(match: re.Match[str]) -> str:
-    return match[0].removesuffix(match[1]) + "*"
-
-
-def _parts(found: Checkpoint, key: str) -> Mapping[int, str]:
-    before, _, after = key.partition("*")
-    pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
-    return {int(m[1]): k for k in found.matrices if (m := pattern.fullmatch(k))}
-
-
 def _stem(key: str) -> str:
     return next(key.removesuffix(end) for end in _ENDS if key.endswith(end))
 
 
 def _beside(found: Checkpoint, key: str, names: tuple[str, ...]) -> Iterator[str]:
-    """Yields the tensors that may be scales of `key`: named as it, its module or that of its shards."""
+    """Yields the tensors that may be scales of `key`: named as it or its module; else as that of its
+    shards."""
     stem = _stem(key)
-    whole = _SHARD.sub("", stem).rstrip("._-")
-    for at in dict.fromkeys((key, stem, whole)):
-        for name in names:
-            short = name.removeprefix("weight_")
-            yield from (k for k in (f"{at}.{name}", f"{at}_{short}") if k != key and k in found.tensors)
+    own = dict.fromkeys(
+        named
+        for at in (key, stem)
+        for name in names
+        for named in (f"{at}.{name}", f"{at}_{name.removeprefix('weight_')}")
+        if named != key and named in found.tensors
+    )
+    if own or not (match := _SHARD.search(key)):
+        yield from own
+        return
+    whole = key[: match.start()].rstrip("._-")
+    yield from (k for name in names if (k := f"{whole}.{name}") in found.tensors)
+
+
+def _is_nvfp4(found: Checkpoint, scale: str) -> bool:
+    return found.tensors[scale].dtype in _E4M3
 
 
 def _matrix(found: Checkpoint, key: str, values: Tensor, scale_key: str) -> Matrix:
     """Returns the matrix of packed rows. CheckpointError: its scales are of no format that there is."""
     rows, width = values.shape
     scale = found.tensors[scale_key]
+    if values.shards is None or (scale.shards is None and len(scale.shape) < 3):
+        what = key if values.shards is None else scale_key
+        raise CheckpointError(f"the values of {what} do not lie row after row; save it with .contiguous()")
     of_rows = scale.shape in ((rows,), (rows, 1)) and rows > 1
     if values.dtype in _E4M3 and scale.dtype in _FLOATS and (of_rows or scale.elements == 1):
         head = (
@@ -137,6 +161,10 @@ def _matrix(found: Checkpoint, key: str, values: Tensor, scale_key: str) -> Matr
         if of_table is None:
             raise CheckpointError(f"of nvfp4, and no scale of the table, as {_stem(key)}.weight_scale_2")
         factor = _scalar(of_table, found.tensors[of_table])
+        if not 0 < float(np.frombuffer(factor, "<f4")[0]) < np.inf:
+            raise CheckpointError(
+                f"scale {of_table} is {np.frombuffer(factor, '<f4')[0]}; expected it above 0"
+            )
         if of_table.endswith("global_scale"):  # compressed-tensors keeps what values were multiplied by
             factor = (np.float32(1) / np.frombuffer(factor, "<f4")).astype("<f4").tobytes()
         at = dim // 2

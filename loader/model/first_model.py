@@ -89,7 +89,7 @@ def _specification(
 def _left_out(found: Checkpoint, keys: Collection[str], why: Callable[[str], str]) -> list[str]:
     """Lines "key: reason" for the tensors that are no tables. why: of a matrix, behind its shape."""
     others = [k for k in found.skipped if k not in found.keyed_tables.values()]
-    matrices = [(k, m) for k, m in found.matrices.items() if k not in keys]
+    matrices = [(k, m) for k, m in found.matrices.items() if k not in keys and k not in found.parts]
     return [
         *(f"{k}: {IDS_ALONE if k in found.ids and _ID_NAME.search(k) else found.skipped[k]}" for k in others),
         *(f"{k}: a matrix [{m.rows}, {m.dim}] of {m.source.label}{why(k)}" for k, m in matrices),
@@ -137,7 +137,9 @@ def _is_linear(found: Checkpoint, key: str) -> bool:
 
 def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:
     """Returns the keys that become tables."""
-    matrices = {k: m for k, m in found.matrices.items() if k in raw or not _is_linear(found, k)}
+    matrices = {
+        k: m for k, m in found.matrices.items() if k in raw or not (k in found.parts or _is_linear(found, k))
+    }
     tall = set() if raw else {k for k, m in matrices.items() if m.rows >= _TALL * m.dim}
     keys = [k for k in matrices if k in raw or "emb" in k.lower() or k in tall]
     return (keys or list(matrices)) + [k for k in raw if k not in found.matrices]

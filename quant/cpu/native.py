@@ -28,7 +28,7 @@ from tableside.quant.contract import (
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, check_quantize, held_rows, host_tables, not_representable
 from tableside.quant.cpu.checked import check_arguments
-from tableside.quant.errors import BadIds, Problem
+from tableside.quant.errors import BadIds, NotRepresentable, Problem
 from tableside.quant.row_format import RowFormat, Source
 from tableside.quant.rows.ids import NativeRowMap
 from tableside.quant.rows.overlay import NativeLayer
@@ -145,6 +145,10 @@ class Native(CpuBackend):
         rows, dim = len(values), source.dim_of(values.shape[1])
         bad = _native.quantize(row_format, source, values, rows, dim, out, out.shape[1])
         if bad >= 0:
+            if source.packed is not None:  # is the row damaged, or out of the other's range?
+                own = np.empty((1, source.packed.row_bytes(dim)), np.uint8)
+                if _native.quantize(source.packed, source, values[bad : bad + 1], 1, dim, own, own.size) >= 0:
+                    raise NotRepresentable(bad, source.label, "")
             raise not_representable(bad, row_format)
 
     def lookup(

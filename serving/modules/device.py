@@ -46,14 +46,18 @@ class GatheredAhead:
     """Vectors that a stream beside the caller's writes."""
 
     def __init__(self, device: Device, side: Any, ids: torch.Tensor, vectors: torch.Tensor) -> None:
-        self._device, self._side = device, side
+        self._device, self._side, self._begun_on = device, side, device.current_handle()
         self._held: tuple[torch.Tensor, torch.Tensor] | None = (ids, vectors)
 
     def wait(self) -> torch.Tensor:
         """Returns the vectors; the current stream waits for them. Once."""
         assert self._held is not None, "the vectors were taken before"
-        (_, vectors), self._held = self._held, None
-        self._device.current_stream().wait_stream(self._side)
+        (ids, vectors), self._held = self._held, None
+        current = self._device.current_stream()
+        current.wait_stream(self._side)
+        if current.cuda_stream != self._begun_on and vectors.is_cuda:  # whose memory this was
+            ids.record_stream(self._side)
+            vectors.record_stream(current)
         return vectors
 
     def __del__(self) -> None:

@@ -9,10 +9,12 @@ from typing import Any, Literal, Protocol, Unpack
 import torch
 from torch._compile import _disable_dynamo
 
-from tableside.quant import Pooling
+from tableside.quant import BadIds, Pooling
+from tableside.quant.errors import Problem
 from tableside.serving.modules.dispatch import lookup_of
 from tableside.serving.modules.embeddings import PublishedModule, SourceOptions
 from tableside.serving.modules.inputs import (
+    BadFeatureIds,
     FeatureTensors,
     Form,
     ModuleError,
@@ -58,7 +60,11 @@ class RowGather(PublishedModule):
         super().__init__(model, [table], output=output, follow=follow, **options)
         self.dim = self.dims[0]
         self.heads = None if heads is None else tuple((int(first), int(rows)) for first, rows in heads)
-        rows = self._published.now().served.features[self.features[0]].table.rows
+        table_now = self._published.now().served.features[self.features[0]].table
+        rows = table_now.rows
+        row_map = table_now.row_map
+        if heads is not None and row_map is not None and not row_map.is_plain:
+            raise ModuleError(f"table {table!r} of model {model!r} has raw ids, which are no numbers of rows")
         self._bounds: torch.Tensor | None = None
         if self.heads is not None:
             for head, (first, count) in enumerate(self.heads):
@@ -92,6 +98,8 @@ class RowGather(PublishedModule):
         try:
             if attached.on_gpu and lookup.gathers:
                 return self._side_by_side(lookup.gather(ids, self._bounds))
+            if not attached.on_gpu:
+                return self._on_host(lookup, ids)
             return self._side_by_side(lookup(self._given_rows(ids))[0])
         except NotInMemory:
             return self._side_by_side(self._traced(ids))
@@ -104,12 +112,26 @@ class RowGather(PublishedModule):
         attached = self._published.now()
         lookup: Any = lookup_of(attached, self._call)
         if not attached.on_gpu:
-            return _OnThread(_thread().submit(self.forward, ids))
+            return _OnThread(_thread().submit(self._on_host, lookup, ids))
         if lookup.gathers:
             return _SideBySide(self, lookup.gather_ahead(ids, self._bounds))
         given = self._given_rows(ids)
         lookup.prefetch(given)
         return _InCache(self, lookup, given)
+
+    def _on_host(self, lookup: Any, ids: torch.Tensor) -> torch.Tensor:
+        """A call on the CPU. BadFeatureIds: names the id as it was given."""
+        given = self._given_rows(ids)
+        try:
+            return self._side_by_side(lookup(given)[0])
+        except BadFeatureIds as error:
+            at = error.position
+            if self._bounds is None or given[0].values.reshape(-1)[at] != -1:
+                raise
+            asked = int(ids.reshape(-1)[at])
+            rows = self._bounds[1, at % len(self._bounds[0])] - self._bounds[0, at % len(self._bounds[0])]
+            wrong = BadIds(Problem.ID, 0, at, asked, int(rows))
+            raise BadFeatureIds(self.features[0], wrong) from None
 
     def _check(self, ids: torch.Tensor) -> None:
         check_tensor(self.features[0], ids)
@@ -140,9 +162,11 @@ class RowGather(PublishedModule):
 
 class _OnThread:
     def __init__(self, future: "Future[torch.Tensor]") -> None:
-        self._future = future
+        self._future, self._process = future, os.getpid()
 
     def wait(self) -> torch.Tensor:
+        if self._process != os.getpid():
+            raise ModuleError("the call began in the process that forked this one; begin it here")
         return self._future.result()
 
 

@@ -176,7 +176,7 @@ INLINE int pack_scaled(int format, const float *x, int64_t dim, extent e, uint8_
 /* Whether a row of a scaled format holds numbers alone, none of them above SCALED_MAX by its scales. */
 INLINE int is_sound_row(int format, const uint8_t *row, int64_t dim) {
     const uint8_t *values = row + (format == E4M3 ? 4 : 0), *scales = row + NVFP4_SCALES(dim);
-    int is_bad = 0;
+    uint8_t is_bad = 0; /* of a byte, so that as many are compared at once */
     if (format == NVFP4) {
         for (int64_t b = 0; b < dim / 16; b++) is_bad |= scales[b] > 0x7e;
     } else {

@@ -120,7 +120,8 @@ def gather(
         if HEADS:
             head = bounds.to(tl.pointer_type(tl.int64)) + vector % heads
             first_row = tl.load(head, is_real, 0)
-            bound = (tl.load(head + heads, is_real, 0) - first_row).to(tl.uint64)
+            end = tl.minimum(tl.load(head + heads, is_real, 0), rows)  # a next version may have fewer
+            bound = tl.maximum(end - first_row, 0).to(tl.uint64)
         is_row = id.to(tl.uint64) < bound  # negative ids are large ones
         is_read = is_real & is_row
         id += first_row

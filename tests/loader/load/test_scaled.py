@@ -192,6 +192,15 @@ def test_a_row_that_holds_no_number_is_refused_by_name(tmp_path: Path, root: Pat
 @pytest.mark.parametrize(
     ("tensors", "why"),
     [
+        (
+            {
+                "embed.weight": random(64, 64).to(E4M3),
+                "embed.scale": random(1),
+                "embed.weight_scale": random(1),
+            },
+            "two tensors could be its scale",
+        ),
+        (nvfp4(64) | {"ngram.weight_scale_2": torch.tensor(0.0)}, "scale ngram.weight_scale_2 is 0.0"),
         ({"embed.weight": random(64, 64).to(E4M3)}, "no scale beside it, as embed.weight_scale"),
         ({"embed.weight": random(64, 64).to(E4M3), "embed.weight_scale": random(1, 1, 64)}, "with a scale"),
         ({"embed.weight": random(64, 64).to(E4M3), "embed.weight_scale": random(64, 2)}, "with a scale"),
@@ -205,3 +214,51 @@ def test_what_is_no_table_says_why(tmp_path: Path, tensors: dict[str, torch.Tens
         assert why in found.skipped[key]
         with pytest.raises(CheckpointError, match=f"{key}.* cannot be a table"):
             found.matrix(key)
+
+
+def test_a_part_that_cannot_be_read_is_not_left_out(tmp_path: Path) -> None:
+    """One without a scale, the first one, one of two with a number: the table is refused, and its parts that
+    can be read are not."""
+    both = {f"e.shard_{n}": random(10, 32, seed=n).to(E4M3) for n in (1, 2)}
+    both |= {f"e.shard_{n}.scale": random(1, seed=n).abs() for n in (1, 2)}
+    for more in ("e.shard_0", "e.shard_3", "e.shard_01"):
+        with open_checkpoint(saved(tmp_path, both | {more: random(10, 32).to(E4M3)})) as found:
+            assert "part" in found.skipped["e.shard_*"]
+            assert found.matrix("e.shard_1").rows == 10
+    late = {k.replace("_1", "_5").replace("_2", "_6"): v for k, v in both.items()}
+    with open_checkpoint(saved(tmp_path, late)) as found:
+        assert "has no part 1" in found.skipped["e.shard_*"]
+
+
+def test_shards_of_other_values_are_tables_of_their_own(tmp_path: Path) -> None:
+    """Whatever their names are."""
+    names = [
+        "emb.shard_0.weight",
+        "emb.shard_1.weight",
+        "a*b.shard_1.weight",
+        "shard_0.x.shard_1.weight",
+        "e.shard_*",
+    ]
+    names += ["e.shard_" + "9" * 400, "Postcard_shard2_emb.weight"]
+    path = saved(tmp_path, {name: random(40, 8) for name in names})
+    with open_checkpoint(path) as found:
+        assert sorted(found.matrices) == sorted(names)
+    spec = first_model(path, "demo", RowFormat.INT8, tmp_path).spec
+    assert sorted(t.key for t in spec.tables) == sorted(names)
+
+
+def test_values_that_do_not_lie_row_after_row(tmp_path: Path) -> None:
+    """Of the values, and of a scale of each kind; other tables of the file are read."""
+    path = tmp_path / "x.pt"
+    scales = random(64, 4).abs().bfloat16()[:, :1]
+    codes, steps = torch.zeros(64, 32, dtype=torch.uint8), torch.ones(4, 64).to(E4M3).T
+    ok = {"ok.weight": random(64, 8)}
+    for tensors in (
+        {"q.weight": random(64, 64).to(E4M3), "q.weight_scale": scales},
+        {"q.weight": random(64, 64).to(E4M3), "q.weight_scale": torch.tensor([0.5]).expand(64)},
+        {"q.weight": codes, "q.weight_scale": steps, "q.weight_scale_2": torch.tensor(0.5)},
+    ):
+        torch.save(ok | tensors, path)
+        with open_checkpoint(path) as found:
+            assert "contiguous" in found.skipped["q.weight"]
+            assert found.matrix("ok.weight").rows == 64

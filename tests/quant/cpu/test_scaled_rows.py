@@ -189,8 +189,15 @@ def test_packed_rows_with_what_is_no_number_are_refused(
     given = np.ascontiguousarray(packed[:, : row_format.used_bytes(64)])
     given[11, at] = byte
     for other in (row_format, RowFormat.FP32):
-        with pytest.raises(QuantError, match="row 11 holds a value"):
+        with pytest.raises(QuantError, match="row 11 holds a value of .* or a scale"):
             native.quantize(given, Source(row_format), other, np.empty((200, other.row_bytes(64)), np.uint8))
+
+
+def test_packed_rows_beyond_another_formats_range_are_refused_for_that(native: CpuBackend) -> None:
+    packed = packed_of(np.full((3, 64), 1e6, np.float32), RowFormat.FP8_E4M3)
+    given = np.ascontiguousarray(packed[:, : RowFormat.FP8_E4M3.used_bytes(64)])
+    with pytest.raises(QuantError, match="row 0 holds a value that fp16 cannot represent"):
+        native.quantize(given, Source.FP8_E4M3, RowFormat.FP16, np.empty((3, 128), np.uint8))
 
 
 @of_each

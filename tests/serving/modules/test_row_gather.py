@@ -2,6 +2,8 @@
 while versions come."""
 
 import gc
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant.gpu.tensors import rows
+from tableside.serving.modules import row_gather
 from tableside.torch import BadFeatureIds, ModuleError, RowGather
 
 pytest.importorskip("triton")
@@ -100,7 +103,7 @@ def test_heads_lie_side_by_side(root: Path, where: str) -> None:
         same(rank(moved(where, ids[:, 1:].to(dtype))), wanted[:, DIM:])
     beyond = ids.clone()
     beyond[4, 1] = 2003
-    with pytest.raises(BadFeatureIds):
+    with pytest.raises(BadFeatureIds, match=r"id (2003|-1) at position 13"):
         whole(moved(where, beyond))
         whole.check()
     with pytest.raises(ModuleError, match=r"expected \[..., 3\]"):
@@ -159,6 +162,43 @@ def test_versions_and_deltas_come(root: Path, where: str) -> None:
     same(module(moved(where, ids)), after[ids])
     same(module.prefetch(moved(where, ids)).wait(), after[ids])
     module.check()
+
+
+@pytest.mark.usefixtures("by_refresh")
+@everywhere
+def test_heads_of_a_version_with_fewer_rows(root: Path, where: str) -> None:
+    """Rows that are gone are refused, not read behind the table."""
+    publish(root, "fp8_e4m3")
+    module = gather_of(root, where, heads=[(0, 2500), (2500, 2500)])
+    module(moved(where, torch.tensor([[0, 0]])))
+    after = publish(root, "fp8_e4m3", seed=1, rows=100)
+    assert module.refresh()
+    with pytest.raises(BadFeatureIds, match=r"id (20|2520) at position"):
+        module(moved(where, torch.tensor([[0, 20], [150, 0]])))
+        module.check()
+    alone = gather_of(root, where, heads=[(0, 100)])
+    same(alone(moved(where, torch.tensor([[7], [99]]))), after[[7, 99]])
+
+
+@pytest.mark.usefixtures("by_refresh")
+def test_a_call_ahead_on_the_cpu_keeps_its_version(root: Path) -> None:
+    """Also where its thread comes to it later; a forked child is told that it cannot wait for it."""
+    before = publish(root, "fp32")
+    module = gather_of(root, "cpu", output=torch.float32)
+    gate = threading.Event()
+    row_gather._thread().submit(gate.wait)
+    pending = module.prefetch(torch.arange(9))
+    publish(root, "fp32", seed=1)
+    assert module.refresh()
+    gate.set()
+    same(pending.wait(), before[:9])
+    if not (child := os.fork()):
+        try:
+            pending.wait()
+        except ModuleError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.mark.sanitized_gpu
