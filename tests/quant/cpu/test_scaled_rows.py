@@ -189,7 +189,7 @@ def test_packed_rows_with_what_is_no_number_are_refused(
     given = np.ascontiguousarray(packed[:, : row_format.used_bytes(64)])
     given[11, at] = byte
     for other in (row_format, RowFormat.FP32):
-        with pytest.raises(QuantError, match="row 11 holds a value of .* or a scale"):
+        with pytest.raises(QuantError, match=r"row 11 holds a value of .* or a scale"):
             native.quantize(given, Source(row_format), other, np.empty((200, other.row_bytes(64)), np.uint8))
 
 
