@@ -130,7 +130,7 @@ def _add(found: Checkpoint, folder: Path, key: str, entry: _Tensor, items: dict[
     shape = _wholes(entry["size"])
     properties = entry["properties"].state
     dtype = (properties[0] if isinstance(properties, tuple) else properties["dtype"]).value
-    if len(shape) > 2:  # neither a matrix nor ids nor scales
+    if len(shape) != 2 and not (len(shape) == 1 and dtype in ("int64", "int32")):  # neither a matrix nor ids
         found.add(key, shape, dtype, None)
         return
     shards: list[RowShard] = []

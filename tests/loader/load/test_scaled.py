@@ -10,6 +10,7 @@ import pytest
 import torch
 from reference import REFERENCE
 from safetensors.torch import save_file
+from torch.distributed import checkpoint
 
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError
@@ -262,3 +263,14 @@ def test_values_that_do_not_lie_row_after_row(tmp_path: Path) -> None:
         with open_checkpoint(path) as found:
             assert "contiguous" in found.skipped["q.weight"]
             assert found.matrix("ok.weight").rows == 64
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_other_tensors_of_a_distributed_checkpoint_may_be_beside(tmp_path: Path) -> None:
+    """Scalars and vectors of floats, which are no scales there."""
+    table = {"q.weight": random(40, 32).to(E4M3), "q.weight_scale": torch.tensor(0.5)}
+    others = {"a.weight": random(40, 8), "step": random(1)[0], "bias": random(40)}
+    checkpoint.save(table | others, checkpoint_id=tmp_path / "d", no_dist=True)
+    with open_checkpoint(tmp_path / "d") as found:
+        assert found.matrix("a.weight").rows == 40
+        assert "as [rows, 1]" in found.skipped["q.weight"]
