@@ -146,8 +146,8 @@ def _matrix(found: Checkpoint, key: str, values: Tensor, scale_key: str) -> Matr
     if values.shards is None or (scale.shards is None and len(scale.shape) < 3):
         what = key if values.shards is None else scale_key
         raise CheckpointError(
-            f"the values of {what} do not lie row after row; save it with .contiguous(), and in a distributed "
-            "checkpoint as [rows, 1]"
+            f"the values of {what} do not lie row after row; save it with .contiguous(), and in a "
+            "distributed checkpoint as [rows, 1]"
         )
     of_rows = scale.shape in ((rows,), (rows, 1)) and rows > 1
     if values.dtype in _E4M3 and scale.dtype in _FLOATS and (of_rows or scale.elements == 1):
