@@ -23,7 +23,7 @@ from tableside.loader.files import open_regular
 from tableside.quant import Source
 from tableside.quant.cpu.backend import ITEM_TYPES
 
-_SOURCES = {
+SOURCES = {
     "f32": Source.FP32, "float32": Source.FP32, "<f4": Source.FP32,
     "f16": Source.FP16, "float16": Source.FP16, "<f2": Source.FP16,
     "bf16": Source.BF16, "bfloat16": Source.BF16,
@@ -213,7 +213,7 @@ class Checkpoint:
         """Keeps a matrix of floats or a tensor of ids, skips others. dtype: the format's name. shards: as for
         `rows_of`; None: the values are not row-major."""
         named = dtype.removeprefix("torch.").lower()
-        source = _SOURCES.get(named)
+        source = SOURCES.get(named)
         if len(self.matrices) + len(self.skipped) >= LIMIT_TENSORS:
             raise CheckpointError(f"more than {LIMIT_TENSORS:,} tensors; save the tables alone")
         if key in self.matrices or key in self.skipped:

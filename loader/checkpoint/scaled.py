@@ -2,7 +2,7 @@
 
 What ModelOpt, compressed-tensors and DeepSeek write of a table [rows, dim], and what it becomes
 (`tableside.quant.row_format`):
-    float8_e4m3fn [rows, dim]         scale: one, or [rows], [rows, 1] of fp32, bf16, fp16  fp8_e4m3
+    float8_e4m3fn [rows, dim]         scale: one, or one a row of fp32 or bf16  fp8_e4m3
     float8_e4m3fn [rows, dim]         scale: e8m0, or its bytes, [rows, dim / 32]           fp8_e4m3_block32
     uint8 [rows, dim / 2], F4 [rows, dim]  scale: e4m3 [rows, dim / 16], and one of fp32    nvfp4
 No value is decoded: a row's values and scales are columns of bytes of the packed row. A table may lie in
@@ -13,14 +13,14 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from tableside.loader.checkpoint.rows import Checkpoint, Matrix, RowShard, Tensor
+from tableside.loader.checkpoint.rows import SOURCES, Checkpoint, Matrix, RowShard, Tensor
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import open_regular
 from tableside.quant import RowFormat, Source
+from tableside.quant.cpu.backend import ITEM_TYPES
 
 _E4M3, _E8M0, _BYTES, _FP4 = (
     frozenset(("f8_e4m3", "float8_e4m3fn")),
@@ -28,11 +28,6 @@ _E4M3, _E8M0, _BYTES, _FP4 = (
     frozenset(("u8", "uint8")),
     frozenset(("f4", "float4_e2m1fn_x2")),
 )
-_FLOATS: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys(("f32", "float32", "<f4"), np.dtype("<f4")),
-    **dict.fromkeys(("f16", "float16", "<f2"), np.dtype("<f2")),
-    **dict.fromkeys(("bf16", "bfloat16"), np.dtype("<u2")),
-}
 # At the end of a name, or before `.weight`
 _SHARD = re.compile(
     r"(?<![A-Za-z0-9])(shards?[._-]?)([0-9]{1,9})(?=$|\.weight$|\.weight_packed$)", re.IGNORECASE
@@ -59,7 +54,7 @@ def add_scaled(found: Checkpoint) -> None:
                 raise CheckpointError(f"two tensors could be its scale: {' and '.join(candidates[:2])}")
             matrix = _matrix(found, key, tensor, candidates[0])
         except CheckpointError as error:
-            if dtype in _E4M3 | _FP4 or _is_nvfp4(found, candidates[0]):
+            if dtype in _E4M3 | _FP4 or found.tensors[candidates[0]].dtype in _E4M3:
                 found.skip(key, str(error))
             continue
         found.replace(key, matrix)
@@ -135,10 +130,6 @@ def _beside(found: Checkpoint, key: str, names: tuple[str, ...]) -> Iterator[str
     yield from (k for name in names if (k := f"{whole}.{name}") in found.tensors)
 
 
-def _is_nvfp4(found: Checkpoint, scale: str) -> bool:
-    return found.tensors[scale].dtype in _E4M3
-
-
 def _matrix(found: Checkpoint, key: str, values: Tensor, scale_key: str) -> Matrix:
     """Returns the matrix of packed rows. CheckpointError: its scales are of no format that there is."""
     rows, width = values.shape
@@ -150,10 +141,11 @@ def _matrix(found: Checkpoint, key: str, values: Tensor, scale_key: str) -> Matr
             "distributed checkpoint as [rows, 1]"
         )
     of_rows = scale.shape in ((rows,), (rows, 1)) and rows > 1
-    if values.dtype in _E4M3 and scale.dtype in _FLOATS and (of_rows or scale.elements == 1):
-        head = (
-            _row_scales(scale, rows) if of_rows else (_repeated(scale, rows, 0, _scalar(scale_key, scale)),)
-        )
+    if values.dtype in _E4M3 and scale.dtype in SOURCES and (of_rows or scale.elements == 1):
+        if of_rows:
+            head = tuple(_row_scales(scale, rows))
+        else:
+            head = (_repeated(scale, rows, 0, _scalar(scale_key, scale).tobytes()),)
         return _packed(found, key, rows, width, RowFormat.FP8_E4M3, (*head, *_columns(values, 4)))
     if values.dtype in _E4M3 and scale.dtype in _E8M0 | _BYTES and scale.shape == (rows, width / 32):
         shards = (*_columns(values, 0), *_columns(scale, width))
@@ -164,14 +156,16 @@ def _matrix(found: Checkpoint, key: str, values: Tensor, scale_key: str) -> Matr
         if of_table is None:
             raise CheckpointError(f"of nvfp4, and no scale of the table, as {_stem(key)}.weight_scale_2")
         factor = _scalar(of_table, found.tensors[of_table])
-        if not 0 < float(np.frombuffer(factor, "<f4")[0]) < np.inf:
-            raise CheckpointError(
-                f"scale {of_table} is {np.frombuffer(factor, '<f4')[0]}; expected it above 0"
-            )
+        if not 0 < factor < np.inf:
+            raise CheckpointError(f"scale {of_table} is {factor}; expected it above 0")
         if of_table.endswith("global_scale"):  # compressed-tensors keeps what values were multiplied by
-            factor = (np.float32(1) / np.frombuffer(factor, "<f4")).astype("<f4").tobytes()
+            factor = np.float32(1) / factor
         at = dim // 2
-        shards = (*_columns(values, 0, at), _repeated(scale, rows, at, factor), *_columns(scale, at + 4))
+        shards = (
+            *_columns(values, 0, at),
+            _repeated(scale, rows, at, factor.tobytes()),
+            *_columns(scale, at + 4),
+        )
         return _packed(found, key, rows, dim, RowFormat.NVFP4, shards)
     raise CheckpointError(
         f"{values.dtype} {list(values.shape)} with a scale {scale_key} of {scale.dtype} {list(scale.shape)}; "
@@ -197,9 +191,10 @@ def _columns(tensor: Tensor, column: int, width: int | None = None) -> Iterator[
 
 def _row_scales(scale: Tensor, rows: int) -> Iterator[RowShard]:
     """Yields fp32 scales [rows] as the first 4 bytes of packed rows; of bf16 the upper two are read."""
-    if _FLOATS[scale.dtype] == np.float32:
+    source = SOURCES[scale.dtype]
+    if source is Source.FP32:
         yield from _columns(scale, 0, 4)
-    elif _FLOATS[scale.dtype] == np.float16:
+    elif source is Source.FP16:
         raise CheckpointError("its scales, one a row, are fp16; expected fp32 or bf16")
     else:
         yield _repeated(scale, rows, 0, bytes(2))
@@ -212,16 +207,16 @@ def _repeated(scale: Tensor, rows: int, column: int, data: bytes) -> RowShard:
     return RowShard(scale.shards[0].path, 0, 0, rows, column, len(data), constant=data)
 
 
-def _scalar(key: str, tensor: Tensor) -> bytes:
-    """Returns the only value of a tensor as fp32. CheckpointError: it has others, or cannot be read."""
-    if tensor.elements != 1 or tensor.dtype not in _FLOATS or not tensor.shards:
+def _scalar(key: str, tensor: Tensor) -> np.float32:
+    """Returns the only value of a tensor. CheckpointError: it has others, or cannot be read."""
+    source = SOURCES.get(tensor.dtype)
+    if tensor.elements != 1 or source is None or not tensor.shards:
         raise CheckpointError(f"scale {key} is {tensor.dtype} {list(tensor.shape)}; expected one float")
-    dtype, shard = _FLOATS[tensor.dtype], tensor.shards[0]
+    shard = tensor.shards[0]
     with open(open_regular(shard.path, "a file of the checkpoint", CheckpointError), "rb") as file:
-        data = os.pread(file.fileno(), dtype.itemsize, shard.offset)
-    if len(data) < dtype.itemsize:
+        data = os.pread(file.fileno(), source.item_bytes, shard.offset)
+    if len(data) < source.item_bytes:
         raise CheckpointError(f"{shard.path}: it ends before {key}; it was truncated")
-    value = np.frombuffer(data, dtype)
-    if dtype == np.dtype("<u2"):
-        return bytes((value.astype(np.uint32) << 16).tobytes())
-    return bytes(value.astype("<f4").tobytes())
+    if source is Source.BF16:  # the upper half of an fp32
+        return np.float32(np.frombuffer(bytes(2) + data, "<f4")[0])
+    return np.float32(np.frombuffer(data, ITEM_TYPES[source])[0])

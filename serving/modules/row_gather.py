@@ -2,7 +2,7 @@
 embeddings of language models."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol, Unpack
 
@@ -114,10 +114,10 @@ class RowGather(PublishedModule):
         if not attached.on_gpu:
             return _OnThread(_thread().submit(self._on_host, lookup, ids))
         if lookup.gathers:
-            return _SideBySide(self, lookup.gather_ahead(ids, self._bounds))
+            return _OnDevice(self, lookup.gather_ahead(ids, self._bounds).wait)
         given = self._given_rows(ids)
         lookup.prefetch(given)
-        return _InCache(self, lookup, given)
+        return _OnDevice(self, lambda: lookup(given)[0])
 
     def _on_host(self, lookup: Any, ids: torch.Tensor) -> torch.Tensor:
         """A call on the CPU. BadFeatureIds: names the id as it was given."""
@@ -170,20 +170,14 @@ class _OnThread:
         return self._future.result()
 
 
-class _SideBySide:
-    def __init__(self, module: RowGather, gathered: Ahead) -> None:
-        self._module, self._gathered = module, gathered
+class _OnDevice:
+    """wait: of the vectors of all ids."""
+
+    def __init__(self, module: RowGather, wait: Callable[[], torch.Tensor]) -> None:
+        self._module, self._wait = module, wait
 
     def wait(self) -> torch.Tensor:
-        return self._module._side_by_side(self._gathered.wait())
-
-
-class _InCache:
-    def __init__(self, module: RowGather, lookup: Any, given: list[FeatureTensors]) -> None:
-        self._module, self._lookup, self._given = module, lookup, given
-
-    def wait(self) -> torch.Tensor:
-        return self._module._side_by_side(self._lookup(self._given)[0])
+        return self._module._side_by_side(self._wait())
 
 
 _threads: list[ThreadPoolExecutor] = []
