@@ -13,6 +13,7 @@ from tableside.quant.gpu.kernels import tensors as tensor_kernel
 from tableside.quant.gpu.kernels.job import ResolveField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
+from tableside.quant.row_format import RowFormat
 
 GATHER_COLUMNS = 256  # chunks of rows that a program of `gather` reads at once
 _STARTS_BLOCK = 1024  # bags that a program of `bag_starts` sums at once
@@ -60,7 +61,8 @@ def lookup(
 def gather(
     dim: int, row_format: int, precision: int, *, ids_32: bool, is_ordered: bool, has_heads: bool
 ) -> Kernel:
-    """Gathers single rows of one table."""
+    """Gathers single rows of one table. row_format, precision: numbers of `RowFormat` and `Precision`."""
+    packed = RowFormat(row_format)
     return Kernel(
         gather_kernel.gather,
         4,
@@ -70,6 +72,8 @@ def gather(
         IDS_32=ids_32,
         ORDERED=is_ordered,
         HEADS=has_heads,
+        PER_WORD=32 // packed.bits,
+        HEADER=packed.value_bytes(0) // 4,
         COLUMNS=GATHER_COLUMNS,
     )
 

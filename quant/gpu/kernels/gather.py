@@ -9,12 +9,8 @@ from tableside.quant.gpu.kernels.constants import (
     AS_FP32,
     FORMAT_FP8,
     FORMAT_FP8_E4M3,
-    FORMAT_FP16,
-    FORMAT_FP32,
     FORMAT_INT2,
-    FORMAT_INT4,
     FORMAT_INT8,
-    FORMAT_NVFP4,
     REPORT_BAG,
     REPORT_END,
     REPORT_IDS,
@@ -79,30 +75,21 @@ def gather(
     IDS_32: tl.constexpr,
     ORDERED: tl.constexpr,
     HEADS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    HEADER: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Writes the vectors of `count` ids, [count, DIM]; that of a wrong id is zeros. Programs take blocks of
-    COLUMNS chunks in turns, so that any number of them does all. Addresses:
+    COLUMNS chunks in turns, so that any number of them does all. PER_WORD, HEADER: values of a word of a row,
+    and words before them. Addresses:
     ids      int64 or int32 (IDS_32) [count]
     order    int64 [count], ORDERED: places of the ids in the order in which their rows are read
     bounds   int64 [2, heads], HEADS: first rows and ends of heads; the id at place n is of head n % heads,
              and its row is that of the head with this number
     table    uint8 [rows, row_bytes], in HBM or registered host memory
     target   of a report (`quant.gpu.kernels.tensor_bags.report`), which calls the table `name`"""
-    PER_WORD: tl.constexpr = (
-        16
-        if FORMAT == FORMAT_INT2
-        else 8
-        if (FORMAT == FORMAT_INT4) | (FORMAT == FORMAT_NVFP4)
-        else 2
-        if FORMAT == FORMAT_FP16
-        else 1
-        if FORMAT == FORMAT_FP32
-        else 4
-    )
     HAS_BIAS: tl.constexpr = FORMAT <= FORMAT_INT8
     HAS_SCALE: tl.constexpr = FORMAT >= FORMAT_FP8_E4M3
-    HEADER: tl.constexpr = 1 if HAS_BIAS or FORMAT == FORMAT_FP8_E4M3 else 0
     WORDS: tl.constexpr = 2 if FORMAT == FORMAT_INT2 else 4
     CHUNKS: tl.constexpr = (HEADER + (DIM + PER_WORD - 1) // PER_WORD + WORDS - 1) // WORDS
     word = tl.arange(0, WORDS)[None, :]
