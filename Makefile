@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # Some machines tell Python to keep no bytecode: the hundreds of processes that tests start would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
-BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/program/native/*.[ch] serving/http/v2/native/*.[ch])
+BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/native/*.[ch] loader/*/native/*.[ch] serving/http/v2/native/*.[ch] tableside/*.h)
 
 .PHONY: help setup dev demo serve minilm ngram dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign mutants clean
@@ -98,7 +98,7 @@ test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's addre
 	@$(WATCHED) tests/quant/gpu/test_merge.py
 	@$(WATCHED) -k "native or builder" tests/quant/cpu/test_raw_lookups.py tests/quant/cpu/test_index_builder.py
 	@$(WATCHED) -k "not fbgemm" tests/quant/rows/test_overlay.py tests/loader/deltas/test_apply.py tests/loader/deltas/test_compact.py
-	@$(WATCHED) tests/serving/http/test_reader.py tests/serving/http/test_reader_checks.py tests/serving/http/test_reader_regions.py tests/serving/http/test_v1_request.py tests/serving/http/test_validation.py tests/loader/program/test_program_layers.py tests/loader/program/test_layer_kernel.py tests/loader/segment/test_blocks.py
+	@$(WATCHED) tests/serving/http/test_reader.py tests/serving/http/test_reader_checks.py tests/serving/http/test_reader_regions.py tests/serving/http/test_v1_request.py tests/serving/http/test_validation.py tests/loader/program/test_program_layers.py tests/loader/program/test_layer_kernel.py tests/loader/segment/test_blocks.py tests/loader/test_c_library.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -139,4 +139,4 @@ campaign: dev    ## kills, damage, hostile requests and files, overload, a soak:
 	@$(BIN)/python -m campaigns --seconds $(CAMPAIGN_S)
 
 clean:           ## removes the virtual environment and build files
-	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so loader/program/*.so serving/http/v2/*.so
+	rm -rf $(VENV) build dist *.egg-info quant/cpu/*.so loader/*/*.so serving/http/v2/*.so tableside/*.so

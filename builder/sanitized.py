@@ -20,10 +20,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from setuptools import Extension
 
 TOP = Path(__file__).parent.parent
 FOLDER = TOP / "build" / "sanitized"
@@ -34,10 +30,9 @@ SANITIZERS = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize
 # -fno-var-tracking: eight minutes of compiling become one; reports keep their lines.
 COMPILED_WITH = [*SANITIZERS, "-fno-wrapv", "-O1", "-g", "-fno-var-tracking", "-fno-omit-frame-pointer"]
 # gcc 12 aligns the copies of stack frames, by which it detects uses after a return, to 32 bytes, and stores
-# vectors of 64 bytes there as if they were aligned (its bug 110027). So the extension that has such vectors
-# goes without them.
+# vectors of 64 bytes there as if they were aligned (its bug 110027). So the kernels, which have such vectors,
+# go without them.
 NO_COPIES_OF_FRAMES = ("--param", "asan-use-after-return=0")
-WIDE_VECTORS = "tableside.quant.cpu._native"
 RUNTIMES = ("libasan", "libubsan")
 REMEDY = "Debian and Ubuntu: apt-get install gcc; Fedora: dnf install gcc libasan libubsan"
 
@@ -79,24 +74,25 @@ def build(folder: Path = FOLDER) -> list[Path]:
     os.chdir(TOP)  # setup.py names its sources from here
     os.environ |= {"CC": "gcc", "LDSHARED": "gcc -shared"}
     distribution = import_module("distutils.core").run_setup("setup.py", stop_after="init")
+    for _, library in distribution.libraries:
+        library["cflags"] = [*_watched(library["cflags"]), *NO_COPIES_OF_FRAMES]
+        library["obj_deps"][""] += ["setup.py", __file__]
     for extension in distribution.ext_modules:
-        _watched(extension)
-    command = distribution.get_command_obj("build_ext")
-    command.build_lib, command.build_temp = str(folder), str(folder / "objects")
-    distribution.run_command("build_ext")
+        extension.extra_compile_args = _watched(extension.extra_compile_args)
+        extension.extra_link_args = [f for f in extension.extra_link_args if f != "-s"] + SANITIZERS
+        extension.depends = [*extension.depends, "setup.py", __file__]
+    objects = str(folder / "objects")
+    kernels, command = distribution.get_command_obj("build_clib"), distribution.get_command_obj("build_ext")
+    kernels.build_clib = kernels.build_temp = command.build_temp = objects
+    command.build_lib = str(folder)
+    for each in ("build_clib", "build_ext"):
+        distribution.run_command(each)
     return [Path(path) for path in command.get_outputs()]
 
 
-def _watched(extension: "Extension") -> None:
-    """Compiles this extension with the sanitizers, unoptimized enough for reports to name lines, and not
-    stripped."""
-    extension.extra_compile_args = [
-        f for f in extension.extra_compile_args if not f.startswith("-O")
-    ] + COMPILED_WITH
-    if extension.name == WIDE_VECTORS:
-        extension.extra_compile_args += NO_COPIES_OF_FRAMES
-    extension.extra_link_args = [f for f in extension.extra_link_args if f != "-s"] + SANITIZERS
-    extension.depends = [*extension.depends, "setup.py", __file__]
+def _watched(options: Sequence[str]) -> list[str]:
+    """The options of a compiler with the sanitizers, unoptimized enough for reports to name lines."""
+    return [option for option in options if not option.startswith("-O")] + COMPILED_WITH
 
 
 def environment(library: Path, reports: Path, before: Mapping[str, str]) -> dict[str, str]:

@@ -76,6 +76,10 @@ typedef struct {
     void (*place)(struct resolving *r, int64_t until), (*resolve)(struct resolving *r, int64_t until);
 } kernel;
 
+/* Writes the kernels that this processor runs, fastest first, to `found`; returns how many. */
+enum { MOST_KERNELS = 3 };
+int find_kernels(const kernel **found);
+
 /* What runs lookups, and how it prefetches rows. */
 typedef struct { const kernel *kernel; prefetching how; } runner;
 

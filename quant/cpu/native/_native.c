@@ -311,7 +311,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, 
                                     NULL};
 
 PyMODINIT_FUNC PyInit__native(void) {
-    find_kernels();
+    choose_kernel();
     open_pool();
     PyObject *made = PyModule_Create(&module);
     const size_t count = sizeof all_names / sizeof *all_names;

@@ -4,33 +4,19 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#if defined(__x86_64__)
-#include "_processor.h"
-#endif
 #include "_native_runner.h"
 #include "_prefetch.h"
-
-#if defined(__x86_64__)
-extern const kernel kernel_avx512, kernel_avx2;
-#endif
-extern const kernel kernel_portable;
 
 /* Rows come from L2 in some 16 cycles, a few rows' time: 8 to 24 rows ahead were alike. */
 enum { NEAR_ROWS = 16, WAYS = 3 };
 static const struct { const char *name; prefetching how; } ways[WAYS] = {
     {"L2", {0, 0}}, {"L2, then L1", {0, NEAR_ROWS}}, {"L1", {1, 0}}};
 
-static const kernel *available[3], *active;
+static const kernel *available[MOST_KERNELS], *active;
 static int n_available, way; /* `way` is written while other threads read it */
 
-void find_kernels(void) {
-    n_available = 0;
-#if defined(__x86_64__)
-    processor found = find_processor();
-    if (found.avx512) available[n_available++] = &kernel_avx512;
-    if (found.avx2) available[n_available++] = &kernel_avx2;
-#endif
-    available[n_available++] = &kernel_portable;
+void choose_kernel(void) {
+    n_available = find_kernels(available);
     active = available[0];
 }
 

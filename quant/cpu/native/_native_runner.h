@@ -5,7 +5,7 @@
 #include <Python.h>
 #include "_rows.h"
 
-void find_kernels(void);
+void choose_kernel(void);
 runner active_runner(void);
 
 PyObject *py_isas(PyObject *self, PyObject *unused);
