@@ -66,7 +66,7 @@ static uint32_t add_slowly(uint32_t sum, const uint8_t *data, size_t size) {
 }
 
 #if defined(__x86_64__)
-__attribute__((target("sse4.2"))) static uint32_t add_fast(uint32_t sum, const uint8_t *data, size_t size) {
+__attribute__((target("sse4.2,crc32"))) static uint32_t add_fast(uint32_t sum, const uint8_t *data, size_t size) {
     uint64_t wide = sum;
     for (; size >= 8; data += 8, size -= 8) {
         uint64_t word;
