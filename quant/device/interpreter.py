@@ -134,7 +134,7 @@ class _Immediate:
     def _is_done(self, *_: Any) -> None:
         pass
 
-    synchronize = wait_stream = _is_done
+    synchronize = wait = wait_stream = _is_done
 
 
 class _AnonymousMemory(DeviceMemory):

@@ -11,7 +11,6 @@ import torch
 
 from tableside.quant import LookupKind, Precision, QuantError
 from tableside.quant.cpu.bags import device_places
-from tableside.quant.device.device import Device
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.tensors.calls import StagedLookup, TensorInput, places_of
 from tableside.quant.gpu.tensors.tensors import TensorLookup
@@ -45,17 +44,25 @@ class _Ahead(NamedTuple):
 class GatheredAhead:
     """Vectors that a stream beside the caller's writes."""
 
-    def __init__(self, device: Device, side: Any, ids: torch.Tensor, vectors: torch.Tensor) -> None:
-        self._device, self._side, self._begun_on = device, side, device.current_handle()
-        self._held: tuple[torch.Tensor, torch.Tensor] | None = (ids, vectors)
+    def __init__(self, lookup: "DeviceLookup", ids: torch.Tensor, bounds: torch.Tensor | None) -> None:
+        self._lookup = lookup
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._begun_on, self._side = lookup.current_stream(), lookup.side_stream()
+        self._event = lookup.take_event()
+        vectors = lookup.lookup.room(ids)
+        self._event.record(self._begun_on)
+        self._event.wait(self._side)
+        self._held = ids, lookup.gathered(ids, bounds, vectors, self._side)
+        self._event.record(self._side)
 
     def wait(self) -> torch.Tensor:
         """Returns the vectors; the current stream waits for them. Once."""
         assert self._held is not None, "the vectors were taken before"
         (ids, vectors), self._held = self._held, None
-        current = self._device.current_stream()
-        current.wait_stream(self._side)
-        if current.cuda_stream != self._begun_on and vectors.is_cuda:  # whose memory this was
+        current = self._lookup.current_stream()
+        self._event.wait(current)
+        self._lookup.events.append(self._event)
+        if current is not self._begun_on and vectors.is_cuda:  # whose memory this was
             ids.record_stream(self._side)
             vectors.record_stream(current)
         return vectors
@@ -91,7 +98,9 @@ class DeviceLookup:
             ", ".join(names),
         )
         self.gathers = self.lookup.gatherer is not None
-        self._side: Any = None  # of calls ahead, made by the first
+        # Of calls ahead: a stream, made by the first, and events, which take longer to make than to use
+        self._side: Any = None
+        self.events: list[Any] = []
         self._where = _DLPACK_TYPES[self._device.type], self._device.index or 0
 
     # ---- tensors of each feature ----
@@ -121,29 +130,43 @@ class DeviceLookup:
     def gather(self, ids: torch.Tensor, bounds: torch.Tensor | None = None) -> torch.Tensor:
         """The same for one feature whose rows are read by their numbers (`gathers`): [*shape of ids, dim].
         bounds: as of `RowGatherer`."""
-        ids = self._integers(ids)
-        return self._gathered(ids, bounds, None, None)
+        return self.gathered(self._integers(ids), bounds, None, None)
 
     def gather_ahead(self, ids: torch.Tensor, bounds: torch.Tensor | None) -> "GatheredAhead":
         """Begins a `gather` beside the current stream. Do not change the ids until it was waited for."""
-        device = self._backend.device
-        if self._side is None:
-            self._side = device.stream()
-        ids = self._integers(ids)
-        out = self.lookup.room(ids)
-        self._side.wait_stream(device.current_stream())
-        return GatheredAhead(device, self._side, ids, self._gathered(ids, bounds, out, self._side))
+        return GatheredAhead(self, self._integers(ids), bounds)
 
-    def _gathered(
+    def gathered(
         self, ids: torch.Tensor, bounds: torch.Tensor | None, out: torch.Tensor | None, beside: Any
     ) -> torch.Tensor:
+        """As `gather`, to `out` and on the stream `beside`, where they are given."""
         try:
             found, stream = self.lookup.gather(ids, bounds, out, beside)
         except QuantError as error:
             raise ModuleError(str(error)) from error
         if stream not in self._streams:
             self._streams[stream] = self._backend.device.current_stream() if beside is None else beside
-        return found.view(*ids.shape, self._dims[0])
+        return found
+
+    def current_stream(self) -> Any:
+        """The device's current stream; torch takes longer to make an object of it than to find it."""
+        handle = self._backend.device.current_handle()
+        if (found := self._streams.get(handle)) is None:
+            found = self._streams[handle] = self._backend.device.current_stream()
+        return found
+
+    def side_stream(self) -> Any:
+        """The stream of calls ahead."""
+        if self._side is None:
+            self._side = self._backend.device.stream()
+        return self._side
+
+    def take_event(self) -> Any:
+        """An event that nobody else uses; give it back to `events`."""
+        try:
+            return self.events.pop()
+        except IndexError:
+            return self._backend.device.event()
 
     def _integers(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids as kernels read them. BadFeatureIds: as a call."""
@@ -225,9 +248,7 @@ class DeviceLookup:
             found = look_up(*arguments)
         except QuantError as error:
             raise ModuleError(str(error)) from error
-        stream = self._backend.device.current_handle()
-        if stream not in self._streams:
-            self._streams[stream] = self._backend.device.current_stream()
+        self.current_stream()  # is among those that are waited for before memory goes
         return found
 
     def _cut(

@@ -44,7 +44,7 @@ class RowGatherer:
     def __call__(
         self, ids: torch.Tensor, out: torch.Tensor, bounds: torch.Tensor | None = None, beside: Any = None
     ) -> int | None:
-        """Writes the vectors of ids, [ids, dim] of the kind's precision; returns the stream's handle. ids:
+        """Writes the vectors of ids, [..., dim] of the kind's precision; returns the stream's handle. ids:
         int64 or int32 [..., heads], contiguous on the device. bounds: int64 [2, heads], first rows and ends
         of heads; None: ids are row numbers. beside: a stream beside other work; None: the current one. Wrong
         ids are reported and read as zeros. QuantError: during a graph capture, if no such call ran before."""

@@ -226,8 +226,8 @@ class TensorLookup:
         return out, handle
 
     def room(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns memory for the vectors of ids, [ids, dim], of the current stream."""
-        return self._new((ids.numel(), self._width))
+        """Returns memory for the vectors of ids, [*shape of the ids, dim], of the current stream."""
+        return self._new((*ids.shape, self._width))
 
     def prefetch(self, staged: StagedLookup) -> StagedLookup:
         """Begins to fetch a call's cached rows; they stay until the call."""
