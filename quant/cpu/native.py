@@ -184,9 +184,13 @@ class Native(CpuBackend):
             _raise(verdict, held, ids.size)
         return out
 
+    def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
+        # Not on rows that are fetched: of a mapped file, random rows would be read from the disk
+        _choose_prefetch([kind.table for kind in kinds if isinstance(kind.table, Table)])
+        return super().planner(kinds, threads)
+
     def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
         tables = host_tables(kinds)
-        _choose_prefetch(tables)
         return _NativePlanner(_kinds(kinds, tables), tables, threads)
 
 

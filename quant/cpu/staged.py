@@ -176,7 +176,7 @@ class StagedPlanner(Planner):
                 for table, kind in zip(tables, kinds, strict=True)
                 if table is not None
             ]
-            self.in_place = backend.planner(of_kind, threads)
+            self.in_place = backend.memory_planner(of_kind, threads)
 
     @property
     def waits(self) -> bool:
