@@ -145,10 +145,10 @@ class BlockReader:
     ) -> None:
         """Reads what is in the page cache; the other rows are LATE."""
         state[:] = _LEFT
-        if self._fetch(rows, out, state, True):
+        left = self._fetch(rows, out, state, True)
+        if left:
             state[state == _LEFT] = RowState.LATE
-        else:
-            self.count(PAGE_CACHE, rows.size)
+        self.count(PAGE_CACHE, rows.size - left)
 
     def are_here(self, rows: NDArray[np.int64]) -> bool:
         """Whether all of these rows that the table has may be read in the mapping now."""

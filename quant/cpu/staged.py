@@ -116,6 +116,7 @@ class _TableRows:
         self.at = np.split(at.reshape(-1).astype(np.int64, copy=False), ends[:-1])
         self._packed = np.zeros((self._wanted.size + 1, table.row_bytes), np.uint8)
         self._own = slice(*np.searchsorted(self._wanted, (0, table.rows)).tolist())
+        self._state = np.full(self._own.stop - self._own.start, RowState.LATE, np.uint8)
         self.is_late = np.zeros(self._wanted.size + 1, np.bool_)
 
     @property
@@ -129,15 +130,22 @@ class _TableRows:
         return np.ascontiguousarray(self._packed[:, at : at + ID_BYTES]).view(np.int64)[:, 0]
 
     def ask(self) -> None:
-        """Has the rows brought, without a wait."""
+        """Has the rows that are not here brought, without a wait."""
         if self._table.reader.ask is not None:
-            self._table.reader.ask(self._wanted[self._own])
+            self._table.reader.ask(self._wanted[self._own][self._state != RowState.HERE])
 
     def fetch(self, fetch: Fetch, deadline: float | None, is_last: bool) -> None:
-        """is_last: the default row stands for rows that are late, if it is known. RowsNotRead: some are late
-        or corrupt."""
-        table, own, state = self._table, self._own, np.zeros(self._wanted[self._own].size, np.uint8)
-        if state.size:
+        """Fetches the rows that are not here. is_last: the default row stands for rows that are late, if it
+        is known. RowsNotRead: some are late or corrupt."""
+        table, own, state = self._table, self._own, self._state
+        left = np.flatnonzero(state)
+        if 0 < left.size < state.size:
+            at, came = own.start + left, np.zeros(left.size, np.uint8)
+            packed = np.empty((left.size, table.row_bytes), np.uint8)
+            fetch(self._wanted[at], packed, came, deadline)
+            self._packed[at], state[left] = packed, came
+        elif left.size:
+            state[:] = RowState.HERE
             fetch(self._wanted[own], self._packed[own], state, deadline)
         if state.any():
             late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
@@ -195,6 +203,10 @@ class _StagedPlan(Plan):
         return True
 
     def begin(self, inputs: Any) -> Plan | Waiting:
+        begun = self._begun(inputs)
+        return begun.ready() if isinstance(begun, _Fetching) else begun
+
+    def _begun(self, inputs: Any) -> "Plan | _Fetching":
         if (in_place := self._planner.in_place) is not None and self._are_here(inputs):
             return in_place.plan(self._places)
         found: dict[int, _Found] = {}
@@ -212,7 +224,7 @@ class _StagedPlan(Plan):
         refuse = partial(_refuse, asked, found, inputs)
         if wrong is not None and all(one.ids is None for one in found.values()):
             refuse(wrong)
-        return _Fetching(self._planner, self._places, found, wrong, refuse).ready()
+        return _Fetching(self._planner, self._places, found, wrong, refuse)
 
     def _are_here(self, inputs: Any) -> bool:
         """Whether all rows of fetched tables may be read where they lie in memory; they may be missing, or
@@ -228,8 +240,8 @@ class _StagedPlan(Plan):
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
-        begun = self.begin(inputs)
-        return (begun.wait() if isinstance(begun, Waiting) else begun).run(inputs, outputs)
+        begun = self._begun(inputs)
+        return (begun.wait() if isinstance(begun, _Fetching) else begun).run(inputs, outputs)
 
 
 def _refuse(
@@ -261,6 +273,11 @@ class _Fetching(Waiting):
         self._planner, self._places, self._found = planner, places, found
         self._wrong, self._refuse = wrong, refuse
         self._tables = list({id(one.table): one.table for one in found.values()}.values())
+        self._jobs = {id(t): [job for job, one in found.items() if one.table is t] for t in self._tables}
+        # Those that came stay, where others must be waited for
+        self._rows = {
+            id(t): _TableRows(t, [found[job].rows for job in self._jobs[id(t)]]) for t in self._tables
+        }
         limits = [wait_s for table in self._tables if (wait_s := table.reader.wait_s) is not None]
         self._deadline = time.monotonic() + min(limits) if limits else None
 
@@ -283,27 +300,27 @@ class _Fetching(Waiting):
         """is_last: rows that do not come are late, and not asked for in another way."""
         at: dict[int, Ids] = {}
         found, wrong = dict(self._found), [] if self._wrong is None else [self._wrong]
-        jobs = {id(t): [job for job, one in found.items() if one.table is t] for t in self._tables}
-        rows = {id(t): _TableRows(t, [found[job].rows for job in jobs[id(t)]]) for t in self._tables}
-        if is_last and len(rows) > 1:
-            for one in rows.values():  # so that no table waits for those before it
+        if is_last and len(self._rows) > 1:
+            for one in self._rows.values():  # so that no table waits for those before it
                 one.ask()
         for table in self._tables:
-            fetch, came = how(table.reader), rows[id(table)]
+            fetch, came = how(table.reader), self._rows[id(table)]
             assert fetch is not None
             came.fetch(fetch, deadline, is_last)
-            for job, places in zip(jobs[id(table)], came.at, strict=True):
+            for job, places in zip(self._jobs[id(table)], came.at, strict=True):
                 try:
                     found[job], lacks = found[job].settled(came, places, job)
                 except BadIds as error:
                     wrong.append(error)
                     continue
                 if lacks.any():
-                    places[lacks] = came.default_at(fetch, deadline)
+                    places = np.where(lacks, came.default_at(fetch, deadline), places)
                 at[job] = places
         if wrong:
             self._refuse(min(wrong, key=lambda error: error.job))
-        return _ReadPlan(self._planner, self._places, found, {n: one.table for n, one in rows.items()}, at)
+        return _ReadPlan(
+            self._planner, self._places, found, {n: one.table for n, one in self._rows.items()}, at
+        )
 
 
 class _ReadPlan(Plan):

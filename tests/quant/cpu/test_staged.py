@@ -30,6 +30,7 @@ from tableside.quant import (
 from tableside.quant.contract import Unfound, Waiting
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
+from tableside.quant.rows.ids import RowMap
 
 BACKENDS = ("native", "fbgemm", "reference")
 
@@ -277,9 +278,10 @@ def test_a_row_of_another_size_is_refused() -> None:
 
 
 def test_rows_that_need_no_wait_are_there_when_a_plan_begins() -> None:
-    """Of all tables of a request; one row that does is waited for, within the time that its table gives."""
+    """Of all tables of a request; one row that does is waited for, within the least time that a table gives.
+    Those that came are not asked for again."""
     table = table_of(RowFormat.INT8, 8, 100)
-    asked: list[float | None] = []
+    asked: list[tuple[list[int], float | None]] = []
 
     def ready(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
         out[:] = table.packed[rows]
@@ -287,7 +289,7 @@ def test_rows_that_need_no_wait_are_there_when_a_plan_begins() -> None:
 
     def fetch(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
         out[:] = table.packed[rows]
-        asked.append(deadline)
+        asked.append((rows.tolist(), deadline))
 
     readers = [RowReader(fetch, ready, wait_s) for wait_s in (300.0, 900.0)]
     kinds = [LookupKind(table.fetched_by(reader), Pooling.NONE) for reader in readers]
@@ -300,4 +302,30 @@ def test_rows_that_need_no_wait_are_there_when_a_plan_begins() -> None:
         (begun.wait() if isinstance(begun, Waiting) else begun).run(np.array(ids).tobytes(), out)
         expected = choose().lookup(table, np.array(ids), pooling=Pooling.NONE)
         np.testing.assert_array_equal(out.view(np.float32).reshape(2, 8), expected)
-    assert len(asked) == 2 and asked[0] == asked[1] and asked[0] is not None and asked[0] <= after
+    ((rows, deadline),) = asked
+    assert rows == [60] and deadline is not None and deadline <= after
+
+
+def test_rows_of_one_table_come_in_two_turns() -> None:
+    """Those that needed no wait, and then the others; missing ids get the default row."""
+    table = replace(table_of(RowFormat.INT8, 8, 100), row_map=RowMap(99, default_row=99))
+    asked: list[list[int]] = []
+
+    def ready(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
+        state[rows % 2 == 1] = RowState.LATE
+        out[state == 0] = table.packed[rows[state == 0]]
+
+    def fetch(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
+        out[:] = table.packed[rows]
+        asked.append(rows.tolist())
+
+    ids = np.array([7, 4, 500, 4, 9, 98, 7, -1])
+    place = Place(0, 0, ids.size, -1, 0, 0, -1, 0)
+    kinds = [LookupKind(table.fetched_by(RowReader(fetch, ready)), Pooling.NONE)]
+    plan = choose().planner(kinds).plan(np.array([place], np.int64).tobytes())
+    out = np.zeros((8, 8), np.float32)
+    begun = plan.begin(ids.tobytes())
+    assert isinstance(begun, Waiting)
+    begun.wait().run(ids.tobytes(), out)
+    np.testing.assert_array_equal(out, choose().lookup(table, ids, pooling=Pooling.NONE))
+    assert asked == [[7, 9], [99]]
