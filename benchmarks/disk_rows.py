@@ -70,12 +70,18 @@ def cold(segment: Segment, batch: int, rng: np.random.Generator) -> tuple[float,
     return rows / elapsed, 1e6 * (time.process_time() - spent) / rows
 
 
-def fio(segment: Segment, direct: bool) -> float:
-    """Reads a second."""
+def fio(segment: Segment, direct: bool, batch: int = 0) -> float:
+    """Reads a second. batch: so many at once, and the next ones when all have come; 0: by THREADS, without a
+    pause."""
     path = segment.files[1].path
     forget(path, segment)
-    options = ["--rw=randread", "--bs=4k", "--ioengine=psync", "--thread", "--group_reporting"]
-    options += [f"--numjobs={THREADS}", f"--runtime={SECONDS}", "--time_based", f"--direct={int(direct)}"]
+    options = ["--rw=randread", "--bs=4k", "--thread", "--group_reporting", "--time_based"]
+    options += [f"--runtime={SECONDS}", f"--direct={int(direct)}"]
+    if batch:
+        options += ["--ioengine=io_uring", f"--iodepth={batch}", f"--iodepth_batch={batch}"]
+        options += [f"--iodepth_batch_complete_min={batch}"]
+    else:
+        options += ["--ioengine=psync", f"--numjobs={THREADS}"]
     options += [
         "--readonly",
         "--norandommap",

@@ -336,7 +336,7 @@ static int64_t next_block(const place *p, const int64_t *rows, const uint8_t *st
 
 /* How long `bring` waits: ms. */
 typedef struct { int64_t depth, patience, all; } limits;
-enum { NAP_NS = 50000 };
+enum { NAP_NS = 10000 };
 
 /* Reads a block that was asked for. began: of `bring`. */
 static int wait_for(const place *p, const block *b, uint8_t *to, const limits *most, uint32_t began) {
