@@ -6,8 +6,8 @@
 A token takes 48 uniform rows of 264 bytes (256 fp8 values, a scale for each 32) through `RowGather` on the
 CPU. Rows: one token after another, nothing in the page cache, beside fio's reads of 4 KiB at random places of
 the same file, 48 at a time, and by 32 threads without a pause. Tokens: two transformer layers of width 1024
-before the memory and two behind it, one sequence, with the table in /dev/shm, on the disk, and on the disk with
-`prefetch` before the first layer. Vectors are compared first; ways take turns.
+before the memory and two behind it, one sequence, with the table in /dev/shm, on the disk, and on the disk
+with `prefetch` before the first layer. Vectors are compared first; ways take turns.
 """
 
 import argparse
