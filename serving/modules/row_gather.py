@@ -4,6 +4,7 @@ embeddings of language models."""
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any, Literal, Protocol, Unpack
 
 import torch
@@ -11,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from tableside.quant import BadIds, Pooling
 from tableside.quant.errors import Problem
+from tableside.quant.gpu.residence.registry import is_by_cpu
 from tableside.serving.modules.dispatch import lookup_of
 from tableside.serving.modules.embeddings import PublishedModule, SourceOptions
 from tableside.serving.modules.inputs import (
@@ -40,8 +42,10 @@ class RowGather(PublishedModule):
     each head that ids have, in their last dim: an id of head n is the number of a row among the head's, and
     the vectors of the heads lie side by side. So each rank of a tensor-parallel engine names its own.
     output: dtype of the vectors. follow, options: as of `Embeddings`; device="cuda:0" with placement="hbm",
-    "zero_copy" or "cached" say where rows are read. Under torch.compile a call is one operator. A call with
-    rows in HBM or in host memory may be captured in a CUDA graph, once such a call was made.
+    "zero_copy" or "cached" say where the GPU reads rows; with "host", and with "stored" on a disk, the CPU
+    reads them and sends the vectors. Under torch.compile a call is one operator, unless the CPU sends them. A
+    call with rows that the GPU reads in HBM or in host memory may be captured in a CUDA graph, once such a
+    call was made.
     ModuleError: the table or a head is not there.
     """
 
@@ -57,6 +61,11 @@ class RowGather(PublishedModule):
         follow: Literal["live"] | None = "live",
         **options: Unpack[SourceOptions],
     ) -> None:
+        self._sends_to: torch.device | None = None
+        if is_by_cpu(options.get("placement", "auto")):
+            where = options.pop("device", "cpu")
+            self._sends_to = torch.device(where) if where.startswith("cuda") else None
+            options.pop("hbm_budget", None)
         super().__init__(model, [table], output=output, follow=follow, **options)
         self.dim = self.dims[0]
         self.heads = None if heads is None else tuple((int(first), int(rows)) for first, rows in heads)
@@ -88,7 +97,9 @@ class RowGather(PublishedModule):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns vectors [*shape of the ids, dim], with heads [*shape without the last, heads * dim]. ids:
         int64 or int32, on the module's device. BadFeatureIds: an id is no row's; on a GPU it is reported by a
-        later call or `check`, and its vector is zeros."""
+        later call or `check`, and its vector is zeros; at once where the CPU reads."""
+        if self._sends_to is not None:
+            return self._sent(ids, self._sends_to)
         if self.heads is not None or not isinstance(ids, torch.Tensor):
             self._check(ids)
         if is_traced():
@@ -111,6 +122,9 @@ class RowGather(PublishedModule):
         self._check(ids)
         attached = self._published.now()
         lookup: Any = lookup_of(attached, self._call)
+        if (device := self._sends_to) is not None:
+            ready = _stream_of(device, ids).record_event()
+            return _Sent(_thread().submit(self._send, lookup, ids, device, ready))
         if not attached.on_gpu:
             return _OnThread(_thread().submit(self._on_host, lookup, ids))
         if lookup.gathers:
@@ -118,6 +132,23 @@ class RowGather(PublishedModule):
         given = self._given_rows(ids)
         lookup.prefetch(given)
         return _OnDevice(self, lambda: lookup(given)[0])
+
+    @_disable_dynamo
+    def _sent(self, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A call on the CPU of ids of a GPU, which the host waits for."""
+        self._check(ids)
+        _stream_of(device, ids)
+        return self._on_host(lookup_of(self._published.now(), self._call), ids.cpu()).to(device)
+
+    def _send(
+        self, lookup: Any, ids: torch.Tensor, device: torch.device, ready: torch.cuda.Event
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The same on another thread and stream; returns the vectors, and when they are there."""
+        side = _side_of(device)
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            vectors = self._on_host(lookup, ids.cpu()).pin_memory()
+            return vectors.to(device, non_blocking=True), side.record_event()
 
     def _on_host(self, lookup: Any, ids: torch.Tensor) -> torch.Tensor:
         """A call on the CPU. BadFeatureIds: names the id as it was given."""
@@ -161,13 +192,25 @@ class RowGather(PublishedModule):
 
 
 class _OnThread:
-    def __init__(self, future: "Future[torch.Tensor]") -> None:
+    def __init__(self, future: "Future[Any]") -> None:
         self._future, self._process = future, os.getpid()
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Any:
         if self._process != os.getpid():
             raise ModuleError("the call began in the process that forked this one; begin it here")
         return self._future.result()
+
+
+class _Sent(_OnThread):
+    """Vectors of the CPU that a stream of their own brings to a GPU."""
+
+    def wait(self) -> torch.Tensor:
+        vectors: torch.Tensor
+        vectors, are_there = super().wait()
+        current = torch.cuda.current_stream(vectors.device)
+        are_there.wait(current)
+        vectors.record_stream(current)
+        return vectors
 
 
 class _OnDevice:
@@ -188,6 +231,23 @@ def _thread() -> ThreadPoolExecutor:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "tableside-ahead"))
     return _threads[0]
+
+
+@cache
+def _side_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this process by which vectors go to a GPU."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _stream_of(device: torch.device, ids: torch.Tensor) -> torch.cuda.Stream:
+    """The current stream of ids on a GPU. ModuleError: they lie elsewhere, or a graph is captured."""
+    if ids.device != device:
+        raise ModuleError(
+            f"ids are on {ids.device}; the module sends vectors to {device}, expected them there"
+        )
+    if torch.cuda.is_current_stream_capturing():
+        raise ModuleError("a call whose rows the CPU reads cannot be captured; call it before the replay")
+    return torch.cuda.current_stream(device)
 
 
 os.register_at_fork(after_in_child=_threads.clear)

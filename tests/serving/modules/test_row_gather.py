@@ -22,6 +22,7 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant.gpu.tensors import rows
+from tableside.quant.rows.fetched import FetchedTable
 from tableside.serving.modules import row_gather
 from tableside.torch import BadFeatureIds, ModuleError, RowGather
 
@@ -55,7 +56,9 @@ def gather_of(root: Path, where: str, **more: Any) -> RowGather:
     """where: "cpu", or a placement on the tests' device."""
     if where == "cpu":
         return RowGather("lm", "ngram", root=str(root), **more)
-    here: dict[str, Any] = {"device": devices.DEVICE, "placement": where, "hbm_budget": 1 << 22}
+    here: dict[str, Any] = {"device": devices.DEVICE, "placement": where}
+    if where not in ("host", "stored"):
+        here["hbm_budget"] = 1 << 22
     return RowGather("lm", "ngram", root=str(root), **here, **more)
 
 
@@ -69,7 +72,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.cpu(), expected.to(found.dtype), rtol=within, atol=0)
 
 
-everywhere = pytest.mark.parametrize("where", ["cpu", "hbm", "zero_copy", "cached"])
+everywhere = pytest.mark.parametrize("where", ["cpu", "hbm", "zero_copy", "cached", "host"])
 
 
 @pytest.mark.drawn(8)
@@ -178,6 +181,33 @@ def test_heads_of_a_version_with_fewer_rows(root: Path, where: str) -> None:
         module.check()
     alone = gather_of(root, where, heads=[(0, 100)])
     same(alone(moved(where, torch.tensor([[7], [99]]))), after[[7, 99]])
+
+
+@pytest.mark.parametrize("where", ["cpu", "stored"])
+def test_rows_on_a_disk(tmp_path: Path, where: str) -> None:
+    """Read by the CPU for a device as well, at once and ahead."""
+    expected = publish(tmp_path, "fp8_e4m3_block32", rows=40_000)
+    module = gather_of(tmp_path, where, heads=[(0, 30_000), (30_000, 10_000)])
+    ids = random_ids(10_000, 48, 2)
+    wanted = expected[ids + torch.tensor([0, 30_000])].flatten(1)
+    assert isinstance(module._published.now().served.features["ngram"].table, FetchedTable)
+    same(module(moved(where, ids)), wanted)
+    same(module.prefetch(moved(where, ids)).wait(), wanted)
+    assert module(moved(where, ids)).device.type == moved(where, ids).device.type
+
+
+@on_a_gpu
+def test_a_call_of_the_cpu_is_not_captured(root: Path) -> None:
+    publish(root, "int8")
+    module = gather_of(root, "host")
+    ids = there(torch.arange(9))
+    module(ids)
+    graph = torch.cuda.CUDAGraph()
+    for call in (module, module.prefetch):
+        with pytest.raises(ModuleError, match="cannot be captured"), torch.cuda.graph(graph):
+            call(ids)
+    with pytest.raises(ModuleError, match="ids are on cpu"):
+        module(torch.arange(9))
 
 
 @pytest.mark.usefixtures("by_refresh")
