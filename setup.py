@@ -14,15 +14,20 @@ HIDDEN = "-fvisibility=hidden"
 SHARED = sorted(str(file) for folder in (KERNEL, ABI) for file in Path(folder).glob("*.[ch]"))
 
 
-def extension(name: str, sources: str, *flags: str, threads: bool = False) -> Extension:
-    """A module of the C files of a folder, for every Python from 3.11 on."""
+def extension(name: str, sources: str, *flags: str, threads: bool = False, linked: str = "") -> Extension:
+    """A module of the C files of a folder, for every Python from 3.11 on. linked: what programs that are
+    linked with it ask for."""
     return Extension(
         f"tableside.{name}",
         sources=sorted(map(str, Path(sources).glob("*.c"))),
         include_dirs=[sources, KERNEL, ABI],
         depends=[*SHARED, *map(str, Path(sources).glob("*.h"))],
         extra_compile_args=[*flags, HIDDEN, "-std=gnu11"],
-        extra_link_args=[*(["-pthread"] if threads else []), "-s"],
+        extra_link_args=[
+            *(["-pthread"] if threads else []),
+            *([f"-Wl,-soname,{linked}"] if linked else []),
+            "-s",
+        ],
         py_limited_api=True,
     )
 
@@ -41,7 +46,7 @@ setup(
         extension("loader.program._layers", "loader/program/native", *FAST, threads=True),
         extension("loader.segment._blocks", "loader/segment/native", "-O3"),
         extension("serving.http.v2._reader", "serving/http/v2/native", "-O3"),
-        extension("libtableside", ABI, *FAST, threads=True),
+        extension("libtableside", ABI, *FAST, threads=True, linked="libtableside.abi3.so"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -30,7 +30,8 @@ typedef enum { TABLESIDE_FP32 = 0, TABLESIDE_FP16 = 1, TABLESIDE_BF16 = 2 } tabl
  * models; NULL: TABLESIDE_ROOT of the environment, or /dev/shm/tableside. Checks the header's checksum and who
  * owns the files; rows are verified by `tableside verify`, or by the first server or module that attaches.
  * NULL: error has a text of at most error_bytes: there is no such model or table, its files are damaged or
- * another user's, its ids are raw, deltas lie over it, or it lies on a disk. Thread-safe. */
+ * another user's, its ids are raw, deltas lie over it, or it is a large one on a disk. Thread-safe; this and
+ * `gather` take up to 128 KiB of stack. */
 tableside_table *tableside_attach(const char *root, const char *model, const char *table,
                                   tableside_shape *shape, char *error, size_t error_bytes);
 

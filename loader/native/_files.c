@@ -40,10 +40,15 @@ static int open_trusted(int folder, const char *name, int flags, struct stat *fo
 
 int open_folder(const char *root, const char *model, const reason *why) {
     struct stat found;
-    int folder = -2;
+    char path[4096]; /* a slash behind a link would follow it */
+    int folder = -1;
+    size_t length = strlen(root);
+    while (length > 1 && root[length - 1] == '/') length--;
+    if (length >= sizeof path) return refuse(why, "root %.99s...: a path of %zu bytes", root, length) - 1;
+    memcpy(path, root, length), path[length] = 0;
     if (!*model || strspn(model, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-") != strlen(model))
         return refuse(why, "model '%.99s': expected letters, digits, _ and -", model) - 1;
-    const int above = open_trusted(AT_FDCWD, root, O_DIRECTORY | O_PATH, &found, why);
+    const int above = open_trusted(AT_FDCWD, path, O_DIRECTORY | O_PATH, &found, why);
     if (above >= 0) {
         folder = open_trusted(above, model, O_DIRECTORY | O_RDONLY, &found, why);
         close(above);

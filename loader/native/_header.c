@@ -39,11 +39,20 @@ static int take_integer(scanner *s, void *to) {
 
 static int take_text(scanner *s, void *to) { return read_string(s, to); }
 
-/* All 64 bits; behind the text of a header lies more of the file, so that no digits run on. */
+/* All 64 bits; 0 for a number that has more. */
 static int take_checksum(scanner *s, void *to) {
+    uint64_t value = 0;
+    number n;
     skip_space(s);
-    *(uint64_t *)to = strtoull(s->p, NULL, 10);
-    return skip_value(s);
+    if (!read_number(s, &n)) return 0;
+    for (const char *p = n.p; p < n.end; p++)
+        if (!is_digit(*p) || __builtin_mul_overflow(value, 10, &value)
+            || __builtin_add_overflow(value, (uint64_t)(*p - '0'), &value)) {
+            value = 0;
+            break;
+        }
+    *(uint64_t *)to = value;
+    return 1;
 }
 
 static int take_presence(scanner *s, void *to) { return *(int *)to = 1, skip_value(s); }
@@ -51,16 +60,17 @@ static int take_presence(scanner *s, void *to) { return *(int *)to = 1, skip_val
 /* ---- a record ---- */
 
 int read_record(const char *from, int64_t bytes, record *to) {
-    scanner s = {.p = from, .end = from + bytes};
+    scanner s = {.p = from, .end = from + bytes, .arena_bytes = bytes + 1};
     *to = (record){-1, 0};
-    return TAKE(&s, {"current", take_integer, &to->version}, {"sequence", take_integer, &to->sequence})
-           && to->version >= 0 && to->sequence >= 0;
+    const int is_json = TAKE(&s, {"current", take_integer, &to->version}, {"sequence", take_integer, &to->sequence});
+    free(s.arena);
+    return is_json && to->version >= 0 && to->sequence >= 0;
 }
 
 /* ---- a header ---- */
 
 typedef struct { int64_t rows, chunk_rows; } chunks;
-typedef struct { text name, format; stored at; chunks of_rows, of_index; int64_t backfilled; } table_entry;
+typedef struct { text name, format; stored at; chunks of_rows, of_index; int64_t backfilled; int has_ids; } table_entry;
 typedef struct { text table; int64_t offset, bytes, sums_at; uint64_t checksum; } file_entry;
 /* table, file: of the table that is wanted. sums: checksums of all chunks. */
 typedef struct {
@@ -81,10 +91,11 @@ static int take_index(scanner *s, void *to) {
 static int take_ids(scanner *s, void *to) {
     table_entry *t = to;
     skip_space(s);
-    return take_word(s, "null", 4)
-           || TAKE(s, {"count", take_integer, &t->at.count}, {"first", take_integer, &t->at.first},
-                   {"default_row", take_integer, &t->at.default_row}, {"backfilled", take_integer, &t->backfilled},
-                   {"index", take_index, &t->of_index});
+    if (take_word(s, "null", 4)) return 1;
+    t->has_ids = 1;
+    return TAKE(s, {"count", take_integer, &t->at.count}, {"first", take_integer, &t->at.first},
+                {"default_row", take_integer, &t->at.default_row}, {"backfilled", take_integer, &t->backfilled},
+                {"index", take_index, &t->of_index});
 }
 
 /* Adds the checksums of rows; 0: impossible. */
@@ -101,7 +112,10 @@ static int take_table(scanner *s, header *h) {
               {"row_bytes", take_integer, &t.at.row_bytes}, {"dim", take_integer, &t.at.dim},
               {"offset", take_integer, &t.at.offset}, {"ids", take_ids, &t}))
         return 0;
-    if (is_name(t.name, h->wanted)) h->table = t;
+    if (is_name(t.name, h->wanted)) {
+        if (h->table.name.p) return 0; /* it is there twice */
+        h->table = t;
+    }
     return add_sums(h, &t.of_rows) && add_sums(h, &t.of_index);
 }
 
@@ -132,14 +146,21 @@ static int take_header(scanner *s, header *h) {
            && !h->is_delta;
 }
 
+/* Whether the ids of a table are possible: all row numbers, or `count` from `first` on and a policy's row. */
+static int are_possible(const table_entry *t, const stored *at) {
+    if (!t->has_ids) return 1;
+    return at->count >= 0 && at->count <= at->rows && at->first >= 0 && t->backfilled >= 0
+           && t->backfilled <= at->count && (at->default_row == -1 || at->default_row == at->rows - 1);
+}
+
 /* Whether the numbers of a table are possible, and its rows lie in a file of `size` bytes. */
 static int is_possible(const stored *t, int64_t size) {
     int64_t bytes, end;
-    return t->format <= LAST_FORMAT && t->dim > 0 && t->dim < INT32_MAX && t->dim % BLOCK_OF(t->format) == 0
+    const int in_a_byte = t->format == INT2 ? 4 : t->format == INT4 ? 2 : 1;
+    return t->format <= LAST_FORMAT && t->dim % in_a_byte == 0 && t->dim > 0 && t->dim < INT32_MAX && t->dim % BLOCK_OF(t->format) == 0
            && t->row_bytes >= USED_BYTES(t->format, t->dim) && t->offset >= PRELUDE_BYTES
            && !__builtin_mul_overflow(t->rows, t->row_bytes, &bytes)
-           && !__builtin_add_overflow(bytes, t->offset, &end) && end <= size && t->first >= 0
-           && t->count <= t->rows && t->default_row < t->rows && t->own <= t->count;
+           && !__builtin_add_overflow(bytes, t->offset, &end) && end <= size;
 }
 
 static int place_table(const header *h, int64_t segment_bytes, stored *to, const reason *why) {
@@ -151,12 +172,16 @@ static int place_table(const header *h, int64_t segment_bytes, stored *to, const
     if (h->file_number && h->file.sums_at)
         return refuse(why, "table '%.*s' lies on a disk; a program in C reads memory", n, name.p);
     *to = h->table.at;
-    to->rows = h->table.of_rows.rows, to->own = to->count - h->table.backfilled;
-    to->version = h->version, to->file = h->file_number;
+    to->rows = h->table.of_rows.rows, to->version = h->version, to->file = h->file_number;
+    int is_sound = are_possible(&h->table, to);
+    if (h->table.has_ids && is_sound) to->own = to->count - h->table.backfilled;
     for (to->format = 0; to->format <= LAST_FORMAT; to->format++)
         if (is(h->table.format, formats[to->format], (int64_t)strlen(formats[to->format]))) break;
-    if (to->file) to->file_bytes = h->file.bytes, to->checksum = h->file.checksum, to->offset -= h->file.offset;
-    if (is_possible(to, to->file ? to->file_bytes : segment_bytes)) return 1;
+    if (to->file) {
+        to->file_bytes = h->file.bytes, to->checksum = h->file.checksum;
+        is_sound &= !__builtin_sub_overflow(to->offset, h->file.offset, &to->offset);
+    }
+    if (is_sound && is_possible(to, to->file ? to->file_bytes : segment_bytes)) return 1;
     return refuse(why, "the header says what cannot be of table '%.*s'; publish it again", n, name.p);
 }
 

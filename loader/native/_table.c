@@ -69,7 +69,8 @@ EXPORTED tableside_table *tableside_attach(const char *root, const char *model, 
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     const kernel *kernels[MOST_KERNELS];
     pthread_once(&once, open_pool);
-    if (!root && !(root = getenv("TABLESIDE_ROOT"))) root = "/dev/shm/tableside";
+    if (!root) root = getenv("TABLESIDE_ROOT");
+    if (!root || !*root) root = "/dev/shm/tableside";
     if (!model || !name) return refuse(&why, "model or table is NULL; expected a name"), NULL;
     tableside_table *made = calloc(1, sizeof *made);
     if (!made) return refuse(&why, "no memory"), NULL;

@@ -46,7 +46,7 @@ C.tableside_gather.restype = ctypes.c_int64
 class Attached:
     """A table that the C library attached. LookupError: the text that it refused with."""
 
-    def __init__(self, root: Path, table: str = "ngram", model: str = "lm") -> None:
+    def __init__(self, root: Path | str, table: str = "ngram", model: str = "lm") -> None:
         self.shape, error = Shape(), ctypes.create_string_buffer(256)
         names = str(root).encode(), model.encode(), table.encode()
         found = C.tableside_attach(*names, ctypes.byref(self.shape), error, ctypes.c_size_t(len(error)))
@@ -148,7 +148,7 @@ def test_a_version_that_was_attached_stays(root: Path, anywhere: None) -> None:
         torch.testing.assert_close(table.gather(range(ROWS))[1], expected, rtol=0, atol=0)
 
 
-def refusal(root: Path, *names: str) -> str:
+def refusal(root: Path | str, *names: str) -> str:
     with pytest.raises(LookupError) as refused:
         Attached(root, *names)
     return str(refused.value)
@@ -212,31 +212,74 @@ def test_damage_is_refused(root: Path) -> None:
     assert Attached(root).gather([1])[0] == 1
 
 
-IMPOSSIBLE: list[tuple[str, Any]] = [
-    ("rows", 2**62), ("rows", -1), ("rows", 0), ("offset", 2**63 - 1), ("offset", -8), ("offset", "x"),
-    ("dim", 2**40), ("dim", 0), ("dim", 97.5), ("row_bytes", 1), ("row_format", "int9"), ("chunk_rows", 0),
-    ("name", None),
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"rows": 2**62}, {"rows": -1}, {"rows": 0}, {"offset": 2**63 - 1}, {"offset": -8}, {"offset": "x"},
+    {"dim": 2**40}, {"dim": 0}, {"dim": 97.5}, {"row_bytes": 1}, {"row_format": "int9"}, {"chunk_rows": 0},
+    {"name": None}, {"name": "small"}, {"row_format": "int4", "dim": 25}, {"row_format": "int2", "dim": 94},
+    {"ids": {"count": ROWS, "default_row": -5}}, {"ids": {"count": ROWS, "default_row": 3}},
+    {"ids": {"count": -3}},
+    {"ids": {"count": ROWS + 1}}, {"ids": {"count": 5, "backfilled": 2**63 - 1}}, {"ids": {}}, {"ids": 7},
+    {"ids": {"count": 5, "first": -1}},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("field", "value"), IMPOSSIBLE)
-def test_impossible_headers_with_a_right_checksum_are_refused(root: Path, field: str, value: Any) -> None:
+@pytest.mark.parametrize("told", IMPOSSIBLE, ids=str)
+def test_impossible_headers_with_a_right_checksum_are_refused(root: Path, told: dict[str, Any]) -> None:
     publish(root)
 
-    def change(data: bytearray) -> None:
+    def change(header: dict[str, Any]) -> None:
+        next(t for t in header["tables"] if t["name"] == "ngram").update(told)
+
+    write_header(root, change)
+    said = refusal(root)
+    assert "publish" in said or "no table" in said
+
+
+def write_header(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Changes what the header of version 1 says; its checksum is right."""
+
+    def rewrite(data: bytearray) -> None:
         magic, version, header_bytes, size, _ = PRELUDE.unpack(data[: PRELUDE.size])
         end = PRELUDE.size + header_bytes
         header = json.loads(data[PRELUDE.size : end])
-        next(t for t in header["tables"] if t["name"] == "ngram")[field] = value
-        data[PRELUDE.size : end] = json.dumps(header, separators=(",", ":")).encode().ljust(header_bytes)
-        sums = 8 * len(header["tables"])
-        data[: PRELUDE.size] = PRELUDE.pack(
-            magic, version, header_bytes, size, checksum(data[PRELUDE.size : end + sums])
-        )
+        sums = data[end : end + 8 * len(header["tables"])]
+        change(header)
+        text = json.dumps(header, separators=(",", ":")).encode().ljust(header_bytes)
+        assert len(text) == header_bytes
+        data[PRELUDE.size : end] = text
+        data[: PRELUDE.size] = PRELUDE.pack(magic, version, header_bytes, size, checksum(text + sums))
 
-    changed(root / "lm" / "1.segment", change)
-    said = refusal(root)
-    assert "publish" in said or "no table" in said
+    changed(root / "lm" / "1.segment", rewrite)
+
+
+@pytest.mark.parametrize("offset", [-(2**63), 2**63 - 1, 0])
+def test_impossible_files_are_refused(root: Path, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "LARGE_PAGES", 0)
+    publish(root)
+    write_header(root, lambda header: header["files"][1].update(offset=offset))
+    assert "publish" in refusal(root)
+
+
+def test_a_number_that_runs_to_the_end_of_the_file_is_damage(root: Path) -> None:
+    """Its digits are not followed into what lies behind the mapping."""
+    publish(root)
+    body = b'{"files":[{"checksum":'
+    head = PRELUDE.pack(b"TABLSIDE", 4, 4096 - PRELUDE.size, 4096, 0)
+    changed(
+        root / "lm" / "1.segment", lambda data: data.__setitem__(slice(None), (head + body).ljust(4096, b"1"))
+    )
+    assert "header of the segment is damaged" in refusal(root)
+
+
+def test_a_refused_root_is_told_for_what_it_is(root: Path, tmp_path: Path) -> None:
+    publish(root)
+    os.symlink(root, tmp_path / "link")
+    (tmp_path / "file").touch()
+    for name in ("link", "link/", "file"):
+        assert "expected a folder" in refusal(f"{tmp_path}/{name}")
+    os.chmod(root, 0o777)
+    assert "has mode 0777" in refusal(root)
+    os.chmod(root, 0o700)
 
 
 def test_a_file_of_another_table_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
