@@ -145,12 +145,16 @@ class PublishedModule(Leaf):
         capture."""
         return self._published.missing.of(self.features)
 
+    @property
+    def _where(self) -> str:
+        """The device of the vectors."""
+        return self._published.source.device
+
     # ---- what PyTorch does with modules ----
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Moves nothing. ModuleError: `fn` would move tables, or change the type of vectors."""
-        here = self._published.source.device
-        device = torch.device("cpu" if here == "interpreter" else here)
+        device = torch.device("cpu" if self._where == "interpreter" else self._where)
         moved = fn(torch.empty(0, dtype=self.output, device=device))
         if moved.device != device or moved.dtype != self.output:
             raise ModuleError(
@@ -181,7 +185,7 @@ class PublishedModule(Leaf):
     def extra_repr(self) -> str:
         source = self._published.source
         following = "live" if source.version is None else f"version {source.version}"
-        where = f"device={source.device!r}, output={self.output}"
+        where = f"device={self._where!r}, output={self.output}"
         return f"{self.model!r}, {following}, features={list(self.features)}, {where}"
 
     # ---- calls ----

@@ -140,6 +140,7 @@ class PublishedTables:
         self.follows = source.version is None
         self.pending, self.missing = Pending(), Missing()
         self._required: dict[str, tuple[int, str]] = {}
+        self._numbered: set[str] = set()
         self._settings = source.settings()
         self._attaching = threading.RLock()
         self._engine = self._new_engine()
@@ -173,6 +174,20 @@ class PublishedTables:
         """Notes features, dims and poolings that modules need; later versions must have them."""
         for name, bound in features.items():
             self._required[name] = (bound.table.dim, bound.pooling.label)
+
+    def require_numbers(self, feature: str) -> None:
+        """Notes a feature whose ids are row numbers, in later versions as well. ModuleError: they are not."""
+        self._check_numbers(self.now().served, feature)
+        self._numbered.add(feature)
+
+    @staticmethod
+    def _check_numbers(served: ServedVersion, feature: str) -> None:
+        table = served.features[feature].table
+        if table.row_map is not None and not table.row_map.is_plain:
+            raise ModuleError(
+                f"feature {feature!r} of model {served.header.model!r} version {served.version} has raw ids, "
+                "a first id, or a row for missing ones; heads need ids that are row numbers"
+            )
 
     def look(self) -> bool:
         """Takes the live version; returns whether it changed. Logs a failure and keeps the present one."""
@@ -215,6 +230,8 @@ class PublishedTables:
                     f"{'no such feature' if found is None else f'dim {found[0]} and pooling {found[1]}'}; "
                     "make a module for it, or publish the model with this feature"
                 )
+        for name in self._numbered:
+            self._check_numbers(served, name)
 
     def __copy__(self) -> "PublishedTables":
         return self

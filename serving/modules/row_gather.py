@@ -25,6 +25,7 @@ from tableside.serving.modules.inputs import (
     is_traced,
 )
 from tableside.serving.modules.operators import traced
+from tableside.serving.modules.published import ModuleSource
 
 
 class Ahead(Protocol):
@@ -63,19 +64,16 @@ class RowGather(PublishedModule):
     ) -> None:
         self._sends_to: torch.device | None = None
         if is_by_cpu(options.get("placement", "auto")):
-            where = options.pop("device", "cpu")
-            self._sends_to = torch.device(where) if where.startswith("cuda") else None
-            options.pop("hbm_budget", None)
+            self._sends_to = _gpu_of(ModuleSource(model, **options).device)
+            options.pop("device", None), options.pop("hbm_budget", None)
         super().__init__(model, [table], output=output, follow=follow, **options)
         self.dim = self.dims[0]
         self.heads = None if heads is None else tuple((int(first), int(rows)) for first, rows in heads)
         table_now = self._published.now().served.features[self.features[0]].table
         rows = table_now.rows
-        row_map = table_now.row_map
-        if heads is not None and row_map is not None and not row_map.is_plain:
-            raise ModuleError(f"table {table!r} of model {model!r} has raw ids, which are no numbers of rows")
         self._bounds: torch.Tensor | None = None
         if self.heads is not None:
+            self._published.require_numbers(self.features[0])
             for head, (first, count) in enumerate(self.heads):
                 if first < 0 or count < 1 or first + count > rows:
                     raise ModuleError(
@@ -87,6 +85,10 @@ class RowGather(PublishedModule):
             here = self._published.source.device
             device = "cpu" if here == "interpreter" else here
             self._bounds = torch.tensor([firsts, ends], dtype=torch.int64, device=device)
+
+    @property
+    def _where(self) -> str:
+        return super()._where if self._sends_to is None else str(self._sends_to)
 
     def _choose(self, wanted: Sequence[str] | None) -> tuple[tuple[str, ...], tuple[int, ...]]:
         assert wanted is not None
@@ -231,6 +233,15 @@ def _thread() -> ThreadPoolExecutor:
     if not _threads:
         _threads.append(ThreadPoolExecutor(1, "tableside-ahead"))
     return _threads[0]
+
+
+def _gpu_of(device: str) -> torch.device | None:
+    """ModuleError: this process does not see that GPU."""
+    if not device.startswith("cuda"):
+        return None
+    if (torch.device(device).index or 0) >= (seen := torch.cuda.device_count()):
+        raise ModuleError(f"device is {device!r}; this process sees {seen} GPUs")
+    return torch.device(device)
 
 
 @cache

@@ -214,6 +214,46 @@ def test_a_call_of_the_cpu_is_not_captured(root: Path) -> None:
 
 
 @pytest.mark.usefixtures("by_refresh")
+def test_heads_keep_a_version_whose_ids_are_row_numbers(root: Path, publish: Callable[..., Any]) -> None:
+    """One whose missing ids have a row is not taken: an id beyond its head would read it."""
+    values = np.arange(160, dtype=np.float32).reshape(20, 8)
+    feature = {"b": {"table": "t", "pooling": "none"}}
+    publish({"t": values}, "demo", {"t": "fp32"}, feature)
+    module = RowGather("demo", "t", heads=[(0, 5), (5, 5)], root=str(root), output=torch.float32)
+    given = {"t": {"key": "t", "row_format": "fp32", "missing": "mean"}}
+    save_file({"t": torch.from_numpy(values + 1)}, root / "next.safetensors")
+    told = {
+        "name": "demo",
+        "checkpoint": str(root / "next.safetensors"),
+        "tables": given,
+        "features": feature,
+    }
+    load(parse_model(told, root), root)
+    assert not module.refresh()
+    same(module(torch.tensor([[1, 2]])), torch.from_numpy(values[[1, 7]]).view(1, 16))
+    with pytest.raises(BadFeatureIds):
+        module(torch.tensor([[5, 2]]))
+    with pytest.raises(ModuleError, match="heads need ids that are row numbers"):
+        RowGather("demo", "t", heads=[(0, 5)], root=str(root), verify="header")
+
+
+@pytest.mark.parametrize("device", ["banana", "meta", "cuda", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(root: Path, device: str) -> None:
+    publish(root, "int8")
+    with pytest.raises(ModuleError, match="device is"):
+        RowGather("lm", "ngram", root=str(root), device=device, placement="host")
+
+
+@on_a_gpu
+def test_a_module_whose_vectors_the_cpu_sends_is_on_their_device(root: Path) -> None:
+    publish(root, "int8")
+    module = gather_of(root, "host")
+    assert module.to(devices.DEVICE) is module and devices.DEVICE in repr(module)
+    with pytest.raises(ModuleError, match="stay on"):
+        module.to("cpu")
+
+
+@pytest.mark.usefixtures("by_refresh")
 def test_a_call_ahead_on_the_cpu_keeps_its_version(root: Path) -> None:
     """Also where its thread comes to it later; a forked child is told that it cannot wait for it."""
     before = publish(root, "fp32")
