@@ -118,6 +118,7 @@ class _TableRows:
         self._own = slice(*np.searchsorted(self._wanted, (0, table.rows)).tolist())
         self._state = np.full(self._own.stop - self._own.start, RowState.LATE, np.uint8)
         self.is_late = np.zeros(self._wanted.size + 1, np.bool_)
+        self._has_default = False
 
     @property
     def table(self) -> Table:
@@ -160,6 +161,8 @@ class _TableRows:
     def default_at(self, fetch: Fetch, deadline: float | None) -> int:
         """The place here of the default row. RowsNotRead: it is late or corrupt."""
         reader, row_map = self._table.reader, self._table.row_map
+        if self._has_default:
+            return len(self._packed) - 1
         default = None if reader.default is None else reader.default()
         if default is None:
             assert row_map is not None and row_map.default_row is not None
@@ -167,7 +170,7 @@ class _TableRows:
             fetch(np.array([row_map.default_row]), default[None], state, deadline)
             if state[0]:
                 raise RowsNotRead(1, int(state[0] == RowState.LATE), int(state[0] == RowState.CORRUPT))
-        self._packed[-1] = default
+        self._packed[-1], self._has_default = default, True
         return len(self._packed) - 1
 
 

@@ -329,3 +329,30 @@ def test_rows_of_one_table_come_in_two_turns() -> None:
     begun.wait().run(ids.tobytes(), out)
     np.testing.assert_array_equal(out, choose().lookup(table, ids, pooling=Pooling.NONE))
     assert asked == [[7, 9], [99]]
+
+
+def test_a_default_row_that_came_is_not_fetched_again() -> None:
+    """Where another table's row must be waited for."""
+    packed = table_of(RowFormat.INT8, 8, 100)
+    asked: list[list[int]] = []
+
+    def ready(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
+        out[:] = packed.packed[rows]
+        state[rows == 50] = RowState.LATE
+
+    def fetch(rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
+        out[:] = packed.packed[rows]
+        asked.append(rows.tolist())
+
+    tables = [replace(packed, row_map=RowMap(99, default_row=99)), packed]
+    kinds = [LookupKind(t.fetched_by(RowReader(fetch, ready)), Pooling.NONE) for t in tables]
+    places = np.array([Place(n, 16 * n, 2, -1, 0, 0, -1, 64 * n) for n in (0, 1)], np.int64)
+    plan, out = choose().planner(kinds).plan(places.tobytes()), np.zeros((4, 8), np.float32)
+    ids = np.array([3, 400, 50, 7])
+    begun = plan.begin(ids.tobytes())
+    assert isinstance(begun, Waiting)
+    begun.wait().run(ids.tobytes(), out)
+    np.testing.assert_array_equal(
+        out, choose().lookup(packed, np.array([3, 99, 50, 7]), pooling=Pooling.NONE)
+    )
+    assert asked == [[50]]
