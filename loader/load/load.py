@@ -266,17 +266,11 @@ class _MatrixLoad:
         load, matrix, table = self.load, self.matrix, self.table
         # Reads are whole steps: some rows at a chunk's ends are read for both neighbours
         step = load.checks.step(table.name)
-        # Rows that are packed already are read to where they stay, and checked there
-        stay = (
-            step == 1 and matrix.source.packed == self.p.spec.row_format and matrix.width == table.row_bytes
-        )
         read_rows = max(1, len(buffers.piece) // matrix.row_bytes // step) * step
         end = min(-(-stop // step) * step, matrix.rows)
         for first in range(start // step * step, end, read_rows):
             last = min(first + read_rows, end)
-            values = (
-                load.writer.rows(table, first, last) if stay else matrix.empty(last - first, buffers.piece)
-            )
+            values = matrix.empty(last - first, buffers.piece)
             load.checks.read(table.name, first, last, values, buffers.scratch)
             begin, last = max(first, start), min(last, stop)
             rows = values[begin - first : last - first]

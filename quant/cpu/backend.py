@@ -49,8 +49,8 @@ class CpuBackend(Backend):
     @abstractmethod
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:
         """Packs values [rows, dim] (fp32, fp16, or bf16 as uint16), or rows that are packed already, uint8
-        [rows, bytes], into out [rows, row_bytes]; these may be `out` itself, and are checked there.
-        QuantError: names the first row that the format cannot represent; the rows before it are written."""
+        [rows, bytes], into out [rows, row_bytes]. QuantError: names the first row that the format cannot
+        represent; the rows before it are written."""
 
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
         """As `Backend.planner`. Lookups of rows that are fetched are staged first (`quant.cpu.staged`)."""

@@ -222,7 +222,7 @@ static int64_t NAME(quantize)(int format, int source, const uint8_t *values, int
     for (int64_t r = 0; r < rows; r++, values += source_bytes, out += row_bytes) {
         if (is_scaled && !is_sound_row(source, values, dim)) return r;
         if (format == source && is_scaled) {
-            if (out != values) memcpy(out, values, (size_t)used);
+            memcpy(out, values, (size_t)used);
             memset(out + used, 0, (size_t)(row_bytes - used));
             continue;
         }
