@@ -164,9 +164,13 @@ def test_the_end_of_a_process_leaves_registrations_to_the_driver(segment: Segmen
     code = code.replace(
         "class Slow(Cudart):", "class Slow(Cudart):\n    def cudaHostUnregister(self, at): print('undone')"
     )
-    process = started(code, segment)
-    assert process.communicate("go\n", timeout=300)[0] == "began\nended\n"
-    assert process.returncode == 0
+    with started(code, segment) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("go\n")
+        process.stdin.close()
+        # `communicate` would miss what was read ahead with the line before
+        assert process.stdout.read() == "began\nended\n"
+        assert process.wait() == 0
 
 
 @pytest.mark.thorough
