@@ -10,18 +10,16 @@ before the memory and two behind it, one sequence, with the table in /dev/shm, o
 with `prefetch` before the first layer. Vectors are compared first; ways take turns.
 """
 
-import argparse
 import os
 import shutil
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import report, shared_folder
-from disk_rows import ROUNDS, SECONDS, TABLE, fio, forget
+from disk_rows import ROUNDS, SECONDS, TABLE, fio, forget, options_of
 from make_model import publish_random
 
 from tableside.loader.segment.segment import Segment
@@ -81,12 +79,7 @@ def tokens(decoder: Decoder, begin: Callable[[torch.Tensor], Callable[[], torch.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--gb", type=float, default=8.0)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent.parent / "build")
-    options = parser.parse_args()
-    if shutil.which("fio") is None:
-        raise SystemExit("fio is not here; install Debian's package of that name")
+    options = options_of(__doc__)
     root = options.folder / "disk-ngram"
     table = {TABLE: (int(options.gb * 1e9) // ROW_FORMAT.row_bytes(DIM, 4), DIM, ROW_FORMAT.label)}
     ids = Ids(table[TABLE][0])

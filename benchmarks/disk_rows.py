@@ -108,13 +108,19 @@ def lookup_of(table: RowSource, ids: np.ndarray) -> Any:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def options_of(text: str | None) -> argparse.Namespace:
+    """What the command line says: how many GB, and where. text: what the benchmark does."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gb", type=float, default=8.0)
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent.parent / "build")
     options = parser.parse_args()
     if shutil.which("fio") is None:
         raise SystemExit("fio is not here; install Debian's package of that name")
+    return options
+
+
+def main() -> None:
+    options = options_of(__doc__)
     root, rng = options.folder / "disk-rows", np.random.default_rng(1)
     count = int(options.gb * 1e9) // 80
     try:
