@@ -1,6 +1,6 @@
 """What is compiled, which pyproject.toml cannot declare without a warning. Everything else is there.
 
-Three extensions of Python's, and `libtableside`, the library for programs in C (tableside/tableside.h). The
+Four extensions of Python's, and `libtableside`, the library for programs in C (tableside/tableside.h). The
 kernels are compiled once, as a static library that both of those that read rows take in.
 """
 

@@ -157,7 +157,8 @@ static int are_possible(const table_entry *t, const stored *at) {
 static int is_possible(const stored *t, int64_t size) {
     int64_t bytes, end;
     const int in_a_byte = t->format == INT2 ? 4 : t->format == INT4 ? 2 : 1;
-    return t->format <= LAST_FORMAT && t->dim % in_a_byte == 0 && t->dim > 0 && t->dim < INT32_MAX && t->dim % BLOCK_OF(t->format) == 0
+    return t->format <= LAST_FORMAT && t->dim > 0 && t->dim < INT32_MAX && t->dim % in_a_byte == 0
+           && t->dim % BLOCK_OF(t->format) == 0
            && t->row_bytes >= USED_BYTES(t->format, t->dim) && t->offset >= PRELUDE_BYTES
            && !__builtin_mul_overflow(t->rows, t->row_bytes, &bytes)
            && !__builtin_add_overflow(bytes, t->offset, &end) && end <= size;

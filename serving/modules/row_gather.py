@@ -69,8 +69,7 @@ class RowGather(PublishedModule):
         super().__init__(model, [table], output=output, follow=follow, **options)
         self.dim = self.dims[0]
         self.heads = None if heads is None else tuple((int(first), int(rows)) for first, rows in heads)
-        table_now = self._published.now().served.features[self.features[0]].table
-        rows = table_now.rows
+        rows = self._published.now().served.features[self.features[0]].table.rows
         self._bounds: torch.Tensor | None = None
         if self.heads is not None:
             self._published.require_numbers(self.features[0])
