@@ -61,7 +61,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
     """publish({"table": values}, name=..., formats={...}, features={...}) -> Loaded: loads arrays through
-    a real checkpoint."""
+    a real checkpoint. said: other keys of model.toml."""
 
     def run(
         tables: dict[str, np.ndarray],
@@ -69,6 +69,7 @@ def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
         formats: dict[str, str] | None = None,
         features: dict[str, dict[str, str]] | None = None,
         settings: LoadSettings = LoadSettings(),  # noqa: B008  (frozen)
+        **said: object,
     ) -> Loaded:
         path = tmp_path / f"{name}-{uuid.uuid4().hex[:6]}.npz"
         np.savez(path, **tables)
@@ -77,6 +78,7 @@ def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
             "checkpoint": path.name,
             "tables": {t: {"key": t, "row_format": (formats or {}).get(t, "int8")} for t in tables},
             "features": features or {},
+            **said,
         }
         return load(parse_model(raw, tmp_path), root, settings)
 

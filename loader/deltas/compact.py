@@ -115,7 +115,8 @@ class _Compaction:
         self._total = sum(t.rows for t in planned.tables)
         program = self.base.program() if header.scorer is not None else b""
         kept = {name: self.base for name, t in tables.items() if not t.is_changed}
-        with self.model.writer(self.version, planned, program, kept) as writer:
+        nodes = self.model.nodes(header.version)
+        with self.model.writer(self.version, planned, program, kept, nodes) as writer:
             for table in writer.header.tables:
                 if table.name in writer.linked:
                     self.done(table.rows)

@@ -30,6 +30,7 @@ from tableside.loader.load.verification import Verification
 from tableside.loader.model.model import ModelSpec
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.layout import plan_tables
+from tableside.loader.segment.numa import chosen_nodes
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
@@ -63,6 +64,7 @@ def load(
         model = Model(root, spec.name)
         reused = LiveTables(spec, settings.only, model, backend)
         sources = Sources(reused.others, checkpoint)
+        nodes = chosen_nodes(spec.copies)
         digest = spec_digest(spec)  # before the program is read, so that a change in between is found later
         scorer, program = stored_scorer(spec, sources.dims | {t.name: t.dim for t in reused.tables.values()})
         with model.loading(settings.group) as version:
@@ -90,7 +92,7 @@ def load(
                 scorer=scorer,
                 evaluation=spec.evaluation,
             )
-            with model.writer(version, header, program, reused.kept) as writer:
+            with model.writer(version, header, program, reused.kept, nodes) as writer:
                 _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
                 huge = writer.mapping.huge_fraction()
                 header = writer.seal(

@@ -38,9 +38,12 @@ def spec_digest(spec: ModelSpec) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(said, default=str, sort_keys=True).encode() + b"\0" + program)
 
 
+_LATER = ("dim", "row_alignment", "copies")  # keys that earlier builds did not know
+
+
 def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Leaves out keys that earlier builds did not know, where they say nothing."""
-    return {key: value for key, value in items if value is not None or key not in ("dim", "row_alignment")}
+    return {key: value for key, value in items if value is not None or key not in _LATER}
 
 
 class Origin(NamedTuple):

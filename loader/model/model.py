@@ -2,6 +2,7 @@
 
     name = "ads"                              # letters, digits, - and _
     checkpoint = "checkpoints/ads"            # a file or a folder; relative to this file
+    copies = "numa"                           # optional: a copy on each NUMA node that has a GPU; or [0, 1]
 
     [tables.user]
     key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
@@ -155,7 +156,8 @@ class EvalSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole model.toml."""
+    """A whole model.toml. copies: NUMA nodes that get a copy each; empty: those that have a GPU; None: there
+    is one copy, anywhere."""
 
     name: str
     checkpoint: Path
@@ -163,6 +165,7 @@ class ModelSpec:
     features: tuple[FeatureSpec, ...]
     scorer: ScorerSpec | None = None
     evaluation: EvalSpec | None = None
+    copies: tuple[int, ...] | None = None
 
 
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
@@ -212,7 +215,7 @@ def _instead(path: Path) -> str | None:
 
 def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     """Builds the specification from parsed TOML; paths are relative to `folder`."""
-    _only(raw, "the top level", {"name", "checkpoint", "tables", "features", "scorer", "eval"})
+    _only(raw, "the top level", {"name", "checkpoint", "copies", "tables", "features", "scorer", "eval"})
     checkpoint = raw.get("checkpoint")
     if not isinstance(checkpoint, str) or not checkpoint:
         raise ModelError(f"checkpoint is {checkpoint!r}; expected the path of a file or folder")
@@ -224,7 +227,19 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     features = features or tuple(FeatureSpec(t.name, t.name) for t in tables)
     scorer = _scorer(raw["scorer"], {f.name for f in features}, folder) if "scorer" in raw else None
     evaluation = _evaluation(raw["eval"]) if "eval" in raw else None
-    return ModelSpec(check_name(raw.get("name")), folder / checkpoint, tables, features, scorer, evaluation)
+    name, copies = check_name(raw.get("name")), _copies(raw.get("copies"))
+    return ModelSpec(name, folder / checkpoint, tables, features, scorer, evaluation, copies)
+
+
+def _copies(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if value == "numa":
+        return ()
+    are_nodes = isinstance(value, list) and all(type(node) is int and node >= 0 for node in value)
+    if not are_nodes or not value or len(set(value)) != len(value):
+        raise ModelError(f'copies is {value!r}; expected "numa", or NUMA nodes, each once, as [0, 1]')
+    return tuple(value)
 
 
 def _section(raw: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:

@@ -49,7 +49,7 @@ class Files(Protocol):
 
 def file_name(segment: Path, number: int) -> str:
     """Returns the name of the file of a version's large table `number`, from 1."""
-    return f"{segment.name.partition('.')[0]}.{number}.rows"
+    return f"{segment.name.partition('.segment')[0]}.{number}.rows"
 
 
 def pack_head(file: TableFile) -> bytes:

@@ -20,6 +20,7 @@ import numpy as np
 
 from tableside.loader.errors import NoSpace
 from tableside.loader.segment.huge_pages import HUGE_PAGE_BYTES, free_huge_bytes, huge_page_bytes, is_on_disk
+from tableside.loader.segment.numa import bind, check_room
 from tableside.quant.contract import Bytes
 
 _MADV_COLLAPSE = 25
@@ -69,11 +70,13 @@ class _Mapped:
 
 
 class FileToMap(NamedTuple):
-    """An open file, its bytes, and whether they may be written."""
+    """An open file, its bytes, and whether they may be written. node: the NUMA node where a new one's pages
+    are to lie; None: any."""
 
     fd: int
     size: int
     writable: bool = False
+    node: int | None = None
 
 
 class Mapping(_Mapped):
@@ -170,6 +173,8 @@ def reserve(files: Sequence[FileToMap], where: Path) -> Mapping:
     size, free = sum(file.size for file in new), available_bytes(where)
     if size > free:
         raise _no_space(size, free, where)
+    if (node := files[0].node) is not None and not huge_page_bytes(files[0].fd):
+        check_room(node, size)
     try:
         for file in new:
             _allocate(file)
@@ -184,6 +189,9 @@ def reserve(files: Sequence[FileToMap], where: Path) -> Mapping:
 
 def _allocate(file: FileToMap) -> None:
     os.ftruncate(file.fd, file.size)
+    if file.node is not None:
+        mapped = Mapping(file)
+        bind(mapped.address, mapped.size, file.node)
     if huge_page_bytes(file.fd) == 0 and not is_on_disk(file.fd):
         for offset in range(0, file.size, HUGE_PAGE_BYTES):
             os.posix_fallocate(file.fd, offset, min(mmap.PAGESIZE, file.size - offset))

@@ -26,7 +26,8 @@ class SegmentWriter:
     `rows`, but for tables that are `linked`, and may call `finish_chunk` once one is written (any thread);
     then it calls `seal`. program: the scorer's archive. fd: an empty file at `path`, closed here; None: it is
     created. folder: of `path`, where large tables get files; None: all lie in one. kept: versions whose files
-    are linked where a table is theirs, by table. NoSpace: at most empty files stay."""
+    are linked where a table is theirs, by table. node: the NUMA node of new files; None: any. NoSpace: at
+    most empty files stay."""
 
     def __init__(
         self,
@@ -36,8 +37,9 @@ class SegmentWriter:
         fd: int | None = None,
         folder: Files | None = None,
         kept: Mapping[str, Segment] = MappingProxyType({}),
+        node: int | None = None,
     ) -> None:
-        self.path = path
+        self.path, self._node = path, node
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fds = [os.open(path, flags, 0o600) if fd is None else fd]
         self.linked: set[str] = set()
@@ -47,7 +49,7 @@ class SegmentWriter:
             self.header, self._header_bytes, end, size = layout
             self._files = {file.table: file for file in self.header.files}
             self._checksums, self._has_sum = np.zeros(header.chunks, "<u8"), np.zeros(header.chunks, np.bool_)
-            files = [FileToMap(self._fds[0], size, writable=True)]
+            files = [FileToMap(self._fds[0], size, True, node)]
             for number, file in enumerate(self.header.files, 1):
                 assert folder is not None
                 files.append(self._opened(folder, number, file, kept.get(file.table)))
@@ -63,7 +65,7 @@ class SegmentWriter:
         name = file_name(self.path, number)
         is_linked = of is not None and self._take_over(folder, name, file, of)
         self._fds.append(folder.open(name) if is_linked else folder.create(name))
-        return FileToMap(self._fds[-1], file.bytes, writable=not is_linked)
+        return FileToMap(self._fds[-1], file.bytes, not is_linked, self._node)
 
     def _take_over(self, folder: Files, name: str, file: TableFile, of: Segment) -> bool:
         """Links a table's file in the version `of`; False: it has another form, or may not be linked."""
@@ -86,6 +88,13 @@ class SegmentWriter:
         self._files[file.table] = replace(file, sums=said.sums)
         self.linked.add(file.table)
         return True
+
+    @property
+    def sizes(self) -> list[tuple[str | None, int]]:
+        """Returns the bytes of each file: the segment's (None), then those of large tables."""
+        files = self.header.files
+        segment = files[0].offset if files else self.size
+        return [(None, segment), *((file.table, file.bytes) for file in files)]
 
     def _sums_of(self, stored: StoredRows) -> NDArray[np.uint64]:
         return self._checksums[stored.first_chunk : stored.first_chunk + stored.chunks]
@@ -137,7 +146,7 @@ class SegmentWriter:
         text = text.ljust(self._header_bytes)
         sums = self._checksums.tobytes()
         data[PRELUDE.size : PRELUDE.size + len(text) + len(sums)] = np.frombuffer(text + sums, np.uint8)
-        size = self.header.files[0].offset if files else self.size
+        size = self.sizes[0][1]
         prelude = PRELUDE.pack(MAGIC, self.header.format_version, len(text), size, checksum(text + sums))
         data[8 : PRELUDE.size] = np.frombuffer(prelude[8:], np.uint8)
         data[:8] = np.frombuffer(prelude[:8], np.uint8)

@@ -28,7 +28,7 @@ from tableside.loader.segment.delta import SUFFIX, parse_delta_name
 
 LOCK_WAIT_S = 30.0
 NOTE = ".verified"  # behind a file's name: what is noted of it (loader.versions.verified)
-_OF_TABLE = re.compile(r"([1-9][0-9]{0,17})\.[1-9][0-9]*\.rows")
+_OTHER = re.compile(r"([1-9][0-9]{0,17})\.((node[0-9]+\.)?[1-9][0-9]*\.rows|node[0-9]+\.(segment|home))")
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -257,28 +257,29 @@ def deltas_of(folder: Folder, version: int) -> list[int]:
     return sorted(sequence for over, sequence in found if over == version)
 
 
-def files_of_tables(folder: Folder) -> defaultdict[int, list[str]]:
-    """Returns the names of large tables' files, by version."""
+def others_of(folder: Folder) -> defaultdict[int, list[str]]:
+    """Returns the names of the files that a version has beside its segment, by version: of large tables, and
+    copies (loader.versions.copies)."""
     found: defaultdict[int, list[str]] = defaultdict(list)
     for name in folder.names():
-        if named := _OF_TABLE.fullmatch(name):
+        if named := _OTHER.fullmatch(name):
             found[int(named[1])].append(name)
     return found
 
 
 def versions_with(folder: Folder, file: str) -> list[int]:
     """Returns the versions that have a table's file, under this name or another."""
-    names = [(v, name) for v, names in files_of_tables(folder).items() for name in names]
+    names = [(v, name) for v, names in others_of(folder).items() for name in names]
     inodes = {name: os.stat(name, dir_fd=folder.fd, follow_symlinks=False).st_ino for _, name in names}
     return [version for version, name in names if inodes[name] == inodes.get(file)]
 
 
 def leftovers_of(folder: Folder) -> list[str]:
-    """Returns unfinished segments, tables' files without a version, and notes without a file. A delta that is
+    """Returns unfinished segments, other files without a version's, and notes without a file. A delta that is
     written belongs to others."""
     names = folder.names()
     leftovers = [n for n in names if n.endswith(".partial") and not n.endswith(f"{SUFFIX}.partial")]
-    for version, files in files_of_tables(folder).items():
+    for version, files in others_of(folder).items():
         leftovers += [] if f"{version}.segment" in names else files
     return leftovers + [n for n in names if n.endswith(NOTE) and n.removesuffix(NOTE) not in names]
 

@@ -2,6 +2,7 @@
 
     ROOT/MODEL/3.segment            a version, immutable
     ROOT/MODEL/3.1.rows             its first large table (loader.segment.layout), perhaps of version 2, too
+    ROOT/MODEL/3.node1.segment      a copy of it on another NUMA node (loader.versions.copies)
     ROOT/MODEL/3.segment.verified   notes that it was read whole on this host (loader.versions.verified)
     ROOT/MODEL/3.damaged            marks version 3 as changed after publication; it is not attached any more
     ROOT/MODEL/4.segment.partial    a load under way, or left by a killed one (a load or `gc` removes it)
@@ -17,9 +18,10 @@ can change the files or hold a lock (loader.versions.folder).
 import contextlib
 import os
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from tableside.loader.errors import AccessError, SegmentError, VersionError
 from tableside.loader.model.model import NAME, check_name
@@ -28,14 +30,15 @@ from tableside.loader.segment.delta import delta_name
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment, Verify, open_segment
 from tableside.loader.segment.writer import SegmentWriter
+from tableside.loader.versions.copies import check_copy, copying_writer, fill_copies, nodes_of, on_node
 from tableside.loader.versions.folder import (
     Folder,
     deltas_of,
-    files_of_tables,
     leftovers_of,
     make_folder,
     newest_delta,
     open_to_group,
+    others_of,
     versions_with,
 )
 from tableside.loader.versions.partial import PartialTensor, partial_tensor
@@ -56,11 +59,16 @@ _PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"
 
 class Model:
     """The published versions of one model under `root`; holds no file open. owner: a user trusted beside this
-    user and root. Every method raises AccessError where another user could change its files."""
+    user and root. node: the NUMA node whose copies are attached, where a version has one. Every method raises
+    AccessError where another user could change its files."""
 
-    def __init__(self, root: Path, name: str, owner: str | None = None) -> None:
-        self.root, self.name, self.owner = root, check_name(name), owner
+    def __init__(self, root: Path, name: str, owner: str | None = None, node: int | None = None) -> None:
+        self.root, self.name, self.owner, self.node = root, check_name(name), owner, node
         self.folder = root / name
+
+    def on(self, node: int | None) -> "Model":
+        """Returns this model with the copies of a NUMA node."""
+        return Model(self.root, self.name, self.owner, node)
 
     # ---- questions ----
 
@@ -123,6 +131,16 @@ class Model:
                     break
         raise self._missing(f"version {number} is not published")
 
+    def nodes(self, version: int) -> list[int]:
+        """Returns the NUMA nodes on which a version lies; empty: nobody chose one."""
+        with self.opened() as folder:
+            return nodes_of(folder, version)
+
+    def attach_all(self, version: int, verify: Verify) -> Iterator[Segment]:
+        """Attaches a version, then each copy of it. Errors: as of `attach`."""
+        for node in (None, *self.nodes(version)[1:]):
+            yield self.on(node).attach(version, verify)
+
     def tensor(self, table: str, version: int | None = None, verify: Verify = "full") -> PartialTensor:
         """Returns a table of a version as a `PartialTensor`. Errors: see `attach`; VersionError: no such
         table."""
@@ -134,6 +152,9 @@ class Model:
             if folder.exists(f"{version}{_DAMAGED}"):
                 what = f"{path}: rows were found to have changed after they were written"
                 raise SegmentError(f"{what}; activate another version, or load it again")
+            if self.node is not None and folder.exists(copy := on_node(path.name, self.node)):
+                check_copy(folder, path.name, copy)
+                path = self.folder / copy
             segment = open_segment(folder, path, "always" if verify == "always" else "header")
             if verify == "full":
                 verify_once(folder, segment)
@@ -204,13 +225,21 @@ class Model:
                 self._clear_partials(folder)
 
     def writer(
-        self, version: int, header: Header, program: bytes = b"", kept: Mapping[str, Segment] | None = None
+        self,
+        version: int,
+        header: Header,
+        program: bytes = b"",
+        kept: Mapping[str, Segment] = MappingProxyType({}),
+        nodes: Sequence[int] = (),
     ) -> SegmentWriter:
         """Creates the files of a version. Needs `loading`. kept: tables -> versions of this model whose files
-        are linked. NoSpace: as of SegmentWriter."""
+        are linked. nodes: NUMA nodes that get a copy each; empty: it lies once, anywhere. NoSpace: as of
+        SegmentWriter. SegmentError: memory cannot be bound."""
         path = self.folder / f"{version}{_PARTIAL}"
         with self.opened() as folder:
-            return SegmentWriter(path, header, program, folder.create(path.name), folder, kept or {})
+            if nodes:
+                return copying_writer(folder, path, header, program, kept, nodes)
+            return SegmentWriter(path, header, program, folder.create(path.name), folder, kept)
 
     def create_scratch(self, version: int) -> int:
         """Creates an unlinked file and returns its descriptor. Needs `loading`."""
@@ -220,6 +249,8 @@ class Model:
     def publish(self, version: int, activate: bool = True, sequence: int = 0) -> None:
         """Publishes the sealed partial; `activate` makes it live with delta `sequence` (0: none). Needs
         `loading`. Writes the record first, so that a full file system publishes nothing."""
+        with self.opened() as folder:
+            fill_copies(folder, version)
         with self.opened() as folder, folder.lock("record.lock"):
             before = self._readable_record() if activate else self.record()
             lived = self._lived(before)
@@ -372,7 +403,7 @@ class Model:
                 self._record_version(folder, before.current, before.sequence)
                 is_on_record = True
         for version in versions:
-            names = [f"{version}{_SEGMENT}", f"{version}{_DAMAGED}", *files_of_tables(folder)[version]]
+            names = [f"{version}{_SEGMENT}", f"{version}{_DAMAGED}", *others_of(folder)[version]]
             for name in (*names, *(delta_name(version, s) for s in deltas_of(folder, version))):
                 folder.unlink(name)
         if not is_on_record:

@@ -59,6 +59,14 @@ def registers_read_only(device: torch.device) -> bool:
     )
 
 
+def pci_address_of(device: torch.device) -> str | None:
+    """Returns the name of a device below /sys/bus/pci/devices; None: the driver does not tell."""
+    text = ctypes.create_string_buffer(32)
+    if driver().cuDeviceGetPCIBusId(text, len(text), device.index or 0):
+        return None
+    return text.value.decode().lower()
+
+
 class _CudaArray:
     """An address range that torch accepts as an array. The tensor keeps this object and thus `owner`
     alive."""

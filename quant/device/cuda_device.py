@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import triton
 
-from tableside.quant.device.cuda import VirtualMemory, clear_error, driver, host_function_launcher
+from tableside.quant.device.cuda import (
+    VirtualMemory,
+    clear_error,
+    driver,
+    host_function_launcher,
+    pci_address_of,
+)
 from tableside.quant.device.device import Device
 from tableside.quant.device.ipc import HANDLE_BYTES
 from tableside.quant.errors import MissingBackend, QuantError
@@ -46,6 +52,10 @@ class CudaDevice(Device):
     @property
     def memory_bytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    @property
+    def pci_address(self) -> str | None:
+        return pci_address_of(self.torch_device)
 
     def trim(self) -> None:
         with torch.cuda.device(self.torch_device):

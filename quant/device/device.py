@@ -34,6 +34,11 @@ class Device(ABC):
     def memory_bytes(self) -> int:
         """Bytes of its memory."""
 
+    @property
+    def pci_address(self) -> str | None:
+        """Its name below /sys/bus/pci/devices; None: it has none."""
+        return None
+
     def is_lost(self) -> bool:
         """True if this process can no longer use the device, as after most kernel errors. Waits for all
         work."""

@@ -140,7 +140,8 @@ class Engine:
         it may take the served one's room and cached rows, and is swapped in at once. LoaderError, QuantError,
         ServingError, OSError: it cannot be served here."""
         before, verify = self._served, self._settings.verify
-        segment = attach_state(self.model, state, "header", None if before is None else before.segment)
+        model = self.model.on(self._placer.node)
+        segment = attach_state(model, state, "header", None if before is None else before.segment)
         known = () if before is None else before.segment.deltas
         for delta in segment.deltas:
             if delta not in known:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tableside.loader.segment.blocks import BlockReader
+from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
@@ -110,6 +111,11 @@ class Placer:
             raise MissingBackend(f"{error}; or serve without --devices") from error
         default = int(self.gpu.device.memory_bytes * _DEFAULT_FRACTION / self._settings.sharing)
         self._budget = default if self._settings.hbm_budget is None else self._settings.hbm_budget
+
+    @property
+    def node(self) -> int | None:
+        """Returns the NUMA node of the device, or of this process's cores; None: unknown, or several."""
+        return node_of(None if self.gpu is None else self.gpu.device.pci_address)
 
     @property
     def torch_device(self) -> str:

@@ -127,7 +127,8 @@ def _done_at(fd: int, version: int) -> float:
 def damage_of(model: Model, version: int) -> Damage | None:
     """Reads every row of a version, with rests; returns the first damage, or None."""
     try:
-        model.attach(version, "header").verify(rest=_REST)
+        for segment in model.attach_all(version, "header"):
+            segment.verify(rest=_REST)
     except DamagedRows as error:
         return Damage(str(error), error.file)
     except SegmentError as error:

@@ -145,7 +145,7 @@ def verify(options: argparse.Namespace) -> int:
     """Reads every byte of the versions. Exit code 1: one of them is damaged."""
     named = chosen(options)
     if options.model and options.version is not None:
-        named[0].attach(options.version, "always")
+        list(named[0].attach_all(options.version, "always"))
         console.print(f"{options.model} version {options.version}: whole")
         return 0
     if options.model and not named[0].versions():
@@ -157,7 +157,7 @@ def verify(options: argparse.Namespace) -> int:
         for version in model.versions():
             found = "whole"
             try:
-                model.attach(version, "always")
+                list(model.attach_all(version, "always"))
             except SegmentError as error:
                 found, bad = str(error), bad + 1
             console.print(f"{model.name} version {version}: {found}")

@@ -26,7 +26,7 @@ from tableside.serving.cli.output import console, mb, print_json, published, roo
 _UNKNOWN = dict.fromkeys(
     (
         "state", "created", "tables", "bytes", "shared_bytes", "delta_bytes", "fp32_bytes", "scorer",
-        "error", "sequence", "states",
+        "error", "sequence", "states", "nodes",
     )
 )  # fmt: skip
 
@@ -105,7 +105,8 @@ def _versions(model: Model) -> Iterator[dict[str, Any]]:
         sizes["shared_bytes"] = segment.shared_bytes
         state = "live" if version == live.version else "published"
         sizes["delta_bytes"] = sum(d.segment.size for d in _deltas(model, State(version, newest)))
-        yield {**unknown, "state": state, "created": h.created, **sizes, "scorer": _scorer(h.scorer)}
+        found = {"scorer": _scorer(h.scorer), "nodes": model.nodes(version)}
+        yield {**unknown, "state": state, "created": h.created, **sizes, **found}
     for version in model.loading_versions():
         yield {"model": model.name, "version": version, **_UNKNOWN, "state": "loading"}
 
@@ -142,6 +143,8 @@ def inspect(options: argparse.Namespace) -> int:
     if len(segment.files) > 1:
         shared = f", {mb(segment.shared_bytes)} of it shared with other versions" * (segment.shared_bytes > 0)
         console.print(f"{len(segment.files) - 1} tables in files of their own{shared}")
+    if nodes := model.nodes(h.version):
+        console.print(f"a copy on each of the NUMA nodes {', '.join(map(str, nodes))}", markup=False)
     if (o := h.owner) is not None:
         console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
     for table in _tables(h):
