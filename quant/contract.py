@@ -114,7 +114,7 @@ class Table:
     @cached_property
     def address(self) -> int:
         """Address of the first row in this process."""
-        return self.packed.ctypes.data
+        return int(self.packed.__array_interface__["data"][0])
 
     def fetched_by(self, reader: RowReader) -> FetchedTable:
         """The same rows where `reader` fetches them, with the ids that they keep."""

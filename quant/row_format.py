@@ -16,6 +16,7 @@ other, and a delta's may be larger than its table's.
 """
 
 from enum import IntEnum
+from functools import cache
 
 from tableside.quant.errors import QuantError
 
@@ -103,6 +104,7 @@ class RowFormat(IntEnum):
             )
         return -(-self.used_bytes(dim) // alignment) * alignment
 
+    @cache
     def row_sizes(self, dim: int) -> tuple[int, ...]:
         """Returns the bytes that a row may have, one for each of ALIGNMENTS, ascending and distinct."""
         return tuple(dict.fromkeys(self.row_bytes(dim, alignment) for alignment in ALIGNMENTS))
