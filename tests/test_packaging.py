@@ -135,6 +135,7 @@ def test_the_base_loads_every_kind_of_checkpoint(kind: str, tmp_path: Path, root
     assert without(ALL_EXTRAS, "verify", "demo", "--root", root).stdout == "demo version 1: whole\n"
 
 
+@pytest.mark.thorough
 def test_the_base_serves_looks_up_and_scores_with_dot(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "strangers_project", tmp_path / "project")
     path = os.pathsep.join([str(FIXTURES / "without"), str(TOP)])
@@ -143,6 +144,7 @@ def test_the_base_serves_looks_up_and_scores_with_dot(tmp_path: Path) -> None:
     assert found.stdout.startswith("lookups on native")
 
 
+@pytest.mark.thorough
 def test_a_program_without_torch_names_the_extra(tmp_path: Path, root: Path) -> None:
     """Where it would be published, and where it would be served."""
     program = exported(Ctr(8, 8, 4), user=8, clicked=8, context=4)

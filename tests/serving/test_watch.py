@@ -69,6 +69,7 @@ LIES = {
 }
 
 
+@pytest.mark.thorough
 def test_lying_versions_are_refused_once_and_the_next_good_one_is_taken(
     start: Start, root: Path, tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return Story(tmp_path_factory.mktemp("story"))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["kill", "full"])
 @pytest.mark.parametrize("name", WORKS)
 def test_every_step(story: Story, root: Path, name: str, what: What, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ def started(code: str, segment: Segment) -> "subprocess.Popen[str]":
     return process
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_process_leaves_registrations_to_the_driver(segment: Segment) -> None:
     """A thread in CUDA's call, which comes back when the interpreter is gone, would end it by SIGABRT."""
     code = HOLD.replace("Registration(Segm", "kept = Registration(Segm")

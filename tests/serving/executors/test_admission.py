@@ -111,6 +111,7 @@ def test_who_leaves_gives_back_what_it_had() -> None:
     run(test())
 
 
+@pytest.mark.thorough
 def test_a_body_that_comes_slowly_keeps_nobody_waiting() -> None:
     """After a moment its slot is for others, who have waited or come then."""
 
@@ -278,6 +279,7 @@ def unread(port: int, bags: int) -> socket.socket:
     return connection
 
 
+@pytest.mark.thorough
 def test_responses_that_nobody_reads_are_bounded(narrow: Any) -> None:
     """Two of 8 MiB fit in 20 MiB; the third is refused, small requests are answered, and what was read or
     reset is free again."""
@@ -315,6 +317,7 @@ def sent_back(connection: socket.socket) -> bytes:
         return b""
 
 
+@pytest.mark.thorough
 def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
     """Thirty clients that send all but the last byte of 1 MiB: the worker holds 20 MiB of it, refuses the
     rest, and frees it."""

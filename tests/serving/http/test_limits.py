@@ -73,6 +73,7 @@ def answer(connection: socket.socket) -> tuple[int, str]:
     return int(head.split()[1]), json.loads(body)["error"]
 
 
+@pytest.mark.thorough
 def test_headers_that_never_end(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
@@ -95,6 +96,7 @@ def test_headers_that_drip(connect: Callable[[], socket.socket]) -> None:
     assert received.startswith(b"HTTP/1.1 408")
 
 
+@pytest.mark.thorough
 def test_a_body_that_never_comes(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
@@ -329,6 +331,7 @@ FRAMINGS = {
 }
 
 
+@pytest.mark.thorough
 def test_a_body_whose_end_is_in_doubt(connect: Callable[[], socket.socket]) -> None:
     """Refused, and the connection closes: nothing after it is taken for a request."""
     for framing, expected in FRAMINGS.items():
@@ -357,6 +360,7 @@ def test_a_proxy_is_not_here(connect: Callable[[], socket.socket]) -> None:
     assert answer(connection) == (405, "CONNECT: this server is no proxy")
 
 
+@pytest.mark.thorough
 def test_answers_come_in_order(connect: Callable[[], socket.socket]) -> None:
     """What is wrong with a later request is said after those before it are answered."""
     ask = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(LOOKUP) + LOOKUP

@@ -93,6 +93,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         shutil.rmtree(root)
 
 
+@pytest.mark.thorough
 def test_workers_share_what_opening_a_scorer_imports(served: Server) -> None:
     """That is 100 MB, and each has less than 60 MB of its own."""
     private = [pss_bytes(worker)["private"] for worker in served.workers()]

@@ -154,6 +154,7 @@ def test_a_span_of_each_request(root: Path, tmp_path: Path) -> None:
     assert spans[0]["resource"]["attributes"]["service.name"] == "tableside"
 
 
+@pytest.mark.thorough
 def test_spans_reach_a_collector(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over OTLP, where the SDK's own variable says: here a server of the test stands for the collector."""
     exporter = "opentelemetry.exporter.otlp.proto.http.trace_exporter"

@@ -215,6 +215,7 @@ def test_a_damaged_metrics_file_does_not_fail_the_scrape(start: Start, root: Pat
         )
 
 
+@pytest.mark.thorough
 def test_counters_survive_kills(start: Start, root: Path) -> None:
     """What a killed worker counted is still counted, at once and after its replacement; its file is taken
     over."""

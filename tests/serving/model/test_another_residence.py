@@ -83,7 +83,7 @@ def test_a_server_reads_through_it(
         assert end(server.process) == 0
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.thorough
 @OPTIONS
 def test_an_answer_says_how_many_rows_came_late(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]
@@ -137,6 +137,7 @@ def read_by(client: Client, root: Path, log: Path) -> list[int]:
     return sorted(int(line.split()[1]) for line in log.read_text().splitlines()[before:])
 
 
+@pytest.mark.thorough
 def test_a_module_reads_through_it(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "rows"
     monkeypatch.setenv("SLOW_ROWS", str(log))

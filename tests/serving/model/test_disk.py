@@ -151,6 +151,7 @@ def test_raw_ids_are_found_in_rows_on_a_disk(
         end(server.process)
 
 
+@pytest.mark.thorough
 def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], model: Model) -> None:
     """Of requests that ask for its rows; others are answered. `verify` names its chunk."""
     server = serve("--scrub-hours", 0)
@@ -170,6 +171,7 @@ def test_a_damaged_block_is_an_error_and_no_row(serve: Callable[..., Server], mo
     assert found.returncode == 1 and "table 'big', rows [0, 8192)" in found.stdout
 
 
+@pytest.mark.thorough
 def test_it_is_counted_where_rows_come_from(serve: Callable[..., Server]) -> None:
     """Each row of a request once; those that are read in place, once for each id."""
     server = serve("--scrub-hours", 0)

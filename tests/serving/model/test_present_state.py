@@ -159,7 +159,7 @@ def test_the_states_of_a_version_share_its_names_at_a_door(publish: Callable[...
     assert changed.sequence and changed.names is first.names
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", [True, False], ids=["engine", "cpu"])
 def test_requests_without_a_version_are_answered(
     start: Callable[..., Any], root: Path, tmp_path: Path, device: bool

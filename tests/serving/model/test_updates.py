@@ -85,7 +85,7 @@ KERNELS = (
 )  # every request goes to them
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "flags", [("--workers", 2), ENGINE, KERNELS], ids=["workers", "engine process", "its kernels"]
 )

@@ -120,6 +120,7 @@ def test_a_table_that_was_taken_over_stays_warm(worker: Worker, publish: Publish
     worker.check()
 
 
+@pytest.mark.thorough
 def test_the_served_version_keeps_its_rows_until_the_next_one_takes_over(
     worker: Worker, publish: Publish, root: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_heads_lie_side_by_side(root: Path, where: str) -> None:
         whole(moved(where, ids[:, :2]))
 
 
+@pytest.mark.drawn(2)
 @everywhere
 def test_calls_ahead_give_what_calls_give(root: Path, where: str) -> None:
     """Several at once, taken in any order, or not taken."""
@@ -129,6 +130,7 @@ def test_calls_ahead_give_what_calls_give(root: Path, where: str) -> None:
     module.check()
 
 
+@pytest.mark.drawn(5)
 @everywhere
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**40])
 def test_a_wrong_id_is_said(root: Path, where: str, bad: int) -> None:

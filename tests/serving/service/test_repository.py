@@ -187,6 +187,7 @@ def test_the_list_knows_who_is_late() -> None:
     assert models.reasons() == {} and len(models.read()[1]) == 2
 
 
+@pytest.mark.thorough
 def test_the_token_is_nowhere_to_be_seen(both: Server) -> None:
     """Neither in what the server answers, nor in what it printed."""
     shown = "".join(both.get(path).text for path in ("/v2", "/v1/models", "/metrics", "/health"))

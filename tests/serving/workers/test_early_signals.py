@@ -70,7 +70,7 @@ def test_the_end_of_a_start_is_quiet(
     assert "Traceback" not in log and "KeyboardInterrupt" not in log, log
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("sig", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_other_signals_end_nothing(
@@ -105,6 +105,7 @@ sys.exit(main(sys.argv[1:-1]))
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_comes_in_a_finalizer(root: Path, tmp_path: Path, sig: signal.Signals) -> None:
     """What a handler raises there is ignored by Python; the server ends before it serves,

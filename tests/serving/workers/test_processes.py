@@ -83,6 +83,7 @@ def test_a_client_with_retries_does_not_notice(start: Start) -> None:
             until(lambda: len(server.workers()) == 2, what="a replacement")
 
 
+@pytest.mark.thorough
 def test_readiness_goes_false_before_draining(start: Start) -> None:
     """After SIGTERM: not ready, but requests are still answered, for drain_s."""
     server = start("--workers", 1, "--drain-s", 600)
@@ -102,6 +103,7 @@ def test_a_server_ends_after_draining(start: Start) -> None:
     assert end(start("--workers", 1, "--drain-s", 0.5).process) == 0
 
 
+@pytest.mark.thorough
 def test_workers_end_when_their_supervisor_is_killed(start: Start) -> None:
     """No orphan holds the port."""
     server = start("--workers", 2, "--drain-s", 0)

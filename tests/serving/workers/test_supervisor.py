@@ -51,6 +51,7 @@ def test_kills_again_and_again(start: Start) -> None:
                 client.lookup("demo", {"user": [[1]]})
 
 
+@pytest.mark.thorough
 def test_a_request_to_end_overtakes_those_to_replace(start: Start) -> None:
     """SIGTERM after many SIGHUPs, while a successor does not get ready: the server ends, and nothing of it
     is left."""
