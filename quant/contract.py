@@ -269,7 +269,8 @@ class Waiting(ABC):
     @abstractmethod
     def wait(self, deadline: float | None = None) -> "Plan":
         """Blocks until the rows are here, on any thread. Returns a plan to run once, with the inputs that it
-        was begun with. deadline: of time.monotonic; None: none. RowsNotRead: some do not come."""
+        was begun with. deadline: of time.monotonic, where it is before that of the tables; None: none.
+        RowsNotRead: some do not come."""
 
 
 class Plan(ABC):

@@ -32,7 +32,7 @@ _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
 _PART_ROWS = 2048  # that another thread asks for and takes, of many
 _LONG_S = 1e6  # instead of no deadline
-OPENS_S = 1.0  # see `Breaker`
+OPENS_S, TELLS_S = 1.0, 0.02  # see `Breaker`
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
 _LEFT = 3  # a row that was not read yet, for `_blocks`
@@ -128,7 +128,9 @@ class BlockReader:
             bring(rows, out, state)
         else:
             self._in_threads(bring, left // _PART_ROWS, rows, out, state, deadline)
-        if (state == _LEFT).any():
+        if deadline is not None and time.monotonic() >= deadline:
+            state[state == _LEFT] = RowState.LATE
+        elif (state == _LEFT).any():
             self._in_threads(self._read, left // _LEAST_ROWS, rows, out, state, deadline)
         late = int(np.count_nonzero(state == RowState.LATE))
         self.count(DISK, left - late)
@@ -214,7 +216,8 @@ class BlockReader:
 
 class Breaker:
     """Says that a disk hangs: requests waited for rows for OPENS_S, and none came. Then nobody waits, but for
-    one request in OPENS_S, until a row comes. Any thread may call."""
+    one request in OPENS_S, until a row comes. A request that waits for less than TELLS_S says nothing of the
+    disk. Any thread may call."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._lock = now, threading.Lock()
@@ -242,7 +245,7 @@ class Breaker:
             if came:
                 was_open, self._since, self._asks_at = self._asks_at, 0.0, 0.0
                 return "the disk reads again" if was_open else ""
-            if not late:
+            if not late or now - began < TELLS_S:
                 return ""
             if not self._since or now - self._late_at > OPENS_S:
                 self._since = began

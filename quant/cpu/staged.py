@@ -307,7 +307,7 @@ class _Fetching(Waiting):
             return self
 
     def wait(self, deadline: float | None = None) -> Plan:
-        until = self._deadline if deadline is None else deadline
+        until = min((d for d in (self._deadline, deadline) if d is not None), default=None)
         return self._staged(lambda reader: reader.fetch, until, is_last=True)
 
     def _staged(

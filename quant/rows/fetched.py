@@ -41,7 +41,7 @@ class Fetch(Protocol):
 
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
-    all may need one. wait_s: that a lookup may wait, unless it is told; None: any time. are_here: whether
+    all may need one. wait_s: that a lookup may wait at most; None: any time. are_here: whether
     rows [n], as far as the table has them, may be read at the table's address now; None: they never may. ask:
     has rows [n] brought, without a wait, as `fetch` will need them. default: gives the default row, uint8
     [row_bytes], which stands for rows that are late; None, or if it gives None: these are an error."""

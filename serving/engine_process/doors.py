@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -20,18 +20,28 @@ from tableside.serving.engine_process.described import DescribedRequests, Reques
 from tableside.serving.engine_process.memory import Blocks, Lent, SharedMemory
 from tableside.serving.engine_process.messages import Connection, MessageKind
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, DeviceLost, ErrorKind, ServingError
-from tableside.serving.executors.batching import Future, Told
+from tableside.serving.executors.batching import Asked, Told
 from tableside.serving.model.places import Buffer
-from tableside.serving.model.request import Answer, Request
+from tableside.serving.model.request import Answer
 
 if TYPE_CHECKING:
     from tableside.serving.engine_process.main import EngineHost  # imports this
 
 logger = logging.getLogger("tableside")
 
-# a request as it came: who is answered, its target, whether it names the version, description, inputs, parts
-_Came = tuple["Reply", RequestTarget, bool, bytes, memoryview, bytes]
-Asked = tuple[Request, Any, Future]  # as `Batcher.submit_all` takes them
+
+class _Came(NamedTuple):
+    """A request as it came. names_version, deadline: as of `Request`."""
+
+    reply: "Reply"
+    wanted: RequestTarget
+    names_version: bool
+    deadline: float | None
+    description: bytes
+    inputs: memoryview
+    parts: bytes
+
+
 # what a message may raise
 _NONSENSE = (ServingError, ValueError, KeyError, IndexError, TypeError, OSError, struct.error)
 MOST_DOORS = 1024  # of an engine: workers, their successors, and whoever else of this user connects
@@ -190,7 +200,8 @@ class DoorConnection:
                     (wanted, ask.names_version),
                     self._doors.host.layouts(wanted, bool(ask.names_version)),
                 )
-            came = Reply(self, ask.number), wanted, bool(ask.names_version), description, inputs, parts
+            said = bool(ask.names_version), ask.deadline / 1e9 if ask.deadline else None
+            came = _Came(Reply(self, ask.number), wanted, *said, description, inputs, parts)
             if layouts is None:
                 self._doors.later(self._ask_later(came))
             else:
@@ -199,27 +210,26 @@ class DoorConnection:
             self._doors.host.batcher.submit_all(asked)
 
     async def _ask_later(self, came: _Came) -> None:
-        reply, wanted, names_version, *_ = came
         try:
-            layouts = await self._doors.host.attach_again(wanted, names_version)
+            layouts = await self._doors.host.attach_again(came.wanted, came.names_version)
         except ApiError as error:
-            reply.set_exception(error)
+            came.reply.set_exception(error)
         else:
             asked: list[Asked] = []
             self._add(asked, came, layouts)
             self._doors.host.batcher.submit_all(asked)
 
     def _add(self, asked: list[Asked], came: _Came, layouts: DescribedRequests) -> None:
-        reply, wanted, _, description, inputs, parts = came
-        if layouts.state != wanted.state:
+        reply, inputs, parts = came.reply, came.inputs, came.parts
+        if layouts.state != came.wanted.state:
             reply.state = layouts.state
         try:
-            request = layouts.request(description)
+            request = layouts.request(came.description)
             given = self._doors.host.regions.elsewhere(request, inputs, parts) if parts else inputs
         except (QuantError, ApiError) as error:
             reply.set_exception(error)
         else:
-            asked.append((request, given, reply))
+            asked.append(Asked(request, given, reply, came.deadline))
 
     def answer(self, results: Sequence[tuple["Reply", Answer | BaseException]]) -> None:
         """Sends answers' places or errors, on any thread. The door gives answers' memory back."""

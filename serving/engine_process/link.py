@@ -46,6 +46,7 @@ class _Contents(NamedTuple):
     parts: bytes
     holes: tuple[Slice, ...]
     names_version: bool
+    deadline: float | None
 
 
 @dataclass(slots=True)
@@ -127,7 +128,8 @@ class EngineLink:
         at, pending = None, Pending()
         if isinstance(inputs, PartlyOnDevice):
             parts, holes, inputs = parts_of(inputs), inputs.reads, inputs.inputs
-        contents = _Contents(inputs, describe(request), parts, holes, request.names_version)
+        said = request.names_version, request.deadline
+        contents = _Contents(inputs, describe(request), parts, holes, *said)
         size = messages.bytes_of(*contents[:3])
         if not self._waiting:  # first come, first served
             at = self._blocks.take(size)
@@ -139,9 +141,10 @@ class EngineLink:
 
     def _ask(self, at: int, contents: _Contents, pending: Pending) -> None:
         """Writes a request to the door's memory and sends it."""
-        inputs, description, parts, holes, names_version = contents
+        inputs, description, parts, holes, names_version, deadline = contents
         self._numbers += 1
-        ask = Ask(self._numbers, at, len(inputs), len(description), len(parts), names_version)
+        sizes, until = (len(inputs), len(description), len(parts)), int(1e9 * (deadline or 0))
+        ask = Ask(self._numbers, at, *sizes, names_version, until)
         given = memoryview(inputs).cast("B")
         for first, end in between(holes, len(given)):
             self._held[at + first : at + end] = given[first:end]

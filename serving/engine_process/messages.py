@@ -44,7 +44,8 @@ class MessageKind(IntEnum):
 
 class Ask(NamedTuple):
     """A request as sent. at: its inputs' place in the door's memory; described, parts: bytes of its
-    description and of its places on the device. names_version: only that version may answer."""
+    description and of its places on the device. names_version: only that version may answer. deadline:
+    of the request, in ns; 0: none."""
 
     number: int
     at: int
@@ -52,6 +53,7 @@ class Ask(NamedTuple):
     described: int
     parts: int
     names_version: int
+    deadline: int = 0
 
 
 class AnswerMessage(NamedTuple):
@@ -63,7 +65,7 @@ class AnswerMessage(NamedTuple):
     told: bytes = b""
 
 
-ASK, NUMBER, ANSWER = struct.Struct("<QQQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
+ASK, NUMBER, ANSWER = struct.Struct("<QQQQQQQ"), struct.Struct("<Q"), struct.Struct("<QQQQ")
 
 
 def places_of(ask: Ask) -> tuple[int, int, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tableside.quant import BadIds, Plan
 from tableside.quant.contract import Waiting
@@ -55,11 +55,21 @@ class Future(Protocol):
 Told = Sequence[tuple[Future, Answer | BaseException]]  # of each request: who waits for it, and what it gets
 
 
+class Asked(NamedTuple):
+    """A request, and who waits for its answer. deadline: as of `Request`, which others may share."""
+
+    request: Request
+    inputs: Any
+    future: Future
+    deadline: float | None = None
+
+
 @dataclass(slots=True, eq=False)  # not frozen: those take four times as long to make
 class _WaitingRequest:
     request: Request
     inputs: Any
     future: Future
+    deadline: float | None
     since: float  # of time.perf_counter
     plan: Plan
 
@@ -110,7 +120,7 @@ class Batcher:
         self._metrics = metrics.GpuMetrics(str(backend.device))
         self._cache_metrics = metrics.CacheMetrics(str(backend.device))
 
-    def submit_all(self, asked: Sequence[tuple[Request, Any, Future]]) -> None:
+    def submit_all(self, asked: Sequence[Asked]) -> None:
         """Runs requests that came together in some batch; their futures get answers or ApiErrors."""
         now = time.perf_counter()
         came = [_WaitingRequest(*one, now, one[0].plan) for one in asked]
@@ -128,7 +138,7 @@ class Batcher:
             if not isinstance(begun, Waiting):
                 w.plan = begun
                 return True
-            self._read(w, partial(w.request.wait, begun))
+            self._read(w, partial(w.request.wait, begun, w.deadline))
         except (ApiError, RuntimeError) as error:  # refused, or this worker is closing
             _fail(w, error)
         return False
@@ -368,7 +378,7 @@ class Batcher:
 def _begun(w: _WaitingRequest) -> Plan:
     """Begins a request, and waits for its rows."""
     begun = w.request.begin(w.inputs)
-    return w.request.wait(begun) if isinstance(begun, Waiting) else begun
+    return w.request.wait(begun, w.deadline) if isinstance(begun, Waiting) else begun
 
 
 def _closing() -> RuntimeError:

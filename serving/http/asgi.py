@@ -6,6 +6,8 @@ parsed at a time, beside the event loop, and its unpacked size counts in max_in_
 """
 
 import asyncio
+import re
+import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +18,7 @@ import orjson
 from numpy.typing import NDArray
 from starlette.responses import Response as HttpResponse
 
-from tableside.serving.errors import ApiError, ErrorKind, bad_request
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.executors.admission import RETRY_AFTER_S, Hold
 from tableside.serving.model.version import ServedVersion
 
@@ -26,6 +28,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
 MODEL = "tableside.model"  # of the name of the model that a request was understood to name
+DISK_TIMEOUT = b"tableside-disk-timeout-ms"  # the header: how long a request waits for rows of a disk
+_MILLISECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,6})?")
 _PIECE_BYTES = 1 << 18  # that are unpacked at once, some 0.5 ms
 JSON_TYPE = (b"content-type", b"application/json")
 
@@ -131,6 +135,17 @@ def header(scope: Scope, name: bytes) -> bytes | None:
         if key == name:
             return bytes(value)
     return None
+
+
+def deadline_of(value: bytes | None) -> float | None:
+    """The deadline, of time.monotonic, that the header DISK_TIMEOUT says; None: it was not sent. ApiError: it
+    is no number of milliseconds."""
+    if value is None:
+        return None
+    if not _MILLISECONDS.fullmatch(value):
+        what = f"Tableside-Disk-Timeout-Ms is {short(value.decode('latin-1'))}"
+        raise bad_request(f"{what}; expected milliseconds, as 5 or 0.5")
+    return time.monotonic() + float(value) / 1000
 
 
 class Response(NamedTuple):

@@ -8,16 +8,16 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind
 from tableside.serving.executors.admission import Hold
 from tableside.serving.executors.pending import Found
-from tableside.serving.http.asgi import Response, error_response
+from tableside.serving.http.asgi import DISK_TIMEOUT, Response, error_response
 from tableside.serving.http.traffic import Traffic
-from tableside.serving.http.v2.infer import LENGTH, V2
+from tableside.serving.http.v2.infer import LENGTH, V2, InferTarget
 from tableside.serving.metrics import metrics
 
 logger = logging.getLogger("tableside")
@@ -25,18 +25,11 @@ logger = logging.getLogger("tableside")
 _PATH, _INFER = b"/v2/models/", b"/infer"
 _ODD = re.compile(rb"[%?#]")
 _NOT_PLAIN = (b"content-encoding", b"expect", b"transfer-encoding")
-READS = (*_NOT_PLAIN, LENGTH)
+READS = (*_NOT_PLAIN, LENGTH, DISK_TIMEOUT)
 """The headers that `Door.asks` reads."""
 
 SendWhole = Callable[[bytes, Sequence[Any]], None]
 """Sends a response: its head, but for the empty line that ends it, and the parts of its body."""
-
-
-class InferTarget(NamedTuple):
-    """An infer request's path and header length. named: [model] or [model, "versions", version]."""
-
-    named: list[str]
-    header_length: bytes | None
 
 
 class DoorCycle:
@@ -70,19 +63,21 @@ class Door:
         """Returns a request's target; None: it goes through ASGI. headers: READS and any others."""
         if method != b"POST" or not url.startswith(_PATH) or not url.endswith(_INFER) or _ODD.search(url):
             return None
-        length = None
+        length = timeout = None
         for name, value in headers:
             if name in _NOT_PLAIN:
                 return None
             if name == LENGTH and length is None:
                 length = value
-        return InferTarget(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length)
+            elif name == DISK_TIMEOUT and timeout is None:
+                timeout = value
+        return InferTarget(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length, timeout)
 
     def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Hold, send: SendWhole) -> None:
         """Answers a whole request, now or later. `body` may be reused on return."""
         try:
             later = functools.partial(self._send_what, asked, send)
-            response = self._v2.infer_soon(asked.named, asked.header_length, body, hold, later)
+            response = self._v2.infer_soon(asked, body, hold, later)
         except Exception as error:  # noqa: BLE001  # an answer is owed whatever it is; what is no refusal is logged
             response = self._refusal(asked, error)
         if response is None:

@@ -75,6 +75,13 @@ PARAMETERS: Json = {"type": "object", "additionalProperties": True}
 _SHAPE = a_list({"type": "integer", "minimum": -1})
 _TENSOR = {"name": STRING, "datatype": STRING, "shape": _SHAPE}
 _TENSORS = a_list(an_object(**_TENSOR))
+DISK_TIMEOUT: Json = {
+    "name": "Tableside-Disk-Timeout-Ms",
+    "in": "header",
+    "required": False,
+    "description": "milliseconds for which the request waits for rows of a disk",
+    "schema": {"type": "number", "minimum": 0},
+}
 _DATA = a_list({"anyOf": [NUMBER, BOOL, a_list(NUMBER)]})
 _INPUT = an_object(
     "data",

@@ -49,6 +49,7 @@ class Request:
     not its version, so that caches keyed by version do not keep that alive."""
 
     __slots__ = (
+        "deadline",
         "features",
         "ids",
         "is_small",
@@ -77,11 +78,13 @@ class Request:
     ) -> None:
         """features: the version's. places: of the lookups. is_small: the CPU beside a device runs the plan.
         outputs: by name; () if the caller knows their places. sequence: the version's last change.
-        `names_version`, set later: the client named the version, so no other may answer."""
+        Set later: `names_version`, the client named the version, so no other may answer; `deadline`, of
+        time.monotonic, until when it waits for rows, None: as the server says."""
         self.features, self.places, self.plan, self.is_small = features, places, plan, is_small
         self.scoring, self.outputs = scoring, outputs
         self.ids, self.vectors, self.row_bytes, self.out_bytes = sizes
         self.sequence, self.names_version = sequence, False
+        self.deadline: float | None = None
 
     @property
     def model(self) -> str:
@@ -135,10 +138,11 @@ class Request:
         except BadIds as error:
             raise self.refusal(error) from error
 
-    def wait(self, begun: Waiting) -> Plan:
-        """As `Waiting.wait`. ApiError: rows did not come, or an id has none."""
+    def wait(self, begun: Waiting, deadline: float | None = None) -> Plan:
+        """As `Waiting.wait`. deadline: None: the request's. ApiError: rows did not come, or an id has no
+        row."""
         try:
-            return begun.wait()
+            return begun.wait(self.deadline if deadline is None else deadline)
         except (BadIds, RowsNotRead) as error:
             raise self.refusal(error) from error
 

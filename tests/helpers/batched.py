@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from tableside.serving.executors.batching import Batcher, Told
+from tableside.serving.executors.batching import Asked, Batcher, Told
 from tableside.serving.model.request import Answer
 
 
@@ -15,7 +15,7 @@ def batcher_of(backend: Any, max_batch: int) -> Batcher:
 async def run_in(batcher: Batcher, request: Any, inputs: Any) -> Answer:
     """What a request gets, in some batch."""
     future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    batcher.submit_all([(request, inputs, future)])
+    batcher.submit_all([Asked(request, inputs, future)])
     return await future
 
 

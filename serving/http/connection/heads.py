@@ -4,8 +4,8 @@ place."""
 
 from typing import NamedTuple
 
-from tableside.serving.http.door import InferTarget
 from tableside.serving.http.traffic import Trace
+from tableside.serving.http.v2.infer import InferTarget
 
 MOST = 1024
 _LONGEST = 1024  # bytes

@@ -15,8 +15,9 @@ from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.admission import Bytes, Hold, Turn, WholeTurn
 from tableside.serving.http.asgi import error_response
 from tableside.serving.http.connection.held_back import HeldBack, HoldingFlow
-from tableside.serving.http.door import Door, InferTarget, response_head
+from tableside.serving.http.door import Door, response_head
 from tableside.serving.http.traffic import REQUEST_ID, Trace, Traffic
+from tableside.serving.http.v2.infer import InferTarget
 from tableside.serving.settings import ServerSettings
 
 

@@ -29,6 +29,9 @@ from tableside.serving.service.service import Service
 _Result = TypeVar("_Result")
 
 
+_HEADERS: openapi.Json = {"parameters": [openapi.DISK_TIMEOUT]}
+
+
 class V1:
     """Answers a worker's lookups and scores. ApiError: the request is refused."""
 
@@ -38,15 +41,17 @@ class V1:
 
     async def answer(self, scope: asgi.Scope, receive: asgi.Receive, score: bool) -> bytes:
         settings, hold = self._service.settings, scope[asgi.HOLD]
+        deadline = asgi.deadline_of(asgi.header(scope, asgi.DISK_TIMEOUT))
         body = await asgi.read_body(scope, receive, settings.max_body_bytes, hold)
         asgi.check_json_size(len(body), settings.max_json_bytes)
         await self._service.slices.take()
-        return await self._work_on(scope, body, score, hold)
+        return await self._work_on(scope, body, score, deadline)
 
-    async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool, hold: Hold) -> bytes:
-        service, started = self._service, time.perf_counter()
+    async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool, deadline: float | None) -> bytes:
+        service, started, hold = self._service, time.perf_counter(), scope[asgi.HOLD]
         served, laid_out = await self._laid_out(scope, text, score, hold)
         request = laid_out.request
+        request.deadline = deadline
         asgi.check_json_answer(request.out_bytes, service.settings.max_json_bytes)
         hold.grow((1 + JSON_GROWTH) * request.out_bytes)
         parsed = time.perf_counter()
@@ -106,11 +111,13 @@ def add_to(app: FastAPI, service: Service, tell: Callable[[], None]) -> None:
     """Adds the routes. tell: updates this worker's counts before a scrape."""
     v1 = V1(service)
 
-    @app.post("/v1/lookup", **openapi.told("Look ids up", _LOOKED_UP, *openapi.POSTS, body=_LOOKUP))
+    @app.post(
+        "/v1/lookup", **openapi.told("Look ids up", _LOOKED_UP, *openapi.POSTS, body=_LOOKUP, **_HEADERS)
+    )
     async def lookup(http: Request) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=False), media_type="application/json")
 
-    @app.post("/v1/score", **openapi.told("Score rows", _SCORED, *openapi.POSTS, body=_SCORE))
+    @app.post("/v1/score", **openapi.told("Score rows", _SCORED, *openapi.POSTS, body=_SCORE, **_HEADERS))
     async def score(http: Request) -> Response:
         return Response(await v1.answer(http.scope, http.receive, score=True), media_type="application/json")
 

@@ -4,7 +4,7 @@ tensors. They come from the `Door`, or from FastAPI's route in `serving.http.v2.
 import functools
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -27,6 +27,15 @@ _BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
 _Times = tuple[float, float]  # when it was begun and understood, of time.perf_counter
 Later = Callable[[Callable[[Found], asgi.Response], Found], None]
+
+
+class InferTarget(NamedTuple):
+    """An infer request's path, and the headers that it is read by. named: [model] or [model, "versions",
+    version]. timeout: of `asgi.deadline_of`."""
+
+    named: list[str]
+    header_length: bytes | None = None
+    timeout: bytes | None = None
 
 
 class V2:
@@ -54,23 +63,19 @@ class V2:
                 raise not_found(f"{short('/v2/models/' + '/'.join(named))} is not a path of this server")
 
     def infer_soon(
-        self,
-        named: list[str],
-        header_length: bytes | None,
-        body: bytes | memoryview,
-        hold: Hold,
-        later: Later,
+        self, asked: InferTarget, body: bytes | memoryview, hold: Hold, later: Later
     ) -> asgi.Response | Coroutine[Any, Any, asgi.Response] | None:
         """Returns the response if the request is small and looked up at once, or a coroutine. None: `later`
         gets the response's maker and what it takes. ApiError: refused. `body` may be reused on return."""
         started = time.perf_counter()
-        length = self._json_bytes(header_length, body)
-        if len(named) != 1 or _is_large(length, body):
-            return self.infer(named, header_length, bytes(body), hold)
-        served = self.service.live(named[0])
+        length = self._json_bytes(asked.header_length, body)
+        if len(asked.named) != 1 or _is_large(length, body):
+            return self.infer(asked, bytes(body), hold)
+        served = self.service.live(asked.named[0])
         infer = reader.read(served, body, length, self.service.regions, self._most_region_bytes)
         if infer is None or isinstance(infer, ReadBeside):
-            return self.infer(named, header_length, bytes(body), hold)
+            return self.infer(asked, bytes(body), hold)
+        infer.request.deadline = asgi.deadline_of(asked.timeout)
         self._admit(infer, infer.made_bytes(body), hold)
         came = infer, len(body), (started, time.perf_counter())
         begun = self.service.executor.begin(infer.request, infer.inputs)
@@ -86,14 +91,13 @@ class V2:
         asgi.check_json_answer(infer.json_bytes, self.service.settings.max_json_bytes)
         hold.grow(infer.request.out_bytes + made_bytes + JSON_GROWTH * infer.json_bytes)
 
-    async def infer(
-        self, named: list[str], header_length: bytes | None, body: bytes, hold: Hold
-    ) -> asgi.Response:
+    async def infer(self, asked: InferTarget, body: bytes, hold: Hold) -> asgi.Response:
         """Returns the response to an infer request. ApiError: it is refused."""
-        started = time.perf_counter()
+        started, named = time.perf_counter(), asked.named
+        deadline = asgi.deadline_of(asked.timeout)
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
-        infer = await self._understand(served, header_length, body, hold)
-        infer.request.names_version = len(named) > 1
+        infer = await self._understand(served, asked.header_length, body, hold)
+        infer.request.names_version, infer.request.deadline = len(named) > 1, deadline
         came = infer, len(body), (started, time.perf_counter())
         begun = self.service.executor.begin(infer.request, infer.inputs)
         return (

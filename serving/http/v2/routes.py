@@ -32,7 +32,7 @@ from tableside.serving.http.openapi import (
 )
 from tableside.serving.http.origins import check_type
 from tableside.serving.http.v2 import cuda_shm, repository, shm
-from tableside.serving.http.v2.infer import LENGTH, V2
+from tableside.serving.http.v2.infer import LENGTH, V2, InferTarget
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 from tableside.serving.shm.regions import Regions
@@ -142,7 +142,7 @@ def _add_infer(app: FastAPI, v2: V2, place: str, parameters: list[Json]) -> None
         openapi.INFER_RESPONSE,
         *POSTS,
         body=openapi.INFER_REQUEST,
-        parameters=[*parameters, _LENGTH],
+        parameters=[*parameters, _LENGTH, openapi.DISK_TIMEOUT],
     )
     about["openapi_extra"]["requestBody"]["content"]["application/octet-stream"] = {"schema": _WHOLE}
     about["responses"][200]["content"]["application/octet-stream"] = {"schema": _WHOLE}
@@ -153,7 +153,8 @@ def _add_infer(app: FastAPI, v2: V2, place: str, parameters: list[Json]) -> None
         body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
         await service.slices.take()
         path = [named["model"], *(["versions", named["version"]] if "version" in named else ())]
-        return asgi.AsgiResponse(await v2.infer(path, asgi.header(http.scope, LENGTH), body, hold))
+        target = InferTarget(path, *(asgi.header(http.scope, name) for name in (LENGTH, asgi.DISK_TIMEOUT)))
+        return asgi.AsgiResponse(await v2.infer(target, body, hold))
 
 
 def _add_repository(app: FastAPI, service: Service) -> None:

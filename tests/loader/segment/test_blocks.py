@@ -384,8 +384,9 @@ def test_nobody_waits_for_a_disk_that_hangs(
         [(0, 0.9, 0, 5)],  # no second is over
         [(0, 0.9, 0, 5), (1, 1.1, 1, 5), (1.1, 2, 0, 5)],  # one came between
         [(0, 0.1, 0, 5), (50, 50.1, 0, 5)],  # nobody waited meanwhile
+        [(n / 10, n / 10 + 0.01, 0, 5) for n in range(30)],  # nobody waited long enough to say
     ],
-    ids=["came", "soon", "some", "seldom"],
+    ids=["came", "soon", "some", "seldom", "hasty"],
 )
 def test_a_slow_disk_does_not_hang(waits: list[tuple[float, float, int, int]]) -> None:
     """waits: (began, ended, rows that came, rows that were late)."""

@@ -65,7 +65,7 @@ def control(told: Any) -> bytes:
 @pytest.mark.parametrize(
     "message",
     [
-        bytes([MessageKind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0),
+        bytes([MessageKind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0, 0),
         control({"left": "demo"}),
         control({"moved": ["demo", 1]}),
         control({"attach": ["demo", 1]}),
@@ -205,7 +205,7 @@ async def open_link(address: str) -> EngineLink:
     return one
 
 
-REQUEST: Any = SimpleNamespace(is_small=False, names_version=False)
+REQUEST: Any = SimpleNamespace(is_small=False, names_version=False, deadline=None)
 
 
 def test_requests_wait_for_room_in_the_memory_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_requests_wait_for_room_in_the_memory_for_requests(monkeypatch: pytest.M
                 await asyncio.sleep(0.001)
             assert len(one._waiting) == 4 - asked == len([r for r in running if not r.done()]) - 2
             for n in (asked - 2, asked - 1):
-                _, inputs, reply = host.asked[n]
+                _, inputs, reply, _ = host.asked[n]
                 assert bytes(inputs) == bytes([n]) * 1500
                 reply.set_result(Answer(engine.answers.take(8)))
         assert all(answer.buffer.size == 8 for answer in await asyncio.gather(*running))

@@ -305,11 +305,11 @@ def test_nonsense_ends_a_connection_and_nothing_else(address: tuple[Any, str]) -
     engines = server.engines()
     memory = SharedMemory.create("nonsense", 1 << 20)
     hello = bytes([messages.MessageKind.CONTROL]) + b'{"hello": ["demo"]}'
-    far = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 1 << 40, 8, 64, 0, 0)
+    far = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 1 << 40, 8, 64, 0, 0, 0)
     memory.bytes[8:48] = np.frombuffer(
         struct.pack("<5q", 99, 1, 0, 0, 0), np.uint8
     )  # of a model that there is not
-    nothing = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0)
+    nothing = bytes([messages.MessageKind.ASKS]) + messages.ASK.pack(1, 0, 8, 40, 0, 0, 0)
     for said in (
         [b"\x09"],
         [b"\x04{"],

@@ -23,7 +23,7 @@ from tableside.quant.cache.statistics import Statistics, TableStatistics
 from tableside.quant.contract import MatrixPlace, Unfound
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ApiError, ServingError
-from tableside.serving.executors.batching import Batcher
+from tableside.serving.executors.batching import Asked, Batcher
 from tableside.serving.metrics import metrics
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -202,7 +202,7 @@ def test_results_of_a_batch_are_told_together_on_a_thread() -> None:
 
     async def run() -> None:
         batcher = Batcher(device, 2, tell=tell)  # type: ignore[arg-type]
-        batcher.submit_all([(Request(), b"", asyncio.Future()) for _ in range(4)])  # type: ignore[misc]
+        batcher.submit_all([Asked(Request(), b"", asyncio.Future()) for _ in range(4)])  # type: ignore[misc]
         await asyncio.sleep(0)  # the threads are woken
         assert all_told.wait(300)  # while the event loop does nothing
         batcher.close()

@@ -151,7 +151,7 @@ class ReadRequest(Request):
     def begin(self, inputs: Any) -> Any:
         return Begun()
 
-    def wait(self, begun: Waiting) -> Any:
+    def wait(self, begun: Waiting, deadline: float | None = None) -> Any:
         assert self.came.wait(300)
         if self.error is not None:
             raise self.error

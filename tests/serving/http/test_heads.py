@@ -16,8 +16,9 @@ from uvicorn.server import ServerState
 from tableside.serving.executors.admission import Bytes, Slices, Slots
 from tableside.serving.http.connection import connection, heads
 from tableside.serving.http.connection.heads import Heads, KnownHead, head_of
-from tableside.serving.http.door import Door, InferTarget
+from tableside.serving.http.door import Door
 from tableside.serving.http.traffic import Trace, Traffic
+from tableside.serving.http.v2.infer import InferTarget
 from tableside.serving.settings import ServerSettings
 
 

@@ -128,6 +128,48 @@ def test_an_answer_says_how_many_rows_came_late(
         assert end(server.process) == 0
 
 
+@pytest.mark.drawn(1)
+@OPTIONS
+def test_a_request_says_how_long_it_waits_for_rows(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]
+) -> None:
+    """Small and large requests, of each protocol."""
+    monkeypatch.setenv("SLOW_ROWS", str(tmp_path / "rows"))
+    monkeypatch.setenv("DELAY_S", "0.2")
+    values = rows_of(10, 8)
+    np.savez(tmp_path / "c.npz", v=values)
+    raw = {
+        "name": "m",
+        "checkpoint": "c.npz",
+        "tables": {"t": {"key": "v", "row_format": "fp32", "missing": "zero"}},
+        "features": {"t": {"table": "t", "pooling": "none"}},
+    }
+    load(parse_model(raw, tmp_path), root)
+    server = start_server(root, "--placement", "slow", *options, program=(PROGRAM,), models=("m",))
+    try:
+        for ids in ([1, 2, 2], [*range(10)] * 500):
+            for timeout, is_late in (("60000", False), ("5", True), ("0.5", True), ("0", True)):
+                expected = np.zeros((len(ids), 8), np.float32) if is_late else values[ids]
+                headers = {"Tableside-Disk-Timeout-Ms": timeout}
+                with Client(server.url, retries=0, headers=headers) as client:
+                    found = client.lookup("m", {"t": [ids]})["t"]
+                    np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+                    assert client.late_rows() == ({"t": len(ids)} if is_late else {})
+                asked = {"model": "m", "features": {"t": [ids]}}
+                answer = httpx.post(f"{server.url}/v1/lookup", json=asked, headers=headers).json()
+                assert answer.get("degraded") == ({"t": len(ids)} if is_late else None)
+                vectors = np.array(answer["vectors"]["t"], np.float32).reshape(expected.shape)
+                np.testing.assert_array_equal(vectors, expected)
+        for url, body in (("/v1/lookup", asked), ("/v2/models/m/infer", {"inputs": []})):
+            answer = httpx.post(
+                f"{server.url}{url}", json=body, headers={"tableside-disk-timeout-ms": "soon"}
+            )
+            assert answer.status_code == 400
+            assert "Tableside-Disk-Timeout-Ms is 'soon'; expected milliseconds, as 5 or 0.5" in answer.text
+    finally:
+        assert end(server.process) == 0
+
+
 def read_by(client: Client, root: Path, log: Path) -> list[int]:
     """Looks up and checks; returns how many rows each call of the function was asked for."""
     before = log.read_text().count("\n")

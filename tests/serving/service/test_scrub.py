@@ -91,6 +91,6 @@ def test_rows_are_read_for_a_tenth_of_the_time() -> None:
     """Nine seconds of rest for each second of reading."""
     asked: list[float] = []
     segment = SimpleNamespace(verify=lambda rest: asked.append(rest))
-    model: Any = SimpleNamespace(attach=lambda version, verify: segment)
+    model: Any = SimpleNamespace(attach_all=lambda version, verify: [segment])
     assert damage_of(model, 1) is None
     assert asked == [9]
