@@ -17,20 +17,17 @@ can change the files or hold a lock (loader.versions.folder).
 
 import contextlib
 import os
-import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from tableside.loader.errors import AccessError, SegmentError, VersionError
-from tableside.loader.model.model import NAME, check_name
-from tableside.loader.model.nearest import did_you_mean
+from tableside.loader.errors import AccessError, VersionError
 from tableside.loader.segment.delta import delta_name
 from tableside.loader.segment.header import Header
-from tableside.loader.segment.segment import Segment, Verify, open_segment
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.writer import SegmentWriter
-from tableside.loader.versions.copies import check_copy, copying_writer, fill_copies, nodes_of, on_node
+from tableside.loader.versions.copies import copying_writer, fill_copies
 from tableside.loader.versions.folder import (
     Folder,
     deltas_of,
@@ -41,167 +38,21 @@ from tableside.loader.versions.folder import (
     others_of,
     versions_with,
 )
-from tableside.loader.versions.partial import PartialTensor, partial_tensor
+from tableside.loader.versions.published import DAMAGED, PARTIAL, SEGMENT, PublishedModel, model_names
 from tableside.loader.versions.record import (
     VersionRecord,
     flip,
     intended,
-    read_record,
     reserve_room,
     unless_full,
     write_next,
 )
-from tableside.loader.versions.verified import verified_at, verify_once
 
 DEFAULT_ROOT = Path("/dev/shm/tableside")
-_PARTIAL, _SEGMENT, _DAMAGED = ".segment.partial", ".segment", ".damaged"
 
 
-class Model:
-    """The published versions of one model under `root`; holds no file open. owner: a user trusted beside this
-    user and root. node: the NUMA node whose copies are attached, where a version has one. Every method raises
-    AccessError where another user could change its files."""
-
-    def __init__(self, root: Path, name: str, owner: str | None = None, node: int | None = None) -> None:
-        self.root, self.name, self.owner, self.node = root, check_name(name), owner, node
-        self.folder = root / name
-
-    def on(self, node: int | None) -> "Model":
-        """Returns this model with the copies of a NUMA node."""
-        return Model(self.root, self.name, self.owner, node)
-
-    # ---- questions ----
-
-    def record(self) -> VersionRecord:
-        """Reads the record; VersionRecord() if never published. VersionError: it is damaged."""
-        try:
-            with self.opened() as folder:
-                return read_record(folder, self.name)
-        except FileNotFoundError:
-            return VersionRecord()
-
-    def versions(self) -> list[int]:
-        """Returns the published versions, oldest first."""
-        return self._numbers(_SEGMENT)
-
-    def loading_versions(self) -> list[int]:
-        """Returns versions being loaded, or left by a killed load."""
-        return self._numbers(_PARTIAL)
-
-    def damaged_versions(self) -> list[int]:
-        """Returns the published versions marked as damaged."""
-        return self._numbers(_DAMAGED)
-
-    def check_known(self) -> None:
-        """Raises VersionError if nothing was ever published or is being loaded."""
-        try:
-            with self.opened():
-                return
-        except FileNotFoundError:
-            raise self._missing("it was never published") from None
-
-    def path(self, version: int) -> Path:
-        return self.folder / f"{version}{_SEGMENT}"
-
-    def current(self) -> int:
-        """Returns the live version. VersionError: none is live."""
-        if version := self.record().current:
-            return version
-        raise self._missing("no version is live")
-
-    def last_good(self) -> list[int]:
-        """Returns published, undamaged versions that were live once, newest first."""
-        lived, damaged = self._lived(self.record()), self.damaged_versions()
-        return [v for v in reversed(lived) if v not in damaged]
-
-    def good(self) -> int:
-        """Returns the live version, or the last good one if it is damaged. VersionError: none is live."""
-        current = self.current()
-        return current if current not in self.damaged_versions() else next(iter(self.last_good()), current)
-
-    def attach(self, version: int | None = None, verify: Verify = "full") -> Segment:
-        """Maps a version (None: live). SegmentError: damaged. VersionError: not published."""
-        # The live version may be replaced and removed between reading its number and opening it
-        for _ in range(3):
-            number = self.current() if version is None else version
-            try:
-                return self._attach(number, verify)
-            except FileNotFoundError:
-                if version is not None or self.record().current == number:
-                    break
-        raise self._missing(f"version {number} is not published")
-
-    def nodes(self, version: int) -> list[int]:
-        """Returns the NUMA nodes on which a version lies; empty: nobody chose one."""
-        with self.opened() as folder:
-            return nodes_of(folder, version)
-
-    def attach_all(self, version: int, verify: Verify) -> Iterator[Segment]:
-        """Attaches a version, then each copy of it. Errors: as of `attach`."""
-        for node in (None, *self.nodes(version)[1:]):
-            yield self.on(node).attach(version, verify)
-
-    def tensor(self, table: str, version: int | None = None, verify: Verify = "full") -> PartialTensor:
-        """Returns a table of a version as a `PartialTensor`. Errors: see `attach`; VersionError: no such
-        table."""
-        return partial_tensor(self.attach(version, verify), table)
-
-    def _attach(self, version: int, verify: Verify) -> Segment:
-        path = self.path(version)
-        with self.opened() as folder:
-            if folder.exists(f"{version}{_DAMAGED}"):
-                what = f"{path}: rows were found to have changed after they were written"
-                raise SegmentError(f"{what}; activate another version, or load it again")
-            if self.node is not None and folder.exists(copy := on_node(path.name, self.node)):
-                check_copy(folder, path.name, copy)
-                path = self.folder / copy
-            segment = open_segment(folder, path, "always" if verify == "always" else "header")
-            if verify == "full":
-                verify_once(folder, segment)
-        found = segment.header
-        if (found.model, found.version) != (self.name, version):
-            raise SegmentError(
-                f"{path} holds version {found.version} of model {found.model!r}; expected version {version} "
-                f"of {self.name!r}; "
-                "somebody put it there under another name: remove it, and load the model again"
-            )
-        return segment
-
-    def _missing(self, what: str) -> VersionError:
-        versions, hint = self.versions(), ""
-        if not versions:
-            # Another user's root, in which only the models that one may read are open
-            with contextlib.suppress(PermissionError):
-                hint = did_you_mean(self.name, [m.name for m in models(self.root, self.owner)])
-        known = ", ".join(map(str, versions)) or "none"
-        remedy = hint or "; publish one with: tableside load model.toml"
-        return VersionError(f"model {self.name!r} in {self.root}: {what} (versions there: {known}){remedy}")
-
-    def verified_at(self, segment: Segment) -> float | None:
-        """Returns when a process of this host read every byte of a version or delta; None: none did."""
-        with self.opened() as folder:
-            return verified_at(folder, segment)
-
-    # ---- actions ----
-
-    def verify(
-        self,
-        segment: Segment,
-        verify: Verify,
-        threads: int = 1,
-        rest: float = 0.0,
-        checked: Container[str] = (),
-    ) -> float:
-        """Reads an attached version or delta as `verify` says; returns when its bytes were read last, of
-        time.time(), 0: never. threads, rest: of `Segment.verify`; checked: of `verify_once`. SegmentError: a
-        checksum is wrong."""
-        if verify == "header":
-            return 0.0
-        if verify == "full":
-            with self.opened() as folder:
-                return verify_once(folder, segment, threads, rest, checked)
-        segment.verify(threads, rest)
-        return time.time()
+class Model(PublishedModel):
+    """A model whose versions are published, activated and removed as well; holds no file open."""
 
     @contextlib.contextmanager
     def loading(self, group: str | None = None) -> Iterator[int]:
@@ -235,7 +86,7 @@ class Model:
         """Creates the files of a version. Needs `loading`. kept: tables -> versions of this model whose files
         are linked. nodes: NUMA nodes that get a copy each; empty: it lies once, anywhere. NoSpace: as of
         SegmentWriter. SegmentError: memory cannot be bound."""
-        path = self.folder / f"{version}{_PARTIAL}"
+        path = self.folder / f"{version}{PARTIAL}"
         with self.opened() as folder:
             if nodes:
                 return copying_writer(folder, path, header, program, kept, nodes)
@@ -262,11 +113,11 @@ class Model:
             for stale in set(deltas_of(folder, version)) - {sequence}:
                 folder.unlink(delta_name(version, stale))
             write_next(folder, after)
-            folder.rename(f"{version}{_PARTIAL}", f"{version}{_SEGMENT}")
+            folder.rename(f"{version}{PARTIAL}", f"{version}{SEGMENT}")
             try:
                 flip(folder)
             except OSError:
-                folder.unlink(f"{version}{_SEGMENT}")
+                folder.unlink(f"{version}{SEGMENT}")
                 raise
 
     def activate(self, version: int, sequence: int | None = None) -> None:
@@ -274,7 +125,7 @@ class Model:
         SegmentError: damaged."""
         self.attach(version)
         with self.opened() as folder, folder.lock("record.lock"):
-            if not folder.exists(f"{version}{_SEGMENT}"):  # removed while it was verified
+            if not folder.exists(f"{version}{SEGMENT}"):  # removed while it was verified
                 raise self._missing(f"version {version} is not published")
             if sequence and sequence not in (kept := deltas_of(folder, version)):
                 known = ", ".join(f"{version}+{s}" for s in kept) or "none"
@@ -341,7 +192,7 @@ class Model:
         with self.opened() as folder:
             for damaged in {version, *versions_with(folder, file)}:
                 with contextlib.suppress(FileExistsError):
-                    os.close(folder.create(f"{damaged}{_DAMAGED}"))
+                    os.close(folder.create(f"{damaged}{DAMAGED}"))
 
     @contextlib.contextmanager
     def alone(self, name: str, wait_s: float = 600.0) -> Iterator[None]:
@@ -352,28 +203,9 @@ class Model:
 
     # ---- parts ----
 
-    def opened(self) -> Folder:
-        """Opens the folder. FileNotFoundError: never published. AccessError: another user could change it."""
-        with Folder(self.root, self.owner, only_a_way=True) as root:
-            return Folder(self.folder, self.owner, root)
-
     def _make_folders(self) -> None:
         make_folder(self.root, self.owner)
         make_folder(self.folder, self.owner)
-
-    def _numbers(self, suffix: str) -> list[int]:
-        try:
-            with self.opened() as folder:
-                names = folder.names()
-        except FileNotFoundError:
-            return []
-        numbers = [n.removesuffix(suffix) for n in names if n.endswith(suffix)]
-        return sorted(int(n) for n in numbers if n.isdecimal() and n.isascii())
-
-    def _lived(self, record: VersionRecord) -> list[int]:
-        """Returns the published versions that were live once, by the last time they became so."""
-        published = self.versions()
-        return published if record.lived is None else [v for v in record.lived if v in published]
 
     def _readable_record(self) -> VersionRecord:
         """Returns the record, or an empty one if it is unreadable; for writers, who replace it."""
@@ -403,7 +235,7 @@ class Model:
                 self._record_version(folder, before.current, before.sequence)
                 is_on_record = True
         for version in versions:
-            names = [f"{version}{_SEGMENT}", f"{version}{_DAMAGED}", *others_of(folder)[version]]
+            names = [f"{version}{SEGMENT}", f"{version}{DAMAGED}", *others_of(folder)[version]]
             for name in (*names, *(delta_name(version, s) for s in deltas_of(folder, version))):
                 folder.unlink(name)
         if not is_on_record:
@@ -417,7 +249,7 @@ class Model:
         with folder.lock("record.lock"):
             meant, before = intended(folder), self._readable_record()
             is_new = meant is not None and before.latest < meant.latest == meant.current
-            if meant is not None and is_new and folder.exists(f"{meant.latest}{_SEGMENT}"):
+            if meant is not None and is_new and folder.exists(f"{meant.latest}{SEGMENT}"):
                 cleared += self._unlink(folder, [meant.latest])
         return cleared
 
@@ -431,9 +263,4 @@ class Model:
 
 def models(root: Path, owner: str | None = None) -> list[Model]:
     """Returns every model under `root`, by name."""
-    try:
-        with Folder(root, owner) as folder:
-            names = [n for n in folder.names() if NAME.fullmatch(n) and (root / n).is_dir()]
-    except FileNotFoundError:
-        return []
-    return [Model(root, n, owner) for n in names]
+    return [Model(root, name, owner) for name in model_names(root, owner)]
