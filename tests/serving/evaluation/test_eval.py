@@ -236,6 +236,7 @@ def test_an_evaluation_in_bf16(root: Path, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_ray_gives_what_the_processes_give(root: Path, tmp_path: Path) -> None:
     """A Ray of its own with two actors: the same rows, the same scores to the bit, nothing left behind."""
+    pytest.importorskip("ray", reason="the ray extra brings Ray")
     publish(root, tmp_path)
     columns = data(1200)
     path = write(tmp_path, columns)
