@@ -27,6 +27,7 @@ from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_delta
 from tableside.loader.segment.header import Change
 from tableside.loader.segment.layout import plan_tables
+from tableside.loader.segment.numa import chosen_nodes
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import (
     StoredIds,
@@ -71,7 +72,7 @@ def compact(
 ) -> CompactionResult | None:
     """Compacts the live version and its deltas; None: no delta is live. VersionError: a load or compaction
     runs, or another version became live. SegmentError: the live state is damaged. NoSpace."""
-    started = time.monotonic()
+    started, model = time.monotonic(), model.on(None)
     # The load lock keeps compactions apart; an apply takes the other one for a moment, to see whether one is
     # under way.
     with model.loading() as version, model.opened() as folder, folder.lock(COMPACT_LOCK):
@@ -116,6 +117,7 @@ class _Compaction:
         program = self.base.program() if header.scorer is not None else b""
         kept = {name: self.base for name, t in tables.items() if not t.is_changed}
         nodes = self.model.nodes(header.version)
+        nodes = chosen_nodes(nodes) if nodes else []
         with self.model.writer(self.version, planned, program, kept, nodes) as writer:
             for table in writer.header.tables:
                 if table.name in writer.linked:

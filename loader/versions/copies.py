@@ -36,9 +36,13 @@ def on_node(name: str, node: int) -> str:
 
 
 def nodes_of(folder: Folder, version: int) -> list[int]:
-    """Returns the nodes on which a version lies, first that of its own files; empty: nobody chose one."""
+    """Returns the nodes on which a version lies, that of its own files, then the others, ascending; empty:
+    nobody chose one."""
     names = others_of(folder)[version]
-    return [int(found[1]) for kind in (_HOME, _COPY) for name in names if (found := kind.fullmatch(name))]
+    homes, copies = (
+        sorted(int(found[1]) for name in names if (found := kind.fullmatch(name))) for kind in (_HOME, _COPY)
+    )
+    return homes + copies
 
 
 def copying_writer(
@@ -57,7 +61,8 @@ def copying_writer(
             "choose another --root, or load without `copies`"
         )
     # A table that lies elsewhere is written again
-    kept = {t: s for t, s in kept.items() if nodes_of(folder, s.header.version) == list(nodes)}
+    as_they_are = [nodes[0], *sorted(nodes[1:])]
+    kept = {t: s for t, s in kept.items() if nodes_of(folder, s.header.version) == as_they_are}
     writer = SegmentWriter(path, header, program, folder.create(path.name), folder, kept, nodes[0])
     try:
         _reserve(folder, writer, kept, nodes)

@@ -94,8 +94,11 @@ class PublishedModel:
 
     def nodes(self, version: int) -> list[int]:
         """Returns the NUMA nodes on which a version lies; empty: nobody chose one."""
-        with self.opened() as folder:
-            return nodes_of(folder, version)
+        try:
+            with self.opened() as folder:
+                return nodes_of(folder, version)
+        except FileNotFoundError:
+            return []
 
     def attach_all(self, version: int, verify: Verify) -> Iterator[Segment]:
         """Attaches a version, then each copy of it. Errors: as of `attach`."""

@@ -14,7 +14,7 @@ from table_files import CHANGED, TABLES, check
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
-from tableside.loader.errors import ModelError, NoSpace, SegmentError
+from tableside.loader.errors import ModelError, NoSpace, SegmentError, VersionError
 from tableside.loader.load.load import Loaded
 from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
@@ -83,6 +83,19 @@ def test_unchanged_tables_are_linked_on_each_node(model: Model, publish: Publish
         check(model.on(node), 2, "b")
 
 
+@pytest.mark.parametrize("nodes", [[0, 2, 1], [0, 2, 10], [10, 2, 0]])
+def test_nodes_in_any_order_share_unchanged_tables(
+    model: Model, publish: Publish, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numa, "nodes", lambda sys=None: [0, 1, 2, 10])
+    for _ in range(2):
+        again(publish, copies=nodes)
+    assert model.nodes(3) == [nodes[0], *sorted(nodes[1:])] == model.nodes(2)
+    for node in nodes:
+        old, new = ({f.table: f.status.st_ino for f in model.on(node).attach(v).files} for v in (2, 3))
+        assert [old[t] == new[t] for t in "abc"] == [True, True, True]
+
+
 @pytest.mark.parametrize("nodes", [[1, 0], [0], [1]])
 def test_tables_that_lie_elsewhere_are_written_again(
     model: Model, publish: Publish, nodes: list[int], bound: list[int]
@@ -97,14 +110,33 @@ def test_tables_that_lie_elsewhere_are_written_again(
 
 def test_a_compaction_keeps_the_nodes(model: Model) -> None:
     apply(model, ChangeBatch(iter([TableChanges("a", np.array([3]), CHANGED["a"][3:4])])))
-    compact(model)
+    compact(model.on(1))
     assert model.nodes(2) == NODES
+    assert len(files_of(model.folder) - {"1+1.delta"}) == len(OWN | OF_NODES) * 2
+    assert [(f.path.parent / f"1{f.path.name[1:]}").samefile(f.path) for f in model.attach(2).files[1:]] == [
+        False, True, True,
+    ]  # fmt: skip
     for node in NODES:
         found = model.on(node).attach(2, "always")
         rows = found.tables["a"].packed.view(np.float32)
         np.testing.assert_array_equal(
             rows[:5], np.concatenate([TABLES["a"][:3], CHANGED["a"][3:4], TABLES["a"][4:5]])
         )
+
+
+def test_a_compaction_refuses_nodes_that_are_gone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply(model, ChangeBatch(iter([TableChanges("a", np.array([3]), CHANGED["a"][3:4])])))
+    monkeypatch.setattr(numa, "nodes", lambda sys=None: [0])
+    with pytest.raises(ModelError, match=r"names the NUMA nodes \[1\]; this host has memory on \[0\]"):
+        compact(model)
+    assert model.versions() == [1]
+
+
+def test_a_model_that_was_never_published_lies_nowhere(root: Path) -> None:
+    model = Model(root, "ghost")
+    assert model.nodes(3) == []
+    with pytest.raises(VersionError, match="version 3 is not published"):
+        list(model.attach_all(3, "header"))
 
 
 def test_a_damaged_copy_is_found(model: Model) -> None:
