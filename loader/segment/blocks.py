@@ -32,7 +32,7 @@ _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
 _PART_ROWS = 2048  # that another thread asks for and takes, of many
 _LONG_S = 1e6  # instead of no deadline
-OPENS_S, TELLS_S = 1.0, 0.02  # see `Breaker`
+OPENS_S = 1.0  # see `Breaker`
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
 _LEFT = 3  # a row that was not read yet, for `_blocks`
@@ -78,8 +78,9 @@ _Read = Callable[[NDArray[np.int64], Bytes, NDArray[np.uint8]], object]
 class BlockReader:
     """Reads rows of a table: a `quant.rows.fetched.Fetch`. fd: of its file, closed with this object. at,
     sums_at: bytes of row 0 and of the first checksum in it. mapped: its rows; None: they are not mapped.
-    believed_ms, trusted_ms: see `_blocks.c`. name: for the log. `count` and `count_wait`, set later, are told
-    how many rows came from where, and how many seconds a call waited for the disk."""
+    believed_ms, trusted_ms: see `_blocks.c`. name: for the log. Set later: `timeout_s`, that callers wait who
+    say nothing else; `count` and `count_wait`, which are told how many rows came from where, and how many
+    seconds a call waited for the disk."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class BlockReader:
         self._place = np.array(fields, np.int64).tobytes()
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
         self._kept: dict[int, Bytes] = {}
-        self._breaker = _breaker(os.fstat(fd).st_dev)
+        self._breaker, self.timeout_s = _breaker(os.fstat(fd).st_dev), OPENS_S
         self.count: Callable[[str, int], object] = lambda where, rows: None
         self.count_wait: Callable[[float], object] = lambda seconds: None
 
@@ -118,11 +119,13 @@ class BlockReader:
         self.count(PAGE_CACHE, rows.size - left)
         if not left:
             return
-        if self._breaker.is_open():
+        began = time.monotonic()
+        # Who waits for less neither says that the disk hangs, nor is the one that looks whether it does
+        is_patient = deadline is None or deadline - began >= min(self.timeout_s, OPENS_S) / 2
+        if self._breaker.is_open() if is_patient else self._breaker.hangs:
             state[state == _LEFT] = RowState.LATE
             self.count(LATE, left)
             return
-        began = time.monotonic()
         bring = partial(self._bring, _limits(deadline))
         if left < 2 * _PART_ROWS:
             bring(rows, out, state)
@@ -136,7 +139,7 @@ class BlockReader:
         self.count(DISK, left - late)
         self.count(LATE, late)
         self.count_wait(time.monotonic() - began)
-        if change := self._breaker.told(began, left - late, late):
+        if change := self._breaker.told(began, left - late, late if is_patient else 0):
             logger.warning("%s: %s", self._name, change)
 
     def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
@@ -161,7 +164,7 @@ class BlockReader:
 
     def ask(self, rows: NDArray[np.int64]) -> None:
         """Has the disk bring the first blocks of some rows, ascending, without a wait."""
-        if not self._breaker.is_open():
+        if not self._breaker.hangs:
             _blocks.ask(self._place, rows, _DEPTH)
 
     def kept(self, row: int, wait_s: float = 0.0) -> Bytes | None:
@@ -216,8 +219,7 @@ class BlockReader:
 
 class Breaker:
     """Says that a disk hangs: requests waited for rows for OPENS_S, and none came. Then nobody waits, but for
-    one request in OPENS_S, until a row comes. A request that waits for less than TELLS_S says nothing of the
-    disk. Any thread may call."""
+    one request in OPENS_S, until a row comes. Any thread may call."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._lock = now, threading.Lock()
@@ -225,8 +227,13 @@ class Breaker:
         self._late_at = 0.0  # when a request last waited too long
         self._asks_at = 0.0  # when the next one waits; 0: all do
 
+    @property
+    def hangs(self) -> bool:
+        """Whether it is open, for who does not look whether the disk reads again."""
+        return self._asks_at > 0
+
     def is_open(self) -> bool:
-        """Whether a request shall not wait for the disk."""
+        """Whether a request shall not wait for the disk. False while it hangs: this one is to look."""
         if not self._asks_at:
             return False
         with self._lock:
@@ -245,7 +252,7 @@ class Breaker:
             if came:
                 was_open, self._since, self._asks_at = self._asks_at, 0.0, 0.0
                 return "the disk reads again" if was_open else ""
-            if not late or now - began < TELLS_S:
+            if not late:
                 return ""
             if not self._since or now - self._late_at > OPENS_S:
                 self._since = began

@@ -142,6 +142,7 @@ def deadline_of(value: bytes | None) -> float | None:
     is no number of milliseconds."""
     if value is None:
         return None
+    value = value.strip(b" \t")
     if not _MILLISECONDS.fullmatch(value):
         what = f"Tableside-Disk-Timeout-Ms is {short(value.decode('latin-1'))}"
         raise bad_request(f"{what}; expected milliseconds, as 5 or 0.5")

@@ -163,6 +163,7 @@ class Placer:
             if reader is None or (ids is not None and ids.index is not None and ids.index.id_at < 0):
                 continue
             self._count_reads(reader, base.header.model, name)
+            reader.timeout_s = self._settings.disk_timeout_s
             default = None if ids is None else self._default_row(reader, ids.default_row, name)
             calls = reader, reader.ready, self._settings.disk_timeout_s, reader.are_here, reader.ask, default
             found[name] = RowReader(*calls)

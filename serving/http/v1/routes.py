@@ -41,17 +41,16 @@ class V1:
 
     async def answer(self, scope: asgi.Scope, receive: asgi.Receive, score: bool) -> bytes:
         settings, hold = self._service.settings, scope[asgi.HOLD]
-        deadline = asgi.deadline_of(asgi.header(scope, asgi.DISK_TIMEOUT))
         body = await asgi.read_body(scope, receive, settings.max_body_bytes, hold)
         asgi.check_json_size(len(body), settings.max_json_bytes)
         await self._service.slices.take()
-        return await self._work_on(scope, body, score, deadline)
+        return await self._work_on(scope, body, score)
 
-    async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool, deadline: float | None) -> bytes:
+    async def _work_on(self, scope: asgi.Scope, text: bytes, score: bool) -> bytes:
         service, started, hold = self._service, time.perf_counter(), scope[asgi.HOLD]
         served, laid_out = await self._laid_out(scope, text, score, hold)
         request = laid_out.request
-        request.deadline = deadline
+        request.deadline = asgi.deadline_of(asgi.header(scope, asgi.DISK_TIMEOUT))
         asgi.check_json_answer(request.out_bytes, service.settings.max_json_bytes)
         hold.grow((1 + JSON_GROWTH) * request.out_bytes)
         parsed = time.perf_counter()

@@ -94,10 +94,10 @@ class V2:
     async def infer(self, asked: InferTarget, body: bytes, hold: Hold) -> asgi.Response:
         """Returns the response to an infer request. ApiError: it is refused."""
         started, named = time.perf_counter(), asked.named
-        deadline = asgi.deadline_of(asked.timeout)
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
         infer = await self._understand(served, asked.header_length, body, hold)
-        infer.request.names_version, infer.request.deadline = len(named) > 1, deadline
+        infer.request.names_version = len(named) > 1
+        infer.request.deadline = asgi.deadline_of(asked.timeout)
         came = infer, len(body), (started, time.perf_counter())
         begun = self.service.executor.begin(infer.request, infer.inputs)
         return (

@@ -3,6 +3,7 @@ server stays well."""
 
 import gzip
 import json
+import time
 from typing import Any
 
 import httpx
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tableside.serving.errors import ApiError
+from tableside.serving.http.asgi import deadline_of
 
 pytestmark = pytest.mark.quick
 
@@ -282,3 +286,17 @@ def test_no_bytes_break_the_server(server: Any, data: bytes, length: int) -> Non
     response = post(server, INFER, data, **{"Inference-Header-Content-Length": str(length)})
     assert response.status_code == 400
     assert "error" in response.json()
+
+
+@pytest.mark.parametrize("value", [b"5", b"5 \t", b" 0.5", b"0", b"999999999", b"0.000001"])
+def test_milliseconds_of_a_header(value: bytes) -> None:
+    before, found = time.monotonic(), deadline_of(value)
+    assert found is not None and 0 <= found - before - float(value) / 1000 < 60
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b" ", b"-1", b"1e3", b"inf", b"nan", b"+5", b"5.", b"5 0", b"0x5", b"\xb2"]
+)
+def test_what_are_no_milliseconds(value: bytes) -> None:
+    with pytest.raises(ApiError, match=r"expected milliseconds, as 5 or 0\.5"):
+        deadline_of(value)

@@ -160,7 +160,8 @@ def test_a_request_says_how_long_it_waits_for_rows(
                 assert answer.get("degraded") == ({"t": len(ids)} if is_late else None)
                 vectors = np.array(answer["vectors"]["t"], np.float32).reshape(expected.shape)
                 np.testing.assert_array_equal(vectors, expected)
-        for url, body in (("/v1/lookup", asked), ("/v2/models/m/infer", {"inputs": []})):
+        infer = {"inputs": [{"name": "t", "shape": [1, 1], "datatype": "INT64", "data": [1]}]}
+        for url, body in (("/v1/lookup", asked), ("/v2/models/m/infer", infer)):
             answer = httpx.post(
                 f"{server.url}{url}", json=body, headers={"tableside-disk-timeout-ms": "soon"}
             )
