@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 import torch
-from torch._compile import _disable_dynamo
 
 from tableside.quant import Pooling
 from tableside.quant.contract import Unfound
@@ -26,6 +25,7 @@ from tableside.serving.modules.inputs import (
     given_bags,
     given_ids,
     is_traced,
+    outside_graphs,
 )
 from tableside.serving.modules.lookups import (
     OUTPUTS,
@@ -347,7 +347,7 @@ class Embeddings(PublishedModule):
         ids = [g.values for g in given] if with_ids else None
         return jagged_tensors(names, vectors, inputs, order, ids)
 
-    @_disable_dynamo
+    @outside_graphs
     def _untraced(self, *given: Any) -> dict[str, Any]:
         """Calls `jagged` between two graphs of torch.compile. ModuleError: another tracer is active."""
         if is_traced():

@@ -10,9 +10,11 @@ copied. C calls are invisible to torch.compile, torch.export, torch.jit.trace, d
 so a traced call becomes an operator.
 """
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch._C import _is_torch_function_mode_enabled, _is_tracing, _len_torch_dispatch_stack
@@ -25,6 +27,8 @@ from torch.compiler import is_compiling
 from tableside.quant import BadIds, QuantError
 from tableside.serving.errors import ServingError
 
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 _PLAIN = torch.Tensor.__torch_dispatch__
 
 
@@ -91,7 +95,19 @@ def check_constant(name: str, weights: torch.Tensor | None) -> None:
         _refuse(name)
 
 
-@_disable_dynamo
+def outside_graphs(call: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+    """Makes a function that torch.compile calls between two graphs. torch's own mark does, and its first call
+    imports the compiler, which takes more than a second; where nothing did that, nothing is compiled."""
+    marked = _disable_dynamo(call)
+
+    @functools.wraps(call)
+    def chosen(*given: _Given.args, **named: _Given.kwargs) -> _Result:
+        return (marked if "torch._dynamo" in sys.modules else call)(*given, **named)
+
+    return chosen
+
+
+@outside_graphs
 def _refuse(name: str) -> NoReturn:
     """Raises between two graphs of torch.compile, which would otherwise compile the code after an error."""
     raise ModuleError(

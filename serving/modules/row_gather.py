@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any, Literal, Protocol, Unpack
 
 import torch
-from torch._compile import _disable_dynamo
 
 from tableside.quant import BadIds, Pooling
 from tableside.quant.errors import Problem
@@ -23,6 +22,7 @@ from tableside.serving.modules.inputs import (
     NotInMemory,
     check_tensor,
     is_traced,
+    outside_graphs,
 )
 from tableside.serving.modules.operators import traced
 from tableside.serving.modules.published import ModuleSource
@@ -116,7 +116,7 @@ class RowGather(PublishedModule):
         except NotInMemory:
             return self._side_by_side(self._traced(ids))
 
-    @_disable_dynamo
+    @outside_graphs
     def prefetch(self, ids: torch.Tensor) -> Ahead:
         """Begins a call: beside the current stream of a GPU, or on a thread beside the caller's. Do not
         change the ids until it was waited for. Wait in the same graph where one is captured."""
@@ -134,7 +134,7 @@ class RowGather(PublishedModule):
         lookup.prefetch(given)
         return _OnDevice(self, lambda: lookup(given)[0])
 
-    @_disable_dynamo
+    @outside_graphs
     def _sent(self, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A call on the CPU of ids of a GPU, which the host waits for."""
         self._check(ids)

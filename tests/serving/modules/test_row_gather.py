@@ -3,6 +3,8 @@ while versions come."""
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -366,3 +368,15 @@ def test_a_table_is_found_by_its_name(root: Path, publish: Callable[..., Any]) -
         np.testing.assert_array_equal(found.numpy(), values)
     with pytest.raises(ModuleError, match="of pooling none"):
         RowGather("demo", "a", root=str(root))
+
+
+def test_a_call_ahead_does_not_import_the_compiler(root: Path) -> None:
+    """It takes more than a second, for which the first token of an engine would wait."""
+    publish(root, "int8", rows=10)
+    program = (
+        "import sys, torch; from tableside.torch import RowGather\n"
+        "module, ids = RowGather('lm', 'ngram', root=sys.argv[1]), torch.tensor([3])\n"
+        "assert torch.equal(module.prefetch(ids).wait(), module(ids))\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, str(root)], check=True)
