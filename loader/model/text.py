@@ -19,6 +19,7 @@ _COMMENT_AT = 32  # column of a comment behind a short line
 def write_model(spec: ModelSpec, left_out: Sequence[str], sizes: Mapping[str, str] | None = None) -> str:
     """Returns the text of a model.toml. left_out: lines about other tensors; sizes: of tables, by name."""
     lines = [f'name = "{spec.name}"', f'checkpoint = "{_escape(str(spec.checkpoint))}"']
+    lines.append(_copies(spec.copies))
     if left_out:
         lines += ["", "# Left out. What is a table after all gets a section [tables.NAME] with its key."]
         lines += [f"#   {_escape(line)}" for line in left_out]
@@ -29,6 +30,12 @@ def write_model(spec: ModelSpec, left_out: Sequence[str], sizes: Mapping[str, st
     if spec.scorer is None and spec.evaluation is None and spec.features:
         lines += ["", *_optional(spec.features)]
     return "\n".join(lines) + "\n"
+
+
+def _copies(nodes: tuple[int, ...] | None) -> str:
+    if nodes is None:
+        return _commented('# copies = "numa"', "a copy on each NUMA node that has a GPU; or [0, 1]")
+    return f"copies = {list(nodes)}" if nodes else 'copies = "numa"'
 
 
 def _table(t: TableSpec, size: str | None, is_first: bool) -> Iterator[str]:

@@ -130,3 +130,11 @@ def test_broken_toml_names_the_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "model.toml").write_text("name = \n")
     with pytest.raises(ModelError, match=r"model\.toml: .*line 1"):
         read_model(tmp_path / "model.toml")
+
+
+@pytest.mark.parametrize("copies", [None, "numa", [1, 0]])
+def test_copies_are_written_as_they_were_read(copies: object, tmp_path: Path) -> None:
+    raw = {"name": "a", "checkpoint": "c", "tables": {"t": {"key": "k", "row_format": "int8"}}}
+    spec = parse_model(raw if copies is None else {**raw, "copies": copies}, tmp_path)
+    (tmp_path / "model.toml").write_text(write_model(spec, []))
+    assert read_model(tmp_path / "model.toml").copies == spec.copies
