@@ -116,8 +116,7 @@ class _Compaction:
         self._total = sum(t.rows for t in planned.tables)
         program = self.base.program() if header.scorer is not None else b""
         kept = {name: self.base for name, t in tables.items() if not t.is_changed}
-        nodes = self.model.nodes(header.version)
-        nodes = chosen_nodes(nodes) if nodes else []
+        nodes = chosen_nodes(self.model.nodes(header.version) or None)
         with self.model.writer(self.version, planned, program, kept, nodes) as writer:
             for table in writer.header.tables:
                 if table.name in writer.linked:

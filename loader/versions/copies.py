@@ -23,8 +23,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder, others_of
 
-_COPY = re.compile(r"[0-9]+\.node([0-9]+)\.segment")
-_HOME = re.compile(r"[0-9]+\.node([0-9]+)\.home")
+_LIES_ON = re.compile(r"[0-9]+\.node([0-9]+)\.(home|segment)")
 _ON_NODE = re.compile(r"\.node[0-9]+(?=\.)")
 _PIECE_BYTES = 64 << 20
 
@@ -38,11 +37,8 @@ def on_node(name: str, node: int) -> str:
 def nodes_of(folder: Folder, version: int) -> list[int]:
     """Returns the nodes on which a version lies, that of its own files, then the others, ascending; empty:
     nobody chose one."""
-    names = others_of(folder)[version]
-    homes, copies = (
-        sorted(int(found[1]) for name in names if (found := kind.fullmatch(name))) for kind in (_HOME, _COPY)
-    )
-    return homes + copies
+    found = filter(None, map(_LIES_ON.fullmatch, others_of(folder)[version]))
+    return [node for _, node in sorted((one[2], int(one[1])) for one in found)]
 
 
 def copying_writer(
@@ -62,7 +58,9 @@ def copying_writer(
         )
     # A table that lies elsewhere is written again
     as_they_are = [nodes[0], *sorted(nodes[1:])]
-    kept = {t: s for t, s in kept.items() if nodes_of(folder, s.header.version) == as_they_are}
+    before = {segment.header.version for segment in kept.values()}
+    there = {version for version in before if nodes_of(folder, version) == as_they_are}
+    kept = {table: segment for table, segment in kept.items() if segment.header.version in there}
     writer = SegmentWriter(path, header, program, folder.create(path.name), folder, kept, nodes[0])
     try:
         _reserve(folder, writer, kept, nodes)

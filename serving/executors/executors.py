@@ -99,7 +99,8 @@ class CpuExecutor:
             raise overloaded(f"{MOST_READING} requests wait for rows, the limit")
         self._reading += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._readers, request.wait, begun)
+            wait = functools.partial(request.wait, begun, request.deadline)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, wait)
         finally:
             self._reading -= 1
 

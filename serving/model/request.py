@@ -139,10 +139,9 @@ class Request:
             raise self.refusal(error) from error
 
     def wait(self, begun: Waiting, deadline: float | None = None) -> Plan:
-        """As `Waiting.wait`. deadline: None: the request's. ApiError: rows did not come, or an id has no
-        row."""
+        """As `Waiting.wait`. ApiError: rows did not come, or an id has none."""
         try:
-            return begun.wait(self.deadline if deadline is None else deadline)
+            return begun.wait(deadline)
         except (BadIds, RowsNotRead) as error:
             raise self.refusal(error) from error
 

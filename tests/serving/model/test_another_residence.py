@@ -59,6 +59,21 @@ def change(root: Path) -> None:
     apply(Model(root, "demo"), ChangeBatch(changes), ApplySettings(keep=Retention(2)))
 
 
+def publish_rows(root: Path, folder: Path, **missing: str) -> np.ndarray:
+    """Publishes model "m", with a table and a feature by each name; returns the rows of each. missing: what
+    ids without a row get."""
+    values = rows_of(10, 8)
+    np.savez(folder / "c.npz", v=values)
+    raw = {
+        "name": "m",
+        "checkpoint": "c.npz",
+        "tables": {n: {"key": "v", "row_format": "fp32", "missing": how} for n, how in missing.items()},
+        "features": {name: {"table": name, "pooling": "none"} for name in missing},
+    }
+    load(parse_model(raw, folder), root)
+    return values
+
+
 @pytest.mark.drawn(1)
 @OPTIONS
 def test_a_server_reads_through_it(
@@ -91,16 +106,7 @@ def test_an_answer_says_how_many_rows_came_late(
     """They are the default row, and not missing ids; a table that has none refuses the request."""
     monkeypatch.setenv("SLOW_ROWS", str(tmp_path / "rows"))
     monkeypatch.setenv("LATE_ROW", "3")
-    values = rows_of(10, 8)
-    np.savez(tmp_path / "c.npz", v=values)
-    table = {"key": "v", "row_format": "fp32"}
-    raw = {
-        "name": "m",
-        "checkpoint": "c.npz",
-        "tables": {"means": {**table, "missing": "mean"}, "strict": table},
-        "features": {name: {"table": name, "pooling": "none"} for name in ("means", "strict")},
-    }
-    load(parse_model(raw, tmp_path), root)
+    values = publish_rows(root, tmp_path, means="mean", strict="error")
     server = start_server(root, "--placement", "slow", *options, program=(PROGRAM,), models=("m",))
     try:
         with Client(server.url, retries=0) as client:
@@ -136,15 +142,7 @@ def test_a_request_says_how_long_it_waits_for_rows(
     """Small and large requests, of each protocol."""
     monkeypatch.setenv("SLOW_ROWS", str(tmp_path / "rows"))
     monkeypatch.setenv("DELAY_S", "0.2")
-    values = rows_of(10, 8)
-    np.savez(tmp_path / "c.npz", v=values)
-    raw = {
-        "name": "m",
-        "checkpoint": "c.npz",
-        "tables": {"t": {"key": "v", "row_format": "fp32", "missing": "zero"}},
-        "features": {"t": {"table": "t", "pooling": "none"}},
-    }
-    load(parse_model(raw, tmp_path), root)
+    values = publish_rows(root, tmp_path, t="zero")
     server = start_server(root, "--placement", "slow", *options, program=(PROGRAM,), models=("m",))
     try:
         for ids in ([1, 2, 2], [*range(10)] * 500):
