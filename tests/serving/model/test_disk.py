@@ -22,6 +22,9 @@ from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.versions import Model
 from tableside.quant import Pooling, choose
 from tableside.serving.client import Client, ClientError
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.settings import ServerSettings
 
 ROWS, DIM = 20_000, 32
 VALUES = np.random.default_rng(3).standard_normal((ROWS, DIM)).astype(np.float32)
@@ -61,6 +64,14 @@ def serve(model: Model) -> Iterator[Callable[..., Server]]:
     yield run
     for server in started:
         end(server.process)
+
+
+def test_readers_know_how_long_the_server_waits(model: Model) -> None:
+    """Who waits for far less does not say that the disk hangs."""
+    settings = ServerSettings(disk_timeout_s=0.25)
+    engine = Engine(model, settings, Placer(settings, choose()))
+    engine.begin()
+    assert {r.timeout_s for r in engine.served().segment.base.readers.values()} == {0.25}
 
 
 def rows_of(client: Client, ids: Any) -> np.ndarray:
