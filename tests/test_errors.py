@@ -88,6 +88,7 @@ def test_a_pool_of_processes_tells_what_the_server_said() -> None:
             assert caught.value.status == 404
 
 
+@pytest.mark.drawn(0.5)
 def test_all_rooms_were_looked_at() -> None:
     assert {cls.__module__.split(".")[1] for cls in errors()} == set(ROOMS)
     assert tableside.ClientError is ClientError

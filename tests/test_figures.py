@@ -90,6 +90,7 @@ def test_a_plot_is_drawn_from_the_results_that_are_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)
+@pytest.mark.drawn(3)
 def test_a_plot_is_drawn_alike_every_time(name: str, tmp_path: Path) -> None:
     """Byte for byte, by the matplotlib that drew the file."""
     matplotlib = pytest.importorskip("matplotlib")

@@ -54,6 +54,7 @@ def test_a_client_imports_no_server_and_no_torch() -> None:
     assert python("-c", script).stdout == "set()\n"
 
 
+@pytest.mark.drawn(0.5)
 def test_the_module_is_the_command() -> None:
     found = python("-m", "tableside", "--version")
     assert (found.returncode, found.stdout) == (0, f"tableside {metadata.version('tableside')}\n")
@@ -188,6 +189,7 @@ def test_a_server_without_a_package_names_the_extra(
     assert line.endswith(f"not installed; install tableside[{extra}]")
 
 
+@pytest.mark.drawn(0.5)
 def test_an_evaluation_without_pyarrow_names_the_extra(tmp_path: Path, root: Path) -> None:
     publish_towers(root, tmp_path)
     (tmp_path / "data.jsonl").write_text('{"user": 1, "item": 2, "label": 1}\n')
@@ -197,6 +199,7 @@ def test_an_evaluation_without_pyarrow_names_the_extra(tmp_path: Path, root: Pat
     assert line.endswith("install tableside[eval]")
 
 
+@pytest.mark.drawn(0.5)
 def test_a_redis_stream_without_its_client_names_the_extra(tmp_path: Path, root: Path) -> None:
     publish_towers(root, tmp_path)
     line = refusal("hiredis", "follow", "towers", "redis://localhost?stream=k", "--root", root)
@@ -263,6 +266,7 @@ def imported_packages() -> set[str]:
 CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has it
 
 
+@pytest.mark.drawn(0.5)
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
     extras = modules(

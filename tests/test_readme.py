@@ -66,6 +66,7 @@ def test_pages_that_are_named_exist() -> None:
         assert (TOP / path).exists(), path
 
 
+@pytest.mark.drawn(0.5)
 def test_commands_of_the_page_exist() -> None:
     """docs/commands.md has a row for each command, and its model.toml parses."""
     rows = "".join(line.split("|")[1] for line in COMMANDS.splitlines() if line.startswith("| `"))

@@ -94,6 +94,7 @@ def test_kustomizations_name_every_file() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl has kustomize")
 @pytest.mark.parametrize("name", sorted(p.parent.name for p in FOLDER.rglob("kustomization.yaml")))
+@pytest.mark.drawn(2)
 def test_kustomize_builds(name: str) -> None:
     built = subprocess.run(
         ["kubectl", "kustomize", str(FOLDER / name)], capture_output=True, text=True, timeout=300, check=False

@@ -88,12 +88,14 @@ def private_mount(options: str, folder: Path) -> list[str]:
     pytest.skip("neither this user nor a user namespace may mount a tmpfs here")
 
 
+@pytest.mark.drawn(0.5)
 def test_no_model_is_named(root: Path) -> None:
     assert "no model is named; expected the path of a model.toml or a checkpoint" in refused(root)
     assert "no model is named" in refused(root, "--", "--workers", "2")
 
 
 @pytest.mark.parametrize(("arguments", "variables"), [(["--", "--all"], {}), ([], {"TABLESIDE_ALL": "true"})])
+@pytest.mark.drawn(1)
 def test_a_server_of_all_models_needs_no_name(
     root: Path, arguments: list[str], variables: dict[str, str]
 ) -> None:
@@ -144,6 +146,7 @@ def test_model_was_never_published(root: Path) -> None:
     assert "docker run --ipc=host" in line
 
 
+@pytest.mark.drawn(0.5)
 def test_shared_memory_is_too_small(tmp_path: Path) -> None:
     """In the 64 MiB that a container gets, with the size that is asked for just enough."""
     shm = tmp_path / "shm"
@@ -176,6 +179,7 @@ def test_a_file_of_torchs_is_estimated_without_it(tmp_path: Path) -> None:
     assert line.endswith("docker run --shm-size=64m")
 
 
+@pytest.mark.drawn(0.5)
 def test_folder_is_not_writable(tmp_path: Path) -> None:
     """For root, whom permissions do not stop, on a file system that is read-only."""
     shm = tmp_path / "shm"
@@ -190,6 +194,7 @@ LOW_MEMLOCK = ["prlimit", "--memlock=65536", "--"]
 
 
 @pytest.mark.parametrize("variable", ["NVIDIA_VISIBLE_DEVICES", "TABLESIDE_DEVICES"])
+@pytest.mark.drawn(1)
 def test_memlock_limit_is_too_low_for_a_gpu(root: Path, tmp_path: Path, variable: str) -> None:
     path = write_model(tmp_path, rows=10_000)
     line = refused(root, path, prefix=LOW_MEMLOCK, variables={variable: "0"})
@@ -197,6 +202,7 @@ def test_memlock_limit_is_too_low_for_a_gpu(root: Path, tmp_path: Path, variable
     assert line.endswith("docker run --ulimit memlock=-1")
 
 
+@pytest.mark.drawn(0.5)
 def test_memlock_counts_models_that_are_already_published(root: Path, tmp_path: Path) -> None:
     load(read_model(write_model(tmp_path, rows=10_000)), root)
     line = refused(root, "ads", prefix=LOW_MEMLOCK, variables={"NVIDIA_VISIBLE_DEVICES": "all"})

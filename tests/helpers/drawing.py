@@ -1,8 +1,8 @@
 """Chooses the tests of a run by a seed, the variable DRAW. A run without one takes any seed and prints it.
 
 A run without options leaves out tests marked `thorough`, and runs `count` cases of a function marked
-`drawn(count)`. `--all` runs everything, and so does naming a test by its id. `--rest FRACTION` runs that
-fraction of what a run with the same seed leaves out.
+`drawn(count)`; with `drawn(0.5)` every other run has one. `--all` runs everything, and so does naming a test
+by its id. `--rest FRACTION` runs that fraction of what a run with the same seed leaves out.
 """
 
 import os
@@ -51,7 +51,8 @@ def usual(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
     for name, cases in drawn.items():
         mark = cases[0].get_closest_marker("drawn")
         assert mark is not None
-        chosen.update(spread(cases, mark.args[0], Random(seed + name)))
+        count, random = mark.args[0], Random(seed + name)
+        chosen.update(spread(cases, count if count >= 1 else int(random.random() < count), random))
     return chosen
 
 
@@ -60,7 +61,8 @@ def spread(cases: list[pytest.Item], count: int, random: Random) -> list[pytest.
     shown = set[tuple[str, str]]()
     new, rest = list[pytest.Item](), list[pytest.Item]()
     for case in random.sample(cases, len(cases)):
-        values = {(name, str(value)) for name, value in case.callspec.params.items()}  # type: ignore[attr-defined]
+        params = case.callspec.params if hasattr(case, "callspec") else {}
+        values = {(name, str(value)) for name, value in params.items()}
         (rest if values <= shown else new).append(case)
         shown |= values
     return (new + rest)[:count]

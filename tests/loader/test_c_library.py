@@ -99,6 +99,7 @@ def anywhere(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("row_format", [f.label for f in RowFormat])
+@pytest.mark.drawn(9)
 def test_rows_are_those_that_python_reads(root: Path, row_format: str, anywhere: None) -> None:
     """Of every type, at any address, on one thread and on several."""
     expected = publish(root, row_format)
@@ -224,6 +225,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("told", IMPOSSIBLE, ids=str)
+@pytest.mark.drawn(12)
 def test_impossible_headers_with_a_right_checksum_are_refused(root: Path, told: dict[str, Any]) -> None:
     publish(root)
 

@@ -32,6 +32,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
 
 
 @pytest.mark.parametrize("kind", file_cases.HONEST)
+@pytest.mark.drawn(3)
 def test_honest_files_load(kind: str, child: Child, tmp_path: Path) -> None:
     """The files that the lies are made of are themselves in order, so that each refusal is the lie's."""
     assert child.ask(file_cases.HONEST[kind](tmp_path)).outcome == "true"
@@ -47,6 +48,7 @@ def test_a_lie_is_refused(name: str, child: Child, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", file_cases.HONEST)
+@pytest.mark.drawn(4)
 def test_random_changes_break_nothing(kind: str, child: Child, tmp_path: Path) -> None:
     """60 of each kind: refused in one line, or loaded; with the true rows where every byte that counts has
     a CRC-32."""

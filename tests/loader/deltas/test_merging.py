@@ -52,6 +52,7 @@ def begun(oracle: Oracle, merges: Merges) -> str:
     raise AssertionError("no merge began")
 
 
+@pytest.mark.drawn(0.5)
 def test_states_while_deltas_are_merged(oracle: Oracle, merges: Merges) -> None:
     """Overwrites of overwrites, deletions and insertions, before, while and after both deltas become one."""
     applied: list[ApplyResult] = []
@@ -110,6 +111,7 @@ def test_another_process_does_not_merge_what_is_merged_already(oracle: Oracle, m
 
 
 @pytest.mark.parametrize("what", ["compacted", "went back", "went back and on"])
+@pytest.mark.drawn(1)
 def test_a_state_that_does_not_follow_makes_a_merge_void(oracle: Oracle, merges: Merges, what: str) -> None:
     """Its file goes, and a later merge is published."""
     apply(oracle.model, ChangeBatch(oracle.change(600)), merges=merges)

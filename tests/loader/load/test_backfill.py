@@ -68,6 +68,7 @@ def test_raw_ids_from_row_numbers(root: Path, tmp_path: Path, dim: int, older_mi
 
 @pytest.mark.parametrize("older_missing", ["error", "zero"])
 @pytest.mark.parametrize(("old_rows", "new_rows"), [(7, 3), (3, 7), (5, 5), (12_000, 4096)])
+@pytest.mark.drawn(4)
 def test_row_numbers_from_row_numbers(
     root: Path, tmp_path: Path, old_rows: int, new_rows: int, older_missing: str
 ) -> None:

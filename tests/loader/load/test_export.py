@@ -191,6 +191,7 @@ def test_a_full_disk_leaves_nothing(suffix: str, root: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.drawn(1)
 def test_memory_is_that_of_some_chunks(
     suffix: str, publish: Callable[..., Loaded], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_the_command(root: Path, tmp_path: Path) -> None:
     assert unknown.returncode == 1 and "no table 'x'; expected one of: t" in unknown.stderr
 
 
+@pytest.mark.drawn(0.5)
 def test_a_missing_folder_is_named(root: Path, tmp_path: Path) -> None:
     """With what to do; nothing is made."""
     to = tmp_path / "out" / "t.npz"
@@ -256,6 +258,7 @@ def test_a_missing_folder_is_named(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.drawn(1)
 def test_a_name_makes_the_file_a_checkpoint_of_that_table(suffix: str, root: Path, tmp_path: Path) -> None:
     """Its first model.toml calls the table so, and finds its ids; values are what they were."""
     tensor, path = raw_tensor(root), tmp_path / f"t{suffix}"

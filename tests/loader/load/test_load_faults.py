@@ -74,6 +74,7 @@ def test_a_load_killed_at_each_publishing_step(
     assert files_of(model.folder) == {f"{model.current()}.segment"}
 
 
+@pytest.mark.drawn(0.5)
 def test_a_version_that_was_about_to_be_live_goes_with_the_next_load(
     publish: Publish, root: Path, tmp_path: Path
 ) -> None:

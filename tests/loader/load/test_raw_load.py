@@ -33,6 +33,7 @@ IDS, VALUES = ids_of(1000), rows_of(1000, 12)
 
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize(("dim", "row_format"), [(64, "int8"), (60, "int8"), (3, "fp32"), (8, "int4")])
+@pytest.mark.drawn(6)
 def test_every_id_has_its_row(root: Path, tmp_path: Path, saver: str, dim: int, row_format: str) -> None:
     """From each kind of checkpoint, whether ids lie in the rows or beside them; other ids are refused."""
     values = rows_of(1000, dim)
@@ -235,6 +236,7 @@ def test_a_dim_that_the_format_cannot_pack(root: Path, tmp_path: Path) -> None:
 # ---- memory, and faults with real processes ----
 
 
+@pytest.mark.drawn(0.5)
 def test_memory_of_a_load_does_not_grow_with_the_ids(root: Path, tmp_path: Path) -> None:
     """Ids of 24 MB, sorted as records of 48 MB, and vectors of 96 MB: what a load holds privately stays
     within 32 MiB of an idle process, its buffers and the index (a third of a byte an id) included. It is

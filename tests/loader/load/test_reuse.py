@@ -75,6 +75,7 @@ def first(root: Path, tmp_path: Path) -> Loaded:
 
 
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.drawn(2)
 def test_the_other_tables_are_those_of_the_live_version(
     first: Loaded, root: Path, tmp_path: Path, name: str
 ) -> None:

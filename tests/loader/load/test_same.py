@@ -202,6 +202,7 @@ def test_a_damaged_checkpoint_is_refused(again: Publish, root: Path, tmp_path: P
     assert Model(root, "demo").versions() == [1]
 
 
+@pytest.mark.drawn(0.5)
 def test_a_model_that_is_named_in_part(again: Publish, root: Path) -> None:
     """`--only` names tables of which one is the same; `inspect` tells."""
     again({})

@@ -98,6 +98,7 @@ def test_rows_of_fp8_with_scales_of_blocks_are_copied(tmp_path: Path, root: Path
 @pytest.mark.parametrize(
     "name", ["embed.weight_scale", "embed.scale", "embed.weight_scale_inv", "embed.weight.scale"]
 )
+@pytest.mark.drawn(12)
 def test_rows_of_fp8_with_a_scale_of_the_table_or_of_rows(
     tmp_path: Path, root: Path, scale: torch.Tensor, name: str
 ) -> None:

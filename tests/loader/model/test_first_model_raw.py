@@ -83,6 +83,7 @@ def test_a_file_of_vectors_that_is_cut_to_half(cut: str, root: Path, tmp_path: P
             use(spec, root)  # type: ignore[operator]
 
 
+@pytest.mark.drawn(0.5)
 def test_identities_without_vectors_are_named(tmp_path: Path) -> None:
     """Ids beside which no vectors of as many rows are found are left out, and `tableside init` says so;
     other tensors of int64 are no ids, and only the file tells of them."""

@@ -89,6 +89,7 @@ def test_a_batch_norm_of_right_sizes_is_taken(tmp_path: Path, root: Path) -> Non
 
 @pytest.mark.parametrize("name", STATISTICS)
 @pytest.mark.parametrize("values", [2, 1])
+@pytest.mark.drawn(4)
 def test_a_batch_norm_that_reads_beyond_its_statistics_is_not_published(
     name: str, values: int, tmp_path: Path, root: Path
 ) -> None:
@@ -232,6 +233,7 @@ BOMBS: dict[str, Callable[[Tensor, dict[str, Tensor]], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.drawn(4)
 def test_programs_that_take_too_much_are_not_published(name: str) -> None:
     """Found by their shapes: nothing is allocated, nothing is computed."""
     function = BOMBS[name]
@@ -259,6 +261,7 @@ def test_what_a_call_takes_is_known_beforehand() -> None:
         meter.cost(4096, 1 << 20)
 
 
+@pytest.mark.drawn(0.5)
 def test_what_an_operator_may_copy_counts() -> None:
     """A view of a thousand times its memory is as large as it says to whom reads it."""
     meter = Meter(program(lambda x, _: x[:, None].expand(-1, 1024, -1).sum((1, 2))))

@@ -164,6 +164,7 @@ def test_versions_without_ids_are_written_as_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+@pytest.mark.drawn(4)
 def test_an_index_takes_at_most_16_bytes_an_id(row_format: RowFormat) -> None:
     """Of any row format and dim, from 64 ids a bucket on: with the rows that no id has, and the bits of
     what was backfilled."""

@@ -67,6 +67,7 @@ def answers(segment: Segment, ids: np.ndarray) -> dict[int, tuple[bytes, bool]]:
 
 @pytest.mark.parametrize("owners", [2, 3])
 @pytest.mark.parametrize("case", TABLES)
+@pytest.mark.drawn(14)
 def test_each_id_is_with_one_owner(case: str, owners: int, root: Path) -> None:
     """With the bytes that its row had, by a dictionary of the whole; every other id is missing for all."""
     table = TABLES[case]
@@ -127,6 +128,7 @@ def test_backends_look_an_owners_ids_up(case: str, backend: str, root: Path) -> 
 
 
 @pytest.mark.parametrize("case", TABLES)
+@pytest.mark.drawn(7)
 def test_there_and_back_are_the_first_bytes(case: str, root: Path) -> None:
     """1 -> 5 -> 2 -> 1: rows and index of the last version are those of the first, and 5 -> 2 is what 1 ->
     2 would have been."""

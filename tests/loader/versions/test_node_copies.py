@@ -84,6 +84,7 @@ def test_unchanged_tables_are_linked_on_each_node(model: Model, publish: Publish
 
 
 @pytest.mark.parametrize("nodes", [[0, 2, 1], [0, 2, 10], [10, 2, 0]])
+@pytest.mark.drawn(1)
 def test_nodes_in_any_order_share_unchanged_tables(
     model: Model, publish: Publish, nodes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_nodes_in_any_order_share_unchanged_tables(
 
 
 @pytest.mark.parametrize("nodes", [[1, 0], [0], [1]])
+@pytest.mark.drawn(1)
 def test_tables_that_lie_elsewhere_are_written_again(
     model: Model, publish: Publish, nodes: list[int], bound: list[int]
 ) -> None:

@@ -89,6 +89,7 @@ def test_sizes_are_those_of_the_linear_tensor(raw: tuple[PartialTensor, dict[int
 
 
 @pytest.mark.parametrize("piece_rows", [3, 64, 1 << 16])
+@pytest.mark.drawn(9)
 def test_a_part_is_that_part_of_the_whole(
     raw: tuple[PartialTensor, dict[int, bytes]], piece_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def test_a_table_with_a_policy_and_a_first_id(root: Path) -> None:
         (lambda t: next(t.chunks(0)), "expected 1 or more"),
     ],
 )
+@pytest.mark.drawn(7)
 def test_parts_and_views_that_are_not_there_are_refused(
     ask: Callable[[PartialTensor], object], message: str, publish: Callable[..., object], root: Path
 ) -> None:

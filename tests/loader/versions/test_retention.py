@@ -46,6 +46,7 @@ def sequences(oracle: Oracle, version: int) -> set[int]:
 
 
 @pytest.mark.parametrize("batches", [1, 4, 8, 9, 12, 30])
+@pytest.mark.drawn(3)
 def test_as_many_states_stay_as_promised(oracle: Oracle, batches: int) -> None:
     """Eight beside the live one, or all where there are fewer."""
     rows = applied(oracle, batches)
@@ -53,6 +54,7 @@ def test_as_many_states_stay_as_promised(oracle: Oracle, batches: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3, 4, 5, 100])
+@pytest.mark.drawn(3)
 def test_gc_leaves_what_it_says(oracle: Oracle, keep: int) -> None:
     """Of four states beside the live one, none goes where five are to stay."""
     applied(oracle, 5)

@@ -67,6 +67,7 @@ WRONG: dict[str, tuple[Callable[[Model], object], type[LoaderError], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.drawn(4)
 def test_a_wrong_file_is_refused_by_name(model: Model, again: Callable[..., Loaded], wrong: str) -> None:
     """Attached, activated or linked."""
     again("b")
@@ -98,6 +99,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
+@pytest.mark.drawn(3)
 def test_a_header_that_lies_about_files_is_refused(model: Model, lie: str) -> None:
     change, text = LIES[lie]
     rewrite_header(model.path(1), change)

@@ -72,6 +72,7 @@ def test_a_slot_of_one_row() -> None:
     assert t.hits() == 1
 
 
+@pytest.mark.drawn(0.5)
 def test_what_was_fetched_is_hit() -> None:
     """Each missing row comes over the bus once a batch, and not again while it is cached."""
     t = CachedTables(100_000, settings())
@@ -138,6 +139,7 @@ def test_a_ticket_that_is_let_go_is_released() -> None:
     assert t.cache.statistics(wait=True).evicted == 20
 
 
+@pytest.mark.drawn(0.5)
 def test_a_staging_buffer_is_taken_where_one_is_free() -> None:
     """Once more tickets were out than there are staging buffers, one that is out alone still gets one."""
     t = CachedTables(9_000, settings(staging_buffers=1, staging_fraction=0.3), {"a": (1000, 48)})
@@ -183,6 +185,7 @@ def test_ids_out_of_range_are_left_to_the_lookup() -> None:
     t.check_integrity()
 
 
+@pytest.mark.drawn(0.5)
 def test_another_size_of_rows_gets_its_pages() -> None:
     """A table of wider rows that comes later takes pages from those that have them, also while a ticket is
     out.
@@ -221,6 +224,7 @@ def test_hot_ids_come_hottest_first() -> None:
 
 
 @pytest.mark.sanitized_gpu
+@pytest.mark.drawn(0.5)
 def test_warm_rows_are_there_before_they_are_asked_for() -> None:
     """What is hot in one table is admitted for another, also where the cache is full of rows with better
     scores.

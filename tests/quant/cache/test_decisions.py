@@ -31,6 +31,7 @@ def full(t: CachedTables, uses: int) -> np.ndarray:
     return ids
 
 
+@pytest.mark.drawn(0.5)
 def test_a_row_that_is_missed_often_is_admitted() -> None:
     """Misses are remembered though they are not admitted: the fourth one in a row weighs more than two
     uses of the others."""
@@ -92,6 +93,7 @@ def change(tensor: torch.Tensor, at: int, by: int) -> None:
     ],
     ids=["a count", "the chains", "a map", "rows"],
 )
+@pytest.mark.drawn(2)
 def test_the_check_finds_damage(damage: Callable[[Any], Any], message: str) -> None:
     t = CachedTables(9_000, settings(), {"a": (1000, 48)})
     t.look_up({0: run(20)})

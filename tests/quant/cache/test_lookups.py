@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.sanitized_gpu
 @pytest.mark.parametrize("pooling", [Pooling.NONE, Pooling.MEAN])
+@pytest.mark.drawn(1)
 def test_lookups_through_the_cache_are_the_same(pooling: Pooling) -> None:
     """Two formats and widths, weights, several requests of which one is wrong; twice, so that rows are
     missing and there.

@@ -49,6 +49,7 @@ def test_rows_that_are_handed_over_hit(policy: Policy) -> None:
     assert t.cache.statistics(wait=True).tables[new].hits == 60
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_stay_as_hot_as_they_were() -> None:
     """The hottest first, after as before."""
     t, old, new, order = swapped(Policy.LFU)
@@ -62,6 +63,7 @@ def test_rows_stay_as_hot_as_they_were() -> None:
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_that_the_successor_has_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """No key lies in two slots, whatever is handed over at once; rows that are not cached are passed over."""
     t, old, new, order = swapped()

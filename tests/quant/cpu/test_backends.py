@@ -251,6 +251,7 @@ def test_arguments_of_the_wrong_type_or_shape_are_refused(
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
+@pytest.mark.drawn(0.5)
 def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
     """Several tables, poolings and widths laid out in one buffer at odd offsets, by every backend, with 1
     to 3 threads."""

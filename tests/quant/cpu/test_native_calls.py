@@ -72,6 +72,7 @@ def request_of(seed: int, jobs: int, bags: int, longest: int) -> tuple[list[Look
 @pytest.mark.parametrize(
     ("jobs", "bags", "longest"), [(1, 9000, 20), (36, 40, 20), (36, 4, 200), (7, 900, 5)]
 )
+@pytest.mark.drawn(8)
 def test_parts_on_several_threads_give_what_one_thread_gives(
     jobs: int, bags: int, longest: int, threads: int
 ) -> None:
@@ -142,6 +143,7 @@ def test_a_way_to_prefetch_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize(("dim", "rows"), [(8, 3), (20, 7), (64, 5000), (256, 999)])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
+@pytest.mark.drawn(18)
 def test_prefetches_are_measured_on_rows_of_any_kind(row_format: RowFormat, dim: int, rows: int) -> None:
     """Nothing but the table is read, which a run under AddressSanitizer shows."""
     table = table_of(row_format, dim, rows=rows)

@@ -80,6 +80,7 @@ def check(kinds: Sequence[LookupKind], places: np.ndarray, inputs: bytes, out: b
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
+@pytest.mark.drawn(0.5)
 def test_a_planner_gives_what_plans_give_on_the_cpu(seed: int) -> None:
     """By every backend of the CPU, for places that differ; and the vectors are the reference's within
     rounding."""

@@ -77,6 +77,7 @@ def test_rows_of_every_layout(backend: CpuBackend, row_format: RowFormat, dim: i
     check(backend, raw_table(KINDS["random"], row_format, dim), asked_of(KINDS["random"]))
 
 
+@pytest.mark.drawn(2)
 def test_requests_of_every_length(backend: CpuBackend) -> None:
     """Around the kernel's blocks of 16 ids and its pieces of 2048."""
     raw = raw_table(KINDS["random"])
@@ -86,6 +87,7 @@ def test_requests_of_every_length(backend: CpuBackend) -> None:
 
 @pytest.mark.parametrize("bucket_ids", [0, 100])
 @pytest.mark.parametrize(("first", "owned"), [(0, 8), (0, 1), (3, 2), (7, 1)])
+@pytest.mark.drawn(20)
 def test_buckets_that_are_ranges_and_parts_of_a_table(
     backend: CpuBackend, first: int, owned: int, bucket_ids: int
 ) -> None:
@@ -96,6 +98,7 @@ def test_buckets_that_are_ranges_and_parts_of_a_table(
 
 
 @pytest.mark.parametrize("missing", [False, True], ids=["refused", "default row"])
+@pytest.mark.drawn(5)
 def test_calls_that_threads_share(backend: CpuBackend, missing: bool) -> None:
     """More ids than one thread resolves alone, of a table that refuses missing ids and of one that does
     not."""
@@ -162,6 +165,7 @@ class Request:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
+@pytest.mark.drawn(0.5)
 def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
     """Vectors, found masks and counts of each lookup, by every backend: raw ids with a default row and
     without, row numbers, row numbers with a default row; fixed lengths and others; no byte beside them is
@@ -211,6 +215,7 @@ def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
                 assert request.found(out, job) == found.astype(int).tolist()
 
 
+@pytest.mark.drawn(2)
 def test_found_masks_and_counts_of_calls_that_threads_share(backend: CpuBackend) -> None:
     """Of a table with a default row, and of one that refuses ids: a byte for each id, and sums over all
     threads."""
@@ -284,6 +289,7 @@ def test_a_missing_id_is_refused(backend: CpuBackend, kind: str, position: int) 
 
 
 @pytest.mark.parametrize("position", [0, 2047, 2048, 17_000, SHARED_IDS - 1])
+@pytest.mark.drawn(12)
 def test_nothing_is_written_where_an_id_is_refused(backend: CpuBackend, position: int) -> None:
     """Not by the lookups before it, nor by those of tables that have a default row; the first of two such
     ids is named, by one thread and by several."""

@@ -91,6 +91,7 @@ def without_kept_ids(table: Table) -> FetchedTable:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
+@pytest.mark.drawn(0.5)
 def test_ids_are_compared_with_those_of_fetched_rows(seed: int) -> None:
     """Whether they are there, missing, changed, deleted or backfilled; and the first that is wrong is named,
     beside lookups that are wrong without any row."""

@@ -147,6 +147,7 @@ def look_up(
 
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("together", [False, True])
+@pytest.mark.drawn(2)
 def test_matrices_hold_every_request(together: bool, planned: bool) -> None:
     """Vectors of two precisions and dense tensors of requests of several sizes, one of none; all outputs
     come to the host too."""
@@ -163,6 +164,7 @@ def test_matrices_hold_every_request(together: bool, planned: bool) -> None:
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16])
+@pytest.mark.drawn(1)
 def test_matrices_are_written_in_their_precision(precision: Precision) -> None:
     """Each value is rounded once, to the nearest; in Triton's interpreter, which cuts, bf16 is towards
     zero."""
@@ -201,6 +203,7 @@ def test_outputs_that_stay_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("what", ["id", "lengths"])
+@pytest.mark.drawn(1)
 def test_rows_of_refused_requests_are_finite_and_disturb_no_others(what: str) -> None:
     """Also where the lookup writes no vector at all, and memory holds whatever was there."""
     rng = np.random.default_rng(2)

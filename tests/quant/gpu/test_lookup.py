@@ -74,6 +74,7 @@ def test_a_chunk_of_one_value(row_format: RowFormat, dim: int) -> None:
 
 
 @pytest.mark.sanitized_gpu
+@pytest.mark.drawn(0.5)
 def test_every_format_and_width_in_one_launch() -> None:
     """One plan over all formats, widths that fill words and that do not, pooled and not."""
     held = [table_of(f, dim) for f in RowFormat for dim in (4, 12, 100)]

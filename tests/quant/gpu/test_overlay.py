@@ -116,6 +116,7 @@ def test_bags_weights_and_precisions(where: str) -> None:
         expect(made.plain, rows, lengths, pooling=pooling, weights=weighted, precision=precision).check(found)
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_of_an_overlay_are_neither_in_the_cache_nor_counted_by_it() -> None:
     """A cache holds and counts the table's own rows alone."""
     made, backend = raw(), new_backend()
@@ -160,6 +161,7 @@ def test_found_masks_and_counts_of_states_in_one_batch() -> None:
     assert [request.layout.resolved[0].is_overlaid for request, _ in requests] == [False, True, True]
 
 
+@pytest.mark.drawn(0.5)
 def test_a_refused_id_is_told() -> None:
     """One that an overlay deleted, from a batch whose other request is answered."""
     made, backend = raw(), new_backend()
@@ -176,6 +178,7 @@ def test_a_refused_id_is_told() -> None:
 
 
 @pytest.mark.parametrize("where", ["hbm", "cached", "split"])
+@pytest.mark.drawn(1)
 def test_a_planner_gives_what_plans_give(where: str) -> None:
     """Through the C routine."""
     made, backend = raw(), new_backend()

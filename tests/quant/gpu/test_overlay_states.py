@@ -47,6 +47,7 @@ def test_states_share_the_table_and_the_layers(where: str) -> None:
 
 
 @pytest.mark.parametrize("in_host", [InHost.SOME, InHost.ALL])
+@pytest.mark.drawn(1)
 def test_a_level_in_host_memory(in_host: InHost) -> None:
     """Its rows, or all of it, take no HBM; states share such a level too."""
     made, backend = raw(), new_backend()
@@ -65,6 +66,7 @@ def test_a_level_in_host_memory(in_host: InHost) -> None:
         )
 
 
+@pytest.mark.drawn(0.5)
 def test_a_level_goes_with_the_last_state_that_has_it() -> None:
     made, backend = raw(), new_backend()
     base = backend.place("hbm", without_layers(made.table))

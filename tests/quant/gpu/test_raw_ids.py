@@ -39,6 +39,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.drawn(3)
 def test_rows_masks_and_counts_are_the_dictionarys(name: str) -> None:
     """Unpooled and pooled, each with a found mask; a table that refuses strangers gets none."""
     case = CASES[name]
@@ -233,6 +234,7 @@ def steady_requests(known: Known, count: int) -> list[tuple[np.ndarray, bytes, i
 
 
 @pytest.mark.parametrize("how", ["hbm", "cached", "split"])
+@pytest.mark.drawn(1)
 def test_a_planner_gives_what_plans_give(how: str) -> None:
     """Through the C routine, in one batch; the counts of each request are its own."""
     table, known = made(PADDED)

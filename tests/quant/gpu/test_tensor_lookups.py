@@ -109,6 +109,7 @@ def check(
     expect(twin, rows, lengths, pooling=pooling, weights=weights).check(found.cpu().numpy())
 
 
+@pytest.mark.drawn(0.5)
 def test_tensors_of_each_feature() -> None:
     """Offsets of both widths, with and without the end, bags of one length, weights, empty features;
     twice, as rows are cached then."""
@@ -193,6 +194,7 @@ def test_vectors_of_ids() -> None:
         (1, [5, 6, 7], [0, 1, 2], Problem.SUM, 2, 2, 3),
     ],
 )
+@pytest.mark.drawn(2)
 def test_what_is_wrong_is_told(
     at: int, ids: list[int], offsets: list[int], problem: Problem, position: int, value: int, bound: int
 ) -> None:

@@ -67,6 +67,7 @@ def check(backend: CpuBackend, made: Overlaid, asked: np.ndarray) -> None:
 
 @pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
 @pytest.mark.parametrize(("row_format", "dim"), LAYOUTS, ids=lambda x: getattr(x, "label", x))
+@pytest.mark.drawn(25)
 def test_raw_ids_of_every_layout(
     backend: CpuBackend, row_format: RowFormat, dim: int, is_above: bool
 ) -> None:
@@ -76,6 +77,7 @@ def test_raw_ids_of_every_layout(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.drawn(27)
 def test_raw_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
     """An empty table among them, over which all ids are an overlay's."""
     base = raw_table(KINDS[kind])
@@ -97,6 +99,7 @@ def test_row_numbers(backend: CpuBackend, default: bool, is_above: bool, is_mark
         check(backend, made, asked_of(made, np.arange(300), count))
 
 
+@pytest.mark.drawn(2)
 def test_requests_of_every_length(backend: CpuBackend) -> None:
     made = raw()
     for count in COUNTS:
@@ -153,6 +156,7 @@ def test_backfilled_rows_that_are_overwritten_are_so_no_more(backend: CpuBackend
 
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marks", "filters"])
 @pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
+@pytest.mark.drawn(10)
 def test_calls_that_threads_share(backend: CpuBackend, default: bool, is_marked: bool) -> None:
     """More ids than one thread resolves alone, of jobs beside each other."""
     made = dense(RowFormat.INT4, 64, default, is_marked=is_marked)

@@ -116,6 +116,7 @@ def test_silence_is_not_asked_again(connect: Callable[..., Both]) -> None:
         assert len(script.heads) == 1
 
 
+@pytest.mark.drawn(1)
 def test_a_slow_response_is_waited_for(connect: Callable[..., Both]) -> None:
     """timeout_s is for each wait, not for the whole of a response."""
 

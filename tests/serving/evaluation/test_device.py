@@ -129,6 +129,7 @@ def job_of(root: Path, folder: Path, **more: Any) -> tuple[Job, list[Any]]:
     return job, plan_shards([settings.data / "a.parquet"], 450)
 
 
+@pytest.mark.drawn(0.5)
 def test_tables_are_away_while_the_dense_part_runs(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +274,7 @@ def test_shards_to_come_are_decoded_meanwhile(root: Path, tmp_path: Path) -> Non
     ],
     ids=["id", "number"],
 )
+@pytest.mark.drawn(1)
 def test_rows_at_fault_are_named(root: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     """Among batches that went to the device with theirs."""
     publish(root, tmp_path, "fp32")

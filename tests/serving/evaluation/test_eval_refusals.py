@@ -25,6 +25,7 @@ from tableside.serving.settings import ServerSettings
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.drawn(0.5)
 def test_columns_that_cannot_be_meant_are_refused(root: Path, tmp_path: Path) -> None:
     """Two models that read a feature from different columns, a feature of two columns, and data inside
     OUT."""

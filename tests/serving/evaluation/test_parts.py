@@ -195,6 +195,7 @@ def test_what_was_loaded_is_loaded_again_where_its_record_is_damaged(
     assert f"{tmp_path / records.LOADED_FILE} is damaged" in caplog.text and "is loaded again" in caplog.text
 
 
+@pytest.mark.drawn(0.5)
 def test_a_disk_that_is_full_is_a_line_with_the_remedy(root: Path, tmp_path: Path, data: Path) -> None:
     """What was scored stays; the same command goes on where there is room."""
     out = tmp_path / "out"

@@ -219,6 +219,7 @@ def test_a_closed_batcher_refuses() -> None:
 
 
 @pytest.mark.skipif("os.environ.get('TRITON_INTERPRET') != '1'", reason="plays a GPU in the interpreter")
+@pytest.mark.drawn(0.5)
 def test_the_budget_holds_for_all_models_and_versions_of_a_worker(publish: Publish, root: Path) -> None:
     """What one took is not there for the next; a live version's successor may take its place; what goes
     gives back."""

@@ -95,6 +95,7 @@ def test_a_request_at_fault_is_refused_alone(root: Path, tmp_path: Path) -> None
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tmp_path: Path) -> None:
     """Where lengths are wrong no vector is written; the program would index by what lies there."""
     publish(root, tmp_path, "picked")
@@ -115,6 +116,7 @@ def test_lengths_that_are_wrong_give_a_scorer_no_memory_of_others(root: Path, tm
     assert calls == [18], "the call for all failed"
 
 
+@pytest.mark.drawn(0.5)
 def test_scores_alone_bring_no_vectors_to_the_host(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +144,7 @@ def test_every_placement_is_scored(root: Path, tmp_path: Path, placement: str) -
 
 
 @pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.drawn(1)
 def test_features_that_come_together_are_scored(root: Path, tmp_path: Path, alone: bool) -> None:
     """Their vectors lie side by side for the caller, and one feature after another on the device."""
     publish(root, tmp_path, "dot")
@@ -188,6 +191,7 @@ def test_a_late_scorer_on_a_device_refuses_all_that_wait(
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.drawn(1)
 def test_a_device_that_is_lost_to_a_scorer_fails_its_batch(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:

@@ -151,6 +151,7 @@ print("done")
 
 
 @pytest.mark.parametrize(("timeout_s", "takes_s", "status"), [(0.2, 60, 70), (60, 0, 0)])
+@pytest.mark.drawn(1)
 def test_a_call_that_blocks_the_event_loop_ends_the_worker(
     timeout_s: float, takes_s: float, status: int, tmp_path: Path
 ) -> None:

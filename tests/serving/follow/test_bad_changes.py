@@ -123,6 +123,7 @@ def test_a_follower_that_is_started_again_says_it_again(
 
 
 @pytest.mark.parametrize("bad", BAD)
+@pytest.mark.drawn(3)
 def test_bad_changes_are_left_out_and_written_aside(
     model: Model, send: Callable[..., ChangeSource], bad: str, tmp_path: Path
 ) -> None:

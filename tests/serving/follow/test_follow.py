@@ -100,6 +100,7 @@ def test_where_a_count_begins(model: Model, tmp_path: Path, root: Path) -> None:
     assert (position_of(model, "apply"), position_of(model, "other")) == ("7", "1")
 
 
+@pytest.mark.drawn(0.5)
 def test_a_bad_file_changes_nothing(model: Model, tmp_path: Path, root: Path) -> None:
     file = put(tmp_path, 1, [1, 2])
     file.write_text(file.read_text() + '{"table": "user", "id": 3, "vector": [1]}\n')
@@ -190,6 +191,7 @@ def until_applied(model: Model, source: str, position: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.drawn(0.5)
 def test_a_folder_is_followed_until_a_signal(model: Model, tmp_path: Path, root: Path) -> None:
     """The batch under way is finished; a line of JSON says each batch."""
     name = f"folder:{tmp_path}"
@@ -218,6 +220,7 @@ def test_a_folder_is_followed_until_a_signal(model: Model, tmp_path: Path, root:
 
 
 @pytest.mark.parametrize(("options", "more"), [((), 10), (("--nice", 0), 0)], ids=["default", "none"])
+@pytest.mark.drawn(1)
 def test_servers_come_first(
     model: Model, tmp_path: Path, root: Path, options: tuple[Any, ...], more: int
 ) -> None:
@@ -259,6 +262,7 @@ def test_a_gap_ends_a_follower_and_reset_goes_past_it(model: Model, tmp_path: Pa
     assert values(model)[[1, 2, 3, 4], 0].tolist() == [1, 2, 0, 4]
 
 
+@pytest.mark.drawn(0.5)
 def test_a_bad_batch_ends_a_follower_and_changes_nothing(model: Model, tmp_path: Path, root: Path) -> None:
     put(tmp_path, 1, [1])
     bad = put(tmp_path, 2, [2, 3])

@@ -39,6 +39,7 @@ def test_every_operation_tells_what_it_refuses(described: dict[str, Any]) -> Non
                 assert {"400", "413", "503"} <= set(operation["responses"]), path
 
 
+@pytest.mark.drawn(0.5)
 def test_both_protocols_are_described(server: Any, described: dict[str, Any]) -> None:
     """Every path that is described is there: what is asked of it without anything is no 404 of an unknown
     path."""

@@ -111,6 +111,7 @@ async def unpacked(body: bytes, limit: int, total: Bytes, encoding: bytes = b"gz
     return await read_body({"headers": [(b"content-encoding", encoding)]}, receive, limit, Hold(total))
 
 
+@pytest.mark.drawn(0.5)
 def test_a_body_is_unpacked_in_turns() -> None:
     """Other work has its turn while 16 MiB are unpacked, and what was unpacked is counted."""
     plain = np.random.default_rng(1).integers(0, 4, 16 << 20, np.uint8).tobytes()

@@ -134,6 +134,7 @@ def test_a_kept_connection_that_goes_quiet(connect: Callable[[], socket.socket])
 
 
 @pytest.mark.parametrize("parts", [1, 30])
+@pytest.mark.drawn(1)
 def test_headers_that_are_too_large(connect: Callable[[], socket.socket], parts: int) -> None:
     """In one piece, and growing piece by piece."""
     connection = connect()
@@ -181,6 +182,7 @@ def test_a_chunked_body_that_grows_too_large(connect: Callable[[], socket.socket
     "garbage",
     [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 3, b"NONSENSE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"],
 )
+@pytest.mark.drawn(1)
 def test_what_is_not_http(connect: Callable[[], socket.socket], garbage: bytes) -> None:
     connection = connect()
     connection.sendall(garbage)

@@ -51,6 +51,7 @@ def test_what_is_got_is_not_posted(server: Any, path: str, method: str) -> None:
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "TRACE"])
+@pytest.mark.drawn(12)
 def test_what_is_posted_is_not_got(server: Any, path: str, method: str) -> None:
     found = httpx.request(method, server.url + path)
     assert found.status_code == 405 and found.headers["allow"] == "POST"

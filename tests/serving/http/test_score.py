@@ -117,6 +117,7 @@ async def _async_score(url: str) -> Any:
         return await client.score("ctr", IDS, {"context": CONTEXT})
 
 
+@pytest.mark.drawn(0.5)
 def test_the_clients_and_the_command(served: Server) -> None:
     import asyncio
 

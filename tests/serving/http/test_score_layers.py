@@ -126,6 +126,7 @@ print(scores.view(np.float32).all(), "torch" in sys.modules)
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.drawn(2)
 def test_scores_are_torchs_but_for_rounding(count: int, half: bool, root: Path, tmp_path: Path) -> None:
     """Sums of 11 and 16 products of values of about 1, and a sigmoid: far within 2^-18 (tests/loader holds
     the exact bound)."""

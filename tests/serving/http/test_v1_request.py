@@ -230,6 +230,7 @@ ODD: list[Any] = [
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.drawn(0.5)
 def test_whatever_is_wrong_the_error_is_that_of_the_slow_way(
     version: ServedVersion, data: st.DataObject
 ) -> None:

@@ -39,6 +39,7 @@ print(len(found), found["first",][0])
 
 
 @pytest.mark.parametrize("limit", [resource.RLIM_INFINITY, NAMES_AT + 10_000], ids=["room", "no room"])
+@pytest.mark.drawn(1)
 def test_names_without_room_are_left_out(tmp_path: Path, limit: int) -> None:
     """The kernel refuses that a file grows: what has its place counts on, what has none is logged once and
     left out."""

@@ -55,6 +55,7 @@ def url_of(out: Path) -> str:
     return next(word for word in out.read_text().split() if word.startswith("http://"))
 
 
+@pytest.mark.drawn(0.5)
 def test_the_log_as_json(root: Path, tmp_path: Path) -> None:
     """Every line is one object, of the supervisor and of workers, tracebacks in it."""
     process, _, err = served(root, tmp_path, "--log-format", "json")
@@ -193,6 +194,7 @@ def test_spans_reach_a_collector(root: Path, tmp_path: Path, monkeypatch: pytest
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_an_exporter_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
     publish_demo(root, tmp_path)
     done = run_tableside("serve", "demo", "--traces", "nothing", root=root)

@@ -34,6 +34,7 @@ def sample(text: str, name: str) -> float:
     return float(next(line for line in text.splitlines() if line.startswith(name + " ")).rsplit(" ", 1)[1])
 
 
+@pytest.mark.drawn(0.5)
 def test_every_number_is_there(start: Start) -> None:
     server = start("--workers", 2)
     with Client(server.url) as client:
@@ -98,6 +99,7 @@ def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.
         )
 
 
+@pytest.mark.drawn(0.5)
 def test_errors_by_kind_without_invented_labels(start: Start) -> None:
     """A thousand unknown names make one label."""
     server = start("--workers", 1)
@@ -123,6 +125,7 @@ def quiet_sum(text: str, name: str, **labels: str) -> float:
     return sum(s.value for s in families if s.name == name and labels.items() <= s.labels.items())
 
 
+@pytest.mark.drawn(0.5)
 def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
     """From the first byte to the last: a body that comes late is in it, and so is a client that leaves."""
     server = start("--workers", 2)

@@ -65,6 +65,7 @@ def test_compact_and_gc(oracle: Oracle, root: Path) -> None:
     run_tableside("verify", "demo", "--root", root)
 
 
+@pytest.mark.drawn(0.5)
 def test_metrics_and_models(oracle: Oracle, start: Start) -> None:
     """The lag is from when the oldest change of the batch was made."""
     server = start()
@@ -87,6 +88,7 @@ def test_metrics_and_models(oracle: Oracle, start: Start) -> None:
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_a_worker_that_falls_behind_is_not_ready(oracle: Oracle, start: Start) -> None:
     """Here a delta is damaged, so no worker takes it. What they answer from is still what it was."""
     server = start("--max-behind-s", "0.3")

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 HOME: Any = SimpleNamespace(cache=None)  # a device without a cache
 
 
+@pytest.mark.drawn(0.5)
 def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> None:
     publish_demo(root, tmp_path)
     result = run_tableside("serve", "demo", "--devices", "0,1", root=root)
@@ -45,6 +46,7 @@ def test_gpu_settings_that_mean_nothing_are_refused(options: tuple[str, ...], me
     assert message in result.stderr
 
 
+@pytest.mark.drawn(0.5)
 def test_devices_are_numbers(root: Path) -> None:
     result = run_tableside("serve", "demo", "--devices", "cuda:0", root=root)
     assert result.returncode != 0

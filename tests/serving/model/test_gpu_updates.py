@@ -232,6 +232,7 @@ class _Noting:
 
 
 @pytest.mark.parametrize("placement", ["cached", "hybrid"])
+@pytest.mark.drawn(1)
 def test_a_full_budget_leaves_room_for_deltas(root: Path, placement: str) -> None:
     """A sixteenth of it, whatever else takes all that there is."""
     worker = Worker(root, placement, hbm_budget=1 << 18)

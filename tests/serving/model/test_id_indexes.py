@@ -156,6 +156,7 @@ def test_a_budget_that_holds_no_index_is_refused(attach: Callable[[dict[str, Tab
 
 
 @needs_interpreter
+@pytest.mark.drawn(0.5)
 def test_a_swap_brings_the_hot_ids_to_their_new_rows(attach: Callable[[dict[str, Table]], Segment]) -> None:
     """A next version has some of the ids, at other rows: of those that were hot, half are in the cache
     before a lookup."""

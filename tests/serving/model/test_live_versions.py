@@ -42,6 +42,7 @@ def versions_of_workers(server: Any, workers: int) -> set[int]:
     return set(heard.values())
 
 
+@pytest.mark.drawn(0.5)
 def test_a_new_version_is_taken_by_all_workers_while_requests_run(
     start: Start, root: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ def test_rollback(start: Start, root: Path, tmp_path: Path) -> None:
         until(lambda: counted in client.metrics(), what="each worker to have counted its swap")
 
 
+@pytest.mark.drawn(0.5)
 def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path) -> None:
     """The old one is served on, the metrics count the failure, and the next good version is taken."""
     publish_constant(root, tmp_path, 1.0)

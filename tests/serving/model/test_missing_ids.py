@@ -164,6 +164,7 @@ def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> Non
 
 
 @pytest.mark.parametrize("way", ["named", "compact", "v1"])
+@pytest.mark.drawn(3)
 def test_without_masks_the_answer_is_a_dict_as_ever(served: Server, way: str) -> None:
     """Masks are never sent unasked, by a template or without one; missing ids get the default row all the
     same."""
@@ -252,6 +253,7 @@ def test_v1_takes_true_or_false(served: Server) -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
+@pytest.mark.drawn(8)
 def test_an_id_that_is_refused_is_named(served: Server, door: str) -> None:
     """400 with feature, position, id and remedy, and nothing is looked up; a mask does not help."""
     there = TABLES["strict"].ids.tolist()
@@ -301,6 +303,7 @@ def test_every_id_without_a_row_is_counted(served: Server, door: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["named", "compact", "v1"])
+@pytest.mark.drawn(3)
 def test_requests_of_the_short_paths_are_counted(served: Server, way: str) -> None:
     """Those that ask for no masks, by a template that parses no header, or all features at a time, count
     as the others do."""

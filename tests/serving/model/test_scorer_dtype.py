@@ -95,6 +95,7 @@ def test_scores_lie_within_their_bounds(root: Path, tmp_path: Path, precision: P
 
 
 @pytest.mark.parametrize("precision", NARROW)
+@pytest.mark.drawn(1)
 def test_scores_alone_are_those_with_vectors(root: Path, tmp_path: Path, precision: Precision) -> None:
     """Vectors go to the scorer's matrices in its precision, from device memory, wherever its rows stand in
     the batch."""

@@ -178,6 +178,7 @@ def publish_raw(root: Path, folder: Path, ids: np.ndarray, values: np.ndarray) -
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_raw_ids_keep_their_rows_wherever_these_lie_now(root: Path, tmp_path: Path) -> None:
     """The next version has more ids in another order, so rows have other numbers; what is cached of ids
     whose rows did not change hits at once. An id that is gone is answered by the policy."""

@@ -57,6 +57,7 @@ def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
 
 
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.drawn(1)
 def test_sequences_are_those_of_the_cpu(model: str, output: torch.dtype) -> None:
     """In ids of any shape and in each dtype: bit for bit, but for bfloat16, which the interpreter rounds
     worse, by an ulp."""
@@ -70,6 +71,7 @@ def test_sequences_are_those_of_the_cpu(model: str, output: torch.dtype) -> None
         torch.testing.assert_close(found[name].cpu(), expected[name], rtol=within, atol=0)
 
 
+@pytest.mark.drawn(0.5)
 def test_a_wrong_id_is_said_by_the_next_call_or_by_check(model: str) -> None:
     """With its feature, position and bound; the call after that is answered."""
     module = EmbeddingBags("ads", ["user_sum", "page_sum"], root=model, device=devices.DEVICE)
@@ -172,6 +174,7 @@ def test_ids_of_all_features_in_one_tensor(model: str, placement: str) -> None:
     module.check()
 
 
+@pytest.mark.drawn(0.5)
 def test_packed_ids_that_are_wrong(model: str) -> None:
     """Shapes at once; ids and offsets by `check`, with the feature and the position in it."""
     module = EmbeddingBags("ads", KEYS, root=model, device=devices.DEVICE)

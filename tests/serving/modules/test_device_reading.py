@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.skipif(EXCHANGE is None, reason="torch 2.11 and later")
 @pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.drawn(1)
 def test_tensors_are_read_by_one_call(
     model: str, monkeypatch: pytest.MonkeyPatch, include_last_offset: bool
 ) -> None:
@@ -48,6 +49,7 @@ def test_tensors_are_read_by_one_call(
 
 
 @pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.drawn(1)
 def test_calls_with_as_many_bags_and_other_ids(model: str, on_device: bool) -> None:
     """They share their jobs: bags of none, of one, of many ids, then as at first."""
     names, generator = ["user_sum", "page_sum"], torch.Generator().manual_seed(5)

@@ -190,6 +190,7 @@ def test_a_bad_id_is_named_with_its_feature_position_and_bound(model: str) -> No
         (Bags(ids_of(), torch.tensor([0, -5])), r"the offset -5 at position 1 is outside the ids \[0, 49\]"),
     ],
 )
+@pytest.mark.drawn(9)
 def test_bags_that_are_not_those_ids_are_refused(model: str, told: Bags, message: str) -> None:
     """Numbers of 64 bits whose low halves would fit are refused too."""
     with pytest.raises(ValueError, match=f"feature 'user_sum': {message}"):
@@ -216,6 +217,7 @@ def test_bags_that_are_not_those_ids_are_refused(model: str, told: Bags, message
         ({"user_sum": ids_of().view(7, 7).to("meta")}, "a tensor is on meta, the module's tables on cpu"),
     ],
 )
+@pytest.mark.drawn(9)
 def test_inputs_of_another_form_are_refused(model: str, told: dict[str, object], message: str) -> None:
     """Each with what was expected."""
     with pytest.raises(ModuleError, match=message):
@@ -284,6 +286,7 @@ IN_LISTS: dict[str, Callable[[EmbeddingBags, Embeddings], object]] = {
 
 
 @pytest.mark.parametrize("case", IN_LISTS)
+@pytest.mark.drawn(18)
 def test_what_is_no_tensor_is_a_type_error(model: str, case: str) -> None:
     """That says what is expected: a tensor."""
     bags, ids = EmbeddingBags("ads", ["user_sum"], root=model), Embeddings("ads", ["user_ids"], root=model)

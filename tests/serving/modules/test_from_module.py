@@ -193,6 +193,7 @@ def test_torchrecs_collections_through_an_exported_program(tmp_path: Path, root:
     assert module.ebc.bags.features == ("users", "users", "places", "places")
 
 
+@pytest.mark.drawn(0.5)
 def test_the_checkpoint_of_another_module_is_refused(tmp_path: Path) -> None:
     """With the rows and dims of both."""
     torch.save({"ebc.embedding_bags.users.weight": torch.zeros(ROWS, 8)}, tmp_path / "other.pt")

@@ -53,6 +53,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return "cpu"
 
 
+@pytest.mark.drawn(1)
 def test_ids_without_a_row_are_counted_by_feature(publish_tables: Callable[..., str], device: str) -> None:
     """Over calls of several shapes, and over modules of one source; nothing is counted that has a row."""
     root = publish_tables()
@@ -75,6 +76,7 @@ def test_ids_without_a_row_are_counted_by_feature(publish_tables: Callable[..., 
     assert other.missing_ids() == {"b": Unfound(9, 0)} and bags.missing_ids()["b"] == Unfound(9, 0)
 
 
+@pytest.mark.drawn(1)
 def test_ids_of_keyed_tensors_are_counted(publish_tables: Callable[..., str], device: str) -> None:
     """Features in another order than the module's, among others."""
     torchrec = pytest.importorskip("torchrec")
@@ -97,6 +99,7 @@ def test_refused_ids_are_not_counted(publish_tables: Callable[..., str]) -> None
 
 
 @pytest.mark.usefixtures("by_refresh")
+@pytest.mark.drawn(1)
 def test_counts_go_on_over_versions(publish_tables: Callable[..., str], device: str) -> None:
     """They are those of the source, and nothing of a version that went is lost."""
     bags = modules(publish_tables(), device)
@@ -139,6 +142,7 @@ def test_threads_lose_no_count() -> None:
 
 
 @pytest.mark.usefixtures("by_refresh")
+@pytest.mark.drawn(0.5)
 def test_versions_that_were_let_go_stay_counted(
     publish_tables: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ def test_modules_compile_whole(model: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [POOLED, POOLED[::-1]])
+@pytest.mark.drawn(1)
 def test_keyed_jagged_tensors_compile_whole(model: str, keys: list[str]) -> None:
     """TorchRec's, in the order of the features and in another; weighted too."""
     bags = EmbeddingBags("ads", POOLED, root=model)
@@ -95,6 +96,7 @@ def test_keyed_jagged_tensors_compile_whole(model: str, keys: list[str]) -> None
         torch.testing.assert_close(compiled(values, lengths, weights), pooled(values, lengths, weights))
 
 
+@pytest.mark.drawn(0.5)
 def test_a_compiled_call_says_which_id_is_wrong(model: str) -> None:
     """As the eager one."""
     towers = Towers(model)
@@ -208,6 +210,7 @@ def test_an_inductor_package_attaches_the_model_where_it_is_loaded(
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_released_tables_are_attached_again(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program without a module keeps its tables until `release`."""
     towers, program = exported(model, monkeypatch)
@@ -232,6 +235,7 @@ class Follower(torch.nn.Module):
 
 
 @pytest.mark.parametrize("follow", ["live", None])
+@pytest.mark.drawn(1)
 def test_a_program_reads_the_live_version_or_the_one_that_was_pinned(
     model: str, follow: Any, publish_again: Callable[..., Any], tables: dict[str, np.ndarray]
 ) -> None:

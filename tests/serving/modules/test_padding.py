@@ -119,6 +119,7 @@ def test_bags_of_a_tensor(model: str, tables: Tables) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", devices.DEVICE])
+@pytest.mark.drawn(1)
 def test_ids_of_all_features_in_one_tensor(model: str, device: str) -> None:
     """Packed, and as a KeyedJaggedTensor in another order; a feature without padding stands beside."""
     if device != "cpu":
@@ -176,6 +177,7 @@ def test_a_gpu_leaves_padding_out(model: str, placement: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRACERS)
+@pytest.mark.drawn(8)
 def test_traced_programs_leave_padding_out(model: str, name: str) -> None:
     """For other ids than those they were traced with, among which more are padding."""
 

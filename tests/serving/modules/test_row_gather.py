@@ -95,6 +95,7 @@ def test_vectors_are_the_rows(root: Path, where: str, row_format: str, output: t
 
 
 @everywhere
+@pytest.mark.drawn(2)
 def test_heads_lie_side_by_side(root: Path, where: str) -> None:
     """Each with its own rows; an id beyond its head is not the next head's. A rank names its own heads."""
     expected = publish(root, "fp8_e4m3_block32")
@@ -152,6 +153,7 @@ def test_a_wrong_id_is_said(root: Path, where: str, bad: int) -> None:
 
 @pytest.mark.usefixtures("by_refresh")
 @everywhere
+@pytest.mark.drawn(2)
 def test_versions_and_deltas_come(root: Path, where: str) -> None:
     """A call ahead keeps the version that it began with; a delta's rows are read."""
     before = publish(root, "int8")
@@ -173,6 +175,7 @@ def test_versions_and_deltas_come(root: Path, where: str) -> None:
 
 @pytest.mark.usefixtures("by_refresh")
 @everywhere
+@pytest.mark.drawn(2)
 def test_heads_of_a_version_with_fewer_rows(root: Path, where: str) -> None:
     """Rows that are gone are refused, not read behind the table."""
     publish(root, "fp8_e4m3")
@@ -297,6 +300,7 @@ def test_rows_far_apart_are_read_in_order(root: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("where", ["cpu", "hbm", "cached"])
+@pytest.mark.drawn(1)
 def test_compiled_calls(root: Path, where: str) -> None:
     """One operator, without a break, for any number of ids."""
     expected = publish(root, "nvfp4")
@@ -370,6 +374,7 @@ def test_a_table_is_found_by_its_name(root: Path, publish: Callable[..., Any]) -
         RowGather("demo", "a", root=str(root))
 
 
+@pytest.mark.drawn(0.5)
 def test_a_call_ahead_does_not_import_the_compiler(root: Path) -> None:
     """It takes more than a second, for which the first token of an engine would wait."""
     publish(root, "int8", rows=10)

@@ -110,6 +110,7 @@ GRADIENTS: dict[str, Callable[[Any, torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("form", ["a dict", "packed"])
+@pytest.mark.drawn(6)
 def test_weights_that_want_a_gradient_are_refused(model: str, name: str, form: str) -> None:
     """In every way of asking for one: vectors would be constants in it."""
     bags = EmbeddingBags("ads", ["user_sum"], root=model)
@@ -129,6 +130,7 @@ def test_vmap_is_refused(model: str) -> None:
         torch.vmap(lambda one: ids({"user_ids": one})["user_ids"])(torch.arange(20).view(4, 5))
 
 
+@pytest.mark.drawn(0.5)
 def test_sequences_of_a_keyed_jagged_tensor_are_not_traced(model: str) -> None:
     """Their sizes would be those of one call. torch.compile calls them between two graphs."""
     module = Embeddings("ads", ["user_ids", "item_ids"], root=model)

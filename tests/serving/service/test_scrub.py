@@ -74,6 +74,7 @@ def test_a_version_that_another_worker_read_is_not_read_again(
     assert reads.count == 2
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_are_read_where_a_core_is_idle() -> None:
     """The process that reads has the scheduling policy SCHED_IDLE."""
     script = (

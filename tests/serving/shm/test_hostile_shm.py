@@ -65,6 +65,7 @@ R, N, O = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offs
     ],
     ids=str,
 )
+@pytest.mark.drawn(8)
 def test_inputs_are_checked(
     server: Server, share: Callable[..., Shared], parameters: dict[str, Any], message: str
 ) -> None:
@@ -86,6 +87,7 @@ def test_inputs_are_checked(
     ],
     ids=str,
 )
+@pytest.mark.drawn(4)
 def test_outputs_are_checked(
     server: Server, share: Callable[..., Shared], outputs: list[dict[str, Any]], message: str
 ) -> None:
@@ -155,6 +157,7 @@ def test_inputs_in_regions_count_as_a_body(server: Server, share: Callable[..., 
     ],
     ids=str,
 )
+@pytest.mark.drawn(6)
 def test_registering_is_checked(
     server: Server, share: Callable[..., Shared], asked: Any, message: str
 ) -> None:
@@ -198,6 +201,7 @@ def test_methods(server: Server, method: str, path: str, allowed: str) -> None:
     assert (reply.status_code, reply.headers["allow"]) == (405, allowed)
 
 
+@pytest.mark.drawn(0.5)
 def test_off_unless_it_is_allowed(start: Callable[..., Server]) -> None:
     """Nothing is registered, no tensor lies elsewhere, and the metadata does not announce it."""
     server = start()
@@ -241,6 +245,7 @@ def test_a_truncated_object_ends_no_worker(server: Server, client: Any, share: C
     assert set(server.workers()) == workers
 
 
+@pytest.mark.drawn(0.5)
 def test_an_object_that_is_truncated_while_it_is_used(
     server: Server, client: Any, share: Callable[..., Shared]
 ) -> None:
@@ -275,6 +280,7 @@ def test_an_object_that_is_truncated_while_it_is_used(
     assert set(server.workers()) == workers
 
 
+@pytest.mark.drawn(0.5)
 def test_ids_that_change_while_they_are_read(
     server: Server, client: Any, share: Callable[..., Shared]
 ) -> None:

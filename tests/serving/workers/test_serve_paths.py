@@ -37,6 +37,7 @@ def versions(settings: RootSettings, *arguments: str) -> dict[str, list[int]]:
     return {name: Model(settings.root, name).versions() for name in load_where_named(arguments, settings)}
 
 
+@pytest.mark.drawn(0.5)
 def test_a_checkpoint_is_served_in_one_command(settings: RootSettings) -> None:
     """Its tables are looked up as if `init` and `load` had come before; the server's line alone is on
     stdout."""
@@ -46,6 +47,7 @@ def test_a_checkpoint_is_served_in_one_command(settings: RootSettings) -> None:
     assert Model(settings.root, "c").versions() == [1]
 
 
+@pytest.mark.drawn(0.5)
 def test_what_is_live_is_not_loaded_again(settings: RootSettings, capfd: pytest.CaptureFixture[str]) -> None:
     """By another path too."""
     assert versions(settings, "m.toml") == {"m": [1]}

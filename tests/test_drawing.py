@@ -1,0 +1,38 @@
+"""Tests of what a run without options draws."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from drawing import usual
+
+pytestmark = pytest.mark.quick
+
+
+def item(name: str, mark: str = "", *args: float, **params: int) -> Any:
+    marks = {mark: SimpleNamespace(args=args)}
+    called = {"callspec": SimpleNamespace(params=params)} if params else {}
+
+    class Item(SimpleNamespace):
+        __hash__ = object.__hash__
+
+    return Item(nodeid=name, get_closest_marker=marks.get, **called)
+
+
+def test_thorough_ones_are_left_out() -> None:
+    items = [item("a"), item("b", "thorough")]
+    assert usual(items, "seed") == {items[0]}
+
+
+def test_so_many_cases_are_drawn_and_show_each_value() -> None:
+    items = [item(f"f[{a}-{b}]", "drawn", 2, a=a, b=b) for a in (0, 1) for b in (0, 1)]
+    for seed in "abcdef":
+        first, second = (one.callspec.params for one in usual(items, seed))
+        assert first["a"] != second["a"] and first["b"] != second["b"]
+
+
+def test_a_half_is_in_every_other_run_and_the_seed_says_in_which() -> None:
+    one = item("f", "drawn", 0.5)
+    chosen = [len(usual([one], str(seed))) for seed in range(1000)]
+    assert 400 < sum(chosen) < 600  # 6 standard deviations of a fair coin
+    assert chosen == [len(usual([one], str(seed))) for seed in range(1000)]
