@@ -103,6 +103,12 @@ class ServerSettings(RootSettings):
         description="what a row of a root on a disk becomes that comes later: the default row of its table, "
         "as the answer says, or a 503 (error); a 503 where a table has no default row",
     )
+    host_cache: Bytes = Field(
+        0, ge=0, description="memory for the rows used most of each model on a disk, as 8GiB; 0: none"
+    )
+    host_cache_s: float = Field(
+        30.0, gt=0, description="seconds between looks at which rows of a model on a disk are used most"
+    )
     poll_s: float = Field(0.1, gt=0, le=10, description="seconds between looks at which version is live")
     max_behind_s: float = Field(
         0, ge=0, description="seconds that a ready worker may answer from an older state; 0: any"

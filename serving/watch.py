@@ -62,16 +62,18 @@ class Watch:
                         return
 
     async def _take(self, engine: Engine, state: State) -> None:
-        before = engine.attached().version
+        before = engine.attached().state
         attach = functools.partial(engine.attach, state, as_successor=True)
         engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
         self._taken(engine)
+        if state == before:  # its hot rows are others
+            return
         if (change := engine.attached().segment.change) is not None and state.sequence:
             UPDATES.labels(engine.model.name).inc()
             UPDATE_LAG.labels(engine.model.name).observe(
                 max(0.0, time.time() - (change.made_at or change.applied_at))
             )
-        if state.version == before:  # changes come all the time
+        if state.version == before.version:  # changes come all the time
             logger.debug("serving %s version %s from now on", engine.model.name, state)
             return
         SWAPS.labels(engine.model.name).inc()

@@ -180,7 +180,7 @@ class _Compaction:
 
 
 def _only(entries: DeltaEntries, which: NDArray[np.bool_]) -> DeltaEntries:
-    return DeltaEntries(entries.ids[which], entries.packed, entries.rows[which], entries.deleted[which])
+    return entries.only(which)
 
 
 class _CompactTable:

@@ -143,8 +143,7 @@ def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries
             same, shared = _same(entries, layer)
             if shared != old.tables[name].id_count:
                 return None
-            ids, packed, rows, deleted = entries
-            entries = DeltaEntries(ids[~same], packed, rows[~same], deleted[~same])
+            entries = entries.only(~same)
         since[name] = [entries]
     return since
 

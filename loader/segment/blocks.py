@@ -80,7 +80,7 @@ class BlockReader:
     sums_at: bytes of row 0 and of the first checksum in it. mapped: its rows; None: they are not mapped.
     believed_ms, trusted_ms: see `_blocks.c`. name: for the log. Set later: `timeout_s`, that callers wait who
     say nothing else; `count` and `count_wait`, which are told how many rows came from where, and how many
-    seconds a call waited for the disk."""
+    seconds a call waited for the disk; `count_sample`, of how many ids how many were hot (loader.hot)."""
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class BlockReader:
         self._breaker, self.timeout_s = _breaker(os.fstat(fd).st_dev), OPENS_S
         self.count: Callable[[str, int], object] = lambda where, rows: None
         self.count_wait: Callable[[float], object] = lambda seconds: None
+        self.count_sample: Callable[[int, int], object] = lambda ids, hot: None
 
     def __call__(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None

@@ -1,10 +1,10 @@
 """Writes delta files. Entries of several sources become one table; the last entry of an id counts."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +34,17 @@ _BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
 
 class DeltaEntries(NamedTuple):
     """Changes of one table, in order. ids, rows: int64 [n]; packed: uint8 [rows, row_bytes], read at `rows`;
-    deleted: bool [n]."""
+    deleted: bool [n]. fetch: gives packed rows by their numbers, instead of `packed`."""
 
     ids: Ids
     packed: Bytes
     rows: Ids
     deleted: NDArray[np.bool_]
+    fetch: Callable[[Ids], Bytes] | None = None
+
+    def only(self, which: NDArray[Any]) -> "DeltaEntries":
+        """Returns some of them, by a mask or their numbers."""
+        return self._replace(ids=self.ids[which], rows=self.rows[which], deleted=self.deleted[which])
 
 
 def entries_of(layer: OverlayLayer) -> DeltaEntries:
@@ -152,8 +157,11 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     for part in table.parts:
         counts = table.kept[first : first + part.ids.size]
         rows = table.rows[done : done + int(counts.sum())]
-        changed, sources = part.packed.view(f"V{stored.row_bytes}")[:, 0], part.rows[counts]
+        sources = part.rows[counts]
         for start in range(0, rows.size, _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
-            items[rows[block]] = changed.take(sources[block])
+            if part.fetch is None:
+                items[rows[block]] = part.packed.view(items.dtype)[:, 0].take(sources[block])
+            else:
+                items[rows[block]] = part.fetch(sources[block]).view(items.dtype)[:, 0]
         first, done = first + part.ids.size, done + rows.size

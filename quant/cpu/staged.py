@@ -225,6 +225,9 @@ class _StagedPlan(Plan):
         return begun.ready() if isinstance(begun, _Fetching) else begun
 
     def _begun(self, inputs: Any) -> "Plan | _Fetching":
+        for kind, place in self._asked:
+            if isinstance(kind.table, FetchedTable) and (note := kind.table.reader.note) is not None:
+                note(np.frombuffer(inputs, np.int64, place.ids, place.ids_at))
         if (in_place := self._planner.in_place) is not None and self._are_here(inputs):
             return in_place.plan(self._places)
         found: dict[int, _Found] = {}

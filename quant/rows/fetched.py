@@ -44,7 +44,8 @@ class RowReader(NamedTuple):
     all may need one. wait_s: that a lookup may wait at most; None: any time. are_here: whether
     rows [n], as far as the table has them, may be read at the table's address now; None: they never may. ask:
     has rows [n] brought, without a wait, as `fetch` will need them. default: gives the default row, uint8
-    [row_bytes], which stands for rows that are late; None, or if it gives None: these are an error."""
+    [row_bytes], which stands for rows that are late; None, or if it gives None: these are an error. note: is
+    told the ids [n] of each lookup."""
 
     fetch: Fetch
     ready: Fetch | None = None
@@ -52,6 +53,7 @@ class RowReader(NamedTuple):
     are_here: Callable[[NDArray[np.int64]], bool] | None = None
     ask: Callable[[NDArray[np.int64]], object] | None = None
     default: Callable[[], NDArray[np.uint8] | None] | None = None
+    note: Callable[[NDArray[np.int64]], object] | None = None
 
 
 @dataclass(frozen=True, eq=False)

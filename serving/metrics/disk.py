@@ -17,6 +17,13 @@ _SECONDS = Histogram(
 )
 
 
+_SAMPLED = Counter(
+    "tableside_hot_ids_total",
+    "A sample of the ids of tables on a disk, by whether the hot segment has their rows: yes or no.",
+    ["model", "table", "hot"],
+)
+
+
 def count_reads(reader: BlockReader, model: str, table: str) -> None:
     """Has a reader's rows and waits counted."""
 
@@ -24,4 +31,9 @@ def count_reads(reader: BlockReader, model: str, table: str) -> None:
         if rows:
             _ROWS.labels(model, table, source).add(rows)
 
+    def count_sample(ids: int, found: int) -> None:
+        _SAMPLED.labels(model, table, "yes").add(found)
+        _SAMPLED.labels(model, table, "no").add(ids - found)
+
     reader.count, reader.count_wait = count, _SECONDS.labels(model, table).add
+    reader.count_sample = count_sample

@@ -230,7 +230,7 @@ class Engine:
 
     def changed(self) -> State | None:
         """Returns the state to serve instead, or None: the live one unless served or refused; the last good
-        version if served rows are damaged."""
+        version if served rows are damaged; the served one if its hot rows changed."""
         try:
             current, damaged = state_of(self.model.record()), self.model.damaged_versions()
             good = [resolve(self.model, v) for v in self.model.last_good()] if damaged else []
@@ -249,7 +249,14 @@ class Engine:
         wanted = [state for state in wanted if state not in self._refused]
         if is_damaged and not wanted and self._unusable is None:
             self._give_up(served.version)
-        return wanted[0] if wanted and wanted[0] != served else None
+        if not wanted or wanted[0] != served:
+            return wanted[0] if wanted else None
+        return served if self._is_colder() else None
+
+    def _is_colder(self) -> bool:
+        """Whether another hot segment is there than the one that is read."""
+        served = self._served
+        return served is not None and self._placer.has_hotter(served.segment, served.placed)
 
     def _note(self, live: State) -> None:
         """Notes since when the live state differs from the served one."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
@@ -20,6 +21,7 @@ from tableside.quant.rows.fetched import RowReader
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
+from tableside.serving.model.hot_rows import HotRows
 from tableside.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is
 class Placements:
     """A version's placed tables; their HBM goes with this object. placements: kinds of residences. on_gpu:
     empty without a GPU. hbm_bytes: beside the cache. files: (device, inode) of tables in files of their own.
-    base: those of the version without deltas, whose memory they share."""
+    base: those of the version without deltas, whose memory they share. hot: number of the hot segment that is
+    read; 0: none. is_counted: ids are counted for the next one."""
 
     def __init__(
         self,
@@ -55,8 +58,11 @@ class Placements:
         hbm_bytes: int = 0,
         files: Mapping[str, tuple[int, int]] | None = None,
         base: "Placements | None" = None,
+        hot: int = 0,
+        is_counted: bool = False,
     ) -> None:
         self.placements, self.hbm_bytes, self.files = placements, hbm_bytes, files or {}
+        self.hot, self.is_counted = hot, is_counted
         self._base = base
         self.handovers: list[Callable[[], None]] = []  # what `take_over` calls
         self.on_gpu = on_gpu or {}
@@ -91,7 +97,7 @@ class Placer:
     ) -> None:
         self.gpu: GpuBackend | None = None
         self._stashable, self._ahead, self._count_reads = stashable, ahead, count_reads
-        self._settings, self.cpu = settings, cpu
+        self._settings, self.cpu, self._hot = settings, cpu, HotRows(settings)
         self._budget = self._held = 0
         self._lock = threading.Lock()
         self._bases: weakref.WeakKeyDictionary[Segment, weakref.ref[Placements]] = weakref.WeakKeyDictionary()
@@ -144,29 +150,33 @@ class Placer:
     def _place_on_host(self, segment: Segment) -> Placements:
         readers = self._readers(segment)
         kinds = self._kinds_on_host(segment, readers)
+        fetched = [name for name, kind in kinds.items() if kind == ON_DISK]
+        hot = self._hot.over(segment, fetched)
         on_host = {
-            name: residence(kind).without_device(readers.get(name)).source(segment.tables[name])
+            name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
             for name, kind in kinds.items()
         }
-        return Placements(kinds, on_host=on_host)
+        is_counted = any(readers[name].note is not None for name in fetched)
+        return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
+
+    def has_hotter(self, segment: Segment, placed: Placements) -> bool:
+        """Returns whether another hot segment is there than the one that a placed state reads."""
+        return placed.is_counted and self._hot.newest(segment.base) != placed.hot
 
     def _kinds_on_host(self, segment: Segment, readers: Mapping[str, RowReader]) -> dict[str, str]:
         return {name: without_device(self._settings.placement, name in readers) for name in segment.tables}
 
     def _readers(self, segment: Segment) -> dict[str, RowReader]:
-        """Returns what reads rows from a disk, by table. Not of raw ids that lie beside the rows: they would
-        be read there as well."""
+        """Returns what reads rows from a disk, by table."""
         base, found = segment.base, {}
-        for table in base.header.tables:
+        for table in counted_tables(base):
             name, ids = table.name, table.ids
-            reader = base.readers.get(name)
-            if reader is None or (ids is not None and ids.index is not None and ids.index.id_at < 0):
-                continue
+            reader = base.readers[name]
             self._count_reads(reader, base.header.model, name)
             reader.timeout_s = self._settings.disk_timeout_s
             default = None if ids is None else self._default_row(reader, ids.default_row, name)
             calls = reader, reader.ready, self._settings.disk_timeout_s, reader.are_here, reader.ask, default
-            found[name] = RowReader(*calls)
+            found[name] = RowReader(*calls, note=None if self.gpu else self._hot.counter(base, name))
         return found
 
     def _default_row(

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tableside.loader.errors import DamagedRows, LoaderError, SegmentError, VersionError
+from tableside.loader.hot.hot import drop_damaged
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics.metrics import ERRORS, SCRUBS
 from tableside.serving.model.engine import Engine
+from tableside.serving.service.child import Child, give_way
 
 logger = logging.getLogger("tableside")
 
@@ -48,7 +50,7 @@ class Scrubber:
         self._checked_at: dict[
             tuple[str, int], float
         ] = {}  # (model, version) -> time.time() of its last whole reading here
-        self._reader: asyncio.subprocess.Process | None = None
+        self._child = Child()
 
     async def run(self) -> None:
         """Scrubs until it is cancelled."""
@@ -62,9 +64,7 @@ class Scrubber:
 
     def stop(self) -> None:
         """Ends the reading process, if any."""
-        if self._reader is not None and self._reader.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._reader.kill()
+        self._child.stop()
 
     def _is_due(self, engine: Engine, done_at: float) -> bool:
         served = engine.attached()
@@ -100,19 +100,9 @@ class Scrubber:
 
     async def _read(self, model: Model, version: int) -> Damage | None:
         """Returns the damage of a version's rows, or None. ServingError: the reading process failed."""
-        command = [sys.executable, "-m", "tableside.serving.service.scrub", str(model.root), model.name]
-        command += [str(version), model.owner or ""]
-        self._reader = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
-        )
-        said, _ = await self._reader.communicate()
-        try:
-            found = json.loads(said)["damage"]
-            return None if found is None else Damage(*found)
-        except (ValueError, KeyError) as error:
-            raise ServingError(
-                f"the process that read version {version} ended with {self._reader.returncode}"
-            ) from error
+        arguments = model.root, model.name, version, model.owner or ""
+        found = (await self._child.run("serving.service.scrub", *arguments))["damage"]
+        return None if found is None else Damage(*found)
 
 
 def _done_at(fd: int, version: int) -> float:
@@ -129,6 +119,11 @@ def damage_of(model: Model, version: int) -> Damage | None:
     try:
         for segment in model.attach_all(version, "header"):
             segment.verify(rest=_REST)
+            if wrong := drop_damaged(model.root, segment, _REST):
+                print(
+                    f"the hot rows of {model.name} were damaged, and are read no more: {wrong}",
+                    file=sys.stderr,
+                )
     except DamagedRows as error:
         return Damage(str(error), error.file)
     except SegmentError as error:
@@ -139,7 +134,7 @@ def damage_of(model: Model, version: int) -> Damage | None:
 def main(arguments: list[str]) -> int:
     """Reads one version and prints its damage."""
     root, name, version, owner = arguments
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    give_way()
     try:
         damage = damage_of(Model(Path(root), name, owner or None), int(version))
     except VersionError:

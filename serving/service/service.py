@@ -24,6 +24,7 @@ from tableside.serving.model.placement import Placer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.model_list import ModelList
 from tableside.serving.service.scrub import Scrubber
+from tableside.serving.service.warm import Warmer
 from tableside.serving.settings import ServerSettings, admin_token
 from tableside.serving.shm.regions import RegionRegistry, Regions
 from tableside.serving.watch import Watch
@@ -52,6 +53,7 @@ class Service:
         self._changing, self._taken_generation, self._taken_serial = asyncio.Lock(), -1, 0
         self._following: asyncio.Task[None] | None = None
         self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
+        self._warmer = Warmer(self.engines.values(), settings.host_cache, settings.host_cache_s)
         self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
         slots = CPU_SLOTS if not settings.devices else max(CPU_SLOTS, 4 * settings.max_batch)
@@ -80,7 +82,7 @@ class Service:
         await self._follow()
         self._watch = Watch(self.engines.values, self.settings.poll_s, look=self._look)
         self._watch.start()
-        self._scrubbing = asyncio.create_task(self._scrubber.run())
+        self._beside_requests = [asyncio.create_task(one.run()) for one in (self._scrubber, self._warmer)]
         self._is_open = True
 
     def _new_engine(self, name: str) -> Engine:
@@ -115,16 +117,18 @@ class Service:
         self._is_open = False
 
     async def stop(self) -> None:
-        """Ends the watch and the scrubber, and waits for lookups that run."""
+        """Ends the watch and what runs beside it, and waits for lookups that run."""
         self._is_open = False
         if self._watch is not None:
             await self._watch.stop()
             if self._following is not None:
                 self._following.cancel()
                 await asyncio.gather(self._following, return_exceptions=True)
-            self._scrubbing.cancel()
-            await asyncio.gather(self._scrubbing, return_exceptions=True)
+            for task in self._beside_requests:
+                task.cancel()
+            await asyncio.gather(*self._beside_requests, return_exceptions=True)
             self._scrubber.stop()
+            self._warmer.stop()
         self._beside.shutdown()
         self.executor.close()
 

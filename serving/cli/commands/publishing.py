@@ -7,6 +7,7 @@ from pathlib import Path
 from tableside.loader.deltas.apply import ApplySettings
 from tableside.loader.deltas.compact import compact
 from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.hot.hot import clear_hot
 from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import Loaded
 from tableside.loader.load.load import load as load_model
@@ -204,6 +205,7 @@ def remove(options: argparse.Namespace) -> int:
     else:
         model.remove(options.version)
         console.print(f"removed {options.model} version {options.version}")
+    clear_hot(model.root, model.name, model.versions())
     return 0
 
 
@@ -214,6 +216,7 @@ def gc(options: argparse.Namespace) -> int:
         for m in chosen(options)
         for p in [*m.collect(options.keep), *collect_states(m, options.keep_states)]
     ]
+    removed += [p for m in chosen(options) for p in clear_hot(m.root, m.name, m.versions())]
     for path in removed:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")

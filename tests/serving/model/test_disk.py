@@ -16,6 +16,7 @@ from support import end, flip_bit, run_tableside, until
 
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.hot.hot import hot_path
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
 from tableside.loader.versions.retention import Retention
@@ -42,15 +43,19 @@ OPTIONS = pytest.mark.parametrize(
 @pytest.fixture
 def model(disk: Path, tmp_path: Path) -> Model:
     """A table of 2.5 MB, which has a file on the disk, and a small one."""
-    np.savez(tmp_path / "c.npz", big=VALUES, small=SMALL)
+    load_floats(disk, tmp_path, VALUES)
+    return Model(disk, "m")
+
+
+def load_floats(disk: Path, folder: Path, values: np.ndarray) -> None:
+    np.savez(folder / "c.npz", big=values, small=SMALL)
     raw = {
         "name": "m",
         "checkpoint": "c.npz",
         "tables": {t: {"key": t, "row_format": "fp32"} for t in ("big", "small")},
         "features": {t: {"table": t, "pooling": "none"} for t in ("big", "small")},
     }
-    load(parse_model(raw, tmp_path), disk)
-    return Model(disk, "m")
+    load(parse_model(raw, folder), disk)
 
 
 @pytest.fixture
@@ -270,3 +275,53 @@ def test_a_moved_root_is_served(serve: Callable[..., Server], model: Model, root
         np.testing.assert_array_equal(rows_of(client, [6, 8]), VALUES[[6, 8]])
     assert placements(server) == ["host", "host"]
     assert end(server.process) == 0
+
+
+def hot_ids(server: Server) -> dict[str, float]:
+    """The sampled ids of table big, by whether the hot segment has their rows."""
+    found = re.findall(
+        r'tableside_hot_ids_total\{hot="(\w+)",model="m",table="big"\} (\S+)', server.get("/metrics").text
+    )
+    return {answer: float(count) for answer, count in found}
+
+
+@pytest.mark.drawn(0.5)
+def test_rows_that_are_asked_for_most_come_to_memory_and_go_with_their_version(
+    serve: Callable[..., Server], model: Model, tmp_path: Path
+) -> None:
+    server = serve("--workers", 2, "--host-cache", "64KiB", "--host-cache-s", 0.1, "--scrub-hours", 0.0001)
+    ids = np.random.default_rng(5).permutation(ROWS)[:300]
+    others = np.random.default_rng(6)
+
+    def ask() -> None:
+        for _ in range(20):
+            np.testing.assert_array_equal(rows_of(client, ids), VALUES[ids])
+            cold = others.integers(0, ROWS, 50)
+            np.testing.assert_array_equal(rows_of(client, cold), VALUES[cold])
+
+    with Client(server.url, retries=0) as client:
+
+        def share() -> float:
+            before = hot_ids(server)
+            ask()
+            after = hot_ids(server)
+            new = {answer: after[answer] - before.get(answer, 0.0) for answer in after}
+            return new["yes"] / (new["yes"] + new["no"])
+
+        ask()
+        until(lambda: share() > 0.8)  # 300 of each 350
+        (hot,) = hot_path(model.root, "m").glob("*.delta")
+        flip_bit(hot, hot.stat().st_size // 2)
+        until(lambda: hot.name not in hot_names(model))  # the scrubber read it
+        until(lambda: np.array_equal(rows_of(client, ids), VALUES[ids]))  # the worker saw that it is gone
+        ask()
+        load_floats(model.root, tmp_path, -VALUES)
+        until(lambda: (rows_of(client, ids) == -VALUES[ids]).all())
+        until(lambda: any(name.startswith("2+") for name in hot_names(model)))
+        model.remove(1)
+        until(lambda: not any(name.startswith("1") for name in hot_names(model)))
+        np.testing.assert_array_equal(rows_of(client, ids), -VALUES[ids])
+
+
+def hot_names(model: Model) -> list[str]:
+    return [path.name for path in hot_path(model.root, "m").iterdir()]

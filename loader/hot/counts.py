@@ -1,0 +1,164 @@
+"""How often rows on a disk are asked for: a byte a row, in memory that the processes of a host share.
+
+    FOLDER/3.counts     of version 3: what version that is, then a byte for each row of its counted tables
+
+Bit 7 says that the hot segment has the row (`loader.hot.hot`), the others count a sample of the ids.
+Processes add without a lock, so that a few uses are lost.
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredTable
+from tableside.loader.versions.folder import Folder
+from tableside.quant.contract import Ids
+from tableside.quant.cpu.index_builder import find_rows
+from tableside.quant.rows.ids import RowMap
+
+HOT, MOST = 0x80, 0x7F  # the bit of a row in the hot segment; the largest count
+_HEAD_BYTES = mmap.PAGESIZE
+_SAMPLED_S, _BURST = 250_000, 50_000  # ids that a process counts in a second, and at once after a pause
+_AT_ONCE = 1 << 24  # counts that are looked at together
+
+Counts = NDArray[np.uint8]
+
+
+class Sample(NamedTuple):
+    """Ids that were counted, and how many of them the hot segment had."""
+
+    ids: int
+    hot: int
+
+
+def counted_tables(version: Segment) -> list[StoredTable]:
+    """Returns the tables whose rows are read from a disk by their numbers. Not those of raw ids that lie
+    beside the rows: they would be read there as well."""
+    return [
+        t
+        for t in version.header.tables
+        if t.name in version.readers and (t.ids is None or t.ids.index is None or t.ids.index.id_at >= 0)
+    ]
+
+
+def counts_name(version: int) -> str:
+    return f"{version}.counts"
+
+
+class RowCounts:
+    """The counts of a version's tables, uint8 [rows] each."""
+
+    def __init__(self, version: Segment, mapped: mmap.mmap) -> None:
+        self.tables: dict[str, Counts] = {}
+        at = _HEAD_BYTES
+        for table in counted_tables(version):
+            self.tables[table.name] = np.frombuffer(mapped, np.uint8, table.rows, at)
+            at += table.rows
+        self._left, self._looked_at = float(_BURST), time.monotonic()
+
+    @classmethod
+    def opened(cls, folder: Folder, version: Segment) -> Self | None:
+        """Opens the counts of a version; None: there are none, or another version's."""
+        try:
+            fd = folder.open(counts_name(version.header.version), os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            is_ours = os.fstat(fd).st_size == _size(version) and os.pread(fd, 8, 0) == _identity(version)
+            return cls(version, mmap.mmap(fd, _size(version))) if is_ours else None
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def shared(cls, folder: Folder, version: Segment) -> Self:
+        """Opens the counts of a version, new ones if there are none. OSError: memory does not hold them."""
+        if (found := cls.opened(folder, version)) is not None:
+            return found
+        name = counts_name(version.header.version)
+        with folder.lock("counts.lock"):
+            if (found := cls.opened(folder, version)) is not None:
+                return found
+            folder.unlink(partial_name := f"{name}.partial")
+            fd = folder.create(partial_name)
+            try:
+                os.posix_fallocate(fd, 0, _size(version))  # else writing to them could end a process
+                os.pwrite(fd, _identity(version), 0)
+                folder.rename(partial_name, name)
+            except OSError:
+                folder.unlink(partial_name)
+                raise
+            finally:
+                os.close(fd)
+        opened = cls.opened(folder, version)
+        assert opened is not None
+        return opened
+
+    def counter(self, table: str, row_map: RowMap | None) -> "partial[Sample]":
+        """Returns what counts ids [n] of a table, as many as a process counts."""
+        return partial(self._count, self.tables[table], row_map)
+
+    def _count(self, counts: Counts, row_map: RowMap | None, ids: Ids) -> Sample:
+        now = time.monotonic()
+        self._left = min(float(_BURST), self._left + _SAMPLED_S * (now - self._looked_at))
+        self._looked_at = now
+        if self._left < 0:
+            return Sample(0, 0)
+        self._left -= ids.size
+        rows = own_rows(row_map, ids)
+        rows = rows[(rows >= 0) & (rows < counts.size)]
+        found = counts[rows]
+        counts[rows] = found + (found & MOST < MOST)
+        return Sample(rows.size, int(np.count_nonzero(found & HOT)))
+
+    def add(self, table: str, rows: Ids, uses: Counts) -> None:
+        """Adds uses [n] of rows [n], each named once."""
+        counts = self.tables[table]
+        more = np.minimum(counts[rows] & MOST, MOST - (uses & MOST)) + (uses & MOST)
+        counts[rows] = counts[rows] & HOT | more
+
+    def mark(self, hot: Mapping[str, Ids]) -> None:
+        """Notes which rows the hot segment has, by table."""
+        for name, counts in self.tables.items():
+            for start in range(0, counts.size, _AT_ONCE):
+                counts[start : start + _AT_ONCE] &= MOST
+            counts[hot.get(name, np.empty(0, np.int64))] |= HOT
+
+    def age(self) -> None:
+        """Halves all counts."""
+        for counts in self.tables.values():
+            for start in range(0, counts.size, _AT_ONCE):
+                part = counts[start : start + _AT_ONCE]
+                part[:] = part & HOT | (part & MOST) >> 1
+
+    def histogram(self, table: str) -> NDArray[np.int64]:
+        """Returns how many rows have each byte, int64 [256]."""
+        counts = self.tables[table]
+        parts = (counts[start : start + _AT_ONCE] for start in range(0, counts.size, _AT_ONCE))
+        return sum((np.bincount(part, minlength=256) for part in parts), np.zeros(256, np.int64))
+
+
+def own_rows(row_map: RowMap | None, ids: Ids) -> Ids:
+    """Returns the row of a version that each id has if it is there, or a number that is no row's; deltas over
+    it do not count."""
+    if row_map is None:
+        return ids
+    if row_map.index is None:
+        return ids - np.int64(row_map.first)
+    rows = np.empty(ids.size, np.int64)
+    find_rows(row_map.index, ids, rows)
+    return rows
+
+
+def _size(version: Segment) -> int:
+    return _HEAD_BYTES + sum(table.rows for table in counted_tables(version))
+
+
+def _identity(version: Segment) -> bytes:
+    return version.content().to_bytes(8, "little")

@@ -1,0 +1,140 @@
+"""The hot segment: the rows of a version on a disk that are used most, in memory that the processes of a host
+share.
+
+    /dev/shm/tableside-hot-UID/HASH/MODEL/3+7.delta     the seventh over version 3 of the root with this hash
+    /dev/shm/tableside-hot-UID/HASH/MODEL/3.counts      what it is made from (loader.hot.counts)
+
+It has the format of a delta, and lookups find its rows as those of a delta that lies under all others. It
+holds the version's own rows, and never changes: another one takes its place. Whoever reads it checks that it
+is over the very version that is attached.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from tableside.loader.errors import AccessError, SegmentError
+from tableside.loader.hot.counts import counted_tables
+from tableside.loader.segment.delta import Delta, delta_name
+from tableside.loader.segment.delta_writer import MergedTable, write_delta
+from tableside.loader.segment.header import Change, checksum
+from tableside.loader.segment.segment import Segment, Verify
+from tableside.loader.versions.folder import Folder, deltas_of, make_folder
+from tableside.loader.versions.verified import verify_once
+
+MEMORY = Path("/dev/shm")
+_OVER = "over"  # what the header calls the version's content
+_FILE = re.compile(r"([1-9][0-9]{0,17})(\+|\.counts)")
+
+
+def hot_path(root: Path, model: str) -> Path:
+    """Returns the folder of a model's hot segments, this user's."""
+    place = checksum(str(root.resolve()).encode())
+    return MEMORY / f"tableside-hot-{os.geteuid()}" / f"{place:016x}" / model
+
+
+@contextlib.contextmanager
+def hot_folder(root: Path, model: str) -> Iterator[Folder]:
+    """Opens that folder, a new one if there is none. AccessError: it is another user's."""
+    path = hot_path(root, model)
+    for folder in (path.parent.parent, path.parent, path):
+        make_folder(folder)
+    with Folder(path) as opened:
+        yield opened
+
+
+def newest_hot(root: Path, version: Segment) -> int:
+    """Returns the number of the newest hot segment over a version; 0: there is none."""
+    try:
+        with Folder(hot_path(root, version.header.model)) as folder:
+            return max(deltas_of(folder, version.header.version), default=0)
+    except (FileNotFoundError, AccessError):
+        return 0
+
+
+def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> Delta | None:
+    """Opens a hot segment; None: it is gone, or over another version of that number. SegmentError: it is
+    damaged."""
+    name = delta_name(version.header.version, number)
+    try:
+        hot = Delta(folder.path / name, folder.open(name), "always" if verify == "always" else "header")
+    except FileNotFoundError:
+        return None
+    if hot.change.positions.get(_OVER) != _content(version):
+        return None
+    if unknown := set(hot.tables) - {t.name for t in counted_tables(version)}:
+        raise SegmentError(f"{hot.path} has a table {min(unknown)!r}, which is on no disk: remove it")
+    if verify == "full":
+        verify_once(folder, hot.segment)
+    return hot
+
+
+def write_hot(folder: Folder, version: Segment, number: int, tables: Mapping[str, MergedTable]) -> int:
+    """Writes a hot segment and has it take the place of those before it; returns its bytes. NoSpace,
+    RowsNotRead: nothing stays."""
+    name = delta_name(version.header.version, number)
+    path = folder.path / f"{name}.partial"
+    try:
+        folder.unlink(path.name)  # of a killed process
+        change = Change(number, positions={_OVER: _content(version)})
+        size = write_delta(path, folder.create(path.name), version.header, change, tables)
+        folder.rename(path.name, name)
+    except BaseException:
+        folder.unlink(path.name)
+        raise
+    remove_hot(folder, version.header.version, number)
+    return size
+
+
+def remove_hot(folder: Folder, version: int, until: int) -> None:
+    """Removes the hot segments over a version before a number."""
+    for number in deltas_of(folder, version):
+        if number < until:
+            folder.unlink(delta_name(version, number))
+
+
+def drop_damaged(root: Path, version: Segment, rest: float) -> str:
+    """Reads every byte of the hot segments over a version, with rests (`Segment.verify`), and removes those
+    that changed; returns what is wrong with them."""
+    wrong = ""
+    with contextlib.suppress(FileNotFoundError), Folder(hot_path(root, version.header.model)) as folder:
+        for number in deltas_of(folder, version.header.version):
+            try:
+                if (hot := open_hot(folder, version, number, "header")) is not None:
+                    hot.segment.verify(rest=rest)
+            except SegmentError as error:
+                wrong = str(error)
+                folder.unlink(delta_name(version.header.version, number))
+    return wrong
+
+
+def clear_hot(root: Path, model: str, versions: Collection[int]) -> list[Path]:
+    """Removes what this user has over other versions than these; returns what was removed."""
+    path = hot_path(root, model)
+    try:
+        folder = Folder(path)
+    except FileNotFoundError:
+        return []
+    with folder:
+        gone = [n for n in folder.names() if (of := _version(n)) and of not in versions]
+        for name in gone:
+            folder.unlink(name)
+    if not versions:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
+            path.parent.rmdir()
+            path.parent.parent.rmdir()
+    return [path / name for name in gone]
+
+
+def _content(version: Segment) -> str:
+    return f"{version.content():016x}"
+
+
+def _version(name: str) -> int:
+    """The version that a file is over; 0: of a lock."""
+    found = _FILE.match(name)
+    return int(found[1]) if found else 0

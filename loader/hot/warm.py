@@ -1,0 +1,181 @@
+"""Makes the hot segment of a version from what was counted (`loader.hot.counts`).
+
+The rows that were asked for most, for the bytes that they take, are copied: those of the hot segment before
+it from there, the others from the disk, where each block is checked. It is made where it would have a
+hundredth more of the ids than the one before it. Then all counts are halved, once they outweigh its rows.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.hot.counts import HOT, MOST, RowCounts, counted_tables, own_rows
+from tableside.loader.hot.hot import clear_hot, hot_folder, open_hot, write_hot
+from tableside.loader.segment.delta import Delta
+from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge
+from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import StoredTable
+from tableside.loader.versions.folder import Folder, deltas_of
+from tableside.loader.versions.versions import Model
+from tableside.quant.contract import Bytes, Ids
+from tableside.quant.errors import RowsNotRead
+from tableside.quant.rows.fetched import RowState
+from tableside.quant.rows.ids import ID_BYTES, RowMap
+
+_GAIN = 0.01  # of the ids, for which another hot segment is made
+_REMEMBERED = 8  # counts of its rows, beyond which all are halved
+_ROW_SHARE, _ROW_BYTES = 1.02, 18  # bytes of a row with its place in the id index
+_AT_ONCE = 1 << 16  # rows that are read together
+
+
+class Warmed(NamedTuple):
+    """What a hot segment would have of the counted ids, and what the one before it had. rows: it was made of
+    so many; 0: it was not made. bytes: of its file."""
+
+    share: float
+    before: float
+    rows: int = 0
+    bytes: int = 0
+
+
+def warm(model: Model, version: int, budget: int) -> Warmed:
+    """Makes the hot segment of a version, of up to `budget` bytes, if it gains. VersionError: the version
+    is gone, or another process makes one. NoSpace, RowsNotRead, SegmentError: there is none."""
+    segment = model.attach(version, "header")
+    with hot_folder(model.root, model.name) as folder, folder.lock("warm.lock", 0):
+        number = max(deltas_of(folder, version), default=0)
+        before = open_hot(folder, segment, number, "header") if number else None
+        counts = RowCounts.shared(folder, segment)
+        if before is None:
+            _inherit(folder, model, segment, counts)
+        clear_hot(model.root, model.name, model.versions())
+        return _Warming(segment, counts, before, budget).run(folder, number + 1)
+
+
+class _Warming:
+    """before: the hot segment that is there."""
+
+    def __init__(self, version: Segment, counts: RowCounts, before: Delta | None, budget: int) -> None:
+        self._version, self._counts, self._before = version, counts, before
+        self._tables = {t.name: t for t in counted_tables(version)}
+        self._histograms = {name: counts.histogram(name) for name in self._tables}
+        self._budget = budget
+
+    def run(self, folder: Folder, number: int) -> Warmed:
+        uses = {name: self._histograms[name] * (np.arange(256) & MOST) for name in self._tables}
+        total = max(1, sum(int(u.sum()) for u in uses.values()))
+        had = 0 if self._before is None else sum(int(u[HOT:].sum()) for u in uses.values())
+        chosen = self._chosen()
+        has = sum(int((self._counts.tables[name][rows] & MOST).sum()) for name, rows in chosen.items())
+        found = Warmed(has / total, had / total)
+        if has - had <= _GAIN * total:
+            return found
+        entries = [(name, [self._entries(name, rows)]) for name, rows in chosen.items()]
+        tables = merge(self._version, entries, 1)
+        size = write_hot(folder, self._version, number, tables)
+        rows = {name: part.rows for name, (part,) in entries}
+        self._counts.mark(rows)
+        count = sum(r.size for r in rows.values())
+        if total > _REMEMBERED * count:
+            self._counts.age()
+        return found._replace(rows=count, bytes=size)
+
+    def _chosen(self) -> dict[str, Ids]:
+        """Returns the rows that were asked for most, by table, ascending; of those that were asked for as
+        often, first the ones that are there."""
+        left, chosen = float(self._budget), dict[str, list[Ids]]()
+        costs = {name: _ROW_SHARE * t.row_bytes + _ROW_BYTES for name, t in self._tables.items()}
+        steps = [
+            ((byte & MOST) / costs[name], byte, name)
+            for name in self._tables
+            for byte in np.flatnonzero(self._histograms[name]).tolist()
+            if byte & MOST
+        ]
+        for _, byte, name in sorted(steps, reverse=True):
+            room = int(left / costs[name])
+            rows = np.flatnonzero(self._counts.tables[name] == byte)[:room]
+            chosen.setdefault(name, []).append(rows)
+            left -= rows.size * costs[name]
+        return {name: np.sort(np.concatenate(parts)) for name, parts in chosen.items()}
+
+    def _entries(self, name: str, rows: Ids) -> DeltaEntries:
+        """The rows that have an id, and are this version's own."""
+        table, read = self._version.tables[name], _Reader(self._version, self._tables[name], self._before)
+        row_map = RowMap(table.rows) if table.row_map is None else table.row_map
+        if row_map.index is None:
+            ids, has_id = row_map.ids_of(rows)
+        else:
+            ids = read.kept_ids(rows)
+            has_id = own_rows(row_map, ids) == rows
+        has_id &= ~row_map.is_backfilled(rows)
+        ids, rows = ids[has_id], rows[has_id]
+        nothing = np.empty((0, table.row_bytes), np.uint8)
+        return DeltaEntries(ids, nothing, rows, np.zeros(rows.size, np.bool_), read)
+
+
+class _Reader:
+    """Gives packed rows of a table: those of a hot segment from there, the others from the disk."""
+
+    def __init__(self, version: Segment, stored: StoredTable, before: Delta | None) -> None:
+        self._stored, self._fetch = stored, version.readers[stored.name]
+        self._there = np.empty(0, np.int64)
+        if before is not None and stored.name in before.tables:
+            kept = entries_of(before.own_layer(stored.name))
+            rows = own_rows(version.tables[stored.name].row_map, kept.ids)
+            order = rows.argsort()
+            self._there, self._slots, self._packed = rows[order], kept.rows[order], kept.packed
+
+    def __call__(self, rows: Ids) -> Bytes:
+        """Returns rows [n], ascending. RowsNotRead: some are late or damaged."""
+        out = np.empty((rows.size, self._stored.row_bytes), np.uint8)
+        left = np.ones(rows.size, np.bool_)
+        if self._there.size:
+            at = np.minimum(self._there.searchsorted(rows), self._there.size - 1)
+            left = self._there[at] != rows
+            out[~left] = self._packed[self._slots[at[~left]]]
+        wanted = rows[left]
+        fetched, state = np.empty((wanted.size, out.shape[1]), np.uint8), np.zeros(wanted.size, np.uint8)
+        self._fetch(wanted, fetched, state, None)
+        if state.any():
+            late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
+            raise RowsNotRead(state.size, late, corrupt)
+        out[left] = fetched
+        return out
+
+    def kept_ids(self, rows: Ids) -> Ids:
+        """Returns the id that each row [n] keeps, ascending rows."""
+        assert self._stored.ids is not None and self._stored.ids.index is not None
+        at = self._stored.ids.index.id_at
+        ids = np.empty(rows.size, np.int64)
+        for start in range(0, rows.size, _AT_ONCE):
+            packed = self(rows[start : start + _AT_ONCE])[:, at : at + ID_BYTES]
+            ids[start : start + _AT_ONCE] = np.ascontiguousarray(packed).view(np.int64)[:, 0]
+        return ids
+
+
+def _inherit(folder: Folder, model: Model, version: Segment, counts: RowCounts) -> None:
+    """Takes over the counts of the newest version before this one: of raw ids those that its hot segment
+    has."""
+    for number in reversed([v for v in model.versions() if v < version.header.version]):
+        try:
+            before = model.attach(number, "header")
+            if (known := RowCounts.opened(folder, before)) is None:
+                continue
+            hot = open_hot(folder, before, max(deltas_of(folder, number), default=0), "header")
+        except (SegmentError, VersionError):  # it is damaged, or was removed meanwhile
+            continue
+        for name in known.tables.keys() & counts.tables.keys():
+            row_map, uses = before.tables[name].row_map, known.tables[name]
+            if row_map is None or row_map.index is None:
+                used = np.flatnonzero(uses & MOST)
+                ids = used if row_map is None else row_map.ids_of(used)[0]
+            elif hot is not None and name in hot.tables:
+                ids = entries_of(hot.own_layer(name)).ids
+                used = own_rows(row_map, ids)
+            else:
+                continue
+            rows = own_rows(version.tables[name].row_map, ids)
+            is_row = (rows >= 0) & (rows < counts.tables[name].size)
+            counts.add(name, rows[is_row], uses[used[is_row]])
+        return

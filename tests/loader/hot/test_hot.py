@@ -1,0 +1,293 @@
+"""Hot segments over versions on a disk: which rows they hold, and that lookups give the same with them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from keyed_tables import ids_of
+from support import flip_bit
+
+from tableside.loader.deltas.apply import apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.errors import VersionError
+from tableside.loader.hot.counts import HOT, MOST, RowCounts
+from tableside.loader.hot.hot import clear_hot, hot_folder, hot_path, newest_hot
+from tableside.loader.hot.warm import Warmed, warm
+from tableside.loader.load.load import load
+from tableside.loader.model.model import parse_model
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.states import attach_state
+from tableside.loader.versions.versions import Model
+from tableside.quant import LookupKind, Place, Pooling, choose
+from tableside.quant.errors import RowsNotRead
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placements, Placer
+from tableside.serving.settings import ServerSettings
+
+ROWS, DIM = 20_000, 32
+VALUES = np.random.default_rng(3).standard_normal((ROWS, DIM)).astype(np.float32)
+IDS = ids_of(ROWS, 6)
+TABLES = {
+    "dense": {"key": "v", "row_format": "int8"},
+    "raw": {"key": "v", "ids": "raw", "id_key": "i", "row_format": "int8", "missing": "mean"},
+}
+SETTINGS = ServerSettings(host_cache=1 << 30)
+
+
+def publish(disk: Path, folder: Path, values: np.ndarray = VALUES, ids: np.ndarray = IDS) -> Model:
+    np.savez(folder / "c.npz", v=values, i=ids)
+    features = {t: {"table": t, "pooling": "none"} for t in TABLES}
+    raw = {"name": "m", "checkpoint": "c.npz", "tables": TABLES, "features": features}
+    load(parse_model(raw, folder), disk)
+    return Model(disk, "m")
+
+
+@pytest.fixture
+def model(disk: Path, tmp_path: Path) -> Iterator[Model]:
+    model = publish(disk, tmp_path)
+    yield model
+    clear_hot(disk, "m", ())
+
+
+def ids_of_rows(name: str, rows: np.ndarray, ids: np.ndarray = IDS) -> np.ndarray:
+    return rows if name == "dense" else ids[rows]
+
+
+class Reading:
+    """A process that serves the live state."""
+
+    def __init__(self, model: Model) -> None:
+        self.placer = Placer(SETTINGS, choose())
+        self.engine = Engine(model, SETTINGS, self.placer)
+        self.engine.begin()
+        self.forget_warm_up()
+
+    def forget_warm_up(self) -> None:
+        for counted in self.counts.tables.values():
+            counted[:] = 0
+
+    @property
+    def counts(self) -> RowCounts:
+        found = self.placer._hot._counts[self.version]
+        assert found is not None
+        return found
+
+    @property
+    def placed(self) -> Placements:
+        return self.engine.served().placed
+
+    @property
+    def version(self) -> Segment:
+        return self.engine.served().segment.base
+
+    def follow(self) -> bool:
+        if (state := self.engine.changed()) is None:
+            return False
+        before = self.version
+        self.engine.swap(self.engine.attach(state, as_successor=True))
+        if self.version is not before:
+            self.forget_warm_up()
+        return True
+
+    def lookup(self, name: str, ids: np.ndarray) -> np.ndarray:
+        place = Place(0, 0, ids.size, -1, 0, 0, -1, 0)
+        plan = (
+            choose()
+            .planner([LookupKind(self.placed.tables[name], Pooling.NONE)])
+            .plan(np.array([place]).tobytes())
+        )
+        out = np.empty((ids.size, DIM), np.float32)
+        plan.run(ids.tobytes(), out.view(np.uint8).reshape(-1))
+        return out
+
+    def hot_rows(self, name: str) -> set[int]:
+        """The rows that lie in the hot segment, by the numbers that their ids have."""
+        ids = ids_of_rows(name, np.arange(ROWS))
+        row_map = self.placed.tables[name].row_map
+        if row_map is None:
+            return set()
+        numbers = row_map.find(ids)
+        own = self.version.tables[name]
+        return set(np.flatnonzero((numbers < 0) | (numbers >= own.rows)).tolist())
+
+
+@pytest.fixture
+def reading(model: Model) -> Reading:
+    return Reading(model)
+
+
+def expected(model: Model, name: str, ids: np.ndarray) -> np.ndarray:
+    """From the live state as it is mapped, without a hot segment."""
+    return choose().lookup(attach_state(model).tables[name], ids, pooling=Pooling.NONE)
+
+
+def ask(reading: Reading, name: str, rows: np.ndarray, times: int = 1) -> None:
+    for _ in range(times):
+        reading.lookup(name, ids_of_rows(name, rows))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_that_are_asked_for_most_are_hot(model: Model, reading: Reading, name: str) -> None:
+    often, seldom = np.arange(100, 400), np.arange(5_000, 6_000)
+    ask(reading, name, often, 5)
+    ask(reading, name, seldom)
+    budget = 350 * 70  # rows of 48 bytes or less, and their places in the index
+    found = warm(model, 1, budget)
+    assert found.rows >= 300 and found.before == 0 and 0.5 < found.share < 1
+    assert reading.follow() and not reading.follow()
+    hot = reading.hot_rows(name)
+    assert set(often.tolist()) <= hot < set(often.tolist()) | set(seldom.tolist())
+    every = ids_of_rows(name, np.arange(ROWS))
+    np.testing.assert_array_equal(reading.lookup(name, every), expected(model, name, every))
+
+
+def test_a_hot_segment_keeps_to_its_budget(model: Model, reading: Reading) -> None:
+    for budget in (200_000, 600_000):
+        for name in TABLES:
+            ask(reading, name, np.arange(ROWS))
+        assert warm(model, 1, budget).bytes < budget + 64 * 1024  # whole pages, and marks of all rows
+    assert newest_hot(model.root, reading.version) == 2
+    assert [n for n in os.listdir(hot_path(model.root, "m")) if n.endswith(".delta")] == ["1+2.delta"]
+
+
+def test_nothing_is_made_that_gains_little(model: Model, reading: Reading) -> None:
+    rows = np.arange(1000)
+    assert warm(model, 1, 1 << 20) == Warmed(0, 0)
+    ask(reading, "dense", rows, 3)
+    assert warm(model, 1, 1 << 20).rows == 1000
+    ask(reading, "dense", rows, 3)
+    ask(reading, "dense", np.array([5000]))
+    found = warm(model, 1, 1 << 20)
+    assert found.rows == 0 and found.share == 1 and found.before > 0.99
+    ask(reading, "dense", np.arange(8000, 8500))
+    assert warm(model, 1, 1 << 20).rows == 1501
+
+
+def test_changed_rows_lie_above_hot_ones(model: Model, reading: Reading) -> None:
+    rows = np.arange(200)
+    for name in TABLES:
+        ask(reading, name, rows, 3)
+    warm(model, 1, 1 << 20)
+    assert reading.follow()
+    for value, batch in ((2.0, rows[:50]), (3.0, rows[25:100])):
+        changes = [
+            TableChanges(n, ids_of_rows(n, batch), np.full((batch.size, DIM), value, np.float32))
+            for n in TABLES
+        ]
+        changes.append(
+            TableChanges("raw", IDS[[7, 300]], np.zeros((2, DIM), np.float32), np.ones(2, np.bool_))
+        )
+        apply(model, ChangeBatch(changes))
+        assert reading.follow()
+        for name in TABLES:
+            every = ids_of_rows(name, np.arange(ROWS))
+            np.testing.assert_array_equal(reading.lookup(name, every), expected(model, name, every))
+            assert set(rows[100:].tolist()) <= reading.hot_rows(name)
+    ask(reading, "dense", np.arange(9000, 9100), 9)
+    warm(model, 1, 1 << 20)
+    assert reading.follow()
+    every = np.arange(ROWS)
+    np.testing.assert_array_equal(reading.lookup("dense", every), expected(model, "dense", every))
+
+
+def test_the_next_version_takes_over_what_was_counted(model: Model, reading: Reading, tmp_path: Path) -> None:
+    rows = np.arange(300, 500)
+    for name in TABLES:
+        ask(reading, name, rows, 4)
+    warm(model, 1, 1 << 20)
+    order = np.random.default_rng(1).permutation(ROWS)
+    publish(model.root, tmp_path, VALUES[order], IDS[order])
+    assert reading.follow() and reading.placed.hot == 0
+    found = warm(model, 2, 1 << 20)
+    assert found.rows == 400
+    assert reading.follow()
+    assert reading.hot_rows("dense") == set(rows.tolist())
+    hot = np.array(sorted(reading.hot_rows("raw")))
+    np.testing.assert_array_equal(hot, rows)  # the same ids
+    every = IDS
+    np.testing.assert_array_equal(reading.lookup("raw", every), expected(model, "raw", every))
+    model.remove(1)
+    warm(model, 2, 1 << 20)
+    left = {name for name in os.listdir(hot_path(model.root, "m")) if name.startswith("1")}
+    assert not left
+
+
+def test_what_lies_over_another_version_of_that_number_is_not_read(
+    model: Model, reading: Reading, tmp_path: Path
+) -> None:
+    """As where a root is made anew: the numbers begin again."""
+    ask(reading, "dense", np.arange(100), 3)
+    warm(model, 1, 1 << 20)
+    model.remove_all()
+    for one in model.folder.iterdir():
+        one.unlink()
+    again = publish(model.root, tmp_path, -VALUES)
+    assert again.current() == 1
+    other = Reading(again)
+    assert other.hot_rows("dense") == set()
+    every = np.arange(ROWS)
+    np.testing.assert_array_equal(other.lookup("dense", every), expected(again, "dense", every))
+    assert other.counts.tables["dense"].max() == 1  # of this reading alone
+
+
+def test_a_damaged_hot_segment_is_not_read(model: Model, reading: Reading) -> None:
+    ask(reading, "dense", np.arange(100), 3)
+    warm(model, 1, 1 << 20)
+    flip_bit(hot_path(model.root, "m") / "1+1.delta", 4096 * 2)
+    assert reading.follow()
+    assert reading.hot_rows("dense") == set() and not reading.follow()
+    np.testing.assert_array_equal(
+        reading.lookup("dense", np.arange(ROWS)), expected(model, "dense", np.arange(ROWS))
+    )
+
+
+def test_a_row_that_is_damaged_on_the_disk_does_not_become_hot(model: Model, reading: Reading) -> None:
+    ask(reading, "dense", np.arange(100), 3)
+    file, table = reading.version.files[1], reading.version.header.tables[0]
+    flip_bit(file.path, table.offset - file.offset + 5 * table.row_bytes)
+    with pytest.raises(RowsNotRead):
+        warm(model, 1, 1 << 20)
+    assert newest_hot(model.root, reading.version) == 0
+    assert not [n for n in os.listdir(hot_path(model.root, "m")) if "delta" in n]
+
+
+def test_counts_are_halved_and_do_not_overflow(model: Model, reading: Reading) -> None:
+    ask(reading, "dense", np.arange(10), 300)
+    with hot_folder(model.root, "m") as folder:
+        counts = RowCounts.opened(folder, reading.version)
+        assert counts is not None
+        assert set(counts.tables["dense"][:10].tolist()) == {MOST}
+        counts.mark({"dense": np.array([3])})
+        counts.add("dense", np.array([3, 20]), np.array([100, 5], np.uint8))
+        assert counts.tables["dense"][[2, 3, 20]].tolist() == [MOST, MOST | HOT, 5]
+        counts.age()
+        assert counts.tables["dense"][[2, 3, 20]].tolist() == [MOST // 2, MOST // 2 | HOT, 2]
+        assert counts.histogram("dense")[2] == 1
+        counts.mark({})
+        assert counts.tables["dense"][3] == MOST // 2
+
+
+def test_one_process_at_a_time_makes_one(model: Model, reading: Reading) -> None:
+    ask(reading, "dense", np.arange(10))
+    with hot_folder(model.root, "m") as folder, folder.lock("warm.lock"), pytest.raises(VersionError):
+        warm(model, 1, 1 << 20)
+
+
+def test_a_backfilled_row_stays_where_it_is_counted(disk: Path, model: Model, tmp_path: Path) -> None:
+    """A lookup says how many ids got a row of an older version; a hot row would not say so."""
+    raw = {**TABLES["raw"], "missing": "backfill:m@1"}
+    np.savez(tmp_path / "c.npz", v=VALUES[: ROWS // 2], i=IDS[: ROWS // 2])
+    features = {"raw": {"table": "raw", "pooling": "none"}}
+    load(
+        parse_model(
+            {"name": "m", "checkpoint": "c.npz", "tables": {"raw": raw}, "features": features}, tmp_path
+        ),
+        disk,
+    )
+    reading = Reading(model)
+    ask(reading, "raw", np.arange(ROWS // 2 - 50, ROWS // 2 + 50), 3)
+    assert warm(model, 2, 1 << 20).rows == 50
+    assert reading.follow()
+    assert reading.hot_rows("raw") == set(range(ROWS // 2 - 50, ROWS // 2))
