@@ -1,9 +1,15 @@
 """How often rows on a disk are asked for: a byte a row, in memory that the processes of a host share.
 
-    FOLDER/3.counts     of version 3: what version that is, then a byte for each row of its counted tables
+    FOLDER/3.counts     of version 3, little-endian:
+        offset    bytes
+        0         8       the content of the version
+        8         8       ids that were counted since all counts were halved last, int64
+        16        8       the number of the last hot segment that was made, int64: none is given again
+        4096      R       a byte for each row of its tables on the disk, in their order
 
-Bit 7 says that the hot segment has the row (`loader.hot.hot`), the others count a sample of the ids.
-Processes add without a lock, so that a few uses are lost.
+Bit 7 says that the hot segment has the row (`loader.hot.hot`). The others count uses among a sample of the
+ids, STEP for each, so that halving does not forget a single one at once. Processes add without a lock, so
+that a few uses are lost.
 """
 
 import mmap
@@ -20,12 +26,12 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.folder import Folder
 from tableside.quant.contract import Ids
-from tableside.quant.cpu.index_builder import find_rows
+from tableside.quant.cpu.index_builder import count_rows, find_rows
 from tableside.quant.rows.ids import RowMap
 
-HOT, MOST = 0x80, 0x7F  # the bit of a row in the hot segment; the largest count
+HOT, MOST, STEP = 0x80, 0x7F, 8  # the bit of a row in the hot segment; the largest count; what one use adds
 _HEAD_BYTES = mmap.PAGESIZE
-_SAMPLED_S, _BURST = 250_000, 50_000  # ids that a process counts in a second, and at once after a pause
+_SAMPLED_S, _BURST = 180_000, 50_000  # ids that a process counts in a second, and at once after a pause
 _AT_ONCE = 1 << 24  # counts that are looked at together
 
 Counts = NDArray[np.uint8]
@@ -56,6 +62,7 @@ class RowCounts:
     """The counts of a version's tables, uint8 [rows] each."""
 
     def __init__(self, version: Segment, mapped: mmap.mmap) -> None:
+        self._sampled, self._number = (np.frombuffer(mapped, np.int64, 1, at) for at in (8, 16))
         self.tables: dict[str, Counts] = {}
         at = _HEAD_BYTES
         for table in counted_tables(version):
@@ -111,11 +118,9 @@ class RowCounts:
         if self._left < 0:
             return Sample(0, 0)
         self._left -= ids.size
-        rows = own_rows(row_map, ids)
-        rows = rows[(rows >= 0) & (rows < counts.size)]
-        found = counts[rows]
-        counts[rows] = found + (found & MOST < MOST)
-        return Sample(rows.size, int(np.count_nonzero(found & HOT)))
+        sample = Sample(*count_rows(counts, own_rows(row_map, ids), MOST, STEP))
+        self._sampled += sample.ids
+        return sample
 
     def add(self, table: str, rows: Ids, uses: Counts) -> None:
         """Adds uses [n] of rows [n], each named once."""
@@ -130,8 +135,19 @@ class RowCounts:
                 counts[start : start + _AT_ONCE] &= MOST
             counts[hot.get(name, np.empty(0, np.int64))] |= HOT
 
+    @property
+    def sampled(self) -> int:
+        """Returns how many ids were counted since `age`."""
+        return int(self._sampled[0])
+
+    def new_number(self, after: int) -> int:
+        """Returns a number for the next hot segment, above `after`. Needs the lock of those that make one."""
+        self._number[0] = max(after, int(self._number[0])) + 1
+        return int(self._number[0])
+
     def age(self) -> None:
         """Halves all counts."""
+        self._sampled[:] = 0
         for counts in self.tables.values():
             for start in range(0, counts.size, _AT_ONCE):
                 part = counts[start : start + _AT_ONCE]

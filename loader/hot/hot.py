@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from tableside.loader.errors import AccessError, SegmentError
+from tableside.loader.errors import AccessError, DamagedRows, SegmentError
 from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import MergedTable, write_delta
@@ -72,16 +72,26 @@ def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> D
     return hot
 
 
-def write_hot(folder: Folder, version: Segment, number: int, tables: Mapping[str, MergedTable]) -> int:
-    """Writes a hot segment and has it take the place of those before it; returns its bytes. NoSpace,
-    RowsNotRead: nothing stays."""
+def write_hot(
+    folder: Folder, version: Segment, number: int, tables: Mapping[str, MergedTable], source: Delta | None
+) -> int:
+    """Writes a hot segment and has it take the place of those before it; returns its bytes. source: the one
+    before it, of which rows are copied. NoSpace, RowsNotRead: nothing stays. SegmentError: bytes of `source`
+    changed; it is removed."""
     name = delta_name(version.header.version, number)
     path = folder.path / f"{name}.partial"
     try:
         folder.unlink(path.name)  # of a killed process
         change = Change(number, positions={_OVER: _content(version)})
         size = write_delta(path, folder.create(path.name), version.header, change, tables)
+        if source is not None:  # now: what changed before the copies were made is found
+            source.segment.verify()
         folder.rename(path.name, name)
+    except DamagedRows:
+        assert source is not None
+        for changed in (path.name, source.path.name):
+            folder.unlink(changed)
+        raise
     except BaseException:
         folder.unlink(path.name)
         raise

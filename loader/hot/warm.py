@@ -1,8 +1,9 @@
 """Makes the hot segment of a version from what was counted (`loader.hot.counts`).
 
 The rows that were asked for most, for the bytes that they take, are copied: those of the hot segment before
-it from there, the others from the disk, where each block is checked. It is made where it would have a
-hundredth more of the ids than the one before it. Then all counts are halved, once they outweigh its rows.
+it from there, the others from the disk, and all are checked. It is made where it would have a
+hundredth more of the ids than the one before it. Uses of long ago count less: all counts are halved where
+enough new ones came.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.hot.counts import HOT, MOST, RowCounts, counted_tables, own_rows
 from tableside.loader.hot.hot import clear_hot, hot_folder, open_hot, write_hot
-from tableside.loader.segment.delta import Delta
+from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
@@ -24,7 +25,7 @@ from tableside.quant.rows.fetched import RowState
 from tableside.quant.rows.ids import ID_BYTES, RowMap
 
 _GAIN = 0.01  # of the ids, for which another hot segment is made
-_REMEMBERED = 8  # counts of its rows, beyond which all are halved
+_NEW = 1.5  # ids for each of its rows, after which all counts are halved
 _ROW_SHARE, _ROW_BYTES = 1.02, 18  # bytes of a row with its place in the id index
 _AT_ONCE = 1 << 16  # rows that are read together
 
@@ -41,16 +42,21 @@ class Warmed(NamedTuple):
 
 def warm(model: Model, version: int, budget: int) -> Warmed:
     """Makes the hot segment of a version, of up to `budget` bytes, if it gains. VersionError: the version
-    is gone, or another process makes one. NoSpace, RowsNotRead, SegmentError: there is none."""
+    is gone, or another process makes one. NoSpace, RowsNotRead: none is made. SegmentError: the one that
+    was there is damaged, and is removed."""
     segment = model.attach(version, "header")
     with hot_folder(model.root, model.name) as folder, folder.lock("warm.lock", 0):
         number = max(deltas_of(folder, version), default=0)
-        before = open_hot(folder, segment, number, "header") if number else None
+        try:
+            before = open_hot(folder, segment, number, "header") if number else None
+        except SegmentError:
+            folder.unlink(delta_name(version, number))
+            raise
         counts = RowCounts.shared(folder, segment)
         if before is None:
             _inherit(folder, model, segment, counts)
         clear_hot(model.root, model.name, model.versions())
-        return _Warming(segment, counts, before, budget).run(folder, number + 1)
+        return _Warming(segment, counts, before, budget).run(folder, number)
 
 
 class _Warming:
@@ -68,17 +74,19 @@ class _Warming:
         had = 0 if self._before is None else sum(int(u[HOT:].sum()) for u in uses.values())
         chosen = self._chosen()
         has = sum(int((self._counts.tables[name][rows] & MOST).sum()) for name, rows in chosen.items())
+        if self._counts.sampled > _NEW * sum(rows.size for rows in chosen.values()):
+            self._counts.age()
         found = Warmed(has / total, had / total)
         if has - had <= _GAIN * total:
             return found
-        entries = [(name, [self._entries(name, rows)]) for name, rows in chosen.items()]
-        tables = merge(self._version, entries, 1)
-        size = write_hot(folder, self._version, number, tables)
-        rows = {name: part.rows for name, (part,) in entries}
+        entries = {name: self._entries(name, rows) for name, rows in chosen.items()}
+        rows = {name: part.rows for name, part in entries.items() if part.rows.size}
+        if not rows:
+            return found
+        tables = merge(self._version, [(name, [entries[name]]) for name in rows], 1)
+        size = write_hot(folder, self._version, self._counts.new_number(number), tables, self._before)
         self._counts.mark(rows)
         count = sum(r.size for r in rows.values())
-        if total > _REMEMBERED * count:
-            self._counts.age()
         return found._replace(rows=count, bytes=size)
 
     def _chosen(self) -> dict[str, Ids]:

@@ -42,9 +42,11 @@ ITEM_TYPES: dict[Source, np.dtype[Any]] = {
 
 
 class CpuBackend(Backend):
-    """A backend that also quantizes; stateless. writes_bf16: plans take bf16 vectors."""
+    """A backend that also quantizes; stateless. writes_bf16: plans take bf16 vectors. reads_any_rows: a table
+    may be any part of the address space, of which it touches the rows that are asked for alone."""
 
     writes_bf16 = False
+    reads_any_rows = False
 
     @abstractmethod
     def quantize(self, values: NDArray[Any], source: Source, row_format: RowFormat, out: Bytes) -> None:

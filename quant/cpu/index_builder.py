@@ -17,7 +17,6 @@ from tableside.quant.rows.ids import (
     DirectoryField,
     IdIndex,
     RowMap,
-    native_row_map,
     pilots_for,
     slots_for,
 )
@@ -145,9 +144,22 @@ class IndexBuilder:
 def find_rows(index: IdIndex, ids: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
     """Writes the row where each id would lie to rows [n]; -1: its bucket is empty. It does not compare kept
     ids."""
-    _native.find_rows(
-        np.array(native_row_map(RowMap(0, None, index)), np.int64), np.ascontiguousarray(ids), rows
-    )
+    place_rows(RowMap(index.slots, None, index), ids, rows)
+
+
+def place_rows(row_map: RowMap, ids: NDArray[np.int64], rows: NDArray[np.int64], table_rows: int = 0) -> int:
+    """As `find_rows`, for any map: rows of its overlay go first, and without an index other ids get the
+    default row, or -1. table_rows: of the table; then it returns how many of the ids may lack a row of their
+    own, or have one of an older version."""
+    return _native.place_rows(row_map.native, np.ascontiguousarray(ids), rows, table_rows)
+
+
+def count_rows(counts: NDArray[np.uint8], rows: NDArray[np.int64], most: int, step: int) -> tuple[int, int]:
+    """Adds `step` to the lower 7 bits of counts of rows [n], where they stay within `most`. Returns how many
+    of the rows there are, and how many of them have bit 7."""
+    found = np.zeros(2, np.int64)
+    _native.count_rows(counts, np.ascontiguousarray(rows), found, most, step)
+    return int(found[0]), int(found[1])
 
 
 def fill_filter(ids: NDArray[np.int64], words: NDArray[np.uint64]) -> None:

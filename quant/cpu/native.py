@@ -132,6 +132,7 @@ class Native(CpuBackend):
 
     name = "native"
     writes_bf16 = True
+    reads_any_rows = True
 
     def __init__(self) -> None:
         self._isa: str = _native.isas()[0]

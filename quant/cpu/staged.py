@@ -4,7 +4,7 @@ the backend's kernels, beside the lookups of tables in memory. Of a raw id the r
 it is there, and then the id that the row keeps is compared."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -25,9 +25,10 @@ from tableside.quant.contract import (
     Waiting,
     places_in,
 )
-from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
+from tableside.quant.cpu.address_space import MEMORY
 from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
-from tableside.quant.cpu.index_builder import find_rows
+from tableside.quant.cpu.in_memory import FIELD, InMemory, places_in_memory
+from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.errors import BadIds, Problem, RowsNotRead
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState
 from tableside.quant.rows.ids import ID_BYTES, RowMap
@@ -35,29 +36,11 @@ from tableside.quant.rows.ids import ID_BYTES, RowMap
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
 
-_FIELD = {name: n for n, name in enumerate(Place._fields)}
-# Whether a field is an offset into the inputs, or into the outputs
-_OF_INPUTS = np.array([name in ("ids_at", "lengths_at", "weights_at") for name in Place._fields], np.int64)
-_OF_OUTPUTS = np.array([name in ("out_at", "found_at") for name in Place._fields], np.int64)
-
-
-def _numbers(table: FetchedTable, ids: Ids) -> Iterator[Ids]:
-    """The rows that a lookup may read, and others that the table has not."""
-    if (row_map := table.row_map) is None:
-        yield ids
-        return
-    yield row_map.find(ids) if table.id_at < 0 else _candidates(row_map, ids)
-    if row_map.default_row is not None:
-        yield np.array([row_map.default_row])
-
 
 def _candidates(row_map: RowMap, ids: Ids) -> Ids:
     """The row that each id has if it is there, or -1; an overlay's are sure."""
-    assert row_map.index is not None
     rows = np.empty(ids.size, np.int64)
-    find_rows(row_map.index, ids, rows)
-    if row_map.overlay is not None:
-        row_map.overlay.override(ids, rows)
+    place_rows(row_map, ids, rows)
     return rows
 
 
@@ -194,14 +177,8 @@ class StagedPlanner(Planner):
     def __init__(self, backend: "CpuBackend", kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
         self.backend, self.kinds, self.threads = backend, tuple(kinds), threads
         tables = [k.table.in_place if isinstance(k.table, FetchedTable) else k.table for k in kinds]
-        self.in_place: Planner | None = None  # reads all rows where they lie in memory
-        if None not in tables:
-            of_kind = [
-                LookupKind(table, kind.pooling, kind.precision)
-                for table, kind in zip(tables, kinds, strict=True)
-                if table is not None
-            ]
-            self.in_place = backend.memory_planner(of_kind, threads)
+        held = [table for table in tables if isinstance(table, Table)]
+        self.in_memory = InMemory(backend, kinds, held, threads) if len(held) == len(tables) else None
 
     @property
     def waits(self) -> bool:
@@ -228,8 +205,10 @@ class _StagedPlan(Plan):
         for kind, place in self._asked:
             if isinstance(kind.table, FetchedTable) and (note := kind.table.reader.note) is not None:
                 note(np.frombuffer(inputs, np.int64, place.ids, place.ids_at))
-        if (in_place := self._planner.in_place) is not None and self._are_here(inputs):
-            return in_place.plan(self._places)
+        if (in_memory := self._planner.in_memory) is not None:
+            here = in_memory.plan(self._asked, self._places, inputs)
+            if here is not None:
+                return here
         found: dict[int, _Found] = {}
         wrong: BadIds | None = None
         for job, (kind, place) in enumerate(self._asked):
@@ -245,17 +224,6 @@ class _StagedPlan(Plan):
         if wrong is not None and all(one.ids is None for one in found.values()):
             refuse(wrong)
         return _Fetching(self._planner, self._places, found, wrong, refuse)
-
-    def _are_here(self, inputs: Any) -> bool:
-        """Whether all rows of fetched tables may be read where they lie in memory; they may be missing, or
-        wrong."""
-        for kind, place in self._asked:
-            if isinstance(table := kind.table, FetchedTable):
-                are_here = table.reader.are_here
-                ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
-                if are_here is None or not all(map(are_here, _numbers(table, ids))):
-                    return False
-        return True
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
@@ -356,9 +324,9 @@ class _ReadPlan(Plan):
     ) -> None:
         self._found, self._at = found, at
         self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).copy()
-        kinds = self._places[:, _FIELD["kind"]].tolist()
+        kinds = self._places[:, FIELD["kind"]].tolist()
         used = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
-        self._places[:, _FIELD["kind"]] = [used[kind] for kind in kinds]
+        self._places[:, FIELD["kind"]] = [used[kind] for kind in kinds]
         of_kind = [
             LookupKind(staged.get(id(kind.table), kind.table), kind.pooling, kind.precision)
             for kind in (planner.kinds[number] for number in used)
@@ -366,17 +334,13 @@ class _ReadPlan(Plan):
         self._planner = planner.backend.planner(of_kind, planner.threads)
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        is_there = self._places >= 0
-        starts = offset_of(inputs) * _OF_INPUTS + offset_of(outputs) * _OF_OUTPUTS
-        places = self._places + is_there * starts
-        for job, at in self._at.items():
-            places[job, _FIELD["ids_at"]] = at.__array_interface__["data"][0] - BASE
-            places[job, _FIELD["found_at"]] = -1
+        places = places_in_memory(self._places, inputs, outputs, self._at)
+        places[list(self._at), FIELD["found_at"]] = -1
         read = self._planner.run(places.tobytes(), MEMORY, MEMORY)
         unfound = [Unfound(0, 0)] * len(places) if read is None else list(read)
         for job, one in self._found.items():
             unfound[job] = one.unfound
-            if (found_at := int(self._places[job, _FIELD["found_at"]])) >= 0:
+            if (found_at := int(self._places[job, FIELD["found_at"]])) >= 0:
                 mask = np.frombuffer(outputs, np.bool_, one.rows.size, found_at)
                 mask[:] = True if one.mask is None else one.mask
         return unfound if any(map(any, unfound)) else None

@@ -211,7 +211,8 @@ class RowMap:
         return result
 
     @cached_property
-    def _native(self) -> NDArray[np.int64]:
+    def native(self) -> NDArray[np.int64]:
+        """The `NativeRowMap` fields, valid while this object lives."""
         found = native_row_map(self)
         return np.array(
             found if self.index is None else found._replace(entries=_address(self.index.entries)), np.int64
@@ -220,7 +221,7 @@ class RowMap:
     @property
     def native_address(self) -> int:
         """Address of the `NativeRowMap` fields, valid while this object lives."""
-        return _address(self._native)
+        return _address(self.native)
 
 
 class NativeRowMap(NamedTuple):

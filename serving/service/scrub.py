@@ -119,11 +119,6 @@ def damage_of(model: Model, version: int) -> Damage | None:
     try:
         for segment in model.attach_all(version, "header"):
             segment.verify(rest=_REST)
-            if wrong := drop_damaged(model.root, segment, _REST):
-                print(
-                    f"the hot rows of {model.name} were damaged, and are read no more: {wrong}",
-                    file=sys.stderr,
-                )
     except DamagedRows as error:
         return Damage(str(error), error.file)
     except SegmentError as error:
@@ -136,7 +131,12 @@ def main(arguments: list[str]) -> int:
     root, name, version, owner = arguments
     give_way()
     try:
-        damage = damage_of(Model(Path(root), name, owner or None), int(version))
+        model = Model(Path(root), name, owner or None)
+        damage = damage_of(model, int(version))
+        if damage is None and (
+            wrong := drop_damaged(model.root, model.attach(int(version), "header"), _REST)
+        ):
+            print(f"the hot rows of {name} changed, and are read no more: {wrong}", file=sys.stderr)
     except VersionError:
         damage = None  # it was removed meanwhile
     except LoaderError as error:

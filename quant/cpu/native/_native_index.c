@@ -17,8 +17,11 @@
  * build(records, starts, kept, first, last, directory, pilots): finds seeds and pilots of buckets [first,
  *   last). directory has the first rows.
  *   -> None, or the number of a bucket for which none were found
- * find_rows(row_map, ids, rows): the row that each id has if it is there, int64 [n]; what a row keeps is not
- *   looked at
+ * place_rows(row_map, ids, rows, table_rows): the row that each id has if it is there, int64 [n]; what a row
+ *   keeps is not looked at. A map without an index gives the default row (-1: none) of other ids; layers go first
+ *   -> with the rows of the table, not 0: how many ids may lack a row of their own, or came from an older version
+ * count_rows(counts, rows, found, most, step): adds step to counts, uint8, of rows, int64 [n], up to most, 127
+ *   at most; bit 7 stays. Adds to found, int64 [2], the rows that are there, and those with bit 7
  * All of them release the interpreter's lock; buckets of different ranges may be handled by several threads
  * at once. */
 #define PY_SSIZE_T_CLEAN
@@ -29,6 +32,7 @@
 #include <string.h>
 #include "_ids.h"
 #include "_native_index.h"
+#include "_native_runner.h"
 
 /* ---- arguments ---- */
 
@@ -224,29 +228,68 @@ PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* ---- rows ---- */
 
-PyObject *py_find_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+/* How many ids of a job, whose numbers are placed, may not have the row of that number as one of their own. */
+static int64_t count_doubtful(const job *j) {
+    const row_map *m = j->map;
+    int64_t doubtful = 0;
+    for (int64_t i = 0; i < j->n_ids; i++) {
+        const int64_t row = j->numbers[i];
+        const uint64_t at = (uint64_t)load_i64(j->ids + 8 * i) - (uint64_t)m->first;
+        const int is_overlaid = (uint64_t)row + 1 > (uint64_t)j->rows;
+        if (m->directory) doubtful += !is_overlaid;
+        else doubtful += at >= (uint64_t)m->id_count || row == -1 || row == m->default_row
+                         || (!is_overlaid && row >= m->own);
+    }
+    return doubtful;
+}
+
+PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     buffers all;
     (void)self;
-    if (n != 3) return PyErr_Format(PyExc_TypeError, "find_rows takes 3 arguments, got %zd", n);
-    if (!take(args, 3, 4, &all)) return NULL;
-    const row_map *m = map_in(&all.b[0]);
-    const int64_t ids = int64s(&all.b[1]);
-    if (!m || !m->directory || !m->pilots || int64s(&all.b[2]) != ids) return unsound(&all, "find_rows");
-    const entry *directory = (const entry *)(intptr_t)m->directory;
-    const uint8_t *pilots = (const uint8_t *)(intptr_t)m->pilots;
-    int64_t *rows = all.b[2].buf;
+    if (n != 4) return PyErr_Format(PyExc_TypeError, "place_rows takes 4 arguments, got %zd", n);
+    const long long rows = PyLong_AsLongLong(args[3]);
+    int64_t doubtful = 0;
+    if (PyErr_Occurred() || !take(args, 3, 4, &all)) return NULL;
+    const row_map *m = all.b[0].buf;
+    const int is_map = all.b[0].len == sizeof *m
+        && (m->directory ? m->entries && m->pilots && m->buckets >= 1 && m->buckets_here >= 1 : !m->buckets);
+    const job j = {.rows = rows, .map = is_map ? m : NULL, .ids = all.b[1].buf, .n_ids = int64s(&all.b[1]),
+                   .numbers = all.b[2].buf, .row_bytes = is_map ? m->id_step : 0};
+    if (!is_map || int64s(&all.b[2]) != j.n_ids) return unsound(&all, "place_rows");
+    const runner with = active_runner();
     Py_BEGIN_ALLOW_THREADS
-    for (int64_t i = 0; i < ids; i++) {
-        const uint64_t id = (uint64_t)load_i64((const uint8_t *)all.b[1].buf + 8 * i), hash = mix_id(id),
-            at = bucket_of(m, id, hash);
-        rows[i] = -1;
-        if (at >= (uint64_t)m->buckets_here) continue;
-        const uint64_t first = (uint64_t)directory[at].first_row,
-            slots = (uint64_t)directory[at + 1].first_row - first;
-        if (!slots) continue;
-        const uint64_t g = spread(hash, directory[at].seed),
-            pilot = pilots[pilots_before(first) + at + reduce(g, pilots_before(slots) + 1)];
-        rows[i] = (int64_t)(first + slot_of(g, pilot, slots));
+    resolving r;
+    r.job = &j, r.next = r.placed = r.checked = r.missing = r.backfilled = 0;
+    with.kernel->place(&r, j.n_ids);
+    if (rows > 0) doubtful = count_doubtful(&j);
+    Py_END_ALLOW_THREADS
+    release(&all);
+    return PyLong_FromLongLong(doubtful);
+}
+
+PyObject *py_count_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    enum { AHEAD = 24 };
+    buffers all;
+    (void)self;
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "count_rows takes 5 arguments, got %zd", n);
+    const long long most = PyLong_AsLongLong(args[3]), step = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred() || !take(args, 3, 5, &all)) return NULL;
+    uint8_t *counts = all.b[0].buf;
+    const uint8_t *rows = all.b[1].buf;
+    int64_t *found = all.b[2].buf;
+    const int64_t size = int64s(&all.b[1]);
+    if (int64s(&all.b[2]) != 2 || most < 0 || most > 127 || step < 0 || step > most)
+        return unsound(&all, "count_rows");
+    const uint64_t last = (uint64_t)all.b[0].len;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t i = 0; i < size; i++) {
+        const uint64_t next = i + AHEAD < size ? (uint64_t)load_i64(rows + 8 * (i + AHEAD)) : last,
+            row = (uint64_t)load_i64(rows + 8 * i);
+        if (next < last) __builtin_prefetch(counts + next, 1, 1);
+        if (row >= last) continue;
+        const uint8_t count = counts[row];
+        found[0]++, found[1] += count >> 7;
+        if ((count & 127) <= most - step) counts[row] = (uint8_t)(count + step);
     }
     Py_END_ALLOW_THREADS
     release(&all);

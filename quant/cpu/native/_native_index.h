@@ -41,6 +41,7 @@ PyObject *py_count_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n);
-PyObject *py_find_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_count_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_fill_filter(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_fill_marks(PyObject *self, PyObject *const *args, Py_ssize_t n);

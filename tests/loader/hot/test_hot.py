@@ -11,9 +11,9 @@ from support import flip_bit
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
-from tableside.loader.errors import VersionError
-from tableside.loader.hot.counts import HOT, MOST, RowCounts
-from tableside.loader.hot.hot import clear_hot, hot_folder, hot_path, newest_hot
+from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.hot.counts import HOT, MOST, STEP, RowCounts
+from tableside.loader.hot.hot import clear_hot, hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.hot.warm import Warmed, warm
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
@@ -67,6 +67,7 @@ class Reading:
     def forget_warm_up(self) -> None:
         for counted in self.counts.tables.values():
             counted[:] = 0
+        self.counts._sampled[:] = 0
 
     @property
     def counts(self) -> RowCounts:
@@ -229,7 +230,7 @@ def test_what_lies_over_another_version_of_that_number_is_not_read(
     assert other.hot_rows("dense") == set()
     every = np.arange(ROWS)
     np.testing.assert_array_equal(other.lookup("dense", every), expected(again, "dense", every))
-    assert other.counts.tables["dense"].max() == 1  # of this reading alone
+    assert other.counts.tables["dense"].max() == STEP  # of this reading alone
 
 
 def test_a_damaged_hot_segment_is_not_read(model: Model, reading: Reading) -> None:
@@ -241,6 +242,27 @@ def test_a_damaged_hot_segment_is_not_read(model: Model, reading: Reading) -> No
     np.testing.assert_array_equal(
         reading.lookup("dense", np.arange(ROWS)), expected(model, "dense", np.arange(ROWS))
     )
+
+
+@pytest.mark.parametrize("what", ["rows", "index"])
+def test_a_damaged_hot_segment_gives_the_next_one_no_rows(model: Model, reading: Reading, what: str) -> None:
+    ask(reading, "dense", np.arange(100), 3)
+    warm(model, 1, 1 << 20)
+    assert reading.follow()
+    with hot_folder(model.root, "m") as folder:
+        hot = open_hot(folder, reading.version, 1, "always")
+    assert hot is not None
+    (table,) = hot.segment.header.tables
+    assert table.ids is not None and table.ids.index is not None
+    flip_bit(hot.path, (table if what == "rows" else table.ids.index).offset + 64)
+    ask(reading, "dense", np.arange(1000, 2000), 3)
+    with pytest.raises(SegmentError, match=r"1\+1.delta"):
+        warm(model, 1, 1 << 20)
+    assert not hot.path.exists() and newest_hot(model.root, reading.version) == 0
+    assert warm(model, 1, 1 << 20).rows == 1100
+    assert reading.follow()
+    every = np.arange(ROWS)
+    np.testing.assert_array_equal(reading.lookup("dense", every), expected(model, "dense", every))
 
 
 def test_a_row_that_is_damaged_on_the_disk_does_not_become_hot(model: Model, reading: Reading) -> None:
@@ -258,12 +280,14 @@ def test_counts_are_halved_and_do_not_overflow(model: Model, reading: Reading) -
     with hot_folder(model.root, "m") as folder:
         counts = RowCounts.opened(folder, reading.version)
         assert counts is not None
-        assert set(counts.tables["dense"][:10].tolist()) == {MOST}
+        assert set(counts.tables["dense"][:10].tolist()) == {MOST // STEP * STEP}
         counts.mark({"dense": np.array([3])})
         counts.add("dense", np.array([3, 20]), np.array([100, 5], np.uint8))
-        assert counts.tables["dense"][[2, 3, 20]].tolist() == [MOST, MOST | HOT, 5]
+        assert counts.tables["dense"][[2, 3, 20]].tolist() == [120, MOST | HOT, 5]
+        assert counts.sampled == 3000
         counts.age()
-        assert counts.tables["dense"][[2, 3, 20]].tolist() == [MOST // 2, MOST // 2 | HOT, 2]
+        assert counts.tables["dense"][[2, 3, 20]].tolist() == [60, MOST // 2 | HOT, 2]
+        assert counts.sampled == 0
         assert counts.histogram("dense")[2] == 1
         counts.mark({})
         assert counts.tables["dense"][3] == MOST // 2
@@ -287,6 +311,8 @@ def test_a_backfilled_row_stays_where_it_is_counted(disk: Path, model: Model, tm
         disk,
     )
     reading = Reading(model)
+    ask(reading, "raw", np.arange(ROWS // 2, ROWS // 2 + 50), 3)
+    assert warm(model, 2, 1 << 20).rows == 0 and not newest_hot(disk, reading.version)
     ask(reading, "raw", np.arange(ROWS // 2 - 50, ROWS // 2 + 50), 3)
     assert warm(model, 2, 1 << 20).rows == 50
     assert reading.follow()

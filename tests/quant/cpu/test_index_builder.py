@@ -263,7 +263,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "distinct": (_native.distinct, _distinct()),
     "build": (_native.build, _built()),
-    "find_rows": (_native.find_rows, {"row_map": row_map(), "ids": IDS, "rows": IDS}),
+    "place_rows": (_native.place_rows, {"row_map": row_map(), "ids": IDS, "rows": IDS, "of": 0}),
     "fill_filter": (_native.fill_filter, {"ids": IDS, "words": np.zeros(1, np.uint64)}),
     "fill_marks": (
         _native.fill_marks,
@@ -311,8 +311,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("build", {"directory": np.array([[0, 0], [4, 0], [2**62, 0]])}),
     ("build", {"directory": np.array([[0, 0], [4, 0], [2**31 + 4, 0]])}),
     ("build", {"pilots": np.zeros(2, np.uint8)}),
-    ("find_rows", {}),  # a map without addresses
-    ("find_rows", {"rows": IDS[:4]}),
+    ("place_rows", {}),  # a map without addresses
+    ("place_rows", {"rows": IDS[:4]}),
     ("fill_filter", {"words": np.zeros(0, np.uint64)}),
     ("fill_marks", {"numbers": IDS * 32}),
     ("fill_marks", {"numbers": IDS - 1}),
@@ -340,7 +340,7 @@ def test_buffers_that_do_not_belong_together_are_refused(name: str, change: dict
         function(*fresh.values())
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "find_rows"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "place_rows"])
 def test_buffers_that_do_are_taken(name: str) -> None:
     """So that each refusal above is that of the change."""
     function, arguments = CALLS[name]

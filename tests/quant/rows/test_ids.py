@@ -11,6 +11,7 @@ from indexed_tables import built, kinds_of_ids, part_of, raw_table, rows_in, unm
 
 from tableside.quant import Pooling, RowFormat, Table, choose
 from tableside.quant.cpu import _native
+from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.rows.ids import (
     MIX,
     PILOT,
@@ -132,6 +133,19 @@ def numbered(row_map: RowMap, row_format: RowFormat, dim: int, rows: int) -> Tab
     return Table(packed, row_format, dim, row_map)
 
 
+def check_placed(row_map: RowMap, asked: np.ndarray, rows: np.ndarray) -> None:
+    """`place_rows` gives what `RowMap.find` does: of ids that are not there the default row, or with an index
+    a row that keeps another id. rows: as found."""
+    placed = np.full(asked.size, -7)
+    place_rows(row_map, asked, placed)
+    there = rows != -1
+    np.testing.assert_array_equal(placed[there], rows[there])
+    if row_map.index is None or not row_map.count:
+        assert set(placed[~there].tolist()) <= {row_map.default_row}
+    else:
+        np.testing.assert_array_equal(placed[~there], row_map.index.places(asked[~there]))
+
+
 def check_resolved(table: Table, asked: np.ndarray, isa: str) -> None:
     """The rows that the native kernel reads are those of `RowMap.find`, the default row for ids that it
     lacks."""
@@ -141,6 +155,7 @@ def check_resolved(table: Table, asked: np.ndarray, isa: str) -> None:
     _native.use(isa)
     try:
         found = choose("native").lookup(table, asked, pooling=Pooling.NONE)
+        check_placed(row_map, asked, rows)
     finally:
         _native.use(_native.isas()[0])
     np.testing.assert_array_equal(found[:, 0].astype(np.int64), np.where(rows < 0, row_map.default_row, rows))
@@ -242,6 +257,6 @@ def test_a_kernel_reads_the_map_at_its_address(row_format: RowFormat, dim: int, 
     assert (fields.id_count, fields.default_row, fields.id_step) == (row_map.count, row_map.default_row, step)
     assert (fields.buckets, fields.buckets_here, fields.backfilled) == (4, 4, 0)
     assert fields.directory == raw.index.directory.ctypes.data and fields.ids == raw.index.ids.ctypes.data
-    of_kernel = NativeRowMap(*row_map._native.tolist())
-    assert row_map.native_address == row_map._native.ctypes.data
+    of_kernel = NativeRowMap(*row_map.native.tolist())
+    assert row_map.native_address == row_map.native.ctypes.data
     assert of_kernel.entries and of_kernel._replace(entries=0) == fields
