@@ -5,6 +5,7 @@ from enum import IntEnum
 
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.launch import Kernel
+from tableside.quant.gpu.kernels import bag_starts as bag_starts_kernel
 from tableside.quant.gpu.kernels import fill as fill_kernel
 from tableside.quant.gpu.kernels import gather as gather_kernel
 from tableside.quant.gpu.kernels import lookup as lookup_kernel
@@ -31,7 +32,7 @@ def filler(block: int) -> Kernel:
 
 def bag_starts() -> Kernel:
     """Sums the lengths of bags."""
-    return Kernel(lookup_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
+    return Kernel(bag_starts_kernel.bag_starts, 4, BLOCK=_STARTS_BLOCK)
 
 
 def lookup(

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.device import Device
 from tableside.quant.device.launch import Kernel
+from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
 from tableside.quant.gpu.batch.steady import SteadyKind
 from tableside.quant.gpu.kernels.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
 
@@ -149,3 +151,30 @@ def probe_rows(kinds: Sequence[SteadyKind]) -> Rows:
     rows = np.zeros((len(kinds), len(ProbeField)), np.int64)
     rows[:, ProbeField.TABLE] = [kind.cache_table for kind in kinds]
     return rows
+
+
+def resolve_jobs(
+    jobs: Rows, of_kind: Sequence[SteadyKind], is_mapped: NDArray[np.bool_], device: Device
+) -> tuple[KernelJobs, torch.Tensor]:
+    """Jobs by which ids become row numbers in a tensor of their own, which lookup `jobs` read then.
+    is_mapped: those whose ids do."""
+    counts = np.where(is_mapped, jobs[:, JobField.IDS], 0)
+    ends = np.add.accumulate(counts)
+    rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=device.torch_device)
+    found = resolve_rows(of_kind, 0)
+    found[:, ResolveField.IDS_AT], found[:, ResolveField.IDS] = jobs[:, JobField.IDS_AT], counts
+    found[:, ResolveField.TARGET_AT] = rows.data_ptr() + 8 * (ends - counts)
+    jobs[is_mapped, JobField.IDS_AT] = found[is_mapped, ResolveField.TARGET_AT]
+    programs = -(-counts // device.block(RESOLVE_BLOCK))
+    return KernelJobs.of(found, programs, ResolveField.FIRST_PROGRAM), rows
+
+
+def probe_jobs(jobs: Rows, cached: Any, of_cached: Sequence[SteadyKind], device: Device) -> KernelJobs:
+    """Jobs by which the cache looks for ids; says lookup `jobs` where their locations are. cached: the
+    numbers of those that read through the cache, whose kinds are `of_cached`."""
+    counts = jobs[cached, JobField.IDS]
+    found = probe_rows(of_cached)
+    found[:, ProbeField.IDS_AT], found[:, ProbeField.IDS] = jobs[cached, JobField.IDS_AT], counts
+    found[:, ProbeField.LOCATIONS_AT] = 4 * (np.add.accumulate(counts) - counts)
+    jobs[cached, JobField.LOCATIONS_AT] = found[:, ProbeField.LOCATIONS_AT]
+    return KernelJobs.of(found, -(-counts // device.block(PROBE_BLOCK)), ProbeField.FIRST_BLOCK)

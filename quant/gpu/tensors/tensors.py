@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs
-from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import LookupKind, Pooling, Precision
 from tableside.quant.device.launch import Kernel
@@ -25,7 +24,7 @@ from tableside.quant.gpu.batch.layout import check_size
 from tableside.quant.gpu.batch.resolve import COUNTS, RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.batch.steady import steady_kind
 from tableside.quant.gpu.kernels import compiled as kernels
-from tableside.quant.gpu.kernels.job import FIELDS, JobField, ResolveField, TensorField
+from tableside.quant.gpu.kernels.job import FIELDS, JobField, TensorField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.reports import Reports
@@ -41,9 +40,10 @@ from tableside.quant.gpu.tensors.jobs import (
     JobAddresses,
     JobSpreader,
     KernelJobs,
-    Rows,
     ShapeJobs,
+    probe_jobs,
     probe_rows,
+    resolve_jobs,
     resolve_rows,
     send,
     template_rows,
@@ -127,9 +127,13 @@ class TensorLookup:
         jobs = kept.jobs.rows.copy()
         jobs[:, _OWN] = np.frombuffer(places, np.int64).reshape(-1, len(_OWN))
         lists = [KernelJobs(jobs, kept.jobs.of_program)]
-        rows = self._add_resolve(jobs, lists)
+        rows = None
+        if self._has_maps:
+            resolve, rows = resolve_jobs(jobs, self._of_kind, self._is_mapped, self._device)
+            lists.append(resolve)
         if self._has_cached:
-            lists.append(self._probe(jobs))
+            of_cached = [self._of_kind[n] for n in self._cached]
+            lists.append(probe_jobs(jobs, self._cached, of_cached, self._device))
         with self.on_device:
             memory, host, (sent, *before) = send(self._device, lists)
             if rows is not None:
@@ -288,8 +292,6 @@ class TensorLookup:
         if self._device.is_capturing():
             raise QuantError("a call of a new kind cannot be captured; call once like this before")
 
-    # ---- jobs ----
-
     def _config(self, ids: int, vectors: int, columns: int) -> LaunchConfig:
         return self._configs.of_pooled(ids, vectors, columns) if self._is_pooled else self._configs.unpooled
 
@@ -322,30 +324,6 @@ class TensorLookup:
             parts, of_vectors = vectors.tolist(), (int(vectors.sum()), *dims)
         own = None if self._has_maps or self._has_cached else ShapeJobs(listed, _OWN)
         return CallShape(listed, own, config, bool(of_feature[:, 4].any()), of_vectors, parts)
-
-    def _add_resolve(self, jobs: Rows, lists: list[KernelJobs]) -> torch.Tensor | None:
-        """Has ids become row numbers in a tensor of their own, which the jobs read then."""
-        if not self._has_maps:
-            return None
-        counts = np.where(self._is_mapped, jobs[:, JobField.IDS], 0)
-        ends = np.add.accumulate(counts)
-        rows = torch.empty(int(ends[-1]), dtype=torch.int64, device=self._device.torch_device)
-        found = resolve_rows(self._of_kind, 0)
-        found[:, ResolveField.IDS_AT], found[:, ResolveField.IDS] = jobs[:, JobField.IDS_AT], counts
-        found[:, ResolveField.TARGET_AT] = rows.data_ptr() + 8 * (ends - counts)
-        jobs[self._is_mapped, JobField.IDS_AT] = found[self._is_mapped, ResolveField.TARGET_AT]
-        block = self._device.block(RESOLVE_BLOCK)
-        lists.append(KernelJobs.of(found, -(-counts // block), ResolveField.FIRST_PROGRAM))
-        return rows
-
-    def _probe(self, jobs: Rows) -> KernelJobs:
-        """Has the cache look for ids, and says the jobs where their locations are."""
-        counts = jobs[self._cached, JobField.IDS]
-        found = probe_rows([self._of_kind[n] for n in self._cached])
-        found[:, ProbeField.IDS_AT], found[:, ProbeField.IDS] = jobs[self._cached, JobField.IDS_AT], counts
-        found[:, ProbeField.LOCATIONS_AT] = 4 * (np.add.accumulate(counts) - counts)
-        jobs[self._cached, JobField.LOCATIONS_AT] = found[:, ProbeField.LOCATIONS_AT]
-        return KernelJobs.of(found, -(-counts // self._device.block(PROBE_BLOCK)), ProbeField.FIRST_BLOCK)
 
     def _send_packed(
         self,
@@ -385,18 +363,14 @@ class TensorLookup:
             self._check_not_capturing()
             device, places = self._device, np.array(order, np.int64)
             if is_resolve:
-                rows, block = (
-                    resolve_rows(self._of_kind, self._every_id.data_ptr()),
-                    device.block(RESOLVE_BLOCK),
-                )
+                rows = resolve_rows(self._of_kind, self._every_id.data_ptr())
+                block = device.block(RESOLVE_BLOCK)
             else:
                 rows, block = probe_rows([self._of_kind[n] for n in self._cached]), device.block(PROBE_BLOCK)
                 places = places[self._cached]
             kernel = kernels.spread(is_resolve, kernels.spread_lanes(len(rows)), block)
             found = self._spreads[is_resolve, order] = JobSpreader(rows, kernel, places, block, device)
         return found
-
-    # ---- launches ----
 
     def _kernel(self, staged: StagedLookup) -> Kernel:
         key = (staged.config, staged.is_weighted)

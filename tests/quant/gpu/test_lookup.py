@@ -30,7 +30,7 @@ from tableside.quant import (
     choose,
 )
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.kernels import lookup as k
+from tableside.quant.gpu.kernels.bag_starts import bag_starts
 from tableside.quant.gpu.kernels.job import JobField, LookupJob
 from tableside.quant.gpu.kernels.launch_config import LaunchConfigs
 
@@ -252,7 +252,7 @@ def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int)
     inputs = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
     scratch = torch.zeros(len(lengths) + 2, dtype=torch.int32, device=device)
     flags = torch.zeros(1, dtype=torch.int32, device=device)
-    k.bag_starts[(1,)](*(t.data_ptr() for t in (jobs, inputs, scratch, flags)), BLOCK=1024)
+    bag_starts[(1,)](*(t.data_ptr() for t in (jobs, inputs, scratch, flags)), BLOCK=1024)
     is_wrong, starts = kernel_steps.bag_starts(lengths, ids)
     assert bool(scratch[0]) == bool(flags[0]) == is_wrong
     assert scratch[1:].tolist() == np.array(starts).astype(np.int32).tolist()
@@ -292,6 +292,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from tableside.quant.gpu.kernels import lookup as k
+from tableside.quant.gpu.kernels.bag_starts import bag_starts
 
 names = ("jobs", "job_of_program", "inputs", "scratch", "outputs", "flags", "locations", "staging")
 VARIANTS = {80: ((4, 1, 0, 0, 1, 1),),
@@ -311,7 +312,7 @@ for arch in VARIANTS:
         if whole and formats == 4 and lanes == 1:
             assert "st.global.v4" in ptx, "vectors are not written 16 bytes at a time"
     signature = {**dict.fromkeys(("jobs", "inputs", "scratch", "flags"), "i64"), "BLOCK": "constexpr"}
-    source = ASTSource(k.bag_starts, signature=signature, constexprs={"BLOCK": 1024})
+    source = ASTSource(bag_starts, signature=signature, constexprs={"BLOCK": 1024})
     triton.compile(source, target=GPUTarget("cuda", arch, 32))
 print("compiled")
 """
