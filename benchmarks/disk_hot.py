@@ -156,7 +156,7 @@ def main() -> None:
         )
     finally:
         for root in (large, small):
-            clear_hot(root, MODEL, ())
+            clear_hot(root, MODEL, tuple)
             shutil.rmtree(root, ignore_errors=True)
 
 

@@ -5,6 +5,7 @@
         0         8       the content of the version
         8         8       ids that were counted since all counts were halved last, int64
         16        8       the number of the last hot segment that was made, int64: none is given again
+        24        8       1: counts of the version before it were taken over, int64
         4096      R       a byte for each row of its tables on the disk, in their order
 
 Bit 7 says that the hot segment has the row (`loader.hot.hot`). The others count uses among a sample of the
@@ -17,6 +18,7 @@ import os
 import time
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -61,8 +63,11 @@ def counts_name(version: int) -> str:
 class RowCounts:
     """The counts of a version's tables, uint8 [rows] each."""
 
-    def __init__(self, version: Segment, mapped: mmap.mmap) -> None:
-        self._sampled, self._number = (np.frombuffer(mapped, np.int64, 1, at) for at in (8, 16))
+    def __init__(self, version: Segment, mapped: mmap.mmap, inode: int) -> None:
+        self._sampled, self._number, self._has_begun = (
+            np.frombuffer(mapped, np.int64, 1, at) for at in (8, 16, 24)
+        )
+        self._inode = inode
         self.tables: dict[str, Counts] = {}
         at = _HEAD_BYTES
         for table in counted_tables(version):
@@ -78,8 +83,9 @@ class RowCounts:
         except FileNotFoundError:
             return None
         try:
-            is_ours = os.fstat(fd).st_size == _size(version) and os.pread(fd, 8, 0) == _identity(version)
-            return cls(version, mmap.mmap(fd, _size(version))) if is_ours else None
+            found = os.fstat(fd)
+            is_ours = found.st_size == _size(version) and os.pread(fd, 8, 0) == _identity(version)
+            return cls(version, mmap.mmap(fd, _size(version)), found.st_ino) if is_ours else None
         finally:
             os.close(fd)
 
@@ -139,6 +145,18 @@ class RowCounts:
     def sampled(self) -> int:
         """Returns how many ids were counted since `age`."""
         return int(self._sampled[0])
+
+    def are_new(self) -> bool:
+        """Returns whether nobody asked before."""
+        self._has_begun[0], had = 1, int(self._has_begun[0])
+        return not had
+
+    def are_at(self, path: Path) -> bool:
+        """Returns whether these are the counts that other processes find in a folder."""
+        try:
+            return os.stat(path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     def new_number(self, after: int) -> int:
         """Returns a number for the next hot segment, above `after`. Needs the lock of those that make one."""

@@ -13,7 +13,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from tableside.loader.errors import AccessError, DamagedRows, SegmentError
@@ -121,18 +121,20 @@ def drop_damaged(root: Path, version: Segment, rest: float) -> str:
     return wrong
 
 
-def clear_hot(root: Path, model: str, versions: Collection[int]) -> list[Path]:
-    """Removes what this user has over other versions than these; returns what was removed."""
+def clear_hot(root: Path, model: str, versions: Callable[[], Collection[int]]) -> list[Path]:
+    """Removes what this user has over other versions than those that there are; returns what was removed."""
     path = hot_path(root, model)
     try:
         folder = Folder(path)
     except FileNotFoundError:
         return []
     with folder:
-        gone = [n for n in folder.names() if (of := _version(n)) and of not in versions]
+        names = folder.names()
+        there = versions()  # only now: what is made for one that comes meanwhile stays
+        gone = [n for n in names if (of := _version(n)) and of not in there]
         for name in gone:
             folder.unlink(name)
-    if not versions:
+    if not there:
         with contextlib.suppress(OSError):
             shutil.rmtree(path)
             path.parent.rmdir()

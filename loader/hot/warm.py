@@ -12,7 +12,7 @@ import numpy as np
 
 from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.hot.counts import HOT, MOST, RowCounts, counted_tables, own_rows
-from tableside.loader.hot.hot import clear_hot, hot_folder, open_hot, write_hot
+from tableside.loader.hot.hot import clear_hot, hot_folder, open_hot, remove_hot, write_hot
 from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge
 from tableside.loader.segment.segment import Segment
@@ -27,6 +27,7 @@ from tableside.quant.rows.ids import ID_BYTES, RowMap
 _GAIN = 0.01  # of the ids, for which another hot segment is made
 _NEW = 1.5  # ids for each of its rows, after which all counts are halved
 _ROW_SHARE, _ROW_BYTES = 1.02, 18  # bytes of a row with its place in the id index
+_SLACK_BYTES = 1 << 20  # by which a budget may be missed: whole pages, and marks
 _AT_ONCE = 1 << 16  # rows that are read together
 
 
@@ -53,9 +54,9 @@ def warm(model: Model, version: int, budget: int) -> Warmed:
             folder.unlink(delta_name(version, number))
             raise
         counts = RowCounts.shared(folder, segment)
-        if before is None:
+        if counts.are_new():
             _inherit(folder, model, segment, counts)
-        clear_hot(model.root, model.name, model.versions())
+        clear_hot(model.root, model.name, model.versions)
         return _Warming(segment, counts, before, budget).run(folder, number)
 
 
@@ -77,11 +78,13 @@ class _Warming:
         if self._counts.sampled > _NEW * sum(rows.size for rows in chosen.values()):
             self._counts.age()
         found = Warmed(has / total, had / total)
-        if has - had <= _GAIN * total:
+        is_too_large = self._before is not None and self._before.segment.size > self._budget + _SLACK_BYTES
+        if has - had <= _GAIN * total and not is_too_large:
             return found
         entries = {name: self._entries(name, rows) for name, rows in chosen.items()}
         rows = {name: part.rows for name, part in entries.items() if part.rows.size}
         if not rows:
+            remove_hot(folder, self._version.header.version, number + 1 if is_too_large else 0)
             return found
         tables = merge(self._version, [(name, [entries[name]]) for name in rows], 1)
         size = write_hot(folder, self._version, self._counts.new_number(number), tables, self._before)

@@ -77,14 +77,14 @@ class InMemory:
             rows -= self._first[place.kind]
         if by_number is None or sum(rows.size for rows in numbers.values()) < _MANY_IDS:
             return self._planner.plan(places)
-        return _NumberedPlan(by_number, places, numbers)
+        return _NumberedPlan(self, by_number, places, numbers)
 
 
 class _NumberedPlan(Plan):
-    """numbers: of rows, instead of the ids of a lookup, by its number."""
+    """owner: keeps the rows mapped. numbers: of rows, instead of the ids of a lookup, by its number."""
 
-    def __init__(self, planner: Planner, places: Any, numbers: Mapping[int, Ids]) -> None:
-        self._planner, self._numbers = planner, numbers
+    def __init__(self, owner: InMemory, planner: Planner, places: Any, numbers: Mapping[int, Ids]) -> None:
+        self._owner, self._planner, self._numbers = owner, planner, numbers
         self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from tableside.loader.errors import LoaderError
-from tableside.loader.hot.counts import RowCounts
-from tableside.loader.hot.hot import hot_folder, newest_hot, open_hot
+from tableside.loader.hot.counts import RowCounts, counts_name
+from tableside.loader.hot.hot import hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Ids, Table
 from tableside.quant.rows.ids import RowMap
@@ -33,6 +33,15 @@ class HotRows:
         self._settings = settings
         self._layers: WeakKeyDictionary[Segment, tuple[int, dict[str, OverlayLayer]]] = WeakKeyDictionary()
         self._counts: WeakKeyDictionary[Segment, RowCounts | None] = WeakKeyDictionary()
+
+    def are_counted(self, version: Segment) -> bool:
+        """Returns whether a hot segment is made from what this process counts; else it counts anew."""
+        counts = self._counts.get(version)
+        path = hot_path(_root(version), version.header.model) / counts_name(version.header.version)
+        if counts is None or counts.are_at(path):
+            return True
+        del self._counts[version]
+        return False
 
     def newest(self, version: Segment) -> int:
         """Returns the number of the hot segment that is there; 0: none."""

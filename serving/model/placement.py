@@ -160,8 +160,10 @@ class Placer:
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
 
     def has_hotter(self, segment: Segment, placed: Placements) -> bool:
-        """Returns whether another hot segment is there than the one that a placed state reads."""
-        return placed.is_counted and self._hot.newest(segment.base) != placed.hot
+        """Returns whether another hot segment is there than the one that a placed state reads, or other
+        counts than those that it adds to."""
+        base = segment.base
+        return placed.is_counted and (self._hot.newest(base) != placed.hot or not self._hot.are_counted(base))
 
     def _kinds_on_host(self, segment: Segment, readers: Mapping[str, RowReader]) -> dict[str, str]:
         return {name: without_device(self._settings.placement, name in readers) for name in segment.tables}

@@ -205,7 +205,7 @@ def remove(options: argparse.Namespace) -> int:
     else:
         model.remove(options.version)
         console.print(f"removed {options.model} version {options.version}")
-    clear_hot(model.root, model.name, model.versions())
+    clear_hot(model.root, model.name, model.versions)
     return 0
 
 
@@ -216,7 +216,7 @@ def gc(options: argparse.Namespace) -> int:
         for m in chosen(options)
         for p in [*m.collect(options.keep), *collect_states(m, options.keep_states)]
     ]
-    removed += [p for m in chosen(options) for p in clear_hot(m.root, m.name, m.versions())]
+    removed += [p for m in chosen(options) for p in clear_hot(m.root, m.name, m.versions)]
     for path in removed:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")

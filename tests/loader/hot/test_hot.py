@@ -1,6 +1,8 @@
 """Hot segments over versions on a disk: which rows they hold, and that lookups give the same with them."""
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from support import flip_bit
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import SegmentError, VersionError
-from tableside.loader.hot.counts import HOT, MOST, STEP, RowCounts
+from tableside.loader.hot.counts import HOT, MOST, STEP, RowCounts, counts_name
 from tableside.loader.hot.hot import clear_hot, hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.hot.warm import Warmed, warm
 from tableside.loader.load.load import load
@@ -20,7 +22,7 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
-from tableside.quant import LookupKind, Place, Pooling, choose
+from tableside.quant import LookupKind, Place, Plan, Pooling, choose
 from tableside.quant.errors import RowsNotRead
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placements, Placer
@@ -48,7 +50,7 @@ def publish(disk: Path, folder: Path, values: np.ndarray = VALUES, ids: np.ndarr
 def model(disk: Path, tmp_path: Path) -> Iterator[Model]:
     model = publish(disk, tmp_path)
     yield model
-    clear_hot(disk, "m", ())
+    clear_hot(disk, "m", tuple)
 
 
 def ids_of_rows(name: str, rows: np.ndarray, ids: np.ndarray = IDS) -> np.ndarray:
@@ -317,3 +319,54 @@ def test_a_backfilled_row_stays_where_it_is_counted(disk: Path, model: Model, tm
     assert warm(model, 2, 1 << 20).rows == 50
     assert reading.follow()
     assert reading.hot_rows("raw") == set(range(ROWS // 2 - 50, ROWS // 2))
+
+
+def test_a_smaller_budget_is_kept_to(model: Model, reading: Reading) -> None:
+    for name in TABLES:
+        ask(reading, name, np.arange(ROWS))
+    assert warm(model, 1, 3 << 20).bytes > 2 << 20
+    assert 0 < warm(model, 1, 300_000).bytes < 300_000 + 64 * 1024
+    assert reading.follow()
+    every = np.arange(ROWS)
+    np.testing.assert_array_equal(reading.lookup("dense", every), expected(model, "dense", every))
+
+
+def test_counts_are_taken_over_once(model: Model, reading: Reading, tmp_path: Path) -> None:
+    ask(reading, "dense", np.arange(100))
+    publish(model.root, tmp_path)
+    assert reading.follow()
+    for _ in range(3):
+        assert warm(model, 2, 1).rows == 0  # not one row has room
+        assert reading.counts.tables["dense"].max() == STEP
+
+
+def test_counts_that_went_are_begun_anew(model: Model, reading: Reading) -> None:
+    (hot_path(model.root, "m") / counts_name(1)).unlink()
+    assert reading.follow() and not reading.follow()
+    ask(reading, "dense", np.arange(100))
+    assert warm(model, 1, 1 << 20).rows >= 100
+
+
+def test_what_is_made_for_a_version_that_comes_meanwhile_stays(model: Model, reading: Reading) -> None:
+    clear_hot(model.root, "m", lambda: (hot_path(model.root, "m") / "2.counts").touch() or [1])
+    assert {"1.counts", "2.counts"} <= set(os.listdir(hot_path(model.root, "m")))
+
+
+def test_a_plan_keeps_the_rows_that_it_reads(model: Model, reading: Reading) -> None:
+    """Those of the hot segment, too, of which a lookup of many ids knows the numbers alone."""
+    rows = np.arange(5000)
+    ask(reading, "dense", rows, 3)
+    warm(model, 1, 1 << 20)
+    assert reading.follow()
+    ids, out = rows.tobytes(), np.empty((rows.size, DIM), np.float32)
+    places = np.array([Place(0, 0, rows.size, -1, 0, 0, -1, 0)]).tobytes()
+    begun = (
+        choose().planner([LookupKind(reading.placed.tables["dense"], Pooling.NONE)]).plan(places).begin(ids)
+    )
+    assert isinstance(begun, Plan)
+    gone = weakref.ref(reading.engine.served())
+    del reading.engine, reading.placer
+    gc.collect()
+    assert gone() is None
+    begun.run(ids, out.view(np.uint8).reshape(-1))
+    np.testing.assert_array_equal(out, expected(model, "dense", rows))
