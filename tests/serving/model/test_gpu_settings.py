@@ -38,6 +38,7 @@ def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> No
         (("--devices", "0,0", "--workers", "2"), "devices 0,0 name one twice"),
         (("--placement", "hbm"), "placement and hbm_budget are for GPUs; say which ones with --devices"),
         (("--hbm-budget", "8GiB"), "placement and hbm_budget are for GPUs"),
+        (("--devices", "0", "--host-cache", "1GiB"), "host_cache is for workers without a GPU"),
     ],
 )
 def test_gpu_settings_that_mean_nothing_are_refused(options: tuple[str, ...], message: str) -> None:
