@@ -31,6 +31,7 @@ from tableside.quant import RowFormat
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, given
 
+_FILES = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".parquet", ".json")
 _UNCUT = 1 << 16  # columns; a table takes no more of them than it needs
 
 
@@ -106,7 +107,7 @@ def chosen(options: argparse.Namespace) -> list[Model]:
 def is_path(text: str) -> bool:
     """Whether an argument is written as a path, or is an existing path and no model name."""
     return not NAME.fullmatch(text) and (
-        text.endswith(".toml") or "/" in text or ("\0" not in text and os.path.exists(text))
+        text.endswith(_FILES) or "/" in text or ("\0" not in text and os.path.exists(text))
     )
 
 

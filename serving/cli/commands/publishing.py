@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from tableside.loader.deltas.apply import ApplySettings
 from tableside.loader.deltas.compact import compact
@@ -34,7 +35,16 @@ from tableside.serving.cli.arguments import (
 )
 from tableside.serving.cli.commands import showing
 from tableside.serving.cli.commands.showing import describe_reused, describe_scorer
-from tableside.serving.cli.output import chosen, console, errors, mb, progress_bar, published, root_settings
+from tableside.serving.cli.output import (
+    chosen,
+    console,
+    errors,
+    mb,
+    print_json,
+    progress_bar,
+    published,
+    root_settings,
+)
 from tableside.serving.cli.remote import add_headers
 from tableside.serving.client.address import default_url
 from tableside.serving.errors import ServingError
@@ -99,13 +109,28 @@ def load(options: argparse.Namespace) -> int:
     settings = LoadSettings(o.threads, o.max_memory, o.backend, not o.no_activate, o.group, tuple(o.only))
     with progress_bar(spec.name) as progress:
         loaded = load_model(spec, root, settings, progress)
+    removed = [] if options.no_activate else Model(root, spec.name).collect(options.keep)
+    if options.json:
+        print_json(
+            {
+                "model": loaded.model,
+                "version": loaded.version,
+                "live": not options.no_activate,
+                "path": str(loaded.path),
+                "tables": len(loaded.header.tables),
+                "bytes": loaded.segment_bytes,
+                "source_bytes": loaded.source_bytes,
+                "seconds": loaded.seconds,
+                "removed": list(map(str, removed)),
+            }
+        )
+        return 0
     console.print(describe_load(loaded))
     console.print(summary(loaded.header.source))
     for line in (*describe_reused(loaded.header.source), *describe_scorer(loaded.header)):
         console.print(line, markup=False)
-    if not options.no_activate:
-        for path in Model(root, spec.name).collect(options.keep):
-            console.print(f"removed {path}")
+    for path in removed:
+        console.print(f"removed {path}")
     return 0
 
 
@@ -117,8 +142,13 @@ def _load_delta(spec: ModelSpec, root: Path, options: argparse.Namespace) -> boo
         settings = LoadSettings(options.threads, options.max_memory, options.backend)
         result, why_not, compared = load_as_delta(spec, root, settings, progress)
     if result is None:
-        console.print(f"{why_not}: it is loaded as a new version", markup=False)
+        errors.print(f"{why_not}: it is loaded as a new version", markup=False)
         return False
+    if options.json:
+        state = {"model": result.model, "version": result.state.version, "sequence": result.state.sequence}
+        counts = {"changed_rows": result.rows, "compared_rows": compared, "bytes": result.delta_bytes}
+        print_json(state | counts | {"seconds": result.seconds})
+        return True
     console.print(
         f"{result.model} state {result.state}: {result.rows:,} of {compared:,} rows differ, "
         f"{mb(result.delta_bytes)} of changes, in {result.seconds:.2f} s"
@@ -145,24 +175,29 @@ def describe_load(loaded: Loaded) -> str:
 def verify(options: argparse.Namespace) -> int:
     """Reads every byte of the versions. Exit code 1: one of them is damaged."""
     named = chosen(options)
-    if options.model and options.version is not None:
-        list(named[0].attach_all(options.version, "always"))
-        console.print(f"{options.model} version {options.version}: whole")
-        return 0
-    if options.model and not named[0].versions():
-        named[0].current()
-    if not named:
+    if options.model and (options.version is not None or not named[0].versions()):
+        named[0].attach(options.version, "header")  # says what is wrong with its name
+    if not named and not options.json:
         console.print(f"nothing is published under {root_settings(options).root}")
-    bad = 0
+    found: list[dict[str, Any]] = []
     for model in named:
-        for version in model.versions():
-            found = "whole"
-            try:
-                list(model.attach_all(version, "always"))
-            except SegmentError as error:
-                found, bad = str(error), bad + 1
-            console.print(f"{model.name} version {version}: {found}")
-    return 1 if bad else 0
+        for version in model.versions() if options.version is None else [options.version]:
+            damage = _damage(model, version)
+            found.append({"model": model.name, "version": version, "damage": damage})
+            if not options.json:
+                console.print(f"{model.name} version {version}: {damage or 'whole'}")
+    if options.json:
+        print_json({"versions": found})
+    return 1 if any(one["damage"] for one in found) else 0
+
+
+def _damage(model: Model, version: int) -> str | None:
+    """Reads every byte of a version; returns what is wrong with it."""
+    try:
+        list(model.attach_all(version, "always"))
+    except SegmentError as error:
+        return str(error)
+    return None
 
 
 def activate(options: argparse.Namespace) -> int:
@@ -180,6 +215,12 @@ def compact_model(options: argparse.Namespace) -> int:
     model = published(options)
     with progress_bar(f"compacting {options.model}") as progress:
         done = compact(model, ApplySettings(threads=options.threads), progress)
+    if options.json:
+        state = state_of(model.record()) if done is None else done.state
+        found = {"model": model.name, "compacted": done is not None, "version": state.version}
+        keys = ("rows", "merged", "segment_bytes", "seconds")
+        print_json(found | {key: None if done is None else getattr(done, key) for key in keys})
+        return 0
     if done is None:
         console.print(
             f"{options.model} version {state_of(model.record())} has no changes over it; nothing was done"
@@ -217,6 +258,9 @@ def gc(options: argparse.Namespace) -> int:
         for p in [*m.collect(options.keep), *collect_states(m, options.keep_states)]
     ]
     removed += [p for m in chosen(options) for p in clear_hot(m.root, m.name, m.versions)]
+    if options.json:
+        print_json({"removed": list(map(str, removed))})
+        return 0
     for path in removed:
         console.print(f"removed {path}")
     console.print(f"{len(removed)} files removed")
@@ -267,6 +311,7 @@ def add_commands(command: AddCommand) -> None:
     )
     p.option("--no-activate", "publish without making it the live version", action="store_true")
     p.option("--group", "a group that may read the model (default: this user alone)")
+    add_json(p)
 
     p = command(
         "list",
@@ -291,6 +336,7 @@ def add_commands(command: AddCommand) -> None:
     p = command("verify", verify, "read every byte of the versions and compare checksums")
     p.option("model", "(default: all models)", nargs="?")
     p.option("version", "(default: all versions)", type=count(1), nargs="?")
+    add_json(p)
 
     p = command("activate", activate, "make a published version the live one: rollback, or a staged release")
     p.option("model")
@@ -310,7 +356,9 @@ def add_commands(command: AddCommand) -> None:
     p.option("model", "(default: all models)", nargs="?")
     p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)
     add_keep_states(p)
+    add_json(p)
 
     p = command("compact", compact_model, "make the live version and the changes over it the next version")
     p.option("model")
     p.option("--threads", "(default: one a core)", type=count(0), default=0)
+    add_json(p)

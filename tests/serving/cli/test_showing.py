@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from json_keys import documented_keys, keys_of
 from scorers import Ctr, exported
-from support import rows_of, run_tableside
+from support import flip_bit, rows_of, run_tableside
 
 from tableside.serving.cli.cli import main
 
@@ -91,6 +92,46 @@ def test_list_and_inspect_as_json(folder: Path, root: Path, capsys: pytest.Captu
     }
     assert found["scorer"]["inputs"][1] == {"name": "item", "feature": "item", "width": 8}
     assert found["bytes"] == (root / "m" / "2.segment").stat().st_size and found["owner"] is None
+
+
+def test_what_commands_do_as_json(folder: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The documented keys and no others, in one line, with what was done."""
+
+    def do(*arguments: str, code: int = 0, keys: str = "") -> dict[str, Any]:
+        text = say(capsys, *arguments, "--json", code=code)
+        found: dict[str, Any] = json.loads(text)
+        assert text.count("\n") == 1 and keys_of(found) == documented_keys(keys or arguments[0])
+        return found
+
+    write("kind = 'dot'\nfeatures = ['user', 'item']", "user", "item")
+    loads = [do("load", "m.toml", "--keep", "0") for _ in range(2)]
+    segments = [str(root / "m" / f"{version}.segment") for version in (1, 2)]
+    assert [one["path"] for one in loads] == segments and loads[1]["removed"] == [segments[0]]
+    assert (loads[1]["version"], loads[1]["live"], loads[1]["tables"]) == (2, True, 3)
+    assert loads[1]["bytes"] == (root / "m" / "2.segment").stat().st_size
+    assert do("verify")["versions"] == [{"model": "m", "version": 2, "damage": None}]
+    assert do("compact", "m") == dict.fromkeys(documented_keys("compact")) | {
+        "model": "m",
+        "compacted": False,
+        "version": 2,
+    }
+    values = dict(np.load("c.npz"))
+    values["user"][3] += 1
+    np.savez("c.npz", **values)
+    changed = do("load", "m.toml", "--as-delta", keys="load --as-delta")
+    assert (changed["version"], changed["changed_rows"], changed["compared_rows"]) == (2, 1, 159)
+    done = do("compact", "m")
+    assert (done["compacted"], done["version"], done["rows"], done["merged"]) == (True, 3, 159, 1)
+    assert do("gc", "--keep", "0")["removed"] == [segments[1]]
+    flip_bit(root / "m" / "3.segment", (root / "m" / "3.segment").stat().st_size // 2)
+    (damaged,) = do("verify", "m", "3", code=1)["versions"]
+    assert "the checksum is wrong" in damaged["damage"]
+
+
+@pytest.mark.parametrize("text", ["nosuch.safetensors", "nosuch.npz", "no/such"])
+def test_a_checkpoint_that_is_not_there_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", text]) == 1
+    assert f"checkpoint {text} does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
