@@ -171,6 +171,16 @@ class RowCounts:
                 part = counts[start : start + _AT_ONCE]
                 part[:] = part & HOT | (part & MOST) >> 1
 
+    def rows_with(self, table: str, byte: int, most: int) -> Ids:
+        """Returns the first rows with this byte, up to `most`, ascending."""
+        counts, found = self.tables[table], [np.empty(0, np.int64)]
+        for start in range(0, counts.size, _AT_ONCE):
+            if most <= 0:
+                break
+            found.append(start + np.flatnonzero(counts[start : start + _AT_ONCE] == byte)[:most])
+            most -= found[-1].size
+        return np.concatenate(found)
+
     def histogram(self, table: str) -> NDArray[np.int64]:
         """Returns how many rows have each byte, int64 [256]."""
         counts = self.tables[table]

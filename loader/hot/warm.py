@@ -104,8 +104,7 @@ class _Warming:
             if byte & MOST
         ]
         for _, byte, name in sorted(steps, reverse=True):
-            room = int(left / costs[name])
-            rows = np.flatnonzero(self._counts.tables[name] == byte)[:room]
+            rows = self._counts.rows_with(name, byte, int(left / costs[name]))
             chosen.setdefault(name, []).append(rows)
             left -= rows.size * costs[name]
         return {name: np.sort(np.concatenate(parts)) for name, parts in chosen.items()}
