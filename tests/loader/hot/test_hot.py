@@ -14,6 +14,7 @@ from support import flip_bit
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.hot import counts as counts_module
 from tableside.loader.hot.counts import HOT, MOST, STEP, RowCounts, counts_name
 from tableside.loader.hot.hot import clear_hot, hot_folder, hot_path, newest_hot, open_hot
 from tableside.loader.hot.warm import Warmed, warm
@@ -146,7 +147,11 @@ def test_rows_that_are_asked_for_most_are_hot(model: Model, reading: Reading, na
     np.testing.assert_array_equal(reading.lookup(name, every), expected(model, name, every))
 
 
-def test_a_hot_segment_keeps_to_its_budget(model: Model, reading: Reading) -> None:
+def test_a_hot_segment_keeps_to_its_budget(
+    model: Model, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where counts are looked at in pieces that hold some rows each."""
+    monkeypatch.setattr(counts_module, "_AT_ONCE", 7_001)
     for budget in (200_000, 600_000):
         for name in TABLES:
             ask(reading, name, np.arange(ROWS))
