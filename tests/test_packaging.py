@@ -206,6 +206,7 @@ def test_a_redis_stream_without_its_client_names_the_extra(tmp_path: Path, root:
     assert line == "tableside: a Redis stream needs hiredis, which is not installed; install tableside[redis]"
 
 
+@pytest.mark.drawn(0.5)
 def test_fbgemm_modules_and_stashing_name_their_extras() -> None:
     path = os.pathsep.join([str(FIXTURES / "without"), str(TOP)])
     script = "from tableside.loader.tbe.tbe import init_tbe; init_tbe([])"

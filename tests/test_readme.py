@@ -140,6 +140,7 @@ def test_a_server_and_an_evaluation(tmp_path: Path, root: Path, monkeypatch: pyt
     assert json.loads(Path("runs/1/report.json").read_text())["rows"] == 500
 
 
+@pytest.mark.drawn(0.5)
 def test_python_and_curl(server: Server, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client, module and curl work as written against a server of the demo's features, on another port,
     and over its tables."""

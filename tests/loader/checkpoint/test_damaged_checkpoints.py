@@ -269,6 +269,7 @@ def _grid(rows: int, columns: int, path: Path) -> tuple[RowShard, ...]:
     return tuple(RowShard(path, 0, r, 1, c, 1) for r in range(rows) for c in range(columns))
 
 
+@pytest.mark.drawn(0.5)
 def test_shards_are_checked_in_little_time(tmp_path: Path) -> None:
     """40,000 shards, by row and column; comparing each with each would take minutes. The child's deadline
     is pytest's here."""

@@ -191,6 +191,7 @@ def test_an_index_of_safetensors_is_no_ps_json() -> None:
     )
 
 
+@pytest.mark.drawn(0.5)
 def test_the_command(tmp_path: Path) -> None:
     """`tableside init ps.json` writes the model.toml and says what has no meaning here."""
     path = ps_json(tmp_path / "ps.json", wdl(tmp_path / "m"))

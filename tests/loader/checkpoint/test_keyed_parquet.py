@@ -209,6 +209,7 @@ def test_float64_is_rounded_and_that_is_said_once(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip", "lz4"])
+@pytest.mark.drawn(5)
 def test_honest_pages_pass(version: str, compression: str, tmp_path: Path) -> None:
     """Page headers are read of either kind of pages, with dictionaries, checksums, indexes and statistics
     longer than a read."""

@@ -49,6 +49,7 @@ def test_changes_are_seen(oracle: Oracle, backend: str) -> None:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.drawn(0.5)
 def test_many_batches_are_merged_into_two_deltas(oracle: Oracle) -> None:
     """Small and large ones in turn: overwrites of overwrites, deletions of insertions, insertions of what
     was deleted."""

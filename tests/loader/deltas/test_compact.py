@@ -38,6 +38,7 @@ def found_by(table: object, ids: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     "row_format", [RowFormat.FP32, RowFormat.FP16, RowFormat.INT8], ids=lambda f: f.label
 )
+@pytest.mark.drawn(1)
 def test_a_version_has_the_rows_that_were_live(root: Path, row_format: RowFormat) -> None:
     """Overwritten, inserted and deleted ones, the ids and default rows of every table, and what checksums
     say of them."""
@@ -100,6 +101,7 @@ def test_one_byte_for_each_that_a_rebuilt_table_has(root: Path) -> None:
 
 
 @pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.drawn(1)
 def test_changes_that_come_meanwhile(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, batches: int) -> None:
     """They are applied, seen at once, and still there when the new version is live."""
     apply(oracle.model, ChangeBatch(oracle.change(100)))
@@ -154,6 +156,7 @@ STEPS = ("_CompactTable.write", "_Compaction._carry_over", "_Compaction._publish
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.drawn(1)
 def test_a_compaction_that_fails_leaves_what_was(
     oracle: Oracle, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

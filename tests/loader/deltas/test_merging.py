@@ -177,6 +177,7 @@ def test_a_full_file_system_ends_a_merge(
     oracle.check(attach_state(oracle.model))
 
 
+@pytest.mark.drawn(0.5)
 def test_a_merge_that_is_slow_is_waited_for(
     oracle: Oracle, merges: Merges, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_merge_that_is_slow_is_waited_for(
 
 
 @pytest.mark.parametrize(("row_format", "dim"), [("int8", 64), ("int4", 64), ("fp32", 3)])
+@pytest.mark.drawn(1)
 def test_rows_of_any_size_are_merged(
     publish: Callable[..., Loaded], root: Path, monkeypatch: pytest.MonkeyPatch, row_format: str, dim: int
 ) -> None:

@@ -357,6 +357,7 @@ def test_what_is_made_for_a_version_that_comes_meanwhile_stays(model: Model, rea
     assert {"1.counts", "2.counts"} <= set(os.listdir(hot_path(model.root, "m")))
 
 
+@pytest.mark.drawn(0.5)
 def test_a_plan_keeps_the_rows_that_it_reads(model: Model, reading: Reading) -> None:
     """Those of the hot segment, too, of which a lookup of many ids knows the numbers alone."""
     rows = np.arange(5000)

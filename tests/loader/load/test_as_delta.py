@@ -71,6 +71,7 @@ def check(root: Path, tmp_path: Path, spec: ModelSpec, ids: np.ndarray = IDS) ->
         np.testing.assert_array_equal(*found)
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_that_differ_are_published(first: ModelSpec, root: Path, tmp_path: Path) -> None:
     """Rows of row numbers and of raw ids, ids that came and ids that are gone, and over a delta again."""
     ids = IDS.copy()
@@ -161,6 +162,7 @@ UNFIT: dict[str, tuple[Callable[[Path], ModelSpec], str]] = {
 
 
 @pytest.mark.parametrize("unfit", UNFIT)
+@pytest.mark.drawn(3)
 def test_what_a_delta_cannot_say_is_not_published(
     first: ModelSpec, root: Path, tmp_path: Path, unfit: str
 ) -> None:

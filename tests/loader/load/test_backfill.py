@@ -26,6 +26,7 @@ def generation(
 
 
 @pytest.mark.parametrize("dim", [DIM, 26])
+@pytest.mark.drawn(1)
 def test_three_generations(root: Path, tmp_path: Path, dim: int) -> None:
     """An id has the newest row that there is of it, else what the oldest version yields; those taken over
     are told from the rest, and stay when the older versions go."""
@@ -57,6 +58,7 @@ def test_the_policy_of_the_oldest_version_is_an_error(root: Path, tmp_path: Path
 
 @pytest.mark.parametrize("older_missing", ["error", "zero"])
 @pytest.mark.parametrize("dim", [DIM, 26])
+@pytest.mark.drawn(2)
 def test_raw_ids_from_row_numbers(root: Path, tmp_path: Path, dim: int, older_missing: str) -> None:
     """The older version's rows are those of the ids from 0 on; its default row is no id's."""
     old, new = rows_of(5, dim), rows_of(2, dim, 1)
@@ -90,6 +92,7 @@ def test_row_numbers_from_row_numbers(
 
 @pytest.mark.parametrize("alignments", [(16, 4), (4, 16)])
 @pytest.mark.parametrize("is_raw", [True, False], ids=["raw ids", "row numbers"])
+@pytest.mark.drawn(2)
 def test_rows_of_another_alignment(
     root: Path, tmp_path: Path, alignments: tuple[int, int], is_raw: bool
 ) -> None:
@@ -105,6 +108,7 @@ def test_rows_of_another_alignment(
 
 
 @pytest.mark.parametrize("duplicates", ["first", "last", "error"])
+@pytest.mark.drawn(1)
 def test_an_id_of_both_has_the_checkpoints_row(root: Path, tmp_path: Path, duplicates: str) -> None:
     """Whatever `duplicates` says, which is of the checkpoint alone; there it still holds."""
     old, new = rows_of(3, DIM), rows_of(3, DIM, 1)
@@ -172,6 +176,7 @@ def test_a_dense_table_keeps_its_policy_where_nothing_is_taken_over(root: Path, 
         ([1], {"table": "u"}, "that version has no table 'u'; it has: t"),
     ],
 )
+@pytest.mark.drawn(3)
 def test_an_older_version_that_does_not_fit_is_refused(
     root: Path, tmp_path: Path, older: list[int], change: dict[str, Any], message: str
 ) -> None:

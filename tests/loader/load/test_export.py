@@ -120,6 +120,7 @@ def test_no_row(suffix: str, root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 @pytest.mark.parametrize("row_format", ["fp16", "fp32"])
+@pytest.mark.drawn(2)
 def test_loaded_again_the_rows_are_the_same_bytes(
     suffix: str, row_format: str, publish: Callable[..., Loaded], root: Path, tmp_path: Path
 ) -> None:
@@ -139,6 +140,7 @@ def test_loaded_again_the_rows_are_the_same_bytes(
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("row_format", ["fp16", "fp32"])
+@pytest.mark.drawn(3)
 def test_raw_ids_loaded_again_have_the_same_rows(
     suffix: str, row_format: str, root: Path, tmp_path: Path
 ) -> None:

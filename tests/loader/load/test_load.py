@@ -280,6 +280,7 @@ def test_a_flipped_bit_is_found_by_verify(publish: Publish, root: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "1", '"x"', "null", '{"current": {}, "latest": 1}', "[" * 100_000]
 )
+@pytest.mark.drawn(4)
 def test_an_unreadable_flip_record_names_the_remedy(text: str, publish: Publish, root: Path) -> None:
     """The remedy works, whatever stands there."""
     publish({"t": rows_of(10, 8)})

@@ -102,6 +102,7 @@ def test_a_slot_that_no_id_has_gives_no_id(root: Path, tmp_path: Path, dim: int)
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.drawn(3)
 def test_every_id_of_a_table_without_id_0_is_there(root: Path, tmp_path: Path, seed: int) -> None:
     """Among them the one whose row id 0 would have."""
     ids = np.random.default_rng(seed).permutation(5000)[:3000].astype(np.int64) + 1
@@ -111,6 +112,7 @@ def test_every_id_of_a_table_without_id_0_is_there(root: Path, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.drawn(1)
 def test_one_thread_and_two_write_the_same_segment(root: Path, tmp_path: Path, threads: int) -> None:
     """Rows and indexes byte for byte, which the checksums stand for; blocks come in any order."""
     ids = np.random.default_rng(3).permutation(60_000).astype(np.int64) * 7919

@@ -203,6 +203,7 @@ def test_damage_is_not_published_again(first: Loaded, root: Path, tmp_path: Path
     assert load(spec, root, only("dense")).version == 2
 
 
+@pytest.mark.drawn(0.5)
 def test_a_version_that_went_live_meanwhile_ends_the_load(
     first: Loaded, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,7 @@ def test_a_table_of_raw_ids_that_changed(
         check(root, {"raw": (raw[0][1:], raw[1][1:])})
 
 
+@pytest.mark.drawn(0.5)
 def test_other_values_of_row_numbers(again: Publish) -> None:
     """More rows, fewer rows, another default row."""
     again({})
@@ -174,6 +175,7 @@ def test_what_changed_since_is_not_in_it(again: Publish, root: Path) -> None:
 
 
 @pytest.mark.parametrize(("where", "left"), [("rows", {"dense", "more"}), ("index", set())])
+@pytest.mark.drawn(1)
 def test_a_damaged_file_is_not_linked(again: Publish, root: Path, where: str, left: set[str]) -> None:
     """With a damaged index the version cannot be attached, so nothing of it is compared."""
     again({})

@@ -111,6 +111,7 @@ def test_a_format_that_says_where_ids_are(tmp_path: Path) -> None:
     assert (table.name, table.key, table.raw) == ("user", "user", RawIds())
 
 
+@pytest.mark.drawn(0.5)
 def test_parquet_by_the_command(tmp_path: Path) -> None:
     """`tableside init` names the columns of vectors and of ids."""
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows_of(5, 4).ravel()), 4)

@@ -186,6 +186,7 @@ def test_wrong_configurations_are_named(tmp_path: Path, module: Any, message: st
         ("module.pt2", b"PK", "not a zip archive"),
     ],
 )
+@pytest.mark.drawn(3)
 def test_files_that_are_something_else_are_refused(
     tmp_path: Path, file: str, content: bytes, message: str
 ) -> None:

@@ -72,6 +72,7 @@ def test_layers_of_any_width_and_depth(width: int, depth: int, isa: str) -> None
     assert (np.abs(run(PackedLayers([layer]), given) - scores) <= off).all()
 
 
+@pytest.mark.drawn(1)
 def test_a_rows_scores_do_not_depend_on_the_rows_beside_it(isa: str) -> None:
     """To the last bit, and whatever the number of threads: batches may be cut and joined anywhere."""
     found, inputs = found_in(program(deep)), inputs_of(300)
@@ -82,6 +83,7 @@ def test_a_rows_scores_do_not_depend_on_the_rows_beside_it(isa: str) -> None:
         assert np.array_equal(alone, together[start:end])
 
 
+@pytest.mark.drawn(1)
 def test_fp16_inputs_are_read_as_they_are(isa: str) -> None:
     """Vectors of features whose output is fp16 give what their fp32 values give."""
     found, (user, context) = found_in(program(mlp)), inputs_of(9)
@@ -92,6 +94,7 @@ def test_fp16_inputs_are_read_as_they_are(isa: str) -> None:
     )
 
 
+@pytest.mark.drawn(1)
 def test_the_first_row_that_is_not_finite_is_found(isa: str) -> None:
     """A number that is none stays none through every activation, and no other row is changed by it."""
     packed, inputs = PackedLayers(found_in(program(deep))), inputs_of(200)
@@ -104,6 +107,7 @@ def test_the_first_row_that_is_not_finite_is_found(isa: str) -> None:
     assert np.array_equal(np.delete(scores, [90, 150], 0), np.delete(expected, [90, 150], 0))
 
 
+@pytest.mark.drawn(1)
 def test_scores_go_beside_vectors_in_one_buffer(isa: str) -> None:
     """Vectors lie in the buffer that scores are written to, behind them and at any byte; nothing else is
     written."""
@@ -117,6 +121,7 @@ def test_scores_go_beside_vectors_in_one_buffer(isa: str) -> None:
     assert np.array_equal(outputs[2 : 2 + inputs[0].nbytes], inputs[0].view(np.uint8).ravel())
 
 
+@pytest.mark.drawn(1)
 def test_rows_may_lie_apart(isa: str) -> None:
     """Vectors of several features side by side, as a kjt's are: each feature's rows begin a whole row of
     all of them apart."""

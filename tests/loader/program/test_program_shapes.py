@@ -102,6 +102,7 @@ def test_a_batch_norm_that_reads_beyond_its_statistics_is_not_published(
 
 
 @pytest.mark.parametrize("name", STATISTICS)
+@pytest.mark.drawn(2)
 def test_such_a_batch_norm_is_refused_at_the_call(name: str) -> None:
     """Whatever was propagated before: the kernel never sees it."""
     bad = read_program(shrunk(exported(Scores(batch_norm, **STATISTICS), user=8), name, 2))

@@ -60,6 +60,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
         until(is_given_back)  # a process that ends has its pages for a moment more
 
 
+@pytest.mark.drawn(0.5)
 def test_a_version_is_published_attached_and_replaced(publish: Publish, root: Path) -> None:
     """Rows, record, rollback and removal; the loader says the pages; sizes are whole pages."""
     first, second = rows_of(1000, 32, 1), rows_of(60_000, 32, 2)
@@ -88,6 +89,7 @@ def test_a_version_is_published_attached_and_replaced(publish: Publish, root: Pa
     }
 
 
+@pytest.mark.drawn(0.5)
 def test_pages_are_counted_and_given_back(publish: Publish, root: Path) -> None:
     """What is free is the file system's; a model takes two pages for its record, and those of its versions
     until they go."""

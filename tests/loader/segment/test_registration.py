@@ -74,6 +74,7 @@ def test_the_whole_segment_is_registered_and_unregistered(
     assert cudart.calls[1:] == [("unregister", address, True)]
 
 
+@pytest.mark.drawn(0.5)
 def test_it_is_undone_before_the_segment_is_unmapped(publish: Publish, root: Path) -> None:
     publish({"t": rows_of(1000, 32)})
     cudart = Cudart()
@@ -96,6 +97,7 @@ def test_it_is_undone_before_the_segment_is_unmapped(publish: Publish, root: Pat
         (304, True, r"\(error 304\); serve with --placement hbm or host"),
     ],
 )
+@pytest.mark.drawn(6)
 def test_refusals_say_what_to_do(segment: Segment, code: int, read_only: bool, message: str) -> None:
     cudart = Cudart(code)
     with pytest.raises(RegistrationError, match=message) as caught:

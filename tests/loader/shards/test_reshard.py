@@ -89,6 +89,7 @@ def test_each_id_is_with_one_owner(case: str, owners: int, root: Path) -> None:
 
 
 @pytest.mark.parametrize("case", TABLES)
+@pytest.mark.drawn(7)
 def test_policies_and_default_rows_go_with_each_owner(case: str, root: Path) -> None:
     """Byte for byte, whether its buckets are empty or not."""
     publish_tables(root, {"t": TABLES[case]})

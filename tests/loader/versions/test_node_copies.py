@@ -196,7 +196,7 @@ def test_what_copies_may_be(said: object, publish: Publish) -> None:
         publish(TABLES, copies=said)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("what", ["kill", "full"])
 @pytest.mark.parametrize("only", [(), ("b",)])
 def test_every_step(

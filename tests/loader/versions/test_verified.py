@@ -172,6 +172,7 @@ def test_a_process_waits_for_the_one_that_reads(
     assert read == ["1.segment"]
 
 
+@pytest.mark.drawn(0.5)
 def test_a_process_that_reads_for_too_long_is_not_waited_for(
     model: Model, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

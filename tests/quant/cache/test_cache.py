@@ -86,6 +86,7 @@ def test_what_was_fetched_is_hit() -> None:
     assert (found.inserted, found.evicted, found.occupied, found.tickets) == (70, 0, 70, 2)
 
 
+@pytest.mark.drawn(0.5)
 def test_lru_evicts_what_was_not_used_for_longest() -> None:
     t = CachedTables(13_000, settings(staging_fraction=0.0), {"a": (1000, 48)})
     slots = t.cache.slots
@@ -114,6 +115,7 @@ def test_a_scan(policy: Policy, stay: bool) -> None:
 
 
 @pytest.mark.sanitized_gpu
+@pytest.mark.drawn(0.5)
 def test_rows_in_use_are_not_evicted() -> None:
     """While a ticket is out that uses every slot, others get none; once it is released, they do."""
     t = CachedTables(9_000, settings(staging_buffers=2, staging_fraction=0.3), {"a": (1000, 48)})
@@ -130,6 +132,7 @@ def test_rows_in_use_are_not_evicted() -> None:
 
 
 @pytest.mark.sanitized_gpu
+@pytest.mark.drawn(0.5)
 def test_a_ticket_that_is_let_go_is_released() -> None:
     """The next batch may evict what it used: as many rows as it admits, whichever they are."""
     t = CachedTables(9_000, settings(), {"a": (1000, 48)})
@@ -163,6 +166,7 @@ def test_a_staging_buffer_is_used_to_its_last_row() -> None:
     t.check(ticket, ids)
 
 
+@pytest.mark.drawn(0.5)
 def test_pages_that_moved_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hot ids are read some pages at a time; those that went to another class in between hold other rows by
     then.
@@ -203,6 +207,7 @@ def test_another_size_of_rows_gets_its_pages() -> None:
 
 
 @pytest.mark.sanitized_gpu
+@pytest.mark.drawn(0.5)
 def test_forgotten_rows_are_gone() -> None:
     """The next table gets the number of the last one, and none of its rows."""
     t = CachedTables(30_000, settings(), {"a": (100, 48)})
@@ -215,6 +220,7 @@ def test_forgotten_rows_are_gone() -> None:
     assert t.hits() == 0
 
 
+@pytest.mark.drawn(0.5)
 def test_hot_ids_come_hottest_first() -> None:
     t = CachedTables(30_000, settings(Policy.LFU), {"a": (300, 48)})
     for first in (0, 30, 30, 20, 0):  # the last use tells none of them apart

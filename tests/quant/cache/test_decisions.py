@@ -68,6 +68,7 @@ def test_pages_go_to_the_rows_that_need_them(monkeypatch: pytest.MonkeyPatch) ->
     assert after[0] > before[0] and after[1] < before[1]
 
 
+@pytest.mark.drawn(0.5)
 def test_a_row_that_goes_leaves_its_chain() -> None:
     """Its node is reached from the bucket of its new key alone."""
     t = CachedTables(6_000, settings(Policy.LRU), {"a": (1000, 48)})

@@ -68,6 +68,7 @@ def staged(lookup: TensorLookup, ids: torch.Tensor) -> StagedLookup:
 
 
 @pytest.mark.sanitized_gpu
+@pytest.mark.drawn(0.5)
 def test_prefetched_and_forwarded() -> None:
     """Two batches ahead: each call reads what its own ticket brought."""
     backend = GpuBackend(tables.DEVICE, choose())

@@ -76,6 +76,7 @@ def test_rows_that_the_successor_has_stay_where_they_are(monkeypatch: pytest.Mon
     assert sorted(t.cache.hot(old)) == [*range(30, 50)]
 
 
+@pytest.mark.drawn(0.5)
 def test_batches_in_flight_read_on() -> None:
     """What a ticket found is there until it is released, under whatever name; then the slots are as
     others."""

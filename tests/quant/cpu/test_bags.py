@@ -58,6 +58,7 @@ def read(found: tuple[object, int] | None, count: int) -> list[int] | None:
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
+@pytest.mark.drawn(0.5)
 def test_lengths_are_those_that_plain_python_gives(data: st.DataObject) -> None:
     """Good ones, those that a hostile number spoils, and offsets that descend; at any alignment."""
     form, dtype = (

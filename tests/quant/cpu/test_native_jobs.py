@@ -135,6 +135,7 @@ def _copied(array: np.ndarray | None) -> np.ndarray | None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
+@pytest.mark.drawn(0.5)
 def test_a_changed_gather_is_refused_or_stays_in_its_buffers(data: st.DataObject) -> None:
     """The same for rows that are copied as they are packed."""
     inputs, n, _, _ = data.draw(inputs_of())

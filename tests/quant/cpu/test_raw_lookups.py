@@ -65,6 +65,7 @@ def check(backend: CpuBackend, raw: RawTable, asked: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.drawn(27)
 def test_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
     """A row for each id that is there, the default row for each that is not: neighbours, extremes, and any
     in an empty table."""
@@ -72,6 +73,7 @@ def test_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("row_format", "dim"), [*LAYOUTS, *ODD], ids=lambda x: getattr(x, "label", x))
+@pytest.mark.drawn(27)
 def test_rows_of_every_layout(backend: CpuBackend, row_format: RowFormat, dim: int) -> None:
     """Whether ids lie in the padding or beside the rows, and however many lines of the cache a row has."""
     check(backend, raw_table(KINDS["random"], row_format, dim), asked_of(KINDS["random"]))
@@ -272,6 +274,7 @@ def test_a_missing_id_counts_in_a_mean(backend: CpuBackend) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, 16, 39])
 @pytest.mark.parametrize("kind", ["random", "none", "one"])
+@pytest.mark.drawn(30)
 def test_a_missing_id_is_refused(backend: CpuBackend, kind: str, position: int) -> None:
     """The error names its position, the id, and how many ids the table has."""
     raw = raw_table(KINDS[kind])

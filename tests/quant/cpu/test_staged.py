@@ -51,6 +51,7 @@ def source_of(table: FetchedTable) -> FromArray:
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
+@pytest.mark.drawn(0.5)
 def test_fetched_rows_give_what_rows_in_memory_give(seed: int) -> None:
     """By every backend, beside tables in memory, also what is wrong, and where."""
     drawn, rng = Drawn(seed), random.Random(seed)

@@ -62,6 +62,7 @@ def expected(n: int, ids: np.ndarray) -> np.ndarray:
     return expected_of(TABLES[n], ids, LENGTHS, Pooling.SUM)
 
 
+@pytest.mark.drawn(0.5)
 def test_ids_and_vectors_elsewhere_beside_requests_of_the_host() -> None:
     """What is not elsewhere comes from the inputs, or goes to the outputs; offsets are any; nothing else
     is written."""

@@ -220,6 +220,7 @@ def test_large_inputs_in_locked_memory_are_left_to_the_device() -> None:
         one.write([view[: size - 1], *asked[1:]], host, one.sizes.inputs, [(begin, begin + 2 * size)])
 
 
+@pytest.mark.drawn(0.5)
 def test_what_the_device_copies_by_itself_gives_the_same_vectors() -> None:
     """In a batch with a request that the CPU stages; the memory is let go with its last view."""
     backend = GpuBackend(tables.DEVICE, choose())

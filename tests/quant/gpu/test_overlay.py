@@ -69,6 +69,7 @@ def test_row_numbers(where: str, default: bool) -> None:
 
 @pytest.mark.parametrize("where", ["hbm", "stashable", "host"])
 @pytest.mark.parametrize(("row_format", "dim"), [(RowFormat.INT8, 64), (RowFormat.INT2, 16)])
+@pytest.mark.drawn(3)
 def test_rows_without_padding_are_padded_as_they_are_copied(
     where: str, row_format: RowFormat, dim: int
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_planner_gives_what_plans_give(where: str) -> None:
     assert unfound == [Unfound(int((~made.expected_found(asked)).sum()), 0)] * 2
 
 
+@pytest.mark.drawn(0.5)
 def test_tensors() -> None:
     """Tensors of each feature, and packed ones; a feature without an overlay beside."""
     made, backend = raw(), new_backend()

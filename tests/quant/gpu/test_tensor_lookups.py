@@ -162,6 +162,7 @@ def test_ids_of_all_features_in_one_tensor(chosen: Any, offset_type: type) -> No
     assert len(lookup._packed) == 2, "one for calls with weights, one without: lengths send nothing"
 
 
+@pytest.mark.drawn(0.5)
 def test_ids_without_a_row_are_counted() -> None:
     """Both ways, by feature."""
     (raw,) = (f for f in features() if f.name == "raw")

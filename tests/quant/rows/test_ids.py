@@ -118,6 +118,7 @@ def test_places_are_those_of_the_formulas(kind: str, bucket_ids: int) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
+@pytest.mark.drawn(0.5)
 def test_the_native_kernel_places_ids_as_specified(data: st.DataObject) -> None:
     """`find_rows` is `IdIndex.places`, for ids of the index and any others."""
     ids = np.array(data.draw(st.lists(IDS, max_size=300, unique=True)), np.int64)
@@ -163,6 +164,7 @@ def check_resolved(table: Table, asked: np.ndarray, isa: str) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
+@pytest.mark.drawn(0.5)
 def test_the_native_kernel_resolves_ids_as_specified(data: st.DataObject) -> None:
     """What it reads is the row of `RowMap.find`, on every instruction set, for any number of ids of a
     request."""

@@ -34,6 +34,7 @@ def write(scorer: str, *features: str) -> None:
     Path("m.toml").write_text(f"name = 'm'\ncheckpoint = 'c.npz'\n{tables}{listed}[scorer]\n{scorer}")
 
 
+@pytest.mark.drawn(0.5)
 def test_a_load_says_what_the_scorer_takes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An input that became dense, the feature that may have been meant by it, and one that is not scored."""
     Path("s.pt2").write_bytes(exported(Ctr(8, 8, 3), user=8, clicked=8, context=3))

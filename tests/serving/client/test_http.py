@@ -188,6 +188,7 @@ def test_no_proxy_of_the_environment_is_used(
 
 
 @needs_openssl
+@pytest.mark.drawn(1)
 def test_https(connect: Callable[..., Both], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Bodies larger than a TLS record arrive, connections are used again, and a certificate that nobody
     signed is refused."""

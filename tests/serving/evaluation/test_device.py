@@ -78,7 +78,7 @@ def candidates(root: Path, *versions: int) -> list[Candidate]:
     return [Candidate("ctr", v, Model(root, "ctr").attach(v).content()) for v in versions]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("options", "server"),
     [
@@ -169,6 +169,7 @@ def _without_stash(job: Job) -> Job:
     return replace(job, stash=False)
 
 
+@pytest.mark.drawn(0.5)
 def test_batches_go_to_the_device_together(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +192,7 @@ def test_batches_go_to_the_device_together(
     assert [len(g) for g in device.groups(batches)] == [3, 3, 3]
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_that_are_scored_alone_are_laid_out_together(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ def test_a_footer_is_read_once(root: Path, tmp_path: Path, monkeypatch: pytest.M
     assert len(shards) == 5 and rows() == ROWS and set(seen) == {str(path)} and len(seen) == 3
 
 
+@pytest.mark.drawn(0.5)
 def test_shards_to_come_are_decoded_meanwhile(root: Path, tmp_path: Path) -> None:
     """The first one's table is there only after the pool gave the second; they come in order."""
     publish(root, tmp_path, "fp32")

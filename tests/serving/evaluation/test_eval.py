@@ -34,7 +34,7 @@ from tableside.serving.settings import ServerSettings
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(("kind", "workers"), [("parquet", 2), ("jsonl", 1)])
 def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: str, workers: int) -> None:
     publish(root, tmp_path)
@@ -249,6 +249,7 @@ def test_ray_gives_what_the_processes_give(root: Path, tmp_path: Path) -> None:
     assert {p.name for p in Path("/tmp").glob("*ray*")} <= before | {"ray"}
 
 
+@pytest.mark.drawn(0.5)
 def test_a_machine_that_has_not_the_model_publishes_it_once(root: Path, tmp_path: Path) -> None:
     """From its model.toml, and only where the bytes are the same; whoever else asks attaches what is
     there."""

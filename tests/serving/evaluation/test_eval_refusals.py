@@ -97,6 +97,7 @@ class Unsure(Ctr):
         return 7 + super().forward(user, clicked, context)
 
 
+@pytest.mark.drawn(0.5)
 def test_scores_that_are_no_probabilities_are_named(root: Path, tmp_path: Path) -> None:
     """Log loss and NE mean nothing for them: the error names the rows, the range and the remedy."""
     path = model(tmp_path)

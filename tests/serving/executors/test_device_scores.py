@@ -55,6 +55,7 @@ def test_scores_of_a_mixed_batch_are_those_of_the_cpu(root: Path, tmp_path: Path
     assert [n for n, f in enumerate(found) if isinstance(f, ApiError)] == [3, 12]
 
 
+@pytest.mark.drawn(0.5)
 def test_scores_are_of_the_state_that_a_request_took(root: Path, tmp_path: Path) -> None:
     """Requests of two states in one batch, with one scorer."""
     publish(root, tmp_path, "ctr")
@@ -83,6 +84,7 @@ def test_scores_are_of_the_state_that_a_request_took(root: Path, tmp_path: Path)
     assert not np.allclose(scores[0], scores[2])
 
 
+@pytest.mark.drawn(0.5)
 def test_a_request_at_fault_is_refused_alone(root: Path, tmp_path: Path) -> None:
     """A dense tensor that is not finite: its own request gets the CPU's error, the others their scores."""
     publish(root, tmp_path, "ctr")
@@ -293,6 +295,7 @@ def test_answers_over_http_are_those_of_a_cpu_server(start: Start, root: Path, t
                 client.score("ctr", {**IDS, "clicked": [[4, 5], [], [100]]}, {"context": CONTEXT})
 
 
+@pytest.mark.drawn(0.5)
 def test_a_scorer_goes_with_its_version(root: Path, tmp_path: Path) -> None:
     """With its memory on the device, at once: no reference of its own keeps it."""
     publish(root, tmp_path, "ctr", "dot")

@@ -97,6 +97,7 @@ def applied(model: Model) -> list[int]:
 
 
 @pytest.mark.parametrize("bad", BAD)
+@pytest.mark.drawn(6)
 def test_what_comes_before_a_bad_change_is_applied(
     model: Model, send: Callable[..., ChangeSource], bad: str
 ) -> None:

@@ -58,6 +58,7 @@ def test_both_protocols_are_described(server: Any, described: dict[str, Any]) ->
             )
 
 
+@pytest.mark.drawn(0.5)
 def test_the_page_names_no_other_host(server: Any) -> None:
     text = server.get("/docs").text
     files = re.findall(r'(?:src|href)="([^"]+)"', text)

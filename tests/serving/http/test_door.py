@@ -75,6 +75,7 @@ def test_a_thousand_requests_in_one_write_are_answered_in_order(
             assert reader.response()[2] == b'{"live":true}'
 
 
+@pytest.mark.drawn(0.5)
 def test_a_refusal_waits_for_a_large_answer_before_it(connection: socket.socket, reader: Reader) -> None:
     """A large lookup runs beside the event loop, and the request behind it is no HTTP: first its answer,
     then the refusal."""
@@ -83,6 +84,7 @@ def test_a_refusal_waits_for_a_large_answer_before_it(connection: socket.socket,
     assert reader.file.read() == b""
 
 
+@pytest.mark.drawn(0.5)
 def test_a_refused_body_waits_for_a_large_answer_before_it(connection: socket.socket, reader: Reader) -> None:
     """The same, where the request behind it is whole but for its body, which is broken."""
     broken = b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc"

@@ -80,6 +80,7 @@ def test_headers_that_never_end(connect: Callable[[], socket.socket]) -> None:
     assert answer(connection) == (408, "the headers did not arrive within 1 s; send the request in one go")
 
 
+@pytest.mark.drawn(0.5)
 def test_headers_that_drip(connect: Callable[[], socket.socket]) -> None:
     """A byte now and then does not extend the deadline."""
     connection = connect()
@@ -103,6 +104,7 @@ def test_a_body_that_never_comes(connect: Callable[[], socket.socket]) -> None:
     assert answer(connection) == (408, "the body did not arrive within 2 s; send the request in one go")
 
 
+@pytest.mark.drawn(0.5)
 def test_a_connection_without_a_request(connect: Callable[[], socket.socket]) -> None:
     """Closed after header_timeout_s, without a word."""
     assert everything(connect()) == b""
@@ -127,6 +129,7 @@ def test_idle_connections_make_room(connect: Callable[[], socket.socket]) -> Non
         assert status(one) == 200
 
 
+@pytest.mark.drawn(0.5)
 def test_a_kept_connection_that_goes_quiet(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -148,6 +151,7 @@ def test_headers_that_are_too_large(connect: Callable[[], socket.socket], parts:
     assert "exceed 2,000 bytes, the limit (max_header_bytes)" in error
 
 
+@pytest.mark.drawn(0.5)
 def test_an_address_that_is_too_long_without_headers(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /health?" + b"y" * 3000 + b" HTTP/1.0\r\n\r\n")
@@ -156,6 +160,7 @@ def test_an_address_that_is_too_long_without_headers(connect: Callable[[], socke
     assert "exceed 2,000 bytes, the limit (max_header_bytes)" in error
 
 
+@pytest.mark.drawn(0.5)
 def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket]) -> None:
     """Refused before the body comes; a client that sends on still gets the answer."""
     connection = connect()
@@ -167,6 +172,7 @@ def test_a_declared_body_that_is_too_large(connect: Callable[[], socket.socket])
     assert "the limit is 100,000 (max_body_bytes)" in error
 
 
+@pytest.mark.drawn(0.5)
 def test_a_chunked_body_that_grows_too_large(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(
@@ -189,6 +195,7 @@ def test_what_is_not_http(connect: Callable[[], socket.socket], garbage: bytes) 
     assert answer(connection)[0] == 400
 
 
+@pytest.mark.drawn(0.5)
 def test_too_many_connections(connect: Callable[[], socket.socket], tight: Server) -> None:
     """Where all have a request under way the ninth gets 503; when others leave, requests are answered
     again."""
@@ -234,6 +241,7 @@ def test_a_client_that_does_not_read(connect: Callable[[], socket.socket], tight
     connection.close()
 
 
+@pytest.mark.drawn(0.5)
 def test_trailers_without_end(connect: Callable[[], socket.socket]) -> None:
     """Trailers of a chunked body are limited like headers, and are not taken for headers."""
     connection = connect()
@@ -245,6 +253,7 @@ def test_trailers_without_end(connect: Callable[[], socket.socket]) -> None:
     assert answer(connection)[0] == 431
 
 
+@pytest.mark.drawn(0.5)
 def test_blank_lines_do_not_keep_a_connection(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -253,6 +262,7 @@ def test_blank_lines_do_not_keep_a_connection(connect: Callable[[], socket.socke
     assert everything(connection) == b""
 
 
+@pytest.mark.drawn(0.5)
 def test_garbage_after_a_request_does_not_eat_its_answer(connect: Callable[[], socket.socket]) -> None:
     body = json.dumps({"model": "demo", "features": {"user": [[1]]}}).encode()
     connection = connect()
@@ -348,12 +358,14 @@ def test_a_body_whose_end_is_in_doubt(connect: Callable[[], socket.socket]) -> N
         assert (found.count(b"HTTP/1.1 "), int(found.split()[1])) == (1, expected), framing
 
 
+@pytest.mark.drawn(0.5)
 def test_chunks_of_an_old_client(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"POST /v1/lookup HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
     assert answer(connection)[0] == 400
 
 
+@pytest.mark.drawn(0.5)
 def test_a_proxy_is_not_here(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(
@@ -374,6 +386,7 @@ def test_answers_come_in_order(connect: Callable[[], socket.socket]) -> None:
         assert [a[:3] for a in answers] == [b"200"] * before + [b"400"]
 
 
+@pytest.mark.drawn(0.5)
 def test_pipelined_requests_are_all_answered(connect: Callable[[], socket.socket]) -> None:
     connection = connect()
     connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 5)

@@ -30,6 +30,7 @@ POSTS = (
 
 
 @pytest.mark.parametrize("path", GETS)
+@pytest.mark.drawn(6)
 def test_head_is_get_without_its_body(server: Any, path: str) -> None:
     with httpx.Client(base_url=server.url) as client:
         head, got = client.head(path), client.get(path)

@@ -106,6 +106,7 @@ def ask(server: Server, **change: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/score", json=body, timeout=300)
 
 
+@pytest.mark.drawn(0.5)
 def test_json_scores(served: Server) -> None:
     answer = ask(served).json()
     assert (answer["model"], answer["version"]) == ("ctr", 1)
@@ -264,6 +265,7 @@ class Centred(Ctr):
 
 
 @pytest.mark.parametrize(("module", "is_row_wise"), [(Ctr, True), (Centred, False)])
+@pytest.mark.drawn(1)
 def test_scorers_that_look_at_other_rows_are_known(
     root: Path, tmp_path: Path, module: type[Ctr], is_row_wise: bool
 ) -> None:

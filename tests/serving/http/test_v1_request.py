@@ -123,6 +123,7 @@ POOLED = {name: bags for name, bags in GOOD.items() if name != "words"}
     ],
     ids=["bags", "alike", "fp16 alike", "empty bag", "no bags", "jagged", "weighted", "keys in any order"],
 )
+@pytest.mark.drawn(4)
 def test_features_of_one_form(version: ServedVersion, features: Any) -> None:
     """The extension takes them, with their found masks too."""
     for more in ({}, {"found": True}, {"found": False, "version": None}):
@@ -176,6 +177,7 @@ def test_any_spelling(version: ServedVersion, text: bytes) -> None:
         b'{"model":"demo","features":{"user":' + b"[" * 2000 + b"]" * 2000 + b"}}",
     ],
 )
+@pytest.mark.drawn(12)
 def test_what_is_no_request(version: ServedVersion, text: bytes) -> None:
     assert v1_request.read(text, False) is None
     with pytest.raises(ApiError):
@@ -362,6 +364,7 @@ def test_vectors_come_back_as_they_are(version: ServedVersion) -> None:
         {"user": [[1, 2, 3], [1, 2, 3]]},
     ],
 )
+@pytest.mark.drawn(4)
 def test_dense_inputs_that_are_wrong(version: ServedVersion, dense: Any) -> None:
     text = text_of({"user": [[1, 2], [3]], "item": [[4], []]}, dense=dense)
     assert laid_out(version, text, score=True) is None

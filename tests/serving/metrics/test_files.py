@@ -224,6 +224,7 @@ print(firsts)
 """
 
 
+@pytest.mark.drawn(0.5)
 def test_a_request_is_counted_where_metrics_are_read(tmp_path: Path) -> None:
     """Counts, sums and buckets that are added to in place, also after more was reserved."""
     out, error = counting(TALLYING, tmp_path, tmp_path).communicate(timeout=300)

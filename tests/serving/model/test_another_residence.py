@@ -74,7 +74,7 @@ def publish_rows(root: Path, folder: Path, **missing: str) -> np.ndarray:
     return values
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @OPTIONS
 def test_a_server_reads_through_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]

@@ -88,6 +88,7 @@ def test_rows_are_verified_while_they_are_placed(
 
 
 @pytest.mark.usefixtures("table_files")
+@pytest.mark.drawn(0.5)
 def test_a_table_that_did_not_change_stays_in_hbm(root: Path, publish: Publish) -> None:
     """A version that replaces another shares the memory of tables in the same file; what else that one had
     goes with it."""

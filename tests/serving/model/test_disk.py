@@ -88,7 +88,7 @@ def placements(server: Server) -> list[str]:
     return [t["placement"] for t in server.get("/v1/models").json()["models"][0]["tables"]]
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @OPTIONS
 def test_rows_are_served_from_a_disk(
     serve: Callable[..., Server], model: Model, options: tuple[object, ...]
@@ -130,7 +130,7 @@ def raw_model(disk: Path, tmp_path: Path) -> Model:
     return Model(disk, "m")
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @OPTIONS
 def test_raw_ids_are_found_in_rows_on_a_disk(
     raw_model: Model, disk: Path, options: tuple[object, ...]
@@ -285,7 +285,7 @@ def hot_ids(server: Server) -> dict[str, float]:
     return {answer: float(count) for answer, count in found}
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.thorough
 def test_rows_that_are_asked_for_most_come_to_memory_and_go_with_their_version(
     serve: Callable[..., Server], model: Model, tmp_path: Path
 ) -> None:

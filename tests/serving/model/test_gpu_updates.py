@@ -71,7 +71,7 @@ class Worker:
             np.testing.assert_array_equal(found, rows[name], name)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy", "host"])
 def test_states_answer_as_a_dictionary_does(
     root: Path, placement: str, monkeypatch: pytest.MonkeyPatch
@@ -204,6 +204,7 @@ def test_rows_that_the_budget_does_not_hold_are_read_in_host_memory(
     worker.check(later, worker.rows())
 
 
+@pytest.mark.drawn(0.5)
 def test_what_deltas_need_is_compiled_with_the_version(root: Path) -> None:
     """The kernel that looks into deltas was launched before there is any, and no other one is launched for
     the first."""

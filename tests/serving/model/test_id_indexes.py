@@ -98,6 +98,7 @@ def placer(budget: int, placement: str) -> Placer:
 @pytest.mark.parametrize(
     ("placement", "copies_ids"), [("hbm", True), ("zero_copy", True), ("zero_copy", False)]
 )
+@pytest.mark.drawn(3)
 def test_the_budget_counts_what_an_index_takes(
     table: Table, placement: str, copies_ids: bool, attach: Callable[[dict[str, Table]], Segment]
 ) -> None:

@@ -212,6 +212,7 @@ def test_masks_have_the_shape_of_the_ids(served: Server, is_compact: bool) -> No
         assert empty.found["user"].shape == (2, 0) and not empty.vectors["user"].any()
 
 
+@pytest.mark.drawn(1)
 def test_only_a_mask_may_be_asked_for(served: Server) -> None:
     """And a mask whose input did not come, or that comes twice, is refused by its name."""
     told: dict[str, Any] = {
@@ -233,6 +234,7 @@ def test_only_a_mask_may_be_asked_for(served: Server) -> None:
         assert refused.status_code == 400 and message in refused.json()["error"]
 
 
+@pytest.mark.drawn(1)
 def test_v1_takes_true_or_false(served: Server) -> None:
     """Without `found` or with false the answer has no masks; anything else is refused, and so is a mask
     beside scores."""
@@ -332,6 +334,7 @@ def test_a_gauge_says_how_many_rows_were_backfilled(served: Server) -> None:
 
 
 @pytest.mark.parametrize("way", ["v1", "client", "compact"])
+@pytest.mark.drawn(3)
 def test_scores_of_missing_ids(served: Server, way: str) -> None:
     """A missing id's default row is scored as any other. The products are whole numbers below 2^24: bit
     for bit."""

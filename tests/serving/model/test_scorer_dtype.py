@@ -122,6 +122,7 @@ def test_vectors_that_the_host_looked_up_are_scored_in_the_same_precision(root: 
         check_ctr(a, Precision.FP16, found, wanted)
 
 
+@pytest.mark.drawn(0.5)
 def test_a_score_beyond_fp16_is_refused(root: Path, tmp_path: Path) -> None:
     """With what fp16 holds at most; the same dense tensor is scored in bf16."""
     publish(root, tmp_path, "ctr")
@@ -216,6 +217,7 @@ def opened(root: Path, folder: Path, module: torch.nn.Module, precision: Precisi
         ),
     ],
 )
+@pytest.mark.drawn(1)
 def test_a_program_that_mixes_types_is_refused(
     root: Path, tmp_path: Path, module: torch.nn.Module, named: str
 ) -> None:

@@ -27,7 +27,7 @@ Tables = dict[str, np.ndarray]
 TOLERANCE = 40 * 200 * 2.0**-24  # as in test_embeddings.py
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("placement", ["hbm", "zero_copy", "cached"])
 def test_vectors_are_those_of_the_cpu(model: str, placement: str) -> None:
     """Every form, weights, and a second call of the same shapes with other ids."""
@@ -129,6 +129,7 @@ def test_a_module_follows_changes_of_rows(model: str, placement: str) -> None:
 KEYS, LENGTHS = ["page_sum", "user_sum"], torch.tensor([10, 0, 9, 30], dtype=torch.int32)
 
 
+@pytest.mark.drawn(0.5)
 def test_keyed_tensors_are_those_of_the_cpu(model: str) -> None:
     """TorchRec's, in another order of keys, pooled and not; by its lengths or by its offsets."""
     torchrec = pytest.importorskip("torchrec")
@@ -350,6 +351,7 @@ def test_compiled_calls_of_a_dict_are_replayed(model: str) -> None:
 
 
 @pytest.mark.usefixtures("by_refresh")
+@pytest.mark.drawn(0.5)
 def test_a_replaced_version_leaves_the_device(
     model: str, publish_again: Callable[..., Any], tables: Tables
 ) -> None:

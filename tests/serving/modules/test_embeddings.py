@@ -92,6 +92,7 @@ def test_weights_multiply_rows(model: str, tables: Tables, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (2, 3, 4)])
+@pytest.mark.drawn(4)
 def test_ids_of_any_shape_give_a_vector_each(model: str, tables: Tables, shape: tuple[int, ...]) -> None:
     """As torch.nn.Embedding, bit for bit."""
     ids = torch.randint(0, ROWS, shape, generator=torch.Generator().manual_seed(1))

@@ -163,6 +163,7 @@ def test_a_wrong_id_is_refused_and_a_wrong_length_too(formats: str) -> None:
         assert errors[0] == errors[1]
 
 
+@pytest.mark.drawn(0.5)
 def test_swapped_and_compiled_calls_go_through_it(formats: str) -> None:
     """The backend is part of what a program names."""
     model = torch.nn.ModuleDict({"int8_sum": torch.nn.EmbeddingBag(ROWS, DIMS["int8"], mode="sum")})

@@ -98,6 +98,7 @@ def codes_of(children: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
+@pytest.mark.drawn(0.5)
 def test_processes_of_multiprocessing(busy: Answers) -> None:
     """Forked together."""
     context = multiprocessing.get_context("fork")

@@ -170,6 +170,7 @@ def test_a_bad_id_is_named_with_the_feature_that_it_is_of(model: str) -> None:
         (4, [2**32 + 1, 1, 1, 1, 0, 0], "add up to 4294967300, but there are 4 ids"),
     ],
 )
+@pytest.mark.drawn(3)
 def test_lengths_that_are_not_those_ids_are_refused(
     model: str, values: int, lengths: list[int], message: str
 ) -> None:

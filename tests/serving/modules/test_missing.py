@@ -111,6 +111,7 @@ def test_counts_go_on_over_versions(publish_tables: Callable[..., str], device: 
     assert bags.missing_ids() == {"a": Unfound(4, 0), "b": Unfound(2, 0), "strict": NONE}
 
 
+@pytest.mark.drawn(1)
 def test_rows_of_an_older_version_are_counted_apart(root: Path, tmp_path: Path, device: str) -> None:
     """As `backfilled`, where the table took them from a version before."""
     publish_raw(tmp_path, root, {"t": (np.arange(10), rows_of(10, 8))}, {"t": {"missing": "zero"}}, "old")

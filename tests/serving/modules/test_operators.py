@@ -252,6 +252,7 @@ def test_a_program_reads_the_live_version_or_the_one_that_was_pinned(
     assert release() == 1
 
 
+@pytest.mark.drawn(0.5)
 def test_a_program_is_not_run_over_tables_of_other_dims(
     model: str, publish_again: Callable[..., Any], tables: dict[str, np.ndarray]
 ) -> None:
@@ -267,6 +268,7 @@ def test_a_program_is_not_run_over_tables_of_other_dims(
     release()
 
 
+@pytest.mark.drawn(0.5)
 def test_operators_are_sound(model: str) -> None:
     """torch's own checks of custom operators, for every form of input: schema, fake kernels, dynamic
     shapes."""

@@ -282,6 +282,7 @@ def test_a_call_ahead_on_the_cpu_keeps_its_version(root: Path) -> None:
 
 
 @pytest.mark.sanitized_gpu
+@pytest.mark.drawn(0.5)
 def test_rows_far_apart_are_read_in_order(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same vectors, each at its id's place."""
     monkeypatch.setattr(rows, "_ORDERED_IDS", 64)

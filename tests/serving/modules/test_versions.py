@@ -63,6 +63,7 @@ def test_a_pinned_module_stays(model: str, publish_again: PublishAgain, tables: 
         Embeddings("ads", root=model, follow=None, version=7)
 
 
+@pytest.mark.drawn(0.5)
 def test_a_call_reads_one_version(model: str, publish_again: PublishAgain, tables: Tables) -> None:
     """Threads that call while versions change get both features of the same version, every time."""
     features = ["user_ids", "item_ids"]
@@ -113,6 +114,7 @@ def test_a_replaced_version_is_unmapped(model: str, publish_again: PublishAgain,
     assert torch.equal(vectors, kept)
 
 
+@pytest.mark.drawn(0.5)
 def test_tables_go_with_the_last_module(model: str) -> None:
     """One attachment for all modules of a source; none is left behind them."""
     first, second = EmbeddingBags("ads", root=model), Embeddings("ads", root=model)
@@ -127,6 +129,7 @@ def test_tables_go_with_the_last_module(model: str) -> None:
 
 @pytest.mark.usefixtures("by_refresh")
 @pytest.mark.parametrize("change", ["dim", "feature", "pooling"])
+@pytest.mark.drawn(1)
 def test_a_version_that_modules_cannot_read_is_not_taken(
     model: str, publish_again: PublishAgain, tables: Tables, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:

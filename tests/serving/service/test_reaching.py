@@ -57,6 +57,7 @@ def test_commands_reach_a_server_behind_tls(secured: tuple[Proxy, Path], tmp_pat
 
 
 @needs_openssl
+@pytest.mark.drawn(0.5)
 def test_clients_trust_an_authority_of_their_own(secured: tuple[Proxy, Path]) -> None:
     """Both clients send the headers with every request, and refuse a certificate that `ca` did not sign."""
     proxy, certificate = secured

@@ -84,7 +84,7 @@ def test_workers_that_start_later_serve_what_was_loaded(both: Server) -> None:
     assert set(answers(both, "other")) == {200} and set(answers(both, "demo")) == {404}
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
 def test_whoever_has_not_the_token_is_refused(both: Server, headers: dict[str, str]) -> None:
     for call in ("models/other/load", "models/demo/unload"):
@@ -119,6 +119,7 @@ def test_without_a_token_nothing_can_be_loaded(start: Start) -> None:
     ]
 
 
+@pytest.mark.drawn(0.5)
 def test_what_cannot_be_loaded_is_refused_and_leaves_all_as_it_was(both: Server, root: Path) -> None:
     (root / "other" / "1.segment").chmod(0o600)
     (root / "other" / "1.segment").write_bytes(b"no segment")

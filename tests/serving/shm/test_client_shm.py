@@ -19,6 +19,7 @@ from tableside.loader.segment.memory import processes_below
 # ---- what is answered ----
 
 
+@pytest.mark.drawn(0.5)
 def test_register_status_unregister(client: Any, share: Callable[..., Shared]) -> None:
     assert "system_shared_memory" in client.get_server_metadata()["extensions"]
     assert client.get_system_shared_memory_status() == []

@@ -157,6 +157,7 @@ def bags() -> list[np.ndarray]:
     return np.split(IDS, np.cumsum(LENGTHS)[:-1])
 
 
+@pytest.mark.drawn(0.5)
 def test_register_status_unregister(client: Any, region: Region) -> None:
     assert "cuda_shared_memory" in client.get_server_metadata()["extensions"]
     told = {"name": "r", "device_id": 0, "byte_size": SIZE}
@@ -173,6 +174,7 @@ def test_register_status_unregister(client: Any, region: Region) -> None:
         client.infer("demo", [region.input("user", IDS.reshape(1, 5), 0)])
 
 
+@pytest.mark.drawn(0.5)
 def test_ids_and_vectors_in_a_region(server: Server, region: Region, expected: Callable[..., Any]) -> None:
     """Some of the tensors, or all of them; by either door; and what lies beside the vectors stays."""
     wanted = expected(user=bags(), clicked=bags())
@@ -298,6 +300,7 @@ def test_handles_that_are_none(client: Any, region: Region) -> None:
     client.infer("demo", [region.input("user", IDS.reshape(1, 5), 0)])
 
 
+@pytest.mark.drawn(0.5)
 def test_a_successor_of_the_engine_opens_what_is_registered(
     server: Server, client: Any, region: Region
 ) -> None:

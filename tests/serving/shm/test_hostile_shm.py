@@ -196,6 +196,7 @@ def test_paths(server: Server, method: str, path: str) -> None:
         ("DELETE", "region/r/status", "GET, HEAD"),
     ],
 )
+@pytest.mark.drawn(2)
 def test_methods(server: Server, method: str, path: str, allowed: str) -> None:
     reply = httpx.request(method, f"{server.url}/v2/systemsharedmemory/{path}")
     assert (reply.status_code, reply.headers["allow"]) == (405, allowed)

@@ -17,6 +17,7 @@ from tableside.serving.shm import regions, shared_list
 from tableside.serving.shm.regions import RegionEntry, RegionRegistry, Regions
 
 
+@pytest.mark.drawn(0.5)
 def test_every_worker_knows_a_region(make: Callable[..., Path]) -> None:
     """One registers it, another reads and writes it, a third unregisters it; descriptors go with it."""
     path, registry = make(64), RegionRegistry()
@@ -112,6 +113,7 @@ def _add_and_remove(registry: RegionRegistry, name: str, rounds: int, begin: Bar
     registry.change(lambda entries: [*entries, entry(name)])
 
 
+@pytest.mark.drawn(0.5)
 def test_processes_change_the_list_at_once() -> None:
     """No change is lost and none is read half, over processes that got the registry as workers do."""
     context = multiprocessing.get_context("forkserver")

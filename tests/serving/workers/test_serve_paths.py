@@ -92,6 +92,7 @@ def test_a_scorer_that_changed_is_loaded_again(settings: RootSettings) -> None:
     assert versions(settings, "m.toml") == {"m": [1, 2]}
 
 
+@pytest.mark.drawn(0.5)
 def test_names_of_models_and_paths_are_told_apart(settings: RootSettings) -> None:
     """A folder of a published model's name is that model; as ./folder it is the folder. A folder may hold
     the model.toml."""
@@ -110,6 +111,7 @@ def test_names_of_models_and_paths_are_told_apart(settings: RootSettings) -> Non
         versions(settings, "nosuch.toml")
 
 
+@pytest.mark.drawn(0.5)
 def test_a_load_that_fails_serves_nothing(settings: RootSettings, capfd: pytest.CaptureFixture[str]) -> None:
     """The load says why, in one line before the server's."""
     Path("m.toml").write_text(MODEL.replace('key = "user"', 'key = "item"'))
