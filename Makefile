@@ -60,7 +60,7 @@ live: dev        ## a trainer whose rows reach a server through Redis while it a
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
 MARKED = $(shell grep -rlw 'mark\.$(1)' tests)
 
-test: dev        ## the tests that a change has to pass, in some seven minutes
+test: dev        ## the tests that a change has to pass, in under six minutes
 	@$(PYTEST) --junitxml build/times.xml
 
 test-all: dev    ## all tests
