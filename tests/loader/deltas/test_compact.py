@@ -16,6 +16,7 @@ from tableside.loader.deltas.apply import ApplySettings, apply, position_of
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact, delta_share
 from tableside.loader.errors import NoSpace, VersionError
+from tableside.loader.shards.reshard import reshard
 from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Pooling, RowFormat, choose
@@ -182,3 +183,21 @@ def test_a_compacted_version_is_gone_back_from(oracle: Oracle) -> None:
     oracle.model.activate(1)
     oracle.check(attach_state(oracle.model))
     assert state_of(oracle.model.record()) == State(1, 1)
+
+
+def test_an_owner_whose_ids_do_not_begin_at_zero(root: Path) -> None:
+    """A changed id is told from its row number."""
+    values = rows_of(4000, 8)
+    publish_tables(root, {"t": DenseTable(values, RowFormat.FP32)})
+    reshard(root, "demo", 2)
+    model = Model(root, "demo-owner-1-of-2")
+    first, count = attach_state(model).tables["t"].row_numbers
+    assert first > 0
+    changed = np.array([first, first + 7, first + count - 1])
+    apply(model, ChangeBatch([TableChanges("t", changed, np.full((3, 8), 2.0, np.float32))]))
+    assert compact(model) is not None
+    ids = np.arange(first, first + count)
+    expected = values[ids]
+    expected[changed - first] = 2.0
+    table = attach_state(model).tables["t"]
+    np.testing.assert_array_equal(choose().lookup(table, ids, pooling=Pooling.NONE), expected)
