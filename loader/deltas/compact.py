@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.loader.deltas.apply import COMPACT_LOCK, DEFAULTS, ApplySettings, merge_live
 from tableside.loader.errors import VersionError
@@ -160,7 +159,7 @@ class _Compaction:
         for name, entries in self.entries.items():
             table = self.base.tables[name]
             if (table.row_map is None or table.row_map.index is None) and entries.deleted.any():
-                parts.append((name, [_only(entries, entries.deleted)]))
+                parts.append((name, [entries.only(entries.deleted)]))
         newer = live.deltas[:-1]
         if not parts and not newer:
             return 0
@@ -177,10 +176,6 @@ class _Compaction:
             self.folder.unlink(path.name)
             raise
         return change.sequence
-
-
-def _only(entries: DeltaEntries, which: NDArray[np.bool_]) -> DeltaEntries:
-    return entries.only(which)
 
 
 class _CompactTable:
@@ -270,7 +265,7 @@ class _CompactTable:
 
     def _overwrite(self, target: Bytes) -> None:
         assert self.entries is not None
-        given = _only(self.entries, ~self.entries.deleted)
+        given = self.entries.only(~self.entries.deleted)
         first = 0 if self.table.row_map is None else self.table.row_map.first
         target[given.ids - first] = given.packed[given.rows]
 
@@ -289,7 +284,7 @@ class _CompactTable:
         slots, bits = write_index(stored.ids, self.index, writer.rows(at, 0, at.rows).reshape(-1), target)
         items = target.view(f"V{target.shape[1]}")[:, 0]
         has_zero = False
-        given = _only(self.entries, ~self.entries.deleted)
+        given = self.entries.only(~self.entries.deleted)
         for ids, rows in self._kept(self._gone):
             to = np.empty(ids.size, np.int64)
             find_rows(self.index, ids, to)

@@ -16,7 +16,7 @@ that a few uses are lost.
 import mmap
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -28,7 +28,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.folder import Folder
 from tableside.quant.contract import Ids
-from tableside.quant.cpu.index_builder import count_rows, find_rows
+from tableside.quant.cpu.index_builder import count_rows, place_rows
 from tableside.quant.rows.ids import RowMap
 
 HOT, MOST, STEP = 0x80, 0x7F, 8  # the bit of a row in the hot segment; the largest count; what one use adds
@@ -137,8 +137,8 @@ class RowCounts:
     def mark(self, hot: Mapping[str, Ids]) -> None:
         """Notes which rows the hot segment has, by table."""
         for name, counts in self.tables.items():
-            for start in range(0, counts.size, _AT_ONCE):
-                counts[start : start + _AT_ONCE] &= MOST
+            for _, part in _pieces(counts):
+                part &= MOST
             counts[hot.get(name, np.empty(0, np.int64))] |= HOT
 
     @property
@@ -146,8 +146,8 @@ class RowCounts:
         """Returns how many ids were counted since `age`."""
         return int(self._sampled[0])
 
-    def are_new(self) -> bool:
-        """Returns whether nobody asked before."""
+    def begin(self) -> bool:
+        """Returns whether they are new: nobody called this before."""
         self._has_begun[0], had = 1, int(self._has_begun[0])
         return not had
 
@@ -167,37 +167,41 @@ class RowCounts:
         """Halves all counts."""
         self._sampled[:] = 0
         for counts in self.tables.values():
-            for start in range(0, counts.size, _AT_ONCE):
-                part = counts[start : start + _AT_ONCE]
+            for _, part in _pieces(counts):
                 part[:] = part & HOT | (part & MOST) >> 1
 
     def rows_with(self, table: str, byte: int, most: int) -> Ids:
         """Returns the first rows with this byte, up to `most`, ascending."""
-        counts, found = self.tables[table], [np.empty(0, np.int64)]
-        for start in range(0, counts.size, _AT_ONCE):
+        found = [np.empty(0, np.int64)]
+        for start, part in _pieces(self.tables[table]):
             if most <= 0:
                 break
-            found.append(start + np.flatnonzero(counts[start : start + _AT_ONCE] == byte)[:most])
+            found.append(start + np.flatnonzero(part == byte)[:most])
             most -= found[-1].size
         return np.concatenate(found)
 
     def histogram(self, table: str) -> NDArray[np.int64]:
         """Returns how many rows have each byte, int64 [256]."""
-        counts = self.tables[table]
-        parts = (counts[start : start + _AT_ONCE] for start in range(0, counts.size, _AT_ONCE))
-        return sum((np.bincount(part, minlength=256) for part in parts), np.zeros(256, np.int64))
+        parts = _pieces(self.tables[table])
+        return sum((np.bincount(part, minlength=256) for _, part in parts), np.zeros(256, np.int64))
 
 
 def own_rows(row_map: RowMap | None, ids: Ids) -> Ids:
-    """Returns the row of a version that each id has if it is there, or a number that is no row's; deltas over
-    it do not count."""
+    """Returns the row that each id has if it is there, or a number that is no row's. row_map: of a version
+    without deltas."""
     if row_map is None:
         return ids
     if row_map.index is None:
         return ids - np.int64(row_map.first)
     rows = np.empty(ids.size, np.int64)
-    find_rows(row_map.index, ids, rows)
+    place_rows(row_map, ids, rows)
     return rows
+
+
+def _pieces(counts: Counts) -> Iterator[tuple[int, Counts]]:
+    """Yields parts of counts that are looked at together, each with its first row."""
+    for start in range(0, counts.size, _AT_ONCE):
+        yield start, counts[start : start + _AT_ONCE]
 
 
 def _size(version: Segment) -> int:

@@ -25,7 +25,7 @@ from tableside.loader.segment.segment import Segment, Verify
 from tableside.loader.versions.folder import Folder, deltas_of, make_folder
 from tableside.loader.versions.verified import verify_once
 
-MEMORY = Path("/dev/shm")
+_SHARED = Path("/dev/shm")
 _OVER = "over"  # what the header calls the version's content
 _FILE = re.compile(r"([1-9][0-9]{0,17})(\+|\.counts)")
 
@@ -33,7 +33,7 @@ _FILE = re.compile(r"([1-9][0-9]{0,17})(\+|\.counts)")
 def hot_path(root: Path, model: str) -> Path:
     """Returns the folder of a model's hot segments, this user's."""
     place = checksum(str(root.resolve()).encode())
-    return MEMORY / f"tableside-hot-{os.geteuid()}" / f"{place:016x}" / model
+    return _SHARED / f"tableside-hot-{os.geteuid()}" / f"{place:016x}" / model
 
 
 @contextlib.contextmanager

@@ -20,8 +20,7 @@ from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.folder import Folder, deltas_of
 from tableside.loader.versions.versions import Model
 from tableside.quant.contract import Bytes, Ids
-from tableside.quant.errors import RowsNotRead
-from tableside.quant.rows.fetched import RowState
+from tableside.quant.rows.fetched import not_read
 from tableside.quant.rows.ids import ID_BYTES, RowMap
 
 _GAIN = 0.01  # of the ids, for which another hot segment is made
@@ -54,7 +53,7 @@ def warm(model: Model, version: int, budget: int) -> Warmed:
             folder.unlink(delta_name(version, number))
             raise
         counts = RowCounts.shared(folder, segment)
-        if counts.are_new():
+        if counts.begin():
             _inherit(folder, model, segment, counts)
         clear_hot(model.root, model.name, model.versions)
         return _Warming(segment, counts, before, budget).run(folder, number)
@@ -111,7 +110,7 @@ class _Warming:
 
     def _entries(self, name: str, rows: Ids) -> DeltaEntries:
         """The rows that have an id, and are this version's own."""
-        table, read = self._version.tables[name], _Reader(self._version, self._tables[name], self._before)
+        table, read = self._version.tables[name], _RowCopier(self._version, self._tables[name], self._before)
         row_map = RowMap(table.rows) if table.row_map is None else table.row_map
         if row_map.index is None:
             ids, has_id = row_map.ids_of(rows)
@@ -124,7 +123,7 @@ class _Warming:
         return DeltaEntries(ids, nothing, rows, np.zeros(rows.size, np.bool_), read)
 
 
-class _Reader:
+class _RowCopier:
     """Gives packed rows of a table: those of a hot segment from there, the others from the disk."""
 
     def __init__(self, version: Segment, stored: StoredTable, before: Delta | None) -> None:
@@ -148,8 +147,7 @@ class _Reader:
         fetched, state = np.empty((wanted.size, out.shape[1]), np.uint8), np.zeros(wanted.size, np.uint8)
         self._fetch(wanted, fetched, state, None)
         if state.any():
-            late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
-            raise RowsNotRead(state.size, late, corrupt)
+            raise not_read(state)
         out[left] = fetched
         return out
 

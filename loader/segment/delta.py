@@ -158,6 +158,11 @@ def overlaid(base: Segment, deltas: Sequence[Delta]) -> Segment:
             )
     for name, table in base.tables.items():
         if layers := [d.layer(name, table) for d in deltas if name in d.tables]:
-            row_map = RowMap(table.rows) if table.row_map is None else table.row_map
-            tables[name] = replace(table, row_map=replace(row_map, overlay=Overlay(layers)))
+            tables[name] = under(table, layers)
     return OverlaidSegment(base, tables, tuple(deltas))
+
+
+def under(table: Table, layers: Sequence[OverlayLayer]) -> Table:
+    """Returns a table below layers (newest first), which take the place of those that it has."""
+    row_map = RowMap(table.rows) if table.row_map is None else table.row_map
+    return replace(table, row_map=replace(row_map, overlay=Overlay(layers)))

@@ -30,7 +30,7 @@ from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
 from tableside.quant.cpu.in_memory import FIELD, InMemory, places_in_memory
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.errors import BadIds, Problem, RowsNotRead
-from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState
+from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState, not_read
 from tableside.quant.rows.ids import ID_BYTES, RowMap
 
 if TYPE_CHECKING:
@@ -134,10 +134,11 @@ class _TableRows:
             state[:] = RowState.HERE
             fetch(self._wanted[own], self._packed[own], state, deadline)
         if state.any():
-            late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
-            default = table.reader.default() if is_last and table.reader.default and not corrupt else None
+            error = not_read(state)
+            may_stand = is_last and not error.corrupt
+            default = table.reader.default() if may_stand and table.reader.default else None
             if default is None:
-                raise RowsNotRead(state.size, late, corrupt)
+                raise error
             self.is_late[own] = state == RowState.LATE
             self._packed[self.is_late] = default
         if table.row_map is not None and table.row_map.overlay is not None and state.size < self._wanted.size:
@@ -154,7 +155,7 @@ class _TableRows:
             default, state = np.empty(self._table.row_bytes, np.uint8), np.zeros(1, np.uint8)
             fetch(np.array([row_map.default_row]), default[None], state, deadline)
             if state[0]:
-                raise RowsNotRead(1, int(state[0] == RowState.LATE), int(state[0] == RowState.CORRUPT))
+                raise not_read(state)
         self._packed[-1], self._has_default = default, True
         return len(self._packed) - 1
 

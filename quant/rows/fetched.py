@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.errors import QuantError
+from tableside.quant.errors import QuantError, RowsNotRead
 from tableside.quant.row_format import RowFormat
 from tableside.quant.rows.ids import RowMap
 
@@ -22,6 +22,12 @@ class RowState(IntEnum):
     HERE = 0
     LATE = 1  # not within the deadline
     CORRUPT = 2  # read, and not what was written
+
+
+def not_read(state: NDArray[np.uint8]) -> RowsNotRead:
+    """Returns the error that says what came of rows that were asked for, `RowState` [n]."""
+    late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
+    return RowsNotRead(state.size, late, corrupt)
 
 
 class Fetch(Protocol):

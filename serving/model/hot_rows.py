@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,10 +9,10 @@ from weakref import WeakKeyDictionary
 from tableside.loader.errors import LoaderError
 from tableside.loader.hot.counts import RowCounts, counts_name
 from tableside.loader.hot.hot import hot_folder, hot_path, newest_hot, open_hot
+from tableside.loader.segment.delta import under
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Ids, Table
-from tableside.quant.rows.ids import RowMap
-from tableside.quant.rows.overlay import Overlay, OverlayLayer
+from tableside.quant.rows.overlay import OverlayLayer
 from tableside.serving.settings import ServerSettings
 
 logger = logging.getLogger("tableside")
@@ -104,6 +103,5 @@ def _root(version: Segment) -> Path:
 
 def _under(table: Table, hot: OverlayLayer) -> Table:
     """Returns a table with a layer below all of its own."""
-    row_map = RowMap(table.rows) if table.row_map is None else table.row_map
-    layers = () if row_map.overlay is None else row_map.overlay.layers
-    return replace(table, row_map=replace(row_map, overlay=Overlay((*layers, hot))))
+    overlay = None if table.row_map is None else table.row_map.overlay
+    return under(table, (*(() if overlay is None else overlay.layers), hot))
