@@ -3,76 +3,20 @@
 import ctypes
 import mmap
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from block_files import AT, HOUR, File, crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import until
 
 from tableside.loader.segment import _blocks, blocks
-from tableside.loader.segment.blocks import BlockReader, Blocks, Breaker, write_sums
-from tableside.loader.segment.memory import FileToMap, Mapping
-from tableside.loader.segment.stored import StoredRows
+from tableside.loader.segment.blocks import BlockReader, Blocks
 from tableside.quant.rows.fetched import RowState
-
-AT = 4096  # byte of row 0 in the file
-HOUR = 3_600_000  # in milliseconds: longer than any test
-
-
-def crc32c(data: bytes) -> int:
-    """The specification."""
-    total = 0xFFFFFFFF
-    for byte in data:
-        total ^= byte
-        for _ in range(8):
-            total = total >> 1 ^ (0x82F63B78 if total & 1 else 0)
-    return total ^ 0xFFFFFFFF
-
-
-@dataclass
-class File:
-    """A file of random rows, and what reads it."""
-
-    path: Path
-    stored: StoredRows
-    rows: np.ndarray
-    sums: np.ndarray
-
-    @classmethod
-    def of(cls, path: Path, rows: int, row_bytes: int, chunk_rows: int) -> "File":
-        stored = StoredRows(rows, row_bytes, AT, chunk_rows, 0)
-        values = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), np.uint8)
-        sums = np.zeros(Blocks.of(stored).blocks, np.uint32)
-        for chunk in range(stored.chunks):
-            write_sums(stored, chunk, values[slice(*stored.chunk_range(chunk))], sums)
-        path.write_bytes(bytes(AT) + values.tobytes() + sums.tobytes())
-        return cls(path, stored, values, sums)
-
-    def reader(self, mapped: bool = False, believed_ms: int = HOUR, trusted_ms: int = HOUR) -> BlockReader:
-        """mapped: it may read where the file is mapped."""
-        fd, rows = os.open(self.path, os.O_RDONLY), None
-        if mapped:
-            whole = Mapping(FileToMap(fd, self.path.stat().st_size)).bytes
-            rows = whole[AT : AT + self.stored.bytes]
-        return BlockReader(fd, self.stored, AT, AT + self.stored.bytes, rows, believed_ms, trusted_ms)
-
-    def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        out, state = np.zeros((rows.size, self.stored.row_bytes), np.uint8), np.zeros(rows.size, np.uint8)
-        self.reader()(rows, out, state, None)
-        return out, state
-
-    def write(self, at: int, data: bytes) -> None:
-        with self.path.open("r+b") as file:
-            file.seek(AT + at)
-            file.write(data)
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,11 +41,6 @@ def test_rows_are_read_in_blocks(
         assert file.sums[number] == crc32c(number.to_bytes(8, "little") + file.rows[at:end].tobytes())
         number, at = number + 1, end
     assert crc32c(b"123456789") == 0xE3069283
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> File:
-    return File.of(tmp_path / "rows", 1000, 80, 400)  # 51 rows a block
 
 
 def of_block(block: int) -> range:
@@ -288,161 +227,6 @@ def test_limits_that_make_no_sense_are_refused(file: File) -> None:
     for limits in ((0, 1, 1), (1, -1, 1), (1, 1, -1)):
         with pytest.raises(ValueError, match="bring: a limit is negative, or the depth is 0"):
             _blocks.bring(reader._place, reader._checked, reader._regions, np.array([3]), out, state, *limits)
-
-
-@pytest.fixture
-def busy() -> Iterator[threading.Event]:
-    """No thread that reads from disks is free until this is set."""
-    go_on = threading.Event()
-    waiting = [blocks._readers().submit(go_on.wait) for _ in range(blocks._READERS)]
-    yield go_on
-    go_on.set()
-    for one in waiting:
-        one.result()
-
-
-def test_rows_that_do_not_come_in_time_are_late(
-    file: File, busy: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are those that the page cache did not have; the caller does not wait for their threads."""
-    fetch = _blocks.fetch
-
-    def half(*given: Any) -> int:
-        *_, state, is_ready = given
-        if is_ready:  # as if a disk had to bring the other half
-            state[1::2] = RowState.HERE
-            left = fetch(*given)
-            state[1::2] = 3
-            return left + 1
-        return fetch(*given)
-
-    monkeypatch.setattr(_blocks, "fetch", half)
-    monkeypatch.setattr(_blocks, "bring", lambda *given: 1)  # as if the disk took long for each
-    rows, reader = np.arange(0, 1000, 60), file.reader()
-    out, state = np.zeros((rows.size, 80), np.uint8), np.zeros(rows.size, np.uint8)
-    reader(rows, out, state, time.monotonic())
-    assert set(state[1::2]) == {RowState.LATE} and set(state[::2]) == {RowState.HERE}
-    np.testing.assert_array_equal(out[::2], file.rows[rows[::2]])
-    busy.set()
-    reader(rows, out, state, None)
-    assert not state.any()
-    np.testing.assert_array_equal(out, file.rows[rows])
-
-
-def test_nobody_waits_for_a_disk_that_hangs(
-    file: File, busy: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rows in the page cache are still read; the others are late at once. One request at a time looks whether
-    it reads again."""
-    now, asked = [100.0], list[int]()
-
-    def hang(*given: Any) -> int:
-        asked.append(given[3].size)
-        now[0] += 0.4
-        return 1
-
-    reader, fetch = file.reader(), _blocks.fetch
-    reader._breaker = Breaker(lambda: now[0])
-    reader._name = "this table"
-    rows, out, state = np.array([3, 500]), np.zeros((2, 80), np.uint8), np.zeros(2, np.uint8)
-
-    def half(*given: Any) -> int:
-        if given[-1]:  # as if a disk had to bring the second row
-            state = given[-2]
-            state[1] = RowState.HERE
-            fetch(*given)
-            state[1] = 3
-            return 1
-        return fetch(*given)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(_blocks, "fetch", half)
-        patched.setattr(_blocks, "bring", hang)
-        patched.setattr("time.monotonic", lambda: now[0])
-        for n in range(6):
-            reader(rows, out, state, now[0] + 0.6)
-            assert state.tolist() == [RowState.HERE, RowState.LATE]
-            assert len(asked) == min(n + 1, 3)  # three waited 0.4 s each, and none since
-        now[0] += 1.1
-        reader(rows, out, state, now[0] + 0.4)  # who hardly waits does not look
-        reader.ask(rows)
-        assert len(asked) == 3 and state.tolist() == [RowState.HERE, RowState.LATE]
-        for _ in range(2):
-            reader(rows, out, state, now[0] + 0.6)
-        assert len(asked) == 4
-        patched.setattr(_blocks, "bring", lambda *given: fetch(*given[:6], False))
-        now[0] += 1.1
-        for _ in range(2):
-            reader(rows, out, state, now[0] + 0.6)
-            assert not state.any()
-    assert [r.getMessage() for r in caplog.records] == [
-        "this table: no row came from the disk for 1.2 s; requests do not wait for it",
-        "this table: the disk reads again",
-    ]
-
-
-@pytest.mark.parametrize(("timeout_s", "least"), [(2.0, 0.5), (1.0, 0.5), (0.2, 0.1)])
-def test_who_hardly_waits_does_not_say_that_a_disk_hangs(
-    file: File, monkeypatch: pytest.MonkeyPatch, timeout_s: float, least: float
-) -> None:
-    """Less than half of what others wait, or of a second; rows that came are told all the same."""
-    now, told = [100.0], list[tuple[int, int]]()
-    reader = file.reader()
-    reader.timeout_s, reader._breaker = timeout_s, Breaker(lambda: now[0])
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr(reader._breaker, "told", lambda began, came, late: told.append((came, late)))
-    rows, out, state = np.array([3, 500]), np.zeros((2, 80), np.uint8), np.zeros(2, np.uint8)
-
-    def late(*given: Any) -> int:
-        given[5][0] = RowState.HERE
-        now[0] += timeout_s
-        return 1
-
-    monkeypatch.setattr(_blocks, "fetch", lambda *given: 2)
-    monkeypatch.setattr(_blocks, "bring", late)
-    for wait in (0.0, 0.99 * least, 1.01 * least, timeout_s):
-        reader(rows, out, state, now[0] + wait)
-        assert state.tolist() == [RowState.HERE, RowState.LATE]
-    assert told == [(1, 0), (1, 0), (1, 1), (1, 1)]
-
-
-@pytest.mark.parametrize(
-    "waits",
-    [
-        [(0, 1, 5, 0)],  # a row came
-        [(0, 0.9, 0, 5)],  # no second is over
-        [(0, 0.9, 0, 5), (1, 1.1, 1, 5), (1.1, 2, 0, 5)],  # one came between
-        [(0, 0.1, 0, 5), (50, 50.1, 0, 5)],  # nobody waited meanwhile
-    ],
-    ids=["came", "soon", "some", "seldom"],
-)
-def test_a_slow_disk_does_not_hang(waits: list[tuple[float, float, int, int]]) -> None:
-    """waits: (began, ended, rows that came, rows that were late)."""
-    now = [0.0]
-    breaker = Breaker(lambda: now[0])
-    for began, ended, came, late in waits:
-        now[0] = ended
-        assert breaker.told(began, came, late) == "" and not breaker.is_open()
-
-
-def test_a_kept_row_is_read_once(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where its block is damaged; one that did not come is tried again."""
-    reader = file.reader()
-    file.write(60 * 80 + 7, bytes([file.rows[60, 7] ^ 4]))
-    with monkeypatch.context() as patched:
-        patched.setattr(_blocks, "fetch", lambda *given: 1)
-        patched.setattr(_blocks, "bring", lambda *given: 1)
-        assert reader.kept(5) is None
-    reader._breaker = Breaker()
-    for _ in range(2):
-        np.testing.assert_array_equal(reader.kept(5), file.rows[5])
-        assert reader.kept(60, 60.0) is None
-    monkeypatch.setattr(_blocks, "fetch", lambda *given: pytest.fail("it is kept"))
-    np.testing.assert_array_equal(reader.kept(5), file.rows[5])
-
-
-def test_files_of_a_disk_share_what_is_known_of_it(file: File) -> None:
-    assert file.reader()._breaker is file.reader()._breaker
 
 
 def test_a_disk_is_asked_for_blocks_that_are_read_later(file: File) -> None:
