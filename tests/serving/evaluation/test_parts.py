@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import random
 import subprocess
 import sys
@@ -72,6 +73,21 @@ def test_any_byte_of_a_part_and_of_its_checksum(tmp_path: Path) -> None:
             with pytest.raises(DamagedPart, match="its checksum is XXH3_"):
                 _read(job, shard)
             flip(path, bit)
+
+
+def test_a_part_is_read_by_the_thread_that_asks(tmp_path: Path) -> None:
+    """A thread of Arrow's that lets go of the content while Python ends would end the process by SIGABRT."""
+    job, shard = part_of(tmp_path, 5)
+    program = f"""
+import os, pickle
+from tableside.serving.evaluation.parts import find_part
+job, shard = pickle.loads({pickle.dumps((job, shard))!r})
+before = len(os.listdir("/proc/self/task"))
+assert find_part(job, shard).num_rows == 5
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "0\n", done.stderr
 
 
 def test_a_part_that_is_damaged_is_named_and_removed(
