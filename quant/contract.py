@@ -123,7 +123,7 @@ class Table:
         at = index.ids.ctypes.data - self.address if in_rows and index is not None else -1
         shape = (self.rows, self.row_bytes, self.row_format, self.dim)
         in_place = None if reader.are_here is None else self
-        return FetchedTable(*shape, reader, self.row_map, at, in_place)
+        return FetchedTable(*shape, reader, self.row_map, at, in_place=in_place)
 
     @property
     def row_numbers(self) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Tables whose rows are not at an address: they are fetched by their numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -22,6 +22,7 @@ class RowState(IntEnum):
     HERE = 0
     LATE = 1  # not within the deadline
     CORRUPT = 2  # read, and not what was written
+    MISSING = 3  # asked for by an id that the table has not
 
 
 def not_read(state: NDArray[np.uint8]) -> RowsNotRead:
@@ -45,11 +46,29 @@ class Fetch(Protocol):
         time.monotonic; None: none. It may block until then."""
 
 
+class RowsAsked(NamedTuple):
+    """Rows of one of several tables, as `Fetch` takes them."""
+
+    table: str
+    rows: NDArray[np.int64]
+    out: NDArray[np.uint8]
+    state: NDArray[np.uint8]
+
+
+class FetchTogether(NamedTuple):
+    """Reads rows of a table and of others at once. table: its name; call: shared by these tables, takes what
+    is asked of each and the deadline (`Fetch`)."""
+
+    table: str
+    call: Callable[[Sequence[RowsAsked], float | None], None]
+
+
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
     all may need one. wait_s: that a lookup may wait at most; None: any time. are_here: whether
     rows [n], as far as the table has them, may be read at the table's address now; None: they never may. ask:
-    has rows [n] brought, without a wait, as `fetch` will need them. default: gives the default row, uint8
+    has rows [n] brought, without a wait, as `fetch` will need them. together: reads them with those of other
+    tables, in place of `fetch`. default: gives the default row, uint8
     [row_bytes], which stands for rows that are late; None, or if it gives None: these are an error. note: is
     told the ids [n] of each lookup."""
 
@@ -60,14 +79,18 @@ class RowReader(NamedTuple):
     ask: Callable[[NDArray[np.int64]], object] | None = None
     default: Callable[[], NDArray[np.uint8] | None] | None = None
     note: Callable[[NDArray[np.int64]], object] | None = None
+    together: FetchTogether | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class FetchedTable:
     """Packed rows that `reader` fetches. rows: including the default row. row_bytes: of one, as it writes
     it. row_map: maps ids to row numbers; None: ids are row numbers. id_at: byte of a row at which it keeps
-    its raw id, which is compared there and not in `row_map`; -1: in `row_map`. in_place: the same rows in
-    memory, of which `reader.are_here` speaks. QuantError: no row of this format and dim has so many bytes."""
+    its raw id, which is compared there and not in `row_map`; -1: in `row_map`. by_id: raw ids are the numbers
+    that `reader` takes, which says of each whether the table has it; `rows` counts them. default: the packed
+    default row, uint8 [row_bytes], where it has no number; None: it has one, or there is none. in_place: the
+    same rows in memory, of which `reader.are_here` speaks. QuantError: no row of this format and dim has so
+    many bytes."""
 
     rows: int
     row_bytes: int
@@ -76,6 +99,8 @@ class FetchedTable:
     reader: RowReader
     row_map: RowMap | None = None
     id_at: int = -1
+    by_id: bool = False
+    default: NDArray[np.uint8] | None = None
     in_place: "Table | None" = None
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ two ids to one row. Each row keeps its id, in its padding if that has 8 bytes, e
 without an id keeps an int64 that hashes to another row, so no id is special. Buckets lie in order, so the
 rows and pilots of a range of buckets are byte ranges and move unchanged."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,6 +70,14 @@ def mix(ids: Ids) -> U64:
     return x ^ (x >> np.uint64(32))
 
 
+def bucket_of(ids: Ids, buckets: int, bucket_ids: int) -> NDArray[np.int64]:
+    """The bucket of each id [n] in the whole table; -1: it has none. bucket_ids: as in `IdIndex`."""
+    if not bucket_ids:
+        return (mix(ids) & np.uint64(buckets - 1)).astype(np.int64)
+    bucket = ids // np.int64(bucket_ids)
+    return np.where((ids >= 0) & (bucket < buckets), bucket, np.int64(-1))
+
+
 def bits_at(bits: NDArray[np.uint8], at: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Mask [n] of set bits; bit n is bit n % 8 of byte n // 8."""
     return np.asarray(bits[at >> 3] >> (at & 7).astype(np.uint8) & 1, np.bool_)
@@ -109,13 +117,17 @@ class IdIndex:
         entries[:, 3] = self.directory[:-1, 1]
         return entries
 
+    def part(self, first: int, end: int) -> "IdIndex":
+        """Returns the index with buckets [first, end) alone, while all of the others are empty."""
+        if (first, end) == (0, len(self.directory) - 1):
+            return self
+        pilots = self.pilots[first : first + pilots_for(self.slots, end - first)]
+        directory = np.ascontiguousarray(self.directory[first : end + 1])
+        return replace(self, directory=directory, pilots=np.ascontiguousarray(pilots), first_bucket=first)
+
     def bucket_of(self, ids: Ids) -> NDArray[np.int64]:
         """The bucket of each id, counted from `first_bucket`; -1: it has none here."""
-        if self.bucket_ids:
-            bucket = ids // np.int64(self.bucket_ids)
-            bucket = np.where((ids >= 0) & (bucket < self.buckets), bucket, np.int64(-1))
-        else:
-            bucket = (mix(ids) & np.uint64(self.buckets - 1)).astype(np.int64)
+        bucket = bucket_of(ids, self.buckets, self.bucket_ids)
         here = bucket - self.first_bucket
         return np.where((bucket >= 0) & (here >= 0) & (here < len(self.directory) - 1), here, -1)
 
