@@ -6,7 +6,7 @@ read by `loader.load.raw_ids`; tables not to be read again are copied by `loader
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,8 +17,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
-from tableside.loader.checkpoint.rows import fingerprint
-from tableside.loader.errors import CheckpointError
+from tableside.loader.checkpoint.rows import fingerprint, sample
+from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.load.origin import spec_digest
 from tableside.loader.load.plan import PlannedTable, Sources, plan
 from tableside.loader.load.raw_ids import RawTable, RawWriter
@@ -28,7 +28,7 @@ from tableside.loader.load.scorer import stored_scorer
 from tableside.loader.load.settings import DEFAULTS, PIECE_BYTES, LoadSettings, Progress, threads_of
 from tableside.loader.load.verification import Verification
 from tableside.loader.model.model import ModelSpec
-from tableside.loader.segment.header import Header
+from tableside.loader.segment.header import Header, Owner, RemoteTable
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.numa import chosen_nodes
 from tableside.loader.segment.stored import StoredTable
@@ -55,18 +55,25 @@ class Loaded:
 
 
 def load(
-    spec: ModelSpec, root: Path, settings: LoadSettings = DEFAULTS, progress: Progress | None = None
+    spec: ModelSpec,
+    root: Path,
+    settings: LoadSettings = DEFAULTS,
+    progress: Progress | None = None,
+    remote: Sequence[RemoteTable] = (),
 ) -> Loaded:
-    """Publishes a new version under `root`. progress: counts raw ids while indexed, then rows. LoaderError:
-    model, checkpoint or memory are wrong; nothing stays."""
+    """Publishes a new version under `root`. progress: counts raw ids while indexed, then rows. remote: the
+    tables whose rows other hosts have, as those describe them. LoaderError: model, checkpoint or memory are
+    wrong; nothing stays."""
     backend, progress = choose(settings.backend), progress or (lambda done, total: None)
+    whole, spec = spec, _local(spec, remote)
     with open_checkpoint(spec.checkpoint) as checkpoint:
         model = Model(root, spec.name)
         reused = LiveTables(spec, settings.only, model, backend)
         sources = Sources(reused.others, checkpoint)
         nodes = chosen_nodes(spec.copies)
-        digest = spec_digest(spec)  # before the program is read, so that a change in between is found later
-        scorer, program = stored_scorer(spec, sources.dims | {t.name: t.dim for t in reused.tables.values()})
+        digest = spec_digest(whole)  # before the program is read, so that a change in between is found later
+        dims = {t.name: t.dim for t in reused.tables.values()} | {t.name: t.dim for t in remote}
+        scorer, program = stored_scorer(spec, sources.dims | dims)
         with model.loading(settings.group) as version:
             reused.check_live(model, settings.threads)
             started = time.monotonic()
@@ -75,12 +82,13 @@ def load(
             )
             unlike = Sources(reused.others, checkpoint)
             scratch = partial(model.create_scratch, version)
-            planned = plan(reused.others, unlike, model, scratch, settings.threads, progress)
-            checks = Verification(checkpoint, unlike.matrices)
+            planned = plan(reused.others, unlike, model, scratch, settings.threads, progress, spec.share)
+            checks = Verification(checkpoint, unlike.matrices, spec.share is None)
             source = {
                 "path": str(spec.checkpoint),
                 "spec": digest,
                 "files": fingerprint(sources.paths),
+                **({} if spec.share is None else {"sample": sample(sources.paths)}),
                 "verified": checks.describe()
                 | {name: dict(k.verification) for name, k in unlike.keyed.items()}
                 | reused.verified(),
@@ -91,6 +99,8 @@ def load(
                 _header(spec, planned, reused, version, source, steps),
                 scorer=scorer,
                 evaluation=spec.evaluation,
+                owner=None if spec.share is None else Owner(spec.whole_name, version, *spec.share),
+                remote=tuple(remote),
             )
             with model.writer(version, header, program, reused.kept, nodes) as writer:
                 _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
@@ -111,6 +121,19 @@ def load(
         huge,
         writer.mapping.page_bytes,
     )
+
+
+def _local(spec: ModelSpec, remote: Sequence[RemoteTable]) -> ModelSpec:
+    """Returns the model without its remote tables. ModelError: other tables have owners than these."""
+    if spec.share is not None:
+        return spec
+    wanted, found = {t.name for t in spec.tables if t.owners}, {t.name for t in remote}
+    if lacking := sorted(wanted ^ found):
+        raise ModelError(
+            f"[tables.{lacking[0]}]: its rows lie on other hosts, which have not been asked about it; load "
+            "the model with: tableside load"
+        )
+    return replace(spec, tables=tuple(t for t in spec.tables if t.name not in found))
 
 
 def _header(
@@ -250,7 +273,7 @@ class _MatrixLoad:
     buffer_bytes = 0
 
     def __init__(self, load: _Load, p: PlannedTable, matrix: Matrix, table: StoredTable) -> None:
-        self.load, self.p, self.matrix, self.table, self.rows = load, p, matrix, table, matrix.rows
+        self.load, self.p, self.matrix, self.table, self.rows = load, p, matrix, table, p.own
 
     def reading(self) -> Iterator[_Work]:
         return (partial(self._quantize_chunk, chunk) for chunk in range(self.table.chunks))
@@ -265,7 +288,8 @@ class _MatrixLoad:
             self.load.writer.finish_chunk(self.table, chunk)
 
     def _quantize(self, start: int, stop: int, buffers: _Buffers) -> None:
-        load, matrix, table = self.load, self.matrix, self.table
+        load, matrix, table, of_table = self.load, self.matrix, self.table, self.p.first
+        start, stop = start + of_table, stop + of_table  # rows of the matrix from here on
         # Reads are whole steps: some rows at a chunk's ends are read for both neighbours
         step = load.checks.step(table.name)
         read_rows = max(1, len(buffers.piece) // matrix.row_bytes // step) * step
@@ -278,7 +302,10 @@ class _MatrixLoad:
             rows = values[begin - first : last - first]
             try:
                 load.backend.quantize(
-                    rows, matrix.source, self.p.spec.row_format, load.writer.rows(table, begin, last)
+                    rows,
+                    matrix.source,
+                    self.p.spec.row_format,
+                    load.writer.rows(table, begin - of_table, last - of_table),
                 )
             except NotRepresentable as error:
                 what = f"{load.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}"

@@ -38,12 +38,12 @@ def spec_digest(spec: ModelSpec) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(said, default=str, sort_keys=True).encode() + b"\0" + program)
 
 
-_LATER = ("dim", "row_alignment", "copies")  # keys that earlier builds did not know
+_LATER = ("dim", "row_alignment", "copies", "owners", "share")  # keys that earlier builds did not know
 
 
 def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Leaves out keys that earlier builds did not know, where they say nothing."""
-    return {key: value for key, value in items if value is not None or key not in _LATER}
+    return {key: value for key, value in items if value not in (None, ()) or key not in _LATER}
 
 
 class Origin(NamedTuple):
@@ -63,9 +63,9 @@ def origin_of(spec: ModelSpec, sources: Sources) -> Origin:
 
 
 def is_live(spec: ModelSpec, model: Model) -> bool:
-    """Returns whether the live state was loaded whole from these files and is undamaged. LoaderError: a file
-    is unreadable."""
-    if not model.record().current:
+    """Returns whether the live state was loaded whole from these files and is undamaged; never with rows on
+    other hosts. LoaderError: a file is unreadable."""
+    if not model.record().current or any(t.owners for t in spec.tables):
         return False
     try:
         live = attach_state(model, None, "header")

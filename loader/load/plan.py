@@ -36,7 +36,8 @@ class Sources:
 
 @dataclass(frozen=True, eq=False)
 class PlannedTable:
-    """A table of a load. rows: in the segment; ids: None: ids are row numbers, others are refused."""
+    """A table of a load. rows: in the segment; ids: None: ids are row numbers, others are refused; first: row
+    of the source that is row 0; own: rows of the source that are taken."""
 
     spec: TableSpec
     rows: int
@@ -45,6 +46,8 @@ class PlannedTable:
     source: Matrix | RawTable
     default_row: DefaultRow
     backfill: Backfill | None
+    first: int = 0
+    own: int = 0
 
 
 def plan(
@@ -54,8 +57,10 @@ def plan(
     scratch: Callable[[], int],
     threads: int,
     progress: Progress,
+    share: tuple[int, int] | None = None,
 ) -> list[PlannedTable]:
-    """Builds the indexes of raw ids and plans the rows of each table. scratch, progress: see `Indexing`."""
+    """Builds the indexes of raw ids and plans the rows of each table. scratch, progress: see `Indexing`.
+    share: see `ModelSpec`."""
     planned = []
     backfilled = [t for t in tables if t.missing.policy == "backfill"]
     older = {t.name: Backfill(model.root, t, sources.dims[t.name]) for t in backfilled}
@@ -74,13 +79,25 @@ def plan(
         except QuantError as error:
             raise ModelError(f"model {model.name!r}: {error}") from error
         if t.raw is None:
-            ids, rows = _ids_of_rows(t, sources.rows[t.name], backfill, default_row)
-            planned.append(PlannedTable(t, rows, dim, ids, sources.matrices[t.name], default_row, backfill))
+            first, end = _cut(t, sources.rows[t.name], share)
+            ids, rows = _ids_of_rows(t, end - first, backfill, default_row)
+            if share is not None:
+                ids = replace(ids or StoredIds(rows, str(t.missing)), first=first)
+            matrix = sources.matrices[t.name]
+            planned.append(PlannedTable(t, rows, dim, ids, matrix, default_row, backfill, first, end - first))
             continue
-        raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, work)
+        raw = plan_raw_table(t, t.raw, sources.keyed[t.name], backfill, work, share)
         ids = replace(raw.ids, default_row=raw.rows - 1) if default_row.is_used else raw.ids
         planned.append(PlannedTable(t, raw.rows, dim, ids, raw, default_row, backfill))
     return planned
+
+
+def _cut(t: TableSpec, rows: int, share: tuple[int, int] | None) -> tuple[int, int]:
+    """Returns the rows [first, end) of a share. ModelError: there are none."""
+    number, owners = share or (0, 1)
+    if rows < owners:
+        raise ModelError(f"[tables.{t.name}]: {rows} rows for {owners} owners; expected one or more for each")
+    return rows * number // owners, rows * (number + 1) // owners
 
 
 def _ids_of_rows(

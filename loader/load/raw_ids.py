@@ -11,6 +11,7 @@ Private memory holds the index alone, a third of a byte per id.
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -27,7 +28,7 @@ from tableside.quant import CpuBackend, QuantError, RowFormat
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder, find_rows
 from tableside.quant.errors import NotRepresentable
-from tableside.quant.rows.ids import ID_BYTES, IdIndex, bits_at, id_at, set_bits
+from tableside.quant.rows.ids import ID_BYTES, IdIndex, bits_at, bucket_of, id_at, set_bits
 
 Progress = Callable[[int, int], None]  # (ids done, ids in all), from any thread
 PASSES = 3  # of a table's ids while its index is built: they are counted, put into buckets, and placed
@@ -52,8 +53,8 @@ class Indexing:
 
 @dataclass(frozen=True, eq=False)
 class RawTable:
-    """A table of raw ids with its index. dropped: a bit per source row replaced by a duplicate; None:
-    none."""
+    """A table of raw ids with its index, whole or a share. dropped: a bit per source row replaced by a
+    duplicate; None: none."""
 
     source: KeyedRows
     row_format: RowFormat
@@ -61,6 +62,11 @@ class RawTable:
     index: IdIndex
     dropped: Bytes | None
     backfill: Backfill | None
+
+    @property
+    def is_share(self) -> bool:
+        """Whether some buckets have other owners."""
+        return len(self.index.directory) - 1 < self.index.buckets
 
     @property
     def rows(self) -> int:
@@ -75,22 +81,33 @@ class RawTable:
 
 
 def plan_raw_table(
-    spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, work: Indexing
+    spec: TableSpec,
+    raw: RawIds,
+    source: KeyedRows,
+    backfill: Backfill | None,
+    work: Indexing,
+    share: tuple[int, int] | None = None,
 ) -> RawTable:
-    """Builds a table's index. CheckpointError: duplicate or unreadable ids. ModelError: ids do not fit the
-    buckets. NoSpace: no room for records."""
+    """Builds a table's index. share: number of the owner whose buckets are taken, and of all owners.
+    CheckpointError: duplicate or unreadable ids. ModelError: ids do not fit the buckets. NoSpace: no room for
+    records."""
     try:
         builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, work.threads)
-        for ids, _ in _all_ids(source, backfill):
-            builder.count(ids)
+        number, owners = share or (0, 1)
+        first, end = (raw.buckets * n // owners for n in (number, number + 1))
+        if first == end:
+            raise QuantError(f"{raw.buckets} buckets for {owners} owners; expected one or more for each")
+        taken = partial(_taken, raw, None if share is None else (first, end))
+        for ids, rows in _all_ids(source, backfill):
+            builder.count(taken(ids, rows)[0])
             work.done(len(ids))
         records = reserve_records(builder.begin() * RECORD_BYTES, work.scratch, work.folder)
         for ids, rows in _all_ids(source, backfill):
-            builder.put(ids, rows, records)
+            builder.put(*taken(ids, rows), records)
             work.done(len(ids))
         dropped = builder.distinct(records, raw.duplicates, source.rows)
         work.done(dropped.size)
-        index = builder.build(records, work.done)
+        index = builder.build(records, work.done).part(first, end)
     except DuplicateId as error:
         raise CheckpointError(
             f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and "
@@ -102,13 +119,23 @@ def plan_raw_table(
     kept = int(builder.kept.sum())
     backfilled = 0 if backfill is None else backfill.rows - int((dropped >= source.rows).sum())
     shape = (spec.row_format, source.dim, index.slots)
-    stored = plan_index(*shape, raw.buckets, raw.bucket_ids or 0, has_backfilled=backfilled > 0)
+    buckets = raw.buckets, raw.bucket_ids or 0, first, end - first
+    stored = plan_index(*shape, *buckets, has_backfilled=backfilled > 0)
     ids_of = StoredIds(kept, str(spec.missing), backfilled=backfilled, index=stored)
     bits = None
     if dropped.size:
         bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
         set_bits(bits, dropped)
     return RawTable(source, spec.row_format, ids_of, index, bits, backfill)
+
+
+def _taken(raw: RawIds, buckets: tuple[int, int] | None, ids: Ids, rows: Ids) -> tuple[Ids, Ids]:
+    """Returns the ids of these buckets, [first, end), and those without one, which are refused; None: all."""
+    if buckets is None:
+        return ids, rows
+    of = bucket_of(ids, raw.buckets, raw.bucket_ids or 0)
+    here = ((of >= buckets[0]) & (of < buckets[1])) | (of < 0)
+    return ids[here], rows[here]
 
 
 def _all_ids(source: KeyedRows, backfill: Backfill | None) -> Iterator[tuple[Ids, Ids]]:
@@ -153,6 +180,9 @@ class RawWriter:
         """Quantizes and writes a block; returns the mask of written rows, or None: all. CheckpointError: a
         value does not fit the format."""
         dropped = self.table.is_dropped(block.rows)
+        if self.table.is_share:
+            elsewhere = self.table.index.bucket_of(block.ids) < 0
+            dropped = elsewhere if dropped is None else dropped | elsewhere
         packed = np.empty((len(block.ids), self._packed.shape[1]), np.uint8)
         try:
             self._backend.quantize(block.values, self.table.source.source, self.table.row_format, packed)

@@ -16,12 +16,17 @@ MANIFEST, CRC32 = "manifest", "CRC-32"
 class Verification:
     """Reads and checks rows of a checkpoint; any thread. `by`: table -> MANIFEST, CRC32 or None."""
 
-    def __init__(self, checkpoint: Checkpoint, matrices: Mapping[str, Matrix]) -> None:
-        """matrices: table -> its matrix. CheckpointError: there is a manifest, and it does not fit."""
+    def __init__(
+        self, checkpoint: Checkpoint, matrices: Mapping[str, Matrix], are_whole: bool = True
+    ) -> None:
+        """matrices: table -> its matrix. are_whole: all rows will be read. CheckpointError: there is a
+        manifest, and it does not fit."""
         self._checkpoint, self._matrices = checkpoint, matrices
         self._manifest = find_manifest(checkpoint, {m.key: m for m in matrices.values()})
-        self._crc = Crc32Check({} if self._manifest else dict(matrices))
+        self._crc = Crc32Check(dict(matrices) if are_whole and not self._manifest else {})
         self.unverified = dict(self._crc.unverified)  # table -> why
+        if not are_whole and not self._manifest:
+            self.unverified = dict.fromkeys(matrices, "only a share of it was read")
         self.by = {
             t: None if t in self.unverified else MANIFEST if self._manifest else CRC32 for t in matrices
         }

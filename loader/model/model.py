@@ -16,6 +16,8 @@
     duplicates = "error"                      # raw ids: "error", or the "first" or "last" row counts
     buckets = 1024                            # raw ids: units of tableside reshard, a power of two
     bucket_ids = 1000                         # raw ids: bucket = id // bucket_ids, for ids >= 0; else by hash
+    tier = "rows://a:8000,b:8000"             # its rows lie on two other hosts, a share each; a:8000|c:8000:
+                                              # a host and a replica of it (docs/hosts.md)
 
     [features.clicked]
     table = "user"
@@ -67,6 +69,8 @@ OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 _OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids")
+_TIER = "rows://"
+_OWNER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}")
 _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 
@@ -98,7 +102,8 @@ class MissingSpec:
 @dataclass(frozen=True)
 class TableSpec:
     """A table of model.toml. raw: None: ids are row numbers; dim: None: the checkpoint decides.
-    row_alignment: None: 16 on a machine with a GPU, else 4."""
+    row_alignment: None: 16 on a machine with a GPU, else 4. owners: the hosts that have its rows, HOST:PORT,
+    each with its replicas; empty: this one."""
 
     name: str
     key: str
@@ -107,6 +112,7 @@ class TableSpec:
     raw: RawIds | None = None
     dim: int | None = None
     row_alignment: int | None = None
+    owners: tuple[tuple[str, ...], ...] = ()
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` values. Rows that have room for their raw id at 16 keep it in them.
@@ -156,7 +162,8 @@ class EvalSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A whole model.toml. copies: NUMA nodes that get a copy each; empty: those that have a GPU; None: there
+    """A whole model.toml, or what one owner has of it. share: number of the owner, and of all of them; None:
+    it is whole. copies: NUMA nodes that get a copy each; empty: those that have a GPU; None: there
     is one copy, anywhere."""
 
     name: str
@@ -166,6 +173,40 @@ class ModelSpec:
     scorer: ScorerSpec | None = None
     evaluation: EvalSpec | None = None
     copies: tuple[int, ...] | None = None
+    share: tuple[int, int] | None = None
+
+    @property
+    def whole_name(self) -> str:
+        """Returns the name of the model of which this is a share."""
+        return self.name.removesuffix("" if self.share is None else owner_name("", *self.share))
+
+    def of_owner(self, number: int) -> "ModelSpec":
+        """Returns the model of an owner: its share of each table with a tier, without a scorer. ModelError:
+        there is no such owner."""
+        tables = tuple(t for t in self.tables if t.owners)
+        owners = len(tables[0].owners) if tables else 0
+        if not 0 <= number < owners:
+            raise ModelError(
+                f"owner {number} of model {self.name!r}: its tables have {owners} owners, counted from 0"
+                if tables
+                else f'no table of model {self.name!r} has owners; expected tier = "{_TIER}HOST:PORT,..." in '
+                "model.toml"
+            )
+        for t in tables:
+            if t.missing.policy in ("mean", "backfill"):
+                raise ModelError(
+                    f"[tables.{t.name}]: missing is {str(t.missing)!r}, which needs all rows on one host; a "
+                    "table with a tier takes error, zero, or a vector"
+                )
+        features = tuple(FeatureSpec(t.name, t.name) for t in tables)
+        return ModelSpec(
+            owner_name(self.name, number, owners), self.checkpoint, tables, features, share=(number, owners)
+        )
+
+
+def owner_name(model: str, number: int, owners: int) -> str:
+    """Returns the name of an owner's model."""
+    return f"{model}-owner-{number}-of-{owners}"
 
 
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
@@ -222,6 +263,8 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     tables = tuple(_table(name, t) for name, t in _section(raw, "tables").items())
     if not tables:
         raise ModelError("there is no [tables.NAME]; a model needs at least one table")
+    if len({len(t.owners) for t in tables if t.owners}) > 1:
+        raise ModelError("tables have tiers of different numbers of owners; expected the same for all")
     names = {t.name for t in tables}
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
     features = features or tuple(FeatureSpec(t.name, t.name) for t in tables)
@@ -264,7 +307,7 @@ def _choice(raw: Mapping[str, Any], key: str, where: str, known: tuple[str, ...]
 def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     where = f"[tables.{name}]"
     check_name(name, "table", FEATURE_NAME)
-    _only(raw, where, {"key", "row_format", "row_alignment", "missing", "ids", "dim", *_OF_RAW_IDS})
+    _only(raw, where, {"key", "row_format", "row_alignment", "missing", "ids", "dim", "tier", *_OF_RAW_IDS})
     key = raw.get("key")
     if not isinstance(key, str) or not key:
         raise ModelError(f"{where}: key is {key!r}; expected the tensor's name in the checkpoint")
@@ -286,7 +329,20 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
             "dim"
         )
     ids = _raw_ids(raw, where) if is_raw else None
-    return TableSpec(name, key, row_format, missing, ids, dim, alignment)
+    owners = _owners(raw["tier"], where) if "tier" in raw else ()
+    return TableSpec(name, key, row_format, missing, ids, dim, alignment, owners)
+
+
+def _owners(tier: Any, where: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the addresses in a tier, by owner."""
+    listed = tier.removeprefix(_TIER).split(",") if isinstance(tier, str) and tier.startswith(_TIER) else []
+    owners = tuple(tuple(one.strip() for one in owner.split("|")) for owner in listed)
+    if not owners or not all(_OWNER.fullmatch(one) for owner in owners for one in owner):
+        raise ModelError(
+            f"{where}: tier is {tier!r}; expected {_TIER}HOST:PORT,HOST:PORT with the owners in their order, "
+            "replicas of one as HOST:PORT|HOST:PORT"
+        )
+    return owners
 
 
 def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:

@@ -219,11 +219,12 @@ class BlockReader:
 
 
 class Breaker:
-    """Says that a disk hangs: requests waited for rows for OPENS_S, and none came. Then nobody waits, but for
-    one request in OPENS_S, until a row comes. Any thread may call."""
+    """Says that what gives rows hangs: requests waited for them for OPENS_S, and none came. Then nobody
+    waits, but for one request in OPENS_S, until a row comes. source: who gives them, for people. Any thread
+    may call."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now, self._lock = now, threading.Lock()
+    def __init__(self, now: Callable[[], float] = time.monotonic, source: str = "the disk") -> None:
+        self._source, self._now, self._lock = source, now, threading.Lock()
         self._since = 0.0  # when the wait began in which no row came yet
         self._late_at = 0.0  # when a request last waited too long
         self._asks_at = 0.0  # when the next one waits; 0: all do
@@ -252,7 +253,7 @@ class Breaker:
         with self._lock:
             if came:
                 was_open, self._since, self._asks_at = self._asks_at, 0.0, 0.0
-                return "the disk reads again" if was_open else ""
+                return f"rows come from {self._source} again" if was_open else ""
             if not late:
                 return ""
             if not self._since or now - self._late_at > OPENS_S:
@@ -261,7 +262,9 @@ class Breaker:
             if self._asks_at or now - self._since < OPENS_S:
                 return ""
             self._asks_at = now + OPENS_S
-            return f"no row came from the disk for {now - self._since:.1f} s; requests do not wait for it"
+            return (
+                f"no row came from {self._source} for {now - self._since:.1f} s; requests do not wait for it"
+            )
 
 
 def _limits(deadline: float | None) -> tuple[int, int, int]:

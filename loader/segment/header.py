@@ -55,6 +55,43 @@ class Owner:
 
 
 @dataclass(frozen=True)
+class RemoteShare:
+    """What one owner has of a table. end: the dense id, or bucket, after its last one. table: its number in
+    the owner's version. content: `Segment.content` of that version, of `model`. addresses: HOST:PORT of its
+    hosts, which have the same."""
+
+    end: int
+    table: int
+    content: int
+    model: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RemoteTable:
+    """A table whose rows other hosts have (serving.cluster). count: ids with rows; buckets: of raw ids, 0:
+    ids are row numbers; bucket_ids: as in StoredIndex. default: the packed row of missing ids in hexadecimal
+    digits, empty: they are refused. shares: in the order of the ids or buckets."""
+
+    name: str
+    key: str
+    row_format: str
+    dim: int
+    row_bytes: int
+    count: int
+    missing: str
+    default: str
+    buckets: int
+    bucket_ids: int
+    shares: tuple[RemoteShare, ...]
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "RemoteTable":
+        shares = tuple(RemoteShare(**{**s, "addresses": tuple(s["addresses"])}) for s in raw["shares"])
+        return cls(**{**raw, "shares": shares})
+
+
+@dataclass(frozen=True)
 class Change:
     """Metadata of a delta. sequence: its number, unique in the model. below: sequence of the delta under it;
     0: none. changed: rows of the last batch. positions: stream -> position after the last change. made_at,
@@ -96,7 +133,8 @@ class TableFile:
 class Header:
     """Metadata of a version. files: of large tables, one behind the other. source: checkpoint paths, files,
     model.toml digest; load: seconds and source_bytes. owner: None for a whole version. delta: set in a delta
-    over `version`, which has no features. merged: the last delta compacted into it."""
+    over `version`, which has no features. merged: the last delta compacted into it. remote: tables whose rows
+    other hosts have."""
 
     model: str
     version: int
@@ -111,6 +149,7 @@ class Header:
     delta: Change | None = None
     merged: Change | None = None
     files: tuple[TableFile, ...] = ()
+    remote: tuple[RemoteTable, ...] = ()
 
     def to_json(self) -> bytes:
         raw = asdict(self)
@@ -120,8 +159,9 @@ class Header:
         for file in raw["files"]:
             if not file["sums_at"]:
                 del file["sums_at"], file["sums"]
-        if not raw["files"]:
-            del raw["files"]
+        for name in ("files", "remote"):
+            if not raw[name]:
+                del raw[name]
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
@@ -143,6 +183,7 @@ class Header:
             if raw.get(name) is not None:
                 raw[name] = Change(**raw[name])
         raw["files"] = tuple(TableFile(**f) for f in raw.get("files", ()))
+        raw["remote"] = tuple(RemoteTable.from_json(t) for t in raw.get("remote", ()))
         raw["features"] = tuple(FeatureSpec(**f) for f in raw["features"])
         if (scorer := raw.get("scorer")) is not None:
             inputs = tuple(ScorerInput(**i) for i in scorer["inputs"])
@@ -175,6 +216,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if self.remote:
+            return 6
         if self.files:
             return 5 if any(file.sums_at for file in self.files) else 4
         if self.delta is not None or self.merged is not None:
@@ -227,7 +270,9 @@ def check_header(header: Header, header_end: int, size: int) -> None:
             )
         chunks += index.chunks
         _check_place("an id index", index, files.get(t.name), size)
-    names = [t.name for t in header.tables]
+    for r in header.remote:
+        _check_remote(r)
+    names = [*(t.name for t in header.tables), *(t.name for t in header.remote)]
     # A delta may say a position alone
     if len(set(names)) != len(names) or not (names or header.delta is not None):
         raise SegmentError("the header names a table twice, or none")
@@ -249,7 +294,7 @@ def check_header(header: Header, header_end: int, size: int) -> None:
     if not isinstance(header.load, dict) or not isinstance(header.source, dict):
         raise SegmentError("the header's source or load is no object")
     if header.scorer is not None:
-        dims = {t.name: t.dim for t in header.tables}
+        dims = {t.name: t.dim for t in header.tables} | {t.name: t.dim for t in header.remote}
         pooled = {f.name: dims[f.table] for f in header.features if f.pooling != "none"}
         _check_scorer(header.scorer, pooled, size)
     if header.owner is not None:
@@ -285,6 +330,31 @@ def _check_table(t: StoredTable, first_chunk: int) -> None:
             f"{t.first_chunk}"
         )
     check_ids(t)
+
+
+def _check_remote(t: RemoteTable) -> None:
+    of_shares = (n for s in t.shares for n in (s.end, s.table, s.content))
+    numbers = (t.dim, t.row_bytes, t.count, t.buckets, t.bucket_ids, *of_shares)
+    texts = (t.name, t.key, t.missing, *(text for s in t.shares for text in (s.model, *s.addresses)))
+    are_typed = all(isinstance(text, str) for text in texts)
+    if not are_typed or not all(type(n) is int and n >= 0 for n in numbers):
+        raise SegmentError(f"remote table {str(t.name)[:60]!r} has a name or a number of the wrong type")
+    try:
+        sizes, default = RowFormat.parse(t.row_format).row_sizes(t.dim), bytes.fromhex(t.default)
+    except (QuantError, TypeError, ValueError) as error:
+        raise SegmentError(f"remote table {t.name!r}: {error}") from None
+    ends = [0, *(s.end for s in t.shares)]
+    if t.row_bytes not in sizes or len(default) not in (0, t.row_bytes) or t.buckets & (t.buckets - 1):
+        raise SegmentError(
+            f"remote table {t.name!r} has rows of {t.row_bytes} bytes, a default row of {len(default)}, "
+            f"{t.buckets} buckets; {t.row_format} of dim {t.dim} takes {' or '.join(map(str, sizes))} bytes"
+        )
+    if ends != sorted(ends) or len(ends) < 2 or ends[-1] != (t.buckets or t.count):
+        raise SegmentError(
+            f"the owners of table {t.name!r} end at {ends[1:]}; expected {t.buckets or t.count} for the last"
+        )
+    if not all(s.addresses for s in t.shares):
+        raise SegmentError(f"an owner of table {t.name!r} has no address")
 
 
 def _check_files(header: Header, size: int) -> None:

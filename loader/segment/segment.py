@@ -5,7 +5,7 @@ files of their own (loader.segment.layout). Numbers are little-endian.
     0        8      magic TABLSIDE in ASCII, written last
     8        4      format version, uint32: 1; 2 if ids are not row numbers or buckets lie elsewhere;
                     3 for a delta (loader.segment.delta) and a compacted version; 4 if tables have files,
-                    5 if these have checksums of blocks (loader.segment.blocks)
+                    5 if these have checksums of blocks (loader.segment.blocks); 6 if other hosts have rows
     12       4      H, uint32: bytes of the header
     16       8      bytes of this file, uint64
     24       8      xxh3-64 of header and checksums
@@ -47,7 +47,7 @@ from tableside.loader.segment.memory import FileToMap, Mapping, keep_in_memory
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 5
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 6
 
 Verify = Literal["full", "always", "header"]
 """What is read when a file is attached: full: every byte, once a host (loader.versions.verified); always:
@@ -211,7 +211,7 @@ class Segment:
         h = self.header
         tables = [(t.name, t.row_format, t.dim, t.rows, *((t.ids,) if t.ids else ())) for t in h.tables]
         scorer = h.scorer and (h.scorer.kind, h.scorer.inputs, h.scorer.checksum)
-        what = repr((h.model, tables, h.features, scorer))
+        what = repr((h.model, tables, h.features, scorer, *((h.remote,) if h.remote else ())))
         return checksum(what.encode() + self._checksums.tobytes())
 
     def program(self) -> bytes:

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tableside.loader.errors import ModelError, VersionError
+from tableside.loader.model.model import owner_name
 from tableside.loader.segment.header import Header, Owner
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.segment import Segment
@@ -55,7 +56,7 @@ class ReshardResult:
 
 def owner_names(model: str, owners: int) -> list[str]:
     """Returns the models of so many owners; one owner has the model itself."""
-    return [model] if owners == 1 else [f"{model}-owner-{number}-of-{owners}" for number in range(owners)]
+    return [model] if owners == 1 else [owner_name(model, number, owners) for number in range(owners)]
 
 
 def reshard(

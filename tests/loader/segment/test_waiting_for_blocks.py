@@ -101,7 +101,7 @@ def test_nobody_waits_for_a_disk_that_hangs(
             assert not state.any()
     assert [r.getMessage() for r in caplog.records] == [
         "this table: no row came from the disk for 1.2 s; requests do not wait for it",
-        "this table: the disk reads again",
+        "this table: rows come from the disk again",
     ]
 
 

@@ -1,0 +1,1 @@
+"""Tables whose rows lie on other hosts: asking their owners, and describing them."""
