@@ -52,7 +52,17 @@ class RootSettings(BaseSettings):
     owner: str | None = Field(None, description="user whose models are trusted, beside one's own and root's")
 
 
-class ServerSettings(RootSettings):
+class ClusterSettings(RootSettings):
+    """Those of commands that ask other hosts for rows."""
+
+    cluster_token_file: Path | None = Field(
+        None,
+        description="file with the token that servers share which have rows of one model; without it rows "
+        "are given to this host alone",
+    )
+
+
+class ServerSettings(ClusterSettings):
     """The settings of `tableside serve`."""
 
     models: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -282,20 +292,29 @@ def admin_token(settings: ServerSettings) -> str | None:
     """Returns the admin token or None. ServingError: its file is unreadable, empty, or readable by others."""
     if settings.admin_token is not None:
         return settings.admin_token.get_secret_value()
-    if (file := settings.admin_token_file) is None:
+    return _token_in(settings.admin_token_file, "admin token")
+
+
+def cluster_token(settings: ClusterSettings) -> str | None:
+    """Returns the token of servers that share rows, or None. ServingError: as `admin_token`."""
+    return _token_in(settings.cluster_token_file, "cluster token")
+
+
+def _token_in(file: Path | None, what: str) -> str | None:
+    if file is None:
         return None
     try:
         mode = file.stat().st_mode & 0o777
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ServingError(f"the admin token's file {file} cannot be read: {error}") from error
+        raise ServingError(f"the {what}'s file {file} cannot be read: {error}") from error
     if mode & 0o007:
         raise ServingError(
-            f"the admin token's file {file} has mode {mode:04o}, so every user may use it; chmod o-rwx {file}"
+            f"the {what}'s file {file} has mode {mode:04o}, so every user may use it; chmod o-rwx {file}"
         )
     if len(token) < TOKEN_LENGTH or not token.isascii() or not token.isprintable():
         raise ServingError(
-            f"{file} holds no admin token; expected one line of {TOKEN_LENGTH} or more ASCII characters"
+            f"{file} holds no {what}; expected one line of {TOKEN_LENGTH} or more ASCII characters"
         )
     return token
 

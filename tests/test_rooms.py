@@ -64,7 +64,7 @@ def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
 
 # Each file or folder may import what stands before it, and a file of a folder the others of that folder.
 SERVING = (
-    *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "logs", "stash_metrics"),
+    *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "cluster", "logs", "stash_metrics"),
     *("model", "shm", "metrics", "executors", "watch", "supervised", "engine_process", "service"),
     *("evaluation", "follow", "modules", "http", "workers", "cli"),
 )

@@ -12,7 +12,7 @@ from tableside.serving.client.messages import HttpRequest, HttpResponse
 _IDLE_S = 30.0  # a connection that was not used for longer is closed
 
 
-class _SocketConnection:
+class SocketConnection:
     """One connection, used by one thread at a time. OSError: it broke; TimeoutError: no answer in time."""
 
     def __init__(self, address: Address, timeout_s: float) -> None:
@@ -22,17 +22,25 @@ class _SocketConnection:
         self._watch = IdleWatch(made.fileno())
         self.used_at = 0.0
 
+    @property
+    def descriptor(self) -> int:
+        return self._socket.fileno()
+
     def is_usable(self) -> bool:
         return self._watch.is_quiet()
 
-    def exchange(self, head: bytes, request: HttpRequest) -> HttpResponse:
-        """Sends a request and reads its response."""
-        reader, receive = self._reader, self._socket.recv_into
-        reader.begin()
-        # where it was refused before it was whole, the response says why
+    def send(self, head: bytes, request: HttpRequest) -> None:
+        """Sends a request. Where it is refused before it is whole, the response says why."""
+        self._reader.begin()
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send(head, request)
+
+    def receive(self, deadline: float | None = None) -> HttpResponse:
+        """Reads the response. deadline: of time.monotonic; None: `timeout_s` between two parts of it."""
+        reader, receive = self._reader, self._socket.recv_into
         while True:
+            if deadline is not None:
+                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
             count = receive(reader.buffer())
             response = reader.take(count) if count else reader.end()
             if response is not None:
@@ -58,15 +66,29 @@ class SocketPool:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
-        self._idle: deque[_SocketConnection] = deque()  # the one used last is on the right
+        self._idle: deque[SocketConnection] = deque()  # the one used last is on the right
         self._process = os.getpid()  # whose the idle connections are
         self._is_closed = False
 
     def send(self, request: HttpRequest) -> HttpResponse:
         """The response to a request. OSError: the connection broke, or none could be made."""
+        return self.finish(self.begin(request))
+
+    def begin(self, request: HttpRequest) -> SocketConnection:
+        """Sends a request, whose response `finish` reads, once. OSError: no connection could be made."""
         connection = self._take()
         try:
-            response = connection.exchange(self._address.head(request), request)
+            connection.send(self._address.head(request), request)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def finish(self, connection: SocketConnection, deadline: float | None = None) -> HttpResponse:
+        """The response to a request that was begun on a connection. deadline: see `receive`. OSError: the
+        connection broke."""
+        try:
+            response = connection.receive(deadline)
         except BaseException:
             connection.close()
             raise
@@ -76,7 +98,7 @@ class SocketPool:
             self._give(connection)
         return response
 
-    def _take(self) -> _SocketConnection:
+    def _take(self) -> SocketConnection:
         if self._is_closed:
             raise RuntimeError("the client is closed")
         if self._process != os.getpid():
@@ -85,9 +107,9 @@ class SocketPool:
             while not (connection := self._idle.pop()).is_usable():
                 connection.close()
             return connection
-        return _SocketConnection(self._address, self._timeout_s)
+        return SocketConnection(self._address, self._timeout_s)
 
-    def _give(self, connection: _SocketConnection) -> None:
+    def _give(self, connection: SocketConnection) -> None:
         connection.used_at = now = time.monotonic()
         self._idle.append(connection)
         try:

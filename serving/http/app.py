@@ -15,6 +15,7 @@ from tableside.serving.http import asgi
 from tableside.serving.http.door import Door
 from tableside.serving.http.v1 import routes as v1
 from tableside.serving.http.v2 import routes as v2_routes
+from tableside.serving.http.v2 import rows
 from tableside.serving.http.v2.infer import V2
 from tableside.serving.metrics import counters, metrics
 from tableside.serving.service.service import Service
@@ -34,6 +35,7 @@ class Application:
         self._app = _make_fastapi(self.service)
         v1.add_to(self._app, self.service, self.tell)
         v2_routes.add_to(self._app, self.service, v2)
+        rows.add_to(self._app, self.service)
         _add_page(self._app)
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")
         self._counted_cpu_s = 0.0

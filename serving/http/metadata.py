@@ -3,6 +3,7 @@
 from typing import Any
 
 from tableside.loader.model.model import SCORE
+from tableside.loader.segment.header import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.serving import VERSION
 from tableside.serving.http.inputs import kjt
@@ -54,6 +55,14 @@ def describe_model(service: Service, name: str) -> dict[str, Any]:
                 **_describe_ids(t),
             }
             for t in header.tables
+        ]
+        + [
+            {
+                **{"name": r.name, "row_format": r.row_format, "rows": r.count, "dim": r.dim, "bytes": 0},
+                "placement": placements[r.name],
+                **_describe_remote_ids(r),
+            }
+            for r in header.remote
         ],
         "scorer": None if served.scorer is None else served.scorer.describe(),
         "features": [
@@ -73,12 +82,19 @@ def model_metadata(service: Service, served: ServedVersion) -> dict[str, Any]:
         "parameters": {
             "backend": served.backend.description,
             "segment_bytes": served.segment.size,
-            "tables": {t.name: f"{t.row_format} [{t.rows}, {t.dim}]" for t in served.header.tables},
-            "table_ids": {t.name: _describe_ids(t) for t in served.header.tables},
+            "tables": {t.name: f"{t.row_format} [{t.rows}, {t.dim}]" for t in served.header.tables}
+            | {r.name: f"{r.row_format} [{r.count}, {r.dim}]" for r in served.header.remote},
+            "table_ids": {t.name: _describe_ids(t) for t in served.header.tables}
+            | {r.name: _describe_remote_ids(r) for r in served.header.remote},
             "pooling": {n: f.pooling.label for n, f in served.features.items()},
             **kjt.describe(served),
         },
     }
+
+
+def _describe_remote_ids(r: RemoteTable) -> dict[str, Any]:
+    kind = "raw" if r.buckets else "row"
+    return {"ids": kind, "id_count": r.count, "first_id": 0, "missing": r.missing, "backfilled": 0}
 
 
 def model_statistics(served: ServedVersion) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Counts of rows that are read from a disk (loader.segment.blocks)."""
+"""Counts of rows that are read from a disk (loader.segment.blocks), or from other hosts (serving.cluster)."""
 
 from tableside.loader.segment.blocks import BlockReader
 from tableside.serving.metrics.counters import Counter, Histogram
@@ -17,11 +17,23 @@ _SECONDS = Histogram(
 )
 
 
+_REMOTE = Counter(
+    "tableside_remote_rows_total",
+    "Rows of tables on other hosts that lookups asked for, each of a request once: came, or late.",
+    ["model", "table", "outcome"],
+)
+
 _SAMPLED = Counter(
     "tableside_hot_ids_total",
     "A sample of the ids of tables on a disk, by whether the hot segment has their rows: yes or no.",
     ["model", "table", "hot"],
 )
+
+
+def count_remote(model: str, table: str, outcome: str, rows: int) -> None:
+    """Counts rows that other hosts were asked for."""
+    if rows:
+        _REMOTE.labels(model, table, outcome).add(rows)
 
 
 def count_reads(reader: BlockReader, model: str, table: str) -> None:

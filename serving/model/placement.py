@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.residence.memory import InHost
     from tableside.quant.gpu.residence.residence import Maker, Residence, Room, TableSize
     from tableside.quant.gpu.residence.tables import DeviceTable
+    from tableside.serving.cluster.owners import RemoteTables
 
 logger = logging.getLogger("tableside")
 
+ELSEWHERE = "remote"  # the placement of tables whose rows other hosts have
 _WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
@@ -84,7 +86,8 @@ class Placements:
 class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
     given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. count_reads: is
-    given what reads rows from a disk, the model and the table."""
+    given what reads rows from a disk, the model and the table. remote: gives the sources of a version's
+    tables whose rows other hosts have; None: such a version cannot be placed."""
 
     def __init__(
         self,
@@ -94,9 +97,11 @@ class Placer:
         stashable: bool = False,
         ahead: int = 0,
         count_reads: Callable[[BlockReader, str, str], object] = lambda reader, model, table: None,
+        remote: "Callable[[Segment], RemoteTables] | None" = None,
     ) -> None:
         self.gpu: GpuBackend | None = None
         self._stashable, self._ahead, self._count_reads = stashable, ahead, count_reads
+        self._remote = remote
         self._settings, self.cpu, self._hot = settings, cpu, HotRows(settings)
         self._budget = self._held = 0
         self._lock = threading.Lock()
@@ -137,6 +142,11 @@ class Placer:
         are kept (`Placements.take_over`), changed hot rows fetched. A state of a placed version takes only
         new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow
         it."""
+        if segment.header.remote and (self._remote is None or self.gpu is not None):
+            raise ServingError(
+                f"rows of {segment.header.model} version {segment.header.version} lie on other hosts, which "
+                "the CPU of a server asks for them; serve it without --devices, and ask that server"
+            )
         if (gpu := self.gpu) is None:
             return self._place_on_host(segment)
         known = self._bases.get(segment.base)
@@ -156,6 +166,10 @@ class Placer:
             name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
             for name, kind in kinds.items()
         }
+        if segment.header.remote and self._remote is not None:
+            remote = self._remote(segment).sources()
+            kinds |= dict.fromkeys(remote, ELSEWHERE)
+            on_host |= remote
         is_counted = any(readers[name].note is not None for name in fetched)
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
 

@@ -5,11 +5,14 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from tableside.loader.errors import LoaderError, ModelError, VersionError
+from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError, choose
+from tableside.serving.cluster.owners import OwnerHosts, RemoteTables
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request, not_found, short
@@ -17,7 +20,7 @@ from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slot
 from tableside.serving.executors.executors import CpuExecutor
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.counters import Now
-from tableside.serving.metrics.disk import count_reads
+from tableside.serving.metrics.disk import count_reads, count_remote
 from tableside.serving.metrics.metrics import ERRORS
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -25,7 +28,7 @@ from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.model_list import ModelList
 from tableside.serving.service.scrub import Scrubber
 from tableside.serving.service.warm import Warmer
-from tableside.serving.settings import ServerSettings, admin_token
+from tableside.serving.settings import ServerSettings, admin_token, cluster_token
 from tableside.serving.shm.regions import RegionRegistry, Regions
 from tableside.serving.watch import Watch
 
@@ -49,7 +52,8 @@ class Service:
         self.engines: dict[str, Engine] = {}
         self.models = ModelList.of(settings.models)
         self.regions = Regions(RegionRegistry()) if settings.allow_client_shm else None
-        self.admin_token = admin_token(settings)
+        self.admin_token, self.cluster_token = admin_token(settings), cluster_token(settings)
+        self.hosts = OwnerHosts(self.cluster_token, settings.disk_timeout_s)
         self._changing, self._taken_generation, self._taken_serial = asyncio.Lock(), -1, 0
         self._following: asyncio.Task[None] | None = None
         self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
@@ -88,11 +92,18 @@ class Service:
     def _new_engine(self, name: str) -> Engine:
         if self.link is None:
             return Engine.of(
-                self.settings, name, Placer(self.settings, self._backend, count_reads=count_reads)
+                self.settings,
+                name,
+                Placer(self.settings, self._backend, count_reads=count_reads, remote=self._remote),
             )
         return DoorEngine(
             self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings
         )
+
+    def _remote(self, segment: Segment) -> RemoteTables:
+        """Returns the tables of a version whose rows other hosts have."""
+        model, late_is_default = segment.header.model, self.settings.disk_late == "default"
+        return RemoteTables(segment.header.remote, self.hosts, late_is_default, partial(count_remote, model))
 
     def _look(self) -> None:
         """Follows the workers' shared lists, as often as versions."""
@@ -131,6 +142,7 @@ class Service:
             self._warmer.stop()
         self._beside.shutdown()
         self.executor.close()
+        self.hosts.close()
 
     def now(self, connections: int = 0, in_flight: int = 0) -> Now:
         """Returns this worker's gauges. connections, in_flight: of its door."""

@@ -22,7 +22,7 @@ from tableside.loader.model.text import write_model
 from tableside.loader.versions.retention import collect_states
 from tableside.loader.versions.states import state_of
 from tableside.loader.versions.versions import Model
-from tableside.quant import RowFormat
+from tableside.quant import RowFormat, choose
 from tableside.serving.cli.arguments import (
     KEEP,
     AddCommand,
@@ -47,7 +47,9 @@ from tableside.serving.cli.output import (
 )
 from tableside.serving.cli.remote import add_headers
 from tableside.serving.client.address import default_url
+from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.errors import ServingError
+from tableside.serving.settings import ClusterSettings, cluster_token, given
 
 
 def init(options: argparse.Namespace) -> int:
@@ -104,11 +106,15 @@ def load(options: argparse.Namespace) -> int:
     spec = read_model(options.model)
     root = root_settings(options).root
     o = options
+    if o.share is not None:
+        spec = spec.of_owner(o.share)
+    cluster = ClusterSettings(**given(options, ClusterSettings))
+    remote = remote_tables(spec, choose(o.backend), cluster_token(cluster))
     if o.as_delta and _load_delta(spec, root, options):
         return 0
     settings = LoadSettings(o.threads, o.max_memory, o.backend, not o.no_activate, o.group, tuple(o.only))
     with progress_bar(spec.name) as progress:
-        loaded = load_model(spec, root, settings, progress)
+        loaded = load_model(spec, root, settings, progress, remote)
     removed = [] if options.no_activate else Model(root, spec.name).collect(options.keep)
     if options.json:
         print_json(
@@ -118,6 +124,7 @@ def load(options: argparse.Namespace) -> int:
                 "live": not options.no_activate,
                 "path": str(loaded.path),
                 "tables": len(loaded.header.tables),
+                "remote_tables": len(loaded.header.remote),
                 "bytes": loaded.segment_bytes,
                 "source_bytes": loaded.source_bytes,
                 "seconds": loaded.seconds,
@@ -166,6 +173,7 @@ def describe_load(loaded: Loaded) -> str:
     )
     return (
         f"{loaded.model} version {loaded.version}: {len(loaded.header.tables)} tables, "
+        f"{f'{len(loaded.header.remote)} more on other hosts, ' * bool(loaded.header.remote)}"
         f"{mb(loaded.segment_bytes)} "
         f"({against}) in {loaded.seconds:.2f} s, {loaded.source_bytes / loaded.seconds / 1e9:.2f} GB/s read; "
         f"{loaded.huge_fraction:.0%} on {loaded.page_bytes >> 20} MiB pages; {loaded.path}"
@@ -304,6 +312,8 @@ def add_commands(command: AddCommand) -> None:
         default=[],
         metavar="TABLE",
     )
+    p.option("--share", "load this share of the tables with a tier alone, from 0", type=int, metavar="N")
+    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
     p.option(
         "--as-delta",
         "publish the rows that differ from the live ones as changes, where they are few",

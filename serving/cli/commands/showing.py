@@ -101,7 +101,7 @@ def _versions(model: Model) -> Iterator[dict[str, Any]]:
             yield {**unknown, "state": "damaged", "error": str(error)}
             continue
         h = segment.header
-        sizes = {"tables": len(h.tables), "bytes": segment.size, "fp32_bytes": h.fp32_bytes}
+        sizes = {"tables": len(h.tables) + len(h.remote), "bytes": segment.size, "fp32_bytes": h.fp32_bytes}
         sizes["shared_bytes"] = segment.shared_bytes
         state = "live" if version == live.version else "published"
         sizes["delta_bytes"] = sum(d.segment.size for d in _deltas(model, State(version, newest)))
@@ -182,6 +182,10 @@ def _tables(h: Header) -> Iterator[Table]:
             t.name, _ids_of(t), t.ids.missing if t.ids else "error", f"{t.rows:,}", str(t.dim),
             t.row_format, str(t.row_bytes), mb(t.bytes), escape(t.key),
         )  # fmt: skip
+    for r in h.remote:
+        ids, hosts = f"{r.count:,} {'raw' if r.buckets else 'row numbers'}", f"on {len(r.shares)} hosts"
+        row = (ids, r.missing, f"{r.count:,}", str(r.dim), r.row_format, str(r.row_bytes), hosts)
+        table.add_row(r.name, *row, escape(r.key))
     yield table
     rows = ((f.name, f.table, f.pooling, f.output) for f in h.features)
     yield table_of(("feature", "table", "pooling", "output"), rows)
@@ -227,6 +231,7 @@ def _version(segment: Segment) -> dict[str, Any]:
             for d in segment.deltas
         ],
         "tables": tables,
+        "remote_tables": [asdict(r) for r in h.remote],
         "features": [asdict(f) for f in h.features],
         "scorer": _scorer(h.scorer),
     }

@@ -30,8 +30,12 @@ async def change(
 
 def is_operator(service: Service, authorization: bytes | None) -> bool:
     """Returns whether a request has the server's admin token."""
+    return has_token(authorization, service.admin_token)
+
+
+def has_token(authorization: bytes | None, token: str | None) -> bool:
+    """Returns whether a request has a token that there is."""
     scheme, _, given = (authorization or b"").partition(b" ")
-    token = service.admin_token
     return (
         token is not None
         and scheme.lower() == b"bearer"

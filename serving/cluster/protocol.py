@@ -1,0 +1,142 @@
+"""What a server asks owners of rows, and what they answer. Numbers are little-endian.
+
+GET  /v2/rows/MODEL             the owner's live version, as JSON (`Described`)
+POST /v2/rows/MODEL/CONTENT     rows of a version, by `Segment.content` in 16 hexadecimal digits
+
+request     int64: n tables; n times a table's number and its count of ids; ids, table after table
+response    uint8 for each id: 1 if the table has it, padded with zeros to a multiple of 8;
+            a packed row for each id, table after table, of no meaning where the byte is 0;
+            xxh3-64 of what is before, seeded with CONTENT
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tableside.quant.contract import Bytes, Ids
+
+PATH = "/v2/rows"
+_SUM = np.dtype("<u8")
+
+
+class TableIds(NamedTuple):
+    """Ids [n] asked of a table. table: its number in the version."""
+
+    table: int
+    ids: Ids
+
+
+class TableRows(NamedTuple):
+    """found: uint8 [n], 1 where the table has the id; rows: uint8 [n, row_bytes]."""
+
+    found: NDArray[np.uint8]
+    rows: Bytes
+
+
+def pack_request(asked: Sequence[TableIds]) -> tuple[memoryview, ...]:
+    """Returns the body of a request, as its parts."""
+    head = np.array([len(asked), *(n for one in asked for n in (one.table, one.ids.size))], "<i8")
+    return tuple(part.view(np.uint8).data for part in (head, *(one.ids for one in asked)) if part.size)
+
+
+def unpack_request(body: Any) -> list[TableIds]:
+    """Reads the body of a request. ValueError: it is none."""
+    if len(body) % 8:
+        raise ValueError(f"the body has {len(body)} bytes; expected int64 numbers")
+    numbers = np.frombuffer(body, "<i8")
+    tables = int(numbers[0]) if numbers.size else 0
+    if not 0 < tables <= (numbers.size - 1) // 2:
+        raise ValueError(f"the body names {tables} tables in {numbers.size} numbers")
+    told = numbers[1 : 1 + 2 * tables].reshape(-1, 2)
+    ends = 1 + 2 * tables + np.cumsum(told[:, 1])
+    if told.min() < 0 or told[:, 1].max() > numbers.size or ends[-1] != numbers.size:
+        raise ValueError(f"the body's counts are not those of its {numbers.size - 1 - 2 * tables} ids")
+    starts = (ends - told[:, 1]).tolist()
+    return [
+        TableIds(table, numbers[start:end])
+        for table, start, end in zip(told[:, 0].tolist(), starts, ends.tolist(), strict=True)
+    ]
+
+
+def pack_response(answers: Sequence[TableRows], content: int) -> list[memoryview]:
+    """Returns the body of a response, as its parts."""
+    ids = sum(one.found.size for one in answers)
+    padding = np.zeros(-ids % 8, np.uint8)
+    parts = [one.found for one in answers] + [padding] + [one.rows.reshape(-1) for one in answers]
+    digest = xxhash.xxh3_64(seed=content)
+    for part in parts:
+        digest.update(part.data)
+    sealed = [*parts, np.array([digest.intdigest()], _SUM).view(np.uint8)]
+    return [part.data for part in sealed if part.size]
+
+
+def unpack_response(body: Any, sizes: Sequence[tuple[int, int]], content: int) -> list[TableRows]:
+    """Reads the body of a response. sizes: ids and row_bytes of each table. ValueError: it is none, or of
+    another version."""
+    ids = sum(n for n, _ in sizes)
+    padded = -(-ids // 8) * 8
+    expected = padded + sum(n * row_bytes for n, row_bytes in sizes) + _SUM.itemsize
+    data = np.frombuffer(body, np.uint8)
+    if data.size != expected:
+        raise ValueError(f"it has {data.size} bytes; expected {expected}")
+    sealed, digest = data[: -_SUM.itemsize], data[-_SUM.itemsize :].view(_SUM)
+    if xxhash.xxh3_64_intdigest(sealed.data, seed=content) != int(digest[0]):
+        raise ValueError("its checksum is wrong, or it is of another version")
+    answers, at, row_at = [], 0, padded
+    for n, row_bytes in sizes:
+        rows = sealed[row_at : row_at + n * row_bytes].reshape(n, row_bytes)
+        answers.append(TableRows(sealed[at : at + n], rows))
+        at, row_at = at + n, row_at + n * row_bytes
+    return answers
+
+
+class DescribedTable(NamedTuple):
+    """A table of an owner. ids: first to end of its dense ids, or of its buckets; own: ids with a row;
+    missing: their policy; buckets, bucket_ids: as in RemoteTable."""
+
+    name: str
+    key: str
+    row_format: str
+    dim: int
+    row_bytes: int
+    first: int
+    end: int
+    own: int
+    missing: str
+    buckets: int
+    bucket_ids: int
+
+
+class Described(NamedTuple):
+    """An owner's live version. changes: sequence of the last change over it; 0: none. sample: digest of the
+    checkpoint (loader.checkpoint.rows.sample)."""
+
+    model: str
+    version: int
+    changes: int
+    content: int
+    number: int
+    owners: int
+    sample: str
+    tables: tuple[DescribedTable, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        tables = [table._asdict() for table in self.tables]
+        return {**self._asdict(), "content": f"{self.content:016x}", "tables": tables}
+
+    @classmethod
+    def from_json(cls, raw: Any) -> "Described":
+        """ValueError: it describes no version."""
+        try:
+            tables = tuple(DescribedTable(**table) for table in raw["tables"])
+            found = cls(**{**raw, "content": int(raw["content"], 16), "tables": tables})
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"it is no description of rows ({error})") from error
+        numbers = [found.version, found.changes, found.number, found.owners]
+        numbers += [n for t in tables for n in (t.dim, t.row_bytes, t.first, t.end, t.own, t.buckets)]
+        if not all(type(n) is int for n in numbers):
+            raise ValueError("it is no description of rows: a number is of the wrong type")
+        return found

@@ -1,0 +1,141 @@
+"""Rows of this host's tables for servers of the whole model (serving.cluster.protocol)."""
+
+import asyncio
+import ipaddress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from fastapi import FastAPI, Request, Response
+
+from tableside.loader.errors import LoaderError
+from tableside.loader.segment.segment import Segment
+from tableside.quant.cpu.packed import packed_rows, rows_with_ids
+from tableside.quant.cpu.staged import fetched
+from tableside.quant.errors import RowsNotRead
+from tableside.quant.rows.fetched import RowReader
+from tableside.serving.cluster.describe import describe
+from tableside.serving.cluster.protocol import PATH, TableIds, TableRows, pack_response, unpack_request
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, not_found, short
+from tableside.serving.http import asgi
+from tableside.serving.http.v2.repository import has_token
+from tableside.serving.model.engine import Engine
+from tableside.serving.service.service import Service
+
+INLINE_IDS = 20_000  # of a request up to which rows are copied on the event loop: some 5 ms
+
+
+class OwnedRows:
+    """Answers requests for rows, from whichever version they name by its content."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._contents: WeakKeyDictionary[Segment, int] = WeakKeyDictionary()
+        self._versions: dict[tuple[str, int], int] = {}  # content of versions that are not live
+        self._looking = asyncio.Lock()
+
+    def check(self, http: Request) -> None:
+        """ApiError: the caller gets no rows."""
+        token = self._service.cluster_token
+        if token is not None:
+            if not has_token(asgi.header(http.scope, b"authorization"), token):
+                why = "rows are given to servers of this cluster alone: the request's Authorization is not "
+                raise ApiError(401, ErrorKind.DENIED, f"{why}'Bearer ' and the cluster token")
+        elif http.client is not None and not _is_loopback(http.client.host):
+            why = "rows are given to other hosts by a server with a cluster token; start it with "
+            raise ApiError(403, ErrorKind.DENIED, f"{why}--cluster-token-file FILE")
+
+    def describe(self, model: str) -> dict[str, Any]:
+        found = describe(self._service.live(model).segment)
+        if found is None:
+            raise not_found(f"model {short(model)} is whole; rows are given of a model's shares")
+        return found.to_json()
+
+    async def answer(self, model: str, content: str, body: bytes) -> asgi.Response:
+        """Returns the rows that a request names. ApiError: it is none, the version is not here, or rows of a
+        disk are late or damaged."""
+        try:
+            number, asked = int(content, 16), unpack_request(body)
+        except ValueError as error:
+            raise bad_request(f"rows of {short(model)}: {error}") from error
+        segment = await self._segment(self._service.engine(model), number)
+        if wrong := [one.table for one in asked if not 0 <= one.table < len(segment.header.tables)]:
+            raise bad_request(f"table {wrong[0]} is not among {len(segment.header.tables)}")
+        if segment.readers or sum(one.ids.size for one in asked) > INLINE_IDS:
+            rows = await self._service.beside(_rows_of, segment, asked)
+        else:
+            rows = _rows_of(segment, asked)
+        headers = ((b"content-type", b"application/octet-stream"),)
+        return asgi.Response(200, headers, pack_response(rows, number))
+
+    async def _segment(self, engine: Engine, content: int) -> Segment:
+        """Returns the version with this content."""
+        live = engine.served().segment.base
+        if self._content(live) == content:
+            return live
+        async with self._looking:
+            number = await asyncio.get_running_loop().run_in_executor(None, self._look, engine, content)
+        if number is None:
+            raise not_found(
+                f"no version of {engine.model.name!r} that is published here has content {content:016x}; "
+                "load the model anew where it was asked from"
+            )
+        return (await self._service.version(engine.model.name, number)).segment.base
+
+    def _look(self, engine: Engine, content: int) -> int | None:
+        """Returns the number of the version with a content."""
+        model = engine.model
+        for version in reversed(model.versions()):
+            known = model.name, version
+            if known not in self._versions:
+                try:
+                    self._versions[known] = model.attach(version, "header").content()
+                except (LoaderError, OSError):
+                    continue
+            if self._versions[known] == content:
+                return version
+        return None
+
+    def _content(self, segment: Segment) -> int:
+        if segment not in self._contents:
+            self._contents[segment] = segment.content()
+        return self._contents[segment]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _rows_of(segment: Segment, asked: list[TableIds]) -> list[TableRows]:
+    return [_table_rows(segment, one) for one in asked]
+
+
+def _table_rows(segment: Segment, one: TableIds) -> TableRows:
+    name = segment.header.tables[one.table].name
+    table, reader = segment.tables[name], segment.readers.get(name)
+    if reader is None:
+        return TableRows(*packed_rows(table, one.ids))
+    found, rows = rows_with_ids(table, one.ids)
+    try:
+        came, at = fetched(table.fetched_by(RowReader(reader)), rows, reader)
+    except RowsNotRead as error:
+        raise ApiError(503, ErrorKind.NOT_READ, f"table {name}: {error}") from error
+    return TableRows(found, came.packed[at])
+
+
+def add_to(app: FastAPI, service: Service) -> None:
+    owned = OwnedRows(service)
+
+    @app.get(f"{PATH}/{{model}}", include_in_schema=False)
+    async def described(http: Request) -> Response:
+        owned.check(http)
+        return asgi.json_response(owned.describe(http.path_params["model"]))
+
+    @app.post(f"{PATH}/{{model}}/{{content}}", include_in_schema=False)
+    async def rows(http: Request) -> Response:
+        owned.check(http)
+        named, hold = http.path_params, http.scope[asgi.HOLD]
+        body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
+        return asgi.AsgiResponse(await owned.answer(named["model"], named["content"], body))

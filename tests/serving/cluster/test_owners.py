@@ -1,0 +1,373 @@
+"""Owners that are stopped, killed, replaced, that lie or are another's: no answer is wrong, and late rows are
+told."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hosts import ITEM_IDS, RAW, answer, checkpoint, load_door, load_shares, served, spec_of
+from servers import Server, start_server
+from support import end, is_running, run_tableside, until
+
+from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.errors import ModelError
+from tableside.loader.load.load import load
+from tableside.loader.segment.memory import processes_below
+from tableside.loader.versions.versions import Model
+from tableside.quant import choose
+from tableside.serving.client import Client
+from tableside.serving.cluster.owners import OwnerHosts
+from tableside.serving.errors import ErrorKind, ServingError
+from tableside.serving.model.engine import Engine
+from tableside.serving.model.placement import Placer
+from tableside.serving.settings import ServerSettings
+
+UNPOOLED = {name: {"pooling": "none"} for name in ("user", "item", "small")}
+ZERO = {"user": {"missing": "zero", "row_format": "fp32"}, "item": {"missing": "zero", "row_format": "fp32"}}
+USERS, ITEMS = np.arange(0, 1000, 7), RAW[::5]
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Iterator[list[Path]]:
+    """Folders of two owners and a door."""
+    found = [Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}" for _ in range(3)]
+    for root in found:
+        root.mkdir()
+    yield found
+    for root in found:
+        shutil.rmtree(root)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def run(root: Path, *options: object, models: tuple[str, ...] = ()) -> Server:
+        started.append(start_server(root, *options, models=models))
+        return started[-1]
+
+    yield run
+    for server in started:
+        below = processes_below(server.process.pid)
+        for pid in [server.process.pid, *below]:
+            if is_running(pid):
+                os.kill(pid, signal.SIGCONT)
+        end(server.process)
+        until(lambda below=below: not any(map(is_running, below)), what="the server's processes to end")
+
+
+def place(server: Server) -> str:
+    return server.url.removeprefix("http://")
+
+
+def look_up(client: Client) -> dict[str, Any]:
+    return client.lookup("ads", {"user": USERS[:, None], "item": ITEMS[:, None]})
+
+
+def kill(server: Server) -> None:
+    for pid in [server.process.pid, *processes_below(server.process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait()
+
+
+def is_right(got: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
+    return np.array_equal(got["user"], arrays["user"][USERS]) and np.array_equal(
+        got["item"], arrays["item"][::5]
+    )
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_answers_for_one_that_is_away(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], how: signal.Signals
+) -> None:
+    """No request fails, and none gets late rows."""
+    arrays = checkpoint(tmp_path)
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO, features=UNPOOLED), roots[:1])
+    load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO, features=UNPOOLED), roots[1:2])
+    first, second = (serve(root, models=(name,)) for root in roots[:2])
+    tier = [f"{place(first)}|{place(second)}"]
+    load_door(spec_of(tmp_path, owners=tier, tables=ZERO, features=UNPOOLED), roots[2])
+    door = serve(roots[2], models=("ads",))
+    with Client(door.url) as client:
+        assert is_right(look_up(client), arrays)
+        for pid in [first.process.pid, *processes_below(first.process.pid)]:
+            os.kill(pid, how)
+        for _ in range(30):
+            assert is_right(look_up(client), arrays)
+    assert 'outcome="late"' not in door.get("/metrics").text
+
+
+def test_rows_of_an_owner_that_is_away_are_late_and_told(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    """The other owner's rows are right; once it is back, all are."""
+    arrays = checkpoint(tmp_path)
+    names = load_shares(spec_of(tmp_path, owners=["a:1", "b:1"], tables=ZERO, features=UNPOOLED), roots[:2])
+    first, second = (serve(root, models=(n,)) for root, n in zip(roots, names, strict=False))
+    tier = [place(first), place(second)]
+    load_door(spec_of(tmp_path, owners=tier, tables=ZERO, features=UNPOOLED), roots[2])
+    door = serve(roots[2], "--disk-timeout-s", 0.2, models=("ads",))
+    with Client(door.url) as client:
+        assert is_right(look_up(client), arrays)
+        kill(second)
+        got = look_up(client)
+        there = USERS < 500
+        assert np.array_equal(got["user"][there], arrays["user"][USERS[there]])
+        assert not got["user"][~there].any()
+        asked = {"inputs": [{"name": "user", "shape": [2, 1], "datatype": "INT64", "data": [1, 999]}]}
+        told = httpx.post(f"{door.url}/v2/models/ads/infer", json=asked).json()
+        assert told["parameters"] == {"degraded": 1, "degraded.user": 1}
+        again = serve(roots[1], "--port", tier[1].rpartition(":")[2], models=(names[1],))
+        assert place(again) == tier[1]
+        until(lambda: is_right(look_up(client), arrays), what="the owner's rows to come again")
+
+
+@pytest.mark.parametrize("late", ["default", "error"])
+def test_an_owner_that_is_stopped_holds_a_request_up_to_the_deadline(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts, late: str
+) -> None:
+    """Its rows are then the default row, or an error, as the setting says; soon nobody waits for it."""
+    checkpoint(tmp_path)
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO, features=UNPOOLED), roots[:1])
+    owner = serve(roots[0], models=(name,))
+    load_door(spec_of(tmp_path, owners=[place(owner)], tables=ZERO, features=UNPOOLED), roots[2])
+    hosts.timeout_s = 0.1
+    version = served(roots[2], "ads", hosts, disk_late=late)
+    good = answer(version, {"user": [1, 2], "item": RAW[:2], "small": [3]})
+    assert not good[1]
+    for pid in processes_below(owner.process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    got = answer(version, {"user": [1, 2], "item": RAW[:2], "small": [3]})
+    if late == "error":
+        assert got[0] is ErrorKind.NOT_READ and "came too late" in got[1]
+    else:
+        assert got[1] == [(0, 0, 2), (0, 0, 2), (0, 0, 0)]
+        assert got[0][-16:] == good[0][-16:] and not any(got[0][:-16])
+    host = hosts.host(place(owner))
+    until(lambda: bool(answer(version, {"user": [1]})) and host.hangs, what="nobody to wait any more")
+    for pid in processes_below(owner.process.pid):
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: answer(version, {"user": [1, 2], "item": RAW[:2], "small": [3]}) == good, what="its rows")
+
+
+class Liar:
+    """A server that gives each request on to an owner, and changes the answer."""
+
+    def __init__(self, owner: Server) -> None:
+        self._owner = owner
+        self.change: Callable[[bytes], bytes] = lambda answer: answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.place = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+        self._open: list[socket.socket] = []
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                one, _ = self._listener.accept()
+                self._open.append(one)
+                self._threads.append(threading.Thread(target=self._give_on, args=(one,)))
+                self._threads[-1].start()
+        except OSError:  # closed
+            return
+
+    def _give_on(self, one: socket.socket) -> None:
+        with one, socket.create_connection(("127.0.0.1", self._owner.port)) as other:
+            self._open.append(other)
+            back = threading.Thread(target=self._give_back, args=(other, one))
+            back.start()
+            with contextlib.suppress(OSError):  # closed
+                while data := one.recv(1 << 16):
+                    other.sendall(data)
+            with contextlib.suppress(OSError):
+                other.shutdown(socket.SHUT_RDWR)
+            back.join()
+
+    def _give_back(self, other: socket.socket, one: socket.socket) -> None:
+        try:
+            while data := other.recv(1 << 20):
+                one.sendall(self.change(data))
+        except OSError:  # closed
+            return
+
+    def close(self) -> None:
+        for one in (self._listener, *self._open):
+            with contextlib.suppress(OSError):  # it is not connected
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join()
+
+
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of a row": lambda answer: answer[:-50] + bytes([answer[-50] ^ 1]) + answer[-49:],
+    "a found byte": lambda answer: answer if answer[:4] == b"HTTP" else b"\0" + answer[1:],
+    "no HTTP": lambda answer: b"x" * len(answer),
+    "cut short": lambda answer: answer[:-8],
+    "another status": lambda answer: answer.replace(b"200", b"500", 1),
+    "nothing": lambda answer: b"",
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_answer_that_was_changed_on_its_way_is_not_taken(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts, lie: str
+) -> None:
+    """Its rows are late. With the next honest answer they are right."""
+    checkpoint(tmp_path)
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO, features=UNPOOLED), roots[:1])
+    liar = Liar(serve(roots[0], models=(name,)))
+    try:
+        load_door(spec_of(tmp_path, owners=[liar.place], tables=ZERO, features=UNPOOLED), roots[2])
+        hosts.timeout_s = 1.0
+        version = served(roots[2], "ads", hosts)
+        asked = {"user": USERS, "item": ITEMS}
+        good = answer(version, asked)
+        liar.change = LIES[lie]
+        got = answer(version, asked)
+        assert got[1] == [(0, 0, USERS.size), (0, 0, ITEMS.size)] and not any(got[0])
+        liar.change = lambda answer: answer
+        until(lambda: answer(version, asked) == good, what="honest rows")
+    finally:
+        hosts.close()
+        liar.close()
+
+
+def test_a_door_reads_the_version_that_it_was_loaded_with(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts
+) -> None:
+    """While owners take the next one, which it sees when it is loaded anew; rows of a version that is gone
+    are late, not those of another one."""
+    old, new = checkpoint(tmp_path, 0), checkpoint(tmp_path, 1)
+    specs = [spec_of(tmp_path, owners=["a:1"], seed=s, tables=ZERO, features=UNPOOLED) for s in (0, 1)]
+    (name,) = load_shares(specs[0], roots[:1])
+    owner = serve(roots[0], models=(name,))
+    tier = [place(owner)]
+    load_door(spec_of(tmp_path, owners=tier, tables=ZERO, features=UNPOOLED), roots[2])
+    before = served(roots[2], "ads", hosts)
+    load_shares(specs[1], roots[:1])
+    until(lambda: owner.get(f"/v2/rows/{name}").json()["version"] == 2, what="the owner's next version")
+    assert answer(before, {"user": USERS})[0] == old["user"][USERS].tobytes()
+    load_door(spec_of(tmp_path, owners=tier, seed=1, tables=ZERO, features=UNPOOLED), roots[2])
+    after = served(roots[2], "ads", hosts)
+    for _ in range(3):
+        assert answer(after, {"user": USERS})[0] == new["user"][USERS].tobytes()
+        assert answer(before, {"user": USERS})[0] == old["user"][USERS].tobytes()
+    Model(roots[0], name).remove(1)
+    until(lambda: bool(answer(before, {"user": USERS})[1]), what="the old version to go")
+    assert not any(answer(before, {"user": USERS})[0])
+    assert answer(after, {"user": USERS})[0] == new["user"][USERS].tobytes()
+
+
+def test_rows_are_given_to_servers_with_the_token_alone(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    """And loads name it, too."""
+    checkpoint(tmp_path)
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO, features=UNPOOLED), roots[:1])
+    token = tmp_path / "token"
+    token.write_text("a token of enough characters, for tests\n")
+    token.chmod(0o600)
+    owner = serve(roots[0], "--cluster-token-file", token, models=(name,))
+    asked = f"{owner.url}/v2/rows/{name}"
+    assert httpx.get(asked).status_code == 401
+    assert httpx.post(f"{asked}/{1:016x}", content=b"").status_code == 401
+    assert httpx.get(asked, headers={"Authorization": "Bearer another"}).status_code == 401
+    said = (tmp_path / "model.toml").write_text
+    tables = "".join(
+        f'[tables.{t}]\nkey = "{t}"\nmissing = "zero"\ntier = "rows://{place(owner)}"\n{more}'
+        for t, more in (("user", 'row_format = "fp32"\n'), ("item", 'ids = "raw"\nid_key = "item.ids"\n'))
+    )
+    said(
+        f'name = "ads"\ncheckpoint = "0.npz"\n{tables}'.replace(
+            'id_key = "item.ids"', 'id_key = "item.ids"\nbuckets = 16\nrow_format = "fp32"'
+        )
+    )
+    refused = run_tableside("load", tmp_path / "model.toml", "--root", roots[2])
+    assert refused.returncode == 1 and "answered 401" in refused.stderr
+    done = run_tableside("load", tmp_path / "model.toml", "--root", roots[2], "--cluster-token-file", token)
+    assert done.returncode == 0 and "2 more on other hosts" in done.stdout, done.stderr
+    door = serve(roots[2], "--cluster-token-file", token, models=("ads",))
+    with Client(door.url) as client:
+        assert client.lookup("ads", {"user": [[1]]})["user"].any()
+    shown = run_tableside("inspect", "ads", "--root", roots[2])
+    assert "700 raw" in shown.stdout and "on 1 hosts" in shown.stdout
+    table = next(t for t in door.get("/v1/models").json()["models"][0]["tables"] if t["name"] == "item")
+    assert (table["placement"], table["id_count"]) == ("remote", ITEM_IDS)
+
+
+def test_owners_that_do_not_fit_are_refused_at_a_load(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    """Of other checkpoints, of other settings, with changes, not there, or in another order."""
+    checkpoint(tmp_path, 0)
+    checkpoint(tmp_path, 1)
+    specs = [spec_of(tmp_path, owners=["a:1", "b:1"], seed=s, tables=ZERO, features=UNPOOLED) for s in (0, 1)]
+    names = load_shares(specs[0], roots[:2])
+    first, second = (serve(root, "--all") for root in roots[:2])
+    tier = [place(first), place(second)]
+
+    def refusal(**change: Any) -> str:
+        said: dict[str, Any] = {"owners": tier, "tables": ZERO, "features": UNPOOLED} | change
+        with pytest.raises(ServingError) as caught:
+            load_door(spec_of(tmp_path, **said), roots[2])
+        return str(caught.value)
+
+    assert "answered 404" in refusal(owners=tier[::-1])
+    assert "has buckets" not in refusal(owners=[tier[0], "127.0.0.1:9"])
+    assert "is not reached" in refusal(owners=[tier[0], "127.0.0.1:9"])
+    other = {"user": {**ZERO["user"], "row_format": "int8"}, "item": ZERO["item"]}
+    assert "row_format is 'int8' here" in refusal(tables=other)
+    other = {"user": ZERO["user"], "item": {**ZERO["item"], "missing": "error"}}
+    assert "missing is 'error' here" in refusal(tables=other)
+    load(specs[1].of_owner(1), roots[1])
+    until(lambda: second.get(f"/v2/rows/{names[1]}").json()["version"] == 2, what="the other checkpoint")
+    assert "loaded from 2 checkpoints" in refusal()
+    ids, vectors = np.array([3]), np.ones((1, 16), np.float32)
+    batch = ChangeBatch((TableChanges("user", ids, vectors, None),))
+    apply(Model(roots[0], names[0]), batch, ApplySettings())
+    until(lambda: first.get(f"/v2/rows/{names[0]}").json()["changes"] == 1, what="the change")
+    assert "has changes over version 1" in refusal()
+    assert not Model(roots[2], "ads").versions()
+
+
+def test_what_needs_all_rows_on_one_host_is_refused(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts
+) -> None:
+    """A mean of all rows, a module in another process, a load that asked nobody."""
+    checkpoint(tmp_path)
+    spec = spec_of(tmp_path, owners=["a:1"], tables={"user": {"missing": "mean"}})
+    with pytest.raises(ModelError, match="needs all rows on one host"):
+        spec.of_owner(0)
+    with pytest.raises(ModelError, match="owner 1 of model 'ads': its tables have 1 owners"):
+        spec.of_owner(1)
+    with pytest.raises(ModelError, match="no table of model 'ads' has owners"):
+        spec_of(tmp_path).of_owner(0)
+    with pytest.raises(ModelError, match="which have not been asked about it"):
+        load(spec, roots[2])
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"]), roots[:1])
+    owner = serve(roots[0], models=(name,))
+    load_door(spec_of(tmp_path, owners=[place(owner)]), roots[2])
+    settings = ServerSettings()
+    with pytest.raises(ServingError, match="lie on other hosts"):
+        Engine(Model(roots[2], "ads"), settings, Placer(settings, choose())).begin()
+
+
+@pytest.mark.parametrize(
+    "tier", ["", "rows://", "rows://a", "rows://a:0", "redis://a:1", "rows://a:1,,b:1", 3]
+)
+def test_tiers_that_name_no_hosts_are_refused(tmp_path: Path, tier: object) -> None:
+    with pytest.raises(ModelError, match="expected rows://HOST:PORT,HOST:PORT"):
+        spec_of(tmp_path, tables={"user": {"tier": tier}})

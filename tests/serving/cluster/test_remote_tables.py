@@ -1,0 +1,146 @@
+"""A model whose rows lie on other hosts answers as one host does, bit by bit."""
+
+import itertools
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from hosts import RAW, USER_ROWS, answer, bags, checkpoint, load_door, load_shares, served, spec_of
+from servers import Server, start_server
+from support import end, until
+
+from tableside.loader.load.load import load
+from tableside.serving.cluster.owners import OwnerHosts
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture(scope="module")
+def owners() -> Iterator[Server]:
+    """One server for all owners, which takes their models as they are published."""
+    root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
+    root.mkdir()
+    server = start_server(root, "--all", models=())
+    yield server
+    try:
+        assert end(server.process) == 0
+    finally:
+        shutil.rmtree(root)
+
+
+POLICIES = {"error": "error", "zero": "zero", "vector": [0.5, -2.0] * 4}
+FEATURES = {
+    "user": {"pooling": "sum"},
+    "seen": {"table": "user", "pooling": "none", "output": "fp16"},
+    "item": {"pooling": "mean"},
+    "small": {"pooling": "sum"},
+}
+CASES = list(itertools.product([1, 2, 5], POLICIES, ["int8", "fp16", "int4"], [None, 10**14]))
+
+
+@pytest.mark.drawn(5)
+@pytest.mark.parametrize(("count", "policy", "row_format", "bucket_ids"), CASES)
+def test_answers_are_those_of_one_host(
+    owners: Server,
+    hosts: OwnerHosts,
+    tmp_path: Path,
+    count: int,
+    policy: str,
+    row_format: str,
+    bucket_ids: int | None,
+) -> None:
+    """Vectors, found masks, counts and refusals, for any number of owners; ids that no table has, and no id
+    at all."""
+    checkpoint(tmp_path)
+    of_item = {"missing": POLICIES[policy], "row_format": row_format}
+    of_user = {"row_format": row_format, "missing": "zero" if policy == "zero" else "error"}
+    own = RAW if bucket_ids is None else RAW[RAW >= 0]
+    if bucket_ids is not None:  # of ids in buckets of a range, none is negative
+        arrays = dict(np.load(tmp_path / "0.npz"))
+        np.savez(tmp_path / "0.npz", **{**arrays, "item": arrays["item"][RAW >= 0], "item.ids": own})
+        of_item["bucket_ids"] = bucket_ids // 3
+    tables = {"user": of_user, "item": of_item}
+    name = f"m{uuid.uuid4().hex[:8]}"
+    tier = [owners.url.removeprefix("http://")] * count
+    spec = spec_of(tmp_path, name, tier, tables=tables, features=FEATURES)
+    for model in load_shares(spec, [owners.root] * count):
+        until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what=f"{model} to be served")
+    load_door(spec, tmp_path / "door")
+    load(spec_of(tmp_path, "whole", tables=tables, features=FEATURES), tmp_path / "whole")
+    door, whole = served(tmp_path / "door", name, hosts), served(tmp_path / "whole", "whole", hosts)
+    draw = np.random.default_rng(0)
+    for _ in range(12):
+        lengths = draw.integers(0, 5, draw.integers(0, 40))
+        n = int(lengths.sum())
+        users, items = draw.integers(0, USER_ROWS, n), draw.choice(own, n)
+        if draw.random() < 0.5:
+            strange = draw.random(n) < 0.2
+            items[strange] = draw.integers(-(2**63), 2**63 - 1, int(strange.sum()))
+            users[draw.random(n) < 0.05] = draw.choice([-1, USER_ROWS, 2**62, -(2**63)])
+        asked = {
+            "user": bags(lengths, users, draw.standard_normal(n).astype(np.float32)),
+            "seen": draw.integers(0, USER_ROWS, draw.integers(0, 30)),
+            "item": bags(lengths, items),
+            "small": bags(lengths, draw.integers(0, 20, n)),
+        }
+        chosen = draw.permutation(list(asked))[: draw.integers(1, 5)].tolist()
+        features = {feature: asked[feature] for feature in chosen}
+        for found in ((), tuple(features)):
+            expected = answer(whole, features, found)
+            got = answer(door, features, found)
+            assert got == expected
+
+
+def test_a_whole_model_gives_no_rows(owners: Server, tmp_path: Path) -> None:
+    """Nor does one that is not served."""
+    checkpoint(tmp_path)
+    load(spec_of(tmp_path, "whole2"), owners.root)
+    until(lambda: owners.get("/v2/models/whole2").status_code == 200, what="the model to be served")
+    for model, why in (("whole2", "is whole"), ("nobody", "is not served here")):
+        got = owners.get(f"/v2/rows/{model}")
+        assert got.status_code == 404 and why in got.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "names 0 tables in 0 numbers"),
+        (b"1234567", "expected int64 numbers"),
+        (np.array([1, 0], "<i8").tobytes(), "names 1 tables in 2 numbers"),
+        (np.array([1, 0, 2, 5], "<i8").tobytes(), "counts are not those of its 1 ids"),
+        (np.array([1, 0, -1, 5], "<i8").tobytes(), "counts are not those of its 1 ids"),
+        (np.array([2, 0, 2**62, 0, 2**62, 1], "<i8").tobytes(), "counts are not those of its 1 ids"),
+        (np.array([1, 7, 1, 5], "<i8").tobytes(), "table 7 is not among 2"),
+        (np.array([1, -1, 1, 5], "<i8").tobytes(), "counts are not those of its 1 ids"),
+    ],
+)
+def test_requests_that_name_no_rows_are_refused(
+    owners: Server, tmp_path: Path, body: bytes, why: str
+) -> None:
+    name = _share(owners, tmp_path)
+    content = owners.get(f"/v2/rows/{name}").json()["content"]
+    got = httpx.post(f"{owners.url}/v2/rows/{name}/{content}", content=body)
+    assert got.status_code == 400 and why in got.json()["error"]
+
+
+def test_rows_of_a_version_that_is_not_there(owners: Server, tmp_path: Path) -> None:
+    name = _share(owners, tmp_path)
+    body = np.array([1, 0, 1, 5], "<i8").tobytes()
+    got = httpx.post(f"{owners.url}/v2/rows/{name}/{1:016x}", content=body)
+    assert got.status_code == 404 and "has content 0000000000000001" in got.json()["error"]
+    got = httpx.post(f"{owners.url}/v2/rows/{name}/first", content=body)
+    assert got.status_code == 400
+
+
+def _share(owners: Server, folder: Path) -> str:
+    """A share that is served."""
+    name = "gives"
+    if owners.get(f"/v2/rows/{name}-owner-0-of-1").status_code != 200:
+        checkpoint(folder)
+        load_shares(spec_of(folder, name, ["a:1"]), [owners.root])
+        until(lambda: owners.get(f"/v2/rows/{name}-owner-0-of-1").status_code == 200, what="it to be served")
+    return f"{name}-owner-0-of-1"
