@@ -3,6 +3,7 @@ With AVX-512 or AVX2 unweighted sums equal FBGEMM's bit for bit; otherwise, and 
 they differ by rounding (docs/format.md gives the bound)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,7 @@ from tableside.quant.cpu.backend import CpuBackend, check_quantize, held_rows, h
 from tableside.quant.cpu.checked import check_arguments
 from tableside.quant.errors import BadIds, NotRepresentable, Problem
 from tableside.quant.row_format import RowFormat, Source
-from tableside.quant.rows.ids import NativeRowMap
+from tableside.quant.rows.ids import NativeRowMap, RowMap
 from tableside.quant.rows.overlay import NativeLayer
 
 _MEASURED_FROM = 64 << 20  # bytes of a table; smaller ones lie in caches
@@ -193,6 +194,18 @@ class Native(CpuBackend):
     def memory_planner(self, kinds: Sequence[Lookup | LookupKind], threads: int) -> Planner:
         tables = host_tables(kinds)
         return _NativePlanner(_kinds(kinds, tables), tables, threads)
+
+
+def packed_planner(tables: Sequence[Table]) -> Planner:
+    """Returns a planner of lookups that copy packed rows, uint8 [ids, row_bytes], to `out_at`. A kind
+    is a number of the tables. An id without a row of its own gets zeros, and 0 at `found_at`."""
+    maps = [replace(t.row_map or RowMap(t.rows), default_row=t.rows) for t in tables]
+    whole = [replace(table, row_map=row_map) for table, row_map in zip(tables, maps, strict=True)]
+    kinds = [
+        k._replace(pooling=_PACKED, dim=1, row_format=0, precision=0)
+        for k in _kinds([LookupKind(table, Pooling.NONE) for table in whole], whole)
+    ]
+    return _NativePlanner(kinds, whole, 1)
 
 
 def gather(lookups: Sequence[Lookup], threads: int = 1) -> Plan:

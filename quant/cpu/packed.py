@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.contract import Bytes, Ids, Table
+from tableside.quant.contract import Ids, Table
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.rows.ids import RowMap
 
@@ -18,9 +18,3 @@ def rows_with_ids(table: Table, ids: Ids) -> tuple[NDArray[np.uint8], NDArray[np
     if row_map.index is not None and row_map.index.slots:
         found &= row_map.index.ids[rows] == ids
     return found.view(np.uint8), rows
-
-
-def packed_rows(table: Table, ids: Ids) -> tuple[NDArray[np.uint8], Bytes]:
-    """Returns the same mask [n], and the rows, uint8 [n, row_bytes]."""
-    found, rows = rows_with_ids(table, ids)
-    return found, table.packed[rows]

@@ -79,8 +79,11 @@ class _Found(NamedTuple):
             missing = self.unfound.missing
         elif self.table.by_id:
             lacks = rows.is_missing[at]
+            if not (lacks.any() or late.any()):
+                return self, lacks
             found = ~(lacks | late)
             missing = self._missing(lacks, self.table.default is not None, self.table.rows, job)
+            row_map = None
         else:
             assert row_map is not None and row_map.index is not None
             is_own = (self.rows >= 0) & (self.rows < row_map.index.slots)
@@ -97,8 +100,9 @@ class _Found(NamedTuple):
         missing = int(np.count_nonzero(lacks))
         if missing and not has_default:
             assert self.ids is not None
-            first = int(lacks.argmax())
-            raise BadIds(Problem.MISSING, job, first, int(self.ids[first]), count)
+            first, row_map = int(lacks.argmax()), self.table.row_map
+            problem = Problem.ID if row_map is not None and row_map.is_plain else Problem.MISSING
+            raise BadIds(problem, job, first, int(self.ids[first]), count)
         return missing
 
 
@@ -110,12 +114,16 @@ class _TableRows:
     def __init__(self, table: FetchedTable, rows: Sequence[Ids]) -> None:
         """rows: of each lookup; -1: none."""
         self._table = table
-        self._wanted, at = _distinct(rows[0] if len(rows) == 1 else np.concatenate(rows))
+        wanted, together = rows[0] if len(rows) == 1 else np.concatenate(rows), table.reader.together
+        if together is None:
+            self._wanted, at = _distinct(wanted)
+        else:
+            self._wanted, at, self._of_owners = together.split(wanted)
         ends = list(accumulate(one.size for one in rows))
         self.at = [at[end - one.size : end] for one, end in zip(rows, ends, strict=True)]
         self._packed = np.zeros((self._wanted.size + 1, table.row_bytes), np.uint8)
-        of_table = (0, self._wanted.size) if table.by_id else self._wanted.searchsorted((0, table.rows))
-        self._own = slice(*map(int, of_table))
+        of_table = (0, self._wanted.size) if together else self._wanted.searchsorted((0, table.rows)).tolist()
+        self._own = slice(*of_table)
         self._state = np.full(self._own.stop - self._own.start, RowState.LATE, np.uint8)
         self.is_late = np.zeros(self._wanted.size + 1, np.bool_)
         self.is_missing = np.zeros(self._wanted.size + 1, np.bool_)
@@ -146,20 +154,20 @@ class _TableRows:
             fetch(self._wanted[at], packed, came, deadline)
             self._packed[at], state[left] = packed, came
         elif left.size:
-            _, rows, out, state = self.asked("")
-            fetch(rows, out, state, deadline)
+            state[:] = RowState.HERE
+            fetch(self._wanted[own], self._packed[own], state, deadline)
         self.settle(is_last)
 
     def asked(self, table: str) -> RowsAsked:
         """All rows, for a `FetchTogether`; `settle` follows it."""
         self._state[:] = RowState.HERE
-        return RowsAsked(table, self._wanted[self._own], self._packed[self._own], self._state)
+        return RowsAsked(table, self._wanted, self._of_owners, self._packed[:-1], self._state)
 
     def settle(self, is_last: bool) -> None:
         """After a fetch. is_last: the default row stands for rows that are late, if it is known. RowsNotRead:
         some are late or corrupt."""
         table, own, state = self._table, self._own, self._state
-        if table.by_id:
+        if table.by_id and state.any():
             self.is_missing[own] = state == RowState.MISSING
             state[self.is_missing[own]] = RowState.HERE
         if state.any():

@@ -46,20 +46,31 @@ class Fetch(Protocol):
         time.monotonic; None: none. It may block until then."""
 
 
+class SplitIds(NamedTuple):
+    """Different ids of a lookup by owner. distinct: [m]; at: the place there of each id [n]; ends: of each
+    owner, the place after its last, then of those that have none."""
+
+    distinct: NDArray[np.int64]
+    at: NDArray[np.int64]
+    ends: list[int]
+
+
 class RowsAsked(NamedTuple):
-    """Rows of one of several tables, as `Fetch` takes them."""
+    """Rows of one of several tables, as `Fetch` takes them, by owner. ends: as in `SplitIds`."""
 
     table: str
     rows: NDArray[np.int64]
+    ends: list[int]
     out: NDArray[np.uint8]
     state: NDArray[np.uint8]
 
 
 class FetchTogether(NamedTuple):
-    """Reads rows of a table and of others at once. table: its name; call: shared by these tables, takes what
-    is asked of each and the deadline (`Fetch`)."""
+    """Reads rows of a table and of others at once, by raw ids or row numbers. table: its name; split: of ids
+    [n]; call: shared by these tables, takes what is asked of each and the deadline (`Fetch`)."""
 
     table: str
+    split: Callable[[NDArray[np.int64]], SplitIds]
     call: Callable[[Sequence[RowsAsked], float | None], None]
 
 
@@ -86,11 +97,11 @@ class RowReader(NamedTuple):
 class FetchedTable:
     """Packed rows that `reader` fetches. rows: including the default row. row_bytes: of one, as it writes
     it. row_map: maps ids to row numbers; None: ids are row numbers. id_at: byte of a row at which it keeps
-    its raw id, which is compared there and not in `row_map`; -1: in `row_map`. by_id: raw ids are the numbers
-    that `reader` takes, which says of each whether the table has it; `rows` counts them. default: the packed
-    default row, uint8 [row_bytes], where it has no number; None: it has one, or there is none. in_place: the
-    same rows in memory, of which `reader.are_here` speaks. QuantError: no row of this format and dim has so
-    many bytes."""
+    its raw id, which is compared there and not in `row_map`; -1: in `row_map`. default: the
+    packed default row, uint8 [row_bytes], where it has no number; None: it has one, or there is none.
+    in_place: the same rows in memory, of which `reader.are_here` speaks. QuantError: no row of this format
+    and dim has so many bytes. With `reader.together` ids are not looked for here: `rows` counts those of the
+    table, and `row_map` only says how others are refused."""
 
     rows: int
     row_bytes: int
@@ -99,9 +110,13 @@ class FetchedTable:
     reader: RowReader
     row_map: RowMap | None = None
     id_at: int = -1
-    by_id: bool = False
     default: NDArray[np.uint8] | None = None
     in_place: "Table | None" = None
+
+    @property
+    def by_id(self) -> bool:
+        """Whether rows are asked for by their ids, and the answer says which the table has."""
+        return self.reader.together is not None
 
     def __post_init__(self) -> None:
         expected = self.row_format.row_sizes(self.dim)

@@ -8,27 +8,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.segment.blocks import Breaker
-from tableside.loader.segment.header import RemoteShare, RemoteTable
+from tableside.loader.segment.header import RemoteTable
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
+from tableside.quant.cpu.owners import Owners
 from tableside.quant.rows.fetched import FetchedTable, FetchTogether, RowReader, RowsAsked, RowState
-from tableside.quant.rows.ids import RowMap, bucket_of
+from tableside.quant.rows.ids import RowMap
 from tableside.serving.client.address import Address
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 from tableside.serving.client.sockets import SocketConnection, SocketPool
 from tableside.serving.cluster.protocol import (
     PATH,
+    RowsLayout,
     TableIds,
-    TableRows,
+    check_response,
     pack_request,
-    unpack_response,
 )
 
 logger = logging.getLogger("tableside")
@@ -118,11 +118,13 @@ class OwnerHosts:
 
 
 class _Part(NamedTuple):
-    """Rows of one table that one owner has. at: their places among `asked`, int64 [n], or a slice."""
+    """Rows of one table that one owner has. rows: asked of it; out, state: where they go."""
 
-    asked: RowsAsked
-    table: int
-    at: NDArray[np.int64] | slice
+    table: RemoteTable
+    number: int
+    rows: Ids
+    out: Bytes
+    state: NDArray[np.uint8]
 
 
 class _Owner(NamedTuple):
@@ -145,7 +147,6 @@ class RemoteTables:
         count: Callable[[str, str, int], object] = lambda table, where, rows: None,
     ) -> None:
         self._tables, self._hosts, self._count = {t.name: t for t in tables}, hosts, count
-        self._ends = {t.name: np.array([s.end for s in t.shares], np.int64) for t in tables}
         self._late_is_default = late_is_default
 
     def sources(self) -> Mapping[str, FetchedTable]:
@@ -154,65 +155,64 @@ class RemoteTables:
 
     def _source(self, t: RemoteTable) -> FetchedTable:
         default = np.frombuffer(bytes.fromhex(t.default), np.uint8) if t.default else None
-        is_raw, stands = t.buckets > 0, default is not None and self._late_is_default
-        row_map = None if is_raw else RowMap(t.count, None if default is None else t.count)
+        stands = default is not None and self._late_is_default
+        owners = Owners(np.array([s.end for s in t.shares], np.int64), t.buckets, t.bucket_ids)
+        together = FetchTogether(t.name, owners.split, self.fetch)
         reader = RowReader(
-            partial(self._fetch, t.name),
+            partial(_fetch_alone, together),
             wait_s=self._hosts.timeout_s,
             default=(lambda: default) if stands else None,
-            together=FetchTogether(t.name, self.fetch),
+            together=together,
         )
+        # What is said of an id that is refused
+        row_map = None if t.buckets else RowMap(t.count, None if default is None else t.count)
         shape = t.count, t.row_bytes, RowFormat.parse(t.row_format), t.dim
-        return FetchedTable(*shape, reader, row_map, by_id=is_raw, default=default)
-
-    def _fetch(
-        self, table: str, rows: Ids, out: Bytes, state: NDArray[np.uint8], deadline: float | None
-    ) -> None:
-        self.fetch([RowsAsked(table, rows, out, state)], deadline)
+        return FetchedTable(*shape, reader, row_map, default=default)
 
     def fetch(self, asked: Sequence[RowsAsked], deadline: float | None) -> None:
         """Reads rows of these tables, as `quant.rows.fetched.Fetch`: each owner is asked once."""
         deadline = time.monotonic() + self._hosts.timeout_s if deadline is None else deadline
         parts: dict[_Owner, list[_Part]] = {}
         for one in asked:
-            for share, at in self._split(one):
-                owner = _Owner(share.model, share.content, share.addresses)
-                parts.setdefault(owner, []).append(_Part(one, share.table, at))
+            table, start = self._tables[one.table], 0
+            for share, end in zip(table.shares, one.ends, strict=False):
+                if start < end:
+                    of = slice(start, end)
+                    part = _Part(table, share.table, one.rows[of], one.out[of], one.state[of])
+                    owner = _Owner(share.model, share.content, share.addresses)
+                    parts.setdefault(owner, []).append(part)
+                start = end
+            one.state[start:] = RowState.MISSING
         calls = [_Call(self._hosts, owner, of_owner, deadline) for owner, of_owner in parts.items()]
         for call in calls:
             call.begin()
         for call in calls:
-            answers = call.finish()
-            for n, part in enumerate(call.parts):
-                _take(part, None if answers is None else answers[n])
-                rows = int(np.count_nonzero(part.asked.state[part.at] == RowState.LATE))
-                self._count(part.asked.table, LATE, rows)
-                self._count(part.asked.table, CAME, part.asked.rows[part.at].size - rows)
-
-    def _split(self, one: RowsAsked) -> list[tuple[RemoteShare, NDArray[np.int64] | slice]]:
-        """Returns the owners of rows, and the places of each one's; rows without an owner are MISSING."""
-        table, ends = self._tables[one.table], self._ends[one.table]
-        if not table.buckets:  # rows ascend
-            cuts = [0, *one.rows.searchsorted(ends).tolist()]
-            ranges = zip(table.shares, pairwise(cuts), strict=True)
-            return [(share, slice(start, stop)) for share, (start, stop) in ranges if start < stop]
-        buckets = bucket_of(one.rows, table.buckets, table.bucket_ids)
-        owners = np.where(buckets < 0, -1, ends.searchsorted(buckets, "right"))
-        one.state[owners < 0] = RowState.MISSING
-        order = owners.argsort(kind="stable")
-        cuts = owners[order].searchsorted(np.arange(len(table.shares) + 1)).tolist()
-        ranges = zip(table.shares, pairwise(cuts), strict=True)
-        return [(share, order[start:stop]) for share, (start, stop) in ranges if start < stop]
+            body = call.finish()
+            for number, part in enumerate(call.parts):
+                _take(part, call.layout, number, body)
+                self._count(part.table.name, LATE if body is None else CAME, part.rows.size)
 
 
-def _take(part: _Part, answer: TableRows | None) -> None:
-    """Puts rows where they were asked for. answer: None: they did not come."""
-    _, _, out, state = part.asked
-    if answer is None:
-        state[part.at] = RowState.LATE
+def _fetch_alone(
+    together: FetchTogether, rows: Ids, out: Bytes, state: NDArray[np.uint8], deadline: float | None
+) -> None:
+    """Reads rows of one table, as `quant.rows.fetched.Fetch`."""
+    distinct, at, ends = together.split(rows)
+    came, states = np.empty((distinct.size, out.shape[1]), np.uint8), np.zeros(distinct.size, np.uint8)
+    together.call([RowsAsked(together.table, distinct, ends, came, states)], deadline)
+    out[:], state[:] = came[at], states[at]
+
+
+def _take(part: _Part, layout: RowsLayout, number: int, body: Bytes | None) -> None:
+    """Puts rows where they were asked for. number: of the part; body: None: they did not come."""
+    if body is None:
+        part.state[:] = RowState.LATE
         return
-    out[part.at] = answer.rows
-    state[part.at] = np.where(answer.found, np.uint8(RowState.HERE), np.uint8(RowState.MISSING))
+    found_at, rows_at = layout.found_at[number], layout.rows_at[number]
+    part.out.reshape(-1)[:] = body[rows_at : rows_at + part.out.size]
+    found = body[found_at : found_at + part.rows.size]
+    if not found.all():
+        part.state[:] = np.where(found, np.uint8(RowState.HERE), np.uint8(RowState.MISSING))
 
 
 class _Try(NamedTuple):
@@ -229,11 +229,10 @@ class _Call:
 
     def __init__(self, hosts: OwnerHosts, owner: _Owner, parts: Sequence[_Part], deadline: float) -> None:
         self.parts, self._all_hosts, self._owner, self._deadline = parts, hosts, owner, deadline
-        ids = [TableIds(p.table, np.ascontiguousarray(p.asked.rows[p.at])) for p in parts]
-        self._rows = sum(one.ids.size for one in ids)
-        self._sizes = [(i.ids.size, p.asked.out.shape[1]) for i, p in zip(ids, parts, strict=True)]
+        self._rows = sum(part.rows.size for part in parts)
+        self.layout = RowsLayout.of([(part.rows.size, part.table.row_bytes) for part in parts])
         path = f"{PATH}/{owner.model}/{owner.content:016x}"
-        self._request = HttpRequest("POST", path, pack_request(ids))
+        self._request = HttpRequest("POST", path, pack_request([TableIds(p.number, p.rows) for p in parts]))
         known = [hosts.host(name) for name in owner.addresses]
         self._hosts = sorted(known, key=lambda host: (host.hangs, host.waiting))
         self._tries: list[_Try] = []
@@ -264,8 +263,8 @@ class _Call:
         host.waiting += 1
         return True
 
-    def finish(self) -> list[TableRows] | None:
-        """Returns the rows of each part; None: they did not come in time."""
+    def finish(self) -> Bytes | None:
+        """Returns the response's body, as `layout` says; None: it did not come in time."""
         self._all_hosts.hedges.earn()
         try:
             while self._tries or self._hosts:
@@ -299,7 +298,7 @@ class _Call:
             return None
         return next(one for one in self._tries if one.connection.descriptor == ready[0][0])
 
-    def _taken(self, one: _Try) -> list[TableRows] | None:
+    def _taken(self, one: _Try) -> Bytes | None:
         """Reads an answer; None: it is not taken."""
         self._tries.remove(one)
         problem, found = "", None
@@ -316,7 +315,9 @@ class _Call:
         one.host.waiting -= 1
         one.host.told(one.began, self._rows, problem)
 
-    def _read(self, response: HttpResponse) -> list[TableRows]:
+    def _read(self, response: HttpResponse) -> Bytes:
         if response.status != 200:
             raise ValueError(f"{response.status}: {response.text[:300]}")
-        return unpack_response(response.content, self._sizes, self._owner.content)
+        body = np.frombuffer(response.content, np.uint8)
+        check_response(body, self.layout, self._owner.content)
+        return body

@@ -10,11 +10,11 @@ response    uint8 for each id: 1 if the table has it, padded with zeros to a mul
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from tableside.quant.contract import Bytes, Ids
 
@@ -29,11 +29,20 @@ class TableIds(NamedTuple):
     ids: Ids
 
 
-class TableRows(NamedTuple):
-    """found: uint8 [n], 1 where the table has the id; rows: uint8 [n, row_bytes]."""
+class RowsLayout(NamedTuple):
+    """Where a response has what it says of each table, in bytes. found_at, rows_at: of its first id; size: of
+    the whole body."""
 
-    found: NDArray[np.uint8]
-    rows: Bytes
+    found_at: tuple[int, ...]
+    rows_at: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[tuple[int, int]]) -> "RowsLayout":
+        """sizes: ids and row_bytes of each table."""
+        ends = list(accumulate((n for n, _ in sizes), initial=0))
+        rows = list(accumulate((n * row_bytes for n, row_bytes in sizes), initial=-(-ends[-1] // 8) * 8))
+        return cls(tuple(ends[:-1]), tuple(rows[:-1]), rows[-1] + _SUM.itemsize)
 
 
 def pack_request(asked: Sequence[TableIds]) -> tuple[memoryview, ...]:
@@ -61,36 +70,21 @@ def unpack_request(body: Any) -> list[TableIds]:
     ]
 
 
-def pack_response(answers: Sequence[TableRows], content: int) -> list[memoryview]:
-    """Returns the body of a response, as its parts."""
-    ids = sum(one.found.size for one in answers)
-    padding = np.zeros(-ids % 8, np.uint8)
-    parts = [one.found for one in answers] + [padding] + [one.rows.reshape(-1) for one in answers]
-    digest = xxhash.xxh3_64(seed=content)
-    for part in parts:
-        digest.update(part.data)
-    sealed = [*parts, np.array([digest.intdigest()], _SUM).view(np.uint8)]
-    return [part.data for part in sealed if part.size]
+def seal(body: Bytes, content: int) -> None:
+    """Writes the end of a response whose rows are there."""
+    body[-_SUM.itemsize :].view(_SUM)[0] = _checksum(body, content)
 
 
-def unpack_response(body: Any, sizes: Sequence[tuple[int, int]], content: int) -> list[TableRows]:
-    """Reads the body of a response. sizes: ids and row_bytes of each table. ValueError: it is none, or of
-    another version."""
-    ids = sum(n for n, _ in sizes)
-    padded = -(-ids // 8) * 8
-    expected = padded + sum(n * row_bytes for n, row_bytes in sizes) + _SUM.itemsize
-    data = np.frombuffer(body, np.uint8)
-    if data.size != expected:
-        raise ValueError(f"it has {data.size} bytes; expected {expected}")
-    sealed, digest = data[: -_SUM.itemsize], data[-_SUM.itemsize :].view(_SUM)
-    if xxhash.xxh3_64_intdigest(sealed.data, seed=content) != int(digest[0]):
+def check_response(body: Bytes, layout: RowsLayout, content: int) -> None:
+    """ValueError: it is no response of this layout, or of another version."""
+    if body.size != layout.size:
+        raise ValueError(f"it has {body.size} bytes; expected {layout.size}")
+    if _checksum(body, content) != int(body[-_SUM.itemsize :].view(_SUM)[0]):
         raise ValueError("its checksum is wrong, or it is of another version")
-    answers, at, row_at = [], 0, padded
-    for n, row_bytes in sizes:
-        rows = sealed[row_at : row_at + n * row_bytes].reshape(n, row_bytes)
-        answers.append(TableRows(sealed[at : at + n], rows))
-        at, row_at = at + n, row_at + n * row_bytes
-    return answers
+
+
+def _checksum(body: Bytes, content: int) -> int:
+    return xxhash.xxh3_64_intdigest(body[: -_SUM.itemsize].data, seed=content)
 
 
 class DescribedTable(NamedTuple):

@@ -23,6 +23,11 @@ _REMOTE = Counter(
     ["model", "table", "outcome"],
 )
 
+_GIVEN_REQUESTS = Counter(
+    "tableside_given_requests_total", "Requests of other hosts for rows that were answered.", ["model"]
+)
+_GIVEN_ROWS = Counter("tableside_given_rows_total", "Rows that other hosts were given.", ["model"])
+
 _SAMPLED = Counter(
     "tableside_hot_ids_total",
     "A sample of the ids of tables on a disk, by whether the hot segment has their rows: yes or no.",
@@ -34,6 +39,12 @@ def count_remote(model: str, table: str, outcome: str, rows: int) -> None:
     """Counts rows that other hosts were asked for."""
     if rows:
         _REMOTE.labels(model, table, outcome).add(rows)
+
+
+def count_given(model: str, rows: int) -> None:
+    """Counts a request of another host, and its rows."""
+    _GIVEN_REQUESTS.labels(model).add(1)
+    _GIVEN_ROWS.labels(model).add(rows)
 
 
 def count_reads(reader: BlockReader, model: str, table: str) -> None:

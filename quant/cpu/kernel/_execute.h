@@ -166,16 +166,26 @@ static int64_t *make_rows(job *jobs, int64_t n, int *failed) {
     return memory;
 }
 
-/* Copies rows unchanged; float registers would change the bytes of a signaling NaN. */
+/* Copies rows unchanged; the one behind the last, which a map may give for missing ids, is zeros. Float
+ * registers would change the bytes of a signaling NaN. */
 static void copy_rows(const job *j, ahead *a) {
-    const int64_t lead = a->job == j ? a->id : j->n_ids;
+    const int64_t last = j->n_ids + j->beyond, lead = a->job == j ? a->id : last;
+    const int64_t until = last - lead < j->n_ids ? last - lead : j->n_ids;
     uint8_t *out = j->out;
     for (int64_t id = 0; id < j->n_ids; id++, out += j->out_row_bytes) {
-        if (id + lead < j->n_ids)
+        if (id < until)
             prefetch_row(j->table, j->row_bytes, j->row_bytes, j->ids + 8 * (id + lead), a->how.into_l1);
         else prefetch_later(a, j, 1);
-        __builtin_memcpy(out, j->table + load_i64(j->ids + 8 * id) * j->row_bytes, (size_t)j->row_bytes);
+        if (id + 1 == until && a->job == j) a->id += until;
+        const int64_t row = load_i64(j->ids + 8 * id);
+        if (row != j->rows) __builtin_memcpy(out, j->table + row * j->row_bytes, (size_t)j->row_bytes);
+        else __builtin_memset(out, 0, (size_t)j->row_bytes);
     }
+}
+
+static void look_up(runner with, const job *j, ahead *a) {
+    if (j->is_gather) copy_rows(j, a);
+    else with.kernel->lookup(j, a);
 }
 
 /* Takes the first `bags` bags, of `ids` ids, off a job. */
@@ -237,7 +247,7 @@ static void run_mapped(runner with, const job *j, const job *end) {
             }
             if (lead < ahead_ids) prefetch_rows(&a, ahead_ids - lead);
             with.kernel->resolve(here, until);
-            with.kernel->lookup(parts, &a);
+            look_up(with, parts, &a);
             lead = a.job == parts ? a.id : a.job == a.end ? placed + (a.end > parts + 1 ? parts[1].n_ids : 0)
                 : placed + a.id;
             lead -= parts[0].n_ids;
@@ -254,8 +264,7 @@ static void run_jobs(runner with, const job *jobs, const job *end) {
         while (stop < end && !stop->map) stop++;
         ahead a = prefetch_ahead(jobs, stop, with.how);
         for (; jobs < stop; jobs++) {
-            if (jobs->is_gather) copy_rows(jobs, &a);
-            else with.kernel->lookup(jobs, &a);
+            look_up(with, jobs, &a);
         }
         while (stop < end && stop->map) stop++;
         run_mapped(with, jobs, stop);

@@ -1,5 +1,5 @@
 /* Functions that build id indexes (`_native_index.c`, `_native_pilots.c`) and overlay filters
- * (`_native_overlay.c`). */
+ * (`_native_overlay.c`), and split ids by owner (`_native_split.c`). */
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -43,5 +43,6 @@ PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_count_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_fill_filter(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_fill_marks(PyObject *self, PyObject *const *args, Py_ssize_t n);

@@ -5,19 +5,24 @@ import ipaddress
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from fastapi import FastAPI, Request, Response
 
 from tableside.loader.errors import LoaderError
+from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.segment import Segment
-from tableside.quant.cpu.packed import packed_rows, rows_with_ids
+from tableside.quant.contract import Bytes, Ids, Place, Planner, Table
+from tableside.quant.cpu.native import packed_planner
+from tableside.quant.cpu.packed import rows_with_ids
 from tableside.quant.cpu.staged import fetched
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import RowReader
 from tableside.serving.cluster.describe import describe
-from tableside.serving.cluster.protocol import PATH, TableIds, TableRows, pack_response, unpack_request
+from tableside.serving.cluster.protocol import PATH, RowsLayout, TableIds, seal, unpack_request
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, not_found, short
 from tableside.serving.http import asgi
 from tableside.serving.http.v2.repository import has_token
+from tableside.serving.metrics.disk import count_given
 from tableside.serving.model.engine import Engine
 from tableside.serving.service.service import Service
 
@@ -30,6 +35,7 @@ class OwnedRows:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._contents: WeakKeyDictionary[Segment, int] = WeakKeyDictionary()
+        self._planners: WeakKeyDictionary[Segment, Planner] = WeakKeyDictionary()
         self._versions: dict[tuple[str, int], int] = {}  # content of versions that are not live
         self._looking = asyncio.Lock()
 
@@ -61,11 +67,39 @@ class OwnedRows:
         if wrong := [one.table for one in asked if not 0 <= one.table < len(segment.header.tables)]:
             raise bad_request(f"table {wrong[0]} is not among {len(segment.header.tables)}")
         if segment.readers or sum(one.ids.size for one in asked) > INLINE_IDS:
-            rows = await self._service.beside(_rows_of, segment, asked)
+            rows = await self._service.beside(self._rows, segment, asked, body, number)
         else:
-            rows = _rows_of(segment, asked)
+            rows = self._rows(segment, asked, body, number)
+        count_given(model, sum(one.ids.size for one in asked))
         headers = ((b"content-type", b"application/octet-stream"),)
-        return asgi.Response(200, headers, pack_response(rows, number))
+        return asgi.Response(200, headers, [rows.data])
+
+    def _rows(self, segment: Segment, asked: list[TableIds], body: bytes, content: int) -> Bytes:
+        """Returns the body of a response."""
+        stored = segment.header.tables
+        layout = RowsLayout.of([(one.ids.size, stored[one.table].row_bytes) for one in asked])
+        out = np.empty(layout.size, np.uint8)
+        out[layout.found_at[-1] + asked[-1].ids.size : layout.rows_at[0]] = 0
+        in_memory, ids_at = [], len(body) - 8 * sum(one.ids.size for one in asked)
+        for one, found_at, rows_at in zip(asked, layout.found_at, layout.rows_at, strict=True):
+            n, name = one.ids.size, stored[one.table].name
+            if name in segment.readers:
+                found = out[found_at : found_at + n]
+                rows = out[rows_at : rows_at + n * stored[one.table].row_bytes].reshape(n, -1)
+                _read(segment.tables[name], segment.readers[name], one.ids, found, rows)
+            else:
+                in_memory.append(Place(one.table, ids_at, n, -1, 0, 0, -1, rows_at, 0, found_at))
+            ids_at += 8 * n
+        if in_memory:
+            self._planner(segment).run(np.array(in_memory, np.int64).tobytes(), body, out)
+        seal(out, content)
+        return out
+
+    def _planner(self, segment: Segment) -> Planner:
+        if segment not in self._planners:
+            tables = [segment.tables[t.name] for t in segment.header.tables]
+            self._planners[segment] = packed_planner(tables)
+        return self._planners[segment]
 
     async def _segment(self, engine: Engine, content: int) -> Segment:
         """Returns the version with this content."""
@@ -108,21 +142,15 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _rows_of(segment: Segment, asked: list[TableIds]) -> list[TableRows]:
-    return [_table_rows(segment, one) for one in asked]
-
-
-def _table_rows(segment: Segment, one: TableIds) -> TableRows:
-    name = segment.header.tables[one.table].name
-    table, reader = segment.tables[name], segment.readers.get(name)
-    if reader is None:
-        return TableRows(*packed_rows(table, one.ids))
-    found, rows = rows_with_ids(table, one.ids)
+def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes) -> None:
+    """Reads rows of a disk to found [n] and rows [n, row_bytes]. ApiError: they are late or damaged."""
+    found[:], numbers = rows_with_ids(table, ids)
     try:
-        came, at = fetched(table.fetched_by(RowReader(reader)), rows, reader)
+        came, at = fetched(table.fetched_by(RowReader(reader)), numbers, reader)
     except RowsNotRead as error:
-        raise ApiError(503, ErrorKind.NOT_READ, f"table {name}: {error}") from error
-    return TableRows(found, came.packed[at])
+        raise ApiError(503, ErrorKind.NOT_READ, f"rows of a table on a disk: {error}") from error
+    rows[:] = came.packed[at]
+    rows[found == 0] = 0
 
 
 def add_to(app: FastAPI, service: Service) -> None:

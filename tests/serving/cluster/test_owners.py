@@ -211,9 +211,15 @@ class Liar:
             thread.join()
 
 
+def _other_first_byte(answer: bytes) -> bytes:
+    """Changes the body's first byte, where the head came before or with it."""
+    at = answer.find(b"\r\n\r\n") + 4 if answer[:4] == b"HTTP" else 0
+    return answer if at == len(answer) else answer[:at] + bytes([answer[at] ^ 1]) + answer[at + 1 :]
+
+
 LIES: dict[str, Callable[[bytes], bytes]] = {
     "a bit of a row": lambda answer: answer[:-50] + bytes([answer[-50] ^ 1]) + answer[-49:],
-    "a found byte": lambda answer: answer if answer[:4] == b"HTTP" else b"\0" + answer[1:],
+    "a found byte": _other_first_byte,
     "no HTTP": lambda answer: b"x" * len(answer),
     "cut short": lambda answer: answer[:-8],
     "another status": lambda answer: answer.replace(b"200", b"500", 1),
