@@ -87,6 +87,7 @@ def is_right(got: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
     )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_replica_answers_for_one_that_is_away(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], how: signal.Signals
@@ -108,6 +109,7 @@ def test_a_replica_answers_for_one_that_is_away(
     assert 'outcome="late"' not in door.get("/metrics").text
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_of_an_owner_that_is_away_are_late_and_told(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -133,6 +135,7 @@ def test_rows_of_an_owner_that_is_away_are_late_and_told(
         until(lambda: is_right(look_up(client), arrays), what="the owner's rows to come again")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("late", ["default", "error"])
 def test_an_owner_that_is_stopped_holds_a_request_up_to_the_deadline(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts, late: str
@@ -227,6 +230,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_that_was_changed_on_its_way_is_not_taken(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts, lie: str
@@ -277,6 +281,7 @@ def test_a_door_reads_the_version_that_it_was_loaded_with(
     assert answer(after, {"user": USERS})[0] == new["user"][USERS].tobytes()
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_are_given_to_servers_with_the_token_alone(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -314,6 +319,7 @@ def test_rows_are_given_to_servers_with_the_token_alone(
     assert (table["placement"], table["id_count"]) == ("remote", ITEM_IDS)
 
 
+@pytest.mark.drawn(0.5)
 def test_owners_that_do_not_fit_are_refused_at_a_load(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
