@@ -35,16 +35,16 @@ class SocketConnection:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send(head, request)
 
-    def receive(self, deadline: float | None = None) -> HttpResponse:
-        """Reads the response. deadline: of time.monotonic; None: `timeout_s` between two parts of it."""
-        reader, receive = self._reader, self._socket.recv_into
-        while True:
-            if deadline is not None:
-                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            count = receive(reader.buffer())
-            response = reader.take(count) if count else reader.end()
-            if response is not None:
-                return response
+    def receive(self) -> HttpResponse:
+        """Reads the response."""
+        while (response := self.receive_some()) is None:
+            pass
+        return response
+
+    def receive_some(self) -> HttpResponse | None:
+        """Reads a part of the response; returns it once it is complete."""
+        count = self._socket.recv_into(self._reader.buffer())
+        return self._reader.take(count) if count else self._reader.end()
 
     def _send(self, head: bytes, request: HttpRequest) -> None:
         parts = (head, *request.parts)
@@ -72,10 +72,18 @@ class SocketPool:
 
     def send(self, request: HttpRequest) -> HttpResponse:
         """The response to a request. OSError: the connection broke, or none could be made."""
-        return self.finish(self.begin(request))
+        connection = self.begin(request)
+        try:
+            response = connection.receive()
+        except BaseException:
+            connection.close()
+            raise
+        self.give_back(connection, response)
+        return response
 
     def begin(self, request: HttpRequest) -> SocketConnection:
-        """Sends a request, whose response `finish` reads, once. OSError: no connection could be made."""
+        """Sends a request; the caller reads its response, and gives the connection back or closes it.
+        OSError: no connection could be made."""
         connection = self._take()
         try:
             connection.send(self._address.head(request), request)
@@ -84,19 +92,12 @@ class SocketPool:
             raise
         return connection
 
-    def finish(self, connection: SocketConnection, deadline: float | None = None) -> HttpResponse:
-        """The response to a request that was begun on a connection. deadline: see `receive`. OSError: the
-        connection broke."""
-        try:
-            response = connection.receive(deadline)
-        except BaseException:
-            connection.close()
-            raise
+    def give_back(self, connection: SocketConnection, response: HttpResponse) -> None:
+        """Takes a connection back whose last response was read."""
         if response.is_last:
             connection.close()
         else:
             self._give(connection)
-        return response
 
     def _take(self) -> SocketConnection:
         if self._is_closed:

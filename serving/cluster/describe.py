@@ -14,7 +14,7 @@ from tableside.loader.segment.stored import StoredTable
 from tableside.quant import CpuBackend
 from tableside.serving.client.messages import HttpRequest
 from tableside.serving.client.sockets import SocketPool
-from tableside.serving.cluster.owners import address_of
+from tableside.serving.cluster.calls import address_of
 from tableside.serving.cluster.protocol import PATH, Described, DescribedTable
 from tableside.serving.errors import ServingError
 

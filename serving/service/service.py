@@ -12,7 +12,8 @@ from tableside.loader.errors import LoaderError, ModelError, VersionError
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError, choose
-from tableside.serving.cluster.owners import OwnerHosts, RemoteTables
+from tableside.serving.cluster.calls import OwnerHosts
+from tableside.serving.cluster.owners import RemoteTables
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request, not_found, short

@@ -10,8 +10,9 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
+from tableside.serving.cluster.calls import OwnerHosts
 from tableside.serving.cluster.describe import remote_tables
-from tableside.serving.cluster.owners import OwnerHosts, RemoteTables
+from tableside.serving.cluster.owners import RemoteTables
 from tableside.serving.errors import ApiError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer

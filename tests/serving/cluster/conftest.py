@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tableside.serving.cluster.owners import OwnerHosts
+from tableside.serving.cluster.calls import OwnerHosts
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tableside.loader.segment.memory import processes_below
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.client import Client
-from tableside.serving.cluster.owners import OwnerHosts
+from tableside.serving.cluster.calls import OwnerHosts
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer

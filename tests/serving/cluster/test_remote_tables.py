@@ -14,7 +14,7 @@ from servers import Server, start_server
 from support import end, until
 
 from tableside.loader.load.load import load
-from tableside.serving.cluster.owners import OwnerHosts
+from tableside.serving.cluster.calls import OwnerHosts
 
 pytestmark = pytest.mark.quick
 

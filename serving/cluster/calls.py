@@ -1,0 +1,232 @@
+"""Requests for rows to the hosts that have them: which host is asked, and what is done where it is slow, is
+gone, or answers with something else."""
+
+import logging
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tableside.loader.segment.blocks import Breaker
+from tableside.quant.contract import Bytes
+from tableside.serving.client.address import Address
+from tableside.serving.client.messages import HttpRequest, HttpResponse
+from tableside.serving.client.sockets import SocketConnection, SocketPool
+from tableside.serving.cluster.protocol import PATH, RowsLayout, TableIds, check_response, pack_request
+
+logger = logging.getLogger("tableside")
+
+_LATE = "rows did not come in time"
+_FIRST_USUAL_S, _LEAST_USUAL_S = 0.02, 0.001  # see `OwnerHost.usual_s`: before it is known, and at least
+_HEDGED_SHARE, _MOST_HEDGES = 0.05, 10.0  # of requests that are sent to a second host early; at once
+_CONNECT_SHARE = 0.25  # of the time for a request that connecting may take
+
+
+def address_of(owner: str, token: str | None) -> Address:
+    """Returns the address of an owner, HOST:PORT, of a server of the same cluster token."""
+    return Address.parse(f"http://{owner}", {} if token is None else {"Authorization": f"Bearer {token}"})
+
+
+class OwnerHost:
+    """A host that has rows. name: HOST:PORT. Any thread may call."""
+
+    def __init__(self, name: str, token: str | None, timeout_s: float) -> None:
+        self.name = name
+        self.pool = SocketPool(address_of(name, token), _CONNECT_SHARE * timeout_s)
+        self.waiting = 0  # requests that wait for it; written without a lock, as it need not be exact
+        self._breaker, self._last = Breaker(source="it"), ""
+        self._seconds: deque[float] = deque(maxlen=128)
+        self.usual_s = _FIRST_USUAL_S  # within which it answers 95 of 100 requests
+
+    def may_be_asked(self) -> bool:
+        """Whether a request shall wait for it."""
+        return not self._breaker.is_open()
+
+    @property
+    def hangs(self) -> bool:
+        return self._breaker.hangs
+
+    def told(self, began: float, rows: int, problem: str) -> None:
+        """Takes note of a request of `rows` rows that began at `began`; problem: why they did not come."""
+        if not problem:
+            self._seconds.append(time.monotonic() - began)
+            if len(self._seconds) % 16 == 0:
+                self.usual_s = max(_LEAST_USUAL_S, float(np.percentile(list(self._seconds), 95)))
+        change = self._breaker.told(began, 0 if problem else rows, rows if problem else 0)
+        if problem not in ("", _LATE, self._last):
+            logger.warning("owner %s: %s", self.name, problem)
+        if change:
+            logger.warning("owner %s: %s", self.name, change)
+        self._last = problem or self._last
+
+
+class _Hedges:
+    """Keeps requests that are sent twice to a small share of all. Not exact where threads meet."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_HEDGES
+
+    def earn(self) -> None:
+        """Counts a request."""
+        self._left = min(_MOST_HEDGES, self._left + _HEDGED_SHARE)
+
+    def may_spend(self) -> bool:
+        """Whether one may be sent twice."""
+        return self._left >= 1
+
+    def spend(self) -> None:
+        self._left -= 1
+
+
+class OwnerHosts:
+    """The hosts that a process asks, each once."""
+
+    def __init__(self, token: str | None, timeout_s: float) -> None:
+        self._token, self.timeout_s = token, timeout_s
+        self.hedges = _Hedges()
+        self._hosts: dict[str, OwnerHost] = {}
+        self._lock = threading.Lock()
+
+    def host(self, name: str) -> OwnerHost:
+        with self._lock:
+            if name not in self._hosts:
+                self._hosts[name] = OwnerHost(name, self._token, self.timeout_s)
+            return self._hosts[name]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        with self._lock:
+            for host in self._hosts.values():
+                host.pool.close()
+
+
+class Owner(NamedTuple):
+    """The hosts that have the same rows. content, model: of their version."""
+
+    model: str
+    content: int
+    addresses: tuple[str, ...]
+
+
+class _Try(NamedTuple):
+    """A request that was sent to one host, which has not answered. began: of time.monotonic."""
+
+    host: OwnerHost
+    connection: SocketConnection
+    began: float
+
+
+class OwnerCall:
+    """One request to an owner: sent to the host that has least to do; to another one as well where that takes
+    long, or in its place where it fails. The first answer counts. asked: ids of tables; layout: of the
+    response. body: the response; None: it has not come, or not in time. until: when something is to be done
+    though nothing comes."""
+
+    def __init__(
+        self, hosts: OwnerHosts, owner: Owner, asked: Sequence[TableIds], layout: RowsLayout, deadline: float
+    ) -> None:
+        self.layout, self.until = layout, deadline
+        self.body: Bytes | None = None
+        self._all_hosts, self._content, self._deadline = hosts, owner.content, deadline
+        self._rows = sum(one.ids.size for one in asked)
+        path = f"{PATH}/{owner.model}/{owner.content:016x}"
+        self._request = HttpRequest("POST", path, pack_request(asked))
+        known = [hosts.host(name) for name in owner.addresses]
+        self._hosts = sorted(known, key=lambda host: (host.hangs, host.waiting))
+        self.tries: list[_Try] = []
+        hosts.hedges.earn()
+        self._begin_next()
+        # To one that hung, too, where it is time to see whether it still does
+        hung = next((host for host in self._hosts if host.hangs and host.may_be_asked()), None)
+        if self.tries and hung is not None:
+            self._hosts.remove(hung)
+            self._send(hung)
+
+    def _begin_next(self) -> None:
+        """Sends the request to the next host that may be asked, if there is one."""
+        while self._hosts and (now := time.monotonic()) < self._deadline:
+            host = self._hosts.pop(0)
+            if not host.may_be_asked() or not self._send(host):
+                continue
+            self.until = self._deadline
+            if self._hosts:
+                half = now + (self._deadline - now) / 2  # then the next one is asked, whatever it costs
+                early = now + host.usual_s if self._all_hosts.hedges.may_spend() else half
+                self.until = min(half, early)
+            return
+        self.until = self._deadline
+
+    def _send(self, host: OwnerHost) -> bool:
+        began = time.monotonic()
+        try:
+            self.tries.append(_Try(host, host.pool.begin(self._request), began))
+        except OSError as error:
+            host.told(began, self._rows, f"it is not reached ({error})")
+            return False
+        host.waiting += 1
+        return True
+
+    def is_over(self) -> bool:
+        """Whether nothing more will come. Asks the next host where it is time to."""
+        if self.body is None and self.tries and time.monotonic() < self.until:
+            return False
+        if self.body is None and self.tries and self.until < self._deadline:
+            self._all_hosts.hedges.spend()
+            self._begin_next()
+            return False
+        if self.body is None and not self.tries:
+            self._begin_next()
+            if self.tries:
+                return False
+        for late in self.tries:
+            self._end(late, _LATE)
+            late.connection.close()
+        return True
+
+    def read(self, one: _Try) -> None:
+        """Reads what has come from a host."""
+        problem, response = "", None
+        try:
+            if (response := one.connection.receive_some()) is None:
+                return
+            self.body = self._checked(response)
+        except (OSError, ValueError) as error:
+            problem = f"its answer is not taken: {error}"
+        self.tries.remove(one)
+        if response is None:
+            one.connection.close()
+        else:
+            one.host.pool.give_back(one.connection, response)
+        self._end(one, problem)
+
+    def _end(self, one: _Try, problem: str) -> None:
+        one.host.waiting -= 1
+        one.host.told(one.began, self._rows, problem)
+
+    def _checked(self, response: HttpResponse) -> Bytes:
+        if response.status != 200:
+            raise ValueError(f"{response.status}: {response.text[:300]}")
+        body = np.frombuffer(response.content, np.uint8)
+        check_response(body, self.layout, self._content)
+        return body
+
+
+def wait_for(calls: Sequence[OwnerCall]) -> None:
+    """Waits until each call has its response, or none will come."""
+    left = [call for call in calls if not call.is_over()]
+    while left:
+        poll, of = select.poll(), {}
+        for call in left:
+            for one in call.tries:
+                poll.register(one.connection.descriptor, select.POLLIN)
+                of[one.connection.descriptor] = call, one
+        until = min(call.until for call in left)
+        for descriptor, _ in poll.poll(max(0.0, 1000 * (until - time.monotonic()))):
+            call, one = of[descriptor]
+            if call.body is None:
+                call.read(one)
+        left = [call for call in left if not call.is_over()]
