@@ -52,17 +52,22 @@ class RootSettings(BaseSettings):
     owner: str | None = Field(None, description="user whose models are trusted, beside one's own and root's")
 
 
+_ClusterToken = Annotated[
+    Path | None,
+    Field(
+        description="file with the token that servers share which have rows of one model; without it rows "
+        "are given to this host alone",
+    ),
+]
+
+
 class ClusterSettings(RootSettings):
     """Those of commands that ask other hosts for rows."""
 
-    cluster_token_file: Path | None = Field(
-        None,
-        description="file with the token that servers share which have rows of one model; without it rows "
-        "are given to this host alone",
-    )
+    cluster_token_file: _ClusterToken = None
 
 
-class ServerSettings(ClusterSettings):
+class ServerSettings(RootSettings):
     """The settings of `tableside serve`."""
 
     models: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -195,6 +200,7 @@ class ServerSettings(ClusterSettings):
     admin_token_file: Path | None = Field(
         None, description="file with the admin token; white space around it is ignored"
     )
+    cluster_token_file: _ClusterToken = None
 
     log_format: Literal["text", "json"] = Field("text", description="log lines as text or as JSON objects")
     traces: str = Field(
@@ -295,7 +301,7 @@ def admin_token(settings: ServerSettings) -> str | None:
     return _token_in(settings.admin_token_file, "admin token")
 
 
-def cluster_token(settings: ClusterSettings) -> str | None:
+def cluster_token(settings: ClusterSettings | ServerSettings) -> str | None:
     """Returns the token of servers that share rows, or None. ServingError: as `admin_token`."""
     return _token_in(settings.cluster_token_file, "cluster token")
 

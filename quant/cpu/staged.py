@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
 
 
+_NO_ID = np.zeros(0, np.bool_)
+
+
 def _candidates(row_map: RowMap, ids: Ids) -> Ids:
     """The row that each id has if it is there, or -1; an overlay's are sure."""
     rows = np.empty(ids.size, np.int64)
@@ -71,6 +74,8 @@ class _Found(NamedTuple):
     def settled(self, rows: "_TableRows", at: Ids, job: int) -> tuple["_Found", NDArray[np.bool_]]:
         """Once the rows are here: the same, and the mask of ids that get the default row behind them. at: of
         each id, its row among them. BadIds: an id is missing, and refused."""
+        if self.table.by_id and rows.are_all_here:
+            return self, _NO_ID
         row_map, late, lacks = self.table.row_map, rows.is_late[at], self.rows == -1
         if self.ids is None:
             if not late.any():
@@ -79,8 +84,6 @@ class _Found(NamedTuple):
             missing = self.unfound.missing
         elif self.table.by_id:
             lacks = rows.is_missing[at]
-            if not (lacks.any() or late.any()):
-                return self, lacks
             found = ~(lacks | late)
             missing = self._missing(lacks, self.table.default is not None, self.table.rows, job)
             row_map = None
@@ -109,7 +112,7 @@ class _Found(NamedTuple):
 class _TableRows:
     """The rows of one table that lookups ask for, each once, and one more for the default row. at: of each
     lookup, the place here of each of its rows; is_late: mask of those for which the default row stands;
-    is_missing: of those that the table has not."""
+    is_missing: of those that the table has not; are_all_here: there are neither."""
 
     def __init__(self, table: FetchedTable, rows: Sequence[Ids]) -> None:
         """rows: of each lookup; -1: none."""
@@ -127,7 +130,7 @@ class _TableRows:
         self._state = np.full(self._own.stop - self._own.start, RowState.LATE, np.uint8)
         self.is_late = np.zeros(self._wanted.size + 1, np.bool_)
         self.is_missing = np.zeros(self._wanted.size + 1, np.bool_)
-        self._has_default = False
+        self.are_all_here, self._has_default = False, False
 
     @property
     def table(self) -> Table:
@@ -167,7 +170,8 @@ class _TableRows:
         """After a fetch. is_last: the default row stands for rows that are late, if it is known. RowsNotRead:
         some are late or corrupt."""
         table, own, state = self._table, self._own, self._state
-        if table.by_id and state.any():
+        self.are_all_here = not state.any()
+        if table.by_id and not self.are_all_here:
             self.is_missing[own] = state == RowState.MISSING
             state[self.is_missing[own]] = RowState.HERE
         if state.any():

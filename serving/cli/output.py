@@ -29,7 +29,7 @@ from tableside.loader.model.text import write_model
 from tableside.loader.versions.versions import Model, models
 from tableside.quant import RowFormat
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import ClusterSettings, RootSettings, given
+from tableside.serving.settings import RootSettings, ServerSettings, given
 
 _FILES = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".parquet", ".json")
 _UNCUT = 1 << 16  # columns; a table takes no more of them than it needs
@@ -182,7 +182,7 @@ def _load(path: Path, spec: ModelSpec, settings: RootSettings) -> None:
         errors.print(f"loading {path} as {spec.name}", markup=False)
         command = [sys.executable, "-m", "tableside", "load", str(toml), "--root", str(settings.root)]
         command += [] if settings.owner is None else ["--owner", settings.owner]
-        if isinstance(settings, ClusterSettings) and settings.cluster_token_file is not None:
+        if isinstance(settings, ServerSettings) and settings.cluster_token_file is not None:
             command += ["--cluster-token-file", str(settings.cluster_token_file)]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             raise ServingError(f"{path} was not loaded, so nothing is served")
