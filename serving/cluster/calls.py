@@ -104,6 +104,20 @@ class OwnerHosts:
                 host.pool.close()
 
 
+_hosts: dict[tuple[str | None, float], OwnerHosts] = {}
+
+
+def hosts_of(token: str | None, timeout_s: float) -> OwnerHosts:
+    """Returns the hosts that this process asks with a token."""
+    return _hosts.setdefault((token, timeout_s), OwnerHosts(token, timeout_s))
+
+
+def close_hosts() -> None:
+    """Closes the connections of `hosts_of`."""
+    while _hosts:
+        _hosts.popitem()[1].close()
+
+
 class Owner(NamedTuple):
     """The hosts that have the same rows. content, model: of their version."""
 

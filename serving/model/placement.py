@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.blocks import BlockReader
+from tableside.loader.segment.header import Header
 from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
@@ -19,10 +20,12 @@ from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.residence.registry import KINDS, ON_DISK, residence, without_device
 from tableside.quant.rows.fetched import RowReader
 from tableside.quant.rows.ids import ID_BYTES
+from tableside.serving.cluster.calls import hosts_of
+from tableside.serving.cluster.owners import RemoteTables
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.hot_rows import HotRows
-from tableside.serving.settings import ServerSettings
+from tableside.serving.settings import ServerSettings, cluster_token
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
     from tableside.quant.gpu.residence.memory import InHost
     from tableside.quant.gpu.residence.residence import Maker, Residence, Room, TableSize
     from tableside.quant.gpu.residence.tables import DeviceTable
-    from tableside.serving.cluster.owners import RemoteTables
 
 logger = logging.getLogger("tableside")
 
@@ -86,8 +88,8 @@ class Placements:
 class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
     given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. count_reads: is
-    given what reads rows from a disk, the model and the table. remote: gives the sources of a version's
-    tables whose rows other hosts have; None: such a version cannot be placed."""
+    given what reads rows from a disk, the model and the table. count_remote: is told the model, a table whose
+    rows other hosts have, what became of rows, and how many."""
 
     def __init__(
         self,
@@ -97,11 +99,11 @@ class Placer:
         stashable: bool = False,
         ahead: int = 0,
         count_reads: Callable[[BlockReader, str, str], object] = lambda reader, model, table: None,
-        remote: "Callable[[Segment], RemoteTables] | None" = None,
+        count_remote: Callable[[str, str, str, int], object] = lambda model, table, outcome, rows: None,
     ) -> None:
         self.gpu: GpuBackend | None = None
         self._stashable, self._ahead, self._count_reads = stashable, ahead, count_reads
-        self._remote = remote
+        self._count_remote = count_remote
         self._settings, self.cpu, self._hot = settings, cpu, HotRows(settings)
         self._budget = self._held = 0
         self._lock = threading.Lock()
@@ -142,10 +144,10 @@ class Placer:
         are kept (`Placements.take_over`), changed hot rows fetched. A state of a placed version takes only
         new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow
         it."""
-        if segment.header.remote and (self._remote is None or self.gpu is not None):
+        if segment.header.remote and self.gpu is not None:
             raise ServingError(
                 f"rows of {segment.header.model} version {segment.header.version} lie on other hosts, which "
-                "the CPU of a server asks for them; serve it without --devices, and ask that server"
+                "the CPU asks for them; leave the devices out"
             )
         if (gpu := self.gpu) is None:
             return self._place_on_host(segment)
@@ -166,12 +168,19 @@ class Placer:
             name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
             for name, kind in kinds.items()
         }
-        if segment.header.remote and self._remote is not None:
-            remote = self._remote(segment).sources()
+        if segment.header.remote:
+            remote = self._remote(segment.header).sources()
             kinds |= dict.fromkeys(remote, ELSEWHERE)
             on_host |= remote
         is_counted = any(readers[name].note is not None for name in fetched)
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
+
+    def _remote(self, header: Header) -> RemoteTables:
+        """Returns the tables of a version whose rows other hosts have."""
+        settings = self._settings
+        hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
+        count = partial(self._count_remote, header.model)
+        return RemoteTables(header.remote, hosts, settings.disk_late == "default", count)
 
     def has_hotter(self, segment: Segment, placed: Placements) -> bool:
         """Returns whether another hot segment is there than the one that a placed state reads, or other

@@ -5,15 +5,12 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 from tableside.loader.errors import LoaderError, ModelError, VersionError
-from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError, choose
-from tableside.serving.cluster.calls import OwnerHosts
-from tableside.serving.cluster.owners import RemoteTables
+from tableside.serving.cluster.calls import close_hosts
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.engine_process.versions import DoorEngine
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request, not_found, short
@@ -54,7 +51,6 @@ class Service:
         self.models = ModelList.of(settings.models)
         self.regions = Regions(RegionRegistry()) if settings.allow_client_shm else None
         self.admin_token, self.cluster_token = admin_token(settings), cluster_token(settings)
-        self.hosts = OwnerHosts(self.cluster_token, settings.disk_timeout_s)
         self._changing, self._taken_generation, self._taken_serial = asyncio.Lock(), -1, 0
         self._following: asyncio.Task[None] | None = None
         self._scrubber = Scrubber(self.engines.values(), settings.scrub_hours * 3600)
@@ -95,16 +91,11 @@ class Service:
             return Engine.of(
                 self.settings,
                 name,
-                Placer(self.settings, self._backend, count_reads=count_reads, remote=self._remote),
+                Placer(self.settings, self._backend, count_reads=count_reads, count_remote=count_remote),
             )
         return DoorEngine(
             self.link, Model(self.settings.root, name, self.settings.owner), self._backend, self.settings
         )
-
-    def _remote(self, segment: Segment) -> RemoteTables:
-        """Returns the tables of a version whose rows other hosts have."""
-        model, late_is_default = segment.header.model, self.settings.disk_late == "default"
-        return RemoteTables(segment.header.remote, self.hosts, late_is_default, partial(count_remote, model))
 
     def _look(self) -> None:
         """Follows the workers' shared lists, as often as versions."""
@@ -143,7 +134,7 @@ class Service:
             self._warmer.stop()
         self._beside.shutdown()
         self.executor.close()
-        self.hosts.close()
+        close_hosts()
 
     def now(self, connections: int = 0, in_flight: int = 0) -> Now:
         """Returns this worker's gauges. connections, in_flight: of its door."""

@@ -10,9 +10,7 @@ from tableside.loader.load.load import load
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
-from tableside.serving.cluster.calls import OwnerHosts
 from tableside.serving.cluster.describe import remote_tables
-from tableside.serving.cluster.owners import RemoteTables
 from tableside.serving.errors import ApiError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -68,14 +66,10 @@ def load_door(spec: ModelSpec, root: Path) -> None:
     load(spec, root, remote=remote_tables(spec, choose(), None))
 
 
-def served(root: Path, name: str, hosts: OwnerHosts, **settings: Any) -> ServedVersion:
+def served(root: Path, name: str, timeout_s: float = 2.0, **settings: Any) -> ServedVersion:
     """The live version of a model in this process, as a worker serves it."""
-    said = ServerSettings(**settings)
-
-    def remote(segment: Any) -> RemoteTables:
-        return RemoteTables(segment.header.remote, hosts, said.disk_late == "default")
-
-    engine = Engine(Model(root, name), said, Placer(said, choose(), remote=remote))
+    said = ServerSettings(disk_timeout_s=timeout_s, **settings)
+    engine = Engine(Model(root, name), said, Placer(said, choose()))
     engine.begin()
     return engine.served()
 

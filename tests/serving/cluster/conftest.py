@@ -1,15 +1,13 @@
-"""Connections to owners."""
+"""Connections to owners go with the test that made them."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tableside.serving.cluster.calls import OwnerHosts
+from tableside.serving.cluster.calls import close_hosts
 
 
-@pytest.fixture
-def hosts() -> Iterator[OwnerHosts]:
-    """The hosts that this process asks for rows, for 2 s at most."""
-    found = OwnerHosts(None, 2.0)
-    yield found
-    found.close()
+@pytest.fixture(autouse=True)
+def no_connections_stay() -> Iterator[None]:
+    yield
+    close_hosts()

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import evaluated
 import httpx
 import numpy as np
 import pytest
+import tables
+import torch
 from hosts import ITEM_IDS, RAW, answer, checkpoint, load_door, load_shares, served, spec_of
 from servers import Server, start_server
 from support import end, is_running, run_tableside, until
@@ -23,15 +26,14 @@ from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ModelError
 from tableside.loader.load.load import load
+from tableside.loader.model.model import ModelSpec, read_model
 from tableside.loader.segment.memory import processes_below
 from tableside.loader.versions.versions import Model
-from tableside.quant import choose
+from tableside.quant.errors import RowsNotRead
 from tableside.serving.client import Client
-from tableside.serving.cluster.calls import OwnerHosts
+from tableside.serving.cluster.calls import close_hosts, hosts_of
 from tableside.serving.errors import ErrorKind, ServingError
-from tableside.serving.model.engine import Engine
-from tableside.serving.model.placement import Placer
-from tableside.serving.settings import ServerSettings
+from tableside.torch import EmbeddingBags
 
 UNPOOLED = {name: {"pooling": "none"} for name in ("user", "item", "small")}
 ZERO = {"user": {"missing": "zero", "row_format": "fp32"}, "item": {"missing": "zero", "row_format": "fp32"}}
@@ -138,15 +140,14 @@ def test_rows_of_an_owner_that_is_away_are_late_and_told(
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("late", ["default", "error"])
 def test_an_owner_that_is_stopped_holds_a_request_up_to_the_deadline(
-    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts, late: str
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], late: str
 ) -> None:
     """Its rows are then the default row, or an error, as the setting says; soon nobody waits for it."""
     checkpoint(tmp_path)
     (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO, features=UNPOOLED), roots[:1])
     owner = serve(roots[0], models=(name,))
     load_door(spec_of(tmp_path, owners=[place(owner)], tables=ZERO, features=UNPOOLED), roots[2])
-    hosts.timeout_s = 0.1
-    version = served(roots[2], "ads", hosts, disk_late=late)
+    version = served(roots[2], "ads", 0.1, disk_late=late)
     good = answer(version, {"user": [1, 2], "item": RAW[:2], "small": [3]})
     assert not good[1]
     for pid in processes_below(owner.process.pid):
@@ -157,7 +158,7 @@ def test_an_owner_that_is_stopped_holds_a_request_up_to_the_deadline(
     else:
         assert got[1] == [(0, 0, 2), (0, 0, 2), (0, 0, 0)]
         assert got[0][-16:] == good[0][-16:] and not any(got[0][:-16])
-    host = hosts.host(place(owner))
+    host = hosts_of(None, 0.1).host(place(owner))
     until(lambda: bool(answer(version, {"user": [1]})) and host.hangs, what="nobody to wait any more")
     for pid in processes_below(owner.process.pid):
         os.kill(pid, signal.SIGCONT)
@@ -233,7 +234,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_that_was_changed_on_its_way_is_not_taken(
-    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts, lie: str
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], lie: str
 ) -> None:
     """Its rows are late. With the next honest answer they are right."""
     checkpoint(tmp_path)
@@ -241,8 +242,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_taken(
     liar = Liar(serve(roots[0], models=(name,)))
     try:
         load_door(spec_of(tmp_path, owners=[liar.place], tables=ZERO, features=UNPOOLED), roots[2])
-        hosts.timeout_s = 1.0
-        version = served(roots[2], "ads", hosts)
+        version = served(roots[2], "ads", 1.0)
         asked = {"user": USERS, "item": ITEMS}
         good = answer(version, asked)
         liar.change = LIES[lie]
@@ -251,12 +251,12 @@ def test_an_answer_that_was_changed_on_its_way_is_not_taken(
         liar.change = lambda answer: answer
         until(lambda: answer(version, asked) == good, what="honest rows")
     finally:
-        hosts.close()
+        close_hosts()
         liar.close()
 
 
 def test_a_door_reads_the_version_that_it_was_loaded_with(
-    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
     """While owners take the next one, which it sees when it is loaded anew; rows of a version that is gone
     are late, not those of another one."""
@@ -266,12 +266,12 @@ def test_a_door_reads_the_version_that_it_was_loaded_with(
     owner = serve(roots[0], models=(name,))
     tier = [place(owner)]
     load_door(spec_of(tmp_path, owners=tier, tables=ZERO, features=UNPOOLED), roots[2])
-    before = served(roots[2], "ads", hosts)
+    before = served(roots[2], "ads")
     load_shares(specs[1], roots[:1])
     until(lambda: owner.get(f"/v2/rows/{name}").json()["version"] == 2, what="the owner's next version")
     assert answer(before, {"user": USERS})[0] == old["user"][USERS].tobytes()
     load_door(spec_of(tmp_path, owners=tier, seed=1, tables=ZERO, features=UNPOOLED), roots[2])
-    after = served(roots[2], "ads", hosts)
+    after = served(roots[2], "ads")
     for _ in range(3):
         assert answer(after, {"user": USERS})[0] == new["user"][USERS].tobytes()
         assert answer(before, {"user": USERS})[0] == old["user"][USERS].tobytes()
@@ -356,9 +356,9 @@ def test_owners_that_do_not_fit_are_refused_at_a_load(
 
 
 def test_what_needs_all_rows_on_one_host_is_refused(
-    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], hosts: OwnerHosts
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
-    """A mean of all rows, a module in another process, a load that asked nobody."""
+    """A mean of all rows, a GPU, a load that asked nobody."""
     checkpoint(tmp_path)
     spec = spec_of(tmp_path, owners=["a:1"], tables={"user": {"missing": "mean"}})
     with pytest.raises(ModelError, match="needs all rows on one host"):
@@ -372,9 +372,48 @@ def test_what_needs_all_rows_on_one_host_is_refused(
     (name,) = load_shares(spec_of(tmp_path, owners=["a:1"]), roots[:1])
     owner = serve(roots[0], models=(name,))
     load_door(spec_of(tmp_path, owners=[place(owner)]), roots[2])
-    settings = ServerSettings()
-    with pytest.raises(ServingError, match="lie on other hosts"):
-        Engine(Model(roots[2], "ads"), settings, Placer(settings, choose())).begin()
+    with pytest.raises(ServingError, match="the CPU asks for them; leave the devices out"):
+        EmbeddingBags("ads", root=roots[2], device=tables.serve_device())
+
+
+def test_a_module_asks_owners_too(roots: list[Path], tmp_path: Path, serve: Callable[..., Server]) -> None:
+    """It waits for rows, and takes no default row in their place."""
+    arrays = checkpoint(tmp_path)
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO), roots[:1])
+    owner = serve(roots[0], models=(name,))
+    load_door(spec_of(tmp_path, owners=[place(owner)], tables=ZERO), roots[2])
+    module = EmbeddingBags("ads", ["user", "item"], root=roots[2], output=torch.float32)
+    bags = {"user": torch.from_numpy(USERS[:, None]), "item": torch.from_numpy(RAW[:143, None])}
+    got = module(bags)
+    for feature, expected in (("user", arrays["user"][USERS]), ("item", arrays["item"][:143])):
+        assert np.array_equal(got[feature].numpy(), expected)
+    kill(owner)
+    with pytest.raises(RowsNotRead, match="143 came too late"):
+        module(bags)
+
+
+@pytest.mark.thorough
+def test_an_evaluation_asks_owners_too(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    """Its scores are those of one host."""
+    path, whole = evaluated.write(tmp_path, evaluated.data(300)), evaluated.model(tmp_path, "int8")
+    load(read_model(whole), roots[1])
+
+    def spec(tier: str) -> ModelSpec:
+        text = whole.read_text().replace('key = "user"', f'key = "user"\ntier = "rows://{tier}"')
+        (tmp_path / "remote.toml").write_text(text)
+        return read_model(tmp_path / "remote.toml")
+
+    (name,) = load_shares(spec("a:1"), roots[:1])
+    load_door(spec(place(serve(roots[0], models=(name,)))), roots[2])
+    scores = []
+    for root in roots[1:]:
+        out = tmp_path / f"of-{root.name}"
+        done = evaluated.evaluate(root, "ctr", path, "--out", out)
+        assert done.returncode == 0, done.stderr
+        scores.append(evaluated.parts(out).column("score_0").to_numpy())
+    assert scores[0].size == 300 and np.array_equal(*scores)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from servers import Server, start_server
 from support import end, until
 
 from tableside.loader.load.load import load
-from tableside.serving.cluster.calls import OwnerHosts
 
 pytestmark = pytest.mark.quick
 
@@ -46,7 +45,6 @@ CASES = list(itertools.product([1, 2, 5], POLICIES, ["int8", "fp16", "int4"], [N
 @pytest.mark.parametrize(("count", "policy", "row_format", "bucket_ids"), CASES)
 def test_answers_are_those_of_one_host(
     owners: Server,
-    hosts: OwnerHosts,
     tmp_path: Path,
     count: int,
     policy: str,
@@ -71,7 +69,7 @@ def test_answers_are_those_of_one_host(
         until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what=f"{model} to be served")
     load_door(spec, tmp_path / "door")
     load(spec_of(tmp_path, "whole", tables=tables, features=FEATURES), tmp_path / "whole")
-    door, whole = served(tmp_path / "door", name, hosts), served(tmp_path / "whole", "whole", hosts)
+    door, whole = served(tmp_path / "door", name), served(tmp_path / "whole", "whole")
     draw = np.random.default_rng(0)
     for _ in range(12):
         lengths = draw.integers(0, 5, draw.integers(0, 40))
