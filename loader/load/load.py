@@ -65,7 +65,7 @@ def load(
     tables whose rows other hosts have, as those describe them. LoaderError: model, checkpoint or memory are
     wrong; nothing stays."""
     backend, progress = choose(settings.backend), progress or (lambda done, total: None)
-    whole, spec = spec, _local(spec, remote)
+    whole, spec = spec, _local(spec, remote, settings.only)
     with open_checkpoint(spec.checkpoint) as checkpoint:
         model = Model(root, spec.name)
         reused = LiveTables(spec, settings.only, model, backend)
@@ -123,10 +123,13 @@ def load(
     )
 
 
-def _local(spec: ModelSpec, remote: Sequence[RemoteTable]) -> ModelSpec:
-    """Returns the model without its remote tables. ModelError: other tables have owners than these."""
+def _local(spec: ModelSpec, remote: Sequence[RemoteTable], only: Sequence[str]) -> ModelSpec:
+    """Returns the model without its remote tables. ModelError: other tables have owners than these, or one of
+    them is to be loaded alone."""
     if spec.share is not None:
         return spec
+    if elsewhere := [t.name for t in remote if t.name in only]:
+        raise ModelError(f"--only {elsewhere[0]}: its rows lie on other hosts; load it there, with --share")
     wanted, found = {t.name for t in spec.tables if t.owners}, {t.name for t in remote}
     if lacking := sorted(wanted ^ found):
         raise ModelError(

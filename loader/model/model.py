@@ -192,12 +192,6 @@ class ModelSpec:
                 else f'no table of model {self.name!r} has owners; expected tier = "{_TIER}HOST:PORT,..." in '
                 "model.toml"
             )
-        for t in tables:
-            if t.missing.policy in ("mean", "backfill"):
-                raise ModelError(
-                    f"[tables.{t.name}]: missing is {str(t.missing)!r}, which needs all rows on one host; a "
-                    "table with a tier takes error, zero, or a vector"
-                )
         features = tuple(FeatureSpec(t.name, t.name) for t in tables)
         return ModelSpec(
             owner_name(self.name, number, owners), self.checkpoint, tables, features, share=(number, owners)
@@ -330,6 +324,11 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
         )
     ids = _raw_ids(raw, where) if is_raw else None
     owners = _owners(raw["tier"], where) if "tier" in raw else ()
+    if owners and missing.policy in ("mean", "backfill"):
+        raise ModelError(
+            f"{where}: missing is {str(missing)!r}, which needs all rows on one host; a table with a tier "
+            "takes error, zero, or a vector"
+        )
     return TableSpec(name, key, row_format, missing, ids, dim, alignment, owners)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import xxhash
 
+from tableside.loader.checkpoint.rows import LARGEST_DIM
 from tableside.loader.errors import SegmentError
-from tableside.loader.model.model import OUTPUTS, EvalSpec, FeatureSpec
+from tableside.loader.model.model import NAME, OUTPUTS, EvalSpec, FeatureSpec
 from tableside.loader.segment.blocks import Blocks
 from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, StoredTable, check_ids
 from tableside.quant import Pooling, QuantError, RowFormat
@@ -271,7 +272,7 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         chunks += index.chunks
         _check_place("an id index", index, files.get(t.name), size)
     for r in header.remote:
-        _check_remote(r)
+        check_remote(r)
     names = [*(t.name for t in header.tables), *(t.name for t in header.remote)]
     # A delta may say a position alone
     if len(set(names)) != len(names) or not (names or header.delta is not None):
@@ -332,24 +333,28 @@ def _check_table(t: StoredTable, first_chunk: int) -> None:
     check_ids(t)
 
 
-def _check_remote(t: RemoteTable) -> None:
+def check_remote(t: RemoteTable) -> None:
+    """Raises SegmentError for impossible values."""
     of_shares = (n for s in t.shares for n in (s.end, s.table, s.content))
     numbers = (t.dim, t.row_bytes, t.count, t.buckets, t.bucket_ids, *of_shares)
     texts = (t.name, t.key, t.missing, *(text for s in t.shares for text in (s.model, *s.addresses)))
     are_typed = all(isinstance(text, str) for text in texts)
-    if not are_typed or not all(type(n) is int and n >= 0 for n in numbers):
+    if not are_typed or not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers):
         raise SegmentError(f"remote table {str(t.name)[:60]!r} has a name or a number of the wrong type")
     try:
         sizes, default = RowFormat.parse(t.row_format).row_sizes(t.dim), bytes.fromhex(t.default)
     except (QuantError, TypeError, ValueError) as error:
         raise SegmentError(f"remote table {t.name!r}: {error}") from None
+    if t.dim > LARGEST_DIM or not all(NAME.fullmatch(s.model) for s in t.shares):
+        raise SegmentError(f"remote table {t.name!r} has dim {t.dim}, or a share of a model without a name")
     ends = [0, *(s.end for s in t.shares)]
     if t.row_bytes not in sizes or len(default) not in (0, t.row_bytes) or t.buckets & (t.buckets - 1):
         raise SegmentError(
             f"remote table {t.name!r} has rows of {t.row_bytes} bytes, a default row of {len(default)}, "
             f"{t.buckets} buckets; {t.row_format} of dim {t.dim} takes {' or '.join(map(str, sizes))} bytes"
         )
-    if ends != sorted(ends) or len(ends) < 2 or ends[-1] != (t.buckets or t.count):
+    is_end = ends[-1] == (t.buckets or t.count) and ends[-1] < 1 << 63
+    if ends != sorted(set(ends)) or not is_end:
         raise SegmentError(
             f"the owners of table {t.name!r} end at {ends[1:]}; expected {t.buckets or t.count} for the last"
         )

@@ -94,6 +94,11 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
         model = Model(root, name, settings.user)
         segment = model.attach(settings.version)
         check_bare(model, segment.header.version, "reshard")
+        if segment.header.remote:
+            raise VersionError(
+                f"{segment.path} has rows on other hosts; reshard the models of their owners, "
+                f"{owner_name(name, 0, len(segment.header.remote[0].shares))} and so on"
+            )
         if (owner := segment.header.owner) is not None:
             raise VersionError(
                 f"{segment.path} is owner {owner.number} of {owner.owners} of model {owner.model!r}; name "
@@ -113,6 +118,10 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
                 f"{settings.from_owners} of version {version} of {name!r}, as {segments[0].path} does; say "
                 "which with --version, or reshard it again"
             )
+    if len({segment.header.source.get("sample") for segment in segments}) > 1:
+        raise VersionError(
+            f"the owners of {name!r} were loaded from different checkpoints; load them from one"
+        )
     return segments
 
 
@@ -158,6 +167,9 @@ def _write(
     """Writes and seals what one owner has. Caller holds the model's load lock."""
     started = time.monotonic()
     header = _plan(source.header, shares, model.name, version, owner)
+    if owner is not None:  # what tells owners of other rows apart, as a load of one share
+        said = {"sample": f"{source.content():016x}"} | source.header.source
+        header = replace(header, source=said)
     program = source.program() if header.scorer is not None else b""
     with model.writer(version, header, program) as writer:
         for table in writer.header.tables:

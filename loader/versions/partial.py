@@ -276,4 +276,8 @@ def partial_tensor(segment: Segment, name: str) -> PartialTensor:
             rows = TableRows(stored, segment.tables[name])
             return PartialTensor(rows, 0, rows.count)
     known = ", ".join(t.name for t in segment.header.tables)
+    if name in (t.name for t in segment.header.remote):
+        raise VersionError(
+            f"{segment.path}: the rows of table {name!r} lie on other hosts; read the models of their owners"
+        )
     raise VersionError(f"{segment.path}: there is no table {name!r}; expected one of: {known}")

@@ -23,12 +23,13 @@ class ResponseReader:
         self._view = memoryview(self._scratch)
         self.begin()
 
-    def begin(self) -> None:
-        """Waits for a new response."""
+    def begin(self, most: int | None = None) -> None:
+        """Waits for a new response. most: bytes of its body; None: any."""
+        self._most = most
         self._parser: Any = None
         self._filled = 0
         self._body: memoryview | None = None
-        self._missing = 0
+        self._missing = self._fed = 0
         # What the parser has found.
         self._length: int | None = None
         self._json_bytes: int | None = None
@@ -86,6 +87,8 @@ class ResponseReader:
             self._filled = 0
             return self._feed(rest) if rest else None
         length = self._length
+        if self._most is not None and length > self._most:
+            raise self._too_long()
         start = -(self._json_bytes or 0) % _ALIGNMENT
         self._body = memoryview(np.empty(start + length, np.uint8))[start:]  # type: ignore[arg-type]
         here = min(rest, length)
@@ -94,8 +97,14 @@ class ResponseReader:
         self._keeps_alive &= rest <= length
         return None if self._missing else self._response(self._body)
 
+    def _too_long(self) -> ConnectionAbortedError:
+        return ConnectionAbortedError(f"the response has more than {self._most:,} bytes")
+
     def _feed(self, count: int) -> HttpResponse | None:
         """A part of a body that the parser reads."""
+        self._fed += count
+        if self._most is not None and self._fed > self._most + _HEAD_LIMIT:
+            raise self._too_long()
         self._parse(self._view[:count])
         return self._response(memoryview(bytearray().join(self._chunks))) if self._is_complete else None
 

@@ -29,9 +29,10 @@ class SocketConnection:
     def is_usable(self) -> bool:
         return self._watch.is_quiet()
 
-    def send(self, head: bytes, request: HttpRequest) -> None:
-        """Sends a request. Where it is refused before it is whole, the response says why."""
-        self._reader.begin()
+    def send(self, head: bytes, request: HttpRequest, most: int | None = None) -> None:
+        """Sends a request. Where it is refused before it is whole, the response says why. most: bytes of its
+        response; None: any."""
+        self._reader.begin(most)
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send(head, request)
 
@@ -81,12 +82,15 @@ class SocketPool:
         self.give_back(connection, response)
         return response
 
-    def begin(self, request: HttpRequest) -> SocketConnection:
+    def begin(
+        self, request: HttpRequest, timeout_s: float | None = None, most: int | None = None
+    ) -> SocketConnection:
         """Sends a request; the caller reads its response, and gives the connection back or closes it.
-        OSError: no connection could be made."""
-        connection = self._take()
+        timeout_s: for connecting, None: that of the pool; most: bytes of the response. OSError: no connection
+        could be made."""
+        connection = self._take(self._timeout_s if timeout_s is None else timeout_s)
         try:
-            connection.send(self._address.head(request), request)
+            connection.send(self._address.head(request), request, most)
         except BaseException:
             connection.close()
             raise
@@ -99,7 +103,7 @@ class SocketPool:
         else:
             self._give(connection)
 
-    def _take(self) -> SocketConnection:
+    def _take(self, timeout_s: float) -> SocketConnection:
         if self._is_closed:
             raise RuntimeError("the client is closed")
         if self._process != os.getpid():
@@ -108,7 +112,7 @@ class SocketPool:
             while not (connection := self._idle.pop()).is_usable():
                 connection.close()
             return connection
-        return SocketConnection(self._address, self._timeout_s)
+        return SocketConnection(self._address, timeout_s)
 
     def _give(self, connection: SocketConnection) -> None:
         connection.used_at = now = time.monotonic()

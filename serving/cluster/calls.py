@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tableside.loader.segment.blocks import Breaker
+from tableside.loader.segment.blocks import OPENS_S, Breaker
 from tableside.quant.contract import Bytes
 from tableside.serving.client.address import Address
 from tableside.serving.client.messages import HttpRequest, HttpResponse
@@ -23,7 +23,8 @@ logger = logging.getLogger("tableside")
 _LATE = "rows did not come in time"
 _FIRST_USUAL_S, _LEAST_USUAL_S = 0.02, 0.001  # see `OwnerHost.usual_s`: before it is known, and at least
 _HEDGED_SHARE, _MOST_HEDGES = 0.05, 10.0  # of requests that are sent to a second host early; at once
-_CONNECT_SHARE = 0.25  # of the time for a request that connecting may take
+_CONNECT_SHARE, _LEAST_CONNECT_S = 0.125, 0.005  # of the time that is left, that connecting may take
+_SAID_BYTES = 1 << 16  # of an answer that refuses
 
 
 def address_of(owner: str, token: str | None) -> Address:
@@ -36,7 +37,7 @@ class OwnerHost:
 
     def __init__(self, name: str, token: str | None, timeout_s: float) -> None:
         self.name = name
-        self.pool = SocketPool(address_of(name, token), _CONNECT_SHARE * timeout_s)
+        self.pool = SocketPool(address_of(name, token), timeout_s)
         self.waiting = 0  # requests that wait for it; written without a lock, as it need not be exact
         self._breaker, self._last = Breaker(source="it"), ""
         self._seconds: deque[float] = deque(maxlen=128)
@@ -147,6 +148,8 @@ class OwnerCall:
         self.body: Bytes | None = None
         self._all_hosts, self._content, self._deadline = hosts, owner.content, deadline
         self._rows = sum(one.ids.size for one in asked)
+        # Who waits for less neither says that a host hangs, nor is the one that looks whether it does
+        self._is_patient = deadline - time.monotonic() >= min(hosts.timeout_s, OPENS_S) / 2
         path = f"{PATH}/{owner.model}/{owner.content:016x}"
         self._request = HttpRequest("POST", path, pack_request(asked))
         known = [hosts.host(name) for name in owner.addresses]
@@ -155,7 +158,7 @@ class OwnerCall:
         hosts.hedges.earn()
         self._begin_next()
         # To one that hung, too, where it is time to see whether it still does
-        hung = next((host for host in self._hosts if host.hangs and host.may_be_asked()), None)
+        hung = next((host for host in self._hosts if host.hangs and self._may_ask(host)), None)
         if self.tries and hung is not None:
             self._hosts.remove(hung)
             self._send(hung)
@@ -164,7 +167,7 @@ class OwnerCall:
         """Sends the request to the next host that may be asked, if there is one."""
         while self._hosts and (now := time.monotonic()) < self._deadline:
             host = self._hosts.pop(0)
-            if not host.may_be_asked() or not self._send(host):
+            if not self._may_ask(host) or not self._send(host):
                 continue
             self.until = self._deadline
             if self._hosts:
@@ -174,12 +177,18 @@ class OwnerCall:
             return
         self.until = self._deadline
 
+    def _may_ask(self, host: OwnerHost) -> bool:
+        return host.may_be_asked() if self._is_patient else not host.hangs
+
     def _send(self, host: OwnerHost) -> bool:
         began = time.monotonic()
+        timeout_s = max(_LEAST_CONNECT_S, _CONNECT_SHARE * (self._deadline - began))
+        most = max(self.layout.size, _SAID_BYTES)
         try:
-            self.tries.append(_Try(host, host.pool.begin(self._request), began))
+            self.tries.append(_Try(host, host.pool.begin(self._request, timeout_s, most), began))
         except OSError as error:
-            host.told(began, self._rows, f"it is not reached ({error})")
+            if self._is_patient:
+                host.told(began, self._rows, f"it is not reached ({error})")
             return False
         host.waiting += 1
         return True
@@ -219,14 +228,25 @@ class OwnerCall:
 
     def _end(self, one: _Try, problem: str) -> None:
         one.host.waiting -= 1
-        one.host.told(one.began, self._rows, problem)
+        if self._is_patient or problem != _LATE:
+            one.host.told(one.began, self._rows, problem)
 
     def _checked(self, response: HttpResponse) -> Bytes:
         if response.status != 200:
-            raise ValueError(f"{response.status}: {response.text[:300]}")
+            raise ValueError(f"{response.status}: {response.text[:300]!r}")
         body = np.frombuffer(response.content, np.uint8)
         check_response(body, self.layout, self._content)
         return body
+
+
+def receive_by(connection: SocketConnection, deadline: float) -> HttpResponse:
+    """Reads a response. TimeoutError: it is not whole at the deadline, of time.monotonic."""
+    poll = select.poll()
+    poll.register(connection.descriptor, select.POLLIN)
+    while (left_s := deadline - time.monotonic()) > 0 and poll.poll(1000 * left_s):
+        if (response := connection.receive_some()) is not None:
+            return response
+    raise TimeoutError("its answer did not come in time")
 
 
 def wait_for(calls: Sequence[OwnerCall]) -> None:

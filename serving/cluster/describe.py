@@ -1,24 +1,27 @@
 """What owners say of their rows, put together to the remote tables of a version."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import orjson
 
+from tableside.loader.errors import SegmentError
 from tableside.loader.load.default_rows import DefaultRow
 from tableside.loader.model.model import ModelSpec, TableSpec, owner_name
-from tableside.loader.segment.header import Header, RemoteShare, RemoteTable
+from tableside.loader.segment.header import Header, RemoteShare, RemoteTable, check_remote
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.quant import CpuBackend
 from tableside.serving.client.messages import HttpRequest
 from tableside.serving.client.sockets import SocketPool
-from tableside.serving.cluster.calls import address_of
+from tableside.serving.cluster.calls import address_of, receive_by
 from tableside.serving.cluster.protocol import PATH, Described, DescribedTable
 from tableside.serving.errors import ServingError
 
-_TIMEOUT_S = 10.0
+_TIMEOUT_S, _MOST_BYTES = 10.0, 64 << 20  # of a description
 
 
 def describe(segment: Segment) -> Described | None:
@@ -59,7 +62,7 @@ def remote_tables(spec: ModelSpec, backend: CpuBackend, token: str | None) -> tu
         for number, addresses in enumerate(t.owners):
             if (number, addresses) not in asked:
                 name = owner_name(spec.name, number, len(t.owners))
-                asked[number, addresses] = _agreed(addresses, name, token)
+                asked[number, addresses] = _agreed(addresses, name, number, token)
     if len(samples := {found.sample for found in asked.values()}) > 1:
         said = ", ".join(f"{addresses[0]} {found.sample[:8]}" for (_, addresses), found in asked.items())
         raise ServingError(
@@ -69,11 +72,16 @@ def remote_tables(spec: ModelSpec, backend: CpuBackend, token: str | None) -> tu
     return tuple(_joined(t, [asked[owner] for owner in enumerate(t.owners)], backend) for t in tables)
 
 
-def _agreed(addresses: tuple[str, ...], model: str, token: str | None) -> Described:
-    """Returns what an owner's replicas say, which must be the same."""
+def _agreed(addresses: tuple[str, ...], model: str, number: int, token: str | None) -> Described:
+    """Returns what the replicas of an owner say, which must be the same."""
     found = {address: _ask(address, model, token) for address in addresses}
     first = found[addresses[0]]
     for address, described in found.items():
+        if described.model != model or described.number != number:
+            raise ServingError(
+                f"owner {address} describes share {described.number} of {described.model[:100]!r}; expected "
+                f"{number} of {model!r}"
+            )
         if described.changes:
             raise ServingError(
                 f"owner {address}: {model} has changes over version {described.version}, which other hosts "
@@ -90,7 +98,9 @@ def _agreed(addresses: tuple[str, ...], model: str, token: str | None) -> Descri
 def _ask(address: str, model: str, token: str | None) -> Described:
     pool = SocketPool(address_of(address, token), _TIMEOUT_S)
     try:
-        response = pool.send(HttpRequest("GET", f"{PATH}/{model}"))
+        connection = pool.begin(HttpRequest("GET", f"{PATH}/{model}"), most=_MOST_BYTES)
+        response = receive_by(connection, time.monotonic() + _TIMEOUT_S)
+        connection.close()
     except OSError as error:
         raise ServingError(
             f"owner {address} is not reached ({error}); start it with: tableside serve {model}"
@@ -98,7 +108,7 @@ def _ask(address: str, model: str, token: str | None) -> Described:
     finally:
         pool.close()
     if response.status != 200:
-        raise ServingError(f"owner {address} answered {response.status}: {response.text[:500]}")
+        raise ServingError(f"owner {address} answered {response.status}: {response.text[:500]!r}")
     try:
         return Described.from_json(orjson.loads(response.content))
     except ValueError as error:
@@ -121,25 +131,31 @@ def _joined(spec: TableSpec, found: Sequence[Described], backend: CpuBackend) ->
         raise ServingError(
             f"[tables.{spec.name}]: its owners have buckets up to {shares[-1][1].end} of {first.buckets}"
         )
-    default = DefaultRow(spec, first.dim, None)
-    packed = np.zeros(first.row_bytes, np.uint8)
-    default.pack(packed, backend)
-    return RemoteTable(
+    joined = RemoteTable(
         first.name,
         first.key,
         first.row_format,
         first.dim,
         first.row_bytes,
-        sum(table.own for _, table in shares),
+        sum(share.own for _, share in shares),
         first.missing,
-        packed.tobytes().hex() if default.is_used else "",
+        "",
         first.buckets,
         first.bucket_ids,
         tuple(
-            RemoteShare(table.end, number, described.content, described.model, addresses)
-            for (number, table), described, addresses in zip(shares, found, spec.owners, strict=True)
+            RemoteShare(share.end, number, described.content, described.model, addresses)
+            for (number, share), described, addresses in zip(shares, found, spec.owners, strict=True)
         ),
     )
+    try:
+        check_remote(joined)
+    except SegmentError as error:
+        raise ServingError(f"[tables.{spec.name}]: what its owners say does not fit: {error}") from error
+    if not (default := DefaultRow(spec, joined.dim, None)).is_used:
+        return joined
+    packed = np.zeros(joined.row_bytes, np.uint8)
+    default.pack(packed, backend)
+    return replace(joined, default=packed.tobytes().hex())
 
 
 def _share_of(spec: TableSpec, described: Described) -> tuple[int, DescribedTable]:

@@ -2,7 +2,7 @@
 together here, so that what reads them is what reads a table of this host."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from tableside.quant.rows.ids import RowMap
 from tableside.serving.cluster.calls import Owner, OwnerCall, OwnerHosts, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds
 
+_RESPONSE_BYTES = 32 << 20  # of rows that an owner is asked for at once
 CAME, LATE = "came", "late"  # what became of rows, for counts
 
 
@@ -79,9 +80,10 @@ class RemoteTables:
                     parts.setdefault(owner, []).append(part)
                 start = end
             one.state[start:] = RowState.MISSING
-        calls = [self._call(owner, of_owner, deadline) for owner, of_owner in parts.items()]
+        together = [(owner, some) for owner, of_owner in parts.items() for some in _cut(of_owner)]
+        calls = [self._call(owner, some, deadline) for owner, some in together]
         wait_for(calls)
-        for call, of_owner in zip(calls, parts.values(), strict=True):
+        for call, (_, of_owner) in zip(calls, together, strict=True):
             for number, part in enumerate(of_owner):
                 _take(part, call.layout, number, call.body)
                 self._count(part.table.name, LATE if call.body is None else CAME, part.rows.size)
@@ -90,6 +92,22 @@ class RemoteTables:
         asked = [TableIds(part.number, part.rows) for part in parts]
         layout = RowsLayout.of([(part.rows.size, part.table.row_bytes) for part in parts])
         return OwnerCall(self._hosts, owner, asked, layout, deadline)
+
+
+def _cut(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Yields parts that one response may have together."""
+    some, size = list[_Part](), 0
+    for part in parts:
+        most = max(1, _RESPONSE_BYTES // part.table.row_bytes)
+        for start in range(0, part.rows.size, most):
+            of = slice(start, start + most)
+            cut = part._replace(rows=part.rows[of], out=part.out[of], state=part.state[of])
+            if some and size + cut.out.size > _RESPONSE_BYTES:
+                yield some
+                some, size = [], 0
+            some.append(cut)
+            size += cut.out.size
+    yield some
 
 
 def _fetch_alone(

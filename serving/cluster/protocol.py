@@ -51,15 +51,21 @@ def pack_request(asked: Sequence[TableIds]) -> tuple[memoryview, ...]:
     return tuple(part.view(np.uint8).data for part in (head, *(one.ids for one in asked)) if part.size)
 
 
-def unpack_request(body: Any) -> list[TableIds]:
-    """Reads the body of a request. ValueError: it is none."""
+def unpack_request(body: Any, most: int) -> list[TableIds]:
+    """Reads the body of a request. most: tables of the version. ValueError: it is none."""
     if len(body) % 8:
         raise ValueError(f"the body has {len(body)} bytes; expected int64 numbers")
     numbers = np.frombuffer(body, "<i8")
     tables = int(numbers[0]) if numbers.size else 0
     if not 0 < tables <= (numbers.size - 1) // 2:
         raise ValueError(f"the body names {tables} tables in {numbers.size} numbers")
+    if tables > most:
+        raise ValueError(f"the body names {tables} tables; expected at most {most}")
     told = numbers[1 : 1 + 2 * tables].reshape(-1, 2)
+    if told[:, 0].min() < 0 or told[:, 0].max() >= most:
+        raise ValueError(
+            f"the body names tables {told[:, 0].tolist()[:8]}; expected numbers from 0 to {most - 1}"
+        )
     ends = 1 + 2 * tables + np.cumsum(told[:, 1])
     if told.min() < 0 or told[:, 1].max() > numbers.size or ends[-1] != numbers.size:
         raise ValueError(f"the body's counts are not those of its {numbers.size - 1 - 2 * tables} ids")
@@ -129,8 +135,10 @@ class Described(NamedTuple):
             found = cls(**{**raw, "content": int(raw["content"], 16), "tables": tables})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"it is no description of rows ({error})") from error
-        numbers = [found.version, found.changes, found.number, found.owners]
-        numbers += [n for t in tables for n in (t.dim, t.row_bytes, t.first, t.end, t.own, t.buckets)]
-        if not all(type(n) is int for n in numbers):
-            raise ValueError("it is no description of rows: a number is of the wrong type")
+        numbers = [found.version, found.changes, found.content, found.number, found.owners]
+        numbers += [n for t in tables for n in t[3:8] + t[9:]]
+        texts = [found.model, found.sample, *(text for t in tables for text in (*t[:3], t.missing))]
+        are_typed = all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
+        if not are_typed or not all(isinstance(text, str) for text in texts) or not found.sample:
+            raise ValueError("it is no description of rows: a number or a text of it is impossible")
         return found

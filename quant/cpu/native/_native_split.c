@@ -5,6 +5,7 @@
  *   -> how many there are
  * It releases the interpreter's lock. */
 #include <stdlib.h>
+#include <sys/random.h>
 #include "_ids.h"
 #include "_native_index.h"
 
@@ -13,13 +14,14 @@ typedef struct {
     const int64_t *ends;
     int64_t n, owners;
     row_map buckets; /* of which the number and size of the buckets are read */
+    uint64_t key;
     int64_t *distinct, *at, *counts;
 } splitting;
 
-/* The owner of an id; `owners`: none. hash: of the id. */
-static int64_t owner_of(const splitting *s, int64_t id, uint64_t hash) {
+/* The owner of an id; `owners`: none. */
+static int64_t owner_of(const splitting *s, int64_t id) {
     uint64_t unit = (uint64_t)id;
-    if (s->buckets.buckets) unit = bucket_of(&s->buckets, (uint64_t)id, hash);
+    if (s->buckets.buckets) unit = bucket_of(&s->buckets, (uint64_t)id, mix_id((uint64_t)id));
     int64_t low = 0, high = s->owners;
     while (low < high) {
         const int64_t middle = (low + high) / 2;
@@ -29,17 +31,23 @@ static int64_t owner_of(const splitting *s, int64_t id, uint64_t hash) {
     return low;
 }
 
+/* Nobody outside knows it, so that no ids can be chosen that meet in a table. */
+static uint64_t secret(void) {
+    static uint64_t found; /* the interpreter's lock is held */
+    if (!found && getrandom(&found, sizeof found, 0) != (ssize_t)sizeof found) found = (uintptr_t)&found | 1;
+    return found;
+}
+
 /* table: [mask + 1] zeros. owners, places: [n], by the order in which different ids first come. */
 static int64_t split_ids(const splitting *s, uint32_t *table, uint64_t mask, int64_t *owners, int64_t *places) {
     int64_t different = 0;
     for (int64_t i = 0; i < s->n; i++) {
         const int64_t id = load_i64(s->ids + 8 * i);
-        const uint64_t hash = mix_id((uint64_t)id);
-        uint64_t slot = hash >> 32 & mask;
+        uint64_t slot = mix_id((uint64_t)id ^ s->key) >> 32 & mask;
         while (table[slot] && s->distinct[table[slot] - 1] != id) slot = (slot + 1) & mask;
         if (!table[slot]) {
             s->distinct[different] = id;
-            owners[different] = owner_of(s, id, hash);
+            owners[different] = owner_of(s, id);
             s->counts[owners[different]]++;
             table[slot] = (uint32_t)++different;
         }
@@ -67,7 +75,7 @@ PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (PyErr_Occurred() || !take(of, 5, 28, &all)) return NULL;
     const Py_buffer *b = all.b;
     splitting s = {.ids = b[0].buf, .ends = b[1].buf, .n = b[0].len / 8, .owners = b[1].len / 8,
-                   .buckets = {.buckets = buckets, .bucket_ids = bucket_ids}, .distinct = b[2].buf,
+                   .buckets = {.buckets = buckets, .bucket_ids = bucket_ids}, .key = secret(), .distinct = b[2].buf,
                    .at = b[3].buf, .counts = b[4].buf};
     if (s.n >= UINT32_MAX / 4 || s.owners < 1 || b[2].len != b[0].len || b[3].len != b[0].len
         || b[4].len != b[1].len + 8 || buckets < 0 || buckets & (buckets - 1) || bucket_ids < 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import re
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,8 @@ from tableside.serving.metrics.disk import count_given
 from tableside.serving.model.engine import Engine
 from tableside.serving.service.service import Service
 
-INLINE_IDS = 20_000  # of a request up to which rows are copied on the event loop: some 5 ms
+INLINE_BYTES = 4 << 20  # of a response up to which rows are copied on the event loop: some 5 ms
+_CONTENT = re.compile("[0-9a-f]{16}")
 
 
 class OwnedRows:
@@ -59,25 +61,34 @@ class OwnedRows:
     async def answer(self, model: str, content: str, body: bytes) -> asgi.Response:
         """Returns the rows that a request names. ApiError: it is none, the version is not here, or rows of a
         disk are late or damaged."""
+        if not _CONTENT.fullmatch(content):
+            what = f"rows of {short(model)}: the content is {short(content)}"
+            raise bad_request(f"{what}; expected the 16 hexadecimal digits that GET {PATH}/MODEL says")
+        number = int(content, 16)
+        segment = await self._segment(self._service.engine(model), number)
+        stored = segment.header.tables
         try:
-            number, asked = int(content, 16), unpack_request(body)
+            asked = unpack_request(body, len(stored))
         except ValueError as error:
             raise bad_request(f"rows of {short(model)}: {error}") from error
-        segment = await self._segment(self._service.engine(model), number)
-        if wrong := [one.table for one in asked if not 0 <= one.table < len(segment.header.tables)]:
-            raise bad_request(f"table {wrong[0]} is not among {len(segment.header.tables)}")
-        if segment.readers or sum(one.ids.size for one in asked) > INLINE_IDS:
-            rows = await self._service.beside(self._rows, segment, asked, body, number)
+        layout = RowsLayout.of([(one.ids.size, stored[one.table].row_bytes) for one in asked])
+        if layout.size > (limit := self._service.settings.max_response_bytes):
+            what = f"the request asks for {layout.size:,} bytes of rows; the limit is {limit:,}"
+            raise ApiError(413, ErrorKind.TOO_LARGE, f"{what} (max_response_bytes): ask in parts")
+        arguments = segment, asked, layout, body, number
+        if segment.readers or layout.size > INLINE_BYTES:
+            rows = await self._service.beside(self._rows, *arguments)
         else:
-            rows = self._rows(segment, asked, body, number)
+            rows = self._rows(*arguments)
         count_given(model, sum(one.ids.size for one in asked))
         headers = ((b"content-type", b"application/octet-stream"),)
         return asgi.Response(200, headers, [rows.data])
 
-    def _rows(self, segment: Segment, asked: list[TableIds], body: bytes, content: int) -> Bytes:
+    def _rows(
+        self, segment: Segment, asked: list[TableIds], layout: RowsLayout, body: bytes, content: int
+    ) -> Bytes:
         """Returns the body of a response."""
         stored = segment.header.tables
-        layout = RowsLayout.of([(one.ids.size, stored[one.table].row_bytes) for one in asked])
         out = np.empty(layout.size, np.uint8)
         out[layout.found_at[-1] + asked[-1].ids.size : layout.rows_at[0]] = 0
         in_memory, ids_at = [], len(body) - 8 * sum(one.ids.size for one in asked)
@@ -108,12 +119,18 @@ class OwnedRows:
             return live
         async with self._looking:
             number = await asyncio.get_running_loop().run_in_executor(None, self._look, engine, content)
-        if number is None:
+        segment = None
+        if number is not None:
+            segment = (await self._service.version(engine.model.name, number)).segment.base
+            if self._content(segment) != content:  # the folder was made anew, and numbers begin again
+                self._versions.clear()
+                segment = None
+        if segment is None:
             raise not_found(
                 f"no version of {engine.model.name!r} that is published here has content {content:016x}; "
                 "load the model anew where it was asked from"
             )
-        return (await self._service.version(engine.model.name, number)).segment.base
+        return segment
 
     def _look(self, engine: Engine, content: int) -> int | None:
         """Returns the number of the version with a content."""

@@ -2,6 +2,8 @@
 told."""
 
 import contextlib
+import http.server
+import json
 import os
 import shutil
 import signal
@@ -24,14 +26,19 @@ from support import end, is_running, run_tableside, until
 
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
-from tableside.loader.errors import ModelError
+from tableside.loader.errors import ModelError, VersionError
+from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import ModelSpec, read_model
 from tableside.loader.segment.memory import processes_below
+from tableside.loader.shards.reshard import reshard
 from tableside.loader.versions.versions import Model
+from tableside.quant import choose
 from tableside.quant.errors import RowsNotRead
 from tableside.serving.client import Client
 from tableside.serving.cluster.calls import close_hosts, hosts_of
+from tableside.serving.cluster.describe import describe, remote_tables
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.torch import EmbeddingBags
 
@@ -135,6 +142,10 @@ def test_rows_of_an_owner_that_is_away_are_late_and_told(
         again = serve(roots[1], "--port", tier[1].rpartition(":")[2], models=(names[1],))
         assert place(again) == tier[1]
         until(lambda: is_right(look_up(client), arrays), what="the owner's rows to come again")
+        with Client(door.url, headers={"Tableside-Disk-Timeout-Ms": "0"}) as hasty:
+            for _ in range(3):
+                assert not any(vectors.any() for vectors in look_up(hasty).values())
+        assert is_right(look_up(client), arrays)
 
 
 @pytest.mark.drawn(1)
@@ -228,6 +239,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
     "cut short": lambda answer: answer[:-8],
     "another status": lambda answer: answer.replace(b"200", b"500", 1),
     "nothing": lambda answer: b"",
+    "a longer one": lambda answer: answer.replace(b"content-length: ", b"content-length: 9", 1),
 }
 
 
@@ -291,11 +303,17 @@ def test_rows_are_given_to_servers_with_the_token_alone(
     token = tmp_path / "token"
     token.write_text("a token of enough characters, for tests\n")
     token.chmod(0o600)
-    owner = serve(roots[0], "--cluster-token-file", token, models=(name,))
+    limit = "--max-response-bytes", 8192
+    owner = serve(roots[0], "--cluster-token-file", token, *limit, models=(name,))
     asked = f"{owner.url}/v2/rows/{name}"
     assert httpx.get(asked).status_code == 401
     assert httpx.post(f"{asked}/{1:016x}", content=b"").status_code == 401
     assert httpx.get(asked, headers={"Authorization": "Bearer another"}).status_code == 401
+    right = {"Authorization": f"Bearer {token.read_text().strip()}"}
+    content = httpx.get(asked, headers=right).json()["content"]
+    body = np.concatenate(([1, 0, 1000], np.arange(1000))).astype("<i8").tobytes()
+    refused = httpx.post(f"{asked}/{content}", content=body, headers=right)
+    assert refused.status_code == 413 and "asks for 65,008 bytes of rows" in refused.json()["error"]
     said = (tmp_path / "model.toml").write_text
     tables = "".join(
         f'[tables.{t}]\nkey = "{t}"\nmissing = "zero"\ntier = "rows://{place(owner)}"\n{more}'
@@ -360,9 +378,10 @@ def test_what_needs_all_rows_on_one_host_is_refused(
 ) -> None:
     """A mean of all rows, a GPU, a load that asked nobody."""
     checkpoint(tmp_path)
-    spec = spec_of(tmp_path, owners=["a:1"], tables={"user": {"missing": "mean"}})
-    with pytest.raises(ModelError, match="needs all rows on one host"):
-        spec.of_owner(0)
+    for policy in ("mean", "backfill:ads@1"):
+        with pytest.raises(ModelError, match="needs all rows on one host"):
+            spec_of(tmp_path, owners=["a:1"], tables={"user": {"missing": policy}})
+    spec = spec_of(tmp_path, owners=["a:1"])
     with pytest.raises(ModelError, match="owner 1 of model 'ads': its tables have 1 owners"):
         spec.of_owner(1)
     with pytest.raises(ModelError, match="no table of model 'ads' has owners"):
@@ -371,9 +390,18 @@ def test_what_needs_all_rows_on_one_host_is_refused(
         load(spec, roots[2])
     (name,) = load_shares(spec_of(tmp_path, owners=["a:1"]), roots[:1])
     owner = serve(roots[0], models=(name,))
-    load_door(spec_of(tmp_path, owners=[place(owner)]), roots[2])
+    spec = spec_of(tmp_path, owners=[place(owner)])
+    load_door(spec, roots[2])
     with pytest.raises(ServingError, match="the CPU asks for them; leave the devices out"):
         EmbeddingBags("ads", root=roots[2], device=tables.serve_device())
+    with pytest.raises(VersionError, match="reshard the models of their owners, ads-owner-0-of-1"):
+        reshard(roots[2], "ads", 2)
+    with pytest.raises(ModelError, match="--only user: its rows lie on other hosts"):
+        load(spec, roots[2], LoadSettings(only=("user",)), remote=remote_tables(spec, choose(), None))
+    exported = run_tableside("export", "ads", "user", "--to", tmp_path / "u.npy", "--root", roots[2])
+    assert exported.returncode == 1 and "lie on other hosts" in exported.stderr
+    outcome = load_as_delta(spec, roots[2])
+    assert outcome.result is None and "the rows of table 'user' have owners" in outcome.why_not
 
 
 def test_a_module_asks_owners_too(roots: list[Path], tmp_path: Path, serve: Callable[..., Server]) -> None:
@@ -422,3 +450,123 @@ def test_an_evaluation_asks_owners_too(
 def test_tiers_that_name_no_hosts_are_refused(tmp_path: Path, tier: object) -> None:
     with pytest.raises(ModelError, match="expected rows://HOST:PORT,HOST:PORT"):
         spec_of(tmp_path, tables={"user": {"tier": tier}})
+
+
+class Describes:
+    """An owner that says anything of its rows."""
+
+    def __init__(self) -> None:
+        self.says: Any = None
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(handler) -> None:
+                text = json.dumps(self.says).encode()
+                handler.send_response(200)
+                handler.send_header("content-length", str(len(text)))
+                handler.end_headers()
+                handler.wfile.write(text)
+
+            def log_message(handler, *_: object) -> None:
+                pass
+
+        self._server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        self.place = f"127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def describes() -> Iterator[Describes]:
+    found = Describes()
+    yield found
+    found.close()
+
+
+OF_TABLE = [
+    {"row_bytes": 10**13},
+    {"row_bytes": 3},
+    {"dim": 10**12},
+    {"dim": -16},
+    {"dim": "16"},
+    {"end": 2**63},
+    {"end": -3},
+    {"own": 5},
+    {"first": 1},
+    {"row_format": "int9"},
+    {"name": 7},
+    {"buckets": 3},
+    {"missing": None},
+    {"more": 1},
+]
+OF_VERSION = [
+    {"content": "-5"},
+    {"content": "f" * 40},
+    {"content": "x"},
+    {"content": None},
+    {"model": "../../etc\n"},
+    {"model": "ads-owner-0-of-2"},
+    {"number": 4},
+    {"sample": ""},
+    {"sample": 5},
+    {"version": 1.5},
+    {"tables": []},
+    {"tables": 3},
+]
+
+
+@pytest.mark.parametrize("change", [*({"tables": c} for c in OF_TABLE), *OF_VERSION], ids=str)
+def test_what_no_owner_can_say_is_refused(
+    describes: Describes, roots: list[Path], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Before anything is published."""
+    checkpoint(tmp_path)
+    spec = spec_of(tmp_path, owners=[describes.place], tables=ZERO)
+    load_shares(spec, roots[:1])
+    told = describe(Model(roots[0], "ads-owner-0-of-1").attach())
+    assert told is not None
+    describes.says = told.to_json()
+    remote_tables(spec, choose(), None)
+    if isinstance(of_table := change.get("tables"), dict):
+        describes.says["tables"][0] |= of_table
+    else:
+        describes.says |= change
+    with pytest.raises(ServingError, match=f"(?s){describes.place}|tables.user"):
+        remote_tables(spec, choose(), None)
+
+
+def test_owners_may_come_from_reshard(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    """Those of another checkpoint, whose numbers are the same, are refused beside them."""
+    arrays = checkpoint(tmp_path, 0)
+    checkpoint(tmp_path, 1)
+    for root, seed in zip(roots, (0, 1), strict=False):
+        load(spec_of(tmp_path, seed=seed, tables=ZERO, features=UNPOOLED), root)
+        reshard(root, "ads", 2)
+    names = ("ads-owner-0-of-2", "ads-owner-1-of-2")
+    first, second = (serve(root, models=names) for root in roots[:2])
+    said: dict[str, Any] = {"tables": ZERO, "features": UNPOOLED}
+    with pytest.raises(ServingError, match="loaded from 2 checkpoints"):
+        load_door(spec_of(tmp_path, owners=[place(first), place(second)], **said), roots[2])
+    load_door(spec_of(tmp_path, owners=[place(first)] * 2, **said), roots[2])
+    asked = {"user": USERS, "item": ITEMS}
+    expected = arrays["user"][USERS].tobytes() + arrays["item"][::5].tobytes()
+    assert answer(served(roots[2], "ads"), asked) == (expected, [])
+
+
+def test_rows_beyond_one_response_are_asked_for_in_parts(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = checkpoint(tmp_path)
+    said: dict[str, Any] = {"tables": ZERO, "features": UNPOOLED}
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], **said), roots[:1])
+    owner = serve(roots[0], "--max-response-bytes", 2048, models=(name,))
+    load_door(spec_of(tmp_path, owners=[place(owner)], **said), roots[2])
+    monkeypatch.setattr("tableside.serving.cluster.owners._RESPONSE_BYTES", 1500)
+    expected = arrays["user"][USERS].tobytes() + arrays["item"][::5].tobytes()
+    assert answer(served(roots[2], "ads"), {"user": USERS, "item": ITEMS}) == (expected, [])

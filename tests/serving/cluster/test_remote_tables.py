@@ -112,8 +112,9 @@ def test_a_whole_model_gives_no_rows(owners: Server, tmp_path: Path) -> None:
         (np.array([1, 0, 2, 5], "<i8").tobytes(), "counts are not those of its 1 ids"),
         (np.array([1, 0, -1, 5], "<i8").tobytes(), "counts are not those of its 1 ids"),
         (np.array([2, 0, 2**62, 0, 2**62, 1], "<i8").tobytes(), "counts are not those of its 1 ids"),
-        (np.array([1, 7, 1, 5], "<i8").tobytes(), "table 7 is not among 2"),
-        (np.array([1, -1, 1, 5], "<i8").tobytes(), "counts are not those of its 1 ids"),
+        (np.array([1, 7, 1, 5], "<i8").tobytes(), "names tables [7]; expected numbers from 0 to 1"),
+        (np.array([1, -1, 1, 5], "<i8").tobytes(), "names tables [-1]; expected numbers from 0 to 1"),
+        (np.array([3, *[0] * 6], "<i8").tobytes(), "names 3 tables; expected at most 2"),
     ],
 )
 def test_requests_that_name_no_rows_are_refused(
@@ -130,8 +131,10 @@ def test_rows_of_a_version_that_is_not_there(owners: Server, tmp_path: Path) -> 
     body = np.array([1, 0, 1, 5], "<i8").tobytes()
     got = httpx.post(f"{owners.url}/v2/rows/{name}/{1:016x}", content=body)
     assert got.status_code == 404 and "has content 0000000000000001" in got.json()["error"]
-    got = httpx.post(f"{owners.url}/v2/rows/{name}/first", content=body)
-    assert got.status_code == 400
+    for content in ("first", "0x" + "1" * 14, f"{1:017x}", "1" * 5000):
+        got = httpx.post(f"{owners.url}/v2/rows/{name}/{content}", content=body)
+        assert got.status_code == 400 and "expected the 16 hexadecimal digits" in got.json()["error"]
+        assert len(got.content) < 300
 
 
 def _share(owners: Server, folder: Path) -> str:
