@@ -63,7 +63,8 @@ class Precision(IntEnum):
 
 
 class RowSource(Protocol):
-    """Packed rows that a lookup reads: a `Table` in host memory, a `FetchedTable`, or a table on a device."""
+    """Packed rows that a lookup reads: a `Table` in host memory, a `FetchedTable`, an `AskedTable`,
+    or a table on a device."""
 
     @property
     def rows(self) -> int: ...

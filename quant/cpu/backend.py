@@ -28,9 +28,10 @@ from tableside.quant.contract import (
 )
 from tableside.quant.cpu.checked import inputs_of, plain_rows, rows_of
 from tableside.quant.cpu.staged import StagedPlanner, fetched
+from tableside.quant.cpu.together import TogetherPlanner
 from tableside.quant.errors import NotRepresentable, QuantError
 from tableside.quant.row_format import RowFormat, Source
-from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.fetched import AskedTable, FetchedTable
 
 # Of arrays of rows that are quantized
 ITEM_TYPES: dict[Source, np.dtype[Any]] = {
@@ -55,7 +56,10 @@ class CpuBackend(Backend):
         represent; the rows before it are written."""
 
     def planner(self, kinds: Sequence[Lookup | LookupKind], threads: int = 1) -> Planner:
-        """As `Backend.planner`. Lookups of rows that are fetched are staged first (`quant.cpu.staged`)."""
+        """As `Backend.planner`. Lookups of rows that are fetched are staged first (`quant.cpu.staged`), those
+        of rows that are asked for, too (`quant.cpu.together`)."""
+        if any(isinstance(kind.table, AskedTable) for kind in kinds):
+            return TogetherPlanner(self, kinds, threads)
         if any(isinstance(kind.table, FetchedTable) for kind in kinds):
             return StagedPlanner(self, kinds, threads)
         return self.memory_planner(kinds, threads)

@@ -30,14 +30,11 @@ from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
 from tableside.quant.cpu.in_memory import FIELD, InMemory, places_in_memory
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.errors import BadIds, Problem, RowsNotRead
-from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowsAsked, RowState, not_read
+from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState, not_read
 from tableside.quant.rows.ids import ID_BYTES, RowMap
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
-
-
-_NO_ID = np.zeros(0, np.bool_)
 
 
 def _candidates(row_map: RowMap, ids: Ids) -> Ids:
@@ -61,9 +58,6 @@ class _Found(NamedTuple):
     @classmethod
     def of(cls, table: FetchedTable, ids: Ids, lengths: Lengths | None, job: int) -> "_Found":
         """BadIds: as `rows_of`."""
-        if table.by_id:
-            check_ids(ids, lengths, -1, job)
-            return cls(table, ids, None, Unfound(0, 0), ids)
         if table.id_at < 0:
             rows, mask, unfound = rows_of(table, ids, lengths, job)
             return cls(table, rows if mask is None else np.where(mask, rows, -1), mask, unfound)
@@ -74,63 +68,42 @@ class _Found(NamedTuple):
     def settled(self, rows: "_TableRows", at: Ids, job: int) -> tuple["_Found", NDArray[np.bool_]]:
         """Once the rows are here: the same, and the mask of ids that get the default row behind them. at: of
         each id, its row among them. BadIds: an id is missing, and refused."""
-        if self.table.by_id and rows.are_all_here:
-            return self, _NO_ID
         row_map, late, lacks = self.table.row_map, rows.is_late[at], self.rows == -1
         if self.ids is None:
             if not late.any():
                 return self, lacks
             found = ~late if self.mask is None else self.mask & ~late
             missing = self.unfound.missing
-        elif self.table.by_id:
-            lacks = rows.is_missing[at]
-            found = ~(lacks | late)
-            missing = self._missing(lacks, self.table.default is not None, self.table.rows, job)
-            row_map = None
         else:
             assert row_map is not None and row_map.index is not None
             is_own = (self.rows >= 0) & (self.rows < row_map.index.slots)
             late &= is_own
             found = np.where(is_own, (rows.kept_ids()[at] == self.ids) & ~late, self.rows != -1)
             lacks = ~found & ~late
-            missing = self._missing(lacks, row_map.default_row is not None, row_map.count, job)
+            missing = int(np.count_nonzero(lacks))
+            if missing and row_map.default_row is None:
+                first = int(lacks.argmax())
+                raise BadIds(Problem.MISSING, job, first, int(self.ids[first]), row_map.count)
         backfilled = 0 if row_map is None else int(row_map.is_backfilled(self.rows[found]).sum())
         unfound = Unfound(missing, backfilled, int(np.count_nonzero(late)))
         return self._replace(mask=found, unfound=unfound), lacks
 
-    def _missing(self, lacks: NDArray[np.bool_], has_default: bool, count: int, job: int) -> int:
-        """Counts the ids that the table lacks. BadIds: it refuses them."""
-        missing = int(np.count_nonzero(lacks))
-        if missing and not has_default:
-            assert self.ids is not None
-            first, row_map = int(lacks.argmax()), self.table.row_map
-            problem = Problem.ID if row_map is not None and row_map.is_plain else Problem.MISSING
-            raise BadIds(problem, job, first, int(self.ids[first]), count)
-        return missing
-
 
 class _TableRows:
     """The rows of one table that lookups ask for, each once, and one more for the default row. at: of each
-    lookup, the place here of each of its rows; is_late: mask of those for which the default row stands;
-    is_missing: of those that the table has not; are_all_here: there are neither."""
+    lookup, the place here of each of its rows; is_late: mask of those for which the default row stands."""
 
     def __init__(self, table: FetchedTable, rows: Sequence[Ids]) -> None:
         """rows: of each lookup; -1: none."""
         self._table = table
-        wanted, together = rows[0] if len(rows) == 1 else np.concatenate(rows), table.reader.together
-        if together is None:
-            self._wanted, at = _distinct(wanted)
-        else:
-            self._wanted, at, self._of_owners = together.split(wanted)
+        self._wanted, at = _distinct(rows[0] if len(rows) == 1 else np.concatenate(rows))
         ends = list(accumulate(one.size for one in rows))
         self.at = [at[end - one.size : end] for one, end in zip(rows, ends, strict=True)]
         self._packed = np.zeros((self._wanted.size + 1, table.row_bytes), np.uint8)
-        of_table = (0, self._wanted.size) if together else self._wanted.searchsorted((0, table.rows)).tolist()
-        self._own = slice(*of_table)
+        self._own = slice(*self._wanted.searchsorted((0, table.rows)).tolist())
         self._state = np.full(self._own.stop - self._own.start, RowState.LATE, np.uint8)
         self.is_late = np.zeros(self._wanted.size + 1, np.bool_)
-        self.is_missing = np.zeros(self._wanted.size + 1, np.bool_)
-        self.are_all_here, self._has_default = False, False
+        self._has_default = False
 
     @property
     def table(self) -> Table:
@@ -148,32 +121,18 @@ class _TableRows:
             self._table.reader.ask(self._wanted[self._own][self._state != RowState.HERE])
 
     def fetch(self, fetch: Fetch, deadline: float | None, is_last: bool) -> None:
-        """Fetches the rows that are not here. is_last, RowsNotRead: see `settle`."""
-        own, state = self._own, self._state
+        """Fetches the rows that are not here. is_last: the default row stands for rows that are late, if it
+        is known. RowsNotRead: some are late or corrupt."""
+        table, own, state = self._table, self._own, self._state
         left = np.flatnonzero(state)
         if 0 < left.size < state.size:
             at, came = own.start + left, np.zeros(left.size, np.uint8)
-            packed = np.empty((left.size, self._table.row_bytes), np.uint8)
+            packed = np.empty((left.size, table.row_bytes), np.uint8)
             fetch(self._wanted[at], packed, came, deadline)
             self._packed[at], state[left] = packed, came
         elif left.size:
             state[:] = RowState.HERE
             fetch(self._wanted[own], self._packed[own], state, deadline)
-        self.settle(is_last)
-
-    def asked(self, table: str) -> RowsAsked:
-        """All rows, for a `FetchTogether`; `settle` follows it."""
-        self._state[:] = RowState.HERE
-        return RowsAsked(table, self._wanted, self._of_owners, self._packed[:-1], self._state)
-
-    def settle(self, is_last: bool) -> None:
-        """After a fetch. is_last: the default row stands for rows that are late, if it is known. RowsNotRead:
-        some are late or corrupt."""
-        table, own, state = self._table, self._own, self._state
-        self.are_all_here = not state.any()
-        if table.by_id and not self.are_all_here:
-            self.is_missing[own] = state == RowState.MISSING
-            state[self.is_missing[own]] = RowState.HERE
         if state.any():
             error = not_read(state)
             may_stand = is_last and not error.corrupt
@@ -190,9 +149,7 @@ class _TableRows:
         reader, row_map = self._table.reader, self._table.row_map
         if self._has_default:
             return len(self._packed) - 1
-        default = self._table.default
-        if default is None and reader.default is not None:
-            default = reader.default()
+        default = None if reader.default is None else reader.default()
         if default is None:
             assert row_map is not None and row_map.default_row is not None
             default, state = np.empty(self._table.row_bytes, np.uint8), np.zeros(1, np.uint8)
@@ -331,15 +288,13 @@ class _Fetching(Waiting):
         """is_last: rows that do not come are late, and not asked for in another way."""
         at: dict[int, Ids] = {}
         found, wrong = dict(self._found), [] if self._wrong is None else [self._wrong]
-        if is_last:
-            self._ask(deadline)
+        if is_last and len(self._rows) > 1:
+            for one in self._rows.values():  # so that no table waits for those before it
+                one.ask()
         for table in self._tables:
             fetch, came = how(table.reader), self._rows[id(table)]
             assert fetch is not None
-            if table.reader.together is None:
-                came.fetch(fetch, deadline, is_last)
-            else:
-                came.settle(is_last)
+            came.fetch(fetch, deadline, is_last)
             for job, places in zip(self._jobs[id(table)], came.at, strict=True):
                 try:
                     found[job], lacks = found[job].settled(came, places, job)
@@ -354,19 +309,6 @@ class _Fetching(Waiting):
         return _ReadPlan(
             self._planner, self._places, found, {n: one.table for n, one in self._rows.items()}, at
         )
-
-    def _ask(self, deadline: float | None) -> None:
-        """Fetches rows of tables that are fetched together, and asks for those of the others, so that no
-        table waits for those before it."""
-        together: dict[Callable[..., None], list[RowsAsked]] = {}
-        for table in self._tables:
-            came, several = self._rows[id(table)], table.reader.together
-            if several is not None:
-                together.setdefault(several.call, []).append(came.asked(several.table))
-            elif len(self._tables) > 1:
-                came.ask()
-        for call, asked in together.items():
-            call(asked, deadline)
 
 
 class _ReadPlan(Plan):

@@ -46,40 +46,33 @@ class Fetch(Protocol):
         time.monotonic; None: none. It may block until then."""
 
 
-class SplitIds(NamedTuple):
-    """Different ids of a lookup by owner. distinct: [m]; at: the place there of each id [n]; ends: of each
-    owner, the place after its last, then of those that have none."""
+@dataclass(frozen=True, eq=False)
+class RowOwners:
+    """The owners of a table's rows. ends: int64 [owners], the row number or bucket after each one's last,
+    ascending. buckets: 0: ids are row numbers; bucket_ids: as in `quant.rows.ids.IdIndex`."""
 
-    distinct: NDArray[np.int64]
-    at: NDArray[np.int64]
-    ends: list[int]
+    ends: NDArray[np.int64]
+    buckets: int = 0
+    bucket_ids: int = 0
 
 
 class RowsAsked(NamedTuple):
-    """Rows of one of several tables, as `Fetch` takes them, by owner. ends: as in `SplitIds`."""
+    """Rows of one of several tables. rows: [n] ids or row numbers, each once, those of one owner one after
+    another; ends: of each owner, the place after its last, then of those that have none; out, state: as
+    `Fetch` takes them."""
 
     table: str
     rows: NDArray[np.int64]
-    ends: list[int]
+    ends: Sequence[int]
     out: NDArray[np.uint8]
     state: NDArray[np.uint8]
-
-
-class FetchTogether(NamedTuple):
-    """Reads rows of a table and of others at once, by raw ids or row numbers. table: its name; split: of ids
-    [n]; call: shared by these tables, takes what is asked of each and the deadline (`Fetch`)."""
-
-    table: str
-    split: Callable[[NDArray[np.int64]], SplitIds]
-    call: Callable[[Sequence[RowsAsked], float | None], None]
 
 
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
     all may need one. wait_s: that a lookup may wait at most; None: any time. are_here: whether
     rows [n], as far as the table has them, may be read at the table's address now; None: they never may. ask:
-    has rows [n] brought, without a wait, as `fetch` will need them. together: reads them with those of other
-    tables, in place of `fetch`. default: gives the default row, uint8
+    has rows [n] brought, without a wait, as `fetch` will need them. default: gives the default row, uint8
     [row_bytes], which stands for rows that are late; None, or if it gives None: these are an error. note: is
     told the ids [n] of each lookup."""
 
@@ -90,18 +83,14 @@ class RowReader(NamedTuple):
     ask: Callable[[NDArray[np.int64]], object] | None = None
     default: Callable[[], NDArray[np.uint8] | None] | None = None
     note: Callable[[NDArray[np.int64]], object] | None = None
-    together: FetchTogether | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class FetchedTable:
     """Packed rows that `reader` fetches. rows: including the default row. row_bytes: of one, as it writes
     it. row_map: maps ids to row numbers; None: ids are row numbers. id_at: byte of a row at which it keeps
-    its raw id, which is compared there and not in `row_map`; -1: in `row_map`. default: the
-    packed default row, uint8 [row_bytes], where it has no number; None: it has one, or there is none.
-    in_place: the same rows in memory, of which `reader.are_here` speaks. QuantError: no row of this format
-    and dim has so many bytes. With `reader.together` ids are not looked for here: `rows` counts those of the
-    table, and `row_map` only says how others are refused."""
+    its raw id, which is compared there and not in `row_map`; -1: in `row_map`. in_place: the same rows in
+    memory, of which `reader.are_here` speaks. QuantError: no row of this format and dim has so many bytes."""
 
     rows: int
     row_bytes: int
@@ -110,13 +99,7 @@ class FetchedTable:
     reader: RowReader
     row_map: RowMap | None = None
     id_at: int = -1
-    default: NDArray[np.uint8] | None = None
     in_place: "Table | None" = None
-
-    @property
-    def by_id(self) -> bool:
-        """Whether rows are asked for by their ids, and the answer says which the table has."""
-        return self.reader.together is not None
 
     def __post_init__(self) -> None:
         expected = self.row_format.row_sizes(self.dim)
@@ -125,3 +108,24 @@ class FetchedTable:
                 f"fetched rows have {self.row_bytes} bytes; expected {' or '.join(map(str, expected))} for "
                 f"{self.row_format.label} of dim {self.dim}"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class AskedTable:
+    """Packed rows that are asked for by ids, together with those of other tables: whoever has them says which
+    there are. name: of the table for `call`, which these tables share; it takes what is asked of each and the
+    deadline (`Fetch`). rows: ids with a row. default: the row of other ids, uint8 [row_bytes]; None: they are
+    refused. late_is_default: it also stands for rows that are late; else these are an error. wait_s: that a
+    lookup may wait at most."""
+
+    name: str
+    rows: int
+    row_bytes: int
+    row_format: RowFormat
+    dim: int
+    owners: RowOwners
+    call: Callable[[Sequence[RowsAsked], float | None], object]
+    wait_s: float
+    default: NDArray[np.uint8] | None = None
+    late_is_default: bool = False
+    row_map: None = None

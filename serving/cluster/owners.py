@@ -2,8 +2,8 @@
 together here, so that what reads them is what reads a table of this host."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from tableside.loader.segment.header import RemoteTable
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
-from tableside.quant.cpu.owners import Owners
-from tableside.quant.rows.fetched import FetchedTable, FetchTogether, RowReader, RowsAsked, RowState
-from tableside.quant.rows.ids import RowMap
+from tableside.quant.rows.fetched import AskedTable, RowOwners, RowsAsked, RowState
 from tableside.serving.cluster.calls import Owner, OwnerCall, OwnerHosts, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds
 
@@ -46,25 +44,23 @@ class RemoteTables:
         self._tables, self._hosts, self._count = {t.name: t for t in tables}, hosts, count
         self._late_is_default = late_is_default
 
-    def sources(self) -> Mapping[str, FetchedTable]:
+    def sources(self) -> Mapping[str, AskedTable]:
         """Returns the tables by name."""
         return {name: self._source(table) for name, table in self._tables.items()}
 
-    def _source(self, t: RemoteTable) -> FetchedTable:
-        default = np.frombuffer(bytes.fromhex(t.default), np.uint8) if t.default else None
-        stands = default is not None and self._late_is_default
-        owners = Owners(np.array([s.end for s in t.shares], np.int64), t.buckets, t.bucket_ids)
-        together = FetchTogether(t.name, owners.split, self.fetch)
-        reader = RowReader(
-            partial(_fetch_alone, together),
-            wait_s=self._hosts.timeout_s,
-            default=(lambda: default) if stands else None,
-            together=together,
+    def _source(self, t: RemoteTable) -> AskedTable:
+        return AskedTable(
+            t.name,
+            t.count,
+            t.row_bytes,
+            RowFormat.parse(t.row_format),
+            t.dim,
+            RowOwners(np.array([s.end for s in t.shares], np.int64), t.buckets, t.bucket_ids),
+            self.fetch,
+            self._hosts.timeout_s,
+            np.frombuffer(bytes.fromhex(t.default), np.uint8) if t.default else None,
+            self._late_is_default,
         )
-        # What is said of an id that is refused
-        row_map = None if t.buckets else RowMap(t.count, None if default is None else t.count)
-        shape = t.count, t.row_bytes, RowFormat.parse(t.row_format), t.dim
-        return FetchedTable(*shape, reader, row_map, default=default)
 
     def fetch(self, asked: Sequence[RowsAsked], deadline: float | None) -> None:
         """Reads rows of these tables, as `quant.rows.fetched.Fetch`: each owner is asked once."""
@@ -83,10 +79,13 @@ class RemoteTables:
         together = [(owner, some) for owner, of_owner in parts.items() for some in _cut(of_owner)]
         calls = [self._call(owner, some, deadline) for owner, some in together]
         wait_for(calls)
+        counts: Counter[tuple[str, str]] = Counter()
         for call, (_, of_owner) in zip(calls, together, strict=True):
-            for number, part in enumerate(of_owner):
-                _take(part, call.layout, number, call.body)
-                self._count(part.table.name, LATE if call.body is None else CAME, part.rows.size)
+            _take(of_owner, call)
+            outcome = LATE if call.body is None else CAME
+            counts.update({(part.table.name, outcome): part.rows.size for part in of_owner})
+        for (name, outcome), rows in counts.items():
+            self._count(name, outcome, rows)
 
     def _call(self, owner: Owner, parts: Sequence[_Part], deadline: float) -> OwnerCall:
         asked = [TableIds(part.number, part.rows) for part in parts]
@@ -94,8 +93,24 @@ class RemoteTables:
         return OwnerCall(self._hosts, owner, asked, layout, deadline)
 
 
+def _take(parts: Sequence[_Part], call: OwnerCall) -> None:
+    """Puts the rows of a response where they were asked for."""
+    if (body := call.body) is None:
+        for part in parts:
+            part.state[:] = RowState.LATE
+        return
+    are_found = bool(body[: call.layout.ids].all())
+    for part, found_at, rows_at in zip(parts, call.layout.found_at, call.layout.rows_at, strict=True):
+        part.out.reshape(-1)[:] = body[rows_at : rows_at + part.out.size]
+        if not are_found:
+            part.state[body[found_at : found_at + part.rows.size] == 0] = RowState.MISSING
+
+
 def _cut(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Yields parts that one response may have together."""
+    if sum(part.out.size for part in parts) <= _RESPONSE_BYTES:
+        yield list(parts)
+        return
     some, size = list[_Part](), 0
     for part in parts:
         most = max(1, _RESPONSE_BYTES // part.table.row_bytes)
@@ -108,25 +123,3 @@ def _cut(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
             some.append(cut)
             size += cut.out.size
     yield some
-
-
-def _fetch_alone(
-    together: FetchTogether, rows: Ids, out: Bytes, state: NDArray[np.uint8], deadline: float | None
-) -> None:
-    """Reads rows of one table, as `quant.rows.fetched.Fetch`."""
-    distinct, at, ends = together.split(rows)
-    came, states = np.empty((distinct.size, out.shape[1]), np.uint8), np.zeros(distinct.size, np.uint8)
-    together.call([RowsAsked(together.table, distinct, ends, came, states)], deadline)
-    out[:], state[:] = came[at], states[at]
-
-
-def _take(part: _Part, layout: RowsLayout, number: int, body: Bytes | None) -> None:
-    """Puts rows where they were asked for. number: of the part; body: None: they did not come."""
-    if body is None:
-        part.state[:] = RowState.LATE
-        return
-    found_at, rows_at = layout.found_at[number], layout.rows_at[number]
-    part.out.reshape(-1)[:] = body[rows_at : rows_at + part.out.size]
-    found = body[found_at : found_at + part.rows.size]
-    if not found.all():
-        part.state[:] = np.where(found, np.uint8(RowState.HERE), np.uint8(RowState.MISSING))

@@ -30,11 +30,12 @@ class TableIds(NamedTuple):
 
 
 class RowsLayout(NamedTuple):
-    """Where a response has what it says of each table, in bytes. found_at, rows_at: of its first id; size: of
-    the whole body."""
+    """Where a response has what it says of each table, in bytes. found_at, rows_at: of its first id; ids: of
+    all; size: of the whole body."""
 
     found_at: tuple[int, ...]
     rows_at: tuple[int, ...]
+    ids: int
     size: int
 
     @classmethod
@@ -42,7 +43,7 @@ class RowsLayout(NamedTuple):
         """sizes: ids and row_bytes of each table."""
         ends = list(accumulate((n for n, _ in sizes), initial=0))
         rows = list(accumulate((n * row_bytes for n, row_bytes in sizes), initial=-(-ends[-1] // 8) * 8))
-        return cls(tuple(ends[:-1]), tuple(rows[:-1]), rows[-1] + _SUM.itemsize)
+        return cls(tuple(ends[:-1]), tuple(rows[:-1]), ends[-1], rows[-1] + _SUM.itemsize)
 
 
 def pack_request(asked: Sequence[TableIds]) -> tuple[memoryview, ...]:

@@ -164,7 +164,7 @@ class Placer:
         kinds = self._kinds_on_host(segment, readers)
         fetched = [name for name, kind in kinds.items() if kind == ON_DISK]
         hot = self._hot.over(segment, fetched)
-        on_host = {
+        on_host: dict[str, RowSource] = {
             name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
             for name, kind in kinds.items()
         }

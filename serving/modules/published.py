@@ -28,6 +28,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, QuantError, choose
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.gpu.residence.registry import is_by_cpu
+from tableside.quant.rows.fetched import AskedTable
 from tableside.serving.errors import ServingError
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
@@ -183,7 +184,10 @@ class PublishedTables:
     @staticmethod
     def _check_numbers(served: ServedVersion, feature: str) -> None:
         table = served.features[feature].table
-        if table.row_map is not None and not table.row_map.is_plain:
+        are_numbers = table.row_map is None or table.row_map.is_plain
+        if isinstance(table, AskedTable):
+            are_numbers = not table.owners.buckets and table.default is None
+        if not are_numbers:
             raise ModuleError(
                 f"feature {feature!r} of model {served.header.model!r} version {served.version} has raw ids, "
                 "a first id, or a row for missing ones; heads need ids that are row numbers"
