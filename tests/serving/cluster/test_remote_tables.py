@@ -145,3 +145,46 @@ def _share(owners: Server, folder: Path) -> str:
         load_shares(spec_of(folder, name, ["a:1"]), [owners.root])
         until(lambda: owners.get(f"/v2/rows/{name}-owner-0-of-1").status_code == 200, what="it to be served")
     return f"{name}-owner-0-of-1"
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("backend", ["native", "fbgemm"])
+def test_other_tables_of_a_request_lie_on_a_disk(
+    owners: Server, tmp_path: Path, disk: Path, backend: str
+) -> None:
+    """Rows come from two places, and an error is that of the first lookup with one, wherever its rows lie."""
+    checkpoint(tmp_path)
+    arrays = dict(np.load(tmp_path / "0.npz"))
+    arrays["small"] = np.random.default_rng(2).standard_normal((80_000, 4)).astype(np.float32)
+    np.savez(tmp_path / "0.npz", **arrays)
+    tables = {"user": {"row_format": "fp32"}, "item": {"missing": "zero"}}
+    name = f"m{uuid.uuid4().hex[:8]}"
+    spec = spec_of(tmp_path, name, [owners.url.removeprefix("http://")] * 2, tables=tables, features=FEATURES)
+    for model in load_shares(spec, [owners.root] * 2):
+        until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what=f"{model} to be served")
+    load_door(spec, disk)
+    load(spec_of(tmp_path, "whole", tables=tables, features=FEATURES), tmp_path / "whole")
+    door = served(disk, name, backend=backend)
+    whole = served(tmp_path / "whole", "whole", backend=backend)
+    assert set(door.placed.placements.values()) == {"stored", "remote"}
+    good = {
+        "small": bags([2, 0, 1], [5, 79_999, 5]),
+        "user": bags([1, 2, 0], [0, 999, 0], np.array([1, -2, 0.5], np.float32)),
+        "item": bags([3], [RAW[0], 7, RAW[0]]),
+        "seen": [3, 3, 998],
+    }
+    bad = {
+        "small": bags([1], [80_000]),
+        "user": bags([1], [-1]),
+        "item": bags([2, 2], [1, 2]),
+        "seen": [1000],
+    }
+    names = list(good)
+    for order in itertools.permutations(names, 3):
+        for wrong in itertools.product((False, True), repeat=3):
+            asked = {n: (bad if is_bad else good)[n] for n, is_bad in zip(order, wrong, strict=True)}
+            for found in ((), order):
+                assert answer(door, asked, found) == answer(whole, asked, found), (order, wrong)
+    assert answer(door, {"item": bags([2, 2], [1, 2, 3, 4])}) == answer(
+        whole, {"item": bags([2, 2], [1, 2, 3, 4])}
+    )
