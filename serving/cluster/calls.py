@@ -5,7 +5,6 @@ import logging
 import select
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ logger = logging.getLogger("tableside")
 
 _LATE = "rows did not come in time"
 _FIRST_USUAL_S, _LEAST_USUAL_S = 0.02, 0.001  # see `OwnerHost.usual_s`: before it is known, and at least
+_OF_REQUESTS = 64  # from which that is taken
 _HEDGED_SHARE, _MOST_HEDGES = 0.05, 10.0  # of requests that are sent to a second host early; at once
 _CONNECT_SHARE, _LEAST_CONNECT_S = 0.125, 0.005  # of the time that is left, that connecting may take
 _SAID_BYTES = 1 << 16  # of an answer that refuses
@@ -40,7 +40,7 @@ class OwnerHost:
         self.pool = SocketPool(address_of(name, token), timeout_s)
         self.waiting = 0  # requests that wait for it; written without a lock, as it need not be exact
         self._breaker, self._last = Breaker(source="it"), ""
-        self._seconds: deque[float] = deque(maxlen=128)
+        self._seconds: list[float] = []
         self.usual_s = _FIRST_USUAL_S  # within which it answers 95 of 100 requests
 
     def may_be_asked(self) -> bool:
@@ -55,8 +55,9 @@ class OwnerHost:
         """Takes note of a request of `rows` rows that began at `began`; problem: why they did not come."""
         if not problem:
             self._seconds.append(time.monotonic() - began)
-            if len(self._seconds) % 16 == 0:
-                self.usual_s = max(_LEAST_USUAL_S, float(np.percentile(list(self._seconds), 95)))
+            if len(self._seconds) == _OF_REQUESTS:
+                self.usual_s = max(_LEAST_USUAL_S, float(np.percentile(self._seconds, 95)))
+                self._seconds = []
         change = self._breaker.told(began, 0 if problem else rows, rows if problem else 0)
         if problem not in ("", _LATE, self._last):
             logger.warning("owner %s: %s", self.name, problem)

@@ -261,7 +261,7 @@ def test_the_command_publishes_changes_or_a_version(first: ModelSpec, root: Path
     assert "demo state 2+1: 2 of 60,000 rows differ" in few.stdout
     many = run(spec_of(tmp_path, 2 * DENSE, RAW), "--as-delta")
     assert many.returncode == 0, many.stderr
-    assert "more than 10% of the rows' bytes differ: it is loaded as a new version" in many.stdout
+    assert "more than 10% of the rows' bytes differ: it is loaded as a new version" in many.stderr
     assert "demo version 3" in many.stdout
     refused = run(first, "--as-delta", "--only", "dense")
     assert refused.returncode == 1 and "leave out --only, --no-activate and --group" in refused.stderr
