@@ -41,7 +41,7 @@ class OwnerHost:
         self.waiting = 0  # requests that wait for it; written without a lock, as it need not be exact
         self._breaker, self._last = Breaker(source="it"), ""
         self._seconds: list[float] = []
-        self.usual_s = _FIRST_USUAL_S  # within which it answers 95 of 100 requests
+        self.usual_s = _FIRST_USUAL_S  # after which another host is asked: twice what 95 of 100 took
 
     def may_be_asked(self) -> bool:
         """Whether a request shall wait for it."""
@@ -56,7 +56,7 @@ class OwnerHost:
         if not problem:
             self._seconds.append(time.monotonic() - began)
             if len(self._seconds) == _OF_REQUESTS:
-                self.usual_s = max(_LEAST_USUAL_S, float(np.percentile(self._seconds, 95)))
+                self.usual_s = max(_LEAST_USUAL_S, 2 * float(np.percentile(self._seconds, 95)))
                 self._seconds = []
         change = self._breaker.told(began, 0 if problem else rows, rows if problem else 0)
         if problem not in ("", _LATE, self._last):
