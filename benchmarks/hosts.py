@@ -27,6 +27,7 @@ import numpy as np
 from common import report, shared_folder
 
 from tableside.loader.load.load import load
+from tableside.loader.load.share import share_of
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.segment.memory import processes_below
 from tableside.quant import RowFormat, choose
@@ -175,12 +176,12 @@ def main() -> None:
         load(spec_of(base, "ads"), base / "one")
         owners = []
         for number in range(2):
-            share = spec_of(base, "ads", "a:1,b:1").of_owner(number)
+            share = share_of(spec_of(base, "ads", "a:1,b:1"), number)
             load(share, base / str(number))
             owners.append(stack.enter_context(local_server([share.name], root=base / str(number))))
         spec = spec_of(base, "ads", ",".join(map(place, owners)))
         load(spec, base / "door", remote=remote_tables(spec, choose(), None))
-        replicas, share = [], spec_of(base, "ads", "a:1").of_owner(0)
+        replicas, share = [], share_of(spec_of(base, "ads", "a:1"), 0)
         for number in range(2):
             load(share, base / f"replica{number}")
             replicas.append(stack.enter_context(local_server([share.name], root=base / f"replica{number}")))

@@ -30,7 +30,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.quant.gpu.residence.registry import UNPLACED
 from tableside.serving.client import Client
-from tableside.serving.model.placement import Placements
+from tableside.serving.model.placements import Placements
 from tableside.serving.model.request import FeatureInput
 from tableside.serving.model.version import ServedVersion
 

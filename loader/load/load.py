@@ -26,11 +26,13 @@ from tableside.loader.load.reuse import LiveTables, Piece
 from tableside.loader.load.same import same_tables
 from tableside.loader.load.scorer import stored_scorer
 from tableside.loader.load.settings import DEFAULTS, PIECE_BYTES, LoadSettings, Progress, threads_of
+from tableside.loader.load.share import whole_name
 from tableside.loader.load.verification import Verification
 from tableside.loader.model.model import ModelSpec
-from tableside.loader.segment.header import Header, Owner, RemoteTable
+from tableside.loader.segment.header import Header, Owner
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.numa import chosen_nodes
+from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
@@ -99,7 +101,7 @@ def load(
                 _header(spec, planned, reused, version, source, steps),
                 scorer=scorer,
                 evaluation=spec.evaluation,
-                owner=None if spec.share is None else Owner(spec.whole_name, version, *spec.share),
+                owner=None if spec.share is None else Owner(whole_name(spec), version, *spec.share),
                 remote=tuple(remote),
             )
             with model.writer(version, header, program, reused.kept, nodes) as writer:

@@ -52,6 +52,7 @@ from typing import Any
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.files import read_regular
+from tableside.loader.model.tiers import parse_tier
 from tableside.quant import Pooling, QuantError, RowFormat
 from tableside.quant.installed import has_gpu
 from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT
@@ -69,8 +70,6 @@ OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 _OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids")
-_TIER = "rows://"
-_OWNER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}")
 _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 
@@ -174,33 +173,6 @@ class ModelSpec:
     evaluation: EvalSpec | None = None
     copies: tuple[int, ...] | None = None
     share: tuple[int, int] | None = None
-
-    @property
-    def whole_name(self) -> str:
-        """Returns the name of the model of which this is a share."""
-        return self.name.removesuffix("" if self.share is None else owner_name("", *self.share))
-
-    def of_owner(self, number: int) -> "ModelSpec":
-        """Returns the model of an owner: its share of each table with a tier, without a scorer. ModelError:
-        there is no such owner."""
-        tables = tuple(t for t in self.tables if t.owners)
-        owners = len(tables[0].owners) if tables else 0
-        if not 0 <= number < owners:
-            raise ModelError(
-                f"owner {number} of model {self.name!r}: its tables have {owners} owners, counted from 0"
-                if tables
-                else f'no table of model {self.name!r} has owners; expected tier = "{_TIER}HOST:PORT,..." in '
-                "model.toml"
-            )
-        features = tuple(FeatureSpec(t.name, t.name) for t in tables)
-        return ModelSpec(
-            owner_name(self.name, number, owners), self.checkpoint, tables, features, share=(number, owners)
-        )
-
-
-def owner_name(model: str, number: int, owners: int) -> str:
-    """Returns the name of an owner's model."""
-    return f"{model}-owner-{number}-of-{owners}"
 
 
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
@@ -323,25 +295,8 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
             "dim"
         )
     ids = _raw_ids(raw, where) if is_raw else None
-    owners = _owners(raw["tier"], where) if "tier" in raw else ()
-    if owners and missing.policy in ("mean", "backfill"):
-        raise ModelError(
-            f"{where}: missing is {str(missing)!r}, which needs all rows on one host; a table with a tier "
-            "takes error, zero, or a vector"
-        )
+    owners = parse_tier(raw["tier"], str(missing), where) if "tier" in raw else ()
     return TableSpec(name, key, row_format, missing, ids, dim, alignment, owners)
-
-
-def _owners(tier: Any, where: str) -> tuple[tuple[str, ...], ...]:
-    """Returns the addresses in a tier, by owner."""
-    listed = tier.removeprefix(_TIER).split(",") if isinstance(tier, str) and tier.startswith(_TIER) else []
-    owners = tuple(tuple(one.strip() for one in owner.split("|")) for owner in listed)
-    if not owners or not all(_OWNER.fullmatch(one) for owner in owners for one in owner):
-        raise ModelError(
-            f"{where}: tier is {tier!r}; expected {_TIER}HOST:PORT,HOST:PORT with the owners in their order, "
-            "replicas of one as HOST:PORT|HOST:PORT"
-        )
-    return owners
 
 
 def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:

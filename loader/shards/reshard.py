@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tableside.loader.errors import ModelError, VersionError
-from tableside.loader.model.model import owner_name
+from tableside.loader.model.tiers import owner_name
 from tableside.loader.segment.header import Header, Owner
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.segment import Segment

@@ -10,8 +10,10 @@ import orjson
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.load.default_rows import DefaultRow
-from tableside.loader.model.model import ModelSpec, TableSpec, owner_name
-from tableside.loader.segment.header import Header, RemoteShare, RemoteTable, check_remote
+from tableside.loader.model.model import ModelSpec, TableSpec
+from tableside.loader.model.tiers import owner_name
+from tableside.loader.segment.header import Header
+from tableside.loader.segment.remote import RemoteShare, RemoteTable, check_remote
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.quant import CpuBackend

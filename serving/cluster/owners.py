@@ -3,20 +3,22 @@ together here, so that what reads them is what reads a table of this host."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.segment.header import RemoteTable
+from tableside.loader.segment.remote import RemoteTable
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.fetched import AskedTable, RowOwners, RowsAsked, RowState
-from tableside.serving.cluster.calls import Owner, OwnerCall, OwnerHosts, wait_for
+from tableside.serving.cluster.calls import Owner, OwnerCall, OwnerHosts, hosts_of, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds
+from tableside.serving.settings import ServerSettings, cluster_token
 
 _RESPONSE_BYTES = 32 << 20  # of rows that an owner is asked for at once
+ELSEWHERE = "remote"  # the placement of tables whose rows other hosts have
 CAME, LATE = "came", "late"  # what became of rows, for counts
 
 
@@ -39,12 +41,12 @@ class RemoteTables:
         tables: Sequence[RemoteTable],
         hosts: OwnerHosts,
         late_is_default: bool,
-        count: Callable[[str, str, int], object] = lambda table, where, rows: None,
+        count: Callable[[str, str, int], object],
     ) -> None:
         self._tables, self._hosts, self._count = {t.name: t for t in tables}, hosts, count
         self._late_is_default = late_is_default
 
-    def sources(self) -> Mapping[str, AskedTable]:
+    def sources(self) -> dict[str, AskedTable]:
         """Returns the tables by name."""
         return {name: self._source(table) for name, table in self._tables.items()}
 
@@ -91,6 +93,14 @@ class RemoteTables:
         asked = [TableIds(part.number, part.rows) for part in parts]
         layout = RowsLayout.of([(part.rows.size, part.table.row_bytes) for part in parts])
         return OwnerCall(self._hosts, owner, asked, layout, deadline)
+
+
+def remote_sources(
+    tables: Sequence[RemoteTable], settings: ServerSettings, count: Callable[[str, str, int], object]
+) -> dict[str, AskedTable]:
+    """Returns a version's remote tables, as sources of rows. count: see `RemoteTables`."""
+    hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
+    return RemoteTables(tables, hosts, settings.disk_late == "default", count).sources()
 
 
 def _take(parts: Sequence[_Part], call: OwnerCall) -> None:

@@ -14,7 +14,8 @@ from tableside.serving.engine_process.described import DescribingPlanner, model_
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.model.engine import CacheState, Engine
-from tableside.serving.model.placement import Placements, Placer
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.placements import Placements
 from tableside.serving.model.scorer import Scorer
 from tableside.serving.model.version import Beside, ServedVersion
 from tableside.serving.settings import ServerSettings

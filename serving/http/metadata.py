@@ -3,7 +3,7 @@
 from typing import Any
 
 from tableside.loader.model.model import SCORE
-from tableside.loader.segment.header import RemoteTable
+from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.serving import VERSION
 from tableside.serving.http.inputs import kjt

@@ -15,7 +15,8 @@ from tableside.loader.versions.states import State, attach_state, good_state, re
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, not_found
-from tableside.serving.model.placement import Placements, Placer
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.placements import Placements
 from tableside.serving.model.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.model.scorers import open_scorer
 from tableside.serving.model.version import ServedVersion

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.blocks import BlockReader
-from tableside.loader.segment.header import Header
 from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
@@ -20,12 +19,12 @@ from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.residence.registry import KINDS, ON_DISK, residence, without_device
 from tableside.quant.rows.fetched import RowReader
 from tableside.quant.rows.ids import ID_BYTES
-from tableside.serving.cluster.calls import hosts_of
-from tableside.serving.cluster.owners import RemoteTables
+from tableside.serving.cluster.owners import ELSEWHERE, remote_sources
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.hot_rows import HotRows
-from tableside.serving.settings import ServerSettings, cluster_token
+from tableside.serving.model.placements import Placements
+from tableside.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     import torch
@@ -40,56 +39,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tableside")
 
-ELSEWHERE = "remote"  # the placement of tables whose rows other hosts have
 _WIDE_BYTES = 4 << 30  # of tables, from which the CPU gathers faster than the GPU reads
 _MOST_GATHERERS = 8  # more gain little, and take cores from other work
 _GROWTH = 4  # a cache leaves room for the id indexes of a next version that has a quarter more ids
 _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is replaced
 
 
-class Placements:
-    """A version's placed tables; their HBM goes with this object. placements: kinds of residences. on_gpu:
-    empty without a GPU. hbm_bytes: beside the cache. files: (device, inode) of tables in files of their own.
-    base: those of the version without deltas, whose memory they share. hot: number of the hot segment that is
-    read; 0: none. is_counted: ids are counted for the next one."""
-
-    def __init__(
-        self,
-        placements: Mapping[str, str],
-        *,
-        on_host: Mapping[str, RowSource] | None = None,
-        on_gpu: "Mapping[str, DeviceTable] | None" = None,
-        hbm_bytes: int = 0,
-        files: Mapping[str, tuple[int, int]] | None = None,
-        base: "Placements | None" = None,
-        hot: int = 0,
-        is_counted: bool = False,
-    ) -> None:
-        self.placements, self.hbm_bytes, self.files = placements, hbm_bytes, files or {}
-        self.hot, self.is_counted = hot, is_counted
-        self._base = base
-        self.handovers: list[Callable[[], None]] = []  # what `take_over` calls
-        self.on_gpu = on_gpu or {}
-        self.tables: Mapping[str, RowSource] = {**(on_host or {}), **self.on_gpu}
-
-    @property
-    def base(self) -> "Placements":
-        return self if self._base is None else self._base
-
-    def take_over(self) -> None:
-        """Keeps the replaced version's unchanged cached rows. Call it as requests move to this version: the
-        other one must fetch them again."""
-        base = self.base
-        handovers, base.handovers = base.handovers, []  # they hold the replaced version
-        for handover in handovers:
-            handover()
-
-
 class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
     given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. count_reads: is
-    given what reads rows from a disk, the model and the table. count_remote: is told the model, a table whose
-    rows other hosts have, what became of rows, and how many."""
+    given what reads rows from a disk, the model and the table. count_remote: takes the counts of
+    `remote_sources`, behind the model."""
 
     def __init__(
         self,
@@ -102,8 +62,8 @@ class Placer:
         count_remote: Callable[[str, str, str, int], object] = lambda model, table, outcome, rows: None,
     ) -> None:
         self.gpu: GpuBackend | None = None
-        self._stashable, self._ahead, self._count_reads = stashable, ahead, count_reads
-        self._count_remote = count_remote
+        self._stashable, self._ahead = stashable, ahead
+        self._count_reads, self._count_remote = count_reads, count_remote
         self._settings, self.cpu, self._hot = settings, cpu, HotRows(settings)
         self._budget = self._held = 0
         self._lock = threading.Lock()
@@ -145,10 +105,8 @@ class Placer:
         new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow
         it."""
         if segment.header.remote and self.gpu is not None:
-            raise ServingError(
-                f"rows of {segment.header.model} version {segment.header.version} lie on other hosts, which "
-                "the CPU asks for them; leave the devices out"
-            )
+            what = f"rows of {segment.header.model} version {segment.header.version} lie on other hosts"
+            raise ServingError(f"{what}, and the CPU asks for them; leave the devices out")
         if (gpu := self.gpu) is None:
             return self._place_on_host(segment)
         known = self._bases.get(segment.base)
@@ -168,19 +126,13 @@ class Placer:
             name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
             for name, kind in kinds.items()
         }
-        if segment.header.remote:
-            remote = self._remote(segment.header).sources()
-            kinds |= dict.fromkeys(remote, ELSEWHERE)
-            on_host |= remote
+        if remote := segment.header.remote:
+            on_host |= remote_sources(
+                remote, self._settings, partial(self._count_remote, segment.header.model)
+            )
+            kinds |= dict.fromkeys((table.name for table in remote), ELSEWHERE)
         is_counted = any(readers[name].note is not None for name in fetched)
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
-
-    def _remote(self, header: Header) -> RemoteTables:
-        """Returns the tables of a version whose rows other hosts have."""
-        settings = self._settings
-        hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-        count = partial(self._count_remote, header.model)
-        return RemoteTables(header.remote, hosts, settings.disk_late == "default", count)
 
     def has_hotter(self, segment: Segment, placed: Placements) -> bool:
         """Returns whether another hot segment is there than the one that a placed state reads, or other

@@ -19,7 +19,7 @@ from tableside.quant.rows.fetched import AskedTable
 from tableside.quant.rows.ids import RowMap
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.model.features import Features
-from tableside.serving.model.placement import Placements
+from tableside.serving.model.placements import Placements
 from tableside.serving.model.places import DenseInput, Output, kjt_outputs, masks_at, scores_at
 from tableside.serving.model.request import FeatureInput, Request, Sizes
 from tableside.serving.model.scorer import Scorer, Scoring

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tableside.loader.load.load import load
+from tableside.loader.load.share import share_of
 from tableside.loader.model.model import ModelSpec, parse_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
@@ -57,7 +58,7 @@ def spec_of(
 
 def load_shares(spec: ModelSpec, roots: Sequence[Path]) -> list[str]:
     """Publishes each owner's share in its root; returns the names of their models."""
-    shares = [spec.of_owner(number) for number in range(len(roots))]
+    shares = [share_of(spec, number) for number in range(len(roots))]
     return [load(share, root).model for share, root in zip(shares, roots, strict=True)]
 
 

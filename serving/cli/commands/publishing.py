@@ -14,6 +14,7 @@ from tableside.loader.load.load import Loaded
 from tableside.loader.load.load import load as load_model
 from tableside.loader.load.manifest import write_manifest
 from tableside.loader.load.settings import LoadSettings
+from tableside.loader.load.share import share_of
 from tableside.loader.load.verification import summary
 from tableside.loader.model.first_model import IDS_ALONE, first_model, module_model
 from tableside.loader.model.hps import hps_model, hps_text, is_hps
@@ -107,7 +108,7 @@ def load(options: argparse.Namespace) -> int:
     root = root_settings(options).root
     o = options
     if o.share is not None:
-        spec = spec.of_owner(o.share)
+        spec = share_of(spec, o.share)
     cluster = ClusterSettings(**given(options, ClusterSettings))
     remote = remote_tables(spec, choose(o.backend), cluster_token(cluster))
     if o.as_delta and _load_delta(spec, root, options):

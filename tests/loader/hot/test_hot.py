@@ -26,7 +26,8 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import LookupKind, Place, Plan, Pooling, choose
 from tableside.quant.errors import RowsNotRead
 from tableside.serving.model.engine import Engine
-from tableside.serving.model.placement import Placements, Placer
+from tableside.serving.model.placement import Placer
+from tableside.serving.model.placements import Placements
 from tableside.serving.settings import ServerSettings
 
 ROWS, DIM = 20_000, 32

@@ -30,6 +30,7 @@ from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import load
 from tableside.loader.load.settings import LoadSettings
+from tableside.loader.load.share import share_of
 from tableside.loader.model.model import ModelSpec, read_model
 from tableside.loader.segment.memory import processes_below
 from tableside.loader.shards.reshard import reshard
@@ -362,7 +363,7 @@ def test_owners_that_do_not_fit_are_refused_at_a_load(
     assert "row_format is 'int8' here" in refusal(tables=other)
     other = {"user": ZERO["user"], "item": {**ZERO["item"], "missing": "error"}}
     assert "missing is 'error' here" in refusal(tables=other)
-    load(specs[1].of_owner(1), roots[1])
+    load(share_of(specs[1], 1), roots[1])
     until(lambda: second.get(f"/v2/rows/{names[1]}").json()["version"] == 2, what="the other checkpoint")
     assert "loaded from 2 checkpoints" in refusal()
     ids, vectors = np.array([3]), np.ones((1, 16), np.float32)
@@ -383,9 +384,9 @@ def test_what_needs_all_rows_on_one_host_is_refused(
             spec_of(tmp_path, owners=["a:1"], tables={"user": {"missing": policy}})
     spec = spec_of(tmp_path, owners=["a:1"])
     with pytest.raises(ModelError, match="owner 1 of model 'ads': its tables have 1 owners"):
-        spec.of_owner(1)
-    with pytest.raises(ModelError, match="no table of model 'ads' has owners"):
-        spec_of(tmp_path).of_owner(0)
+        share_of(spec, 1)
+    with pytest.raises(ModelError, match="owner 0 of model 'ads': its tables have 0 owners"):
+        share_of(spec_of(tmp_path), 0)
     with pytest.raises(ModelError, match="which have not been asked about it"):
         load(spec, roots[2])
     (name,) = load_shares(spec_of(tmp_path, owners=["a:1"]), roots[:1])

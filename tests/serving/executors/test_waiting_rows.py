@@ -23,7 +23,7 @@ from tableside.serving.executors import executors
 from tableside.serving.executors.batching import Batcher
 from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
 from tableside.serving.executors.pending import Pending, answer_of
-from tableside.serving.model.placement import Placements
+from tableside.serving.model.placements import Placements
 from tableside.serving.model.request import Answer, FeatureInput
 from tableside.serving.model.version import ServedVersion
 

@@ -1,0 +1,75 @@
+"""Tables whose rows other hosts have, as a version's header names them (docs/hosts.md)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tableside.loader.checkpoint.rows import LARGEST_DIM
+from tableside.loader.errors import SegmentError
+from tableside.loader.model.model import NAME
+from tableside.quant import QuantError, RowFormat
+
+
+@dataclass(frozen=True)
+class RemoteShare:
+    """What one owner has of a table. end: the dense id, or bucket, after its last one. table: its number in
+    the owner's version. content: `Segment.content` of that version, of `model`. addresses: HOST:PORT of its
+    hosts, which have the same."""
+
+    end: int
+    table: int
+    content: int
+    model: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RemoteTable:
+    """A table whose rows other hosts have (serving.cluster). count: ids with rows; buckets: of raw ids, 0:
+    ids are row numbers; bucket_ids: as in StoredIndex. default: the packed row of missing ids in hexadecimal
+    digits, empty: they are refused. shares: in the order of the ids or buckets."""
+
+    name: str
+    key: str
+    row_format: str
+    dim: int
+    row_bytes: int
+    count: int
+    missing: str
+    default: str
+    buckets: int
+    bucket_ids: int
+    shares: tuple[RemoteShare, ...]
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "RemoteTable":
+        shares = tuple(RemoteShare(**{**s, "addresses": tuple(s["addresses"])}) for s in raw["shares"])
+        return cls(**{**raw, "shares": shares})
+
+
+def check_remote(t: RemoteTable) -> None:
+    """Raises SegmentError for impossible values."""
+    of_shares = (n for s in t.shares for n in (s.end, s.table, s.content))
+    numbers = (t.dim, t.row_bytes, t.count, t.buckets, t.bucket_ids, *of_shares)
+    texts = (t.name, t.key, t.missing, *(text for s in t.shares for text in (s.model, *s.addresses)))
+    are_typed = all(isinstance(text, str) for text in texts)
+    if not are_typed or not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers):
+        raise SegmentError(f"remote table {str(t.name)[:60]!r} has a name or a number of the wrong type")
+    try:
+        sizes, default = RowFormat.parse(t.row_format).row_sizes(t.dim), bytes.fromhex(t.default)
+    except (QuantError, TypeError, ValueError) as error:
+        raise SegmentError(f"remote table {t.name!r}: {error}") from None
+    if t.dim > LARGEST_DIM or not all(NAME.fullmatch(s.model) for s in t.shares):
+        raise SegmentError(f"remote table {t.name!r} has dim {t.dim}, or a share of a model without a name")
+    ends = [0, *(s.end for s in t.shares)]
+    if t.row_bytes not in sizes or len(default) not in (0, t.row_bytes) or t.buckets & (t.buckets - 1):
+        raise SegmentError(
+            f"remote table {t.name!r} has rows of {t.row_bytes} bytes, a default row of {len(default)}, "
+            f"{t.buckets} buckets; {t.row_format} of dim {t.dim} takes {' or '.join(map(str, sizes))} bytes"
+        )
+    is_end = ends[-1] == (t.buckets or t.count) and ends[-1] < 1 << 63
+    if ends != sorted(set(ends)) or not is_end:
+        raise SegmentError(
+            f"the owners of table {t.name!r} end at {ends[1:]}; expected {t.buckets or t.count} for the last"
+        )
+    if not all(s.addresses for s in t.shares):
+        raise SegmentError(f"an owner of table {t.name!r} has no address")
