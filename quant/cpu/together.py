@@ -109,7 +109,7 @@ class _TogetherPlan(Plan):
     def begin(self, inputs: Any) -> Plan | Waiting:
         if not self.remote.size and self._rest is not None:
             return self._rest.begin(inputs)
-        return _Fetching(self, inputs, *self._begin_rest(inputs))
+        return _RowsComing(self, inputs, *self._begin_rest(inputs))
 
     def _begin_rest(self, inputs: Any) -> tuple[Plan | Waiting | None, BadIds | None]:
         """Begins the other lookups; the error of one of them waits for those of earlier ones."""
@@ -152,7 +152,7 @@ class _Staged(NamedTuple):
     rows: NDArray[np.uint8]
 
 
-class _Fetching(Waiting):
+class _RowsComing(Waiting):
     """Ids of a request, split by owner. rest: the other lookups, begun; wrong: the error of one of them."""
 
     def __init__(
@@ -202,7 +202,7 @@ class _Fetching(Waiting):
         unfound, flags = self._settle() if self.state.any() else ({}, None)
         if self._wrong is not None:
             self._plan.refuse(self._wrong, self._inputs)
-        return _ReadPlan(self._plan, self, rest, unfound, flags)
+        return _CamePlan(self._plan, self, rest, unfound, flags)
 
     def _settle(self) -> tuple[dict[int, Unfound], NDArray[np.uint8]]:
         """Puts default rows where rows are missing or late. Returns the counts of lookups, and the state of
@@ -244,14 +244,14 @@ class _Fetching(Waiting):
         return BadIds(problem, job, position, int(ids[position]), of.rows)
 
 
-class _ReadPlan(Plan):
+class _CamePlan(Plan):
     """Reads rows that are here. rest: the other lookups; unfound: counts by lookup; flags: the state of each
     id; None: all rows are there."""
 
     def __init__(
         self,
         plan: _TogetherPlan,
-        fetched: _Fetching,
+        fetched: _RowsComing,
         rest: Plan | None,
         unfound: dict[int, Unfound],
         flags: NDArray[np.uint8] | None,

@@ -120,7 +120,7 @@ def close_hosts() -> None:
         _hosts.popitem()[1].close()
 
 
-class Owner(NamedTuple):
+class Replicas(NamedTuple):
     """The hosts that have the same rows. content, model: of their version."""
 
     model: str
@@ -143,7 +143,12 @@ class OwnerCall:
     though nothing comes."""
 
     def __init__(
-        self, hosts: OwnerHosts, owner: Owner, asked: Sequence[TableIds], layout: RowsLayout, deadline: float
+        self,
+        hosts: OwnerHosts,
+        owner: Replicas,
+        asked: Sequence[TableIds],
+        layout: RowsLayout,
+        deadline: float,
     ) -> None:
         self.layout, self.until = layout, deadline
         self.body: Bytes | None = None

@@ -13,7 +13,7 @@ from tableside.loader.segment.remote import RemoteTable
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.fetched import AskedTable, RowOwners, RowsAsked, RowState
-from tableside.serving.cluster.calls import Owner, OwnerCall, OwnerHosts, hosts_of, wait_for
+from tableside.serving.cluster.calls import OwnerCall, OwnerHosts, Replicas, hosts_of, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds
 from tableside.serving.settings import ServerSettings, cluster_token
 
@@ -67,14 +67,14 @@ class RemoteTables:
     def fetch(self, asked: Sequence[RowsAsked], deadline: float | None) -> None:
         """Reads rows of these tables, as `quant.rows.fetched.Fetch`: each owner is asked once."""
         deadline = time.monotonic() + self._hosts.timeout_s if deadline is None else deadline
-        parts: dict[Owner, list[_Part]] = {}
+        parts: dict[Replicas, list[_Part]] = {}
         for one in asked:
             table, start = self._tables[one.table], 0
             for share, end in zip(table.shares, one.ends, strict=False):
                 if start < end:
                     of = slice(start, end)
                     part = _Part(table, share.table, one.rows[of], one.out[of], one.state[of])
-                    owner = Owner(share.model, share.content, share.addresses)
+                    owner = Replicas(share.model, share.content, share.addresses)
                     parts.setdefault(owner, []).append(part)
                 start = end
             one.state[start:] = RowState.MISSING
@@ -89,7 +89,7 @@ class RemoteTables:
         for (name, outcome), rows in counts.items():
             self._count(name, outcome, rows)
 
-    def _call(self, owner: Owner, parts: Sequence[_Part], deadline: float) -> OwnerCall:
+    def _call(self, owner: Replicas, parts: Sequence[_Part], deadline: float) -> OwnerCall:
         asked = [TableIds(part.number, part.rows) for part in parts]
         layout = RowsLayout.of([(part.rows.size, part.table.row_bytes) for part in parts])
         return OwnerCall(self._hosts, owner, asked, layout, deadline)
