@@ -354,8 +354,7 @@ def fingerprint(paths: Iterable[Path]) -> dict[str, list[int]]:
 
 
 def sample(paths: Iterable[Path]) -> str:
-    """Returns a digest of what hosts see alike of a checkpoint: names, sizes, and blocks spread over each
-    file, so that it differs from that of a table trained further."""
+    """Returns a digest of names, sizes and blocks spread over each file, which hosts see alike."""
     digest = xxhash.xxh3_64()
     for path in sorted(paths, key=lambda p: p.name):
         size = file_size(path)
