@@ -56,7 +56,8 @@ class TogetherPlanner(Planner):
         )
         self.shapes = np.array([(one.buckets, one.bucket_ids, 0) for one in owners], np.int64)
         self.row_bytes = np.array([table.row_bytes for table in self.tables], np.int64)
-        self._reader = self.reader([_all_memory(t) for t in self.tables]) if backend.reads_any_rows else None
+        # What reads rows anywhere in memory; without it each staging needs a reader of its own
+        self.any_rows = self.reader([_all_memory(t) for t in self.tables]) if backend.reads_any_rows else None
 
     def reader(self, tables: Sequence[Table]) -> Planner:
         """Returns a planner that reads these tables by row numbers."""
@@ -66,11 +67,6 @@ class TogetherPlanner(Planner):
             if table >= 0
         ]
         return self.backend.memory_planner(kinds, self.threads)
-
-    @property
-    def any_rows(self) -> Planner | None:
-        """What reads rows anywhere in memory; None: each staging needs a reader of its own."""
-        return self._reader
 
     @property
     def waits(self) -> bool:
@@ -244,6 +240,13 @@ class _RowsComing(Waiting):
         return BadIds(problem, job, position, int(ids[position]), of.rows)
 
 
+def _tables(planner: TogetherPlanner, staged: Sequence[_Staged]) -> list[Table]:
+    """Returns a planner's tables, with the rows that were staged, or one of zeros."""
+    rows = {one.number: one.rows for one in staged if len(one.rows)}
+    packed = [rows.get(n, np.zeros((1, t.row_bytes), np.uint8)) for n, t in enumerate(planner.tables)]
+    return [Table(p, t.row_format, t.dim) for p, t in zip(packed, planner.tables, strict=True)]
+
+
 class _CamePlan(Plan):
     """Reads rows that are here. rest: the other lookups; unfound: counts by lookup; flags: the state of each
     id; None: all rows are there."""
@@ -258,18 +261,7 @@ class _CamePlan(Plan):
     ) -> None:
         self._plan, self._fetched, self._rest = plan, fetched, rest
         self._unfound, self._flags = unfound, flags
-        self._reader = plan.planner.any_rows
-        if self._reader is None:
-            tables = {
-                one.number: Table(one.rows, table.row_format, table.dim)
-                for one in fetched.staged
-                if len(one.rows)
-                for table in [plan.planner.tables[one.number]]
-            }
-            empty = [
-                Table(np.zeros((1, t.row_bytes), np.uint8), t.row_format, t.dim) for t in plan.planner.tables
-            ]
-            self._reader = plan.planner.reader([tables.get(n, one) for n, one in enumerate(empty)])
+        self._reader = plan.planner.any_rows or plan.planner.reader(_tables(plan.planner, fetched.staged))
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         plan, fetched, wrong = self._plan, self._fetched, list[BadIds]()
@@ -281,7 +273,6 @@ class _CamePlan(Plan):
         places = places_in_memory(places, inputs, outputs, {})
         places[:, FIELD["ids_at"]] = at
         order = fetched.jobs.argsort()
-        assert self._reader is not None
         try:
             self._reader.run(places[order].tobytes(), MEMORY, MEMORY)
         except BadIds as error:

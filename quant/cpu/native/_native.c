@@ -18,7 +18,8 @@
  * totals, lay_out, measure, move_all: see _native_jobs.c · place_batch, write_batch: see _native_batch.c ·
  * lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, device_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
- * split_ids: see _native_split.c · place_rows, count_rows: see _native_index.c · fill_filter, fill_marks: see _native_overlay.c
+ * place_rows, count_rows: see _native_index.c · split_ids: see _native_split.c
+ * fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  * The interpreter's lock is released while rows are read or written. */
 #define PY_SSIZE_T_CLEAN
