@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from servers import Server
 
 from tableside.loader.load.load import load
 from tableside.loader.load.share import share_of
@@ -21,6 +22,10 @@ from tableside.serving.settings import ServerSettings
 
 USER_ROWS, ITEM_IDS = 1000, 700
 RAW = np.random.default_rng(1).choice(10**15, ITEM_IDS, replace=False) - 5 * 10**14
+
+UNPOOLED = {name: {"pooling": "none"} for name in ("user", "item", "small")}
+ZERO = {"user": {"missing": "zero", "row_format": "fp32"}, "item": {"missing": "zero", "row_format": "fp32"}}
+USERS, ITEMS = np.arange(0, 1000, 7), RAW[::5]
 
 
 def checkpoint(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
@@ -101,3 +106,7 @@ def answer(version: ServedVersion, features: Mapping[str, Any], found: Sequence[
     except ApiError as error:
         return error.kind, error.message
     return bytes(got.buffer), [tuple(one) for one in got.unfound or ()]
+
+
+def place(server: Server) -> str:
+    return server.url.removeprefix("http://")

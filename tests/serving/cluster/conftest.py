@@ -1,9 +1,17 @@
-"""Connections to owners go with the test that made them."""
+"""Hosts of a test, and connections to owners, which go with it."""
 
-from collections.abc import Iterator
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from servers import Server, start_server
+from support import end, is_running, until
 
+from tableside.loader.segment.memory import processes_below
 from tableside.serving.cluster.calls import close_hosts
 
 
@@ -11,3 +19,32 @@ from tableside.serving.cluster.calls import close_hosts
 def no_connections_stay() -> Iterator[None]:
     yield
     close_hosts()
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Iterator[list[Path]]:
+    """Folders of two owners and a door."""
+    found = [Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}" for _ in range(3)]
+    for root in found:
+        root.mkdir()
+    yield found
+    for root in found:
+        shutil.rmtree(root)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    started: list[Server] = []
+
+    def run(root: Path, *options: object, models: tuple[str, ...] = ()) -> Server:
+        started.append(start_server(root, *options, models=models))
+        return started[-1]
+
+    yield run
+    for server in started:
+        below = processes_below(server.process.pid)
+        for pid in [server.process.pid, *below]:
+            if is_running(pid):
+                os.kill(pid, signal.SIGCONT)
+        end(server.process)
+        until(lambda below=below: not any(map(is_running, below)), what="the server's processes to end")
