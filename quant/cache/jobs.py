@@ -38,16 +38,6 @@ def cached_ids(lookups: NDArray[np.int64]) -> int:
     return int(lookups[:, _IDS].sum())
 
 
-def shifted(
-    lookups: NDArray[np.int64], inputs: NDArray[np.int64], locations: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Returns the lookups with the start of each one's inputs and locations, bytes [lookups], added."""
-    moved = lookups.copy()
-    moved[:, _IDS_AT] += inputs
-    moved[:, _LOCATIONS_AT] += locations
-    return moved
-
-
 @dataclass(frozen=True)
 class ProbeJobs:
     """Offsets of a batch's jobs and of the job of each block, or their addresses once `placed`."""

@@ -38,23 +38,12 @@ def quantize(
 ) -> int: ...
 def gather_rows() -> int: ...
 def totals(kinds: bytes, places: Any) -> tuple[int, int, int, int]: ...
-def lay_out(
-    kinds: bytes, places: Any, pooled_columns: int, unpooled_columns: int
-) -> (
-    tuple[
-        bytes,
-        bytes,
-        bytes,
-        bytes,
-        tuple[bytes, bytes, bytes, int, int, int],
-        tuple[bytes, bytes, bytes, int, int, int],
-    ]
-    | None
-): ...
+def lay_out(kinds: bytes, measured: bytes) -> tuple[bytes, bytes, bytes, bytes]: ...
 def measure(
     kinds: bytes,
     places: Any,
     out_bytes: int,
+    gather_bytes: int,
     pooled_block: int,
     unpooled_block: int,
     probe_block: int,
@@ -71,6 +60,7 @@ def place_batch(
     int,
     int,
     int,
+    int,
     list[Any],
     tuple[int, int, int] | None,
     tuple[int, int, int, int] | None,
@@ -78,9 +68,10 @@ def place_batch(
 def write_batch(
     requests: list[Any],
     bases: bytes,
-    sources: list[Any],
+    sources: list[Any] | None,
     target: Any,
     header_at: int,
+    rows_at: int,
     locked: list[tuple[int, int]],
     from_bytes: int,
 ) -> list[tuple[int, int, int]]: ...

@@ -20,11 +20,11 @@ from tableside.quant.contract import (
     Lengths,
     Lookup,
     LookupKind,
-    Planner,
     Pooling,
     Precision,
     RowSource,
     Table,
+    place_of,
 )
 from tableside.quant.cpu.backend import CpuBackend
 from tableside.quant.cpu.checked import check_arguments
@@ -41,8 +41,8 @@ from tableside.quant.cache.settings import CacheSettings
 from tableside.quant.device.devices import open_device
 from tableside.quant.gpu.batch.batches import Batches
 from tableside.quant.gpu.batch.launcher import Launcher
-from tableside.quant.gpu.batch.layout import lay_out
-from tableside.quant.gpu.batch.plan import GpuPlan, SteadyPlanner
+from tableside.quant.gpu.batch.layout import Layouts
+from tableside.quant.gpu.batch.plan import GpuPlan, GpuPlanner
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfigs
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.layers import DeviceLayers
@@ -182,21 +182,22 @@ class GpuBackend(Backend):
     # ---- lookups ----
 
     def plan(self, lookups: Sequence[Lookup], threads: int = 1, out_bytes: int = 0) -> GpuPlan:
-        """Plans as `Backend.plan`. threads: of the CPU, at least the backend's. QuantError: as for
-        `lay_out`."""
-        threads = max(threads, self.threads)
-        layout = lay_out(
-            lookups,
-            self.cpu,
-            threads,
-            configs=self.configs,
-            gather_from=self.gather_from,
-            out_bytes=out_bytes,
-        )
-        return GpuPlan(self.batches, layout)
+        """Plans as `Backend.plan`. threads: of the CPU, at least the backend's. QuantError: as of
+        `Layouts.lay_out`."""
+        kinds = [LookupKind(lk.table, lk.pooling, lk.precision) for lk in lookups]
+        places = [place_of(lk, n) for n, lk in enumerate(lookups)]
+        return self.planner(kinds, threads).plan(np.array(places, np.int64).tobytes(), out_bytes)
 
-    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> Planner:
-        return SteadyPlanner(self, kinds, threads)
+    def planner(self, kinds: Sequence[LookupKind], threads: int = 1) -> GpuPlanner:
+        layouts = Layouts(
+            kinds,
+            self.cpu,
+            max(threads, self.threads),
+            configs=self.configs,
+            device=self.device,
+            gather_from=self.gather_from,
+        )
+        return GpuPlanner(self.batches, layouts)
 
     def lookup(
         self,

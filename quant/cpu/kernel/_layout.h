@@ -1,5 +1,5 @@
 /* Turns a request's lookups into jobs of the GPU's lookup kernel, for `_native_jobs.c` (one layout) and
- * `_native_batch.c` (a whole batch). Nothing here calls Python. */
+ * `_native_batch.c` (a whole batch). Lookups that the CPU does have no job. Nothing here calls Python. */
 #pragma once
 #include <stdint.h>
 #include "_native_jobs.h"
@@ -30,7 +30,7 @@ static const int64_t LARGEST = INT32_MAX;
 
 static inline int is_sound(const kind *k, const place *p) {
     int64_t ids;
-    return k->is_on_device && p->found_at >= -1 && p->found_at <= INT64_MAX - LARGEST && p->out_row_bytes >= 0
+    return p->found_at >= -1 && p->found_at <= INT64_MAX - LARGEST && p->out_row_bytes >= 0
            && p->ids >= 0 && p->ids <= LARGEST && p->bags >= 0 && p->bags <= LARGEST && p->bag_length >= 0
            && (!k->is_pooled || p->lengths_at >= 0
                || (!__builtin_mul_overflow(p->bags, p->bag_length, &ids) && ids == p->ids));
@@ -42,9 +42,10 @@ static inline int can_be_written(const kind *k, const place *p) {
     return p->out_at % unit == 0 && p->out_row_bytes % unit == 0;
 }
 
-/* all_found: masks of tables that have every id, which the host fills. */
-typedef struct { int64_t in_bytes, out_bytes, scratch, locations, moved_in, moved_out, found, mapped,
-                 all_found; } sizes;
+/* all_found: masks of tables that have every id, which the host fills. gathered: lookups whose rows the CPU
+ * gathers, rows_bytes in all, as far as gather_bytes go. on_host: lookups that the CPU does. */
+typedef struct { int64_t in_bytes, rows_bytes, out_bytes, scratch, locations, moved_in, moved_out, found, mapped,
+                 all_found, gathered, gather_bytes, on_host; } sizes;
 
 static inline void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset, int64_t source,
                          int64_t bytes) {
@@ -58,7 +59,7 @@ static inline void stage(sizes *s, move *moves, int64_t *at, int64_t *is_offset,
 }
 
 /* Room for everything that a request of `count` lookups can have. */
-typedef struct { job *jobs; move *in, *out; cached *found; resolved *mapped; } room;
+typedef struct { job *jobs; move *in, *out; cached *found; resolved *mapped; int64_t *gathered; } room;
 
 static inline void add(int64_t number, const kind *k, const place *p, int is_placed, sizes *s, room *m,
                        jobs_of *to) {
@@ -73,7 +74,12 @@ static inline void add(int64_t number, const kind *k, const place *p, int is_pla
                    .starts_at = s->scratch,
                .hbm_rows = k->hbm_rows, .locations_at = -1, .hbm_share = k->hbm_share, .out_step = k->dim};
     moves->out_at = moves->first_program = moves->starts_at = 1;
-    stage(s, m->in, &j->ids_at, &moves->ids_at, p->ids_at, 8 * p->ids);
+    if (k->is_gathered && p->ids && p->ids * k->row_bytes <= s->gather_bytes - s->rows_bytes) {
+        m->gathered[s->gathered++] = number;
+        j->table = s->rows_bytes, moves->table = 1;
+        j->rows = p->ids, j->ids_at = -1, j->hbm_rows = j->hbm_share = 0;
+        s->rows_bytes += p->ids * k->row_bytes;
+    } else stage(s, m->in, &j->ids_at, &moves->ids_at, p->ids_at, 8 * p->ids);
     if (k->cache_table >= 0) {
         m->found[s->found++] = (cached){k->cache_table, j->ids_at, p->ids, s->locations};
         j->locations_at = s->locations, moves->locations_at = 1;
@@ -115,9 +121,10 @@ static inline void add(int64_t number, const kind *k, const place *p, int is_pla
 /* Whether vectors and masks go straight to where the caller wants them. Masks that the host fills do not. */
 static inline int is_direct(const kind *kinds, const place *p, int64_t count, int *is_placed) {
     int64_t at = 0;
-    int packed = 1, apart = 0, writable = 1, all_found = 0;
+    int packed = 1, apart = 0, writable = 1, all_found = 0, on_host = 0;
     for (int64_t i = 0; i < count; i++) {
         const kind *k = kinds + p[i].kind;
+        on_host |= !k->is_on_device;
         int64_t bytes = outputs_of(k, p + i) * k->dim * item_of(k);
         packed &= !bytes || (p[i].out_at == at && !p[i].out_row_bytes);
         apart |= p[i].out_row_bytes > 0;
@@ -125,28 +132,29 @@ static inline int is_direct(const kind *kinds, const place *p, int64_t count, in
         all_found |= p[i].found_at >= 0 && !k->row_map;
         at += aligned(bytes, OUT_ALIGNMENT);
     }
-    *is_placed = !all_found && (packed || (apart && writable));
+    *is_placed = !all_found && !on_host && (packed || (apart && writable));
     return *is_placed;
 }
 
 /* A request's lookups, laid out. end: where the last vector or mask ends in the caller's output buffer. */
 typedef struct { jobs_of pooled, unpooled; sizes sizes; int64_t end; int is_direct; } laid_out;
 
-/* Whether the device does these lookups, of `of_kinds` kinds. */
+/* Whether these lookups, of `of_kinds` kinds, can be laid out. */
 static inline int are_sound(const kind *kinds, int64_t of_kinds, const place *p, int64_t count) {
     for (int64_t i = 0; i < count; i++)
         if (p[i].kind < 0 || p[i].kind >= of_kinds || !is_sound(kinds + p[i].kind, p + i)) return 0;
     return 1;
 }
 
-/* Lays out lookups that are sound, in room for as many. */
+/* Lays out lookups that are sound, in room for as many. gather_bytes: of rows that the CPU gathers at most. */
 static inline void lay_out_in(room *m, const kind *kinds, const place *p, int64_t count, int64_t pooled_block,
-                              int64_t unpooled_block, laid_out *to) {
+                              int64_t unpooled_block, int64_t gather_bytes, laid_out *to) {
     int64_t each = count + 1;
     int is_placed;
     *to = (laid_out){.pooled = {.jobs = m->jobs, .is_offset = m->jobs + each, .block = pooled_block},
                      .unpooled = {.jobs = m->jobs + 2 * each, .is_offset = m->jobs + 3 * each,
-                                  .block = unpooled_block}};
+                                  .block = unpooled_block},
+                     .sizes = {.gather_bytes = gather_bytes}};
     to->is_direct = is_direct(kinds, p, count, &is_placed);
     for (int64_t i = 0; i < count; i++) {
         const kind *k = kinds + p[i].kind;
@@ -155,7 +163,8 @@ static inline void lay_out_in(room *m, const kind *kinds, const place *p, int64_
                                                                 : row) + row : 0;
         if (last > to->end) to->end = last;
         if (p[i].found_at >= 0 && p[i].found_at + p[i].ids > to->end) to->end = p[i].found_at + p[i].ids;
-        add(i, k, p + i, is_placed, &to->sizes, m, k->is_pooled ? &to->pooled : &to->unpooled);
+        if (k->is_on_device) add(i, k, p + i, is_placed, &to->sizes, m, k->is_pooled ? &to->pooled : &to->unpooled);
+        else to->sizes.on_host++;
     }
     if (is_placed) to->sizes.out_bytes = aligned(to->end, OUT_ALIGNMENT);
 }

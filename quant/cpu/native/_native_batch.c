@@ -1,7 +1,7 @@
 /* Where everything of a batch lies (`_native_batch.h`).
  * place_batch(requests, extra bytes of inputs of each or None, whether outputs of each stay on the device or
- *   None) -> (bases, stay_bytes, in_bytes, out_bytes, scratch, jobs, resolved, header_bytes, launches, resolve,
- *   probe):
+ *   None) -> (bases, stay_bytes, in_bytes, out_bytes, scratch, rows_bytes, jobs, resolved, header_bytes,
+ *   launches, resolve, probe):
  *   bases: int64 [requests, BASE_FIELDS], as bytes
  *   launches: of each (shared by, is pooled, jobs, programs, first flag, has lengths, is weighted, is indirect,
  *   jobs_at, programs_at, members: of each request (number, first flag, one after the last))
@@ -10,20 +10,21 @@
 
 void free_batch(batch *b) { PyMem_Free(b->requests), PyMem_Free(b->groups); }
 
+int take_measured(PyObject *kinds, PyObject *sizes, asked *a) {
+    if (!PyBytes_Check(kinds) || !PyBytes_Check(sizes)) return 0;
+    const kind *k = (const void *)PyBytes_AsString(kinds);
+    const measured *m = (const void *)PyBytes_AsString(sizes);
+    int64_t of_kinds = PyBytes_Size(kinds) / (int64_t)sizeof(kind);
+    int64_t bytes = PyBytes_Size(sizes) - (int64_t)sizeof(measured), count = bytes / (int64_t)sizeof(place);
+    *a = (asked){k, m, (const void *)(m + 1), count, {NULL, NULL}, {-1, -1}};
+    return bytes >= 0 && bytes % (int64_t)sizeof(place) == 0 && are_sound(k, of_kinds, a->places, count);
+}
+
 static int take_request(PyObject *tuple, asked *a) {
-    if (PyTuple_Check(tuple) && PyTuple_Size(tuple) >= 4 && PyBytes_Check(PyTuple_GetItem(tuple, 0))
-        && PyBytes_Check(PyTuple_GetItem(tuple, 1))) {
-        PyObject *kinds = PyTuple_GetItem(tuple, 0), *sizes = PyTuple_GetItem(tuple, 1);
-        const kind *k = (const void *)PyBytes_AsString(kinds);
-        const measured *m = (const void *)PyBytes_AsString(sizes);
-        int64_t of_kinds = PyBytes_Size(kinds) / (int64_t)sizeof(kind);
-        int64_t bytes = PyBytes_Size(sizes) - (int64_t)sizeof(measured), count = bytes / (int64_t)sizeof(place);
-        if (bytes >= 0 && bytes % (int64_t)sizeof(place) == 0
-            && are_sound(k, of_kinds, (const void *)(m + 1), count)) {
-            *a = (asked){k, m, (const void *)(m + 1), count,
-                         {PyTuple_GetItem(tuple, 2), PyTuple_GetItem(tuple, 3)}, {-1, -1}};
-            return 1;
-        }
+    if (PyTuple_Check(tuple) && PyTuple_Size(tuple) >= 4
+        && take_measured(PyTuple_GetItem(tuple, 0), PyTuple_GetItem(tuple, 1), a)) {
+        a->alike[0] = PyTuple_GetItem(tuple, 2), a->alike[1] = PyTuple_GetItem(tuple, 3);
+        return 1;
     }
     PyErr_SetString(PyExc_TypeError,
         "a request of a batch is kinds, what measure made of them, and what its launches are shared by");
@@ -152,7 +153,7 @@ PyObject *py_place_batch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     else bases = PyBytes_FromStringAndSize(NULL, b.count * (int64_t)sizeof(base));
     if (bases) {
         base *to = (base *)(void *)PyBytes_AsString(bases);
-        int64_t inputs = 0, outputs = 0, scratch = 0, located = 0, jobs = 0, stay_bytes = 0;
+        int64_t inputs = 0, outputs = 0, scratch = 0, rows = 0, located = 0, jobs = 0, stay_bytes = 0;
         for (int wanted = 1; wanted >= 0; wanted--) { /* outputs that stay on the device come first */
             for (int64_t i = 0; i < b.count; i++)
                 if (is_true(args[2], i) == wanted)
@@ -161,17 +162,17 @@ PyObject *py_place_batch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         }
         for (int64_t i = 0; i < b.count; i++) {
             const measured *m = b.requests[i].sizes;
-            to[i].inputs = inputs, to[i].scratch = scratch, to[i].locations = 4 * located;
+            to[i].inputs = inputs, to[i].scratch = scratch, to[i].rows = rows, to[i].locations = 4 * located;
             inputs += aligned(m->in_bytes, OUT_ALIGNMENT) + (args[1] == Py_None ? 0
                                                 : PyLong_AsLongLong(PyList_GetItem(args[1], i)));
-            scratch += m->scratch, located += m->cached_ids, jobs += m->pooled_jobs + m->unpooled_jobs;
+            scratch += m->scratch, rows += m->rows_bytes, located += m->cached_ids, jobs += m->pooled_jobs + m->unpooled_jobs;
         }
         int64_t programs_at = b.resolve_at + b.resolved * (int64_t)sizeof(resolve),
             blocks_at = b.probe_at + b.cached * (int64_t)sizeof(probe);
         if (!PyErr_Occurred())
             result = Py_BuildValue(
-                "OLLLLLLLNNN", bases, (long long)stay_bytes, (long long)inputs, (long long)outputs,
-                    (long long)scratch, (long long)jobs,
+                "OLLLLLLLLNNN", bases, (long long)stay_bytes, (long long)inputs, (long long)outputs,
+                    (long long)scratch, (long long)rows, (long long)jobs,
                 (long long)b.resolved, (long long)b.header_bytes, launches_of(&b),
                 none_or(b.resolved > 0, Py_BuildValue("LLL", (long long)b.resolve_at, (long long)programs_at,
                                                       (long long)b.resolve_programs)),

@@ -1,5 +1,4 @@
-/* A batch for the GPU's lookup kernel, of requests whose lookups come again and again: what
- * `quant.gpu.batch.merge.merge` and `quant.gpu.batch.moves.move_all` do in Python, for all requests in one call. */
+/* A batch for the GPU's lookup kernel: the parts of all its requests one after another, and the header. */
 #pragma once
 #include "_layout.h"
 
@@ -37,3 +36,10 @@ typedef struct {
  * unpooled ones, and more); 0: an error was raised. */
 int take_batch(PyObject *list, batch *b);
 void free_batch(batch *b);
+
+/* Reads one request's kinds and what `measure` made of them; 0: they are something else. */
+int take_measured(PyObject *kinds, PyObject *sizes, asked *a);
+static inline void lay_out_again(room *m, const asked *a, laid_out *to) {
+    const measured *s = a->sizes;
+    lay_out_in(m, a->kinds, a->places, a->count, s->pooled_block, s->unpooled_block, s->gather_bytes, to);
+}

@@ -1,30 +1,19 @@
-/* A request's lookups as jobs of the GPU's lookup kernel. `quant.gpu.batch.layout` does the same in Python
- * for any lookups; here are those
- * that come again and again, for which the device needs nothing but their ids. And copies of many small parts
- * at once.
+/* A request's lookups as jobs of the GPU's lookup kernel, and copies of many small parts at once.
  * totals(kinds, places) -> (ids, bags, columns of vectors of the pooled lookups, ids of tables whose rows may be
  *   gathered)
- * lay_out(kinds, places, block_columns of pooled lookups, of unpooled ones) -> None: more than a launch can
- *   be, or bags that are not the
- *   ids, which Python refuses; else
- *   (moves_in, moves_out, resolved, cached, pooled, unpooled):
- *   moves_in, moves_out: fields of `move`, int64, as bytes; resolved: (lookup, row_map, ids_at, ids,
- *   found_at), int64,
- *   as bytes
- *   cached: (table, ids_at, ids, locations_at), int64, as bytes
- *   pooled, unpooled: (jobs, is_offset, job_of_program, has_lengths, is_weighted, is_indirect); jobs and
- *   is_offset: int64
- *   [jobs, fields of a job], job_of_program: int32, as bytes
- * measure(kinds, places, out_bytes, blocks of pooled columns, of unpooled ones, of ids that the cache finds,
- *   that become row
- *   numbers) -> None: Python lays the request out; else its sizes, as MEASURED_FIELDS, then its places, as
- *   bytes
+ * measure(kinds, places, out_bytes, bytes of rows that the CPU gathers at most, blocks of pooled columns, of
+ *   unpooled ones, of ids that the cache finds, that become row numbers) -> None: more than a launch can be, or
+ *   bags that are not the ids, which Python refuses; else the request's sizes, as MEASURED_FIELDS, then its
+ *   places, as bytes
+ * lay_out(kinds, what measure made of them) -> (moves_in, moves_out, resolved, gathered): moves_in, moves_out:
+ *   fields of `move`; resolved, gathered: lookups whose ids become row numbers, and whose rows the CPU gathers;
+ *   all int64, as bytes
  * move_all(parts, target): copies parts of buffers, (moves, source, offset added to targets) each, to another */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <string.h>
-#include "_layout.h"
+#include "_native_batch.h"
 
 typedef struct { Py_buffer kinds, places; int64_t of_kinds, count; } request;
 
@@ -63,67 +52,42 @@ static PyObject *bytes_of(const void *from, int64_t count, size_t size) {
     return PyBytes_FromStringAndSize(from, count * (int64_t)size);
 }
 
-/* A launch's jobs as Python has them. */
-static PyObject *described(const jobs_of *to) {
-    PyObject *jobs = bytes_of(to->jobs, to->count, sizeof(job)),
-        *is_offset = bytes_of(to->is_offset, to->count, sizeof(job));
-    PyObject *programs = PyBytes_FromStringAndSize(NULL, to->programs * 4), *made = NULL;
-    if (jobs && is_offset && programs) {
-        write_programs(to, 0, (int32_t *)(void *)PyBytes_AsString(programs));
-        made = Py_BuildValue("OOOiii", jobs, is_offset, programs, to->has_lengths, to->is_weighted,
-                             to->is_indirect);
-    }
-    Py_XDECREF(jobs), Py_XDECREF(is_offset), Py_XDECREF(programs);
-    return made;
-}
-
 void free_room(room *m) {
-    PyMem_Free(m->jobs), PyMem_Free(m->in), PyMem_Free(m->out), PyMem_Free(m->found), PyMem_Free(m->mapped);
+    PyMem_Free(m->jobs), PyMem_Free(m->in), PyMem_Free(m->out), PyMem_Free(m->found), PyMem_Free(m->mapped),
+        PyMem_Free(m->gathered);
 }
 
 int make_room(room *m, int64_t count) {
     size_t n = (size_t)count + 1;
     *m = (room){PyMem_Malloc(4 * n * sizeof(job)), PyMem_Malloc(3 * n * sizeof(move)),
                 PyMem_Malloc(2 * n * sizeof(move)),
-                PyMem_Malloc(n * sizeof(cached)), PyMem_Malloc(n * sizeof(resolved))};
-    if (m->jobs && m->in && m->out && m->found && m->mapped) return 1;
+                PyMem_Malloc(n * sizeof(cached)), PyMem_Malloc(n * sizeof(resolved)),
+                PyMem_Malloc(2 * n * sizeof(int64_t))};
+    if (m->jobs && m->in && m->out && m->found && m->mapped && m->gathered) return 1;
     free_room(m);
     PyErr_NoMemory();
     return 0;
 }
 
 PyObject *py_lay_out(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    request r;
+    asked a;
     room m;
     PyObject *result = NULL;
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "lay_out takes 4 arguments, got %zd", n);
-    int64_t blocks[2] = {PyLong_AsLongLong(args[2]), PyLong_AsLongLong(args[3])};
-    if (PyErr_Occurred()) return NULL;
-    if (blocks[0] < 1 || blocks[1] < 1)
-        return PyErr_Format(PyExc_ValueError, "blocks of columns must be positive");
-    if (!take(args, &r)) return NULL;
-    const kind *k = r.kinds.buf;
-    const place *p = r.places.buf;
-    if (!are_sound(k, r.of_kinds, p, r.count)) {
-        let_go(&r);
-        Py_RETURN_NONE;
-    }
-    if (make_room(&m, r.count)) {
-        laid_out laid;
-        lay_out_in(&m, k, p, r.count, blocks[0], blocks[1], &laid);
-        const sizes s = laid.sizes;
-        PyObject *in = bytes_of(m.in, s.moved_in, sizeof(move)),
-            *out = bytes_of(m.out, s.moved_out, sizeof(move));
-        PyObject *mapped = bytes_of(m.mapped, s.mapped, sizeof(resolved)),
-            *found = bytes_of(m.found, s.found, sizeof(cached));
-        PyObject *first = described(&laid.pooled), *second = described(&laid.unpooled);
-        if (in && out && mapped && found && first && second)
-            result = Py_BuildValue("OOOOOO", in, out, mapped, found, first, second);
-        Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(mapped), Py_XDECREF(found), Py_XDECREF(first),
-            Py_XDECREF(second);
-        free_room(&m);
-    }
-    let_go(&r);
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "lay_out takes 2 arguments, got %zd", n);
+    if (!take_measured(args[0], args[1], &a))
+        return PyErr_Format(PyExc_TypeError, "expected kinds, and what measure made of them");
+    if (!make_room(&m, a.count)) return NULL;
+    laid_out laid;
+    lay_out_again(&m, &a, &laid);
+    const sizes *s = &laid.sizes;
+    int64_t *numbers = m.gathered + s->gathered;
+    for (int64_t i = 0; i < s->mapped; i++) numbers[i] = m.mapped[i].lookup;
+    PyObject *in = bytes_of(m.in, s->moved_in, sizeof(move)), *out = bytes_of(m.out, s->moved_out, sizeof(move)),
+        *mapped = bytes_of(numbers, s->mapped, sizeof(int64_t)),
+        *gathered = bytes_of(m.gathered, s->gathered, sizeof(int64_t));
+    if (in && out && mapped && gathered) result = Py_BuildValue("OOOO", in, out, mapped, gathered);
+    Py_XDECREF(in), Py_XDECREF(out), Py_XDECREF(mapped), Py_XDECREF(gathered);
+    free_room(&m);
     return result;
 }
 
@@ -134,14 +98,14 @@ static int64_t traits_of(const jobs_of *j) {
 
 PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     request r;
-    int64_t numbers[5];
+    int64_t numbers[6];
     PyObject *made = NULL;
     room m;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "measure takes 7 arguments, got %zd", n);
-    for (int i = 0; i < 5; i++) {
+    if (n != 8) return PyErr_Format(PyExc_TypeError, "measure takes 8 arguments, got %zd", n);
+    for (int i = 0; i < 6; i++) {
         numbers[i] = PyLong_AsLongLong(args[2 + i]);
         if (PyErr_Occurred()) return NULL;
-        if (numbers[i] < (i ? 1 : 0))
+        if (numbers[i] < (i > 1))
             return PyErr_Format(PyExc_ValueError, "bytes are not negative, and blocks are positive");
     }
     if (!take(args, &r)) return NULL;
@@ -149,12 +113,12 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         made = Py_NewRef(Py_None);
     else if (make_room(&m, r.count)) {
         laid_out laid;
-        lay_out_in(&m, r.kinds.buf, r.places.buf, r.count, numbers[1], numbers[2], &laid);
+        lay_out_in(&m, r.kinds.buf, r.places.buf, r.count, numbers[2], numbers[3], numbers[1], &laid);
         const sizes *s = &laid.sizes;
         int64_t asked = laid.end > numbers[0] ? laid.end : numbers[0], staged = s->out_bytes,
             whole = aligned(asked, OUT_ALIGNMENT);
-        measured got = {.pooled_block = numbers[1], .unpooled_block = numbers[2], .probe_block = numbers[3],
-                        .resolve_block = numbers[4], .in_bytes = s->in_bytes, .out_bytes = laid.is_direct
+        measured got = {.pooled_block = numbers[2], .unpooled_block = numbers[3], .probe_block = numbers[4],
+                        .resolve_block = numbers[5], .in_bytes = s->in_bytes, .out_bytes = laid.is_direct
                             && whole > staged ? whole : staged, .asked_bytes = asked,
                         .scratch = s->scratch, .pooled_jobs = laid.pooled.count,
                             .pooled_programs = laid.pooled.programs,
@@ -162,10 +126,11 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
                         .unpooled_programs = laid.unpooled.programs,
                             .unpooled_traits = traits_of(&laid.unpooled),
                         .cached = s->found, .resolved = s->mapped, .all_found = s->all_found,
-                        .is_direct = laid.is_direct};
+                        .is_direct = laid.is_direct, .rows_bytes = s->rows_bytes, .gather_bytes = numbers[1],
+                        .on_host = s->on_host};
         for (int64_t i = 0; i < s->found; i++)
-            got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[3]);
-        for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[4]);
+            got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[4]);
+        for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[5]);
         free_room(&m);
         if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + r.places.len))) {
             char *to = PyBytes_AsString(made);

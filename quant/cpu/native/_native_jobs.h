@@ -21,15 +21,16 @@
 /* Parts to be copied: `rows` of `bytes` bytes, so many bytes apart. */
 #define MOVE_FIELDS(F) F(source) F(target) F(bytes) F(rows) F(source_step) F(target_step)
 /* What `measure` finds of a request, named as in quant.gpu.batch.layout.Layout. *_block: of a program.
- * *_traits: bits of has_lengths, is_weighted, is_indirect. */
+ * *_traits: bits of has_lengths, is_weighted, is_indirect. on_host: lookups that the CPU does. */
 #define MEASURED_FIELDS(F) \
     F(pooled_block) F(unpooled_block) F(probe_block) F(resolve_block) F(in_bytes) F(out_bytes) \
     F(asked_bytes) F(scratch) F(cached_ids) \
     F(pooled_jobs) F(pooled_programs) F(pooled_traits) F(unpooled_jobs) F(unpooled_programs) \
     F(unpooled_traits) \
-    F(cached) F(probe_blocks) F(resolved) F(resolve_programs) F(all_found) F(is_direct)
+    F(cached) F(probe_blocks) F(resolved) F(resolve_programs) F(all_found) F(is_direct) \
+    F(rows_bytes) F(gather_bytes) F(on_host)
 /* Where the parts of a request begin in the buffers of a batch. */
-#define BASE_FIELDS(F) F(inputs) F(outputs) F(scratch) F(locations)
+#define BASE_FIELDS(F) F(inputs) F(outputs) F(scratch) F(rows) F(locations)
 /* Job fields of other kernels: quant.cache.kernels.state.ProbeField and
  * quant.gpu.kernels.job.ResolveField. */
 #define PROBE_FIELDS(F) F(table) F(ids_at) F(ids) F(locations_at) F(first_block)

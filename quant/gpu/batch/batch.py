@@ -1,7 +1,7 @@
 """A batch for the lookup kernel: the requests' places in its buffers, and their results.
 Buffers (`quant.gpu.batch.buffers`) serve one device and one batch at a time. The buffer sent to the device
 holds
-    inputs of request 0 · inputs of request 1 · … · header (`quant.gpu.batch.merge`) · a follower's fill jobs
+    inputs of request 0 · inputs of request 1 · … · header (`quant.gpu.batch.placed`) · a follower's fill jobs
 A follower's tensors come last in a request's inputs. Outputs that stay on the device come first. Copies go on
 the current stream; nothing waits for them."""
 
@@ -32,8 +32,7 @@ from tableside.quant.gpu.batch.elsewhere import (
 )
 from tableside.quant.gpu.batch.follower import FILL_BLOCK, Fills, Follower
 from tableside.quant.gpu.batch.layout import Layout, aligned
-from tableside.quant.gpu.batch.merge import Launches
-from tableside.quant.gpu.batch.placed import BatchLayout, Copy, batch_layout
+from tableside.quant.gpu.batch.placed import BatchLayout, Copy, Launches
 from tableside.quant.gpu.batch.resolve import COUNT_BYTES, COUNTS
 
 
@@ -80,9 +79,7 @@ class DeviceBatch:
         self._reads: list[Copy] = []  # from other memory of the device to this batch's inputs
         self._locked = locked
         self._locked_reads: list[Copy] = []  # from the host's memory, as far as it is locked
-        self._merged = batch_layout(
-            layouts, self.fills.input_bytes, self._stays, device, natively=not self._elsewhere
-        )
+        self._merged = BatchLayout(layouts, self.fills.input_bytes, self._stays)
         sizes = self._merged.sizes
         self.stay_bytes = sizes.stay
         self._counts_at = aligned(sizes.outputs)
@@ -111,8 +108,7 @@ class DeviceBatch:
         inputs."""
         header_bytes = 0
         if launches is None:
-            rows = self.buffers.device_rows.data_ptr() if self._merged.sizes.rows else 0
-            header_bytes, launches = self._merged.launches(rows)
+            header_bytes, launches = self._merged.sizes.header, self._merged.launches()
         self._fills_at = aligned(self._header_at + header_bytes)
         self._end = self._fills_at + self.fills.size
         self.buffers.fit(inputs=self._end)
@@ -123,13 +119,13 @@ class DeviceBatch:
 
     def stage(self) -> None:
         """Writes the inputs and header to the staging memory; sends gathered rows."""
-        if isinstance(self._merged, BatchLayout):
-            for n, one in self._elsewhere.items():
-                copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
-                first = self._merged.bases[n].inputs
-                self._reads += [copy._replace(staged=copy.staged + first) for copy in copies]
+        for n, one in self._elsewhere.items():
+            copies, self._merged.moves[n] = reads_of(self._layouts[n], one.reads)
+            first = self._merged.bases[n].inputs
+            self._reads += [copy._replace(staged=copy.staged + first) for copy in copies]
+        rows_at = self.buffers.device_rows.data_ptr()
         self._locked_reads = self._merged.write(
-            self._inputs, self._host, self._header_at, self._locked.ranges
+            [*self._inputs], self._host, self._header_at, self._locked.ranges, rows_at
         )
         for tensor in self.fills.tensors:
             n = tensor.number
@@ -259,7 +255,7 @@ class DeviceBatch:
         rows = iter(counts.tolist())
         for n, layout in enumerate(self._layouts):
             of_lookup = dict(zip(layout.host_lookups, self._on_host[n] or (), strict=False))
-            of_lookup |= {resolved.lookup: Unfound(*next(rows)) for resolved in layout.resolved}
+            of_lookup |= {lookup: Unfound(*next(rows)) for lookup in layout.resolved}
             if any(any(unfound) for unfound in of_lookup.values()):
                 found[n] = [of_lookup.get(number, Unfound(0, 0)) for number in range(len(layout.lookups()))]
         return found

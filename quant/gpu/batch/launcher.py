@@ -14,7 +14,7 @@ from tableside.quant.device.launch import Kernel
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.batch.buffers import Buffers
 from tableside.quant.gpu.batch.follower import FILL_BLOCK
-from tableside.quant.gpu.batch.merge import Launch, Launches
+from tableside.quant.gpu.batch.placed import Launch, Launches
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK, ResolveJobs
 from tableside.quant.gpu.batch.ring import CopyRing
 from tableside.quant.gpu.kernels import compiled as kernels

@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tableside.quant.contract import LookupKind, Plan, Planner, Unfound, Waiting
+from tableside.quant.contract import Plan, Planner, Unfound, Waiting
 from tableside.quant.errors import BadIds, Problem
-from tableside.quant.gpu.batch.layout import Layout
-from tableside.quant.gpu.batch.merge import Launches, jobs_on_device
-from tableside.quant.gpu.batch.steady import SteadyLayouts
+from tableside.quant.gpu.batch.layout import Layout, Layouts
+from tableside.quant.gpu.batch.placed import Launches, launches_on_device
 
 if TYPE_CHECKING:
-    from tableside.quant.gpu.backend import GpuBackend
     from tableside.quant.gpu.batch.batches import Batches
 
 
@@ -58,7 +55,7 @@ class GpuPlan(Plan):
 
     def with_host(self, host: Plan) -> "GpuPlan":
         """The same with another plan of the CPU's lookups."""
-        return GpuPlan(self.batches, replace(self.layout, host=host))
+        return GpuPlan(self.batches, self.layout.with_host(host))
 
     def launches_alone(self) -> Launches | None:
         """Returns the launches if this plan alone is a batch and its header is on the device (from the second
@@ -67,7 +64,7 @@ class GpuPlan(Plan):
         if self.layout.gathers or self._runs < 2:
             return None
         if self._on_device is None:
-            self._on_device = jobs_on_device(self.layout, self.batches.launcher.device)
+            self._on_device = launches_on_device(self.layout, self.batches.launcher.device)
         return self._on_device[1]
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
@@ -98,17 +95,11 @@ class _WaitingHost(Waiting):
             return self._plan.with_host(self._host.wait(deadline))
 
 
-class SteadyPlanner(Planner):
-    """Plans lookups by a C routine where the device needs their ids alone, else as the backend does."""
+class GpuPlanner(Planner):
+    """Plans lookups for batches of a device."""
 
-    def __init__(self, backend: "GpuBackend", kinds: Sequence[LookupKind], threads: int) -> None:
-        self._backend, self._threads = backend, threads
-        self._layouts = SteadyLayouts(kinds, backend.configs, backend.device, backend.gather_from)
+    def __init__(self, batches: "Batches", layouts: Layouts) -> None:
+        self._batches, self._layouts = batches, layouts
 
     def plan(self, places: Any, out_bytes: int = 0) -> GpuPlan:
-        layout = self._layouts.lay_out(places, out_bytes)
-        if layout is None:
-            return self._backend.plan(
-                self._layouts.lookups(places), self._threads, out_bytes
-            )  # which says what is wrong
-        return GpuPlan(self._backend.batches, layout)
+        return GpuPlan(self._batches, self._layouts.lay_out(places, out_bytes))

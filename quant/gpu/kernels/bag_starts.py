@@ -17,7 +17,7 @@ from tableside.quant.gpu.kernels.constants import (
 @triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
 def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
     """Computes bag starts for jobs with lengths. One program a job, BLOCK bags at once.
-    jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge.merge`
+    jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.batch.placed`
     inputs   address of the batch's inputs, bytes; int32 lengths [bags] at LENGTHS_AT, written by the client
     scratch  address of int32; at STARTS_AT this writes a verdict (1: lengths wrong), then starts [bags + 1]
     flags    address of int32 [jobs]; this writes 1 for a negative length or a wrong sum

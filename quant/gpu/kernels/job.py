@@ -93,23 +93,3 @@ def split_rows(rows: int, share: int) -> int:
     """Number of a split table's rows in HBM."""
     blocks, rest = divmod(rows, SPLIT_BLOCK)
     return blocks * share + min(rest, share)
-
-
-class LookupJob:
-    """A job being written. `offset` marks fields that move with the request inside a batch."""
-
-    def __init__(self) -> None:
-        self.values = [0] * FIELDS
-        self.is_offset = [0] * FIELDS
-        for field in (JobField.IDS_AT, JobField.LENGTHS_AT, JobField.WEIGHTS_AT, JobField.LOCATIONS_AT):
-            self.values[field] = -1
-
-    def __getitem__(self, field: JobField) -> int:
-        return self.values[field]
-
-    def __setitem__(self, field: JobField, value: int) -> None:
-        self.values[field] = value
-
-    def offset(self, field: JobField, value: int) -> None:
-        """Writes a value that counts from the start of the request's part of a buffer."""
-        self.values[field], self.is_offset[field] = value, 1

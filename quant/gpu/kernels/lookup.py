@@ -346,7 +346,7 @@ def lookup(
     LANES: tl.constexpr,
 ):
     """Runs every job of a launch. FORMATS: a bit for each row format that is compiled.
-    jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.merge.merge`
+    jobs            address of int64 [jobs, FIELDS], written by `quant.gpu.batch.placed`
     job_of_program  address of int32 [programs], written there too
     scratch         address of int32, written by `bag_starts`; jobs with verdict 1 are skipped
     flags           address of int32 [jobs], zeros; 1 is written for an id out of range

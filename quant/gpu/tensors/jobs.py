@@ -12,8 +12,8 @@ from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.device import Device
 from tableside.quant.device.launch import Kernel
+from tableside.quant.gpu.batch.layout import DeviceKind
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
-from tableside.quant.gpu.batch.steady import SteadyKind
 from tableside.quant.gpu.kernels.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
 
 Rows = NDArray[np.int64]
@@ -116,7 +116,7 @@ class JobSpreader:
         return memory, sent
 
 
-def template_rows(kinds: Sequence[SteadyKind], first_name: int) -> Rows:
+def template_rows(kinds: Sequence[DeviceKind], first_name: int) -> Rows:
     """Job fields common to all calls."""
     jobs = np.zeros((len(kinds), TENSOR_JOB_FIELDS), np.int64)
     jobs[
@@ -136,7 +136,7 @@ def template_rows(kinds: Sequence[SteadyKind], first_name: int) -> Rows:
     return jobs
 
 
-def resolve_rows(kinds: Sequence[SteadyKind], every_id: int) -> Rows:
+def resolve_rows(kinds: Sequence[DeviceKind], every_id: int) -> Rows:
     """Jobs of the resolve kernel. every_id: the address of a row map for tables that have none."""
     rows = np.zeros((len(kinds), len(ResolveField)), np.int64)
     rows[:, ResolveField.ROW_MAP], rows[:, ResolveField.FOUND_AT] = (
@@ -146,7 +146,7 @@ def resolve_rows(kinds: Sequence[SteadyKind], every_id: int) -> Rows:
     return rows
 
 
-def probe_rows(kinds: Sequence[SteadyKind]) -> Rows:
+def probe_rows(kinds: Sequence[DeviceKind]) -> Rows:
     """Jobs of the cache's kernels."""
     rows = np.zeros((len(kinds), len(ProbeField)), np.int64)
     rows[:, ProbeField.TABLE] = [kind.cache_table for kind in kinds]
@@ -154,7 +154,7 @@ def probe_rows(kinds: Sequence[SteadyKind]) -> Rows:
 
 
 def resolve_jobs(
-    jobs: Rows, of_kind: Sequence[SteadyKind], is_mapped: NDArray[np.bool_], device: Device
+    jobs: Rows, of_kind: Sequence[DeviceKind], is_mapped: NDArray[np.bool_], device: Device
 ) -> tuple[KernelJobs, torch.Tensor]:
     """Jobs by which ids become row numbers in a tensor of their own, which lookup `jobs` read then.
     is_mapped: those whose ids do."""
@@ -169,7 +169,7 @@ def resolve_jobs(
     return KernelJobs.of(found, programs, ResolveField.FIRST_PROGRAM), rows
 
 
-def probe_jobs(jobs: Rows, cached: Any, of_cached: Sequence[SteadyKind], device: Device) -> KernelJobs:
+def probe_jobs(jobs: Rows, cached: Any, of_cached: Sequence[DeviceKind], device: Device) -> KernelJobs:
     """Jobs by which the cache looks for ids; says lookup `jobs` where their locations are. cached: the
     numbers of those that read through the cache, whose kinds are `of_cached`."""
     counts = jobs[cached, JobField.IDS]

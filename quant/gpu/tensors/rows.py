@@ -8,8 +8,7 @@ import torch
 from tableside.quant.device.launch import Kernel
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.backend import GpuBackend
-from tableside.quant.gpu.batch.layout import columns
-from tableside.quant.gpu.batch.steady import SteadyKind
+from tableside.quant.gpu.batch.layout import DeviceKind, columns
 from tableside.quant.gpu.kernels import compiled as kernels
 from tableside.quant.gpu.reports import Reports
 from tableside.quant.gpu.residence.tables import DeviceTable
@@ -25,7 +24,7 @@ class RowGatherer:
     """Gathers rows of a table that the device reads where they lie. name: its number in reports."""
 
     def __init__(
-        self, backend: GpuBackend, kind: SteadyKind, table: DeviceTable, reports: Reports, name: int
+        self, backend: GpuBackend, kind: DeviceKind, table: DeviceTable, reports: Reports, name: int
     ) -> None:
         self._device, self._launcher = backend.device, backend.launcher
         self._kind, self._table = kind, table
@@ -36,7 +35,7 @@ class RowGatherer:
         self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
 
     @staticmethod
-    def takes(kind: SteadyKind) -> bool:
+    def takes(kind: DeviceKind) -> bool:
         """Whether rows of this kind are read by their number, at one place, and as they are."""
         is_simple = not kind.row_map and kind.cache_table < 0 and not kind.hbm_share
         return is_simple and not kind.is_pooled and bool(kind.is_on_device)

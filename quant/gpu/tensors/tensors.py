@@ -20,9 +20,8 @@ from tableside.quant.device.launch import Kernel
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.launcher import OnDevice
-from tableside.quant.gpu.batch.layout import check_size
+from tableside.quant.gpu.batch.layout import DeviceKind, check_size
 from tableside.quant.gpu.batch.resolve import COUNTS, RESOLVE_BLOCK, ResolveJobs
-from tableside.quant.gpu.batch.steady import steady_kind
 from tableside.quant.gpu.kernels import compiled as kernels
 from tableside.quant.gpu.kernels.job import FIELDS, JobField, TensorField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
@@ -79,7 +78,7 @@ class TensorLookup:
             )
         self._device, self._launcher, self._configs = backend.device, backend.launcher, backend.configs
         self._reports, self._tables = reports, tables  # whose memory the kernels read
-        self._of_kind = [steady_kind(kind, table) for kind, table in zip(kinds, tables, strict=True)]
+        self._of_kind = [DeviceKind.of(kind, table) for kind, table in zip(kinds, tables, strict=True)]
         self._key = KernelKey()
         for table in tables:
             self._key |= table.key

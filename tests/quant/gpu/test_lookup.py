@@ -31,7 +31,7 @@ from tableside.quant import (
 )
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.kernels.bag_starts import bag_starts
-from tableside.quant.gpu.kernels.job import JobField, LookupJob
+from tableside.quant.gpu.kernels.job import FIELDS, JobField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfigs
 
 pytestmark = pytest.mark.gpu
@@ -246,9 +246,9 @@ def test_starts_of_bags_are_those_of_the_reference(lengths: list[int], ids: int)
     """Verdict, starts and flag of one job; starts that int32 does not hold are never read, since plans
     refuse as many ids."""
     device = gpu_backend().device.torch_device  # type: ignore[attr-defined]
-    job = LookupJob()
-    job[JobField.LENGTHS_AT], job[JobField.VECTORS], job[JobField.IDS] = 0, len(lengths), ids
-    jobs = torch.tensor(job.values, device=device)
+    job = np.zeros(FIELDS, np.int64)
+    job[JobField.VECTORS], job[JobField.IDS] = len(lengths), ids
+    jobs = torch.tensor(job, device=device)
     inputs = torch.tensor([*lengths, 0], dtype=torch.int32, device=device)
     scratch = torch.zeros(len(lengths) + 2, dtype=torch.int32, device=device)
     flags = torch.zeros(1, dtype=torch.int32, device=device)

@@ -159,7 +159,7 @@ def test_found_masks_and_counts_of_states_in_one_batch() -> None:
     for result, (found, unfound) in zip(backend.batches.run(requests)[0], wanted, strict=True):
         assert isinstance(result, LookupResult) and result.unfound == [Unfound(0, 0), unfound]
         np.testing.assert_array_equal(result.outputs[512 + 50 * 256 :].astype(bool), found)
-    assert [request.layout.resolved[0].is_overlaid for request, _ in requests] == [False, True, True]
+    assert [request.layout.native.is_overlaid for request, _ in requests] == [False, True, True]
 
 
 @pytest.mark.drawn(0.5)

@@ -102,13 +102,13 @@ def test_nothing_more_is_launched_without_overlays() -> None:
     made, backend = dense(default=False), new_backend()
     base = backend.place("hbm", without_layers(made.table))
     lookups: Any = [Lookup(base, Pooling.NONE, 0, 3, 0)]
-    assert backend.plan(lookups).layout.resolved == ()
+    assert backend.plan(lookups).layout.resolved == []
     over = backend.overlay(base, made.table)
-    (resolved,) = backend.plan([Lookup(over, Pooling.NONE, 0, 3, 0)]).layout.resolved
-    assert resolved.is_overlaid
+    layout = backend.plan([Lookup(over, Pooling.NONE, 0, 3, 0)]).layout
+    assert layout.resolved == [0] and layout.native.is_overlaid
     default = backend.place("hbm", without_layers(dense().table))
-    (resolved,) = backend.plan([Lookup(default, Pooling.NONE, 0, 3, 0)]).layout.resolved
-    assert not resolved.is_overlaid
+    layout = backend.plan([Lookup(default, Pooling.NONE, 0, 3, 0)]).layout
+    assert layout.resolved == [0] and not layout.native.is_overlaid
 
 
 def test_a_level_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
