@@ -252,11 +252,6 @@ class ServerSettings(RootSettings):
                 f"scorer_dtype {self.scorer_dtype} is for GPUs, and the CPU scores in fp32; say which ones "
                 "with --devices, or leave it out"
             )
-        if self.devices and self.host_cache:
-            raise ValueError(
-                "host_cache is for workers without a GPU: an engine process reads no hot rows; leave out "
-                "--host-cache, or --devices"
-            )
         return self
 
     @model_validator(mode="after")

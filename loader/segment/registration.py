@@ -9,8 +9,9 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,35 +31,47 @@ _NO_GPU = {3: "CUDA cannot be initialised", 35: "the driver is older than this C
 
 
 class Registration:
-    """A whole segment, registered for every GPU of this process through `device` ("cuda:0"). cudart: for
-    tests. RegistrationError: CUDA refused; says what to do. Processes register one by one."""
+    """A segment, registered for every GPU of this process through `device` ("cuda:0"). without: tables whose
+    files are not. cudart: for tests. RegistrationError: CUDA refused; says what to do. Processes register one
+    by one."""
 
     def __init__(
-        self, segment: Segment, device: Any, cudart: Any = None, read_only: bool | None = None
+        self,
+        segment: Segment,
+        device: Any,
+        cudart: Any = None,
+        read_only: bool | None = None,
+        without: Collection[str] = (),
     ) -> None:
         self.segment, self.device = segment, device
-        self.address, self.size = segment.mapping.address, segment.size
+        self.address, self._ranges = segment.mapping.address, _ranges(segment, without)
+        self.size = sum(end - first for first, end in self._ranges)
         if cudart is None:
             cudart = _runtime(device)
         self.is_read_only = registers_read_only(torch.device(device)) if read_only is None else read_only
         flags = PORTABLE | MAPPED | (READ_ONLY if self.is_read_only else 0)
         with _one_by_one(segment):
             started = time.perf_counter()
-            code = int(cudart.cudaHostRegister(self.address, self.size, flags))
+            done: list[int] = []
+            for first, end in self._ranges:
+                code = int(cudart.cudaHostRegister(self.address + first, end - first, flags))
+                if code:
+                    clear_error(cudart)
+                    _unregister(cudart, segment.mapping, done)
+                    raise RegistrationError(_explain(code, segment.path, self.size, self.is_read_only))
+                done.append(self.address + first)
             self.seconds = time.perf_counter() - started
-        if code:
-            clear_error(cudart)
-            raise RegistrationError(_explain(code, segment, self.is_read_only))
-        self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping)
+        self._undo = weakref.finalize(self, _unregister_beside, cudart, segment.mapping, done)
         # The end of the process undoes it: a thread in CUDA that comes back to an interpreter that is gone
         # ends the process by SIGABRT.
         self._undo.atexit = False
 
     def view(self, offset: int, size: int) -> torch.Tensor:
         """Returns bytes [offset, offset + size) as a uint8 tensor on the device. Never write to it."""
-        if not 0 <= offset <= offset + size <= self.size:
+        if not any(first <= offset <= offset + size <= end for first, end in self._ranges):
             raise RegistrationError(
-                f"bytes [{offset}, {offset + size}) do not lie in the segment's {self.size}"
+                f"bytes [{offset}, {offset + size}) do not lie in what is registered of the segment, "
+                f"{self._ranges}"
             )
         return tensor_over(self.address + offset, size, torch.device(self.device), self)
 
@@ -68,15 +81,33 @@ class Registration:
             _unregister(*undo[2])
 
 
-def _unregister(cudart: Any, mapping: Mapping) -> None:
+def _ranges(segment: Segment, without: Collection[str]) -> list[tuple[int, int]]:
+    """Returns the bytes [first, end) of the mapping that files of no such table lie in."""
+    ranges: list[tuple[int, int]] = []
+    ends = [file.offset for file in segment.files[1:]] + [segment.size]
+    for file, end in zip(segment.files, ends, strict=True):
+        if file.table is not None and file.table in without:
+            continue
+        if ranges and ranges[-1][1] == file.offset:
+            ranges[-1] = ranges[-1][0], end
+        else:
+            ranges.append((file.offset, end))
+    return ranges
+
+
+def _unregister(cudart: Any, mapping: Mapping, addresses: Sequence[int]) -> None:
     # `mapping` is an argument so that it cannot be unmapped before.
-    cudart.cudaHostUnregister(mapping.address)
+    for address in addresses:
+        cudart.cudaHostUnregister(address)
 
 
-def _unregister_beside(cudart: Any, mapping: Mapping) -> None:
+def _unregister_beside(cudart: Any, mapping: Mapping, addresses: Sequence[int]) -> None:
     """Unregisters on a thread, since unlocking 100 GB takes seconds and a request may drop the last
     reference."""
-    threading.Thread(target=_unregister, args=(cudart, mapping), name="tableside-unregister").start()
+    work = threading.Thread(
+        target=_unregister, args=(cudart, mapping, addresses), name="tableside-unregister"
+    )
+    work.start()
 
 
 def _runtime(device: Any) -> Any:
@@ -105,8 +136,8 @@ def _one_by_one(segment: Segment, wait_s: float = TURN_WAIT_S) -> Iterator[None]
         os.close(fd)
 
 
-def _explain(code: int, segment: Segment, is_read_only: bool) -> str:
-    what = f"{segment.path}: {segment.size:,} bytes cannot be registered with CUDA (error {code})"
+def _explain(code: int, path: Path, size: int, is_read_only: bool) -> str:
+    what = f"{path}: {size:,} bytes cannot be registered with CUDA (error {code})"
     if code == _ALREADY_REGISTERED:
         return f"{what}: this process registered them before; keep that registration, or close it first"
     if code in _NO_GPU:

@@ -229,6 +229,7 @@ def _told(served: ServedVersion) -> dict[str, Any]:
         "backend": served.backend.description,
         "placements": dict(served.placed.placements),
         "hbm_bytes": served.placed.hbm_bytes,
+        "is_counted": served.placed.is_counted,
         "verified_at": served.verified_at,
         "scorer": None
         if scorer is None

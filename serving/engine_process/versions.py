@@ -1,5 +1,5 @@
 """A door's versions: those of its engine process, laid out over segments that the door has mapped. A door
-reads rows only for requests too small for the device (`gpu_from_ids`)."""
+reads rows only for requests too small for the device (`gpu_from_ids`), and none of a disk."""
 
 import contextlib
 from typing import Any
@@ -10,6 +10,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import Backend, CpuBackend, Planner, Precision, QuantError
+from tableside.quant.gpu.residence.registry import ON_DISK
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.errors import ApiError, ErrorKind
@@ -73,6 +74,7 @@ class DoorEngine(Engine):
             self.model.name, number
         )
         before = self._served
+        placed = told["placements"]
         # the engine process reads every row
         segment = attach_state(
             self.model, State.numbered(number), "header", None if before is None else before.segment
@@ -81,12 +83,17 @@ class DoorEngine(Engine):
         return EngineVersion(
             segment,
             _EngineBackend(told["backend"]),
-            Placements(told["placements"], on_host=segment.tables, hbm_bytes=told["hbm_bytes"]),
+            Placements(
+                placed,
+                on_host=segment.tables,
+                hbm_bytes=told["hbm_bytes"],
+                is_counted=told["is_counted"],
+            ),
             scorer=None if stored is None else _EngineScorer(segment, stored, told["scorer"]),
             threads=self._settings.threads,
             max_response_bytes=self._settings.max_response_bytes,
             verified_at=told["verified_at"],
-            beside=self._beside,
+            beside=None if ON_DISK in placed.values() else self._beside,
             names=before.names if before is not None and segment.base is before.segment.base else None,
         )
 

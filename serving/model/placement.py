@@ -4,7 +4,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,15 +16,15 @@ from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
-from tableside.quant.contract import INTERPRETER, Bytes
+from tableside.quant.contract import INTERPRETER
 from tableside.quant.cpu.backend import host_table
 from tableside.quant.gpu.residence.registry import KINDS, ON_DISK, residence, without_device
-from tableside.quant.rows.fetched import RowReader
+from tableside.quant.rows.fetched import FetchedTable, RowReader
 from tableside.quant.rows.ids import ID_BYTES
 from tableside.serving.cluster.owners import ELSEWHERE, remote_sources
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
-from tableside.serving.model.hot_rows import HotRows
+from tableside.serving.model.disk_tables import DiskTables
 from tableside.serving.model.placements import Placements
 from tableside.serving.settings import ServerSettings
 
@@ -47,9 +49,9 @@ _DEFAULT_FRACTION = 0.4  # of a GPU's memory; two versions are held while one is
 
 class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
-    given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. count_reads: is
-    given what reads rows from a disk, the model and the table. count_remote: takes the counts of
-    `remote_sources`, behind the model."""
+    given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. on_disk: beside
+    a GPU the CPU may look up tables on a disk. count_reads: is given what reads rows from a disk, the model
+    and the table. count_remote: takes the counts of `remote_sources`, behind the model."""
 
     def __init__(
         self,
@@ -58,13 +60,15 @@ class Placer:
         *,
         stashable: bool = False,
         ahead: int = 0,
+        on_disk: bool = True,
         count_reads: Callable[[BlockReader, str, str], object] = lambda reader, model, table: None,
         count_remote: Callable[[str, str, str, int], object] = lambda model, table, outcome, rows: None,
     ) -> None:
         self.gpu: GpuBackend | None = None
-        self._stashable, self._ahead = stashable, ahead
-        self._count_reads, self._count_remote = count_reads, count_remote
-        self._settings, self.cpu, self._hot = settings, cpu, HotRows(settings)
+        self._stashable, self._ahead, self._on_disk = stashable, ahead, on_disk
+        self._count_remote = count_remote
+        self._settings, self.cpu = settings, cpu
+        self.disk = DiskTables(settings, count_reads)
         self._budget = self._held = 0
         self._lock = threading.Lock()
         self._bases: weakref.WeakKeyDictionary[Segment, weakref.ref[Placements]] = weakref.WeakKeyDictionary()
@@ -99,29 +103,51 @@ class Placer:
         """The worker's cache, once a table needed one."""
         return None if self.gpu is None else self.gpu.cache
 
-    def place(self, segment: Segment, replaced: Placements | None = None) -> Placements:
+    def kinds(self, segment: Segment, replaced: Placements | None = None) -> Mapping[str, str]:
+        """Returns the kind of residence of each table, for `place`. ServingError: the budget does not hold
+        them."""
+        stored = {table.name for table in counted_tables(segment.base)}
+        if self.gpu is None:
+            placement = self._settings.placement
+            return {name: without_device(placement, name in stored) for name in segment.tables}
+        from tableside.quant.gpu.residence import plan
+
+        may_stay = stored if self._on_disk else set()
+        sizes = [size_of(t)._replace(is_stored=t.name in may_stay) for t in segment.header.tables]
+        with self._lock, _budgeted():
+            home, left = self.gpu.launcher, self._left(replaced)
+            kinds = plan.choose(sizes, self._settings.placement, left, home)
+            plan.check_padding(sizes, kinds)  # before a cache takes the budget
+        return kinds
+
+    def _left(self, replaced: Placements | None) -> int:
+        return max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
+
+    def place(
+        self, segment: Segment, replaced: Placements | None = None, kinds: Mapping[str, str] | None = None
+    ) -> Placements:
         """Places a segment's tables within the free budget. replaced: the version that goes; its cached rows
-        are kept (`Placements.take_over`), changed hot rows fetched. A state of a placed version takes only
-        new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the budget does not allow
-        it."""
+        are kept (`Placements.take_over`), changed hot rows fetched. kinds: None: those of `kinds`. A state of
+        a placed version takes only new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the
+        budget does not allow it."""
         if segment.header.remote and self.gpu is not None:
             what = f"rows of {segment.header.model} version {segment.header.version} lie on other hosts"
             raise ServingError(f"{what}, and the CPU asks for them; leave the devices out")
         if (gpu := self.gpu) is None:
-            return self._place_on_host(segment)
+            return self._place_on_host(segment, self.kinds(segment) if kinds is None else kinds)
         known = self._bases.get(segment.base)
         if (base := None if known is None else known()) is None:
-            base = self._place_version(gpu, segment.base, replaced)
+            kinds = self.kinds(segment, replaced) if kinds is None else kinds
+            base = self._place_version(gpu, segment.base, replaced, kinds)
             self._bases[segment.base] = weakref.ref(base)
             if replaced is not None:
                 self._warm(base, replaced.base)
-        return self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
+        placed = self._place_deltas(gpu, segment, base, replaced) if segment.deltas else base
+        return self._under_hot(segment, placed)
 
-    def _place_on_host(self, segment: Segment) -> Placements:
-        readers = self._readers(segment)
-        kinds = self._kinds_on_host(segment, readers)
-        fetched = [name for name, kind in kinds.items() if kind == ON_DISK]
-        hot = self._hot.over(segment, fetched)
+    def _place_on_host(self, segment: Segment, kinds: Mapping[str, str]) -> Placements:
+        readers = self.disk.readers(segment, kinds)
+        hot = self.disk.hot.over(segment, readers)
         on_host: dict[str, RowSource] = {
             name: residence(kind).without_device(readers.get(name)).source(hot.tables[name])
             for name, kind in kinds.items()
@@ -130,56 +156,35 @@ class Placer:
             on_host |= remote_sources(
                 remote, self._settings, partial(self._count_remote, segment.header.model)
             )
-            kinds |= dict.fromkeys((table.name for table in remote), ELSEWHERE)
-        is_counted = any(readers[name].note is not None for name in fetched)
+            kinds = {**kinds, **dict.fromkeys((table.name for table in remote), ELSEWHERE)}
+        is_counted = any(reader.note is not None for reader in readers.values())
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)
+
+    def _under_hot(self, segment: Segment, placed: Placements) -> Placements:
+        """The same with the tables that are read from a disk under the newest hot segment."""
+        stored = [name for name, kind in placed.placements.items() if kind == ON_DISK]
+        if not stored:
+            return placed
+        hot = self.disk.hot.over(segment, stored)
+        tables, is_counted = dict(placed.on_gpu), False
+        for name in stored:
+            source = tables[name].residence.source(hot.tables[name])
+            tables[name] = replace(tables[name], host=source)
+            is_counted |= isinstance(source, FetchedTable) and source.reader.note is not None
+        return Placements(
+            placed.placements,
+            on_gpu=tables,
+            hbm_bytes=placed.hbm_bytes,
+            base=placed.base,
+            hot=hot.number,
+            is_counted=is_counted,
+        )
 
     def has_hotter(self, segment: Segment, placed: Placements) -> bool:
         """Returns whether another hot segment is there than the one that a placed state reads, or other
         counts than those that it adds to."""
-        base = segment.base
-        return placed.is_counted and (self._hot.newest(base) != placed.hot or not self._hot.are_counted(base))
-
-    def _kinds_on_host(self, segment: Segment, readers: Mapping[str, RowReader]) -> dict[str, str]:
-        return {name: without_device(self._settings.placement, name in readers) for name in segment.tables}
-
-    def _readers(self, segment: Segment) -> dict[str, RowReader]:
-        """Returns what reads rows from a disk, by table."""
-        base, found = segment.base, {}
-        for table in counted_tables(base):
-            name, ids = table.name, table.ids
-            reader = base.readers[name]
-            self._count_reads(reader, base.header.model, name)
-            reader.timeout_s = self._settings.disk_timeout_s
-            default = None if ids is None else self._default_row(reader, ids.default_row, name)
-            calls = reader, reader.ready, self._settings.disk_timeout_s, reader.are_here, reader.ask, default
-            found[name] = RowReader(*calls, note=None if self.gpu else self._hot.counter(base, name))
-        return found
-
-    def _default_row(
-        self, reader: BlockReader, row: int | None, table: str
-    ) -> Callable[[], Bytes | None] | None:
-        """Returns what gives a table's default row, kept in memory; None: it stands for no late row."""
-        if row is None or self._settings.disk_late != "default":
-            return None
-        if reader.kept(row, self._settings.disk_timeout_s) is None:
-            logger.warning("table %s: its default row is not read; until it is, late rows are errors", table)
-        return partial(reader.kept, row)
-
-    def checked(self, segment: Segment) -> frozenset[str]:
-        """Returns the tables whose rows are checked as they are read; says which others on a disk are read
-        where they are mapped."""
-        if self.gpu is not None:
-            return frozenset()
-        readers = self._readers(segment)
-        for name in segment.base.readers.keys() - readers.keys():
-            logger.warning(
-                "table %s, whose rows have no room for their raw ids, is read where its file is mapped: a "
-                "row that is not in memory holds its worker up (docs/disk.md)",
-                name,
-            )
-        kinds = self._kinds_on_host(segment, readers)
-        return frozenset(name for name in readers if kinds[name] == ON_DISK)
+        base, hot = segment.base, self.disk.hot
+        return placed.is_counted and (hot.newest(base) != placed.hot or not hot.are_counted(base))
 
     def _place_deltas(
         self, gpu: "GpuBackend", segment: Segment, base: Placements, replaced: Placements | None
@@ -199,25 +204,21 @@ class Placer:
         taken = sum(layer.bytes for layer in layers)
         return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
 
-    def _place_version(self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None) -> Placements:
+    def _place_version(
+        self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None, kinds: Mapping[str, str]
+    ) -> Placements:
         from tableside.quant.gpu.residence import plan
 
         gpu.device.trim()
         sizes, home = list(map(size_of, segment.header.tables)), gpu.launcher
-        with self._lock:  # one version after another: each sees what those before it took
-            left = max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
-            try:
-                kinds = plan.choose(sizes, self._settings.placement, left, home)
-                plan.check_padding(sizes, kinds)  # before a cache takes the budget
-                in_host, indexes = plan.plan_indexes(sizes, kinds, left, home, replaced is not None)
-                files = _files_of(segment)
-                room = self._room(gpu, segment, left, indexes, _same(replaced, files))
-                makers, hbm_bytes = self._makers(sizes, kinds, room, indexes)
-                tables = self._tables(gpu, segment, kinds, makers, in_host)
-            except QuantError as error:
-                raise ServingError(
-                    f"{error} (--hbm-budget and --placement say what lies in the GPU's memory)"
-                ) from error
+        with self._lock, _budgeted():  # one version after another: each sees what those before it took
+            left = self._left(replaced)
+            in_host, indexes = plan.plan_indexes(sizes, kinds, left, home, replaced is not None)
+            files = _files_of(segment)
+            readers = self.disk.readers(segment, kinds)
+            room = self._room(gpu, segment, left, indexes, _same(replaced, files), readers)
+            makers, hbm_bytes = self._makers(sizes, kinds, room, indexes)
+            tables = self._tables(gpu, segment, kinds, makers, in_host)
             placed = Placements(kinds, on_gpu=tables, hbm_bytes=hbm_bytes, files=files)
             self._held += hbm_bytes
         weakref.finalize(placed, self._release, hbm_bytes)
@@ -239,7 +240,13 @@ class Placer:
         return makers, taken
 
     def _room(
-        self, gpu: "GpuBackend", segment: Segment, left: int, indexes: int, same: "Mapping[str, Residence]"
+        self,
+        gpu: "GpuBackend",
+        segment: Segment,
+        left: int,
+        indexes: int,
+        same: "Mapping[str, Residence]",
+        readers: Mapping[str, RowReader],
     ) -> "Room":
         from tableside.quant.gpu.residence.plan import without_deltas
         from tableside.quant.gpu.residence.residence import Room
@@ -253,7 +260,7 @@ class Placer:
             open_cache=gpu.open_cache,
             cache_settings=self._cache_settings,
             label=f"{segment.header.model}/",
-            readers=self._readers(segment),
+            readers=readers,
         )
 
     def compile(self, segment: Segment) -> None:
@@ -338,10 +345,21 @@ class Placer:
             return lambda stored: None
         from tableside.loader.segment.registration import Registration
 
-        registration = Registration(segment, gpu.device.torch_device)
-        said = (segment.path, segment.size / 1e9, registration.seconds)
+        stored = [name for name, kind in kinds.items() if kind == ON_DISK]
+        registration = Registration(segment, gpu.device.torch_device, without=stored)
+        said = (segment.path, registration.size / 1e9, registration.seconds)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)
         return lambda stored: registration.view(stored.offset, stored.bytes)
+
+
+@contextmanager
+def _budgeted() -> Iterator[None]:
+    """Says how to change what a plan of the GPU's memory refuses."""
+    try:
+        yield
+    except QuantError as error:
+        what = "(--hbm-budget and --placement say what lies in the GPU's memory)"
+        raise ServingError(f"{error} {what}") from error
 
 
 def _files_of(segment: Segment) -> dict[str, tuple[int, int]]:

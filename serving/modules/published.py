@@ -152,7 +152,7 @@ class PublishedTables:
 
     def _new_engine(self) -> Engine:
         s = self._settings
-        placer = Placer(s, choose(s.backend))
+        placer = Placer(s, choose(s.backend), on_disk=False)
         placer.open()
         model = Model(s.root, self.source.model, s.owner)
         return Engine(model, s.model_copy(update={"threads": self.threads}), placer, scores=False)

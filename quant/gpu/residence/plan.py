@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence.memory import InHost
-from tableside.quant.gpu.residence.registry import CHOICES, residence
+from tableside.quant.gpu.residence.registry import CHOICES, ON_DISK, residence
 from tableside.quant.gpu.residence.residence import Home, TableSize
 from tableside.quant.row_format import GPU_ALIGNMENT
 
@@ -22,7 +22,8 @@ def without_deltas(budget: int) -> int:
 def choose(tables: Iterable[TableSize], wanted: str, budget: int, home: Home) -> dict[str, str]:
     """Maps table names to kinds of residences. wanted: a placement, of CHOICES. Where its kinds mix and all
     tables do not fit into the first, the smallest do: in a quarter of the budget, if the kind of the others
-    takes the rest. QuantError: the only kind does not fit."""
+    takes the rest. Of those that do not, the stored ones stay on their disk. QuantError: the only kind does
+    not fit."""
     tables = list(tables)
     kinds, mixes = CHOICES[wanted]
     fitting = [kind for kind in kinds if residence(kind).fits(tables, budget, home)]
@@ -38,18 +39,21 @@ def choose(tables: Iterable[TableSize], wanted: str, budget: int, home: Home) ->
 
 
 def _mixed(tables: Sequence[TableSize], kinds: Sequence[str], budget: int, home: Home) -> dict[str, str]:
-    """The smallest tables in the first kind, the others in the first of the others that fits."""
-    rest = max(0, budget - sum(t.index_bytes for t in tables))  # which are copied wherever the rows lie
+    """The smallest tables in the first kind, the others in the first of the others that fits, or on their
+    disk."""
+    of_host = [t for t in tables if not t.is_stored]
+    rest = max(0, budget - sum(t.index_bytes for t in of_host))  # which are copied wherever the rows lie
     part = rest // _SMALL_PART
-    for others in kinds[1:]:
+    takes_rest, others = False, ON_DISK
+    for others in kinds[1:] if of_host else ():
         takes_rest = residence(others).takes_rest(home)
-        if residence(others).fits(tables, rest - part, home):
+        if residence(others).fits(of_host, rest - part, home):
             break
     left = part if takes_rest else rest
     chosen = {}
     for t in sorted(tables, key=lambda t: t.bytes):
-        size = residence(kinds[0]).needs([t]) - t.index_bytes
-        chosen[t.name] = kinds[0] if size <= left else others
+        size = residence(kinds[0]).needs([t]) - (0 if t.is_stored else t.index_bytes)
+        chosen[t.name] = kinds[0] if size <= left else ON_DISK if t.is_stored else others
         left -= size if size <= left else 0
     return chosen
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 class TableSize(NamedTuple):
     """What a plan knows of a table. index_bytes: of its id index without the kept ids; id_bytes: of those;
-    ids_in_rows: they lie in the rows' padding."""
+    ids_in_rows: they lie in the rows' padding. is_stored: its rows may be read from a disk one by one."""
 
     name: str
     rows: int
@@ -31,6 +31,7 @@ class TableSize(NamedTuple):
     index_bytes: int = 0
     id_bytes: int = 0
     ids_in_rows: bool = False
+    is_stored: bool = False
 
     @property
     def bytes(self) -> int:

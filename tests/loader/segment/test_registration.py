@@ -123,8 +123,38 @@ def test_no_gpu_is_said(segment: Segment) -> None:
 def test_views_lie_in_the_segment(segment: Segment) -> None:
     registration = Registration(segment, "cuda:0", Cudart(), True)
     for offset, size in ((-1, 5), (0, segment.size + 1), (segment.size, 1)):
-        with pytest.raises(RegistrationError, match="do not lie in the segment"):
+        with pytest.raises(RegistrationError, match="do not lie in what is registered of the segment"):
             registration.view(offset, size)
+
+
+def test_files_of_tables_on_a_disk_are_left_out(
+    publish: Publish, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies before and behind is registered, each part once; a part that CUDA refuses undoes those
+    before it."""
+    monkeypatch.setattr(layout, "LARGE_PAGES", 0)
+    publish({name: rows_of(1000, 32) for name in "abc"})
+    segment, cudart = Model(root, "demo").attach(), Cudart()
+    files = {file.table: file.offset for file in segment.files}
+    registration = Registration(segment, "cuda:0", cudart, True, without=["b"])
+    start, flags = segment.mapping.address, PORTABLE | MAPPED | READ_ONLY
+    parts = [(0, files["b"]), (files["c"], segment.size)]
+    assert cudart.calls == [("register", start + first, end - first, flags) for first, end in parts]
+    assert registration.size == sum(end - first for first, end in parts)
+    of = {table.name: table for table in segment.header.tables}
+    with pytest.raises(RegistrationError, match="do not lie in what is registered"):
+        registration.view(of["b"].offset, of["b"].bytes)
+    registration.close()
+    assert cudart.calls[2:] == [("unregister", start + first, True) for first, _ in parts]
+
+    def refuses_the_second(address: int, size: int, flags: int) -> int:
+        return 0 if address == start else 2
+
+    monkeypatch.setattr(cudart, "cudaHostRegister", refuses_the_second)
+    cudart.calls.clear()
+    with pytest.raises(RegistrationError, match=f"{registration.size:,} bytes cannot be registered"):
+        Registration(segment, "cuda:0", cudart, True, without=["b"])
+    assert cudart.calls == [("last error",), ("unregister", start, True)]
 
 
 HOLD = """

@@ -33,11 +33,12 @@ IDS = ids_of(ROWS, 6)
 SMALL = np.random.default_rng(4).standard_normal((10, 8)).astype(np.float32)
 
 
-OPTIONS = pytest.mark.parametrize(
-    "options",
-    [(), ("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--placement", "stored")],
-    ids=["cpu", "engine"],
-)
+ON_DEVICE = ("--devices", tables.serve_device(), "--gpu-from-ids", 0)
+OPTIONS = {
+    "cpu": (),
+    "engine": (*ON_DEVICE, "--placement", "stored"),
+    "beside": (*ON_DEVICE, "--hbm-budget", "512KiB"),  # which holds small tables
+}
 
 
 @pytest.fixture
@@ -89,14 +90,22 @@ def placements(server: Server) -> list[str]:
 
 
 @pytest.mark.drawn(0.5)
-@OPTIONS
+@pytest.mark.parametrize(
+    ("how", "of_small"),
+    [
+        ("cpu", "host"),
+        pytest.param("engine", "stored", marks=pytest.mark.gpu),
+        pytest.param("beside", "hbm", marks=pytest.mark.gpu),
+    ],
+)
 def test_rows_are_served_from_a_disk(
-    serve: Callable[..., Server], model: Model, options: tuple[object, ...]
+    serve: Callable[..., Server], model: Model, how: str, of_small: str
 ) -> None:
     """Those of a table with a file, changed ones, and those that are in memory beside them; and after another
     start, without a load."""
+    options = OPTIONS[how]
     server = serve(*options)
-    assert placements(server) == (["stored"] * 2 if options else ["stored", "host"])
+    assert placements(server) == ["stored", of_small]
     ids = np.random.default_rng(5).integers(0, ROWS, 500)
     with Client(server.url, retries=0) as client:
         np.testing.assert_array_equal(rows_of(client, ids), VALUES[ids])
@@ -131,12 +140,10 @@ def raw_model(disk: Path, tmp_path: Path) -> Model:
 
 
 @pytest.mark.drawn(0.5)
-@OPTIONS
-def test_raw_ids_are_found_in_rows_on_a_disk(
-    raw_model: Model, disk: Path, options: tuple[object, ...]
-) -> None:
+@pytest.mark.parametrize("how", ["cpu", pytest.param("beside", marks=pytest.mark.gpu)])
+def test_raw_ids_are_found_in_rows_on_a_disk(raw_model: Model, disk: Path, how: str) -> None:
     """Also those that are missing, that come, and that go; and the first wrong one is named."""
-    server = start_server(disk, *options, models=("m",))
+    server = start_server(disk, *OPTIONS[how], models=("m",))
     try:
         assert placements(server) == ["stored"] * 2
         table = raw_model.attach().tables["big"]
@@ -286,10 +293,12 @@ def hot_ids(server: Server) -> dict[str, float]:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("how", ["cpu", pytest.param("beside", marks=pytest.mark.gpu)])
 def test_rows_that_are_asked_for_most_come_to_memory_and_go_with_their_version(
-    serve: Callable[..., Server], model: Model, tmp_path: Path
+    serve: Callable[..., Server], model: Model, tmp_path: Path, how: str
 ) -> None:
-    server = serve("--workers", 2, "--host-cache", "64KiB", "--host-cache-s", 0.1, "--scrub-hours", 0.0001)
+    hot_settings = ("--host-cache", "64KiB", "--host-cache-s", 0.1, "--scrub-hours", 0.0001)
+    server = serve("--workers", 2, *hot_settings, *OPTIONS[how])
     ids = np.random.default_rng(5).permutation(ROWS)[:300]
     others = np.random.default_rng(6)
 

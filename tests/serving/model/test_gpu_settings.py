@@ -38,7 +38,6 @@ def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> No
         (("--devices", "0,0", "--workers", "2"), "devices 0,0 name one twice"),
         (("--placement", "hbm"), "placement and hbm_budget are for GPUs; say which ones with --devices"),
         (("--hbm-budget", "8GiB"), "placement and hbm_budget are for GPUs"),
-        (("--devices", "0", "--host-cache", "1GiB"), "host_cache is for workers without a GPU"),
     ],
 )
 def test_gpu_settings_that_mean_nothing_are_refused(options: tuple[str, ...], message: str) -> None:
@@ -80,6 +79,13 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     wide = [size_of(t) for t in planned_tables([("w", "w", RowFormat.INT8, 1 << 31, 128)])]
     assert chosen("auto", 900 << 20, wide) == {"w": "zero_copy"}  # the cache's maps alone take a GiB
     assert chosen("auto", 2 << 30, wide) == {"w": "cached"}
+    stored = [t._replace(is_stored=t.name != "c") for t in sizes]
+    assert chosen("auto", 479, stored) == {"a": "stored", "b": "hbm", "c": "zero_copy"}
+    assert chosen("auto", 480, stored) == {"a": "stored", "b": "hbm", "c": "hbm"}
+    assert chosen("auto", 1280, stored) == dict.fromkeys("abc", "hbm")
+    on_disk = [t._replace(is_stored=True) for t in wide]
+    assert chosen("auto", 2 << 30, on_disk) == {"w": "stored"}
+    assert chosen("cached", 2 << 30, on_disk) == {"w": "cached"}
     with pytest.raises(QuantError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
         chosen("hbm", 1279)
 
