@@ -129,7 +129,13 @@ class Told:
         self.described: dict[tuple[str, int], Any] = {}
 
     def attach(self, model: str, state: int) -> dict[str, Any]:
-        return {"backend": "", "placements": {"user": "host"}, "hbm_bytes": 0, "verified_at": 0.0}
+        return {
+            "backend": "",
+            "placements": {"user": "host"},
+            "hbm_bytes": 0,
+            "is_counted": False,
+            "verified_at": 0.0,
+        }
 
     def moved(self, model: str, state: int) -> None:
         """The engine process need not hear of it."""
