@@ -94,6 +94,12 @@ class ServerSettings(RootSettings):
     uds: Path | None = Field(
         None, description="path of a Unix socket instead of host and port, for the server's user and group"
     )
+    grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port for the Open Inference Protocol over gRPC; 0 picks a free one; not set: none",
+    )
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="allowed names in a request's Host, separated by commas, beside IP addresses; *: all; not"

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi_offline import FastAPIOffline
@@ -63,11 +64,22 @@ class Application:
             self.tell()
             await asyncio.sleep(TELL_S)
 
+    async def _grpc_door(self) -> Any:
+        """Opens the worker's gRPC server; None: it has none. ServingError: the address is taken."""
+        if self.service.settings.grpc_port is None:
+            return None
+        from tableside.serving.http.grpc.door import GrpcDoor  # of an extra, and never before a fork
+
+        door = GrpcDoor(self.service, self.door.traffic)
+        await door.start()
+        return door
+
     async def _lifespan(self, receive: asgi.Receive, send: asgi.Send) -> None:
         await receive()
         spans = None
         try:
             await self.service.start()
+            grpc = await self._grpc_door()
         except (LoaderError, QuantError, errors.ServingError, OSError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
@@ -80,6 +92,8 @@ class Application:
         await receive()
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
+        if grpc is not None:
+            await grpc.stop()
         await self.service.stop()
         if spans is not None:
             await asyncio.get_running_loop().run_in_executor(None, spans.close)  # it may wait for a collector

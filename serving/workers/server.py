@@ -81,6 +81,28 @@ def _remove_unheard(path: Path) -> None:
     raise FileExistsError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
+def reserve_grpc(settings: ServerSettings) -> socket.socket | None:
+    """Returns a socket that holds the workers' gRPC port, and listens nowhere; None: there is none.
+    ServingError: the address is taken or foreign."""
+    if settings.grpc_port is None:
+        return None
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock, port = socket.socket(family, socket.SOCK_STREAM), settings.grpc_port
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:  # another server may share its port, too
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((settings.host, port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((settings.host, port))
+    except OSError as error:
+        sock.close()
+        raise ServingError(
+            f"cannot listen on {settings.host}:{port} for gRPC: {error.strerror}; choose another --grpc-port "
+            "or --host, or end what holds it"
+        ) from error
+    return sock
+
+
 def _url(sock: socket.socket) -> str:
     """Returns a listening socket's URL for clients."""
     if sock.family == socket.AF_UNIX:
@@ -118,6 +140,8 @@ def _check(settings: ServerSettings, runs_torch: bool) -> None:
         require("a scorer that is an exported program", "torch", extra="torch")
     if settings.devices:
         require("--devices", "torch", "triton", extra="gpu")
+    if settings.grpc_port is not None:
+        require("--grpc-port", "grpc", "grpc_health", "grpc_reflection", extra="grpc")
     if settings.traces:
         require("--traces", "opentelemetry.sdk", extra="otel")
         from tableside.serving.http.tracing import exporter_named
@@ -143,10 +167,19 @@ def serve(
     runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
     _check(settings, runs_torch)
     sock = bind(settings)
+    try:
+        reserved = reserve_grpc(settings)
+    except ServingError:
+        sock.close()
+        raise
     named = ", ".join(settings.models) or "no model yet"
     if settings.all:
         named = f"all models of {settings.root} ({', '.join(settings.models) or 'none yet'})"
     what = f"{named} on {_url(sock)}"
+    if reserved is not None:
+        host, port = reserved.getsockname()[:2]
+        settings = settings.model_copy(update={"grpc_port": port})
+        what += f" and gRPC on {f'[{host}]' if ':' in host else host}:{port}"
     where = f"fused on GPU {', '.join(settings.devices)}" if settings.devices else backend.description
     how = f"{settings.workers} workers, lookups on {where}"
     try:
@@ -174,3 +207,5 @@ def serve(
         if settings.uds is not None:
             settings.uds.unlink(missing_ok=True)
         sock.close()
+        if reserved is not None:
+            reserved.close()

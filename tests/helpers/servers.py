@@ -32,11 +32,20 @@ FEATURES = {
 
 @dataclass
 class Server:
-    """A running server. `url` has no trailing slash; `process` is the supervisor."""
+    """A running server. `url` has no trailing slash; `process` is the supervisor; `said` its
+    announcement."""
 
     url: str
     process: "subprocess.Popen[str]"
     root: Path
+    said: str = ""
+
+    @property
+    def grpc(self) -> str:
+        """Host and port of its gRPC server."""
+        found = re.search(r"gRPC on (\S+)", self.said)
+        assert found is not None, self.said
+        return found[1]
 
     @property
     def port(self) -> int:
@@ -103,7 +112,7 @@ def start_server(
     if not found:
         process.wait(300)
         pytest.fail(f"the server did not start: {text}")
-    return Server(found[0], process, root)
+    return Server(found[0], process, root, line)
 
 
 @contextmanager

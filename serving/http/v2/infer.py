@@ -39,11 +39,11 @@ class InferTarget(NamedTuple):
 
 
 class V2:
-    """Answers infer requests. ApiErrors are the caller's to send."""
+    """Answers infer requests. ApiErrors are the caller's to send. protocol: their label in metrics."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, protocol: str = "v2") -> None:
         self.service = service
-        self._metrics = MetricsOfModels("v2")
+        self._metrics = MetricsOfModels(protocol)
         self._most_region_bytes = min(shm.INLINE_BYTES, service.settings.max_body_bytes)
 
     def _json_bytes(self, header_length: bytes | None, body: bytes | memoryview) -> int:
