@@ -38,6 +38,7 @@ BENCHMARKS = (
     "eval_pool.py --shape criteo",
     "disk_rows.py",
     "disk_hot.py",
+    "grpc_lookup.py",
     "hosts.py",
     "disk_ngram.py",
 )

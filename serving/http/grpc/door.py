@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -22,7 +21,7 @@ from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, ServingError, bad_request
-from tableside.serving.executors.admission import RETRY_AFTER_S, Hold, Turn
+from tableside.serving.executors.admission import RETRY_AFTER_S, Hold, Turn, WholeTurn
 from tableside.serving.http import metadata
 from tableside.serving.http.asgi import DISK_TIMEOUT
 from tableside.serving.http.grpc import tensors
@@ -119,7 +118,14 @@ class GrpcDoor:
                 context.set_trailing_metadata((pushback,))
             await context.abort(_STATUS.get(status, grpc.StatusCode.INTERNAL), refusal.message)
         finally:
-            self._traffic.ended(_LABEL, status, since, _trace(name, context))
+            self._traffic.ended(_LABEL, status, since, self._trace(name, context))
+
+    def _trace(self, name: str, context: Any) -> Trace:
+        path = f"/{NAME}/{name}".encode()
+        if self._traffic.spans is None:
+            return Trace(b"POST", path)
+        given = [(key.encode(), _bytes(value)) for key, value in context.invocation_metadata()]
+        return trace_of(b"POST", path, given)
 
     def _refusal(self, request: Any, error: Exception) -> ApiError:
         named = getattr(request, "model_name", "")
@@ -134,7 +140,10 @@ class GrpcDoor:
 
     async def _model_infer(self, request: Any, context: Any) -> Any:
         size, beside = request.ByteSize(), self._service.beside
-        async with self._admitted(size) as hold:
+        hold, turn = Hold(self._service.in_flight), None
+        try:
+            hold.grow(size)
+            turn = await self._turn()
             is_large = size > _BESIDE_BYTES
             body, length = await beside(tensors.as_body, request) if is_large else tensors.as_body(request)
             path = tensors.named(request.model_name, request.model_version)
@@ -143,6 +152,10 @@ class GrpcDoor:
             if sum(map(len, parts)) > _BESIDE_BYTES:
                 return await beside(tensors.as_response, parts)
             return tensors.as_response(parts)
+        finally:
+            hold.release()
+            if turn is not None:
+                turn.end()
 
     def _timeout(self, context: Any) -> bytes | None:
         """How long the request waits for rows of a disk, in milliseconds: no longer than for its answer."""
@@ -152,26 +165,26 @@ class GrpcDoor:
             return b"%.3f" % (1000 * max(0.0, left))
         return given
 
-    @asynccontextmanager
-    async def _admitted(self, size: int) -> AsyncIterator[Hold]:
-        """Holds a slot, and the request's bytes. ApiError 503: there is no room, or too many wait."""
-        came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        turn = Turn(
-            self._service.slots,
-            functools.partial(_settle, came, None),
-            functools.partial(_settle, came),
-            lambda: True,
-        )
-        hold = Hold(self._service.in_flight)
+    async def _turn(self) -> Turn | WholeTurn:
+        """Waits for a slot and a slice of the event loop. ApiError 503: too many wait."""
+        slots = self._service.slots
+        if not slots.is_full:
+            turn: Turn | WholeTurn = WholeTurn(slots)
+        else:
+            came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            turn = Turn(slots, functools.partial(_settle, came, None), functools.partial(_settle, came), _yes)
+            slots.enter(turn)
+            try:
+                await came
+            except BaseException:
+                turn.end()
+                raise
         try:
-            hold.grow(size)
-            self._service.slots.enter(turn)
-            await came
             await self._service.slices.take()
-            yield hold
-        finally:
+        except BaseException:
             turn.end()
-            hold.release()
+            raise
+        return turn
 
     async def _stream_infer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answers the requests of a stream one after another, as Triton's client asks them."""
@@ -188,7 +201,7 @@ class GrpcDoor:
                     refusal = self._refusal(request, error)
                     yield response(error_message=refusal.message, infer_response={"id": request.id})
         finally:
-            self._traffic.ended(_LABEL, 200, since, _trace("ModelStreamInfer", context))
+            self._traffic.ended(_LABEL, 200, since, self._trace("ModelStreamInfer", context))
 
     # ---- what is told in HTTP's JSON, by the protocol's names ----
 
@@ -321,9 +334,8 @@ def _settle(came: "asyncio.Future[None]", error: Exception | None) -> None:
         came.set_exception(error)
 
 
-def _trace(name: str, context: Any) -> Trace:
-    given = [(key.encode(), _bytes(value)) for key, value in context.invocation_metadata()]
-    return trace_of(b"POST", f"/{NAME}/{name}".encode(), given)
+def _yes() -> bool:
+    return True
 
 
 def _metadata(context: Any, name: str) -> bytes | None:

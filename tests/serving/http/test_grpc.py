@@ -28,7 +28,7 @@ from support import run_tableside
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tableside.serving.errors import ApiError
-from tableside.serving.executors.admission import Bytes, Slices, Slots
+from tableside.serving.executors.admission import Slices, Slots
 from tableside.serving.http.grpc.door import GrpcDoor
 from tableside.serving.http.grpc.messages import NAME, message
 
@@ -325,22 +325,26 @@ def test_requests_are_as_large_as_those_of_http(start: Callable[..., Server]) ->
         assert caught.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
 
 
-def test_requests_take_slots_and_bytes() -> None:
-    """Those of a worker that HTTP's take; both come back."""
+def test_requests_take_slots() -> None:
+    """Those of a worker that HTTP's take: they wait for one, and are refused where too many do."""
     door: Any = GrpcDoor.__new__(GrpcDoor)
-    door._service = SimpleNamespace(slots=Slots(1, 1, 60.0), in_flight=Bytes(100), slices=Slices())
+    door._service = SimpleNamespace(slots=Slots(1, 1, 60.0), slices=Slices())
 
     async def run() -> None:
-        async with door._admitted(60):
-            assert door._service.slots.is_full and door._service.in_flight.held == 60
-            with pytest.raises(ApiError, match="max_in_flight_bytes"):
-                async with door._admitted(60):
-                    pass
-            waiting = asyncio.create_task(door._admitted(10).__aenter__())
-            await asyncio.sleep(0)
-            with pytest.raises(ApiError, match="max_waiting"):
-                await asyncio.gather(waiting, door._admitted(10).__aenter__())
-        assert not door._service.slots.waiting
+        first = await door._turn()
+        assert door._service.slots.is_full
+        oldest, newest = (asyncio.create_task(door._turn()) for _ in range(2))
+        with pytest.raises(ApiError, match="max_waiting"):
+            await oldest
+        first.end()
+        last = await newest
+        assert door._service.slots.is_full
+        gone = asyncio.create_task(door._turn())
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        last.end()
+        assert not door._service.slots.waiting and not door._service.slots.is_full
 
     asyncio.run(run())
 
