@@ -157,6 +157,7 @@ def test_damage_without_another_version(start: Start, root: Path, tmp_path: Path
     assert answer(server.url) == 2.0
 
 
+@pytest.mark.drawn(0.5)
 def test_not_found_names_no_path(start: Start, root: Path, tmp_path: Path) -> None:
     """What a client learns of versions is their numbers; long names come back cut."""
     publish_constant(root, tmp_path, 1.0)

@@ -83,7 +83,7 @@ def test_a_header_of_a_million_tensors_takes_little_memory(child: Child, tmp_pat
 # ---- what is said ----
 
 
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize(
     ("name", "message"),
     [

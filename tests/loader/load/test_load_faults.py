@@ -53,7 +53,7 @@ STEPS = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_load_killed_at_each_publishing_step(
     step: str, publish: Publish, root: Path, tmp_path: Path

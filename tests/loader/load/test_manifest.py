@@ -167,6 +167,7 @@ def test_crc_pieces_join_in_any_order() -> None:
 # ---- manifests ----
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("row_format", ["fp32", "int8", "int2"])
 @pytest.mark.parametrize("shape", [(30_011, 24), (1, 8), (5, 40_000), (4096, 16)], ids=str)
 def test_a_manifest_finds_a_flipped_bit(

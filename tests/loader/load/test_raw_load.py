@@ -238,7 +238,7 @@ def test_a_dim_that_the_format_cannot_pack(root: Path, tmp_path: Path) -> None:
 # ---- memory, and faults with real processes ----
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_memory_of_a_load_does_not_grow_with_the_ids(root: Path, tmp_path: Path) -> None:
     """Ids of 24 MB, sorted as records of 48 MB, and vectors of 96 MB: what a load holds privately stays
     within 32 MiB of an idle process, its buffers and the index (a third of a byte an id) included. It is
@@ -293,7 +293,7 @@ STEPS = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_load_killed_at_each_step(step: str, root: Path, tmp_path: Path) -> None:
     """The version before it stays live and whole, no scratch file stays, and the next load and gc leave

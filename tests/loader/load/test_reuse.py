@@ -75,7 +75,7 @@ def first(root: Path, tmp_path: Path) -> Loaded:
 
 
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_the_other_tables_are_those_of_the_live_version(
     first: Loaded, root: Path, tmp_path: Path, name: str
 ) -> None:
@@ -120,7 +120,7 @@ def test_the_header_says_what_was_taken_over(first: Loaded, root: Path, tmp_path
     )  # one value: scale 0, bias in fp16
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("table", "change", "message"),
     [

@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_the_same(again: Publish, root: Path) -> None:
     assert all(a <= b for (a, _), (b, _) in pairwise(seen[: seen.index((rows, rows))]))
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("raw", "of"),
     [

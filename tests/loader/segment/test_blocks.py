@@ -23,7 +23,7 @@ from tableside.quant.rows.fetched import RowState
 @given(
     st.integers(1, 700), st.sampled_from([2, 20, 68, 80, 264, 4096, 5000]), st.integers(1, 300), st.randoms()
 )
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_rows_are_read_in_blocks(
     tmp_path_factory: pytest.TempPathFactory, rows: int, row_bytes: int, chunk_rows: int, random: object
 ) -> None:

@@ -287,7 +287,7 @@ def compact_it(again: Callable[..., Loaded], model: Model) -> None:
     compact(model)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("what", ["kill", "full"])
 @pytest.mark.parametrize("work", [load_whole, load_some, compact_it])
 def test_every_step(

@@ -188,7 +188,7 @@ def test_models_of_other_formats_and_widths_in_one_batch() -> None:
         np.testing.assert_array_equal(found[3:], expected_of(table, IDS))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     "row_format",
     [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.INT2, RowFormat.FP16],

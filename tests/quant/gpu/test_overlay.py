@@ -34,7 +34,7 @@ LAYOUTS = [
 ]  # the last has no room for ids in its rows
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(("row_format", "dim"), LAYOUTS, ids=lambda x: getattr(x, "label", x))
 def test_raw_ids_of_every_layout_and_residence(where: str, row_format: RowFormat, dim: int) -> None:
@@ -99,7 +99,7 @@ def test_raw_ids_of_other_kinds(kind: str) -> None:
     check_rows(backend, backend.place("hbm", made.table), made, asked_of(made, KINDS[kind]))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("where", ["hbm", "cached", "split"])
 def test_bags_weights_and_precisions(where: str) -> None:
     made, backend = raw(), new_backend()

@@ -154,7 +154,7 @@ def test_a_load_that_keeps_less_than_nothing_is_refused(found: str, tmp_path: Pa
         Model(root, "m").collect(-1)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -285,7 +285,7 @@ def test_a_half_written_checkpoint(tmp_path: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize(("dim", "text"), [(64, "(3.8 x less than fp32)"), (1, "x the bytes of fp32)")])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 def test_a_load_says_what_its_bytes_are_to_fp32(dim: int, text: str, tmp_path: Path, root: Path) -> None:
     """Rows of one number grow where each takes 16 bytes: then it does not say that they are 0.2 x less."""
     np.save(tmp_path / "t.npy", rows_of(100_000, dim))
@@ -314,7 +314,7 @@ def test_a_terminal_sees_progress(tmp_path: Path, root: Path) -> None:
     assert run_tableside("load", tmp_path / "m.toml", root=root).stderr == ""
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_lookup_and_bench_against_a_server(server: Any) -> None:
     found = run_tableside("lookup", "demo", "user=1,2;3", "text=4", "--url", server.url)
     assert "user float32 [2, 64]" in found.stdout

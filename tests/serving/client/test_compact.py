@@ -32,7 +32,7 @@ from tableside.serving.client.messages import HttpRequest, HttpResponse
     ],
 )
 @pytest.mark.parametrize("bags", [0, 1, 7])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 def test_both_forms_answer_the_same(
     served: Server, names: tuple[str, ...], weights: bool, dtype: type, bags: int
 ) -> None:
@@ -124,7 +124,7 @@ def ask_compact(served: Server, lengths: list[list[int]], ids: int, also: str = 
         ([[1, 1]], 2, "", "expected [2, bags], a row a feature"),
     ],
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_bad_lengths_are_named_in_the_compact_form(
     served: Server, lengths: list[list[int]], ids: int, also: str, why: str
 ) -> None:

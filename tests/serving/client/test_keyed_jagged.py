@@ -95,7 +95,7 @@ def kjt_of(kjt_class: Any, features: dict[str, Jagged]) -> Any:
         (("seen", "words"), False, np.int64),
     ],
 )
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 def test_a_keyed_jagged_tensor(
     served: Server, kjt_class: Any, names: tuple[str, ...], weights: bool, dtype: type
 ) -> None:

@@ -41,7 +41,7 @@ from tableside.serving.errors import ServingError
 from tableside.torch import EmbeddingBags
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_owners_that_do_not_fit_are_refused_at_a_load(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -77,6 +77,7 @@ def test_owners_that_do_not_fit_are_refused_at_a_load(
     assert not Model(roots[2], "ads").versions()
 
 
+@pytest.mark.drawn(0.5)
 def test_what_needs_all_rows_on_one_host_is_refused(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -203,6 +204,7 @@ def test_what_no_owner_can_say_is_refused(
         remote_tables(spec, choose(), None)
 
 
+@pytest.mark.drawn(0.5)
 def test_owners_may_come_from_reshard(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:

@@ -60,7 +60,7 @@ def is_right(got: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
     )
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_replica_answers_for_one_that_is_away(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], how: signal.Signals
@@ -82,7 +82,7 @@ def test_a_replica_answers_for_one_that_is_away(
     assert 'outcome="late"' not in door.get("/metrics").text
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_rows_of_an_owner_that_is_away_are_late_and_told(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -112,7 +112,7 @@ def test_rows_of_an_owner_that_is_away_are_late_and_told(
         assert is_right(look_up(client), arrays)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("late", ["default", "error"])
 def test_an_owner_that_is_stopped_holds_a_request_up_to_the_deadline(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], late: str
@@ -207,7 +207,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_that_was_changed_on_its_way_is_not_taken(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], lie: str
@@ -231,6 +231,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_taken(
         liar.close()
 
 
+@pytest.mark.drawn(0.5)
 def test_a_door_reads_the_version_that_it_was_loaded_with(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -257,7 +258,7 @@ def test_a_door_reads_the_version_that_it_was_loaded_with(
     assert answer(after, {"user": USERS})[0] == new["user"][USERS].tobytes()
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_rows_are_given_to_servers_with_the_token_alone(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -341,6 +342,7 @@ def test_an_evaluation_asks_owners_too(
     assert scores[0].size == 300 and np.array_equal(*scores)
 
 
+@pytest.mark.drawn(0.5)
 def test_rows_beyond_one_response_are_asked_for_in_parts(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

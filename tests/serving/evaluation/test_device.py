@@ -78,7 +78,7 @@ def candidates(root: Path, *versions: int) -> list[Candidate]:
     return [Candidate("ctr", v, Model(root, "ctr").attach(v).content()) for v in versions]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(
     ("options", "server"),
     [

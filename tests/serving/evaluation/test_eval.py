@@ -34,7 +34,7 @@ from tableside.serving.settings import ServerSettings
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(("kind", "workers"), [("parquet", 2), ("jsonl", 1)])
 def test_every_row_is_scored_once_and_rightly(root: Path, tmp_path: Path, kind: str, workers: int) -> None:
     publish(root, tmp_path)

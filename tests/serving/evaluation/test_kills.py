@@ -94,7 +94,7 @@ def test_a_forkserver_that_is_killed_as_it_starts(command: list[str], times: int
     )
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_long_name_of_the_folder_of_temporary_files(command: list[str], tmp_path: Path) -> None:
     """A socket's name has 107 bytes: the error names the folder and the variable that it comes from."""
     folder = tmp_path / ("x" * 100)

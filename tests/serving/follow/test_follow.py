@@ -220,7 +220,7 @@ def test_a_folder_is_followed_until_a_signal(model: Model, tmp_path: Path, root:
 
 
 @pytest.mark.parametrize(("options", "more"), [((), 10), (("--nice", 0), 0)], ids=["default", "none"])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 def test_servers_come_first(
     model: Model, tmp_path: Path, root: Path, options: tuple[Any, ...], more: int
 ) -> None:
@@ -262,7 +262,7 @@ def test_a_gap_ends_a_follower_and_reset_goes_past_it(model: Model, tmp_path: Pa
     assert values(model)[[1, 2, 3, 4], 0].tolist() == [1, 2, 0, 4]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_bad_batch_ends_a_follower_and_changes_nothing(model: Model, tmp_path: Path, root: Path) -> None:
     put(tmp_path, 1, [1])
     bad = put(tmp_path, 2, [2, 3])

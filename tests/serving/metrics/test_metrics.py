@@ -125,7 +125,7 @@ def quiet_sum(text: str, name: str, **labels: str) -> float:
     return sum(s.value for s in families if s.name == name and labels.items() <= s.labels.items())
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
     """From the first byte to the last: a body that comes late is in it, and so is a client that leaves."""
     server = start("--workers", 2)

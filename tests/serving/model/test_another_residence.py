@@ -74,7 +74,7 @@ def publish_rows(root: Path, folder: Path, **missing: str) -> np.ndarray:
     return values
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @OPTIONS
 def test_a_server_reads_through_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]
@@ -134,7 +134,7 @@ def test_an_answer_says_how_many_rows_came_late(
         assert end(server.process) == 0
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @OPTIONS
 def test_a_request_says_how_long_it_waits_for_rows(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]

@@ -89,7 +89,7 @@ def placements(server: Server) -> list[str]:
     return [t["placement"] for t in server.get("/v1/models").json()["models"][0]["tables"]]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(
     ("how", "of_small"),
     [
@@ -139,7 +139,7 @@ def raw_model(disk: Path, tmp_path: Path) -> Model:
     return Model(disk, "m")
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("how", ["cpu", pytest.param("beside", marks=pytest.mark.gpu)])
 def test_raw_ids_are_found_in_rows_on_a_disk(raw_model: Model, disk: Path, how: str) -> None:
     """Also those that are missing, that come, and that go; and the first wrong one is named."""

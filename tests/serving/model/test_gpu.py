@@ -86,7 +86,7 @@ REQUEST = {
 }
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize(
     "options",
     [

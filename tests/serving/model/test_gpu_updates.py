@@ -71,7 +71,7 @@ class Worker:
             np.testing.assert_array_equal(found, rows[name], name)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "hybrid", "zero_copy", "host"])
 def test_states_answer_as_a_dictionary_does(
     root: Path, placement: str, monkeypatch: pytest.MonkeyPatch
@@ -125,7 +125,7 @@ def test_a_state_takes_hbm_for_its_deltas_alone(root: Path, placement: str) -> N
     assert worker.placer._held == held
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", ["hbm", "cached", "zero_copy"])
 def test_a_state_is_served_where_the_budget_leaves_nothing(
     root: Path, placement: str, caplog: pytest.LogCaptureFixture

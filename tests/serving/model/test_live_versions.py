@@ -42,7 +42,7 @@ def versions_of_workers(server: Any, workers: int) -> set[int]:
     return set(heard.values())
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_new_version_is_taken_by_all_workers_while_requests_run(
     start: Start, root: Path, tmp_path: Path
 ) -> None:

@@ -147,7 +147,7 @@ DOORS: dict[str, Callable[[str, Request], Answer]] = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("door", DOORS)
 def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> None:
     """Of raw tables with ids in the rows' padding and beside them, by hash and in ranges, with default

@@ -117,7 +117,7 @@ def test_changes_come_while_requests_run(
     assert (shown["version"], shown["sequence"]) == (1, last)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_tensors_say_their_sequence(start: Start, root: Path, tmp_path: Path) -> None:
     """A response of the Open Inference Protocol has it as a parameter, once there is one."""
     publish_ones(root, tmp_path)

@@ -116,7 +116,7 @@ def test_heads_lie_side_by_side(root: Path, where: str) -> None:
         whole(moved(where, ids[:, :2]))
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @everywhere
 def test_calls_ahead_give_what_calls_give(root: Path, where: str) -> None:
     """Several at once, taken in any order, or not taken."""
@@ -375,7 +375,7 @@ def test_a_table_is_found_by_its_name(root: Path, publish: Callable[..., Any]) -
         RowGather("demo", "a", root=str(root))
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_call_ahead_does_not_import_the_compiler(root: Path) -> None:
     """It takes more than a second, for which the first token of an engine would wait."""
     publish(root, "int8", rows=10)

@@ -136,7 +136,7 @@ def path() -> Iterator[Path]:
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_unix_socket_takes_the_place_of_a_port(server: Server, path: Path, start_on: Start) -> None:
     """Client, load generator and curl's way; user and group alone may connect; the path goes when the
     server ends."""

@@ -65,7 +65,7 @@ R, N, O = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offs
     ],
     ids=str,
 )
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 def test_inputs_are_checked(
     server: Server, share: Callable[..., Shared], parameters: dict[str, Any], message: str
 ) -> None:

@@ -23,7 +23,7 @@ from tableside.serving.client import Client, ClientError
 Start = Callable[..., Any]
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_worker_killed_under_load(start: Start, root: Path) -> None:
     """No wrong row, at most the requests in flight break, the worker is replaced, and counters go on from
     where they were."""
@@ -100,7 +100,7 @@ def test_readiness_goes_false_before_draining(start: Start) -> None:
     server.process.send_signal(signal.SIGQUIT)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_server_ends_after_draining(start: Start) -> None:
     assert end(start("--workers", 1, "--drain-s", 0.5).process) == 0
 
@@ -209,7 +209,7 @@ def test_models_from_the_environment(root: Path, tmp_path: Path, start: Start, m
     assert start("--workers", 1, models=()).get("/health").json()["models"] == {"demo": 1}
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_replaced_version_is_unmapped(start: Start, root: Path, tmp_path: Path) -> None:
     """After a swap no worker holds the old segment, though requests' layouts were remembered on it."""
     server = start("--workers", 1)

@@ -37,7 +37,7 @@ def versions(settings: RootSettings, *arguments: str) -> dict[str, list[int]]:
     return {name: Model(settings.root, name).versions() for name in load_where_named(arguments, settings)}
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_checkpoint_is_served_in_one_command(settings: RootSettings) -> None:
     """Its tables are looked up as if `init` and `load` had come before; the server's line alone is on
     stdout."""
@@ -57,7 +57,7 @@ def test_what_is_live_is_not_loaded_again(settings: RootSettings, capfd: pytest.
     assert versions(settings, str(Path("m.toml").resolve())) == {"m": [1]}
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", ["checkpoint", "model.toml", "activate", "damage", "only"])
 def test_what_changed_is_loaded_again(change: str, settings: RootSettings) -> None:
     """A file of the checkpoint, what model.toml says, which version is live, whether it is whole and was

@@ -77,7 +77,7 @@ def test_hangups_are_not_queued(start: Start) -> None:
     assert server.get("/health").status_code == 200
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_successor_is_ready_before_its_predecessor_goes(start: Start) -> None:
     """The only worker is asked to end when its successor takes requests, and not as long as that one does
     not."""
@@ -124,7 +124,7 @@ def test_quit_ends_at_once(start: Start) -> None:
     until(lambda: not any(map(is_running, below)), what="the workers to be gone")
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_more_and_fewer_workers(start: Start) -> None:
     """SIGTTIN and SIGTTOU, while requests run; the last one stays."""
     server = start("--workers", 1)
