@@ -134,10 +134,10 @@ def _first_models(settings: ServerSettings) -> tuple[str, ...]:
     return published_models(settings) if settings.all else settings.models
 
 
-def _check(settings: ServerSettings, runs_torch: bool) -> None:
-    """Raises if a needed extra is missing, or a device would have no worker."""
-    if runs_torch:
-        require("a scorer that is an exported program", "torch", extra="torch")
+def check(settings: ServerSettings) -> None:
+    """Raises ServingError, QuantError for what is wrong with the settings alone. Call it before models are
+    loaded, too."""
+    _first_models(settings)
     if settings.devices:
         require("--devices", "torch", "triton", extra="gpu")
     if settings.grpc_port is not None:
@@ -152,6 +152,10 @@ def _check(settings: ServerSettings, runs_torch: bool) -> None:
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so "
             f"start at least --workers {len(settings.devices)}"
         )
+    if settings.uds is None:
+        bind(settings).close()
+    if (reserved := reserve_grpc(settings)) is not None:
+        reserved.close()
 
 
 def serve(
@@ -160,12 +164,14 @@ def serve(
     """Serves until a signal; returns the exit code. make: builds the workers' application. came: signals to
     end that came before; it may grow. LoaderError, QuantError, ServingError: a model, the backend or the
     address is unusable; no worker was started."""
+    check(settings)
     settings = settings.model_copy(update={"models": _first_models(settings)})
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)
     runs_torch = any(needs_torch(segment, "cuda" if settings.devices else "cpu") for segment in segments)
-    _check(settings, runs_torch)
+    if runs_torch:
+        require("a scorer that is an exported program", "torch", extra="torch")
     sock = bind(settings)
     try:
         reserved = reserve_grpc(settings)

@@ -30,7 +30,7 @@ _TURNS = 5  # of each form, where there are several
 
 def serve(options: argparse.Namespace) -> int:
     """Loads models that are named by a path and not live; serves until a signal."""
-    from tableside.serving.workers.server import serve as run
+    from tableside.serving.workers import server
 
     came: list[int] = []
 
@@ -50,8 +50,9 @@ def serve(options: argparse.Namespace) -> int:
     if options.models == []:
         options.models = None
     settings = ServerSettings(**given(options, ServerSettings))
+    server.check(settings)  # before a load, which may take an hour
     named = load_where_named(settings.models, settings)
-    return run(settings.model_copy(update={"models": named}), came=came)
+    return server.serve(settings.model_copy(update={"models": named}), came=came)
 
 
 def lookup(options: argparse.Namespace) -> int:

@@ -2,12 +2,13 @@
 they describe."""
 
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scorers import Ctr, exported
-from support import rows_of
+from support import rows_of, run_tableside
 
 from tableside.loader.errors import ModelError
 from tableside.loader.load.load import load
@@ -45,6 +46,27 @@ def test_a_checkpoint_is_served_in_one_command(settings: RootSettings) -> None:
         (vectors,) = client.lookup("c", {"user": [[7]]})["user"]
     np.testing.assert_allclose(vectors, rows_of(100, 8)[7], atol=0.02)
     assert Model(settings.root, "c").versions() == [1]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("--port", "{port}"), "cannot listen on 127.0.0.1:{port}"),
+        (("--port", 0, "--grpc-port", "{port}"), "cannot listen on 127.0.0.1:{port} for gRPC"),
+        (("--port", 0, "--devices", "0,1"), "2 devices and 1 workers"),
+        (("--port", 0, "--traces", "nowhere"), "traces"),
+    ],
+    ids=["port", "grpc port", "devices", "exporter"],
+)
+def test_nothing_is_loaded_for_a_server_that_cannot_start(
+    settings: RootSettings, options: tuple[object, ...], what: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = [str(one).format(port=port) for one in options]
+        found = run_tableside("serve", "c.npz", *said, root=settings.root)
+    assert found.returncode in (1, 2) and what.format(port=port) in found.stderr
+    assert not Model(settings.root, "c").versions()
 
 
 @pytest.mark.drawn(0.5)
