@@ -2,6 +2,7 @@
 collects gauges such as versions and sizes."""
 
 import os
+import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tableside.loader.errors import LoaderError
 from tableside.quant.contract import Unfound
+from tableside.serving import VERSION
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics import files as metrics_files
 from tableside.serving.metrics.counters import Counter, Histogram, counted
@@ -256,6 +258,10 @@ class _Now:
 
     def collect(self) -> Iterator[Metric]:
         yield from counted(_folder())
+        text = "1 for the release that runs: its version, and Python's."
+        build = GaugeMetricFamily("tableside_build_info", text, labels=["version", "python"])
+        build.add_metric([VERSION, platform.python_version()], 1.0)
+        yield build
         names = {
             "tableside_version": "Number of the version that this worker serves.",
             "tableside_live_version": "Number of the live version.",
