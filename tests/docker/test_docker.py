@@ -48,7 +48,9 @@ def test_script_parses_and_may_be_executed(script: Path) -> None:
     subprocess.run([shell, "-n", script], timeout=300, check=True)
 
 
-@pytest.mark.parametrize(("target", "extras"), [("slim", ""), ("cpu", "torch,eval"), ("cuda", "gpu,eval")])
+@pytest.mark.parametrize(
+    ("target", "extras"), [("slim", ""), ("cpu", "torch,eval,grpc"), ("cuda", "gpu,eval,grpc")]
+)
 def test_image_is_small_unprivileged_and_checked(target: str, extras: str) -> None:
     """A final image runs as a numeric user that is not root, has a compiler only for Triton, and says when
     it is healthy."""

@@ -75,7 +75,7 @@ class Reading:
 
     @property
     def counts(self) -> RowCounts:
-        found = self.placer._hot._counts[self.version]
+        found = self.placer.disk.hot._counts[self.version]
         assert found is not None
         return found
 

@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
 import tritonclient.http as triton_http
 import tritonclient.utils.shared_memory as shared
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,6 +24,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from grpc_tools import protoc
 from servers import TABLES, Server, running
 from support import run_tableside
+from triton_grpc import triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tableside.serving.errors import ApiError
