@@ -1,6 +1,7 @@
 """The worker's ASGI application: FastAPI with /v1, /v2 and the page. Errors are {"error": ...}."""
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Application:
         _add_page(self._app)
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")
         self._counted_cpu_s = 0.0
+        self._grpc: Any = None
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "lifespan":
@@ -64,22 +66,28 @@ class Application:
             self.tell()
             await asyncio.sleep(TELL_S)
 
-    async def _grpc_door(self) -> Any:
-        """Opens the worker's gRPC server; None: it has none. ServingError: the address is taken."""
+    def end(self) -> None:
+        """Begins to end what has no connection of uvicorn's."""
+        if self._grpc is not None:
+            self._grpc.end()
+
+    async def _open_grpc(self) -> None:
+        """Opens the worker's gRPC server, if it has one. ServingError: the address is taken."""
         if self.service.settings.grpc_port is None:
-            return None
+            return
+        # It forks nothing that goes on without an exec, and would say so in the log
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
         from tableside.serving.http.grpc.door import GrpcDoor  # of an extra, and never before a fork
 
-        door = GrpcDoor(self.service, self.door.traffic)
-        await door.start()
-        return door
+        self._grpc = GrpcDoor(self.service, self.door.traffic)
+        await self._grpc.start()
 
     async def _lifespan(self, receive: asgi.Receive, send: asgi.Send) -> None:
         await receive()
         spans = None
         try:
             await self.service.start()
-            grpc = await self._grpc_door()
+            await self._open_grpc()
         except (LoaderError, QuantError, errors.ServingError, OSError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
@@ -92,8 +100,8 @@ class Application:
         await receive()
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)
-        if grpc is not None:
-            await grpc.stop()
+        if self._grpc is not None:
+            await self._grpc.stop()
         await self.service.stop()
         if spans is not None:
             await asyncio.get_running_loop().run_in_executor(None, spans.close)  # it may wait for a collector

@@ -4,7 +4,7 @@ it never mixes versions. A replaced version stays mapped until its last request 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -154,8 +154,7 @@ class Engine:
         replaced = before.placed if before is not None and as_successor else None
         is_gpu = self._placer.gpu is not None
         threads, rest = (1, _REST) if before is not None else (_VERIFIERS if is_gpu else 1, 0.0)
-        kinds = self._placer.kinds(segment, replaced)
-        checked = self._placer.disk.checked(segment, kinds)
+        checked = self._placer.disk.checked(segment, self._placer.kinds(segment, replaced))
         for name in segment.base.keep_indexes(checked):
             logger.warning(
                 "the id index of table %s may leave memory, and then a lookup waits for it: raise the limit "
@@ -165,25 +164,25 @@ class Engine:
         read = partial(self.model.verify, segment.base, verify, threads, rest, checked)
         if not is_gpu:
             at = read()
-            return self._attach(segment, replaced, kinds, lambda: at)
+            return self._attach(segment, replaced, checked, lambda: at)
         if verify != "header" and (verify == "always" or self.model.verified_at(segment.base) is None):
             segment.base.verify_indexes()
         # rows, while they are copied and kernels are loaded
         with ThreadPoolExecutor(1, "tableside-verify") as beside:
-            return self._attach(segment, replaced, kinds, beside.submit(read).result)
+            return self._attach(segment, replaced, checked, beside.submit(read).result)
 
     def _attach(
         self,
         segment: Segment,
         replaced: Placements | None,
-        kinds: Mapping[str, str],
+        checked: Collection[str],
         verified: Callable[[], float],
     ) -> ServedVersion:
-        """The rest of `attach`. replaced: gives its room. kinds: of the tables' residences. verified: waits
-        until all rows were read; returns when."""
+        """The rest of `attach`. replaced: gives its room. checked: tables whose rows are checked as they are
+        read. verified: waits until all others were; returns when."""
         clock = _Clock()
         try:
-            placed = self._placer.place(segment, replaced, kinds)
+            placed = self._placer.place(segment, replaced, checked)
             clock.mark("placed")
             scorer = None
             if self._scores:

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -104,41 +104,42 @@ class Placer:
         return None if self.gpu is None else self.gpu.cache
 
     def kinds(self, segment: Segment, replaced: Placements | None = None) -> Mapping[str, str]:
-        """Returns the kind of residence of each table, for `place`. ServingError: the budget does not hold
-        them."""
+        """Returns the kind of residence that each table would have now. ServingError: the budget does not
+        hold them."""
         stored = {table.name for table in counted_tables(segment.base)}
         if self.gpu is None:
             placement = self._settings.placement
             return {name: without_device(placement, name in stored) for name in segment.tables}
+        with self._lock, _budgeted():
+            return self._chosen(self.gpu, segment, self._left(replaced))
+
+    def _chosen(self, gpu: "GpuBackend", segment: Segment, left: int) -> dict[str, str]:
         from tableside.quant.gpu.residence import plan
 
-        may_stay = stored if self._on_disk else set()
+        may_stay = {t.name for t in counted_tables(segment.base)} if self._on_disk else set()
         sizes = [size_of(t)._replace(is_stored=t.name in may_stay) for t in segment.header.tables]
-        with self._lock, _budgeted():
-            home, left = self.gpu.launcher, self._left(replaced)
-            kinds = plan.choose(sizes, self._settings.placement, left, home)
-            plan.check_padding(sizes, kinds)  # before a cache takes the budget
+        kinds = plan.choose(sizes, self._settings.placement, left, gpu.launcher)
+        plan.check_padding(sizes, kinds)  # before a cache takes the budget
         return kinds
 
     def _left(self, replaced: Placements | None) -> int:
         return max(0, self._budget - self._held + (replaced.hbm_bytes if replaced else 0))
 
     def place(
-        self, segment: Segment, replaced: Placements | None = None, kinds: Mapping[str, str] | None = None
+        self, segment: Segment, replaced: Placements | None = None, stay: Collection[str] = ()
     ) -> Placements:
         """Places a segment's tables within the free budget. replaced: the version that goes; its cached rows
-        are kept (`Placements.take_over`), changed hot rows fetched. kinds: None: those of `kinds`. A state of
-        a placed version takes only new deltas. RegistrationError, ServingError: CUDA, the GPU's memory or the
-        budget does not allow it."""
+        are kept (`Placements.take_over`), changed hot rows fetched. stay: tables that stay on their disk,
+        whatever the budget is now. A state of a placed version takes only new deltas. RegistrationError,
+        ServingError: CUDA, the GPU's memory or the budget does not allow it."""
         if segment.header.remote and self.gpu is not None:
             what = f"rows of {segment.header.model} version {segment.header.version} lie on other hosts"
             raise ServingError(f"{what}, and the CPU asks for them; leave the devices out")
         if (gpu := self.gpu) is None:
-            return self._place_on_host(segment, self.kinds(segment) if kinds is None else kinds)
+            return self._place_on_host(segment, self.kinds(segment))
         known = self._bases.get(segment.base)
         if (base := None if known is None else known()) is None:
-            kinds = self.kinds(segment, replaced) if kinds is None else kinds
-            base = self._place_version(gpu, segment.base, replaced, kinds)
+            base = self._place_version(gpu, segment.base, replaced, stay)
             self._bases[segment.base] = weakref.ref(base)
             if replaced is not None:
                 self._warm(base, replaced.base)
@@ -205,7 +206,7 @@ class Placer:
         return Placements(base.placements, on_gpu=tables, hbm_bytes=base.hbm_bytes + taken, base=base)
 
     def _place_version(
-        self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None, kinds: Mapping[str, str]
+        self, gpu: "GpuBackend", segment: Segment, replaced: Placements | None, stay: Collection[str]
     ) -> Placements:
         from tableside.quant.gpu.residence import plan
 
@@ -213,6 +214,7 @@ class Placer:
         sizes, home = list(map(size_of, segment.header.tables)), gpu.launcher
         with self._lock, _budgeted():  # one version after another: each sees what those before it took
             left = self._left(replaced)
+            kinds = self._chosen(gpu, segment, left) | dict.fromkeys(stay, ON_DISK)
             in_host, indexes = plan.plan_indexes(sizes, kinds, left, home, replaced is not None)
             files = _files_of(segment)
             readers = self.disk.readers(segment, kinds)

@@ -135,9 +135,16 @@ def _first_models(settings: ServerSettings) -> tuple[str, ...]:
 
 
 def check(settings: ServerSettings) -> None:
-    """Raises ServingError, QuantError for what is wrong with the settings alone. Call it before models are
-    loaded, too."""
+    """Raises what `serve` would raise for the settings alone, before models are loaded."""
     _first_models(settings)
+    _check_devices_and_extras(settings)
+    if settings.uds is None:
+        bind(settings).close()
+    if (reserved := reserve_grpc(settings)) is not None:
+        reserved.close()
+
+
+def _check_devices_and_extras(settings: ServerSettings) -> None:
     if settings.devices:
         require("--devices", "torch", "triton", extra="gpu")
     if settings.grpc_port is not None:
@@ -152,10 +159,6 @@ def check(settings: ServerSettings) -> None:
             f"{len(settings.devices)} devices and {settings.workers} workers; a worker uses one device, so "
             f"start at least --workers {len(settings.devices)}"
         )
-    if settings.uds is None:
-        bind(settings).close()
-    if (reserved := reserve_grpc(settings)) is not None:
-        reserved.close()
 
 
 def serve(
@@ -164,8 +167,8 @@ def serve(
     """Serves until a signal; returns the exit code. make: builds the workers' application. came: signals to
     end that came before; it may grow. LoaderError, QuantError, ServingError: a model, the backend or the
     address is unusable; no worker was started."""
-    check(settings)
     settings = settings.model_copy(update={"models": _first_models(settings)})
+    _check_devices_and_extras(settings)
     published = [Model(settings.root, name, settings.owner) for name in settings.models]
     segments = [model.attach(model.good(), "header") for model in published]
     backend = choose(settings.backend)

@@ -37,8 +37,13 @@ class Worker(uvicorn.Server):
         if is_second or not self.started:
             super().handle_exit(sig, frame)
             return
-        self.config.loaded_app.service.drain()
-        loop, finish = asyncio.get_running_loop(), functools.partial(super().handle_exit, sig, frame)
+        app, loop, close = self.config.loaded_app, asyncio.get_running_loop(), super().handle_exit
+        app.service.drain()
+
+        def finish() -> None:
+            app.end()
+            close(sig, frame)
+
         loop.call_soon_threadsafe(loop.call_later, self._drain_s, finish)
 
 

@@ -40,17 +40,21 @@ def choose(tables: Iterable[TableSize], wanted: str, budget: int, home: Home) ->
 
 def _mixed(tables: Sequence[TableSize], kinds: Sequence[str], budget: int, home: Home) -> dict[str, str]:
     """The smallest tables in the first kind, the others in the first of the others that fits, or on their
-    disk."""
+    disk. What all tables of the host leave is for the stored ones."""
     of_host = [t for t in tables if not t.is_stored]
-    rest = max(0, budget - sum(t.index_bytes for t in of_host))  # which are copied wherever the rows lie
-    part = rest // _SMALL_PART
-    takes_rest, others = False, ON_DISK
-    for others in kinds[1:] if of_host else ():
-        takes_rest = residence(others).takes_rest(home)
-        if residence(others).fits(of_host, rest - part, home):
-            break
-    left = part if takes_rest else rest
-    chosen = {}
+    if residence(kinds[0]).fits(of_host, budget, home):
+        chosen, left, others = dict.fromkeys((t.name for t in of_host), kinds[0]), budget, ON_DISK
+        left -= residence(kinds[0]).needs(of_host)
+        tables = [t for t in tables if t.is_stored]
+    else:
+        chosen = {}
+        left = max(0, budget - sum(t.index_bytes for t in of_host))  # which are copied wherever the rows lie
+        part = left // _SMALL_PART
+        for others in kinds[1:]:
+            takes_rest = residence(others).takes_rest(home)
+            if residence(others).fits(of_host, left - part, home):
+                break
+        left = part if takes_rest else left
     for t in sorted(tables, key=lambda t: t.bytes):
         size = residence(kinds[0]).needs([t]) - (0 if t.is_stored else t.index_bytes)
         chosen[t.name] = kinds[0] if size <= left else ON_DISK if t.is_stored else others

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tableside.serving.errors import bad_request, short
+from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.http.grpc.messages import message
 from tableside.serving.http.v2.shm import REGION
 
@@ -23,6 +23,61 @@ _CONTENTS = {
 }
 
 
+_RAW = message("ModelInferRequest").DESCRIPTOR.fields_by_name["raw_input_contents"].number
+_SMALL = 1 << 16  # bytes of a message that is not looked through before it is read
+_SPARE, _EACH = 256, 16  # fields of a message, and more for each input of the models
+_MOST_DIMS = 64
+
+
+def check_description(data: bytes, inputs: int, most_bytes: int) -> None:
+    """Looks through a message's fields, before Python's objects take a hundred times their bytes. inputs:
+    that models have. ApiError 413: more fields than a request of all can have, or more bytes beside the
+    tensors' than JSON may have."""
+    if len(data) <= _SMALL:
+        return
+    at, fields, described, most = 0, 0, len(data), _SPARE + _EACH * inputs
+    while at < len(data) and fields <= most:
+        tag, at = _varint(data, at)
+        kind, size = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
+        if kind == 2:
+            size, at = _varint(data, at)
+        elif kind == 0:
+            _, at = _varint(data, at)
+        elif not size:
+            return  # it is no message: who reads it says so
+        described -= size if tag >> 3 == _RAW else 0
+        at += size
+        fields += 1
+    for what, found, limit in (("fields", fields, most), ("bytes beside tensors", described, most_bytes)):
+        if found > limit:
+            text = f"the message has {found:,} {what} or more; expected at most {limit:,}"
+            raise ApiError(413, ErrorKind.TOO_LARGE, text)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns a number that begins at a byte, and where it ends."""
+    found = shift = 0
+    while at < len(data):
+        found |= (data[at] & 127) << shift
+        at += 1
+        if data[at - 1] < 128 or shift > 63:
+            break
+        shift += 7
+    return found, at
+
+
+def body_bytes(request: Any) -> int:
+    """Bytes of a request's tensors, as `as_body` makes them."""
+    if request.raw_input_contents:
+        return sum(map(len, request.raw_input_contents))
+    return sum(
+        len(getattr(one.contents, field)) * np.dtype(dtype).itemsize
+        for one in request.inputs
+        if one.HasField("contents")
+        for field, dtype in _CONTENTS.values()
+    )
+
+
 def named(model: str, version: str) -> list[str]:
     """Returns a model as `InferTarget` names it."""
     return [model, "versions", version] if version else [model]
@@ -31,21 +86,21 @@ def named(model: str, version: str) -> list[str]:
 def as_body(request: Any) -> tuple[bytes, int]:
     """Returns a request as HTTP's body, and the bytes of its JSON. ApiError: its tensors are no bytes of
     their datatypes."""
-    raw, parts = list(request.raw_input_contents), list[bytes]()
-    sent = [one for one in request.inputs if REGION not in one.parameters]
-    if raw and len(raw) != len(sent):
-        raise bad_request(
-            f"raw_input_contents has {len(raw)} entries; expected {len(sent)}, one for each input that lies "
-            "in no shared memory region"
-        )
-    inputs = []
+    raw, parts, inputs = list(request.raw_input_contents), list[bytes](), []
     for one in request.inputs:
         parameters = _values(one.parameters)
         if REGION not in parameters:
-            parts.append(raw[len(parts)] if raw else _bytes_of(one))
+            parts.append(_bytes_of(one) if not raw else raw[len(parts)] if len(parts) < len(raw) else b"")
             parameters["binary_data_size"] = len(parts[-1])
+        if len(one.shape) > _MOST_DIMS:
+            raise bad_request(f"input {short(one.name)} has {len(one.shape):,} dimensions; expected 1 or 2")
         described = {"name": one.name, "datatype": one.datatype, "shape": list(one.shape)}
         inputs.append({**described, "parameters": parameters})
+    if raw and len(raw) != len(parts):
+        raise bad_request(
+            f"raw_input_contents has {len(raw)} entries; expected {len(parts)}, one for each input that lies "
+            "in no shared memory region"
+        )
     head: dict[str, Any] = {"inputs": inputs}
     if request.id:
         head["id"] = request.id

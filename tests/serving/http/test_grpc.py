@@ -4,10 +4,13 @@ import asyncio
 import json
 import queue
 import random
+import re
 import subprocess
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,12 +26,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_tools import protoc
 from servers import TABLES, Server, running
-from support import run_tableside
+from support import end, run_tableside
 from triton_grpc import triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tableside.serving.errors import ApiError
-from tableside.serving.executors.admission import Slices, Slots
+from tableside.serving.executors.admission import Slots
 from tableside.serving.http.grpc.door import GrpcDoor
 from tableside.serving.http.grpc.messages import NAME, message
 
@@ -135,6 +138,7 @@ def test_answers_are_those_of_http(server: Server, client: Any) -> None:
 def test_descriptions_are_those_of_http(server: Server, client: Any) -> None:
     assert client.is_server_live() and client.is_server_ready()
     assert client.is_model_ready("demo") and client.is_model_ready("demo", "1")
+    assert not client.is_model_ready("nothing")
     http = server.get("/v2/models/demo").json()
     metadata = client.get_model_metadata("demo", as_json=True)
     assert metadata["platform"] == http["platform"] and metadata["versions"] == http["versions"]
@@ -328,18 +332,21 @@ def test_requests_are_as_large_as_those_of_http(start: Callable[..., Server]) ->
 def test_requests_take_slots() -> None:
     """Those of a worker that HTTP's take: they wait for one, and are refused where too many do."""
     door: Any = GrpcDoor.__new__(GrpcDoor)
-    door._service = SimpleNamespace(slots=Slots(1, 1, 60.0), slices=Slices())
+    door._service = SimpleNamespace(slots=Slots(1, 1, 60.0))
 
     async def run() -> None:
-        first = await door._turn()
+        def turn() -> Any:
+            return door._turn(lambda: True)
+
+        first = await turn()
         assert door._service.slots.is_full
-        oldest, newest = (asyncio.create_task(door._turn()) for _ in range(2))
+        oldest, newest = (asyncio.create_task(turn()) for _ in range(2))
         with pytest.raises(ApiError, match="max_waiting"):
             await oldest
         first.end()
         last = await newest
         assert door._service.slots.is_full
-        gone = asyncio.create_task(door._turn())
+        gone = asyncio.create_task(turn())
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
@@ -347,6 +354,71 @@ def test_requests_take_slots() -> None:
         assert not door._service.slots.waiting and not door._service.slots.is_full
 
     asyncio.run(run())
+
+
+def test_few_messages_are_read_at_once(start: Callable[..., Server]) -> None:
+    """Large ones lie with their clients until they have a slot, and take its bytes then."""
+    one = start("--grpc-port", 0, "--max-response-bytes", "1MiB", "--max-in-flight-bytes", "70MiB")
+    (worker,) = one.workers()
+    before, body = memory_of(worker), np.zeros((1, 6_000_000), np.int64)
+
+    def ask() -> str:
+        options = [("grpc.max_send_message_length", -1)]
+        with triton.InferenceServerClient(one.grpc, channel_args=options) as client:
+            try:
+                client.infer("demo", sent(triton, {"user": body}))
+            except InferenceServerException as error:
+                return str(error.status())
+        return "ok"
+
+    with ThreadPoolExecutor(8) as pool:
+        found = Counter(pool.map(lambda _: ask(), range(8)))
+    assert found.keys() <= {"ok", "StatusCode.UNAVAILABLE"} and found["ok"]
+    assert memory_of(worker) - before < 24 * body.nbytes  # 8 messages, as gRPC, protobuf and HTTP have each
+
+
+def memory_of(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+
+
+def test_what_is_no_request_of_tensors_is_refused_before_it_is_read(channel: grpc.Channel) -> None:
+    """Many fields without content, a shape of a million dimensions: they would take a hundred times their
+    bytes."""
+    whole = infer_request().SerializeToString()
+    ask = channel.unary_unary(f"/{NAME}/ModelInfer", _registered_method=False)
+    for data, what in (
+        (whole + b"\x2a\x00" * (1 << 19), "fields or more; expected at most"),
+        (whole + b"\x32\x00" * (1 << 19), "fields or more; expected at most"),
+        (whole + b"\x1a" + b"\x80\x80\x80\x03" + bytes(3 << 21), "bytes beside tensors"),
+    ):
+        with pytest.raises(grpc.RpcError, match=what) as caught:
+            ask(data, timeout=300)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    request = infer_request(raw_input_contents=[b""])
+    request.inputs.add(name="user", datatype="INT64", shape=[1] * 10_000)
+    assert "has 10,000 dimensions" in refused(channel, "ModelInfer", request)[1]
+    request = infer_request(raw_input_contents=[bytes(8)])
+    for name in ("user", "liked"):
+        request.inputs.add(name=name, datatype="INT64", shape=[1, 1])
+    request.inputs[1].parameters["shared_memory_region"].SetInParent()
+    status, details = refused(channel, "ModelInfer", request)
+    assert status is grpc.StatusCode.INVALID_ARGUMENT and "1 entries; expected 2" in details
+
+
+def test_what_waits_does_not_hold_up_an_end(start: Callable[..., Server]) -> None:
+    """A watcher of the health and an idle stream are told, and end."""
+    one = start("--grpc-port", 0, "--shutdown-timeout-s", 250)
+    with grpc.insecure_channel(one.grpc) as channel, triton.InferenceServerClient(one.grpc) as client:
+        watching = iter(health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()))
+        assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
+        answers: queue.Queue[Any] = queue.Queue()
+        client.start_stream(lambda result, error: answers.put(result))
+        client.async_stream_infer("demo", sent(triton, {"user": np.array([[1]])}))
+        assert answers.get(timeout=300) is not None
+        assert end(one.process, 200) == 0
+        assert next(watching).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert next(watching, None) is None
 
 
 def test_a_port_that_is_taken_is_said(server: Server) -> None:

@@ -80,9 +80,17 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     assert chosen("auto", 900 << 20, wide) == {"w": "zero_copy"}  # the cache's maps alone take a GiB
     assert chosen("auto", 2 << 30, wide) == {"w": "cached"}
     stored = [t._replace(is_stored=t.name != "c") for t in sizes]
-    assert chosen("auto", 479, stored) == {"a": "stored", "b": "hbm", "c": "zero_copy"}
+    assert chosen("auto", 319, stored) == {"a": "stored", "b": "hbm", "c": "zero_copy"}
+    assert chosen("auto", 479, stored) == {"a": "stored", "b": "stored", "c": "hbm"}
     assert chosen("auto", 480, stored) == {"a": "stored", "b": "hbm", "c": "hbm"}
     assert chosen("auto", 1280, stored) == dict.fromkeys("abc", "hbm")
+    small, large = sizes[1]._replace(name="s"), TableSize("d", 1 << 26, 16, is_stored=True)
+    half, all_of_it = large._replace(name="h", rows=1 << 25), 1 << 30
+    assert chosen("auto", all_of_it, [small, large, half]) == {
+        "s": "hbm",
+        "d": "stored",
+        "h": "hbm",
+    }
     on_disk = [t._replace(is_stored=True) for t in wide]
     assert chosen("auto", 2 << 30, on_disk) == {"w": "stored"}
     assert chosen("cached", 2 << 30, on_disk) == {"w": "cached"}
