@@ -80,6 +80,21 @@ def test_readers_know_how_long_the_server_waits(model: Model) -> None:
     assert {r.timeout_s for r in engine.served().segment.base.readers.values()} == {0.25}
 
 
+@pytest.mark.gpu
+def test_a_budget_is_given_to_one_model(model: Model) -> None:
+    """Of two that are attached at the same time, and that it would hold alone: the other one's rows stay on
+    their disk."""
+    settings = ServerSettings(devices=(tables.serve_device(),), hbm_budget=4 << 20)
+    placer, segments = Placer(settings, choose()), [model.attach(), model.attach()]
+    placer.open()
+    kinds = [placer.kinds(segment) for segment in segments]
+    assert kinds[0] == kinds[1] == {"big": "hbm", "small": "hbm"}
+    placed = [placer.place(segment) for segment in segments]
+    assert [one.placements["big"] for one in placed] == ["hbm", "stored"]
+    stays = placer.place(model.attach(), stay=["small"])
+    assert stays.placements["small"] == "stored"
+
+
 def rows_of(client: Client, ids: Any) -> np.ndarray:
     found: np.ndarray = client.lookup("m", {"big": [list(map(int, ids))]})["big"]
     return found.reshape(-1, DIM)
