@@ -228,8 +228,12 @@ def test_without_its_extensions_the_command_ends_with_one_line(root: Path) -> No
 # ---- what is declared ----
 
 MODULES = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
     "posix-ipc": "posix_ipc",
     "prometheus-client": "prometheus_client",
+    "protobuf": "google",
     "pydantic-settings": "pydantic_settings",
     "fbgemm-gpu-cpu": "fbgemm_gpu",
     "pyyaml": "yaml",
@@ -271,7 +275,11 @@ CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has 
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
     extras = modules(
-        [r for name in ("torch", "fbgemm", "gpu", "eval", "otel", "ray", "redis") for r in EXTRAS[name]]
+        [
+            r
+            for name in ("torch", "fbgemm", "gpu", "eval", "grpc", "otel", "ray", "redis")
+            for r in EXTRAS[name]
+        ]
     )
     assert not base & extras
     assert (imported_packages() - CALLERS) | BY_NAME == base | extras
