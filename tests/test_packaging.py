@@ -274,13 +274,8 @@ CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has 
 @pytest.mark.drawn(0.5)
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
-    extras = modules(
-        [
-            r
-            for name in ("torch", "fbgemm", "gpu", "eval", "grpc", "otel", "ray", "redis")
-            for r in EXTRAS[name]
-        ]
-    )
+    names = ("torch", "fbgemm", "gpu", "eval", "grpc", "otel", "ray", "redis")
+    extras = modules([requirement for name in names for requirement in EXTRAS[name]])
     assert not base & extras
     assert (imported_packages() - CALLERS) | BY_NAME == base | extras
 
