@@ -236,22 +236,28 @@ class GrpcDoor:
         since = time.perf_counter()
         try:
             while (data := await self._next(context)) is not None:
-                request, hold, turn = kind(), Hold(self._service.in_flight), None
+                hold = Hold(self._service.in_flight)
                 try:
-                    turn = await self._turn(_yes)
-                    await self._parse(request, data, hold)
-                    answer = response(infer_response=await self._model_infer(request, context, hold))
-                except Exception as error:  # noqa: BLE001  # as of `_run`
-                    refusal = self._refusal(request, error)
-                    answer = response(error_message=refusal.message, infer_response={"id": request.id})
+                    yield (await self._answer(kind(), data, hold, response, context)).SerializeToString()
                 finally:
-                    if turn is not None:
-                        turn.end()
-                yield answer.SerializeToString()
-                hold.release()
+                    hold.release()
         finally:
             self._streams -= 1
             self._traffic.ended(_LABEL, 200, since, self._trace("ModelStreamInfer", context))
+
+    async def _answer(self, request: Any, data: bytes, hold: Hold, response: Any, context: Any) -> Any:
+        """Returns a stream's answer to one request, or what says why there is none."""
+        turn = None
+        try:
+            turn = await self._turn(_yes)
+            await self._parse(request, data, hold)
+            return response(infer_response=await self._model_infer(request, context, hold))
+        except Exception as error:  # noqa: BLE001  # as of `_run`
+            refusal = self._refusal(request, error)
+            return response(error_message=refusal.message, infer_response={"id": request.id})
+        finally:
+            if turn is not None:
+                turn.end()
 
     async def _next(self, context: Any) -> bytes | None:
         """The next message of a stream; None: it ends, or the server does."""

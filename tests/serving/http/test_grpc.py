@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from grpc_tools import protoc
 from servers import TABLES, Server, running
-from support import end, run_tableside
+from support import end, run_tableside, until
 from triton_grpc import triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -212,6 +212,25 @@ def test_a_stream_of_requests(client: Any) -> None:
     client.stop_stream()
     assert [None if r is None else r.get_response().id for r, _ in found] == ["0", None, "2"]
     assert "id 1000 at position 1" in str(found[1][1])
+
+
+def test_a_stream_that_breaks_off_gives_all_back(server: Server, channel: grpc.Channel) -> None:
+    """Where its client leaves before it has read an answer."""
+
+    def held() -> list[float]:
+        names = ("tableside_held_bytes", "tableside_waiting_requests", "tableside_in_flight_requests")
+        text = server.get("/metrics").text
+        return [float(re.findall(rf"^{name} (\S+)", text, re.MULTILINE)[0]) for name in names]
+
+    request = infer_request(raw_input_contents=[np.zeros(2000, np.int64).tobytes()])
+    request.inputs.add(name="text.values", datatype="INT64", shape=[2000])
+    ask = channel.stream_stream(f"/{NAME}/ModelStreamInfer", _registered_method=False)
+    for _ in range(20):
+        answers = ask(iter([request.SerializeToString()] * 200), timeout=300)
+        next(answers)
+        answers.cancel()
+    # the request for the metrics is in flight, and holds nothing
+    until(lambda: held() == [0.0, 0.0, 1.0], what="the streams' bytes and places")
 
 
 def test_models_are_loaded_by_operators(client: Any, channel: grpc.Channel) -> None:
