@@ -214,8 +214,9 @@ def test_a_stream_of_requests(client: Any) -> None:
     assert "id 1000 at position 1" in str(found[1][1])
 
 
-def test_a_stream_that_breaks_off_gives_all_back(server: Server, channel: grpc.Channel) -> None:
+def test_a_stream_that_breaks_off_gives_all_back(start: Callable[..., Server]) -> None:
     """Where its client leaves before it has read an answer."""
+    server = start("--grpc-port", 0)
 
     def held() -> list[float]:
         names = ("tableside_held_bytes", "tableside_waiting_requests", "tableside_in_flight_requests")
@@ -224,11 +225,12 @@ def test_a_stream_that_breaks_off_gives_all_back(server: Server, channel: grpc.C
 
     request = infer_request(raw_input_contents=[np.zeros(2000, np.int64).tobytes()])
     request.inputs.add(name="text.values", datatype="INT64", shape=[2000])
-    ask = channel.stream_stream(f"/{NAME}/ModelStreamInfer", _registered_method=False)
-    for _ in range(20):
-        answers = ask(iter([request.SerializeToString()] * 200), timeout=300)
-        next(answers)
-        answers.cancel()
+    with grpc.insecure_channel(server.grpc) as channel:
+        ask = channel.stream_stream(f"/{NAME}/ModelStreamInfer", _registered_method=False)
+        for _ in range(20):
+            answers = ask(iter([request.SerializeToString()] * 200), timeout=300)
+            next(answers)
+            answers.cancel()
     # the request for the metrics is in flight, and holds nothing
     until(lambda: held() == [0.0, 0.0, 1.0], what="the streams' bytes and places")
 
