@@ -175,8 +175,9 @@ class GrpcDoor:
     async def _parse(self, request: Any, data: bytes, hold: Hold) -> None:
         """Reads a message into `request`. ApiError: it is another one's, too large, or there is no room."""
         hold.grow(len(data))
-        most = sum(asgi.inputs_of(engine.attached()) for engine in self._service.engines.values())
-        tensors.check_description(data, most, self._service.settings.max_json_bytes)
+        if len(data) > tensors.LOOKED_THROUGH:
+            most = sum(asgi.inputs_of(engine.attached()) for engine in self._service.engines.values())
+            tensors.check_description(data, most, self._service.settings.max_json_bytes)
         try:
             if len(data) > _BESIDE_BYTES:
                 await self._service.beside(request.ParseFromString, data)

@@ -24,7 +24,7 @@ _CONTENTS = {
 
 
 _RAW = message("ModelInferRequest").DESCRIPTOR.fields_by_name["raw_input_contents"].number
-_SMALL = 1 << 16  # bytes of a message that is not looked through before it is read
+LOOKED_THROUGH = 1 << 16  # bytes of a message from which its fields are counted before it is read
 _SPARE, _EACH = 256, 16  # fields of a message, and more for each input of the models
 _MOST_DIMS = 64
 
@@ -33,8 +33,6 @@ def check_description(data: bytes, inputs: int, most_bytes: int) -> None:
     """Looks through a message's fields, before Python's objects take a hundred times their bytes. inputs:
     that models have. ApiError 413: more fields than a request of all can have, or more bytes beside the
     tensors' than JSON may have."""
-    if len(data) <= _SMALL:
-        return
     at, fields, described, most = 0, 0, len(data), _SPARE + _EACH * inputs
     while at < len(data) and fields <= most:
         tag, at = _varint(data, at)
