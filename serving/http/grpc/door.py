@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, ServingError, bad_request
 from tableside.serving.executors.admission import RETRY_AFTER_S, Hold, Turn, overloaded
+from tableside.serving.executors.pending import settle
 from tableside.serving.http import asgi
 from tableside.serving.http.grpc import tensors
 from tableside.serving.http.grpc.calls import Calls, as_bytes, metadata_of
@@ -216,7 +217,7 @@ class GrpcDoor:
     async def _turn(self, is_whole: Callable[[], bool]) -> Turn:
         """Waits for a slot. ApiError 503: too many wait. is_whole: as of `Turn`."""
         came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        begin, refuse = functools.partial(_settle, came, None), functools.partial(_settle, came)
+        begin, refuse = functools.partial(settle, came, None), functools.partial(settle, came)
         turn = Turn(self._service.slots, begin, refuse, is_whole)
         try:
             self._service.slots.enter(turn)
@@ -308,12 +309,3 @@ class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has n
 
 def _yes() -> bool:
     return True
-
-
-def _settle(came: "asyncio.Future[None]", error: Exception | None) -> None:
-    if came.done():
-        return
-    if error is None:
-        came.set_result(None)
-    else:
-        came.set_exception(error)
