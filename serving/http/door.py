@@ -5,22 +5,17 @@ ASGI to the same code."""
 
 import asyncio
 import functools
-import logging
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind
 from tableside.serving.executors.admission import Hold
 from tableside.serving.executors.pending import Found
 from tableside.serving.http.asgi import DISK_TIMEOUT, Response, error_response
 from tableside.serving.http.traffic import Traffic
 from tableside.serving.http.v2.infer import LENGTH, V2, InferTarget
-from tableside.serving.metrics import metrics
-
-logger = logging.getLogger("tableside")
 
 _PATH, _INFER = b"/v2/models/", b"/infer"
 _ODD = re.compile(rb"[%?#]")
@@ -109,12 +104,7 @@ class Door:
         send(response_head(response), response.parts)
 
     def _refusal(self, asked: InferTarget, error: Exception) -> Response:
-        model = asked.named[0] if asked.named[0] in self._v2.service.engines else metrics.UNKNOWN
-        if not isinstance(error, ApiError):
-            logger.error("an infer request failed", exc_info=error)
-            error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)
-        metrics.refused(model, "v2", error.kind, error.lacking)
-        return error_response(error)
+        return error_response(self._v2.refusal(asked.named[0], error))
 
 
 def response_head(response: Response) -> bytes:

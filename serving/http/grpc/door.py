@@ -7,7 +7,6 @@ status is what Triton gives for it; the text is HTTP's.
 
 import asyncio
 import functools
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -18,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.reflection import SERVICE_NAME as REFLECTION
 from grpc_reflection.v1alpha.reflection import enable_server_reflection
 
-from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, ServingError, bad_request
+from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request
 from tableside.serving.executors.admission import RETRY_AFTER_S, Hold, Turn, overloaded
 from tableside.serving.executors.pending import settle
 from tableside.serving.http import asgi
@@ -28,12 +27,10 @@ from tableside.serving.http.grpc.messages import NAME, POOL, SERVICE, filled, me
 from tableside.serving.http.traffic import Trace, Traffic, trace_of
 from tableside.serving.http.v2 import shm
 from tableside.serving.http.v2.infer import V2, InferTarget
-from tableside.serving.metrics import metrics
 from tableside.serving.service.service import Service
 
-logger = logging.getLogger("tableside")
-
 _LABEL = "grpc"  # of the protocol in metrics
+_INFER = "ModelInfer"  # the call that takes a slot
 _LOOK_S = 0.5  # between two looks of a watcher at whether the worker is ready
 _MESSAGE_BYTES = 1 << 16  # of a message beside its tensors
 _BESIDE_BYTES = shm.INLINE_BYTES  # of a message, from which it is taken apart beside the event loop
@@ -95,7 +92,7 @@ class GrpcDoor:
         # Handlers read their message: it stays with the client until the request has a slot.
         if method.name == "ModelStreamInfer":
             return grpc.stream_stream_rpc_method_handler(self._stream_infer)
-        call = self._model_infer if method.name == "ModelInfer" else self._told(method)
+        call = self._model_infer if method.name == _INFER else self._told(method)
         run = functools.partial(self._run, method.name, message(method.input_type.name), call)
         written = message(method.output_type.name).SerializeToString
         return grpc.stream_unary_rpc_method_handler(run, None, written)
@@ -115,7 +112,7 @@ class GrpcDoor:
         hold, turn = Hold(self._service.in_flight), None
         self._traffic.began()
         try:
-            if call == self._model_infer:
+            if name == _INFER:
                 turn = await self._turn(whole.is_set)
             data = await self._message(context)
             whole.set()
@@ -125,7 +122,7 @@ class GrpcDoor:
             status = 200
             return answer
         except Exception as error:  # noqa: BLE001  # an answer is owed whatever it is; what is no refusal is logged
-            refusal = self._refusal(request, error)
+            refusal = self._v2.refusal(getattr(request, "model_name", ""), error)
             status = refusal.status
             if status == 503:
                 pushback = ("grpc-retry-pushback-ms", str(1000 * RETRY_AFTER_S))
@@ -143,15 +140,6 @@ class GrpcDoor:
             return Trace(b"POST", path)
         given = [(key.encode(), as_bytes(value)) for key, value in context.invocation_metadata()]
         return trace_of(b"POST", path, given)
-
-    def _refusal(self, request: Any, error: Exception) -> ApiError:
-        named = getattr(request, "model_name", "")
-        model = named if named in self._service.engines else metrics.UNKNOWN
-        if not isinstance(error, ApiError):
-            logger.error("a gRPC call failed", exc_info=error)
-            error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)
-        metrics.refused(model, _LABEL, error.kind, error.lacking)
-        return error
 
     # ---- messages ----
 
@@ -255,7 +243,7 @@ class GrpcDoor:
             await self._parse(request, data, hold)
             return response(infer_response=await self._model_infer(request, context, hold))
         except Exception as error:  # noqa: BLE001  # as of `_run`
-            refusal = self._refusal(request, error)
+            refusal = self._v2.refusal(request.model_name, error)
             return response(error_message=refusal.message, infer_response={"id": request.id})
         finally:
             if turn is not None:

@@ -2,6 +2,7 @@
 tensors. They come from the `Door`, or from FastAPI's route in `serving.http.v2.routes`."""
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tableside.loader.versions.states import State
-from tableside.serving.errors import bad_request, not_found, short
+from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, bad_request, not_found, short
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.executors.pending import Found, Pending, answer_of
 from tableside.serving.http import asgi
@@ -17,10 +18,13 @@ from tableside.serving.http.v2 import reader, shm
 from tableside.serving.http.v2 import request as v2_request
 from tableside.serving.http.v2.reader import ReadBeside
 from tableside.serving.http.v2.request import InferRequest
+from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.request import Answer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
+
+logger = logging.getLogger("tableside")
 
 _INLINE_HEADER_BYTES = 1 << 18  # are read on the event loop: some 0.4 ms
 _BINARY_TYPE = (b"content-type", b"application/octet-stream")
@@ -42,9 +46,19 @@ class V2:
     """Answers infer requests. ApiErrors are the caller's to send. protocol: their label in metrics."""
 
     def __init__(self, service: Service, protocol: str = "v2") -> None:
-        self.service = service
+        self.service, self._protocol = service, protocol
         self._metrics = MetricsOfModels(protocol)
         self._most_region_bytes = min(shm.INLINE_BYTES, service.settings.max_body_bytes)
+
+    def refusal(self, model: str, error: Exception) -> ApiError:
+        """Counts a call that failed, and returns what its client is told. model: as it was named. What is no
+        refusal is logged."""
+        if not isinstance(error, ApiError):
+            logger.error("a request of protocol %s failed", self._protocol, exc_info=error)
+            error = ApiError(500, ErrorKind.INTERNAL, INTERNAL_ERROR)
+        known = model if model in self.service.engines else metrics.UNKNOWN
+        metrics.refused(known, self._protocol, error.kind, error.lacking)
+        return error
 
     def _json_bytes(self, header_length: bytes | None, body: bytes | memoryview) -> int:
         """Length of the JSON part in bytes; the whole body without Inference-Header-Content-Length. ApiError:
