@@ -1,7 +1,6 @@
 """The watch over live versions: a process takes a new one into service while requests run."""
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -12,6 +11,7 @@ from tableside.quant import QuantError
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics.metrics import ERRORS, SWAPS, UPDATE_LAG, UPDATES
 from tableside.serving.model.engine import Engine
+from tableside.serving.model.version import ServedVersion
 
 logger = logging.getLogger("tableside")
 
@@ -63,10 +63,9 @@ class Watch:
 
     async def _take(self, engine: Engine, state: State) -> None:
         before = engine.attached().state
-        attach = functools.partial(engine.attach, state, as_successor=True)
-        engine.swap(await asyncio.get_running_loop().run_in_executor(None, attach))
+        engine.swap(await asyncio.get_running_loop().run_in_executor(None, _attached, engine, state))
         self._taken(engine)
-        if state == before:  # its hot rows are others
+        if (state := engine.attached().state) == before:  # its hot rows are others
             return
         if (change := engine.attached().segment.change) is not None and state.sequence:
             UPDATES.labels(engine.model.name).inc()
@@ -91,6 +90,10 @@ class Watch:
             "version %s of %s is not taken: %s", state, engine.model.name, error, exc_info=not is_expected
         )
         ERRORS.labels(engine.model.name, ErrorKind.SWAP.value).inc()
+
+
+def _attached(engine: Engine, state: State) -> ServedVersion:
+    return engine.attach(engine.agreed(state), as_successor=True)
 
 
 def _log_end(watch: asyncio.Task[None]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tableside.loader.deltas.changes import ChangeBatch
+from tableside.loader.deltas.hosts import next_mark
 from tableside.loader.deltas.merging import Merges, UnpublishedDelta
 from tableside.loader.deltas.pack import PackedChanges
 from tableside.loader.errors import ChangeError, VersionError
@@ -115,7 +116,7 @@ class _Apply:
     ) -> ApplyResult:
         if packed.version != self.before.current or over not in (None, state_of(self.before)):
             raise self._changed(state_of(self.before), over or State(packed.version))
-        self._check_position(batch)
+        self._check_batch(batch)
         packed.add(batch.changes)
         live = self.segment.deltas
         if not packed.rows and batch.position in (None, batch.after):
@@ -146,17 +147,25 @@ class _Apply:
 
     def _change(self, batch: ChangeBatch, rows: int, sequence: int, below: int) -> Change:
         positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
+        mark = 0
         if batch.source is not None and batch.position is not None:
             positions[batch.source] = batch.position
-        return Change(sequence, below, rows, positions, batch.made_at or 0.0, time.time())
+            if self.segment.header.is_over_hosts and (before := self.segment.hosts_state()) is not None:
+                mark = next_mark(before.mark, batch.source, batch.passed or [batch.position])
+        return Change(sequence, below, rows, positions, batch.made_at or 0.0, time.time(), mark)
 
     def merge(self, deltas: Sequence[Delta]) -> None:
         """Publishes the entries of these deltas (newest first) as one."""
         sequence = self.before.latest_sequence + 1
         self._publish(self._planned(deltas), replace(deltas[0].change, sequence=sequence, below=0, changed=0))
 
-    def _check_position(self, batch: ChangeBatch) -> None:
+    def _check_batch(self, batch: ChangeBatch) -> None:
         if batch.source is None:
+            if self.segment.header.is_over_hosts:
+                raise ChangeError(
+                    f"model {self.model.name!r} lies on several hosts, which tell by the numbers of changes "
+                    "whether they have the same: give the file one on each host (tableside apply --number)"
+                )
             return
         change = self.segment.change
         found = None if change is None else change.positions.get(batch.source)

@@ -1,7 +1,7 @@
 """Changes of rows, and the rules for rows of a source. Errors name source, row, expected and found values."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,13 +38,19 @@ class TableChanges:
 class ChangeBatch:
     """Changes that become visible together. changes: in order, read once. source: the stream's name, or None.
     position, after: the stream's positions behind and before the batch; after None: the stream begins.
-    made_at: time.time() of the oldest change; None: unknown."""
+    made_at: time.time() of the oldest change; None: unknown. For a model over several hosts: passed: the
+    position and a checksum of each part, in order; empty: `position` alone. group: what its changes have in
+    common that followers on all hosts apply together, if they keep up; is_group_end: no more of the group
+    comes after it."""
 
     changes: Iterable[TableChanges]
     source: str | None = None
     position: str | None = None
     after: str | None = None
     made_at: float | None = None
+    passed: Sequence[str] = ()
+    group: str = ""
+    is_group_end: bool = False
 
 
 @dataclass

@@ -110,7 +110,10 @@ class _Compaction:
             version=self.version,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             tables=plan_tables(stored),
-            merged=replace(self.delta.change, below=0),
+            merged=replace(
+                self.delta.change, below=0, mark=0 if self._hides_rows() else self.delta.change.mark
+            ),
+            origin=(header.origin or self.base.content()) if header.is_over_hosts else 0,
         )
         self._total = sum(t.rows for t in planned.tables)
         program = self.base.program() if header.scorer is not None else b""
@@ -128,6 +131,15 @@ class _Compaction:
         rows = sum(t.id_count for t in planned.tables)
         seconds = time.monotonic() - started
         return CompactionResult(self.model.name, state, rows, self.delta.entries, writer.size, seconds)
+
+    def _hides_rows(self) -> bool:
+        """Whether the new version alone has rows that were deleted."""
+        return any(self._deleted_numbers(name) for name in self.entries)
+
+    def _deleted_numbers(self, name: str) -> bool:
+        """Whether row numbers of a table were deleted, which a delta over the new version says."""
+        row_map = self.base.tables[name].row_map
+        return (row_map is None or row_map.index is None) and bool(self.entries[name].deleted.any())
 
     def done(self, rows: int) -> None:
         """Counts written rows."""
@@ -157,8 +169,7 @@ class _Compaction:
         """Writes newer changes as a delta over the new version; returns its sequence, 0: none."""
         parts: list[tuple[str, list[DeltaEntries]]] = []
         for name, entries in self.entries.items():
-            table = self.base.tables[name]
-            if (table.row_map is None or table.row_map.index is None) and entries.deleted.any():
+            if self._deleted_numbers(name):
                 parts.append((name, [entries.only(entries.deleted)]))
         newer = live.deltas[:-1]
         if not parts and not newer:
@@ -189,11 +200,6 @@ class _CompactTable:
         self.index: IdIndex | None = None
         row_map = self.table.row_map
         if row_map is not None and row_map.index is not None:
-            if len(row_map.index.directory) - 1 != row_map.index.buckets:
-                raise VersionError(
-                    f"model {work.model.name!r} has a part of the buckets of table {stored.name!r}; compact "
-                    "the whole model, and reshard it again"
-                )
             self._old = row_map.index
             if self.entries is not None:
                 self._plan(row_map.index)
@@ -229,9 +235,11 @@ class _CompactTable:
             builder.put(ids, rows, records)
         builder.put(inserted, np.arange(inserted.size) + old.slots, records)
         builder.distinct(records, "error")
-        self.index = builder.build(records)
+        first, owned = old.first_bucket, len(old.directory) - 1
+        self.index = builder.build(records).part(first, first + owned)
         shape = (self.table.row_format, self.table.dim, self.index.slots)
-        stored = plan_index(*shape, old.buckets, old.bucket_ids, has_backfilled=backfilled > 0)
+        buckets = old.buckets, old.bucket_ids, first, owned
+        stored = plan_index(*shape, *buckets, has_backfilled=backfilled > 0)
         self.rows = self.index.slots + 1
         default = None if self.ids.default_row is None else self.index.slots
         self.ids = StoredIds(builder.ids, self.ids.missing, default, 0, backfilled, stored)

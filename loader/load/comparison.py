@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.checkpoint import Checkpoint, Matrix
 from tableside.loader.checkpoint.keyed.keyed import KeyedRows
-from tableside.loader.deltas.pack import check_ids
+from tableside.loader.deltas.checks import check_ids
 from tableside.loader.errors import ChangeError
 from tableside.loader.load.plan import Sources
 from tableside.loader.load.settings import PIECE_BYTES, LoadSettings, Progress, threads_of

@@ -59,7 +59,8 @@ class Owner:
 class Change:
     """Metadata of a delta. sequence: its number, unique in the model. below: sequence of the delta under it;
     0: none. changed: rows of the last batch. positions: stream -> position after the last change. made_at,
-    applied_at: time.time() of the batch's oldest change (0: unknown) and of its publication."""
+    applied_at: time.time() of the batch's oldest change (0: unknown) and of its publication. mark: of all
+    changes since the load, of a model over several hosts (loader.deltas.hosts); 0: unknown."""
 
     sequence: int
     below: int = 0
@@ -67,6 +68,7 @@ class Change:
     positions: dict[str, str] = field(default_factory=dict)
     made_at: float = 0.0
     applied_at: float = 0.0
+    mark: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Header:
     """Metadata of a version. files: of large tables, one behind the other. source: checkpoint paths, files,
     model.toml digest; load: seconds and source_bytes. owner: None for a whole version. delta: set in a delta
     over `version`, which has no features. merged: the last delta compacted into it. remote: tables whose rows
-    other hosts have."""
+    other hosts have. origin: `Segment.content` of the loaded version that was compacted to this one, of a
+    model over several hosts; 0: this is a loaded one."""
 
     model: str
     version: int
@@ -114,6 +117,7 @@ class Header:
     merged: Change | None = None
     files: tuple[TableFile, ...] = ()
     remote: tuple[RemoteTable, ...] = ()
+    origin: int = 0
 
     def to_json(self) -> bytes:
         raw = asdict(self)
@@ -123,9 +127,12 @@ class Header:
         for file in raw["files"]:
             if not file["sums_at"]:
                 del file["sums_at"], file["sums"]
-        for name in ("files", "remote"):
+        for name in ("files", "remote", "origin"):
             if not raw[name]:
                 del raw[name]
+        for name in ("delta", "merged"):
+            if name in raw and not raw[name]["mark"]:
+                del raw[name]["mark"]
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
@@ -180,6 +187,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if any(change is not None and change.mark for change in (self.delta, self.merged)):
+            return 7
         if self.remote:
             return 6
         if self.files:
@@ -187,6 +196,11 @@ class Header:
         if self.delta is not None or self.merged is not None:
             return 3
         return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
+
+    @property
+    def is_over_hosts(self) -> bool:
+        """Whether other hosts have parts of the model."""
+        return self.owner is not None or bool(self.remote)
 
     @property
     def table_bytes(self) -> int:
@@ -257,6 +271,8 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         )
     if not isinstance(header.load, dict) or not isinstance(header.source, dict):
         raise SegmentError("the header's source or load is no object")
+    if type(header.origin) is not int or not 0 <= header.origin < 1 << 64:
+        raise SegmentError(f"the header's origin is {str(header.origin)[:30]!r}; expected a content")
     if header.scorer is not None:
         dims = {t.name: t.dim for t in header.tables} | {t.name: t.dim for t in header.remote}
         pooled = {f.name: dims[f.table] for f in header.features if f.pooling != "none"}
@@ -350,8 +366,8 @@ def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
 
 
 def _check_change(c: Change) -> None:
-    numbers, times = (c.sequence, c.below, c.changed), (c.made_at, c.applied_at)
-    is_wrong = not all(type(n) is int and n >= 0 for n in numbers)
+    numbers, times = (c.sequence, c.below, c.changed, c.mark), (c.made_at, c.applied_at)
+    is_wrong = not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
     is_wrong = is_wrong or not all(type(t) in (int, float) for t in times)
     if is_wrong or c.below >= max(1, c.sequence) or not isinstance(c.positions, dict):
         raise SegmentError(

@@ -1,12 +1,38 @@
 """Tables whose rows other hosts have, as a version's header names them (docs/hosts.md)."""
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tableside.loader.checkpoint.rows import LARGEST_DIM
 from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import NAME
 from tableside.quant import QuantError, RowFormat
+
+_STATE = re.compile(r"[0-9a-f]{16}\.[0-9a-f]{16}")
+
+
+class HostsState(NamedTuple):
+    """A state as all hosts of a model call it. content: of the version that was loaded; mark: of the changes
+    since (loader.deltas.hosts); 0: none."""
+
+    content: int
+    mark: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.content:016x}.{self.mark:016x}"
+
+    @property
+    def seed(self) -> int:
+        """For checksums of its rows."""
+        return self.content ^ self.mark
+
+    @classmethod
+    def parse(cls, text: str) -> "HostsState":
+        """ValueError: it names none."""
+        if not _STATE.fullmatch(text):
+            raise ValueError(f"{text[:60]!r}; expected 16 hexadecimal digits, a dot, and 16 more")
+        return cls(*(int(part, 16) for part in text.split(".")))
 
 
 @dataclass(frozen=True)

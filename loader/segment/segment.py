@@ -44,10 +44,11 @@ from tableside.loader.segment.header import (
 )
 from tableside.loader.segment.layout import HEAD_BYTES, Files, check_head, file_name
 from tableside.loader.segment.memory import FileToMap, Mapping, keep_in_memory
+from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 6
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 7
 
 Verify = Literal["full", "always", "header"]
 """What is read when a file is attached: full: every byte, once a host (loader.versions.verified); always:
@@ -161,6 +162,15 @@ class Segment:
     def sequence(self) -> int:
         """Returns the sequence of the last delta, also if compacted; 0: none."""
         return 0 if self.change is None else self.change.sequence
+
+    def hosts_state(self) -> HostsState | None:
+        """Returns what the state is called by all hosts of its model; None: it is not known how it came
+        about."""
+        content = self.header.origin or self.base.content()
+        if not self.deltas and not self.header.origin:
+            return HostsState(content)
+        assert self.change is not None, "changes were compacted into it, or lie over it"
+        return HostsState(content, self.change.mark) if self.change.mark else None
 
     @property
     def size(self) -> int:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tableside.loader.segment.blocks import OPENS_S, Breaker
+from tableside.loader.segment.remote import HostsState
 from tableside.quant.contract import Bytes
 from tableside.serving.client.address import Address
 from tableside.serving.client.messages import HttpRequest, HttpResponse
@@ -121,10 +122,10 @@ def close_hosts() -> None:
 
 
 class Replicas(NamedTuple):
-    """The hosts that have the same rows. content, model: of their version."""
+    """The hosts that have the same rows, of a state of their model."""
 
     model: str
-    content: int
+    state: HostsState
     addresses: tuple[str, ...]
 
 
@@ -152,11 +153,11 @@ class OwnerCall:
     ) -> None:
         self.layout, self.until = layout, deadline
         self.body: Bytes | None = None
-        self._all_hosts, self._content, self._deadline = hosts, owner.content, deadline
+        self._all_hosts, self._state, self._deadline = hosts, owner.state, deadline
         self._rows = sum(one.ids.size for one in asked)
         # Who waits for less neither says that a host hangs, nor is the one that looks whether it does
         self._is_patient = deadline - time.monotonic() >= min(hosts.timeout_s, OPENS_S) / 2
-        path = f"{PATH}/{owner.model}/{owner.content:016x}"
+        path = f"{PATH}/{owner.model}/{owner.state}"
         self._request = HttpRequest("POST", path, pack_request(asked))
         known = [hosts.host(name) for name in owner.addresses]
         self._hosts = sorted(known, key=lambda host: (host.hangs, host.waiting))
@@ -241,7 +242,7 @@ class OwnerCall:
         if response.status != 200:
             raise ValueError(f"{response.status}: {response.text[:300]!r}")
         body = np.frombuffer(response.content, np.uint8)
-        check_response(body, self.layout, self._content)
+        check_response(body, self.layout, self._state)
         return body
 
 

@@ -34,8 +34,7 @@ def describe(segment: Segment) -> Described | None:
     return Described(
         header.model,
         header.version,
-        segment.sequence,
-        segment.base.content(),
+        header.origin or segment.base.content(),
         owner.number,
         owner.owners,
         str(header.source.get("sample", "")),
@@ -83,11 +82,6 @@ def _agreed(addresses: tuple[str, ...], model: str, number: int, token: str | No
             raise ServingError(
                 f"owner {address} describes share {described.number} of {described.model[:100]!r}; expected "
                 f"{number} of {model!r}"
-            )
-        if described.changes:
-            raise ServingError(
-                f"owner {address}: {model} has changes over version {described.version}, which other hosts "
-                "do not see; compact it, and load the other owners again"
             )
         if described.content != first.content:
             raise ServingError(

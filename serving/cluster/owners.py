@@ -9,7 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.segment.remote import RemoteTable
+from tableside.loader.errors import SegmentError
+from tableside.loader.segment.remote import HostsState, RemoteTable
+from tableside.loader.segment.segment import Segment
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.fetched import AskedTable, RowOwners, RowsAsked, RowState
@@ -33,18 +35,19 @@ class _Part(NamedTuple):
 
 
 class RemoteTables:
-    """The remote tables of a version, as sources of rows. late_is_default: the default row stands for rows
-    that do not come in time. count: is told a table, CAME or LATE, and how many rows."""
+    """The remote tables of a state, as sources of rows. mark: of its changes. late_is_default: the default
+    row stands for rows that do not come in time. count: is told a table, CAME or LATE, and how many rows."""
 
     def __init__(
         self,
         tables: Sequence[RemoteTable],
+        mark: int,
         hosts: OwnerHosts,
         late_is_default: bool,
         count: Callable[[str, str, int], object],
     ) -> None:
         self._tables, self._hosts, self._count = {t.name: t for t in tables}, hosts, count
-        self._late_is_default = late_is_default
+        self._mark, self._late_is_default = mark, late_is_default
 
     def sources(self) -> dict[str, AskedTable]:
         """Returns the tables by name."""
@@ -74,7 +77,7 @@ class RemoteTables:
                 if start < end:
                     of = slice(start, end)
                     part = _Part(table, share.table, one.rows[of], one.out[of], one.state[of])
-                    owner = Replicas(share.model, share.content, share.addresses)
+                    owner = Replicas(share.model, HostsState(share.content, self._mark), share.addresses)
                     parts.setdefault(owner, []).append(part)
                 start = end
             one.state[start:] = RowState.MISSING
@@ -96,11 +99,18 @@ class RemoteTables:
 
 
 def remote_sources(
-    tables: Sequence[RemoteTable], settings: ServerSettings, count: Callable[[str, str, int], object]
+    segment: Segment, settings: ServerSettings, count: Callable[[str, str, int], object]
 ) -> dict[str, AskedTable]:
-    """Returns a version's remote tables, as sources of rows. count: see `RemoteTables`."""
+    """Returns a state's remote tables, as sources of rows. count: see `RemoteTables`. SegmentError: it is not
+    known which rows of theirs belong to it."""
+    if (state := segment.hosts_state()) is None:
+        raise SegmentError(
+            f"{segment.path}: changes lie over it that no number was given, so its owners do not know which "
+            "they are; publish it again"
+        )
     hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-    return RemoteTables(tables, hosts, settings.disk_late == "default", count).sources()
+    late_is_default = settings.disk_late == "default"
+    return RemoteTables(segment.header.remote, state.mark, hosts, late_is_default, count).sources()
 
 
 def _take(parts: Sequence[_Part], call: OwnerCall) -> None:

@@ -1,12 +1,13 @@
 """What a server asks owners of rows, and what they answer. Numbers are little-endian.
 
 GET  /v2/rows/MODEL             the owner's live version, as JSON (`Described`)
-POST /v2/rows/MODEL/CONTENT     rows of a version, by `Segment.content` in 16 hexadecimal digits
+GET  /v2/rows/MODEL/states      the states that it keeps, as JSON: a list of STATE
+POST /v2/rows/MODEL/STATE       rows of a state, by `HostsState` as text
 
 request     int64: n tables; n times a table's number and its count of ids; ids, table after table
 response    uint8 for each id: 1 if the table has it, padded with zeros to a multiple of 8;
             a packed row for each id, table after table, of no meaning where the byte is 0;
-            xxh3-64 of what is before, seeded with CONTENT
+            xxh3-64 of what is before, seeded with STATE (`HostsState.seed`)
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from tableside.loader.segment.remote import HostsState
 from tableside.quant.contract import Bytes, Ids
 
 PATH = "/v2/rows"
@@ -77,21 +79,21 @@ def unpack_request(body: Any, most: int) -> list[TableIds]:
     ]
 
 
-def seal(body: Bytes, content: int) -> None:
+def seal(body: Bytes, state: HostsState) -> None:
     """Writes the end of a response whose rows are there."""
-    body[-_SUM.itemsize :].view(_SUM)[0] = _checksum(body, content)
+    body[-_SUM.itemsize :].view(_SUM)[0] = _checksum(body, state)
 
 
-def check_response(body: Bytes, layout: RowsLayout, content: int) -> None:
-    """ValueError: it is no response of this layout, or of another version."""
+def check_response(body: Bytes, layout: RowsLayout, state: HostsState) -> None:
+    """ValueError: it is no response of this layout, or of another state."""
     if body.size != layout.size:
         raise ValueError(f"it has {body.size} bytes; expected {layout.size}")
-    if _checksum(body, content) != int(body[-_SUM.itemsize :].view(_SUM)[0]):
-        raise ValueError("its checksum is wrong, or it is of another version")
+    if _checksum(body, state) != int(body[-_SUM.itemsize :].view(_SUM)[0]):
+        raise ValueError("its checksum is wrong, or it is of another state")
 
 
-def _checksum(body: Bytes, content: int) -> int:
-    return xxhash.xxh3_64_intdigest(body[: -_SUM.itemsize].data, seed=content)
+def _checksum(body: Bytes, state: HostsState) -> int:
+    return xxhash.xxh3_64_intdigest(body[: -_SUM.itemsize].data, seed=state.seed)
 
 
 class DescribedTable(NamedTuple):
@@ -112,12 +114,11 @@ class DescribedTable(NamedTuple):
 
 
 class Described(NamedTuple):
-    """An owner's live version. changes: sequence of the last change over it; 0: none. sample: digest of the
-    checkpoint (loader.checkpoint.rows.sample)."""
+    """An owner's live version. content: as of `HostsState`. sample: digest of the checkpoint
+    (loader.checkpoint.rows.sample)."""
 
     model: str
     version: int
-    changes: int
     content: int
     number: int
     owners: int
@@ -136,7 +137,7 @@ class Described(NamedTuple):
             found = cls(**{**raw, "content": int(raw["content"], 16), "tables": tables})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"it is no description of rows ({error})") from error
-        numbers = [found.version, found.changes, found.content, found.number, found.owners]
+        numbers = [found.version, found.content, found.number, found.owners]
         numbers += [n for t in tables for n in t[3:8] + t[9:]]
         texts = [found.model, found.sample, *(text for t in tables for text in (*t[:3], t.missing))]
         are_typed = all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)

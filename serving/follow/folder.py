@@ -7,10 +7,12 @@ number of the last applied file; applied files may be removed. A file's mtime sa
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tableside.loader.deltas.change_files import SUFFIXES, read_changes, rows_in
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.hosts import passed_file
 from tableside.loader.errors import ChangeError
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.source import PAUSE_S, IsStopping, pause, refusing
@@ -19,10 +21,17 @@ _CLOCK_NS = 1_000_000_000  # a change of a folder may have the same time as one 
 
 
 class FolderSource:
-    """The files of a folder. table: of files that name none. start: "start", "end", or a number."""
+    """The files of a folder. table: of files that name none. start: "start", "end", or a number. in_groups:
+    a file is a group."""
 
     def __init__(
-        self, folder: Path, name: str, table: str | None, start: str, is_stopping: IsStopping
+        self,
+        folder: Path,
+        name: str,
+        table: str | None,
+        start: str,
+        is_stopping: IsStopping,
+        in_groups: bool = False,
     ) -> None:
         """SourceError: there is no such folder, or `start` is no number."""
         if not folder.is_dir():
@@ -31,6 +40,7 @@ class FolderSource:
                 "redis://HOST?stream=KEY"
             )
         self.name, self._folder, self._table, self._is_stopping = name, folder, table, is_stopping
+        self._in_groups = in_groups
         self._files: dict[int, Path] = {}
         self._seen_ns = -1
         self._begin = self._number(start) if start not in ("start", "end") else None
@@ -42,6 +52,7 @@ class FolderSource:
     ) -> ChangeBatch | None:
         """As `Source.read`. SourceError: a number is left out, or there twice."""
         position = self._begin if after is None else self._number(after)
+        most = 1 if self._in_groups else most
         end, found, counted = time.monotonic() + wait_s, list[Path](), 0
         while True:
             while counted < rows and len(found) != most and (path := self._next(position)):
@@ -62,7 +73,11 @@ class FolderSource:
         if not found:
             return None
         changes = itertools.chain.from_iterable(map(self._changes, found))
-        return ChangeBatch(changes, self.name, str(position), after, found[0].stat().st_mtime)
+        batch = ChangeBatch(changes, self.name, str(position), after, found[0].stat().st_mtime)
+        if not self._in_groups:
+            return batch
+        passed = [passed_file(str(position), found[0])]
+        return replace(batch, passed=passed, group=str(position), is_group_end=True)
 
     def content(self, position: str) -> dict[str, str]:
         """Returns the file's path; the file stays."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -36,19 +36,25 @@ _command_log = logging.getLogger("tableside")
 
 @dataclass
 class Window:
-    """The changes of one batch. after, position: its bounds in the source; equal: no changes. made_at:
-    time.time() of the oldest, or None. skip: takes a refused change; None: refuse."""
+    """The changes of one batch. after, position: its bounds in the source; equal: no changes. quiet_s:
+    without changes, after which more of its group are not waited for. made_at: time.time() of the oldest, or
+    None. skip: takes a refused change; None: refuse. passed, group: as of `ChangeBatch`."""
 
     packed: PackedChanges
     after: str | None
     position: str | None
+    quiet_s: float = 0.0
     made_at: float | None = None
     skip: Skip | None = None
+    passed: list[str] = field(default_factory=list)
+    group: str = ""
+    is_group_end: bool = False
+    came_at: float = 0.0
 
     def read(self, source: ChangeSource, rows: int, until: float, is_stopping: IsStopping) -> None:
-        """Reads until `rows` rows, or `until` (time.monotonic()), or a stop; then reads what is there.
-        SourceError: changes are gone, out of order or invalid; after other changes, it is raised by the next
-        window."""
+        """Reads until `rows` rows, or `until` (time.monotonic()), or a stop; then reads what is there. Of a
+        group it reads all, and nothing behind it. SourceError: changes are gone, out of order or invalid;
+        after other changes, it is raised by the next window."""
         while True:
             left, asked = until - time.monotonic(), min(_SLICE_ROWS, rows - self.packed.rows)
             try:
@@ -57,8 +63,14 @@ class Window:
                 if not self.has_come:
                     raise
                 return
-            if self.packed.rows >= rows or (left <= 0 and not is_behind) or is_stopping():
+            if self.packed.rows >= rows or self.is_group_end or is_stopping():
                 return
+            if left <= 0 and not is_behind and self._is_quiet():
+                return
+
+    def _is_quiet(self) -> bool:
+        """Whether no more of the group is waited for."""
+        return not self.group or time.monotonic() - self.came_at >= self.quiet_s
 
     @property
     def has_come(self) -> bool:
@@ -67,7 +79,7 @@ class Window:
 
     def batch(self, source: ChangeSource, kept: str | None) -> ChangeBatch:
         """Returns the batch's metadata for `loader.deltas.apply`. kept: the position in the model's state."""
-        return ChangeBatch((), source.name, self.position, kept, self.made_at)
+        return ChangeBatch((), source.name, self.position, kept, self.made_at, self.passed)
 
     def _add(self, source: ChangeSource, rows: int, wait_s: float) -> int:
         """Reads and packs some rows; returns how many. SourceError: the next ones are refused, or
@@ -75,6 +87,9 @@ class Window:
         before, most = self.packed.rows, None
         while (part := source.read(self.position, rows, wait_s, most)) is not None:
             assert part.position is not None
+            if self.has_come and part.group != self.group:
+                self.is_group_end = True  # it is read again
+                break
             try:
                 self.packed.add(part.changes)
             except ChangeError as error:
@@ -90,7 +105,11 @@ class Window:
             else:
                 if not self.has_come:
                     self.made_at = part.made_at
-            self.position = part.position
+            self.position, self.group, self.is_group_end = part.position, part.group, part.is_group_end
+            self.passed += part.passed or [part.position]
+            self.came_at = time.monotonic()
+            if part.is_group_end:
+                break
             if most is None or self.packed.rows - before >= rows:
                 break
         return self.packed.rows - before
@@ -166,7 +185,7 @@ def follow(
                 )
             began = time.monotonic()
             after = None if reset else kept
-            window = Window(PackedChanges(segment), after, after, skip=skip)
+            window = Window(PackedChanges(segment), after, after, every_s, skip=skip)
             window.read(source, rows, due, is_stopping)
             read = time.monotonic()
             due = read + every_s
@@ -277,15 +296,21 @@ class Compactions:
 
 
 def open_source(
-    text: str, name: str | None, table: str | None, start: str, is_stopping: IsStopping
+    text: str,
+    name: str | None,
+    table: str | None,
+    start: str,
+    is_stopping: IsStopping,
+    group_s: float = 0.0,
 ) -> ChangeSource:
     """Opens a folder, or the URL of a Redis stream. name: in the state; None: "folder:PATH" or "redis:KEY".
-    table: of rows that name none. start: "start", "end" or a position, if none is kept. SourceError: it is
-    neither. MissingBackend: its client is not installed."""
+    table: of rows that name none. start: "start", "end" or a position, if none is kept. group_s: for a model
+    over several hosts, seconds between two batches. SourceError: it is neither. MissingBackend: its client is
+    not installed."""
     if "://" in text:
         from tableside.serving.follow.redis_stream import RedisStream, split_url
 
         _, key = split_url(text)
-        return RedisStream(text, name or f"redis:{key}", table, start, is_stopping)
+        return RedisStream(text, name or f"redis:{key}", table, start, is_stopping, group_s)
     folder = Path(text)
-    return FolderSource(folder, name or f"folder:{folder.resolve()}", table, start, is_stopping)
+    return FolderSource(folder, name or f"folder:{folder.resolve()}", table, start, is_stopping, group_s > 0)

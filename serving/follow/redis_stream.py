@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
 from tableside.loader.deltas.changes import ChangeBatch, RowRules, TableChanges
+from tableside.loader.deltas.hosts import passed_fields
 from tableside.loader.errors import ChangeError
 from tableside.quant.installed import require
 from tableside.serving.errors import SourceError
@@ -26,6 +27,7 @@ FIRST, MOST_ENTRIES = 16, 1000  # entries that are asked for at once: at first, 
 _BLOCK_S, _ANSWER_S = 0.2, 5.0  # that an answer may wait for entries; that a server may take besides
 _AGAIN_S, _LONGEST_S = 0.1, 5.0  # between two attempts to reach a server, doubled each time
 _READ_BYTES = 1 << 20
+_OLD_GROUPS = 16  # that make one, of entries that are older than as many
 _log = logging.getLogger("tableside.follow")
 Id = tuple[int, int]
 T = TypeVar("T")
@@ -36,9 +38,18 @@ _LARGEST = 1 << 64  # above the numbers of an entry's id
 
 
 class RedisStream:
-    """A stream. table: of entries that name none. start: "start", "end", or an entry's id."""
+    """A stream. table: of entries that name none. start: "start", "end", or an entry's id. group_s: entries
+    that were made within as many seconds are a group; 0: there are none."""
 
-    def __init__(self, url: str, name: str, table: str | None, start: str, is_stopping: IsStopping) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        table: str | None,
+        start: str,
+        is_stopping: IsStopping,
+        group_s: float = 0.0,
+    ) -> None:
         """SourceError: the URL or `start` is invalid. MissingBackend: the client is not installed."""
         self._url, self._key = split_url(url)
         self.name, self._start, self._is_stopping = name, start, is_stopping
@@ -48,6 +59,7 @@ class RedisStream:
             self._id(self._begin)
         self._table = table
         self._client = _connect(self._url)
+        self._group_ms = int(1000 * group_s)
         self._most_rows = 0.0  # of one entry
         self._latest: Entry = ("", [])
         self._away_since: float | None = None
@@ -60,6 +72,7 @@ class RedisStream:
         """As `Source.read`. SourceError: entries behind `after` are gone, or the stream is another one."""
         end = time.monotonic() + wait_s
         entries, position, first = Entries(RowRules(self._where, "entry", self._table)), after, ""
+        passed, group, step_ms, is_group_end = list[str](), "", 0, False
         room = MOST_ENTRIES if most is None else most  # entries that may be asked for at once
         while True:
             count = min(room, int((rows - entries.rows) / self._most_rows) + 1 if self._most_rows else FIRST)
@@ -74,6 +87,13 @@ class RedisStream:
                 self._most_rows *= 0.9  # large entries are forgotten by and by
             room -= 0 if most is None else len(found or ())
             for id_, fields in found or ():
+                if self._group_ms:
+                    step_ms = step_ms or self._step_ms(id_)
+                    number = self._id(id_)[0] // step_ms
+                    if is_group_end := bool(first) and group != f"{step_ms} {number}":
+                        room = 0
+                        break
+                    group = f"{step_ms} {number}"
                 self._latest = id_, fields
                 try:
                     added = entries.add(id_, fields)
@@ -83,6 +103,8 @@ class RedisStream:
                     room = 0  # what came before it is applied
                     break
                 first, position = first or id_, id_
+                if self._group_ms:
+                    passed.append(passed_fields(id_, fields))
                 self._most_rows = max(self._most_rows, added)
             if entries.rows >= rows or not room or time.monotonic() >= end or self._is_stopping():
                 break
@@ -97,7 +119,14 @@ class RedisStream:
             changes = entries.changes()
         except ChangeError as error:
             changes = refusing(error)
-        return ChangeBatch(changes, self.name, position, after, self._id(first)[0] / 1000)
+        made_at = self._id(first)[0] / 1000
+        return ChangeBatch(changes, self.name, position, after, made_at, passed, group, is_group_end)
+
+    def _step_ms(self, id_: str) -> int:
+        """Returns the milliseconds of an entry's group: more for an old one, so that who is behind catches
+        up."""
+        is_old = 1000 * time.time() - self._id(id_)[0] > _OLD_GROUPS * self._group_ms
+        return self._group_ms * (_OLD_GROUPS if is_old else 1)
 
     def content(self, position: str) -> dict[str, str]:
         """The fields of the entry that was read last, their values in base64; none of another one."""

@@ -22,7 +22,8 @@ class ChangeSource(Protocol):
         """Returns the changes after a position, within `wait_s` seconds, about `rows` rows or `most`
         positions; None: there are none, or a stop. after: None: nothing was applied, begin at the start.
         Waits while the stream's server is away. SourceError: changes are gone or out of order. ChangeError,
-        while the batch is read: changes are invalid (`refusing`)."""
+        while the batch is read: changes are invalid (`refusing`). Opened for a model over several hosts, it
+        returns changes of one group, and all positions that they passed (`ChangeBatch`)."""
         ...
 
     def content(self, position: str) -> Mapping[str, str]:

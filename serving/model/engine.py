@@ -14,6 +14,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
+from tableside.serving.cluster.agreed import NotAgreed, agreed_state
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, not_found
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.placements import Placements
@@ -91,7 +92,7 @@ class Engine:
         while True:
             state = self._first()
             try:
-                self.swap(self.attach(state))
+                self.swap(self.attach(self.agreed(state)))
                 break
             except (LoaderError, ServingError) as error:
                 if time.monotonic() > deadline or not self.is_passing(state, error):
@@ -135,6 +136,17 @@ class Engine:
     def unusable_because(self) -> str:
         """Why requests are not answered; "" if they are."""
         return "" if self._unusable is None else self._unusable.message
+
+    def agreed(self, state: State) -> State:
+        """Returns the state to serve in place of a live one: `agreed_state`. Blocks."""
+        patient = self._served is not None and self.behind_s < self._settings.disk_timeout_s
+        served = None if self._served is None else self._served.segment
+        try:
+            return agreed_state(self.model, state, served, self._settings, patient)
+        except NotAgreed as error:
+            if not patient:
+                self._warn(error.message)
+            raise
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps, verifies, places and warms up a state (None: the live one) without serving it. as_successor:

@@ -154,9 +154,8 @@ class Placer:
             for name, kind in kinds.items()
         }
         if remote := segment.header.remote:
-            on_host |= remote_sources(
-                remote, self._settings, partial(self._count_remote, segment.header.model)
-            )
+            count = partial(self._count_remote, segment.header.model)
+            on_host |= remote_sources(segment, self._settings, count)
             kinds = {**kinds, **dict.fromkeys((table.name for table in remote), ELSEWHERE)}
         is_counted = any(reader.note is not None for reader in readers.values())
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)

@@ -206,7 +206,7 @@ class PublishedTables:
             try:
                 self._take(state, as_successor=True)
             except (LoaderError, QuantError, ServingError, OSError) as error:
-                if self._engine.refuse(state):
+                if not self._engine.is_passing(state, error) and self._engine.refuse(state):
                     logger.error(
                         "version %s of %s is not taken by modules: %s", state, self.source.model, error
                     )
@@ -218,7 +218,7 @@ class PublishedTables:
         return True
 
     def _take(self, state: State, as_successor: bool = False) -> None:
-        served = self._engine.attach(state, as_successor=as_successor)
+        served = self._engine.attach(self._engine.agreed(state), as_successor=as_successor)
         self._check(served)
         self._engine.swap(served)
         self._current = AttachedVersion(served, self.threads, self.pending, self.missing)

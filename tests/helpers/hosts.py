@@ -72,12 +72,17 @@ def load_door(spec: ModelSpec, root: Path) -> None:
     load(spec, root, remote=remote_tables(spec, choose(), None))
 
 
-def served(root: Path, name: str, timeout_s: float = 2.0, **settings: Any) -> ServedVersion:
-    """The live version of a model in this process, as a worker serves it."""
+def engine_of(root: Path, name: str, timeout_s: float = 2.0, **settings: Any) -> Engine:
+    """A model in this process, as a worker serves it."""
     said = ServerSettings(disk_timeout_s=timeout_s, **settings)
     engine = Engine(Model(root, name), said, Placer(said, choose()))
     engine.begin()
-    return engine.served()
+    return engine
+
+
+def served(root: Path, name: str, timeout_s: float = 2.0, **settings: Any) -> ServedVersion:
+    """The live version of a model in this process, as a worker serves it."""
+    return engine_of(root, name, timeout_s, **settings).served()
 
 
 def bags(lengths: Sequence[int], ids: np.ndarray, weights: np.ndarray | None = None) -> Any:

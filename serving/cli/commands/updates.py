@@ -15,8 +15,10 @@ from tableside.loader.deltas.apply import ApplyResult, ApplySettings, position_o
 from tableside.loader.deltas.apply import apply as apply_changes
 from tableside.loader.deltas.change_files import read_changes, rows_in
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.hosts import passed_file
 from tableside.loader.errors import ChangeError
 from tableside.loader.load.settings import Progress
+from tableside.loader.segment.header import Header
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli.arguments import AddCommand, add_json, add_keep_states, count, seconds, share
 from tableside.serving.cli.output import console, mb, print_json, progress_bar, published, table_of
@@ -38,15 +40,18 @@ def apply(options: argparse.Namespace) -> int:
     if options.number is not None and after is not None and options.number <= int(after):
         return _say_done(options, after)
     path: Path = options.file
+    header = _header(model)
     with progress_bar(model.name) as progress:
         changes = counted.passed(
-            read_changes(path, options.table or _only_table(model)), rows_in(path), progress
+            read_changes(path, options.table or _only_table(header)), rows_in(path), progress
         )
         position = None if options.number is None else str(options.number)
         made_at = path.stat().st_mtime if path.exists() else None
+        passed = [passed_file(position, path)] if position and header.is_over_hosts and path.exists() else ()
+        batch = ChangeBatch(changes, source, position, after, made_at, passed)
         settings = ApplySettings(options.threads, keep=options.keep_states)
         try:
-            applied = apply_changes(model, ChangeBatch(changes, source, position, after, made_at), settings)
+            applied = apply_changes(model, batch, settings)
         except ChangeError as error:
             raise error if str(path) in str(error) else ServingError(f"{path}: {error}") from error
     _say_applied(options, applied, counted, time.monotonic() - began)
@@ -79,10 +84,16 @@ def _place(model: Model, options: argparse.Namespace) -> tuple[str | None, str |
     return source, kept
 
 
-def _only_table(model: Model) -> str | None:
-    """Returns the name of a model's only table, or None."""
-    tables = model.attach(verify="header").header.tables
-    return tables[0].name if len(tables) == 1 else None
+def _only_table(header: Header) -> str | None:
+    """Returns the name of a model's only table, or None: an owner does not know of all tables."""
+    if header.owner is not None:
+        return None
+    tables = [*(t.name for t in header.tables), *(t.name for t in header.remote)]
+    return tables[0] if len(tables) == 1 else None
+
+
+def _header(model: Model) -> Header:
+    return model.attach(verify="header").header
 
 
 class _Meter:
@@ -183,6 +194,12 @@ def follow(options: argparse.Namespace) -> int:
     logging.config.dictConfig(log_config("text"))
     os.nice(options.nice)
     model, came = published(options), list[int]()
+    header = _header(model)
+    if header.is_over_hosts and options.skip_bad is not None:
+        raise ServingError(
+            f"model {model.name!r} lies on several hosts, and a change that one of them refuses may be taken "
+            "by another; leave out --skip-bad"
+        )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda sig, _: came.append(sig))
 
@@ -190,8 +207,9 @@ def follow(options: argparse.Namespace) -> int:
         return bool(came)
 
     source = open_source(
-        options.source, options.name, options.table or _only_table(model), options.start, stop
-    )
+        options.source, options.name, options.table or _only_table(header), options.start, stop,
+        options.every_s if header.is_over_hosts else 0.0,
+    )  # fmt: skip
     told, compactions = _BatchReport(model.name, options.json), Compactions(model, options.compact_at)
 
     def applied(step: Step) -> None:

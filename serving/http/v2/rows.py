@@ -1,16 +1,14 @@
 """Rows of this host's tables for servers of the whole model (serving.cluster.protocol)."""
 
-import asyncio
 import ipaddress
-import re
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
 
-from tableside.loader.errors import LoaderError
 from tableside.loader.segment.blocks import BlockReader
+from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Bytes, Ids, Place, Planner, Table
 from tableside.quant.cpu.native import packed_planner
@@ -22,24 +20,20 @@ from tableside.serving.cluster.describe import describe
 from tableside.serving.cluster.protocol import PATH, RowsLayout, TableIds, seal, unpack_request
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, not_found, short
 from tableside.serving.http import asgi
+from tableside.serving.http.v2.kept_states import KeptStates
 from tableside.serving.http.v2.repository import has_token
 from tableside.serving.metrics.disk import count_given
-from tableside.serving.model.engine import Engine
 from tableside.serving.service.service import Service
 
 INLINE_BYTES = 4 << 20  # of a response up to which rows are copied on the event loop: some 5 ms
-_CONTENT = re.compile("[0-9a-f]{16}")
 
 
 class OwnedRows:
-    """Answers requests for rows, from whichever version they name by its content."""
+    """Answers requests for rows, from whichever state they name."""
 
     def __init__(self, service: Service) -> None:
-        self._service = service
-        self._contents: WeakKeyDictionary[Segment, int] = WeakKeyDictionary()
+        self._service, self._states = service, KeptStates()
         self._planners: WeakKeyDictionary[Segment, Planner] = WeakKeyDictionary()
-        self._versions: dict[tuple[str, int], int] = {}  # content of versions that are not live
-        self._looking = asyncio.Lock()
 
     def check(self, http: Request) -> None:
         """ApiError: the caller gets no rows."""
@@ -58,14 +52,18 @@ class OwnedRows:
             raise not_found(f"model {short(model)} is whole; rows are given of a model's shares")
         return found.to_json()
 
-    async def answer(self, model: str, content: str, body: bytes) -> asgi.Response:
-        """Returns the rows that a request names. ApiError: it is none, the version is not here, or rows of a
+    async def states(self, model: str) -> list[str]:
+        return [str(state) for state in await self._states.known(self._service.engine(model))]
+
+    async def answer(self, model: str, named: str, body: bytes) -> asgi.Response:
+        """Returns the rows that a request names. ApiError: it is none, the state is not here, or rows of a
         disk are late or damaged."""
-        if not _CONTENT.fullmatch(content):
-            what = f"rows of {short(model)}: the content is {short(content)}"
-            raise bad_request(f"{what}; expected the 16 hexadecimal digits that GET {PATH}/MODEL says")
-        number = int(content, 16)
-        segment = await self._segment(self._service.engine(model), number)
+        try:
+            state = HostsState.parse(named)
+        except ValueError as error:
+            what = f"rows of {short(model)}: the state is {error}"
+            raise bad_request(f"{what}, as GET {PATH}/MODEL/states says") from error
+        segment = await self._states.segment(self._service.engine(model), state)
         stored = segment.header.tables
         try:
             asked = unpack_request(body, len(stored))
@@ -75,7 +73,7 @@ class OwnedRows:
         if layout.size > (limit := self._service.settings.max_response_bytes):
             what = f"the request asks for {layout.size:,} bytes of rows; the limit is {limit:,}"
             raise ApiError(413, ErrorKind.TOO_LARGE, f"{what} (max_response_bytes): ask in parts")
-        arguments = segment, asked, layout, body, number
+        arguments = segment, asked, layout, body, state
         if segment.readers or layout.size > INLINE_BYTES:
             rows = await self._service.beside(self._rows, *arguments)
         else:
@@ -85,7 +83,7 @@ class OwnedRows:
         return asgi.Response(200, headers, [rows.data])
 
     def _rows(
-        self, segment: Segment, asked: list[TableIds], layout: RowsLayout, body: bytes, content: int
+        self, segment: Segment, asked: list[TableIds], layout: RowsLayout, body: bytes, state: HostsState
     ) -> Bytes:
         """Returns the body of a response."""
         stored = segment.header.tables
@@ -103,7 +101,7 @@ class OwnedRows:
             ids_at += 8 * n
         if in_memory:
             self._planner(segment).run(np.array(in_memory, np.int64).tobytes(), body, out)
-        seal(out, content)
+        seal(out, state)
         return out
 
     def _planner(self, segment: Segment) -> Planner:
@@ -111,45 +109,6 @@ class OwnedRows:
             tables = [segment.tables[t.name] for t in segment.header.tables]
             self._planners[segment] = packed_planner(tables)
         return self._planners[segment]
-
-    async def _segment(self, engine: Engine, content: int) -> Segment:
-        """Returns the version with this content."""
-        live = engine.served().segment.base
-        if self._content(live) == content:
-            return live
-        async with self._looking:
-            number = await asyncio.get_running_loop().run_in_executor(None, self._look, engine, content)
-        segment = None
-        if number is not None:
-            segment = (await self._service.version(engine.model.name, number)).segment.base
-            if self._content(segment) != content:  # the folder was made anew, and numbers begin again
-                self._versions.clear()
-                segment = None
-        if segment is None:
-            raise not_found(
-                f"no version of {engine.model.name!r} that is published here has content {content:016x}; "
-                "load the model anew where it was asked from"
-            )
-        return segment
-
-    def _look(self, engine: Engine, content: int) -> int | None:
-        """Returns the number of the version with a content."""
-        model = engine.model
-        for version in reversed(model.versions()):
-            known = model.name, version
-            if known not in self._versions:
-                try:
-                    self._versions[known] = model.attach(version, "header").content()
-                except (LoaderError, OSError):
-                    continue
-            if self._versions[known] == content:
-                return version
-        return None
-
-    def _content(self, segment: Segment) -> int:
-        if segment not in self._contents:
-            self._contents[segment] = segment.content()
-        return self._contents[segment]
 
 
 def _is_loopback(host: str) -> bool:
@@ -178,9 +137,14 @@ def add_to(app: FastAPI, service: Service) -> None:
         owned.check(http)
         return asgi.json_response(owned.describe(http.path_params["model"]))
 
-    @app.post(f"{PATH}/{{model}}/{{content}}", include_in_schema=False)
+    @app.get(f"{PATH}/{{model}}/states", include_in_schema=False)
+    async def states(http: Request) -> Response:
+        owned.check(http)
+        return asgi.json_response(await owned.states(http.path_params["model"]))
+
+    @app.post(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def rows(http: Request) -> Response:
         owned.check(http)
         named, hold = http.path_params, http.scope[asgi.HOLD]
         body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
-        return asgi.AsgiResponse(await owned.answer(named["model"], named["content"], body))
+        return asgi.AsgiResponse(await owned.answer(named["model"], named["state"], body))

@@ -1,0 +1,107 @@
+"""The states of owners' models that rows are asked of."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from tableside.loader.errors import LoaderError
+from tableside.loader.segment.remote import HostsState
+from tableside.loader.segment.segment import Segment
+from tableside.loader.versions.states import State, attach_state, kept_states
+from tableside.quant import QuantError
+from tableside.serving.errors import ServingError, not_found
+from tableside.serving.model.engine import Engine
+
+KEPT_S = 10.0  # that a state stays after a request for its rows, though newer ones pushed its files out
+_Key = tuple[str, HostsState]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class KeptStates:
+    """Finds states by what all hosts of a model call them, and keeps those that are asked for."""
+
+    def __init__(self) -> None:
+        self._held: dict[_Key, Segment] = {}
+        self._asked_at: dict[_Key, float] = {}  # time.monotonic
+        self._known: dict[str, dict[State, HostsState | None]] = {}  # by model, as the files say
+        self._looking = asyncio.Lock()
+        self._is_forgetting = False
+
+    async def known(self, engine: Engine) -> set[HostsState]:
+        """Returns the states of a model whose files are here."""
+        async with self._looking:
+            found = await _on_a_thread(self._look, engine)
+        return {state for state in found.values() if state is not None}
+
+    async def segment(self, engine: Engine, state: HostsState) -> Segment:
+        """Returns a state, attached. ApiError 404: it is not here."""
+        key = engine.model.name, state
+        if (held := self._held.get(key)) is None:
+            held = self._held[key] = await self._attached(engine, state)
+            if not self._is_forgetting:
+                self._is_forgetting = True
+                asyncio.get_running_loop().call_later(KEPT_S, self._forget)
+        self._asked_at[key] = time.monotonic()
+        return held
+
+    async def _attached(self, engine: Engine, wanted: HostsState) -> Segment:
+        live = engine.served().segment
+        if live.hosts_state() == wanted:
+            return live
+        async with self._looking:
+            found = await _on_a_thread(self._look, engine)
+            state = next((own for own, state in found.items() if state == wanted), None)
+            if state is not None and (held := await _on_a_thread(_attach, engine, state)) is not None:
+                if held.hosts_state() == wanted:
+                    return held
+                self._known.clear()  # the folder was made anew, and numbers begin again
+        raise not_found(
+            f"no state of {engine.model.name!r} that is kept here is {wanted}; it lacks changes that the "
+            "asking host has, has dropped older ones (--keep-states), or was loaded from another checkpoint"
+        )
+
+    def _look(self, engine: Engine) -> dict[State, HostsState | None]:
+        """Returns the states of a model that are kept, the newest first."""
+        model, before = engine.model, self._known.get(engine.model.name, {})
+        found: dict[State, HostsState | None] = {}
+        reuse = engine.attached().segment
+        for version in reversed(model.versions()):
+            try:
+                kept = kept_states(model, version)
+            except OSError:
+                continue
+            for state in reversed(kept):
+                if state in before:
+                    found[state] = before[state]
+                    continue
+                try:
+                    reuse = attach_state(model, state, "header", reuse)
+                except (LoaderError, OSError):  # it went, or is damaged
+                    continue
+                found[state] = reuse.hosts_state()
+        self._known[model.name] = found
+        return found
+
+    def _forget(self) -> None:
+        """Lets states go that nobody asks for any more."""
+        old = time.monotonic() - KEPT_S
+        for key in [key for key, asked_at in self._asked_at.items() if asked_at <= old]:
+            del self._held[key], self._asked_at[key]
+        self._is_forgetting = bool(self._held)
+        if self._is_forgetting:
+            asyncio.get_running_loop().call_later(KEPT_S, self._forget)
+
+
+async def _on_a_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
+
+
+def _attach(engine: Engine, state: State) -> Segment | None:
+    """Attaches and verifies a state; None: it went, or is damaged."""
+    try:
+        return engine.attach(state).segment
+    except (LoaderError, QuantError, ServingError, OSError):
+        return None

@@ -1,0 +1,252 @@
+"""Changes of a model over several hosts: a server of the whole answers from states that all owners have."""
+
+import itertools
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hosts import (
+    RAW,
+    UNPOOLED,
+    USER_ROWS,
+    answer,
+    checkpoint,
+    engine_of,
+    load_door,
+    load_shares,
+    place,
+    spec_of,
+)
+from servers import Server, start_server
+from support import end, until
+
+from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.deltas.compact import compact
+from tableside.loader.deltas.hosts import passed_fields
+from tableside.loader.errors import ChangeError
+from tableside.loader.load.load import load
+from tableside.loader.segment.remote import HostsState
+from tableside.loader.versions.retention import Retention
+from tableside.loader.versions.states import attach_state, state_of
+from tableside.loader.versions.versions import Model
+from tableside.serving.cluster.agreed import NotAgreed
+from tableside.serving.model.engine import Engine
+
+FORMS = [("int8", "zero"), ("fp32", [0.5, -2.0] * 4), ("int4", "zero")]
+
+
+@pytest.fixture(scope="module")
+def owners() -> Iterator[Server]:
+    """One server for all owners, which takes their models as they are published."""
+    root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
+    root.mkdir()
+    server = start_server(root, "--all", models=())
+    yield server
+    try:
+        assert end(server.process) == 0
+    finally:
+        shutil.rmtree(root)
+
+
+class Hosts:
+    """A model on one host, and the same on owners and a server of the whole, with changes to both."""
+
+    def __init__(self, owners: Server, folder: Path, count: int, row_format: str, missing: object) -> None:
+        checkpoint(folder)
+        name = f"m{uuid.uuid4().hex[:8]}"
+        tables = {
+            "user": {"row_format": row_format, "missing": "zero"},
+            "item": {"row_format": row_format, "missing": missing},
+        }
+        spec = spec_of(folder, name, [place(owners)] * count, tables=tables, features=UNPOOLED)
+        self.owners = [Model(owners.root, m) for m in load_shares(spec, [owners.root] * count)]
+        for model in self.owners:
+            until(lambda m=model.name: owners.get(f"/v2/rows/{m}").status_code == 200, what="the owners")
+        load_door(spec, folder / "door")
+        load(spec_of(folder, "whole", tables=tables, features=UNPOOLED), folder / "whole")
+        self.door, self.whole = Model(folder / "door", name), Model(folder / "whole", "whole")
+        self.draw, self.number = np.random.default_rng(0), 0
+
+    def changes(self) -> list[TableChanges]:
+        """Of all tables: ids twice, new ones and deletions."""
+        made = []
+        for table, dim, pool in (
+            ("user", 16, np.arange(USER_ROWS)),
+            ("item", 8, RAW),
+            ("small", 4, np.arange(20)),
+        ):
+            ids = self.draw.choice(pool, 40).astype(np.int64)
+            if table == "item":
+                ids[::5] += 1
+            deleted = self.draw.random(ids.size) < (0.0 if table == "small" else 0.2)
+            vectors = self.draw.standard_normal((ids.size, dim)).astype(np.float32)
+            made.append(TableChanges(table, ids, vectors, deleted))
+        return made
+
+    def batch(self, changes: list[TableChanges]) -> ChangeBatch:
+        after = str(self.number - 1) if self.number > 1 else None
+        content = b"".join(change.vectors.tobytes() for change in changes)
+        passed = [passed_fields(str(self.number), [content])]
+        return ChangeBatch(changes, "apply", str(self.number), after, passed=passed)
+
+    def apply(self, models: list[Model], changes: list[TableChanges], merge_share: float = 0.25) -> None:
+        for model in models:
+            apply(model, self.batch(changes), ApplySettings(merge_share=merge_share))
+
+    def asked(self) -> dict[str, np.ndarray]:
+        strange = self.draw.integers(-(2**63), 2**63 - 1, 30)
+        return {
+            "user": np.concatenate([np.arange(USER_ROWS), [-1, USER_ROWS, 2**62]]),
+            "item": np.concatenate([RAW, RAW + 1, strange]),
+            "small": np.arange(20),
+        }
+
+
+def step(engine: Engine) -> bool:
+    """What a watch does; whether another state is served then."""
+    if (state := engine.changed()) is None:
+        return False
+    try:
+        engine.swap(engine.attach(engine.agreed(state), as_successor=True))
+    except NotAgreed:
+        return False
+    return True
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize(("count", "form"), list(itertools.product([1, 2, 3], FORMS)))
+def test_answers_are_those_of_one_host_in_each_state(
+    owners: Server, tmp_path: Path, count: int, form: tuple[str, object]
+) -> None:
+    """Hosts get the changes in any order. Until the last owner has them, answers stay those of the state
+    before, whatever the others have. Owners are merged and compacted meanwhile."""
+    hosts = Hosts(owners, tmp_path, count, *form)
+    door, whole = engine_of(hosts.door.root, hosts.door.name), engine_of(hosts.whole.root, "whole")
+    for number in range(1, 9):
+        hosts.number, changes = number, hosts.changes()
+        order = [hosts.door, *hosts.owners]
+        hosts.draw.shuffle(order)
+        asked = hosts.asked()
+        before = answer(whole.served(), asked, tuple(asked))
+        for model in order:
+            hosts.apply([model], changes, merge_share=hosts.draw.choice([0.0, 0.25, 10.0]))
+            assert step(door) == (model is order[-1])
+            if model is not order[-1]:
+                assert answer(door.served(), asked, tuple(asked)) == before
+        hosts.apply([hosts.whole], changes)
+        assert step(whole)
+        expected = answer(whole.served(), asked, tuple(asked))
+        assert expected != before
+        assert answer(door.served(), asked, tuple(asked)) == expected
+        if number % 3 == 0:
+            for model in hosts.draw.permutation(hosts.owners):
+                assert compact(model) is not None
+                assert answer(door.served(), asked, tuple(asked)) == expected
+        if number == 5:
+            assert compact(hosts.door) is not None and step(door)
+            assert answer(door.served(), asked, tuple(asked)) == expected
+
+
+def test_a_state_that_an_owner_no_longer_keeps_is_given_while_it_is_asked_for(
+    owners: Server, tmp_path: Path
+) -> None:
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    door = engine_of(hosts.door.root, hosts.door.name)
+    asked = hosts.asked()
+    for hosts.number in range(1, 4):
+        hosts.apply([hosts.door, *hosts.owners], hosts.changes())
+    assert step(door)
+    expected = answer(door.served(), asked, tuple(asked))
+    for hosts.number in range(4, 16):
+        changes = hosts.changes()
+        apply(hosts.owners[0], hosts.batch(changes), ApplySettings(keep=Retention(2)))
+        apply(hosts.door, hosts.batch(changes))
+        assert not step(door)
+        assert answer(door.served(), asked, tuple(asked)) == expected
+
+
+def test_a_server_begins_with_the_newest_state_that_its_owners_have(owners: Server, tmp_path: Path) -> None:
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    for hosts.number in range(1, 7):
+        changes = hosts.changes()
+        hosts.apply([hosts.door, hosts.owners[0]], changes)
+        if hosts.number < 5:
+            hosts.apply([hosts.owners[1], hosts.whole], changes)
+    door, whole = engine_of(hosts.door.root, hosts.door.name), engine_of(hosts.whole.root, "whole")
+    assert door.served().sequence == 4
+    asked = hosts.asked()
+    assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
+
+
+def test_going_back(owners: Server, tmp_path: Path) -> None:
+    """A state that all hosts keep is served again, and changes go on from there, also other ones."""
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    door, whole = engine_of(hosts.door.root, hosts.door.name), engine_of(hosts.whole.root, "whole")
+    everywhere = [hosts.door, hosts.whole, *hosts.owners]
+    for hosts.number in range(1, 5):
+        hosts.apply(everywhere, hosts.changes())
+    assert step(door) and step(whole)
+    asked = hosts.asked()
+    for model in everywhere:
+        model.activate(1, 2)
+    assert step(door) and step(whole)
+    expected = answer(whole.served(), asked, tuple(asked))
+    assert answer(door.served(), asked, tuple(asked)) == expected
+    hosts.number = 3
+    hosts.apply(everywhere, hosts.changes())
+    assert step(door) and step(whole)
+    assert (
+        answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked)) != expected
+    )
+
+
+def test_hosts_that_began_elsewhere_do_not_belong_together(owners: Server, tmp_path: Path) -> None:
+    """One missed a number, and all of them say that they are at the same one."""
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    door = engine_of(hosts.door.root, hosts.door.name)
+    hosts.number = 1
+    hosts.apply([hosts.door, hosts.owners[0]], hosts.changes())
+    hosts.number, changes = 2, hosts.changes()
+    hosts.apply([hosts.door, hosts.owners[0]], changes)
+    apply(hosts.owners[1], ChangeBatch(changes, "apply", "2", None))
+    assert not step(door)
+    with pytest.raises(NotAgreed, match=r"state 1\+2 waits for 127\.0\.0\.1:\d+ to apply the same changes"):
+        door.agreed(state_of(hosts.door.record()))
+
+
+def test_changes_without_a_number_are_refused(owners: Server, tmp_path: Path) -> None:
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    for model in (hosts.door, hosts.owners[0]):
+        with pytest.raises(ChangeError, match=r"lies on several hosts.*--number"):
+            apply(model, ChangeBatch(hosts.changes()))
+        assert attach_state(model).hosts_state() == HostsState(attach_state(model).base.content())
+
+
+@pytest.mark.parametrize(
+    ("table", "ids", "dim", "deleted", "why"),
+    [
+        ("user", [USER_ROWS], 16, False, r"id 1000 is outside the table's ids"),
+        ("user", [-1], 16, False, r"id -1 is outside the table's ids"),
+        ("user", [3], 15, False, r"expected float32 or float16 \[1, 16\]"),
+        ("user", [3], 16, True, "cannot be deleted"),
+        ("item", [3], 9, False, r"expected float32 or float16 \[1, 8\]"),
+        ("nobody", [3], 9, False, "has no table 'nobody'; it has: small, user, item"),
+    ],
+)
+def test_a_change_that_no_owner_takes_is_refused_by_the_server(
+    owners: Server, tmp_path: Path, table: str, ids: list[int], dim: int, deleted: bool, why: str
+) -> None:
+    checkpoint(tmp_path)
+    name = "refusing"
+    spec = spec_of(tmp_path, name, [place(owners)] * 2, features=UNPOOLED)
+    if not (owners.root / f"{name}-owner-0-of-2").exists():
+        for model in load_shares(spec, [owners.root] * 2):
+            until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what="the owners")
+    load_door(spec, tmp_path / "door")
+    changes = TableChanges(table, np.array(ids), np.zeros((1, dim), np.float32), np.array([deleted]))
+    with pytest.raises(ChangeError, match=why):
+        apply(Model(tmp_path / "door", name), ChangeBatch([changes], "apply", "1"))
