@@ -97,7 +97,7 @@ def against_one_host(one: Client, door: Client, requests: list[dict[str, Any]]) 
 def of_an_owner(owner: LocalServer, rows: int) -> dict[str, float]:
     """Rows in a second of CPU time, and bytes by those of the rows."""
     model, rng = "ads-owner-0-of-2", np.random.default_rng(2)
-    content = httpx.get(f"{owner.url}{PATH}/{model}").json()["content"]
+    (state,) = httpx.get(f"{owner.url}{PATH}/{model}/states").json()
     n, row_bytes = BAGS * IDS // 2, RowFormat.INT8.row_bytes(DIM, 4)
     bodies = [
         pack_request([TableIds(t, rng.choice(rows // 2, n, replace=False)) for t in range(TABLES)])
@@ -107,7 +107,7 @@ def of_an_owner(owner: LocalServer, rows: int) -> dict[str, float]:
     workers = workers_of(owner)
     before, size = cpu_s(workers), 0
     for number in range(ASKED):
-        response = pool.send(HttpRequest("POST", f"{PATH}/{model}/{content}", bodies[number % len(bodies)]))
+        response = pool.send(HttpRequest("POST", f"{PATH}/{model}/{state}", bodies[number % len(bodies)]))
         assert response.status == 200
         size += len(response.content)
     spent = cpu_s(workers) - before

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -10,22 +11,32 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, kept_states
+from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
 from tableside.serving.errors import ServingError, not_found
 from tableside.serving.model.engine import Engine
 
-KEPT_S = 10.0  # that a state stays after a request for its rows, though newer ones pushed its files out
+# that a state stays after a request for its rows, though newer ones pushed its files out; between two looks
+KEPT_S, _LOOK_S = 10.0, 1.0
 _Key = tuple[str, HostsState]
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A state that was asked for. asked_at: last, of time.monotonic."""
+
+    segment: Segment
+    model: Model
+    asked_at: float = 0.0
 
 
 class KeptStates:
     """Finds states by what all hosts of a model call them, and keeps those that are asked for."""
 
     def __init__(self) -> None:
-        self._held: dict[_Key, Segment] = {}
-        self._asked_at: dict[_Key, float] = {}  # time.monotonic
+        self._held: dict[_Key, _Held] = {}
         self._known: dict[str, dict[State, HostsState | None]] = {}  # by model, as the files say
         self._looking = asyncio.Lock()
         self._is_forgetting = False
@@ -40,12 +51,12 @@ class KeptStates:
         """Returns a state, attached. ApiError 404: it is not here."""
         key = engine.model.name, state
         if (held := self._held.get(key)) is None:
-            held = self._held[key] = await self._attached(engine, state)
+            held = self._held[key] = _Held(await self._attached(engine, state), engine.model)
             if not self._is_forgetting:
                 self._is_forgetting = True
-                asyncio.get_running_loop().call_later(KEPT_S, self._forget)
-        self._asked_at[key] = time.monotonic()
-        return held
+                asyncio.get_running_loop().call_later(_LOOK_S, self._forget)
+        held.asked_at = time.monotonic()
+        return held.segment
 
     async def _attached(self, engine: Engine, wanted: HostsState) -> Segment:
         live = engine.served().segment
@@ -86,13 +97,14 @@ class KeptStates:
         return found
 
     def _forget(self) -> None:
-        """Lets states go that nobody asks for any more."""
+        """Lets states go that nobody asks for any more, and those of versions that were found damaged."""
         old = time.monotonic() - KEPT_S
-        for key in [key for key, asked_at in self._asked_at.items() if asked_at <= old]:
-            del self._held[key], self._asked_at[key]
+        for key, held in list(self._held.items()):
+            if held.asked_at <= old or held.segment.header.version in held.model.damaged_versions():
+                del self._held[key]
         self._is_forgetting = bool(self._held)
         if self._is_forgetting:
-            asyncio.get_running_loop().call_later(KEPT_S, self._forget)
+            asyncio.get_running_loop().call_later(_LOOK_S, self._forget)
 
 
 async def _on_a_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -194,7 +194,10 @@ def test_an_owner_whose_ids_do_not_begin_at_zero(root: Path) -> None:
     first, count = attach_state(model).tables["t"].row_numbers
     assert first > 0
     changed = np.array([first, first + 7, first + count - 1])
-    apply(model, ChangeBatch([TableChanges("t", changed, np.full((3, 8), 2.0, np.float32))]))
+    elsewhere = np.array([0, first - 1])
+    ids = np.concatenate([elsewhere, changed])
+    changes = TableChanges("t", ids, np.full((ids.size, 8), 2.0, np.float32))
+    assert apply(model, ChangeBatch([changes], "apply", "1")).rows == changed.size
     assert compact(model) is not None
     ids = np.arange(first, first + count)
     expected = values[ids]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tables
 from hosts import (
@@ -26,8 +25,6 @@ from hosts import (
 from servers import Server
 from support import run_tableside, until
 
-from tableside.loader.deltas.apply import ApplySettings, apply
-from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import load
@@ -45,7 +42,7 @@ from tableside.torch import EmbeddingBags
 def test_owners_that_do_not_fit_are_refused_at_a_load(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
-    """Of other checkpoints, of other settings, with changes, not there, or in another order."""
+    """Of other checkpoints, of other settings, not there, or in another order."""
     checkpoint(tmp_path, 0)
     checkpoint(tmp_path, 1)
     specs = [spec_of(tmp_path, owners=["a:1", "b:1"], seed=s, tables=ZERO, features=UNPOOLED) for s in (0, 1)]
@@ -69,11 +66,6 @@ def test_owners_that_do_not_fit_are_refused_at_a_load(
     load(share_of(specs[1], 1), roots[1])
     until(lambda: second.get(f"/v2/rows/{names[1]}").json()["version"] == 2, what="the other checkpoint")
     assert "loaded from 2 checkpoints" in refusal()
-    ids, vectors = np.array([3]), np.ones((1, 16), np.float32)
-    batch = ChangeBatch((TableChanges("user", ids, vectors, None),))
-    apply(Model(roots[0], names[0]), batch, ApplySettings())
-    until(lambda: first.get(f"/v2/rows/{names[0]}").json()["changes"] == 1, what="the change")
-    assert "has changes over version 1" in refusal()
     assert not Model(roots[2], "ads").versions()
 
 

@@ -36,6 +36,7 @@ from support import run_tableside, until
 from tableside.loader.load.load import load
 from tableside.loader.model.model import ModelSpec, read_model
 from tableside.loader.segment.memory import processes_below
+from tableside.loader.segment.remote import HostsState
 from tableside.loader.versions.versions import Model
 from tableside.quant.errors import RowsNotRead
 from tableside.serving.client import Client
@@ -235,8 +236,8 @@ def test_an_answer_that_was_changed_on_its_way_is_not_taken(
 def test_a_door_reads_the_version_that_it_was_loaded_with(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
-    """While owners take the next one, which it sees when it is loaded anew; rows of a version that is gone
-    are late, not those of another one."""
+    """While owners take the next one, which it sees when it is loaded anew. A removed one is given while
+    it is asked for. Rows of one that is damaged are late, not those of another one."""
     old, new = checkpoint(tmp_path, 0), checkpoint(tmp_path, 1)
     specs = [spec_of(tmp_path, owners=["a:1"], seed=s, tables=ZERO, features=UNPOOLED) for s in (0, 1)]
     (name,) = load_shares(specs[0], roots[:1])
@@ -252,7 +253,7 @@ def test_a_door_reads_the_version_that_it_was_loaded_with(
     for _ in range(3):
         assert answer(after, {"user": USERS})[0] == new["user"][USERS].tobytes()
         assert answer(before, {"user": USERS})[0] == old["user"][USERS].tobytes()
-    Model(roots[0], name).remove(1)
+    Model(roots[0], name).mark_damaged(1)
     until(lambda: bool(answer(before, {"user": USERS})[1]), what="the old version to go")
     assert not any(answer(before, {"user": USERS})[0])
     assert answer(after, {"user": USERS})[0] == new["user"][USERS].tobytes()
@@ -272,12 +273,13 @@ def test_rows_are_given_to_servers_with_the_token_alone(
     owner = serve(roots[0], "--cluster-token-file", token, *limit, models=(name,))
     asked = f"{owner.url}/v2/rows/{name}"
     assert httpx.get(asked).status_code == 401
-    assert httpx.post(f"{asked}/{1:016x}", content=b"").status_code == 401
+    assert httpx.get(f"{asked}/states").status_code == 401
+    assert httpx.post(f"{asked}/{HostsState(1)}", content=b"").status_code == 401
     assert httpx.get(asked, headers={"Authorization": "Bearer another"}).status_code == 401
     right = {"Authorization": f"Bearer {token.read_text().strip()}"}
-    content = httpx.get(asked, headers=right).json()["content"]
+    (state,) = httpx.get(f"{asked}/states", headers=right).json()
     body = np.concatenate(([1, 0, 1000], np.arange(1000))).astype("<i8").tobytes()
-    refused = httpx.post(f"{asked}/{content}", content=body, headers=right)
+    refused = httpx.post(f"{asked}/{state}", content=body, headers=right)
     assert refused.status_code == 413 and "asks for 65,008 bytes of rows" in refused.json()["error"]
     said = (tmp_path / "model.toml").write_text
     tables = "".join(

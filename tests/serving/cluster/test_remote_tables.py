@@ -14,6 +14,7 @@ from servers import Server, start_server
 from support import end, until
 
 from tableside.loader.load.load import load
+from tableside.loader.segment.remote import HostsState
 
 pytestmark = pytest.mark.quick
 
@@ -121,19 +122,19 @@ def test_requests_that_name_no_rows_are_refused(
     owners: Server, tmp_path: Path, body: bytes, why: str
 ) -> None:
     name = _share(owners, tmp_path)
-    content = owners.get(f"/v2/rows/{name}").json()["content"]
-    got = httpx.post(f"{owners.url}/v2/rows/{name}/{content}", content=body)
+    (state,) = owners.get(f"/v2/rows/{name}/states").json()
+    got = httpx.post(f"{owners.url}/v2/rows/{name}/{state}", content=body)
     assert got.status_code == 400 and why in got.json()["error"]
 
 
 def test_rows_of_a_version_that_is_not_there(owners: Server, tmp_path: Path) -> None:
     name = _share(owners, tmp_path)
     body = np.array([1, 0, 1, 5], "<i8").tobytes()
-    got = httpx.post(f"{owners.url}/v2/rows/{name}/{1:016x}", content=body)
-    assert got.status_code == 404 and "has content 0000000000000001" in got.json()["error"]
-    for content in ("first", "0x" + "1" * 14, f"{1:017x}", "1" * 5000):
-        got = httpx.post(f"{owners.url}/v2/rows/{name}/{content}", content=body)
-        assert got.status_code == 400 and "expected the 16 hexadecimal digits" in got.json()["error"]
+    got = httpx.post(f"{owners.url}/v2/rows/{name}/{HostsState(1, 2)}", content=body)
+    assert got.status_code == 404 and "is 0000000000000001.0000000000000002" in got.json()["error"]
+    for state in ("first", "0x" + "1" * 14 + ".0", f"{1:017x}.{2:016x}", f"{1:016x}.-{2:015x}", "1" * 5000):
+        got = httpx.post(f"{owners.url}/v2/rows/{name}/{state}", content=body)
+        assert got.status_code == 400 and "expected 16 hexadecimal digits, a dot" in got.json()["error"]
         assert len(got.content) < 300
 
 
