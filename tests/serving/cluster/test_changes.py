@@ -62,11 +62,12 @@ class Hosts:
             "user": {"row_format": row_format, "missing": "zero"},
             "item": {"row_format": row_format, "missing": missing},
         }
-        spec = spec_of(folder, name, [place(owners)] * count, tables=tables, features=UNPOOLED)
-        self.owners = [Model(owners.root, m) for m in load_shares(spec, [owners.root] * count)]
+        self.tables = tables
+        self.spec = spec_of(folder, name, [place(owners)] * count, tables=tables, features=UNPOOLED)
+        self.owners = [Model(owners.root, m) for m in load_shares(self.spec, [owners.root] * count)]
         for model in self.owners:
             until(lambda m=model.name: owners.get(f"/v2/rows/{m}").status_code == 200, what="the owners")
-        load_door(spec, folder / "door")
+        load_door(self.spec, folder / "door")
         load(spec_of(folder, "whole", tables=tables, features=UNPOOLED), folder / "whole")
         self.door, self.whole = Model(folder / "door", name), Model(folder / "whole", "whole")
         self.draw, self.number = np.random.default_rng(0), 0
@@ -149,6 +150,12 @@ def test_answers_are_those_of_one_host_in_each_state(
         if number == 5:
             assert compact(hosts.door) is not None and step(door)
             assert answer(door.served(), asked, tuple(asked)) == expected
+    for model in hosts.owners:
+        assert compact(model) is not None
+        model.collect(0)
+    again = engine_of(hosts.door.root, hosts.door.name)
+    assert again.served().state == door.served().state
+    assert answer(again.served(), asked, tuple(asked)) == expected
 
 
 def test_a_state_that_an_owner_no_longer_keeps_is_given_while_it_is_asked_for(
@@ -180,6 +187,67 @@ def test_a_server_begins_with_the_newest_state_that_its_owners_have(owners: Serv
     assert door.served().sequence == 4
     asked = hosts.asked()
     assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
+
+
+def test_a_copy_of_a_host_goes_on_where_it_was_made(owners: Server, tmp_path: Path) -> None:
+    """As a host does that comes later, when the first changes are gone."""
+    hosts = Hosts(owners, tmp_path, 2, "int8", "zero")
+    for hosts.number in range(1, 4):
+        hosts.apply([hosts.door, hosts.whole, *hosts.owners], hosts.changes())
+    shutil.copytree(hosts.door.root, tmp_path / "copy")
+    copied = Model(tmp_path / "copy", hosts.door.name)
+    hosts.number = 4
+    hosts.apply([copied, hosts.whole, *hosts.owners], hosts.changes())
+    door, whole = engine_of(copied.root, copied.name), engine_of(hosts.whole.root, "whole")
+    asked = hosts.asked()
+    assert door.served().sequence == 4
+    assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
+
+
+def test_a_load_over_owners_with_changes_begins_without_them(owners: Server, tmp_path: Path) -> None:
+    """Their first state is there; it gets all changes in turn, while they have a new version of all rows."""
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    batches = []
+    for hosts.number in range(1, 4):
+        batches.append((hosts.number, hosts.changes()))
+        hosts.apply([hosts.whole, *hosts.owners], batches[-1][1])
+    for model in hosts.owners:
+        assert compact(model) is not None
+    load_door(hosts.spec, tmp_path / "later")
+    later, asked = Model(tmp_path / "later", hosts.door.name), hosts.asked()
+    door, first = engine_of(later.root, later.name), engine_of(hosts.door.root, hosts.door.name)
+    assert answer(door.served(), asked, tuple(asked)) == answer(first.served(), asked, tuple(asked))
+    for hosts.number, changes in batches:
+        hosts.apply([later], changes)
+        assert step(door)
+    whole = engine_of(hosts.whole.root, "whole")
+    assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
+
+
+def test_a_replica_that_lags_is_waited_for_a_while(owners: Server, tmp_path: Path) -> None:
+    """Then its rows come from the other one."""
+    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
+    root = owners.root.parent / f"{owners.root.name}-replica"
+    shutil.copytree(owners.root / hosts.owners[0].name, root / hosts.owners[0].name)
+    other = start_server(root, models=(hosts.owners[0].name,))
+    try:
+        replicas = [f"{place(owners)}|{place(other)}"]
+        load_door(
+            spec_of(tmp_path, hosts.door.name, replicas, tables=hosts.tables, features=UNPOOLED),
+            tmp_path / "two",
+        )
+        model = Model(tmp_path / "two", hosts.door.name)
+        patient, asked = engine_of(model.root, model.name, timeout_s=60.0), hosts.asked()
+        hosts.number = 1
+        hosts.apply([model, hosts.whole, hosts.owners[0]], hosts.changes())
+        assert not step(patient)
+        door, whole = engine_of(model.root, model.name), engine_of(hosts.whole.root, "whole")
+        assert door.served().sequence == 1
+        for _ in range(20):
+            assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
+    finally:
+        assert end(other.process) == 0
+        shutil.rmtree(root)
 
 
 def test_going_back(owners: Server, tmp_path: Path) -> None:

@@ -4,16 +4,14 @@ leaves behind."""
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from following import ended, following
 from json_keys import documented_keys, keys_of
 from redis_servers import needs_redis, redis_server
 from support import run_tableside
@@ -150,38 +148,6 @@ def test_a_table_that_was_exported_is_a_file_of_changes(model: Model, tmp_path: 
 
 
 # ---- follow ----
-
-
-@contextmanager
-def following(root: Path, source: str, *options: Any) -> Iterator["subprocess.Popen[str]"]:
-    """`tableside follow`, which is killed at the end where it still runs."""
-    command = [
-        sys.executable,
-        "-m",
-        "tableside",
-        "follow",
-        "demo",
-        source,
-        "--root",
-        str(root),
-        *map(str, options),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
-
-
-def ended(process: "subprocess.Popen[str]", code: int) -> str:
-    """What it said on stderr, once it has ended by itself."""
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == code, said
-    return said
 
 
 def until_applied(model: Model, source: str, position: str) -> None:
