@@ -1,7 +1,7 @@
 """Which state of a model all hosts have that have its rows."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import orjson
@@ -21,12 +21,16 @@ _ANSWER_S, _ANSWER_BYTES = 1.0, 16 << 20  # of a list of states
 _MOST_STATES = 256  # of the newest ones that are looked at
 
 
-class _Owner(NamedTuple):
+class Owner(NamedTuple):
     """The hosts of one owner's model. content: of its version."""
 
     model: str
     content: int
     hosts: tuple[str, ...]
+
+    def state(self, state: HostsState) -> HostsState:
+        """Returns what its hosts call a state of the whole model."""
+        return state._replace(content=self.content)
 
 
 class NotAgreed(ApiError):
@@ -52,15 +56,14 @@ def agreed_state(
         return wanted
     candidates = _candidates(model, wanted, served)
     hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-    owners = _owners(segment.header.remote)
-    kept = _states_of(hosts, owners)
+    owners = owners_of(segment.header.remote)
+    kept = states_of(hosts, owners)
     lacking = ""
-    for state in candidates:
-        segment = attach_state(model, state, "header", segment)
-        if (known := segment.hosts_state()) is None:
+    for state, known in named_states(model, candidates, segment):
+        if known is None:
             lacking = lacking or f"state {state} has changes without a number, which no owner knows"
             continue
-        without = [name for owner in owners for name in _lacking(owner, known.mark, kept, patient)]
+        without = [name for owner in owners for name in _lacking(owner, known, kept, patient)]
         if not without:
             return state
         lacking = lacking or f"state {state} waits for {', '.join(without[:8])} to apply the same changes"
@@ -78,12 +81,22 @@ def _candidates(model: Model, wanted: State, served: Segment | None) -> Sequence
     return kept[:_MOST_STATES]
 
 
-def _owners(tables: Sequence[RemoteTable]) -> list[_Owner]:
-    found = {_Owner(share.model, share.content, share.addresses) for t in tables for share in t.shares}
+def named_states(
+    model: Model, states: Sequence[State], reuse: Segment | None = None
+) -> Iterator[tuple[State, HostsState | None]]:
+    """Yields states with what all hosts call them. reuse: as of `attach_state`."""
+    for state in states:
+        reuse = attach_state(model, state, "header", reuse)
+        yield state, reuse.hosts_state()
+
+
+def owners_of(tables: Sequence[RemoteTable]) -> list[Owner]:
+    """Returns the owners of a version's remote tables, each once."""
+    found = {Owner(share.model, share.content, share.addresses) for t in tables for share in t.shares}
     return sorted(found)
 
 
-def _states_of(hosts: OwnerHosts, owners: Collection[_Owner]) -> dict[tuple[str, str], set[str]]:
+def states_of(hosts: OwnerHosts, owners: Collection[Owner]) -> dict[tuple[str, str], set[str]]:
     """Asks all hosts which states they have; returns those of the reached ones, by model and host."""
     asked: list[tuple[str, OwnerHost, SocketConnection]] = []
     for model, name in sorted({(owner.model, name) for owner in owners for name in owner.hosts}):
@@ -110,11 +123,13 @@ def _states_of(hosts: OwnerHosts, owners: Collection[_Owner]) -> dict[tuple[str,
     return found
 
 
-def _lacking(owner: _Owner, mark: int, kept: dict[tuple[str, str], set[str]], patient: bool) -> list[str]:
+def _lacking(
+    owner: Owner, known: HostsState, kept: dict[tuple[str, str], set[str]], patient: bool
+) -> list[str]:
     """Returns the hosts of an owner that lack a state, if that is in its way."""
-    state = str(HostsState(owner.content, mark))
+    state = str(owner.state(known))
     reached = [host for host in owner.hosts if (owner.model, host) in kept]
     have = [host for host in reached if state in kept[owner.model, host]]
-    if have if not patient else len(have) == len(owner.hosts):
+    if len(have) == len(owner.hosts) if patient else have:
         return []
     return [host for host in (owner.hosts if patient else reached) if host not in have]

@@ -1,9 +1,11 @@
 """Changes of a model over several hosts: a server of the whole answers from states that all owners have."""
 
 import itertools
+import json
 import shutil
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from hosts import (
     spec_of,
 )
 from servers import Server, start_server
-from support import end, until
+from support import end, run_tableside, until
 
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
@@ -33,7 +35,9 @@ from tableside.loader.segment.remote import HostsState
 from tableside.loader.versions.retention import Retention
 from tableside.loader.versions.states import attach_state, state_of
 from tableside.loader.versions.versions import Model
+from tableside.quant import choose
 from tableside.serving.cluster.agreed import NotAgreed
+from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.model.engine import Engine
 
 FORMS = [("int8", "zero"), ("fp32", [0.5, -2.0] * 4), ("int4", "zero")]
@@ -284,6 +288,50 @@ def test_hosts_that_began_elsewhere_do_not_belong_together(owners: Server, tmp_p
     assert not step(door)
     with pytest.raises(NotAgreed, match=r"state 1\+2 waits for 127\.0\.0\.1:\d+ to apply the same changes"):
         door.agreed(state_of(hosts.door.record()))
+
+
+def test_owners_are_shown_with_their_states(owners: Server, tmp_path: Path) -> None:
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    said = "owners", hosts.door.name
+    for hosts.number in range(1, 4):
+        hosts.apply([hosts.door, hosts.owners[0]], hosts.changes())
+    shown = run_tableside(*said, root=hosts.door.root)
+    assert shown.returncode == 0 and f"{hosts.door.name} 1+3 is live here" in shown.stdout
+    told = json.loads(run_tableside(*said, "--json", root=hosts.door.root).stdout)
+    assert [(o["host"], o["reached"], o["state"]) for o in told["owners"]] == [
+        (place(owners), True, "1+3"),
+        (place(owners), True, "1"),
+    ]
+    whole = run_tableside("owners", "whole", root=hosts.whole.root)
+    assert whole.returncode == 1 and "all tables of model 'whole' are on this host" in whole.stderr
+    gone = ["127.0.0.1:9", place(owners)]
+    spec = spec_of(tmp_path, hosts.door.name, gone, tables=hosts.tables, features=UNPOOLED)
+    asked = remote_tables(hosts.spec, choose(), None)
+    shares = [replace(t.shares[0], addresses=(gone[0],)) for t in asked]
+    load(
+        spec,
+        tmp_path / "lost",
+        remote=[replace(t, shares=(s, *t.shares[1:])) for t, s in zip(asked, shares, strict=True)],
+    )
+    lost = run_tableside(*said, root=tmp_path / "lost")
+    assert lost.returncode == 1 and "not reached" in lost.stdout
+
+
+def test_commands_that_change_rows_of_several_hosts(owners: Server, tmp_path: Path) -> None:
+    """A number is needed, and a change is not left out by one host alone."""
+    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
+    changes = tmp_path / "changes.npz"
+    np.savez(changes, **{"user.ids": np.array([3]), "user.vectors": np.ones((1, 16), np.float32)})
+    bare = run_tableside("apply", hosts.door.name, changes, root=hosts.door.root)
+    assert bare.returncode == 1 and "give the file one on each host" in bare.stderr
+    for model in (hosts.door, *hosts.owners):
+        done = run_tableside("apply", model.name, changes, "--number", 1, root=model.root)
+        assert done.returncode == 0, done.stderr
+    states = {attach_state(model).hosts_state().mark for model in (hosts.door, *hosts.owners)}  # type: ignore[union-attr]
+    assert len(states) == 1 and 0 not in states
+    said = "follow", hosts.door.name, tmp_path, "--skip-bad", tmp_path / "bad"
+    left_out = run_tableside(*said, root=hosts.door.root)
+    assert left_out.returncode == 1 and "leave out --skip-bad" in left_out.stderr
 
 
 def test_changes_without_a_number_are_refused(owners: Server, tmp_path: Path) -> None:

@@ -35,6 +35,21 @@ def opened(folder: Path, start: str = "start") -> Any:
     return open_source(str(folder), None, None, start, lambda: False)
 
 
+def test_a_file_is_a_group(tmp_path: Path) -> None:
+    """For a model over several hosts; it says what is in it."""
+    for number in (1, 2):
+        put(tmp_path, number, [number])
+    source = open_source(str(tmp_path), None, None, "start", lambda: False, 1.0)
+    first, second = source.read(None, 100, 0), source.read("1", 100, 0)
+    assert ids(first) == [1] and ids(second) == [2] and first is not None and second is not None
+    assert first.is_group_end and first.group != second.group
+    put(tmp_path, 1, [5])
+    other = source.read(None, 100, 0)
+    assert other is not None and [str(one).split()[0] for one in (*other.passed, *first.passed)] == ["1", "1"]
+    assert other.passed != first.passed
+    assert opened(tmp_path).read(None, 100, 0).passed == ()
+
+
 def ids(batch: ChangeBatch | None) -> list[int]:
     assert batch is not None
     return [int(i) for c in batch.changes for i in c.ids]

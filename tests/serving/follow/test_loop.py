@@ -1,6 +1,7 @@
 """The loop of a follower: what ends it, and what it leaves as it was."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from campaigns.follows import rows_now
 from tableside.loader.deltas.apply import apply, position_of
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
+from tableside.loader.deltas.pack import PackedChanges
 from tableside.loader.segment import memory
+from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
-from tableside.serving.follow.loop import Step, follow
+from tableside.serving.follow.loop import Step, Window, follow
 
 
 class Counting:
@@ -77,6 +80,32 @@ def test_a_batch_without_a_row_keeps_its_position(model: Model) -> None:
     steps = run(model, source, 3)
     assert source.asked == [None, "1", "2"] and [s.applied.rows for s in steps] == [0, 1, 0]
     assert position_of(model, "counting") == "3" and rows_now(model, "user")[:4, 0].tolist() == [0, 0, 2, 0]
+
+
+def test_a_group_is_one_batch(model: Model) -> None:
+    """Whatever the time or the reads it comes in; what follows is another one. passed: of all reads."""
+
+    class Groups(Counting):
+        def read(
+            self, after: str | None, rows: int, wait_s: float, most: int | None = None
+        ) -> ChangeBatch | None:
+            number = int(after or 0) + 1
+            batch = super().read(after, rows, wait_s, most)
+            assert batch is not None
+            is_end = number == 6  # of 4 and 5 the end shows where the next one begins
+            return replace(
+                batch,
+                group=str((number - 1) // 3),
+                passed=(f"{number} a", f"{number} b"),
+                is_group_end=is_end,
+            )
+
+    steps: list[Step] = []
+    follow(model, Groups(), 1000, 60.0, lambda: len(steps) == 2, steps.append)
+    assert [step.position for step in steps] == ["3", "6"] and [s.applied.rows for s in steps] == [3, 3]
+    window, source = Window(PackedChanges(attach_state(model)), "6", "6", 60.0), Groups()
+    window.read(source, 1000, 0.0, lambda: False)
+    assert window.batch(source, "6").passed == [f"{n} {part}" for n in (7, 8, 9) for part in "ab"]
 
 
 def test_room_in_shared_memory_is_waited_for(

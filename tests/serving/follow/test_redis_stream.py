@@ -32,7 +32,8 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 def opened(server: RedisServer, start: str = "start", **options: Any) -> Any:
-    return open_source(server.url("k"), None, "user", start, options.get("is_stopping", lambda: False))
+    is_stopping, group_s = options.get("is_stopping", lambda: False), options.get("group_s", 0.0)
+    return open_source(server.url("k"), None, "user", start, is_stopping, group_s)
 
 
 def add(server: RedisServer, *ids: int, **options: Any) -> str:
@@ -68,6 +69,40 @@ def test_a_batch_ends_with_its_rows_or_its_time(server: RedisServer) -> None:
         found += ids(batch)
         batch = source.read(batch.position, 5, 0)
     assert found == [x for i in range(30) for x in (i, i + 100)]
+    source.close()
+
+
+def test_groups_are_the_same_for_all_followers(server: RedisServer) -> None:
+    """Entries of some seconds are one, of which a read ends where the next one begins, wherever it began. Old
+    ones are sixteen times as long. Each says what passed, which another content changes."""
+    now_ms = time.time_ns() // 10**6 // 10_000 * 10_000
+    made = [now_ms - 3_600_000 + s * 1000 for s in range(0, 400, 10)] + [
+        now_ms,
+        now_ms + 9_999,
+        now_ms + 10_000,
+    ]
+    for ms in made:
+        add(server, ms % 1000, id=f"{ms}-1")
+    source = opened(server, group_s=10.0)
+    found, after = [], None
+    while (batch := source.read(after, 10**6, 0)) is not None:
+        found.append([int(one.split("-")[0]) for one in batch.passed])
+        assert batch.is_group_end == (batch.position != f"{made[-1]}-1")
+        after = batch.position
+    assert [len(group) for group in found][-2:] == [2, 1]
+    assert [ms for group in found for ms in group] == made
+    for group in found[:-2]:
+        assert len({ms // 160_000 for ms in group}) == 1
+    assert len(found) <= 2 + 4
+    inside = found[0][len(found[0]) // 2]
+    batch = opened(server, group_s=10.0).read(f"{inside}-1", 10**6, 0)
+    assert batch is not None and batch.position == f"{found[0][-1]}-1" and batch.is_group_end
+    (before,) = opened(server, f"{made[-2]}-1", group_s=10.0).read(None, 9, 0).passed
+    server.client().delete("k")
+    add(server, 7, 8, id=f"{made[-1]}-1")
+    (other,) = opened(server, group_s=10.0).read(None, 9, 0).passed
+    assert before.split()[0] == other.split()[0] and before != other
+    assert opened(server).read(None, 9, 0).passed == []
     source.close()
 
 
