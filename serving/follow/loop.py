@@ -57,8 +57,9 @@ class Window:
         after other changes, it is raised by the next window."""
         while True:
             left, asked = until - time.monotonic(), min(_SLICE_ROWS, rows - self.packed.rows)
+            wait_s = min(_SLICE_S, max(0.0, left if self._is_quiet() else self.quiet_s))
             try:
-                is_behind = self._add(source, asked, min(_SLICE_S, max(0.0, left))) >= asked
+                is_behind = self._add(source, asked, wait_s) >= asked
             except SourceError:
                 if not self.has_come:
                     raise
