@@ -33,6 +33,7 @@ from tableside.loader.segment.memory import processes_below
 from tableside.quant import RowFormat, choose
 from tableside.serving.cli.local import LocalServer, local_server
 from tableside.serving.client import Client
+from tableside.serving.client.attempts import Attempts, Options
 from tableside.serving.client.messages import HttpRequest
 from tableside.serving.client.sockets import SocketPool
 from tableside.serving.cluster.calls import address_of
@@ -103,11 +104,14 @@ def of_an_owner(owner: LocalServer, rows: int) -> dict[str, float]:
         pack_request([TableIds(t, rng.choice(rows // 2, n, replace=False)) for t in range(TABLES)])
         for _ in range(20)
     ]
-    pool = SocketPool(address_of(place(owner), None), 60)
+    address = address_of(place(owner), None)
+    pool, options = SocketPool(address, 60), Options(address, 60, 0, None)
     workers = workers_of(owner)
     before, size = cpu_s(workers), 0
     for number in range(ASKED):
-        response = pool.send(HttpRequest("POST", f"{PATH}/{model}/{state}", bodies[number % len(bodies)]))
+        response = pool.send(
+            HttpRequest("POST", f"{PATH}/{model}/{state}", bodies[number % len(bodies)]), Attempts(options)
+        )
         assert response.status == 200
         size += len(response.content)
     spent = cpu_s(workers) - before

@@ -13,6 +13,7 @@ server.
     Client, AsyncClient, Jagged, KeyedVectors, LookedUp     a server's answers
     stash_embedding_weights                                 frees a GPU's tables during a training step
     LoaderError, QuantError, ClientError, FeatureError      errors, in one line each
+    BadRequest, NotFound, Denied, Overloaded, TimedOut, Unreachable     kinds of ClientError
 """
 
 from importlib import import_module
@@ -33,12 +34,18 @@ if TYPE_CHECKING:
     from tableside.quant import Table as Table
     from tableside.quant.stash.stash import stash_embedding_weights as stash_embedding_weights
     from tableside.serving.client import AsyncClient as AsyncClient
+    from tableside.serving.client import BadRequest as BadRequest
     from tableside.serving.client import Client as Client
     from tableside.serving.client import ClientError as ClientError
+    from tableside.serving.client import Denied as Denied
     from tableside.serving.client import FeatureError as FeatureError
     from tableside.serving.client import Jagged as Jagged
     from tableside.serving.client import KeyedVectors as KeyedVectors
     from tableside.serving.client import LookedUp as LookedUp
+    from tableside.serving.client import NotFound as NotFound
+    from tableside.serving.client import Overloaded as Overloaded
+    from tableside.serving.client import TimedOut as TimedOut
+    from tableside.serving.client import Unreachable as Unreachable
 
 # In a checkout the rooms lie beside this folder; in a wheel, in it.
 _checkout = Path(__file__).parent.parent
@@ -47,24 +54,30 @@ if not (Path(__file__).parent / "quant").is_dir() and (_checkout / "quant").is_d
 
 _HOMES = {
     "AsyncClient": "serving.client",
+    "BadRequest": "serving.client",
     "Client": "serving.client",
     "ClientError": "serving.client",
+    "Denied": "serving.client",
     "FeatureError": "serving.client",
     "Jagged": "serving.client",
     "KeyedVectors": "serving.client",
-    "LookedUp": "serving.client",
-    "LoadSettings": "loader.load.load",
+    "load": "loader.load.load",
     "LoaderError": "loader.errors",
+    "LoadSettings": "loader.load.load",
+    "LookedUp": "serving.client",
     "Model": "loader.versions.versions",
+    "NotFound": "serving.client",
+    "Overloaded": "serving.client",
+    "parse_model": "loader.model.model",
     "Pooling": "quant",
     "QuantError": "quant",
+    "read_model": "loader.model.model",
     "RowFormat": "quant",
     "Segment": "loader.segment.segment",
-    "Table": "quant",
-    "load": "loader.load.load",
-    "parse_model": "loader.model.model",
-    "read_model": "loader.model.model",
     "stash_embedding_weights": "quant.stash.stash",
+    "Table": "quant",
+    "TimedOut": "serving.client",
+    "Unreachable": "serving.client",
 }
 
 __all__ = [*_HOMES]

@@ -12,6 +12,29 @@ from tableside.serving.client.calls import LookedUp
 from tableside.serving.client.clients import AsyncClient, Client
 from tableside.serving.client.features import Jagged
 from tableside.serving.client.keyed import KeyedVectors
-from tableside.serving.client.messages import ClientError, FeatureError
+from tableside.serving.client.messages import (
+    BadRequest,
+    ClientError,
+    Denied,
+    FeatureError,
+    NotFound,
+    Overloaded,
+    TimedOut,
+    Unreachable,
+)
 
-__all__ = ["AsyncClient", "Client", "ClientError", "FeatureError", "Jagged", "KeyedVectors", "LookedUp"]
+__all__ = [
+    "AsyncClient",
+    "BadRequest",
+    "Client",
+    "ClientError",
+    "Denied",
+    "FeatureError",
+    "Jagged",
+    "KeyedVectors",
+    "LookedUp",
+    "NotFound",
+    "Overloaded",
+    "TimedOut",
+    "Unreachable",
+]

@@ -11,7 +11,7 @@ import socket
 import ssl
 from base64 import b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
@@ -71,15 +71,19 @@ class Address:
             secret = b64encode(f"{unquote(url.username)}:{unquote(url.password or '')}".encode()).decode()
             sent["Authorization"] = f"Basic {secret}"
         authority = "localhost" if path else url.netloc.rpartition("@")[2]
-        lines = "".join(
-            f"{n}: {v}\r\n"
-            for n, v in {"Host": authority, "User-Agent": f"tableside/{VERSION}", **sent}.items()
-        )
         prefix = "" if path else quote(url.path.rstrip("/"), safe="/%")
         tls = _tls(ca) if url.scheme == "https" else None
         port = 0 if path else url.port or (443 if tls else 80)
         host = url.hostname or authority
-        return cls(base_url, host, port, authority, prefix, lines.encode("ascii"), path, tls, sent)
+        return cls(base_url, host, port, authority, prefix, _lines(authority, sent), path, tls, sent)
+
+    def with_headers(self, headers: Mapping[str, str]) -> "Address":
+        """Returns the address with these headers besides its own, or in their place. ValueError: one is
+        invalid."""
+        given = {name: _checked(name, value) for name, value in headers.items()}
+        names = {name.lower() for name in given}
+        sent = {name: value for name, value in self.headers.items() if name.lower() not in names} | given
+        return replace(self, headers=sent, lines=_lines(self.authority, sent))
 
     @property
     def is_tls(self) -> bool:
@@ -115,6 +119,12 @@ class Address:
         except BaseException:
             made.close()
             raise
+
+
+def _lines(authority: str, headers: Mapping[str, str]) -> bytes:
+    """The head of each request after its first line."""
+    sent = {"Host": authority, "User-Agent": f"tableside/{VERSION}", **headers}
+    return "".join(f"{name}: {value}\r\n" for name, value in sent.items()).encode("ascii")
 
 
 def _checked(name: str, value: str) -> str:

@@ -18,7 +18,7 @@ import orjson
 from tableside.loader.model.model import SCORE
 from tableside.serving.client import compact as compact_form
 from tableside.serving.client.compact import CompactAnswer, CompactForm, Keyed, Schema, given_as
-from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns
+from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns, integers
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors, from_torchrec, to_torchrec
 from tableside.serving.client.messages import (
     FOUND,
@@ -116,10 +116,9 @@ def _path(model: str, version: int | None) -> str:
 
 
 class Calls:
-    """The calls to one server. retries: after a broken connection."""
+    """The calls to one server."""
 
-    def __init__(self, base_url: str, retries: int) -> None:
-        self._base_url, self._retries = base_url, max(0, retries)
+    def __init__(self) -> None:
         self._named, self._compact = lru_cache(_KEPT)(NamedForm), lru_cache(_KEPT)(compact_form.make_form)
         # False: the server does not know the compact form
         self._schemas: dict[str, Schema | Literal[False]] = {}
@@ -152,6 +151,21 @@ class Calls:
         as_torch = not given.is_torch and any_torch([*(dense or {}).values()])
         return given_as(found[SCORE], as_torch)
 
+    def gather(self, model: str, feature: str, ids: Any, at_once: int, version: int | None) -> Call[Any]:
+        given = integers(ids, f"{feature}.ids")
+        if given.ndim != 1:
+            raise FeatureError(f"{feature}.ids: shape {list(given.shape)}; expected [ids]")
+        out = None
+        for start in range(0, max(1, given.size), at_once):
+            part = columns({feature: given[start : start + at_once, None]})
+            found = yield from self._infer(_path(model, version), part, {}, [feature], False)
+            if out is None:
+                out = np.empty((given.size, found[feature].shape[1]), found[feature].dtype)
+                version = answered_by().version
+            out[start : start + at_once] = found[feature]
+        assert out is not None, "there was a request"
+        return given_as(out, any_torch([ids]))
+
     def models(self) -> Call[list[dict[str, Any]]]:
         return list((yield from self._get("/v1/models")).json()["models"])
 
@@ -164,7 +178,7 @@ class Calls:
     def is_ready(self) -> Call[bool]:
         try:
             return (yield HttpRequest("GET", "/v2/health/ready")).status < 300
-        except OSError:
+        except ClientError:
             return False
 
     # ---- both forms ----
@@ -279,27 +293,13 @@ class Calls:
     # ---- requests ----
 
     def _get(self, path: str) -> Call[HttpResponse]:
-        return check_status((yield from self._exchange(HttpRequest("GET", path))))
+        return check_status((yield HttpRequest("GET", path)))
 
     def _post(self, path: str, json_bytes: int, parts: tuple[Bytes, ...]) -> Call[HttpResponse]:
-        response = yield from self._exchange(HttpRequest("POST", f"{path}/infer", parts, json_bytes))
+        response = yield HttpRequest("POST", f"{path}/infer", parts, json_bytes)
         if response.status == 200:
             _last_head.set(bytes(response.content[: response.json_bytes]))
         return response
-
-    def _exchange(self, request: HttpRequest) -> Call[HttpResponse]:
-        """Sends a request, again after a broken connection, and returns the response."""
-        for attempt in range(self._retries + 1):
-            try:
-                return (yield request)
-            except OSError as error:
-                if attempt == self._retries or isinstance(error, TimeoutError):
-                    raise ClientError(
-                        0,
-                        f"{self._base_url} cannot be reached ({error!r}); is `tableside serve` running "
-                        "there?",
-                    ) from error
-        raise AssertionError("unreachable")
 
 
 def _pays(given: Columns, outputs: Sequence[str] | None) -> bool:

@@ -1,12 +1,16 @@
 """The two clients: the same calls over blocking sockets and over asyncio. A call on a broken connection is
 retried."""
 
+import asyncio
+import copy
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from tableside.serving.client import sockets, streams
 from tableside.serving.client.address import Address
+from tableside.serving.client.attempts import Attempts, Options
 from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by, late_rows
 from tableside.serving.client.features import Ids
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
@@ -28,8 +32,10 @@ class Client:
 
     base_url: http, https, or unix:PATH; None: TABLESIDE_URL of the environment, else port 8000 of this host.
     timeout_s: of connecting, and of each wait. retries: after a broken connection, not after a timeout.
-    headers: sent with every request. ca: a PEM file for https; None: the system's. Proxies of the environment
-    are ignored. ValueError: base_url, headers or ca cannot be used.
+    deadline_s: of a whole call; with one, a server that is too busy is asked again as well, when it says
+    (Retry-After), if that is in time; None: any. headers: sent with every request. ca: a PEM file for https;
+    None: the system's. Proxies of the environment are ignored. ValueError: base_url, headers or ca cannot be
+    used.
     """
 
     def __init__(
@@ -38,12 +44,28 @@ class Client:
         timeout_s: float = 10.0,
         retries: int = 2,
         *,
+        deadline_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         ca: str | Path | None = None,
     ) -> None:
         address = Address.parse(base_url, headers, ca)
-        self._calls = Calls(address.base_url, retries)
+        self._calls, self._options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
         self._pool = sockets.SocketPool(address, timeout_s)
+
+    def with_options(
+        self,
+        *,
+        timeout_s: float | None = None,
+        retries: int | None = None,
+        deadline_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> "Client":
+        """Returns a client with other options over the same connections: where one of the two is closed, both
+        are. None: as this one's. headers: besides this one's, or in their place. ValueError: a header is
+        invalid."""
+        other = copy.copy(self)
+        other._options = self._options.replaced(timeout_s, retries, deadline_s, headers)
+        return other
 
     @overload
     def lookup(
@@ -104,6 +126,16 @@ class Client:
         for `lookup`, one bag a row. dense: name -> [batch, n]."""
         return self._run(self._calls.score(model, features, dense, version, compact))
 
+    def gather(
+        self, model: str, feature: str, ids: Any, *, at_once: int = 16384, version: int | None = None
+    ) -> Any:
+        """Returns the vector of each id of a long list, [ids, dim], numpy or, as the ids, torch; all of one
+        version. at_once: ids of a request. FeatureError: the ids are not integers [ids].
+
+            vectors = client.gather("ads", "item", np.arange(1_000_000))
+        """
+        return self._run(self._calls.gather(model, feature, ids, at_once, version))
+
     @staticmethod
     def answered_by() -> AnsweredBy:
         """Returns the state that answered this thread's last lookup or score. ClientError: there was none."""
@@ -132,15 +164,20 @@ class Client:
         return self._run(self._calls.is_ready())
 
     def _run(self, call: Call[T]) -> T:
+        attempts = Attempts(self._options)
         try:
             request = next(call)
             while True:
                 try:
-                    response = self._pool.send(request)
+                    response = self._pool.send(request, attempts)
                 except OSError as error:
-                    request = call.throw(error)
-                else:
+                    if (refusal := attempts.failed(error)) is not None:
+                        request = call.throw(refusal)
+                    continue
+                if (pause := attempts.pause_s(response)) is None:
                     request = call.send(response)
+                else:
+                    time.sleep(pause)
         except StopIteration as end:
             found: T = end.value
             return found
@@ -164,12 +201,26 @@ class AsyncClient:
         timeout_s: float = 10.0,
         retries: int = 2,
         *,
+        deadline_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         ca: str | Path | None = None,
     ) -> None:
         address = Address.parse(base_url, headers, ca)
-        self._calls = Calls(address.base_url, retries)
-        self._pool = streams.StreamPool(address, timeout_s)
+        self._calls, self._options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
+        self._pool = streams.StreamPool(address)
+
+    def with_options(
+        self,
+        *,
+        timeout_s: float | None = None,
+        retries: int | None = None,
+        deadline_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> "AsyncClient":
+        """As Client.with_options."""
+        other = copy.copy(self)
+        other._options = self._options.replaced(timeout_s, retries, deadline_s, headers)
+        return other
 
     @overload
     async def lookup(
@@ -221,6 +272,12 @@ class AsyncClient:
         """As Client.score."""
         return await self._run(self._calls.score(model, features, dense, version, compact))
 
+    async def gather(
+        self, model: str, feature: str, ids: Any, *, at_once: int = 16384, version: int | None = None
+    ) -> Any:
+        """As Client.gather."""
+        return await self._run(self._calls.gather(model, feature, ids, at_once, version))
+
     @staticmethod
     def answered_by() -> AnsweredBy:
         """As Client.answered_by, of this task."""
@@ -248,15 +305,20 @@ class AsyncClient:
         return await self._run(self._calls.is_ready())
 
     async def _run(self, call: Call[T]) -> T:
+        attempts = Attempts(self._options)
         try:
             request = next(call)
             while True:
                 try:
-                    response = await self._pool.send(request)
+                    response = await self._pool.send(request, attempts)
                 except OSError as error:
-                    request = call.throw(error)
-                else:
+                    if (refusal := attempts.failed(error)) is not None:
+                        request = call.throw(refusal)
+                    continue
+                if (pause := attempts.pause_s(response)) is None:
                     request = call.send(response)
+                else:
+                    await asyncio.sleep(pause)
         except StopIteration as end:
             found: T = end.value
             return found

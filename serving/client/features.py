@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from tableside.serving.client.messages import FeatureError
 
-Ids = Any  # an array or tensor [bags, ids a bag], a list of lists, or Jagged
+Ids = Any  # an array or tensor [bags, ids a bag], a list of lists, a column of lists, or Jagged
 Array = NDArray[Any]
 
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 _INT64, _INT32, _FP32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
-_ARRAY = {np.ndarray}
+_ARRAY, _OBJECTS = {np.ndarray}, np.dtype(object)
+_ARROW = "__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__"  # of columns
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,26 @@ class Jagged:
     values: Any
     lengths: Any = None
     weights: Any = None
+
+    @classmethod
+    def from_offsets(
+        cls, values: Any, offsets: Any, weights: Any = None, *, include_last_offset: bool = False
+    ) -> "Jagged":
+        """Makes bags of integer offsets into values, as torch.nn.EmbeddingBag takes them: [bags], or, with
+        `include_last_offset`, [bags + 1], where the number of values comes last. FeatureError: they do not
+        ascend from 0 to the number of values.
+
+            Jagged.from_offsets([1, 2, 3, 7], [0, 3])                               # [1, 2, 3] and [7]
+            Jagged.from_offsets([1, 2, 3, 7], [0, 3, 4], include_last_offset=True)  # the same
+        """
+        starts, ids = _flat(integers(offsets, "offsets"), "offsets", "bags"), len(values)
+        ends = starts if include_last_offset else np.append(starts, ids)
+        lengths = np.diff(ends)
+        is_empty = not (starts.size or ids or include_last_offset)
+        if not is_empty and (not starts.size or starts[0] or ends[-1] != ids or (lengths < 0).any()):
+            said = np.array2string(starts, threshold=8)
+            raise FeatureError(f"offsets are {said}; expected numbers that ascend from 0 to {ids}")
+        return cls(values, lengths.astype(np.int32), weights)
 
 
 class _Rectangle(Jagged):
@@ -85,6 +106,10 @@ def _kinds(given: list[Jagged]) -> str:
 def _as_jagged(name: str, value: Ids) -> Jagged:
     if isinstance(value, Jagged):
         return value
+    if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "array"):
+        value = value.tolist() if value.dtype is _OBJECTS else value.array
+    if any(hasattr(value, method) for method in _ARROW):
+        return _of_column(name, value)
     if isinstance(value, list | tuple):
         if not set(map(type, value)) <= {list, tuple} and not all(
             isinstance(b, list | tuple | np.ndarray) for b in value
@@ -100,6 +125,33 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
             f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)"
         )
     return _Rectangle(ids)
+
+
+def _of_column(name: str, column: Any) -> Jagged:
+    """Bags of a column of lists of pyarrow, polars or pandas; its ids are not copied. FeatureError: it is
+    none, or lacks values."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise FeatureError(f"{name}: a column of {type(column).__module__} needs pyarrow") from error
+    try:
+        read = pa.chunked_array(column) if hasattr(column, "__arrow_c_stream__") else pa.array(column)
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        raise FeatureError(f"{name}: no column of lists ({error})") from error
+    lists = read.combine_chunks() if isinstance(read, pa.ChunkedArray) else read
+    is_fixed = pa.types.is_fixed_size_list(lists.type)
+    if not (is_fixed or pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
+        raise FeatureError(f"{name}: a column of {lists.type}; expected lists of integers")
+    ids = lists.flatten()
+    if lists.null_count or ids.null_count:
+        raise FeatureError(
+            f"{name}: {lists.null_count} lists and {ids.null_count} ids are null; fill them, or leave them "
+            "out"
+        )
+    values = ids.to_numpy(zero_copy_only=False)
+    if is_fixed:
+        return _Rectangle(integers(values.reshape(len(lists), lists.type.list_size), name))
+    return Jagged(values, np.diff(lists.offsets.to_numpy()).astype(_INT32))
 
 
 def _ids(names: Sequence[str], kinds: str, values: list[Any]) -> list[Array]:
@@ -165,6 +217,8 @@ def integers(value: Any, name: str) -> Array:
 def array(value: Any, dtype: np.dtype[Any] | None, name: str) -> Array:
     """Converts to a contiguous array of `dtype` (None: its own). FeatureError: the values are of another
     kind, or do not fit."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise FeatureError(f"{name}: a masked array; expected values alone (compressed, or filled)")
     try:
         found = value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
     except (ValueError, TypeError) as error:

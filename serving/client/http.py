@@ -33,6 +33,7 @@ class ResponseReader:
         # What the parser has found.
         self._length: int | None = None
         self._json_bytes: int | None = None
+        self._retry_after: float | None = None
         self._is_chunked = self._keeps_alive = self._is_complete = False
         self._encoding = b""
         self._chunks: list[bytes] = []
@@ -115,7 +116,8 @@ class ResponseReader:
             raise ConnectionAbortedError(f"what came is no HTTP/1.1 response ({error})") from error
 
     def _response(self, content: memoryview) -> HttpResponse:
-        return HttpResponse(self._parser.get_status_code(), content, self._json_bytes, not self._keeps_alive)
+        status, is_last = self._parser.get_status_code(), not self._keeps_alive
+        return HttpResponse(status, content, self._json_bytes, is_last, self._retry_after)
 
     # ---- called by the parser ----
 
@@ -129,6 +131,8 @@ class ResponseReader:
             self._is_chunked = True
         elif name == b"content-encoding":
             self._encoding = value.lower()
+        elif name == b"retry-after" and value.isdigit() and len(value) < 7:  # or a date, which is not read
+            self._retry_after = float(value)
 
     def on_headers_complete(self) -> None:
         self._keeps_alive = self._parser.should_keep_alive()

@@ -15,7 +15,8 @@ Bytes = bytes | memoryview
 
 
 class ClientError(Exception):
-    """The server refused a request. status: of the HTTP response; 0: the server could not be reached."""
+    """The server refused a request, or failed, or was not reached. status: of the HTTP response; 0: there was
+    none. The kinds below say which it was."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -23,6 +24,42 @@ class ClientError(Exception):
 
     def __str__(self) -> str:
         return self.message if self.status == 0 else f"{self.status}: {self.message}"
+
+
+class BadRequest(ClientError):
+    """The request is wrong, or too large: sent again it is refused again."""
+
+
+class NotFound(ClientError):
+    """The server has no such model, version or path."""
+
+
+class Denied(ClientError):
+    """The request lacks a right."""
+
+
+class Overloaded(ClientError):
+    """The server does not take the request now. retry_after: seconds after which to send it again; None: the
+    server says nothing of it."""
+
+    retry_after: float | None = None
+
+
+class TimedOut(ClientError):
+    """No answer came in time."""
+
+
+class Unreachable(ClientError):
+    """There is no connection to the server, or it broke."""
+
+
+_KINDS: dict[int, type[ClientError]] = {
+    401: Denied,
+    403: Denied,
+    404: NotFound,
+    429: Overloaded,
+    503: Overloaded,
+}
 
 
 class FeatureError(ValueError):
@@ -41,12 +78,13 @@ class HttpRequest(NamedTuple):
 
 class HttpResponse(NamedTuple):
     """content: the body. json_bytes: size of its JSON; tensors begin 16-byte aligned. is_last: the connection
-    closes."""
+    closes. retry_after: seconds after which to send the request again; None: it says none."""
 
     status: int
     content: memoryview
     json_bytes: int | None
     is_last: bool
+    retry_after: float | None = None
 
     @property
     def text(self) -> str:
@@ -56,7 +94,7 @@ class HttpResponse(NamedTuple):
         return orjson.loads(self.content)
 
 
-# A call yields requests, is sent their responses, or is thrown an OSError where there is none, and returns
+# A call yields requests, is sent their responses, or is thrown a ClientError where there is none, and returns
 # what its caller gets.
 Call = Generator[HttpRequest, HttpResponse, T]
 
@@ -69,7 +107,11 @@ def check_status(response: HttpResponse) -> HttpResponse:
         message = str(response.json()["error"])
     except (ValueError, KeyError, TypeError):
         message = response.text or _PHRASES.get(response.status, "no reason was given")
-    raise ClientError(response.status, message)
+    kind = _KINDS.get(response.status, BadRequest if response.status < 500 else ClientError)
+    refused = kind(response.status, message)
+    if isinstance(refused, Overloaded):
+        refused.retry_after = response.retry_after
+    raise refused
 
 
 # ---- the response of an infer request: JSON that names the tensors, then their bytes ----

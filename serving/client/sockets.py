@@ -6,6 +6,7 @@ from collections import deque
 from contextlib import suppress
 
 from tableside.serving.client.address import Address
+from tableside.serving.client.attempts import Attempts
 from tableside.serving.client.http import IdleWatch, ResponseReader
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 
@@ -17,7 +18,7 @@ class SocketConnection:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         made = address.connect(timeout_s)
-        self._socket, self._is_tls = made, address.is_tls
+        self._socket, self._is_tls, self._wait_s = made, address.is_tls, timeout_s
         self._reader = ResponseReader()
         self._watch = IdleWatch(made.fileno())
         self.used_at = 0.0
@@ -36,10 +37,16 @@ class SocketConnection:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send(head, request)
 
-    def receive(self) -> HttpResponse:
+    def wait_for(self, seconds: float) -> None:
+        """Has each wait from now on take so long at most."""
+        if seconds != self._wait_s:
+            self._socket.settimeout(seconds)
+            self._wait_s = seconds
+
+    def receive(self, attempts: Attempts) -> HttpResponse:
         """Reads the response."""
         while (response := self.receive_some()) is None:
-            pass
+            self.wait_for(attempts.wait_s())
         return response
 
     def receive_some(self) -> HttpResponse | None:
@@ -71,11 +78,13 @@ class SocketPool:
         self._process = os.getpid()  # whose the idle connections are
         self._is_closed = False
 
-    def send(self, request: HttpRequest) -> HttpResponse:
+    def send(self, request: HttpRequest, attempts: Attempts) -> HttpResponse:
         """The response to a request. OSError: the connection broke, or none could be made."""
-        connection = self.begin(request)
+        connection = self._take(wait_s := attempts.wait_s())
         try:
-            response = connection.receive()
+            connection.wait_for(wait_s)
+            connection.send(attempts.options.address.head(request), request)
+            response = connection.receive(attempts)
         except BaseException:
             connection.close()
             raise

@@ -1,12 +1,13 @@
 """Connections of asyncio, for the tasks of one event loop. A forked child makes its own."""
 
 import asyncio
-import functools
 import os
+import time
 from collections import deque
 from typing import Any
 
 from tableside.serving.client.address import Address
+from tableside.serving.client.attempts import Attempts, Options
 from tableside.serving.client.http import IdleWatch, ResponseReader
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 
@@ -16,9 +17,9 @@ _CONNECTIONS = 100  # more calls than this at one time wait for each other
 class _StreamConnection(asyncio.BufferedProtocol):
     """One connection, used by one task at a time. OSError: it broke; TimeoutError: no answer in time."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._timeout_s = timeout_s
+        self._timeout_s = 0.0
         self._reader = ResponseReader()
         self._transport: Any = None
         self._watch: IdleWatch | None = None
@@ -31,9 +32,13 @@ class _StreamConnection(asyncio.BufferedProtocol):
         is_ours = self.loop is asyncio.get_running_loop() and not self._transport.is_closing()
         return is_ours and self._watch is not None and self._watch.is_quiet()
 
-    async def exchange(self, head: bytes, request: HttpRequest) -> HttpResponse:
-        """Sends a request and waits for its response."""
+    async def exchange(self, head: bytes, request: HttpRequest, timeout_s: float) -> HttpResponse:
+        """Sends a request and waits for its response. timeout_s: of each wait."""
         self._reader.begin()
+        if timeout_s != self._timeout_s and self._timer is not None:
+            self._timer.cancel()  # it may be later
+            self._timer = None
+        self._timeout_s = timeout_s
         self._waiter = self.loop.create_future()
         self._deadline = self.loop.time() + self._timeout_s
         self._unsent = 0
@@ -103,8 +108,8 @@ class _StreamConnection(asyncio.BufferedProtocol):
 class StreamPool:
     """The connections to one server."""
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
+    def __init__(self, address: Address) -> None:
+        self._address = address
         self._inherited: list[deque[_StreamConnection]] = []
         self._is_closed = False
         self._begin()
@@ -120,13 +125,21 @@ class StreamPool:
             self._inherited.append(self._idle)
             self._begin()
 
-    async def send(self, request: HttpRequest) -> HttpResponse:
+    async def send(self, request: HttpRequest, attempts: Attempts) -> HttpResponse:
         """The response to a request. OSError: the connection broke, or none could be made."""
         self._leave_inherited()
+        if attempts.ends is None:
+            return await self._send(request, attempts.options)
+        async with asyncio.timeout(attempts.ends - time.monotonic()):
+            return await self._send(request, attempts.options)
+
+    async def _send(self, request: HttpRequest, options: Options) -> HttpResponse:
         async with self._room:
-            connection = self._take() or await self._connect()
+            connection = self._take() or await self._connect(options.timeout_s)
             try:
-                response = await connection.exchange(self._address.head(request), request)
+                response = await connection.exchange(
+                    options.address.head(request), request, options.timeout_s
+                )
             except BaseException:
                 connection.close()
                 raise
@@ -146,15 +159,14 @@ class StreamPool:
             connection.close()
         return None
 
-    async def _connect(self) -> _StreamConnection:
+    async def _connect(self, timeout_s: float) -> _StreamConnection:
         loop, address = asyncio.get_running_loop(), self._address
-        make = functools.partial(_StreamConnection, self._timeout_s)
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(timeout_s):
             if address.path is not None:
-                _, connection = await loop.create_unix_connection(make, address.path)
+                _, connection = await loop.create_unix_connection(_StreamConnection, address.path)
             else:
                 _, connection = await loop.create_connection(
-                    make, address.host, address.port, ssl=address.tls
+                    _StreamConnection, address.host, address.port, ssl=address.tls
                 )
         return connection
 

@@ -38,6 +38,7 @@ class NotAgreed(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(503, ErrorKind.SWAP, message)
+        self.args = (message,)  # what it is made of anew behind a pickle
 
 
 def agreed_state(

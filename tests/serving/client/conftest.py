@@ -1,18 +1,21 @@
-"""A real server for tests of the client's compact form."""
+"""A real server for tests of the client's compact form, and clients of either kind."""
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from both_clients import Both
 from compact_model import FEATURES, TABLES
 from servers import Server, start_server
 from support import end
 
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
+from tableside.serving.client import AsyncClient, Client
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +40,16 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert end(server.process) == 0
     finally:
         shutil.rmtree(root)
+
+
+@pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Both]]:
+    made: list[Both] = []
+
+    def make(url: str, **options: Any) -> Both:
+        made.append(Both(request.param, url, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

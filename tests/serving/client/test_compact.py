@@ -15,6 +15,7 @@ from servers import Server, publish_demo
 from support import rows_of, until
 
 from tableside.serving.client import AsyncClient, Client, ClientError, FeatureError, Jagged, calls
+from tableside.serving.client.attempts import Attempts
 from tableside.serving.client.calls import Calls
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 
@@ -167,13 +168,13 @@ class Sent:
         self._send = client._pool.send
         client._pool.send = self  # type: ignore[method-assign]
 
-    def __call__(self, request: HttpRequest) -> HttpResponse:
+    def __call__(self, request: HttpRequest, attempts: Attempts) -> HttpResponse:
         if request.method == "GET":
             self.metadata += 1
         else:
             header = orjson.loads(b"".join(request.parts)[: request.json_bytes])
             self.inputs.append([t["name"] for t in header["inputs"]])
-        return self._send(request)
+        return self._send(request, attempts)
 
 
 def test_many_jagged_features_go_compact_and_others_by_name(
@@ -234,7 +235,7 @@ def step(call: Any, response: HttpResponse | None) -> str:
 
 def test_a_schema_that_is_not_known_is_read_again_once() -> None:
     """The request is repeated with the new schema; a second refusal is the caller's."""
-    made = Calls("http://x", 0)
+    made = Calls()
     for first in (True, False):
         call = made.lookup("m", {"a": Jagged([1], [1])}, None, None, True)
         asked = step(call, None)
@@ -254,7 +255,7 @@ def test_a_schema_that_is_not_known_is_read_again_once() -> None:
 def test_features_that_came_later_are_looked_for_in_new_metadata() -> None:
     """Where the compact form is the only way; and only once, so that what is wrong does not cost a request
     each time."""
-    made, metadata = Calls("http://x", 0), respond(200, METADATA)
+    made, metadata = Calls(), respond(200, METADATA)
     call = made.lookup("m", {"a": Jagged([1], [1])}, None, None, True)
     assert [step(call, None), step(call, metadata)] == [
         "GET /v2/models/m None",
@@ -269,7 +270,7 @@ def test_features_that_came_later_are_looked_for_in_new_metadata() -> None:
 def test_a_server_that_does_not_know_the_compact_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named form is taken, and the metadata is read once; who insists is told."""
     monkeypatch.setattr(calls, "COMPACT_FEATURES", 1)
-    made, features = Calls("http://x", 0), {"a": Jagged([1], [1])}
+    made, features = Calls(), {"a": Jagged([1], [1])}
     call = made.lookup("m", features, None, None, None)
     assert step(call, None) == "GET /v2/models/m None"
     assert step(call, respond(200, {"parameters": {}})) == "POST /v2/models/m/infer None"

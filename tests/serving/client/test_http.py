@@ -1,55 +1,20 @@
 """The client's connections: reuse, broken ones, silence, refusals, TLS. The server is a script on a
 socket."""
 
-import asyncio
-import inspect
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+from both_clients import Both
 from scripted import MODELS, OK, Script, answer, received, scripted
 from support import until
 from tls import make_certificate, needs_openssl, server_context
 
-from tableside.serving.client import AsyncClient, Client, ClientError
-
-
-class Both:
-    """Either client, with calls that wait: ask(name, *arguments)."""
-
-    def __init__(self, kind: type[Client] | type[AsyncClient], url: str, **options: Any) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.client = self.loop.run_until_complete(self._make(kind, url, options))
-
-    async def _make(self, kind: Any, url: str, options: Any) -> Any:
-        return kind(url, **options)
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        found = getattr(self.client, name)(*arguments)
-        return self.loop.run_until_complete(found) if inspect.isawaitable(found) else found
-
-    def close(self) -> None:
-        self.ask("close")
-        self.loop.run_until_complete(asyncio.sleep(0))
-        self.loop.close()
-
-
-@pytest.fixture(params=[Client, AsyncClient], ids=["sync", "async"])
-def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Both]]:
-    made: list[Both] = []
-
-    def make(url: str, **options: Any) -> Both:
-        made.append(Both(request.param, url, **options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+from tableside.serving.client import ClientError, TimedOut
 
 
 def test_a_connection_is_used_again(connect: Callable[..., Both]) -> None:
@@ -110,7 +75,7 @@ def test_silence_is_not_asked_again(connect: Callable[..., Both]) -> None:
         received(connection)
 
     with scripted(handle) as script:
-        with pytest.raises(ClientError, match="TimeoutError") as caught:
+        with pytest.raises(TimedOut, match=r"did not answer within 0\.2 s \(timeout_s\)") as caught:
             connect(script.url, retries=5, timeout_s=0.2).ask("models")
         assert caught.value.status == 0
         assert len(script.heads) == 1

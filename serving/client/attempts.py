@@ -1,0 +1,84 @@
+"""How long a call may take, and how often it is sent."""
+
+import random
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tableside.serving.client.address import Address
+from tableside.serving.client.messages import ClientError, HttpResponse, TimedOut, Unreachable
+
+
+class Options(NamedTuple):
+    """Options of a client's calls, as `Client` takes them."""
+
+    address: Address
+    timeout_s: float
+    retries: int
+    deadline_s: float | None
+
+    def replaced(
+        self,
+        timeout_s: float | None,
+        retries: int | None,
+        deadline_s: float | None,
+        headers: Mapping[str, str] | None,
+    ) -> "Options":
+        """Returns the options with those in place of these that are not None. ValueError: a header is
+        invalid."""
+        address = self.address if headers is None else self.address.with_headers(headers)
+        return Options(
+            address,
+            self.timeout_s if timeout_s is None else timeout_s,
+            self.retries if retries is None else max(0, retries),
+            self.deadline_s if deadline_s is None else deadline_s,
+        )
+
+
+class Attempts:
+    """The attempts of one call. ends: of time.monotonic; None: each wait has its own end alone."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self._left = options, options.retries
+        self.ends = None if options.deadline_s is None else time.monotonic() + options.deadline_s
+
+    def wait_s(self) -> float:
+        """Returns how long the next wait may take. TimeoutError: the call's time is over."""
+        if self.ends is None:
+            return self.options.timeout_s
+        if (left := self.ends - time.monotonic()) <= 0:
+            raise TimeoutError("the call's time is over")
+        return min(left, self.options.timeout_s)
+
+    def failed(self, error: OSError) -> ClientError | None:
+        """Returns what the caller gets after a failure; None: the request is sent again."""
+        if not isinstance(error, TimeoutError) and self._left > 0 and not self._is_over():
+            self._left -= 1
+            return None
+        told = self._told(error)
+        told.__cause__ = error
+        return told
+
+    def pause_s(self, response: HttpResponse) -> float | None:
+        """Returns the seconds after which a request is sent again that the server was too busy for; None: its
+        response is taken as it is. Without a deadline it is."""
+        if response.retry_after is None or self.ends is None or self._left <= 0:
+            return None
+        pause = response.retry_after * random.uniform(1.0, 1.25)
+        if time.monotonic() + pause >= self.ends:
+            return None
+        self._left -= 1
+        return pause
+
+    def _is_over(self) -> bool:
+        return self.ends is not None and time.monotonic() >= self.ends
+
+    def _told(self, error: OSError) -> ClientError:
+        o = self.options
+        if not isinstance(error, TimeoutError):
+            why = f"{o.address.base_url} cannot be reached ({error!r}); is `tableside serve` running there?"
+            return Unreachable(0, why)
+        limit = f"{o.timeout_s:g} s (timeout_s)"
+        if self._is_over():
+            limit = f"the {o.deadline_s:g} s of the call (deadline_s)"
+        return TimedOut(0, f"{o.address.base_url} did not answer within {limit}")
