@@ -53,6 +53,8 @@ class Watch:
                 state = None
                 try:
                     engine.forget_removed()
+                    if engine.shall_hold:
+                        asyncio.get_running_loop().run_in_executor(None, engine.hold)
                     state = engine.changed()
                     if state is not None:
                         await self._take(engine, state)

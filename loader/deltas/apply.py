@@ -152,7 +152,8 @@ class _Apply:
             positions[batch.source] = batch.position
             if self.segment.header.is_over_hosts and (before := self.segment.hosts_state()) is not None:
                 mark = next_mark(before.mark, batch.source, batch.passed or [batch.position])
-        return Change(sequence, below, rows, positions, batch.made_at or 0.0, time.time(), mark)
+        times, after = (batch.made_at or 0.0, time.time()), self.segment.sequence if mark else 0
+        return Change(sequence, below, rows, positions, *times, mark, after)
 
     def merge(self, deltas: Sequence[Delta]) -> None:
         """Publishes the entries of these deltas (newest first) as one."""

@@ -8,6 +8,8 @@ of raw ids: for each id a row in the table's format, or a bit for a deleted id; 
 reader uses two deltas at most, the newer and smaller one first.
 """
 
+import contextlib
+import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -105,6 +107,12 @@ class Delta:
                 )
             marks = marks_part(at, data, stored.ids.has_bits, first)
         return OverlayLayer(index, packed, words, index.backfilled, first_row, marks)
+
+    def hold(self) -> None:
+        """Has the file stay until this object goes (loader.versions.retention), unless it is being
+        removed."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def __del__(self) -> None:
         if (fd := getattr(self, "_fd", -1)) >= 0:

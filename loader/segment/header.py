@@ -60,7 +60,8 @@ class Change:
     """Metadata of a delta. sequence: its number, unique in the model. below: sequence of the delta under it;
     0: none. changed: rows of the last batch. positions: stream -> position after the last change. made_at,
     applied_at: time.time() of the batch's oldest change (0: unknown) and of its publication. mark: of all
-    changes since the load, of a model over several hosts (loader.deltas.hosts); 0: unknown."""
+    changes since the load, of a model over several hosts (loader.deltas.hosts); 0: unknown. after: where it
+    has a mark, the sequence of the state that it was applied over; 0: the loaded version."""
 
     sequence: int
     below: int = 0
@@ -69,6 +70,7 @@ class Change:
     made_at: float = 0.0
     applied_at: float = 0.0
     mark: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Header:
                 del raw[name]
         for name in ("delta", "merged"):
             if name in raw and not raw[name]["mark"]:
-                del raw[name]["mark"]
+                del raw[name]["mark"], raw[name]["after"]
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
@@ -366,7 +368,7 @@ def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
 
 
 def _check_change(c: Change) -> None:
-    numbers, times = (c.sequence, c.below, c.changed, c.mark), (c.made_at, c.applied_at)
+    numbers, times = (c.sequence, c.below, c.changed, c.mark, c.after), (c.made_at, c.applied_at)
     is_wrong = not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
     is_wrong = is_wrong or not all(type(t) in (int, float) for t in times)
     if is_wrong or c.below >= max(1, c.sequence) or not isinstance(c.positions, dict):

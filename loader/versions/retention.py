@@ -15,7 +15,14 @@ from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.segment.delta import delta_name, parse_delta_name
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.record import VersionRecord
-from tableside.loader.versions.states import APPLY_LOCK, State, clear_unpublished, open_delta, state_of
+from tableside.loader.versions.states import (
+    APPLY_LOCK,
+    State,
+    clear_unpublished,
+    is_held,
+    open_delta,
+    state_of,
+)
 from tableside.loader.versions.versions import Model
 
 
@@ -41,6 +48,8 @@ def forget_states(model: Model, folder: Folder, record: VersionRecord, keep: Ret
     wanted = {live, *newest.values(), *recent, *_recent(folder, there, keep.age_s)}
     removed = []
     for state in sorted(set(there) - _needed(model, folder, wanted & set(there))):
+        if is_held(folder, delta_name(*state)):  # other hosts ask for its rows
+            continue
         folder.unlink(delta_name(*state))
         removed.append(folder.path / delta_name(*state))
     return removed

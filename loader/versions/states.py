@@ -154,7 +154,7 @@ def writing(model: Model, folder: Folder) -> Iterator[None]:
 def clear_unpublished(folder: Folder, record: VersionRecord) -> list[Path]:
     """Removes unfinished deltas, abandoned merges and deltas never live. Needs both locks."""
     names = [n for n in folder.names() if n.endswith((".delta.partial", UNPUBLISHED))]
-    names = [n for n in names if not n.endswith(UNPUBLISHED) or not _is_held(folder, n)]
+    names = [n for n in names if not n.endswith(UNPUBLISHED) or not is_held(folder, n)]
     for name in folder.names():
         version, sequence = parse_delta_name(name) or (0, 0)
         if sequence > record.latest_sequence or (sequence and not folder.exists(f"{version}.segment")):
@@ -164,7 +164,8 @@ def clear_unpublished(folder: Folder, record: VersionRecord) -> list[Path]:
     return [folder.path / name for name in names]
 
 
-def _is_held(folder: Folder, name: str) -> bool:
+def is_held(folder: Folder, name: str) -> bool:
+    """Returns whether a process holds a lock on a file, so that it is not to be removed."""
     try:
         fd = folder.open(name)
     except FileNotFoundError:

@@ -1,24 +1,32 @@
 """Which state of a model all hosts have that have its rows."""
 
+import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import orjson
 
 from tableside.loader.segment.remote import HostsState, RemoteTable
 from tableside.loader.segment.segment import Segment
-from tableside.loader.versions.states import State, attach_state, kept_states
-from tableside.loader.versions.versions import Model
-from tableside.serving.client.messages import HttpRequest
+from tableside.loader.versions.states import State
+from tableside.serving.client.messages import HttpRequest, HttpResponse
 from tableside.serving.client.sockets import SocketConnection
 from tableside.serving.cluster.calls import OwnerHost, OwnerHosts, hosts_of, receive_by
+from tableside.serving.cluster.known import KnownState
 from tableside.serving.cluster.protocol import PATH
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.settings import ServerSettings, cluster_token
 
 _ANSWER_S, _ANSWER_BYTES = 1.0, 16 << 20  # of a list of states
-_MOST_STATES = 256  # of the newest ones that are looked at
+_MOST_STATES = 64  # of the newest ones that are looked at
+
+
+class At(NamedTuple):
+    """An owner's model at one of its hosts."""
+
+    model: str
+    host: str
 
 
 class Owner(NamedTuple):
@@ -27,6 +35,10 @@ class Owner(NamedTuple):
     model: str
     content: int
     hosts: tuple[str, ...]
+
+    @property
+    def places(self) -> list[At]:
+        return [At(self.model, host) for host in self.hosts]
 
     def state(self, state: HostsState) -> HostsState:
         """Returns what its hosts call a state of the whole model."""
@@ -42,53 +54,32 @@ class NotAgreed(ApiError):
 
 
 def agreed_state(
-    model: Model,
-    wanted: State,
-    served: Segment | None,
+    states: Sequence[KnownState],
+    owners: Sequence[Owner],
     settings: ServerSettings,
     patient: bool,
+    is_first: bool,
 ) -> State:
-    """Returns the newest state up to `wanted` that the owners of the model's remote tables have as well, and
-    that comes after the served one; `wanted` where all tables are here. patient: every host has to have it;
-    else one of each owner, if any is reached. Blocks. NotAgreed: there is none. Errors: of `attach_state`."""
-    is_other = served is None or served.header.version != wanted.version
-    segment = model.attach(wanted.version, "header") if is_other or served is None else served
-    if not segment.header.remote:
-        return wanted
-    candidates = _candidates(model, wanted, served)
+    """Returns the first of some states that all owners have as well, who keep it for some seconds. patient:
+    every host has to have it; else one host of each owner. is_first: owners of whom no host is reached are
+    left out. Blocks. NotAgreed: there is none."""
     hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-    owners = owners_of(segment.header.remote)
     kept = states_of(hosts, owners)
-    lacking = ""
-    for state, known in named_states(model, candidates, segment):
-        if known is None:
-            lacking = lacking or f"state {state} has changes without a number, which no owner knows"
+    needed = [o for o in owners if not is_first or any(at in kept for at in o.places)]
+    lacking = "no state that its owners have is kept"
+    for one in states[:_MOST_STATES]:
+        if one.name is None:
+            lacking = f"state {one.state} has changes without a number, which no owner knows"
             continue
-        without = [name for owner in owners for name in _lacking(owner, known, kept, patient)]
+        names = {owner.model: str(owner.state(one.name)) for owner in owners}
+        have = {at for at in kept if names[at.model] in kept[at]}
+        if not (without := _without(needed, have, patient)):
+            # They may have dropped it meanwhile
+            without = _without(needed, hold(hosts, owners, one.name), patient)
         if not without:
-            return state
-        lacking = lacking or f"state {state} waits for {', '.join(without[:8])} to apply the same changes"
-    raise NotAgreed(f"model {model.name!r}: {lacking or f'no state up to {wanted} is kept'}")
-
-
-def _candidates(model: Model, wanted: State, served: Segment | None) -> Sequence[State]:
-    """Returns the states that may be served, the newest first."""
-    kept = [state for state in reversed(kept_states(model, wanted.version)) if state <= wanted]
-    if served is not None and served.header.version == wanted.version:
-        now = served.deltas[0].sequence if served.deltas else 0
-        if wanted.sequence < now:  # somebody went back, and to that state alone
-            return [wanted]
-        kept = [state for state in kept if state.sequence > now]
-    return kept[:_MOST_STATES]
-
-
-def named_states(
-    model: Model, states: Sequence[State], reuse: Segment | None = None
-) -> Iterator[tuple[State, HostsState | None]]:
-    """Yields states with what all hosts call them. reuse: as of `attach_state`."""
-    for state in states:
-        reuse = attach_state(model, state, "header", reuse)
-        yield state, reuse.hosts_state()
+            return one.state
+        lacking = f"changes wait for {', '.join(without[:8])} to apply them, too"
+    raise NotAgreed(lacking)
 
 
 def owners_of(tables: Sequence[RemoteTable]) -> list[Owner]:
@@ -97,19 +88,39 @@ def owners_of(tables: Sequence[RemoteTable]) -> list[Owner]:
     return sorted(found)
 
 
-def states_of(hosts: OwnerHosts, owners: Collection[Owner]) -> dict[tuple[str, str], set[str]]:
-    """Asks all hosts which states they have; returns those of the reached ones, by model and host."""
-    asked: list[tuple[str, OwnerHost, SocketConnection]] = []
-    for model, name in sorted({(owner.model, name) for owner in owners for name in owner.hosts}):
-        if (host := hosts.host(name)).hangs:
+def states_of(hosts: OwnerHosts, owners: Sequence[Owner]) -> dict[At, set[str]]:
+    """Asks all hosts which states they have; returns those of the hosts that answer."""
+    found = {}
+    for at, response in _ask(hosts, {at: "states" for owner in owners for at in owner.places}).items():
+        with contextlib.suppress(ValueError, TypeError):
+            found[at] = {str(state) for state in orjson.loads(response.content)}
+    return found
+
+
+def hold(hosts: OwnerHosts, owners: Sequence[Owner], name: HostsState) -> set[At]:
+    """Has all hosts keep a state for some seconds; returns those that have it."""
+    return set(_ask(hosts, {at: str(owner.state(name)) for owner in owners for at in owner.places}))
+
+
+def hold_served(segment: Segment, settings: ServerSettings) -> None:
+    """Has all hosts keep the state of a segment for some seconds."""
+    if (name := segment.hosts_state()) is not None:
+        hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
+        hold(hosts, owners_of(segment.header.remote), name)
+
+
+def _ask(hosts: OwnerHosts, what: Mapping[At, str]) -> dict[At, HttpResponse]:
+    """Asks hosts for something of their model, all at once; returns the answers that come in time, but
+    refusals."""
+    asked: list[tuple[At, OwnerHost, SocketConnection]] = []
+    deadline, found = time.monotonic() + _ANSWER_S, dict[At, HttpResponse]()
+    for at, path in what.items():
+        if (host := hosts.host(at.host)).hangs or (left := deadline - time.monotonic()) <= 0:
             continue
-        request = HttpRequest("GET", f"{PATH}/{model}/states")
-        try:
-            asked.append((model, host, host.pool.begin(request, _ANSWER_S, _ANSWER_BYTES)))
-        except OSError:
-            continue
-    deadline, found = time.monotonic() + _ANSWER_S, dict[tuple[str, str], set[str]]()
-    for model, host, connection in asked:
+        with contextlib.suppress(OSError):
+            request = HttpRequest("GET", f"{PATH}/{at.model}/{path}")
+            asked.append((at, host, host.pool.begin(request, left, _ANSWER_BYTES)))
+    for at, host, connection in asked:
         try:
             response = receive_by(connection, deadline)
         except OSError:
@@ -117,20 +128,14 @@ def states_of(hosts: OwnerHosts, owners: Collection[Owner]) -> dict[tuple[str, s
             continue
         host.pool.give_back(connection, response)
         if response.status == 200:
-            try:
-                found[model, host.name] = {str(state) for state in orjson.loads(response.content)}
-            except (ValueError, TypeError):
-                continue
+            found[at] = response
     return found
 
 
-def _lacking(
-    owner: Owner, known: HostsState, kept: dict[tuple[str, str], set[str]], patient: bool
-) -> list[str]:
-    """Returns the hosts of an owner that lack a state, if that is in its way."""
-    state = str(owner.state(known))
-    reached = [host for host in owner.hosts if (owner.model, host) in kept]
-    have = [host for host in reached if state in kept[owner.model, host]]
-    if len(have) == len(owner.hosts) if patient else have:
-        return []
-    return [host for host in (owner.hosts if patient else reached) if host not in have]
+def _without(owners: Sequence[Owner], have: Set[At], patient: bool) -> list[str]:
+    """Returns the hosts that lack a state, of owners in whose way that is. have: hosts that have it."""
+    found: list[At] = []
+    for owner in owners:
+        lacking = [at for at in owner.places if at not in have]
+        found += lacking if patient or len(lacking) == len(owner.places) else []
+    return [at.host for at in found]

@@ -26,6 +26,7 @@ _OF_REQUESTS = 64  # from which that is taken
 _HEDGED_SHARE, _MOST_HEDGES = 0.05, 10.0  # of requests that are sent to a second host early; at once
 _CONNECT_SHARE, _LEAST_CONNECT_S = 0.125, 0.005  # of the time that is left, that connecting may take
 _SAID_BYTES = 1 << 16  # of an answer that refuses
+_NOT_HERE = 404  # its status, where the state is not there
 
 
 def address_of(owner: str, token: str | None) -> Address:
@@ -40,6 +41,7 @@ class OwnerHost:
         self.name = name
         self.pool = SocketPool(address_of(name, token), timeout_s)
         self.waiting = 0  # requests that wait for it; written without a lock, as it need not be exact
+        self.lacks: HostsState | None = None  # the state that it lacked, when it was asked last
         self._breaker, self._last = Breaker(source="it"), ""
         self._seconds: list[float] = []
         self.usual_s = _FIRST_USUAL_S  # after which another host is asked: twice what 95 of 100 took
@@ -55,16 +57,26 @@ class OwnerHost:
     def told(self, began: float, rows: int, problem: str) -> None:
         """Takes note of a request of `rows` rows that began at `began`; problem: why they did not come."""
         if not problem:
+            self.lacks = None
             self._seconds.append(time.monotonic() - began)
             if len(self._seconds) == _OF_REQUESTS:
                 self.usual_s = max(_LEAST_USUAL_S, 2 * float(np.percentile(self._seconds, 95)))
                 self._seconds = []
-        change = self._breaker.told(began, 0 if problem else rows, rows if problem else 0)
         if problem not in ("", _LATE, self._last):
             logger.warning("owner %s: %s", self.name, problem)
-        if change:
-            logger.warning("owner %s: %s", self.name, change)
+        self._answered(began, 0 if problem else rows, rows if problem else 0)
         self._last = problem or self._last
+
+    def lacked(self, began: float, state: HostsState, why: str) -> None:
+        """Takes note that it is well and lacks a state, for which other hosts are asked first."""
+        if self.lacks is None:
+            logger.warning("owner %s: %s", self.name, why)
+        self.lacks = state
+        self._answered(began, 1, 0)
+
+    def _answered(self, began: float, came: int, late: int) -> None:
+        if change := self._breaker.told(began, came, late):
+            logger.warning("owner %s: %s", self.name, change)
 
 
 class _Hedges:
@@ -160,7 +172,7 @@ class OwnerCall:
         path = f"{PATH}/{owner.model}/{owner.state}"
         self._request = HttpRequest("POST", path, pack_request(asked))
         known = [hosts.host(name) for name in owner.addresses]
-        self._hosts = sorted(known, key=lambda host: (host.hangs, host.waiting))
+        self._hosts = sorted(known, key=lambda h: (h.hangs, h.lacks == owner.state, h.waiting))
         self.tries: list[_Try] = []
         hosts.hedges.earn()
         self._begin_next()
@@ -219,10 +231,11 @@ class OwnerCall:
 
     def read(self, one: _Try) -> None:
         """Reads what has come from a host."""
-        problem, response = "", None
+        problem, response, is_lacking = "", None, False
         try:
             if (response := one.connection.receive_some()) is None:
                 return
+            is_lacking = response.status == _NOT_HERE
             self.body = self._checked(response)
         except (OSError, ValueError) as error:
             problem = f"its answer is not taken: {error}"
@@ -231,7 +244,11 @@ class OwnerCall:
             one.connection.close()
         else:
             one.host.pool.give_back(one.connection, response)
-        self._end(one, problem)
+        if is_lacking:
+            one.host.waiting -= 1
+            one.host.lacked(one.began, self._state, problem)
+        else:
+            self._end(one, problem)
 
     def _end(self, one: _Try, problem: str) -> None:
         one.host.waiting -= 1

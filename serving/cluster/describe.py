@@ -34,6 +34,7 @@ def describe(segment: Segment) -> Described | None:
     return Described(
         header.model,
         header.version,
+        header.merged.sequence if header.merged is not None and not header.origin else 0,
         header.origin or segment.base.content(),
         owner.number,
         owner.owners,
@@ -82,6 +83,11 @@ def _agreed(addresses: tuple[str, ...], model: str, number: int, token: str | No
             raise ServingError(
                 f"owner {address} describes share {described.number} of {described.model[:100]!r}; expected "
                 f"{number} of {model!r}"
+            )
+        if described.changes:
+            raise ServingError(
+                f"owner {address}: {model} version {described.version} was cut of a version with changes, "
+                "which the checkpoint lacks; load the owners from a checkpoint (tableside load --share)"
             )
         if described.content != first.content:
             raise ServingError(

@@ -2,6 +2,7 @@
 
 GET  /v2/rows/MODEL             the owner's live version, as JSON (`Described`)
 GET  /v2/rows/MODEL/states      the states that it keeps, as JSON: a list of STATE
+GET  /v2/rows/MODEL/STATE       200: it has the state, and keeps it for some seconds
 POST /v2/rows/MODEL/STATE       rows of a state, by `HostsState` as text
 
 request     int64: n tables; n times a table's number and its count of ids; ids, table after table
@@ -114,11 +115,13 @@ class DescribedTable(NamedTuple):
 
 
 class Described(NamedTuple):
-    """An owner's live version. content: as of `HostsState`. sample: digest of the checkpoint
+    """An owner's live version. changes: sequence of the last change in its rows when it was cut; 0: it has
+    those of its checkpoint. content: as of `HostsState`. sample: digest of the checkpoint
     (loader.checkpoint.rows.sample)."""
 
     model: str
     version: int
+    changes: int
     content: int
     number: int
     owners: int
@@ -137,7 +140,7 @@ class Described(NamedTuple):
             found = cls(**{**raw, "content": int(raw["content"], 16), "tables": tables})
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"it is no description of rows ({error})") from error
-        numbers = [found.version, found.content, found.number, found.owners]
+        numbers = [found.version, found.changes, found.content, found.number, found.owners]
         numbers += [n for t in tables for n in t[3:8] + t[9:]]
         texts = [found.model, found.sample, *(text for t in tables for text in (*t[:3], t.missing))]
         are_typed = all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)

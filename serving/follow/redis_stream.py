@@ -59,7 +59,7 @@ class RedisStream:
             self._id(self._begin)
         self._table = table
         self._client = _connect(self._url)
-        self._group_ms = int(1000 * group_s)
+        self._group_ms = max(1, int(1000 * group_s)) if group_s else 0
         self._most_rows = 0.0  # of one entry
         self._latest: Entry = ("", [])
         self._away_since: float | None = None

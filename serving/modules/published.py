@@ -198,6 +198,8 @@ class PublishedTables:
         if not self.follows:
             return False
         with self._attaching:
+            if self._engine.shall_hold:
+                self._engine.hold()
             state = self._engine.changed()
             # its object would outlive the sweep
             before = 0 if self._current is None else self._current.version

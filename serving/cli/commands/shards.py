@@ -12,7 +12,7 @@ from tableside.loader.load.export import VALUE_FORMATS
 from tableside.loader.load.export import export as export_tensor
 from tableside.loader.shards.reshard import Holding, ReshardSettings
 from tableside.loader.shards.reshard import reshard as reshard_model
-from tableside.loader.versions.states import attach_state, check_bare, kept_states, state_of
+from tableside.loader.versions.states import attach_state, check_bare, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import CompiledKernel, has_driver
@@ -29,8 +29,9 @@ from tableside.serving.cli.output import (
     root_settings,
     table_of,
 )
-from tableside.serving.cluster.agreed import named_states, owners_of, states_of
+from tableside.serving.cluster.agreed import owners_of, states_of
 from tableside.serving.cluster.calls import close_hosts, hosts_of
+from tableside.serving.cluster.known import KnownStates, line_of
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import compile_once, kernels_wanted, triton_cache
 from tableside.serving.settings import ClusterSettings, cluster_token, given
@@ -136,15 +137,14 @@ def owners(options: argparse.Namespace) -> int:
     kept = states_of(hosts_of(cluster_token(cluster), _OWNERS_S), found)
     close_hosts()
     live = state_of(model.record())
-    here = list(named_states(model, kept_states(model, live.version)[::-1], segment))
+    here = line_of(KnownStates(model).look(), live)
     told: list[dict[str, Any]] = []
     for owner in found:
-        for host in owner.hosts:
-            has = kept.get((owner.model, host))
-            states = (s for s, known in here if known and str(owner.state(known)) in (has or ()))
-            newest = next(states, None)
-            state = None if newest is None else str(newest)
-            told.append({"model": owner.model, "host": host, "reached": has is not None, "state": state})
+        for at in owner.places:
+            has = kept.get(at)
+            states = (str(k.state) for k in here if k.name and str(owner.state(k.name)) in (has or ()))
+            state = next(states, None)
+            told.append({**at._asdict(), "reached": has is not None, "state": state})
     if options.json:
         print_json({"model": model.name, "state": str(live), "owners": told})
     else:

@@ -10,14 +10,14 @@ from typing import ParamSpec, TypeVar
 from tableside.loader.errors import LoaderError
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
-from tableside.loader.versions.states import State, attach_state, kept_states
+from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
+from tableside.serving.cluster.known import KnownStates
 from tableside.serving.errors import ServingError, not_found
 from tableside.serving.model.engine import Engine
 
-# that a state stays after a request for its rows, though newer ones pushed its files out; between two looks
-KEPT_S, _LOOK_S = 10.0, 1.0
+KEPT_S, _LOOK_S = 3.0, 1.0  # that a state stays after it was asked for; between two looks
 _Key = tuple[str, HostsState]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,21 +37,22 @@ class KeptStates:
 
     def __init__(self) -> None:
         self._held: dict[_Key, _Held] = {}
-        self._known: dict[str, dict[State, HostsState | None]] = {}  # by model, as the files say
+        self._known: dict[str, KnownStates] = {}  # by model
         self._looking = asyncio.Lock()
         self._is_forgetting = False
 
     async def known(self, engine: Engine) -> set[HostsState]:
         """Returns the states of a model whose files are here."""
-        async with self._looking:
-            found = await _on_a_thread(self._look, engine)
-        return {state for state in found.values() if state is not None}
+        found = await _on_a_thread(self._known_of(engine).look)
+        return {one.name for one in found if one.name is not None}
 
     async def segment(self, engine: Engine, state: HostsState) -> Segment:
         """Returns a state, attached. ApiError 404: it is not here."""
         key = engine.model.name, state
         if (held := self._held.get(key)) is None:
             held = self._held[key] = _Held(await self._attached(engine, state), engine.model)
+            for delta in held.segment.deltas:
+                delta.hold()  # for this host's other workers
             if not self._is_forgetting:
                 self._is_forgetting = True
                 asyncio.get_running_loop().call_later(_LOOK_S, self._forget)
@@ -63,38 +64,19 @@ class KeptStates:
         if live.hosts_state() == wanted:
             return live
         async with self._looking:
-            found = await _on_a_thread(self._look, engine)
-            state = next((own for own, state in found.items() if state == wanted), None)
-            if state is not None and (held := await _on_a_thread(_attach, engine, state)) is not None:
-                if held.hosts_state() == wanted:
+            for known in await _on_a_thread(self._known_of(engine).look):
+                if (
+                    known.name == wanted
+                    and (held := await _on_a_thread(_attach, engine, known.state)) is not None
+                ):
                     return held
-                self._known.clear()  # the folder was made anew, and numbers begin again
         raise not_found(
             f"no state of {engine.model.name!r} that is kept here is {wanted}; it lacks changes that the "
             "asking host has, has dropped older ones (--keep-states), or was loaded from another checkpoint"
         )
 
-    def _look(self, engine: Engine) -> dict[State, HostsState | None]:
-        """Returns the states of a model that are kept, the newest first."""
-        model, before = engine.model, self._known.get(engine.model.name, {})
-        found: dict[State, HostsState | None] = {}
-        reuse = engine.attached().segment
-        for version in reversed(model.versions()):
-            try:
-                kept = kept_states(model, version)
-            except OSError:
-                continue
-            for state in reversed(kept):
-                if state in before:
-                    found[state] = before[state]
-                    continue
-                try:
-                    reuse = attach_state(model, state, "header", reuse)
-                except (LoaderError, OSError):  # it went, or is damaged
-                    continue
-                found[state] = reuse.hosts_state()
-        self._known[model.name] = found
-        return found
+    def _known_of(self, engine: Engine) -> KnownStates:
+        return self._known.setdefault(engine.model.name, KnownStates(engine.model))
 
     def _forget(self) -> None:
         """Lets states go that nobody asks for any more, and those of versions that were found damaged."""

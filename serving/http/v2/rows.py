@@ -55,14 +55,21 @@ class OwnedRows:
     async def states(self, model: str) -> list[str]:
         return [str(state) for state in await self._states.known(self._service.engine(model))]
 
-    async def answer(self, model: str, named: str, body: bytes) -> asgi.Response:
-        """Returns the rows that a request names. ApiError: it is none, the state is not here, or rows of a
-        disk are late or damaged."""
+    async def keep(self, model: str, named: str) -> None:
+        """Keeps a state for some seconds. ApiError: it is none, or not here."""
+        await self._states.segment(self._service.engine(model), self._state(model, named))
+
+    def _state(self, model: str, named: str) -> HostsState:
         try:
-            state = HostsState.parse(named)
+            return HostsState.parse(named)
         except ValueError as error:
             what = f"rows of {short(model)}: the state is {error}"
             raise bad_request(f"{what}, as GET {PATH}/MODEL/states says") from error
+
+    async def answer(self, model: str, named: str, body: bytes) -> asgi.Response:
+        """Returns the rows that a request names. ApiError: it is none, the state is not here, or rows of a
+        disk are late or damaged."""
+        state = self._state(model, named)
         segment = await self._states.segment(self._service.engine(model), state)
         stored = segment.header.tables
         try:
@@ -141,6 +148,12 @@ def add_to(app: FastAPI, service: Service) -> None:
     async def states(http: Request) -> Response:
         owned.check(http)
         return asgi.json_response(await owned.states(http.path_params["model"]))
+
+    @app.get(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
+    async def kept(http: Request) -> Response:
+        owned.check(http)
+        await owned.keep(http.path_params["model"], http.path_params["state"])
+        return asgi.json_response({})
 
     @app.post(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def rows(http: Request) -> Response:

@@ -286,7 +286,7 @@ def test_hosts_that_began_elsewhere_do_not_belong_together(owners: Server, tmp_p
     hosts.apply([hosts.door, hosts.owners[0]], changes)
     apply(hosts.owners[1], ChangeBatch(changes, "apply", "2", None))
     assert not step(door)
-    with pytest.raises(NotAgreed, match=r"state 1\+2 waits for 127\.0\.0\.1:\d+ to apply the same changes"):
+    with pytest.raises(NotAgreed, match=r"changes wait for 127\.0\.0\.1:\d+ to apply them, too"):
         door.agreed(state_of(hosts.door.record()))
 
 
