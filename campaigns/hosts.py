@@ -37,6 +37,7 @@ from tableside.serving.cluster.describe import remote_tables
 
 SHARES, HOSTS = 2, 2  # owners, and hosts of each
 ROWS, DIM, EVERY_S = 3000, 8, 0.1
+TIMEOUT_S = 10  # after which rows are late: no busy machine takes so long
 RAW = np.sort(np.random.default_rng(0).choice(10**12, 2000, replace=False))
 IDS = {
     "user": np.arange(ROWS),
@@ -60,7 +61,8 @@ class Host:
         self.follower: subprocess.Popen[bytes] | None = None
 
     def serve(self) -> None:
-        self.server = self._run("serve", self.model.name, "--port", self.port, "--drain-s", 0)
+        options = "--port", self.port, "--drain-s", 0, "--disk-timeout-s", TIMEOUT_S
+        self.server = self._run("serve", self.model.name, *options)
 
     def follow(self) -> None:
         self.follower = self._run("follow", self.model.name, self._url, "--every-s", EVERY_S)
@@ -100,10 +102,14 @@ class Campaign:
         self.door = self._host(root, "door", "ads")
         self.hosts = [*itertools.chain.from_iterable(self.owners), self.door]
         values = {name: np.zeros((ids.size, DIM), np.float32) for name, ids in IDS.items()}
-        np.savez(files / "rows.npz", **values, **{"item.ids": RAW})
+        np.savez(files / "rows.npz", **values, **{"item.ids": RAW})  # type: ignore[arg-type]
         tier = "rows://" + ",".join("|".join(f"127.0.0.1:{h.port}" for h in hosts) for hosts in self.owners)
         raw = {"ids": "raw", "id_key": "item.ids", "buckets": 16, "tier": tier, "missing": "zero"}
-        of_tables = {"user": {"tier": tier, "missing": "zero"}, "item": raw, "country": {}}
+        of_tables: dict[str, dict[str, Any]] = {
+            "user": {"tier": tier, "missing": "zero"},
+            "item": raw,
+            "country": {},
+        }
         tables = {n: {"key": n, "row_format": "fp32", **more} for n, more in of_tables.items()}
         features = {name: {"pooling": "none"} for name in IDS}
         self._spec = parse_model(
@@ -178,7 +184,7 @@ class Campaign:
             self.counts["kills of servers"] += 1
             self._go_on(0.3)
             host.serve()
-            until(lambda: self._go_on(0.05) or host.is_ready(), what="a host that was killed")
+            until(lambda: self._go_on(0.05) and host.is_ready(), what="a host that was killed")
         elif what == "stop":
             signalled(host.server, signal.SIGSTOP)
             self.counts["stops"] += 1
@@ -194,26 +200,32 @@ class Campaign:
             with contextlib.suppress(LoaderError):  # another state became live meanwhile
                 self.counts["compactions"] += compact(self._chance.choice(self.hosts).model) is not None
         self._go_on(self._chance.uniform(0.0, 2.0))
-        until(lambda: self.read() or all(map(self._is_well, self.hosts)), what="all hosts to be well")
+        until(lambda: self._go_on(0.05) and all(map(self._is_well, self.hosts)), what="all hosts to be well")
 
     def _is_well(self, host: Host) -> bool:
         """Whether a host has all changes."""
         return self._last == (position_of(host.model, f"redis:{KEY}") or "") and host.is_ready()
 
-    def _go_on(self, seconds: float) -> None:
+    def _go_on(self, seconds: float) -> bool:
+        """Reads, and writes now and then."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if self._chance.random() < 0.05:
                 self.write()
             self.read()
+        return True
 
     def finish(self) -> None:
         """Waits until the last changes are seen."""
         self.write()
         with contextlib.suppress(TimeoutError):
-            until(lambda: self.read() or set(self._seen.values()) == {self._written}, 60, "all changes")
+            until(self._has_read_all, 60, "all changes")
         self.counts["changes that were not there in the end"] = self._written - min(self._seen.values())
         self._client.close()
+
+    def _has_read_all(self) -> bool:
+        self.read()
+        return set(self._seen.values()) == {self._written}
 
 
 def run(seconds: float, seed: int) -> dict[str, float]:
@@ -231,14 +243,6 @@ def run(seconds: float, seed: int) -> dict[str, float]:
             for host in campaign.hosts:
                 host.end()
             redis.end()
-            import shutil
-
-            shutil.copytree(
-                root,
-                "/tmp/hosts-logs",
-                dirs_exist_ok=True,
-                ignore=lambda d, n: [x for x in n if not (x.endswith(".log") or "." not in x)],
-            )
     return dict(campaign.counts)
 
 

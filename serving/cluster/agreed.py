@@ -103,19 +103,21 @@ def hold(hosts: OwnerHosts, owners: Sequence[Owner], name: HostsState) -> set[At
 
 
 def hold_served(segment: Segment, settings: ServerSettings) -> None:
-    """Has all hosts keep the state of a segment for some seconds."""
+    """Has all hosts keep the state of a segment for some seconds, and finds those that hung and are well."""
     if (name := segment.hosts_state()) is not None:
         hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-        hold(hosts, owners_of(segment.header.remote), name)
+        owners = owners_of(segment.header.remote)
+        _ask(hosts, {at: str(o.state(name)) for o in owners for at in o.places}, asks_all=True)
 
 
-def _ask(hosts: OwnerHosts, what: Mapping[At, str]) -> dict[At, HttpResponse]:
+def _ask(hosts: OwnerHosts, what: Mapping[At, str], asks_all: bool = False) -> dict[At, HttpResponse]:
     """Asks hosts for something of their model, all at once; returns the answers that come in time, but
-    refusals."""
+    refusals. asks_all: also hosts that hang, to see whether they still do."""
     asked: list[tuple[At, OwnerHost, SocketConnection]] = []
     deadline, found = time.monotonic() + _ANSWER_S, dict[At, HttpResponse]()
     for at, path in what.items():
-        if (host := hosts.host(at.host)).hangs or (left := deadline - time.monotonic()) <= 0:
+        host, left = hosts.host(at.host), deadline - time.monotonic()
+        if (host.hangs and not asks_all) or left <= 0:
             continue
         with contextlib.suppress(OSError):
             request = HttpRequest("GET", f"{PATH}/{at.model}/{path}")
@@ -127,6 +129,7 @@ def _ask(hosts: OwnerHosts, what: Mapping[At, str]) -> dict[At, HttpResponse]:
             connection.close()
             continue
         host.pool.give_back(connection, response)
+        host.is_well(deadline - _ANSWER_S)
         if response.status == 200:
             found[at] = response
     return found

@@ -72,6 +72,10 @@ class OwnerHost:
         if self.lacks is None:
             logger.warning("owner %s: %s", self.name, why)
         self.lacks = state
+        self.is_well(began)
+
+    def is_well(self, began: float) -> None:
+        """Takes note that it answered a request that began at `began`."""
         self._answered(began, 1, 0)
 
     def _answered(self, began: float, came: int, late: int) -> None:
@@ -165,6 +169,7 @@ class OwnerCall:
     ) -> None:
         self.layout, self.until = layout, deadline
         self.body: Bytes | None = None
+        self._answered_from = 0.0  # when the host was asked whose answer it is
         self._all_hosts, self._state, self._deadline = hosts, owner.state, deadline
         self._rows = sum(one.ids.size for one in asked)
         # Who waits for less neither says that a host hangs, nor is the one that looks whether it does
@@ -225,7 +230,9 @@ class OwnerCall:
             if self.tries:
                 return False
         for late in self.tries:
-            self._end(late, _LATE)
+            # One that was asked after the one that answered may be as fast
+            is_slow = self.body is None or late.began < self._answered_from
+            self._end(late, _LATE if is_slow else None)
             late.connection.close()
         return True
 
@@ -236,7 +243,7 @@ class OwnerCall:
             if (response := one.connection.receive_some()) is None:
                 return
             is_lacking = response.status == _NOT_HERE
-            self.body = self._checked(response)
+            self.body, self._answered_from = self._checked(response), one.began
         except (OSError, ValueError) as error:
             problem = f"its answer is not taken: {error}"
         self.tries.remove(one)
@@ -245,14 +252,13 @@ class OwnerCall:
         else:
             one.host.pool.give_back(one.connection, response)
         if is_lacking:
-            one.host.waiting -= 1
             one.host.lacked(one.began, self._state, problem)
-        else:
-            self._end(one, problem)
+        self._end(one, None if is_lacking else problem)
 
-    def _end(self, one: _Try, problem: str) -> None:
+    def _end(self, one: _Try, problem: str | None) -> None:
+        """problem: as of `OwnerHost.told`; None: nothing is to be told."""
         one.host.waiting -= 1
-        if self._is_patient or problem != _LATE:
+        if problem is not None and (self._is_patient or problem != _LATE):
             one.host.told(one.began, self._rows, problem)
 
     def _checked(self, response: HttpResponse) -> Bytes:

@@ -34,6 +34,7 @@ SHORT = {
     "requests": (8, ("cases in process", "raw sockets", "schemathesis cases")),
     "overload": (4, ("capacity, requests/s",)),
     "follows": (3, ("kills", "of them while a batch was under way", "kills of Redis")),
+    "hosts": (5, ("rows read",)),
     "forks": (3, ("forks", "forks of event loops")),
     "present": (6, ("requests", "batches applied", "kills")),
     "redis_lies": (2, ("handmade lies", "random changes", "refused")),
@@ -49,7 +50,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[needs_redis] if n == "follows" else []) for n in SHORT]
+    "name", [pytest.param(n, marks=[needs_redis] if n in ("follows", "hosts") else []) for n in SHORT]
 )
 def test_a_short_run(name: str) -> None:
     if name in ("engines", "present"):
