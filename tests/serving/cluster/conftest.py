@@ -48,3 +48,16 @@ def serve() -> Iterator[Callable[..., Server]]:
                 os.kill(pid, signal.SIGCONT)
         end(server.process)
         until(lambda below=below: not any(map(is_running, below)), what="the server's processes to end")
+
+
+@pytest.fixture(scope="module")
+def owners() -> Iterator[Server]:
+    """One server for all owners, which takes their models as they are published."""
+    root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
+    root.mkdir()
+    server = start_server(root, "--all", models=())
+    yield server
+    try:
+        assert end(server.process) == 0
+    finally:
+        shutil.rmtree(root)

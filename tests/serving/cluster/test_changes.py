@@ -1,17 +1,14 @@
 """Changes of a model over several hosts: a server of the whole answers from states that all owners have."""
 
 import itertools
-import json
 import shutil
 import uuid
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from changing_hosts import Hosts, step
 from hosts import (
-    RAW,
     UNPOOLED,
     USER_ROWS,
     answer,
@@ -22,104 +19,21 @@ from hosts import (
     place,
     spec_of,
 )
-from servers import Server, start_server
-from support import end, run_tableside, until
+from servers import Server
+from support import run_tableside, until
 
-from tableside.loader.deltas.apply import ApplySettings, apply
+from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
-from tableside.loader.deltas.hosts import passed_fields
 from tableside.loader.errors import ChangeError
 from tableside.loader.load.load import load
 from tableside.loader.segment.remote import HostsState
-from tableside.loader.versions.retention import Retention
-from tableside.loader.versions.states import attach_state, state_of
+from tableside.loader.shards.reshard import reshard
+from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
-from tableside.quant import choose
-from tableside.serving.cluster.agreed import NotAgreed
-from tableside.serving.cluster.describe import remote_tables
-from tableside.serving.model.engine import Engine
+from tableside.serving.errors import ServingError
 
 FORMS = [("int8", "zero"), ("fp32", [0.5, -2.0] * 4), ("int4", "zero")]
-
-
-@pytest.fixture(scope="module")
-def owners() -> Iterator[Server]:
-    """One server for all owners, which takes their models as they are published."""
-    root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
-    root.mkdir()
-    server = start_server(root, "--all", models=())
-    yield server
-    try:
-        assert end(server.process) == 0
-    finally:
-        shutil.rmtree(root)
-
-
-class Hosts:
-    """A model on one host, and the same on owners and a server of the whole, with changes to both."""
-
-    def __init__(self, owners: Server, folder: Path, count: int, row_format: str, missing: object) -> None:
-        checkpoint(folder)
-        name = f"m{uuid.uuid4().hex[:8]}"
-        tables = {
-            "user": {"row_format": row_format, "missing": "zero"},
-            "item": {"row_format": row_format, "missing": missing},
-        }
-        self.tables = tables
-        self.spec = spec_of(folder, name, [place(owners)] * count, tables=tables, features=UNPOOLED)
-        self.owners = [Model(owners.root, m) for m in load_shares(self.spec, [owners.root] * count)]
-        for model in self.owners:
-            until(lambda m=model.name: owners.get(f"/v2/rows/{m}").status_code == 200, what="the owners")
-        load_door(self.spec, folder / "door")
-        load(spec_of(folder, "whole", tables=tables, features=UNPOOLED), folder / "whole")
-        self.door, self.whole = Model(folder / "door", name), Model(folder / "whole", "whole")
-        self.draw, self.number = np.random.default_rng(0), 0
-
-    def changes(self) -> list[TableChanges]:
-        """Of all tables: ids twice, new ones and deletions."""
-        made = []
-        for table, dim, pool in (
-            ("user", 16, np.arange(USER_ROWS)),
-            ("item", 8, RAW),
-            ("small", 4, np.arange(20)),
-        ):
-            ids = self.draw.choice(pool, 40).astype(np.int64)
-            if table == "item":
-                ids[::5] += 1
-            deleted = self.draw.random(ids.size) < (0.0 if table == "small" else 0.2)
-            vectors = self.draw.standard_normal((ids.size, dim)).astype(np.float32)
-            made.append(TableChanges(table, ids, vectors, deleted))
-        return made
-
-    def batch(self, changes: list[TableChanges]) -> ChangeBatch:
-        after = str(self.number - 1) if self.number > 1 else None
-        content = b"".join(change.vectors.tobytes() for change in changes)
-        passed = [passed_fields(str(self.number), [content])]
-        return ChangeBatch(changes, "apply", str(self.number), after, passed=passed)
-
-    def apply(self, models: list[Model], changes: list[TableChanges], merge_share: float = 0.25) -> None:
-        for model in models:
-            apply(model, self.batch(changes), ApplySettings(merge_share=merge_share))
-
-    def asked(self) -> dict[str, np.ndarray]:
-        strange = self.draw.integers(-(2**63), 2**63 - 1, 30)
-        return {
-            "user": np.concatenate([np.arange(USER_ROWS), [-1, USER_ROWS, 2**62]]),
-            "item": np.concatenate([RAW, RAW + 1, strange]),
-            "small": np.arange(20),
-        }
-
-
-def step(engine: Engine) -> bool:
-    """What a watch does; whether another state is served then."""
-    if (state := engine.changed()) is None:
-        return False
-    try:
-        engine.swap(engine.attach(engine.agreed(state), as_successor=True))
-    except NotAgreed:
-        return False
-    return True
 
 
 @pytest.mark.drawn(3)
@@ -162,37 +76,6 @@ def test_answers_are_those_of_one_host_in_each_state(
     assert answer(again.served(), asked, tuple(asked)) == expected
 
 
-def test_a_state_that_an_owner_no_longer_keeps_is_given_while_it_is_asked_for(
-    owners: Server, tmp_path: Path
-) -> None:
-    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
-    door = engine_of(hosts.door.root, hosts.door.name)
-    asked = hosts.asked()
-    for hosts.number in range(1, 4):
-        hosts.apply([hosts.door, *hosts.owners], hosts.changes())
-    assert step(door)
-    expected = answer(door.served(), asked, tuple(asked))
-    for hosts.number in range(4, 16):
-        changes = hosts.changes()
-        apply(hosts.owners[0], hosts.batch(changes), ApplySettings(keep=Retention(2)))
-        apply(hosts.door, hosts.batch(changes))
-        assert not step(door)
-        assert answer(door.served(), asked, tuple(asked)) == expected
-
-
-def test_a_server_begins_with_the_newest_state_that_its_owners_have(owners: Server, tmp_path: Path) -> None:
-    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
-    for hosts.number in range(1, 7):
-        changes = hosts.changes()
-        hosts.apply([hosts.door, hosts.owners[0]], changes)
-        if hosts.number < 5:
-            hosts.apply([hosts.owners[1], hosts.whole], changes)
-    door, whole = engine_of(hosts.door.root, hosts.door.name), engine_of(hosts.whole.root, "whole")
-    assert door.served().sequence == 4
-    asked = hosts.asked()
-    assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
-
-
 def test_a_copy_of_a_host_goes_on_where_it_was_made(owners: Server, tmp_path: Path) -> None:
     """As a host does that comes later, when the first changes are gone."""
     hosts = Hosts(owners, tmp_path, 2, "int8", "zero")
@@ -228,32 +111,6 @@ def test_a_load_over_owners_with_changes_begins_without_them(owners: Server, tmp
     assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
 
 
-def test_a_replica_that_lags_is_waited_for_a_while(owners: Server, tmp_path: Path) -> None:
-    """Then its rows come from the other one."""
-    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
-    root = owners.root.parent / f"{owners.root.name}-replica"
-    shutil.copytree(owners.root / hosts.owners[0].name, root / hosts.owners[0].name)
-    other = start_server(root, models=(hosts.owners[0].name,))
-    try:
-        replicas = [f"{place(owners)}|{place(other)}"]
-        load_door(
-            spec_of(tmp_path, hosts.door.name, replicas, tables=hosts.tables, features=UNPOOLED),
-            tmp_path / "two",
-        )
-        model = Model(tmp_path / "two", hosts.door.name)
-        patient, asked = engine_of(model.root, model.name, timeout_s=60.0), hosts.asked()
-        hosts.number = 1
-        hosts.apply([model, hosts.whole, hosts.owners[0]], hosts.changes())
-        assert not step(patient)
-        door, whole = engine_of(model.root, model.name), engine_of(hosts.whole.root, "whole")
-        assert door.served().sequence == 1
-        for _ in range(20):
-            assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
-    finally:
-        assert end(other.process) == 0
-        shutil.rmtree(root)
-
-
 def test_going_back(owners: Server, tmp_path: Path) -> None:
     """A state that all hosts keep is served again, and changes go on from there, also other ones."""
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
@@ -276,45 +133,20 @@ def test_going_back(owners: Server, tmp_path: Path) -> None:
     )
 
 
-def test_hosts_that_began_elsewhere_do_not_belong_together(owners: Server, tmp_path: Path) -> None:
-    """One missed a number, and all of them say that they are at the same one."""
-    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
-    door = engine_of(hosts.door.root, hosts.door.name)
-    hosts.number = 1
-    hosts.apply([hosts.door, hosts.owners[0]], hosts.changes())
-    hosts.number, changes = 2, hosts.changes()
-    hosts.apply([hosts.door, hosts.owners[0]], changes)
-    apply(hosts.owners[1], ChangeBatch(changes, "apply", "2", None))
-    assert not step(door)
-    with pytest.raises(NotAgreed, match=r"changes wait for 127\.0\.0\.1:\d+ to apply them, too"):
-        door.agreed(state_of(hosts.door.record()))
-
-
-def test_owners_are_shown_with_their_states(owners: Server, tmp_path: Path) -> None:
-    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
-    said = "owners", hosts.door.name
-    for hosts.number in range(1, 4):
-        hosts.apply([hosts.door, hosts.owners[0]], hosts.changes())
-    shown = run_tableside(*said, root=hosts.door.root)
-    assert shown.returncode == 0 and f"{hosts.door.name} 1+3 is live here" in shown.stdout
-    told = json.loads(run_tableside(*said, "--json", root=hosts.door.root).stdout)
-    assert [(o["host"], o["reached"], o["state"]) for o in told["owners"]] == [
-        (place(owners), True, "1+3"),
-        (place(owners), True, "1"),
-    ]
-    whole = run_tableside("owners", "whole", root=hosts.whole.root)
-    assert whole.returncode == 1 and "all tables of model 'whole' are on this host" in whole.stderr
-    gone = ["127.0.0.1:9", place(owners)]
-    spec = spec_of(tmp_path, hosts.door.name, gone, tables=hosts.tables, features=UNPOOLED)
-    asked = remote_tables(hosts.spec, choose(), None)
-    shares = [replace(t.shares[0], addresses=(gone[0],)) for t in asked]
-    load(
-        spec,
-        tmp_path / "lost",
-        remote=[replace(t, shares=(s, *t.shares[1:])) for t, s in zip(asked, shares, strict=True)],
-    )
-    lost = run_tableside(*said, root=tmp_path / "lost")
-    assert lost.returncode == 1 and "not reached" in lost.stdout
+def test_owners_that_were_cut_of_changed_rows_are_refused(owners: Server, tmp_path: Path) -> None:
+    """The checkpoint, from which the other tables are loaded, lacks the changes."""
+    checkpoint(tmp_path)
+    name = f"m{uuid.uuid4().hex[:8]}"
+    load(spec_of(tmp_path, name, features=UNPOOLED), tmp_path / "all")
+    model = Model(tmp_path / "all", name)
+    apply(model, ChangeBatch([TableChanges("user", np.array([3]), np.ones((1, 16), np.float32))]))
+    assert compact(model) is not None
+    reshard(model.root, name, 2)
+    for owner in (f"{name}-owner-{number}-of-2" for number in range(2)):
+        shutil.copytree(model.root / owner, owners.root / owner)
+        until(lambda m=owner: owners.get(f"/v2/rows/{m}").status_code == 200, what="the owners")
+    with pytest.raises(ServingError, match=r"version 1 was cut of a version with changes"):
+        load_door(spec_of(tmp_path, name, [place(owners)] * 2, features=UNPOOLED), tmp_path / "door")
 
 
 def test_commands_that_change_rows_of_several_hosts(owners: Server, tmp_path: Path) -> None:

@@ -1,35 +1,20 @@
 """A model whose rows lie on other hosts answers as one host does, bit by bit."""
 
 import itertools
-import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from hosts import RAW, USER_ROWS, answer, bags, checkpoint, load_door, load_shares, served, spec_of
-from servers import Server, start_server
-from support import end, until
+from servers import Server
+from support import until
 
 from tableside.loader.load.load import load
 from tableside.loader.segment.remote import HostsState
 
 pytestmark = pytest.mark.quick
-
-
-@pytest.fixture(scope="module")
-def owners() -> Iterator[Server]:
-    """One server for all owners, which takes their models as they are published."""
-    root = Path("/dev/shm") / f"tableside-test-{uuid.uuid4().hex[:12]}"
-    root.mkdir()
-    server = start_server(root, "--all", models=())
-    yield server
-    try:
-        assert end(server.process) == 0
-    finally:
-        shutil.rmtree(root)
 
 
 POLICIES = {"error": "error", "zero": "zero", "vector": [0.5, -2.0] * 4}

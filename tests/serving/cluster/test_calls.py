@@ -1,0 +1,106 @@
+"""Requests to an owner's hosts, which are scripts: what is learned of the one whose answer does not count."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scripted import Script, answer, received, scripted
+
+from tableside.loader.segment.remote import HostsState
+from tableside.serving.cluster.calls import OwnerCall, OwnerHost, OwnerHosts, Replicas, wait_for
+from tableside.serving.cluster.protocol import RowsLayout, TableIds, seal
+
+STATE, LAYOUT = HostsState(1, 2), RowsLayout.of([(1, 8)])
+Handle = Callable[[Script, socket.socket], None]
+
+
+def rows() -> bytes:
+    body = np.ones(LAYOUT.size, np.uint8)
+    seal(body, STATE)
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % body.size + body.tobytes()
+
+
+def silent(script: Script, connection: socket.socket) -> None:
+    script.read(connection)
+    received(connection)  # until it is closed
+
+
+def ready(script: Script, connection: socket.socket) -> None:
+    while script.read(connection):
+        connection.sendall(rows())
+
+
+def lacking(script: Script, connection: socket.socket) -> None:
+    while script.read(connection):
+        connection.sendall(answer({"error": "not here"}).replace(b"200 OK", b"404 No", 1))
+
+
+class Told:
+    """What is noted of a host."""
+
+    def __init__(self, host: OwnerHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows = list[tuple[int, int]]()
+        monkeypatch.setattr(host, "_answered", lambda began, came, late: self.rows.append((came, late)))
+
+
+def ask(first: Handle, second: Handle, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
+    """Asks two hosts, one after the other."""
+    with scripted(first) as one, scripted(second) as other:
+        hosts = OwnerHosts(None, 300.0)
+        names = tuple(script.url.removeprefix("http://") for script in (one, other))
+        told = [Told(hosts.host(name), monkeypatch) for name in names]
+        hosts.host(names[0]).usual_s = 0.0  # so that the second one is asked at once
+        asked = [TableIds(0, np.array([5]))]
+        call = OwnerCall(hosts, Replicas("ads", STATE, names), asked, LAYOUT, deadline(300.0))
+        wait_for([call])
+        assert call.body is not None
+        hosts.close()
+    return told
+
+
+def deadline(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def test_a_host_that_was_asked_second_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be as fast as the one that answered: one that never gets another request would seem to hang."""
+    is_asked = threading.Event()
+
+    def late(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        is_asked.wait(300)
+        connection.sendall(rows())
+
+    def second(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        is_asked.set()
+        received(connection)
+
+    first, other = ask(late, second, monkeypatch)
+    assert first.rows == [(1, 0)] and other.rows == []
+
+
+def test_a_host_that_was_asked_first_and_lost_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = ask(silent, ready, monkeypatch)
+    assert first.rows == [(0, 1)] and other.rows == [(1, 0)]
+
+
+def test_a_host_that_lacks_a_state_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = ask(lacking, ready, monkeypatch)
+    assert first.rows == [(1, 0)] and other.rows == [(1, 0)]
+
+
+def test_hosts_that_lack_a_state_are_asked_last() -> None:
+    with scripted(lacking) as one, scripted(ready) as other:
+        hosts = OwnerHosts(None, 300.0)
+        names = tuple(script.url.removeprefix("http://") for script in (one, other))
+        for state in (STATE, STATE, STATE):
+            asked = [TableIds(0, np.array([5]))]
+            call = OwnerCall(hosts, Replicas("ads", state, names), asked, LAYOUT, deadline(300.0))
+            wait_for([call])
+        assert len(one.heads) == 1 and len(other.heads) == 3
+        assert hosts.host(names[0]).lacks == STATE
+        hosts.close()
