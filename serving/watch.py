@@ -53,7 +53,7 @@ class Watch:
                 state = None
                 try:
                     engine.forget_removed()
-                    if engine.shall_hold:
+                    if engine.shall_hold():
                         asyncio.get_running_loop().run_in_executor(None, engine.hold)
                     state = engine.changed()
                     if state is not None:

@@ -1,6 +1,8 @@
 """Which state of a model all hosts have that have its rows."""
 
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
@@ -10,15 +12,20 @@ import orjson
 from tableside.loader.segment.remote import HostsState, RemoteTable
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State
+from tableside.loader.versions.versions import Model
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 from tableside.serving.client.sockets import SocketConnection
 from tableside.serving.cluster.calls import OwnerHost, OwnerHosts, hosts_of, receive_by
-from tableside.serving.cluster.known import KnownState
+from tableside.serving.cluster.known import KnownState, KnownStates, candidates, line_of
 from tableside.serving.cluster.protocol import PATH
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.settings import ServerSettings, cluster_token
 
+logger = logging.getLogger("tableside")
+
 _ANSWER_S, _ANSWER_BYTES = 1.0, 16 << 20  # of a list of states
+# between two times that owners are asked to keep a state, and that one is told of who is waited for
+_HOLD_S, _TOLD_S = 1.0, 10.0
 _MOST_STATES = 64  # of the newest ones that are looked at
 
 
@@ -53,33 +60,78 @@ class NotAgreed(ApiError):
         self.args = (message,)  # what it is made of anew behind a pickle
 
 
-def agreed_state(
-    states: Sequence[KnownState],
-    owners: Sequence[Owner],
-    settings: ServerSettings,
-    patient: bool,
-    is_first: bool,
-) -> State:
-    """Returns the first of some states that all owners have as well, who keep it for some seconds. patient:
-    every host has to have it; else one host of each owner. is_first: owners of whom no host is reached are
-    left out. Blocks. NotAgreed: there is none."""
-    hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-    kept = states_of(hosts, owners)
-    needed = [o for o in owners if not is_first or any(at in kept for at in o.places)]
-    lacking = "no state that its owners have is kept"
-    for one in states[:_MOST_STATES]:
-        if one.name is None:
-            lacking = f"state {one.state} has changes without a number, which no owner knows"
-            continue
-        names = {owner.model: str(owner.state(one.name)) for owner in owners}
-        have = {at for at in kept if names[at.model] in kept[at]}
-        if not (without := _without(needed, have, patient)):
-            # They may have dropped it meanwhile
-            without = _without(needed, hold(hosts, owners, one.name), patient)
-        if not without:
-            return one.state
-        lacking = f"changes wait for {', '.join(without[:8])} to apply them, too"
-    raise NotAgreed(lacking)
+class Agreement:
+    """What a process that serves a model agrees on with the owners of its remote tables."""
+
+    def __init__(self, model: Model, settings: ServerSettings) -> None:
+        self._model, self._settings, self._known = model, settings, KnownStates(model)
+        self._hold_at = self._told_at = 0.0
+
+    @property
+    def _hosts(self) -> OwnerHosts:
+        return hosts_of(cluster_token(self._settings), self._settings.disk_timeout_s)
+
+    def first(self, wanted: State, remote: Sequence[RemoteTable], is_start: bool = True) -> State:
+        """Returns the newest state that `wanted` follows from, or itself, of which each owner has one host
+        with it: where a server starts, each owner that is reached; else a state of the same version. Blocks.
+        NotAgreed: there is none."""
+        line = line_of(self._known.look(), wanted)
+        line = line if is_start else [s for s in line if s.state.version == wanted.version]
+        return self._newest(line, remote, is_patient=False, is_start=is_start)
+
+    def next(
+        self, wanted: State, remote: Sequence[RemoteTable], served: State, sequence: int, is_patient: bool
+    ) -> State:
+        """The same after a served state, of this sequence. is_patient: every host is to have it. NotAgreed:
+        none comes after the served one."""
+        if wanted == served:  # its hot rows are others
+            return wanted
+        states = candidates(self._known.look(), wanted, served, sequence)
+        try:
+            return self._newest(states, remote, is_patient, is_start=False)
+        except NotAgreed as error:
+            if not is_patient and time.monotonic() - self._told_at >= _TOLD_S:
+                self._told_at = time.monotonic()
+                logger.warning("model %s: %s", self._model.name, error)
+            raise
+
+    def _newest(
+        self, states: Sequence[KnownState], remote: Sequence[RemoteTable], is_patient: bool, is_start: bool
+    ) -> State:
+        owners = owners_of(remote)
+        kept = states_of(self._hosts, owners)
+        needed = [o for o in owners if not is_start or any(at in kept for at in o.places)]
+        lacking = "no state that its owners have is kept"
+        for one in states[:_MOST_STATES]:
+            if one.name is None:
+                lacking = f"state {one.state} has changes without a number, which no owner knows"
+                continue
+            names = {owner.model: str(owner.state(one.name)) for owner in owners}
+            have = {at for at in kept if names[at.model] in kept[at]}
+            if not (without := _without(needed, have, is_patient)):
+                # They may have dropped it meanwhile
+                without = _without(needed, set(_hold(self._hosts, owners, one.name)), is_patient)
+            if not without:
+                return one.state
+            lacking = f"changes wait for {', '.join(without[:8])} to apply them, too"
+        raise NotAgreed(lacking)
+
+    def shall_hold(self, remote: Sequence[RemoteTable]) -> bool:
+        """Whether the caller is to `hold` now: once in a while, and not while another one does."""
+        if not remote or time.monotonic() < self._hold_at:
+            return False
+        self._hold_at = math.inf
+        return True
+
+    def hold(self, segments: Sequence[Segment]) -> None:
+        """Has all hosts keep the states of segments for some seconds, and finds hosts that hung and are
+        well."""
+        try:
+            for segment in segments:
+                if segment.header.remote and (name := segment.hosts_state()) is not None:
+                    _hold(self._hosts, owners_of(segment.header.remote), name, asks_all=True)
+        finally:
+            self._hold_at = time.monotonic() + _HOLD_S
 
 
 def owners_of(tables: Sequence[RemoteTable]) -> list[Owner]:
@@ -97,17 +149,11 @@ def states_of(hosts: OwnerHosts, owners: Sequence[Owner]) -> dict[At, set[str]]:
     return found
 
 
-def hold(hosts: OwnerHosts, owners: Sequence[Owner], name: HostsState) -> set[At]:
-    """Has all hosts keep a state for some seconds; returns those that have it."""
-    return set(_ask(hosts, {at: str(owner.state(name)) for owner in owners for at in owner.places}))
-
-
-def hold_served(segment: Segment, settings: ServerSettings) -> None:
-    """Has all hosts keep the state of a segment for some seconds, and finds those that hung and are well."""
-    if (name := segment.hosts_state()) is not None:
-        hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-        owners = owners_of(segment.header.remote)
-        _ask(hosts, {at: str(o.state(name)) for o in owners for at in o.places}, asks_all=True)
+def _hold(
+    hosts: OwnerHosts, owners: Sequence[Owner], name: HostsState, asks_all: bool = False
+) -> dict[At, HttpResponse]:
+    """Has hosts keep a state for some seconds; returns the answers of those that have it."""
+    return _ask(hosts, {at: str(owner.state(name)) for owner in owners for at in owner.places}, asks_all)
 
 
 def _ask(hosts: OwnerHosts, what: Mapping[At, str], asks_all: bool = False) -> dict[At, HttpResponse]:

@@ -14,8 +14,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
-from tableside.serving.cluster.agreed import NotAgreed, agreed_state, hold_served, owners_of
-from tableside.serving.cluster.known import KnownStates, candidates, line_of
+from tableside.serving.cluster.agreed import Agreement, NotAgreed
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, not_found
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.placements import Placements
@@ -32,8 +31,6 @@ _VERIFIERS = (
 _REST = 3.0  # seconds of rest for each second of reading, beside requests
 # for which states may go while the first one is attached; between two of them
 _BEGIN_S, _AGAIN_S = (30.0, 0.05)
-# between two times that owners are asked to keep the served state, and that one is told of who is waited for
-_HOLD_S, _TOLD_S = 1.0, 10.0
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 
 
@@ -80,7 +77,7 @@ class Engine:
         self._live, self._behind_since = State(0), 0.0
         self._unusable: ApiError | None = None
         self._last_warning = ""
-        self._known, self._held_at, self._waits_told_at = KnownStates(model), 0.0, 0.0
+        self._agreement = Agreement(model, settings)
 
     @classmethod
     def of(cls, settings: ServerSettings, name: str, placer: Placer) -> "Engine":
@@ -142,49 +139,27 @@ class Engine:
         return "" if self._unusable is None else self._unusable.message
 
     def agreed(self, wanted: State) -> State:
-        """Returns the state to serve in place of a live one: itself where all tables are here, else the
-        newest that it follows from and that their owners have. Blocks. NotAgreed: none comes after the served
-        one."""
-        served, state, sequence = self._served, None, 0
-        if served is not None:
-            state, sequence = served.state, served.sequence
+        """Returns the state to serve in place of a live one: itself where all tables are here, else
+        `Agreement.next`. Blocks. NotAgreed."""
+        served = self._served
         if served is not None and served.version == wanted.version:
             header = served.header
         else:
             header = self.model.attach(wanted.version, "header").header
         if not header.remote:
             return wanted
-        states = candidates(self._known.look(), wanted, state, sequence)
-        patient = served is not None and self.behind_s < self._settings.disk_timeout_s
-        try:
-            return agreed_state(states, owners_of(header.remote), self._settings, patient, served is None)
-        except NotAgreed as error:
-            if not patient and time.monotonic() - self._waits_told_at >= _TOLD_S:
-                self._waits_told_at = time.monotonic()
-                logger.warning("model %s: %s", self.model.name, error)
-            raise
+        if served is None:
+            return self._agreement.first(wanted, header.remote)
+        is_patient = self.behind_s < self._settings.disk_timeout_s
+        return self._agreement.next(wanted, header.remote, served.state, served.sequence, is_patient)
 
-    def _agreed_in(self, version: int) -> State:
-        """Returns the newest state of a version, of remote tables that their owners have. NotAgreed."""
-        newest = resolve(self.model, version)
-        if not (header := self.model.attach(version, "header").header).remote:
-            return newest
-        states = [one for one in line_of(self._known.look(), newest) if one.state.version == version]
-        return agreed_state(states, owners_of(header.remote), self._settings, False, False)
-
-    @property
     def shall_hold(self) -> bool:
-        """Whether it is time to `hold`."""
-        if self._served is None or not self._served.header.remote:
-            return False
-        return time.monotonic() - self._held_at >= _HOLD_S
+        """Whether the caller is to `hold` now."""
+        return self._served is not None and self._agreement.shall_hold(self._served.header.remote)
 
     def hold(self) -> None:
-        """Has the owners of remote tables keep the served state. Blocks."""
-        self._held_at = time.monotonic()
-        for served in (self.attached(), *list(self._explicit.values())):
-            if served.header.remote:
-                hold_served(served.segment, self._settings)
+        """Has the owners of remote tables keep the states that are attached. Blocks."""
+        self._agreement.hold([v.segment for v in (self.attached(), *list(self._explicit.values()))])
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps, verifies, places and warms up a state (None: the live one) without serving it. as_successor:
@@ -384,7 +359,8 @@ class Engine:
                 raise not_found(f"{why}; versions there: {known}")
             wanted = state or resolve(self.model, version)
             try:
-                wanted = state or self._agreed_in(version)
+                if state is None and (remote := self.model.attach(version, "header").header.remote):
+                    wanted = self._agreement.first(wanted, remote, is_start=False)
                 served = self.attach(wanted)
                 break
             except NotAgreed:

@@ -198,7 +198,7 @@ class PublishedTables:
         if not self.follows:
             return False
         with self._attaching:
-            if self._engine.shall_hold:
+            if self._engine.shall_hold():
                 self._engine.hold()
             state = self._engine.changed()
             # its object would outlive the sweep
