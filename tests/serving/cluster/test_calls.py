@@ -46,13 +46,13 @@ class Told:
         monkeypatch.setattr(host, "_answered", lambda began, came, late: self.rows.append((came, late)))
 
 
-def ask(first: Handle, second: Handle, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
-    """Asks two hosts, one after the other."""
+def ask(first: Handle, second: Handle, monkeypatch: pytest.MonkeyPatch, usual_s: float = 0.0) -> list[Told]:
+    """Asks two hosts, one after the other. usual_s: of the first one, after which the second is asked."""
     with scripted(first) as one, scripted(second) as other:
         hosts = OwnerHosts(None, 300.0)
         names = tuple(script.url.removeprefix("http://") for script in (one, other))
         told = [Told(hosts.host(name), monkeypatch) for name in names]
-        hosts.host(names[0]).usual_s = 0.0  # so that the second one is asked at once
+        hosts.host(names[0]).usual_s = usual_s
         asked = [TableIds(0, np.array([5]))]
         call = OwnerCall(hosts, Replicas("ads", STATE, names), asked, LAYOUT, deadline(300.0))
         wait_for([call])
@@ -89,7 +89,7 @@ def test_a_host_that_was_asked_first_and_lost_is(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_host_that_lacks_a_state_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, other = ask(lacking, ready, monkeypatch)
+    first, other = ask(lacking, ready, monkeypatch, usual_s=300.0)
     assert first.rows == [(1, 0)] and other.rows == [(1, 0)]
 
 
@@ -97,6 +97,7 @@ def test_hosts_that_lack_a_state_are_asked_last() -> None:
     with scripted(lacking) as one, scripted(ready) as other:
         hosts = OwnerHosts(None, 300.0)
         names = tuple(script.url.removeprefix("http://") for script in (one, other))
+        hosts.host(names[0]).usual_s = 300.0
         for state in (STATE, STATE, STATE):
             asked = [TableIds(0, np.array([5]))]
             call = OwnerCall(hosts, Replicas("ads", state, names), asked, LAYOUT, deadline(300.0))
