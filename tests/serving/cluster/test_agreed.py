@@ -31,6 +31,7 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.cluster.agreed import NotAgreed
 from tableside.serving.cluster.describe import remote_tables
+from tableside.serving.modules.published import ModuleSource, PublishedTables
 
 
 def test_a_state_that_an_owner_no_longer_keeps_is_given_while_it_is_asked_for(
@@ -177,6 +178,17 @@ def test_an_owner_whose_folder_is_made_anew_says_what_it_has_now(owners: Server,
     now = {str(attach_state(owner).hosts_state()), str(attach_state(owner).base.hosts_state())}
     assert len(now - before) == 1
     until(lambda: set(owners.get(shown).json()) == now, what="the owner to see its states")
+
+
+def test_modules_wait_for_owners_too(owners: Server, tmp_path: Path) -> None:
+    """And take a state as soon as the last one has it, though it was refused before."""
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    tables = PublishedTables(ModuleSource(hosts.door.name, str(hosts.door.root)))
+    hosts.number, changes = 1, hosts.changes()
+    for model in (hosts.door, *hosts.owners):
+        assert not tables.look() and tables.now().served.sequence == 0
+        hosts.apply([model], changes)
+    assert tables.look() and tables.now().served.sequence == 1 and not tables.look()
 
 
 def test_a_named_version_is_answered_from_a_state_that_owners_have(owners: Server, tmp_path: Path) -> None:
