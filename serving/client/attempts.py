@@ -8,6 +8,8 @@ from typing import NamedTuple
 from tableside.serving.client.address import Address
 from tableside.serving.client.messages import ClientError, HttpResponse, TimedOut, Unreachable
 
+_LONGEST_S = 1e6  # of any wait: sockets take no more than some weeks
+
 
 class Options(NamedTuple):
     """Options of a client's calls, as `Client` takes them."""
@@ -24,15 +26,21 @@ class Options(NamedTuple):
         deadline_s: float | None,
         headers: Mapping[str, str] | None,
     ) -> "Options":
-        """Returns the options with those in place of these that are not None. ValueError: a header is
-        invalid."""
+        """Returns the options with those in place of these that are not None. ValueError: one is invalid."""
         address = self.address if headers is None else self.address.with_headers(headers)
         return Options(
             address,
             self.timeout_s if timeout_s is None else timeout_s,
             self.retries if retries is None else max(0, retries),
             self.deadline_s if deadline_s is None else deadline_s,
-        )
+        ).checked()
+
+    def checked(self) -> "Options":
+        """The options themselves. ValueError: a time is none."""
+        for name, seconds in (("timeout_s", self.timeout_s), ("deadline_s", self.deadline_s)):
+            if seconds is not None and not 0 < seconds < _LONGEST_S:
+                raise ValueError(f"{name} is {seconds}; expected seconds, above 0 and below {_LONGEST_S:g}")
+        return self
 
 
 class Attempts:

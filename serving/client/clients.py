@@ -34,8 +34,7 @@ class Client:
     timeout_s: of connecting, and of each wait. retries: after a broken connection, not after a timeout.
     deadline_s: of a whole call; with one, a server that is too busy is asked again as well, when it says
     (Retry-After), if that is in time; None: any. headers: sent with every request. ca: a PEM file for https;
-    None: the system's. Proxies of the environment are ignored. ValueError: base_url, headers or ca cannot be
-    used.
+    None: the system's. Proxies of the environment are ignored. ValueError: an option cannot be used.
     """
 
     def __init__(
@@ -49,7 +48,8 @@ class Client:
         ca: str | Path | None = None,
     ) -> None:
         address = Address.parse(base_url, headers, ca)
-        self._calls, self._options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
+        self._calls, options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
+        self._options = options.checked()
         self._pool = sockets.SocketPool(address, timeout_s)
 
     def with_options(
@@ -61,8 +61,8 @@ class Client:
         headers: Mapping[str, str] | None = None,
     ) -> "Client":
         """Returns a client with other options over the same connections: where one of the two is closed, both
-        are. None: as this one's. headers: besides this one's, or in their place. ValueError: a header is
-        invalid."""
+        are. None: as this one's. headers: besides this one's, or in their place. ValueError: an option
+        cannot be used."""
         other = copy.copy(self)
         other._options = self._options.replaced(timeout_s, retries, deadline_s, headers)
         return other
@@ -206,7 +206,8 @@ class AsyncClient:
         ca: str | Path | None = None,
     ) -> None:
         address = Address.parse(base_url, headers, ca)
-        self._calls, self._options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
+        self._calls, options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
+        self._options = options.checked()
         self._pool = streams.StreamPool(address)
 
     def with_options(

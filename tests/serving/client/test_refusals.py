@@ -133,3 +133,13 @@ def test_options_keep_what_is_not_given() -> None:
         assert client.with_options(retries=-1)._options == client._options._replace(retries=0)
         assert client.with_options(timeout_s=1.0, deadline_s=2.0)._options[1:] == (1.0, 4, 2.0)
         assert isinstance(client.with_options(), Client)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e9])
+@pytest.mark.parametrize("name", ["timeout_s", "deadline_s"])
+def test_times_that_are_none(name: str, seconds: float) -> None:
+    options: dict[str, Any] = {name: seconds}
+    with pytest.raises(ValueError, match=f"{name} is .*; expected seconds, above 0"):
+        Client("http://127.0.0.1:9", **options)
+    with Client("http://127.0.0.1:9") as client, pytest.raises(ValueError, match=name):
+        client.with_options(**options)
