@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.versions.states import State
@@ -14,6 +15,7 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.model.version import ServedVersion
 
 logger = logging.getLogger("tableside")
+_HOLDERS = 2  # threads that have owners keep states
 
 
 class Watch:
@@ -33,6 +35,8 @@ class Watch:
         self._engines, self._poll_s = engines, poll_s
         self._is_lost, self._look, self._taken = is_lost, look, taken
         self._task: asyncio.Task[None] | None = None
+        # of their own: hosts that stand still take them up
+        self._holders = ThreadPoolExecutor(_HOLDERS, thread_name_prefix="tableside-hold")
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -40,6 +44,7 @@ class Watch:
 
     async def stop(self) -> None:
         """Ends the watch, also before it began."""
+        self._holders.shutdown(wait=False, cancel_futures=True)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -54,7 +59,7 @@ class Watch:
                 try:
                     engine.forget_removed()
                     if engine.shall_hold():
-                        asyncio.get_running_loop().run_in_executor(None, engine.hold)
+                        asyncio.get_running_loop().run_in_executor(self._holders, engine.hold)
                     state = engine.changed()
                     if state is not None:
                         await self._take(engine, state)

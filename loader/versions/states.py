@@ -110,10 +110,13 @@ def attach_state(
 def _attach(model: Model, state: State, verify: Verify, reuse: Segment | None) -> Segment:
     if reuse is not None and (reuse.header.model, reuse.header.version) != (model.name, state.version):
         reuse = None
+    if reuse is not None and _is_replaced(reuse.base):
+        reuse = None
     base = model.attach(state.version, verify) if reuse is None else reuse.base
     if not state.sequence:
         return base
-    there = {} if reuse is None else {delta.sequence: delta for delta in reuse.deltas}
+    known = () if reuse is None else reuse.deltas
+    there = {delta.sequence: delta for delta in known if not _is_replaced(delta.segment)}
     newest = there.get(state.sequence) or open_delta(model, state, verify)
     deltas, below = [newest], newest.change.below
     if below:
@@ -124,6 +127,15 @@ def _attach(model: Model, state: State, verify: Verify, reuse: Segment | None) -
                 f"{newest.path}"
             )
     return overlaid(base, deltas)
+
+
+def _is_replaced(segment: Segment) -> bool:
+    """Whether another file has the name of an attached one: the folder was made anew, and numbers begin
+    again."""
+    try:
+        return not os.path.samestat(os.stat(segment.path), segment.files[0].status)
+    except OSError:
+        return False
 
 
 def open_delta(model: Model, state: State, verify: Verify) -> Delta:

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tableside.serving.client.address import Address
-from tableside.serving.client.messages import ClientError, HttpResponse, TimedOut, Unreachable
+from tableside.serving.client.messages import (
+    BUSY,
+    ClientError,
+    HttpRequest,
+    HttpResponse,
+    TimedOut,
+    Unreachable,
+)
 
 _LONGEST_S = 1e6  # of any wait: sockets take no more than some weeks
 
@@ -31,15 +38,19 @@ class Options(NamedTuple):
         return Options(
             address,
             self.timeout_s if timeout_s is None else timeout_s,
-            self.retries if retries is None else max(0, retries),
+            self.retries if retries is None else retries,
             self.deadline_s if deadline_s is None else deadline_s,
         ).checked()
 
     def checked(self) -> "Options":
-        """The options themselves. ValueError: a time is none."""
+        """The options themselves. ValueError: a time, or the number of retries, is none."""
+        if not isinstance(self.retries, int):
+            raise ValueError(f"retries is {self.retries!r}; expected a number")
         for name, seconds in (("timeout_s", self.timeout_s), ("deadline_s", self.deadline_s)):
-            if seconds is not None and not 0 < seconds < _LONGEST_S:
-                raise ValueError(f"{name} is {seconds}; expected seconds, above 0 and below {_LONGEST_S:g}")
+            if seconds is None and name == "deadline_s":
+                continue
+            if not isinstance(seconds, int | float) or not 0 < seconds < _LONGEST_S:
+                raise ValueError(f"{name} is {seconds!r}; expected seconds, above 0 and below {_LONGEST_S:g}")
         return self
 
 
@@ -47,7 +58,7 @@ class Attempts:
     """The attempts of one call. ends: of time.monotonic; None: each wait has its own end alone."""
 
     def __init__(self, options: Options) -> None:
-        self.options, self._left = options, options.retries
+        self.options, self._left = options, max(0, options.retries)
         self.ends = None if options.deadline_s is None else time.monotonic() + options.deadline_s
 
     def wait_s(self) -> float:
@@ -67,10 +78,12 @@ class Attempts:
         told.__cause__ = error
         return told
 
-    def pause_s(self, response: HttpResponse) -> float | None:
+    def pause_s(self, request: HttpRequest, response: HttpResponse) -> float | None:
         """Returns the seconds after which a request is sent again that the server was too busy for; None: its
         response is taken as it is. Without a deadline it is."""
         if response.retry_after is None or self.ends is None or self._left <= 0:
+            return None
+        if response.status not in BUSY or not request.may_wait:
             return None
         pause = response.retry_after * random.uniform(1.0, 1.25)
         if time.monotonic() + pause >= self.ends:

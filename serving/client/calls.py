@@ -4,6 +4,7 @@ Request templates and models' schemas are cached here, bounded. Any thread may c
 only costs time.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
@@ -155,7 +156,9 @@ class Calls:
         given = integers(ids, f"{feature}.ids")
         if given.ndim != 1:
             raise FeatureError(f"{feature}.ids: shape {list(given.shape)}; expected [ids]")
-        out = None
+        if type(at_once) is not int or at_once < 1:
+            raise ValueError(f"at_once is {at_once!r}; expected a number from 1")
+        out, late = None, Counter[str]()
         for start in range(0, max(1, given.size), at_once):
             part = columns({feature: given[start : start + at_once, None]})
             found = yield from self._infer(_path(model, version), part, {}, [feature], False)
@@ -163,7 +166,11 @@ class Calls:
                 out = np.empty((given.size, found[feature].shape[1]), found[feature].dtype)
                 version = answered_by().version
             out[start : start + at_once] = found[feature]
+            late.update(late_rows())
         assert out is not None, "there was a request"
+        answer = _last_answer()
+        counts = {DEGRADED + table: count for table, count in late.items()}
+        _last_head.set(orjson.dumps({**answer, "parameters": {**answer.get("parameters", {}), **counts}}))
         return given_as(out, any_torch([ids]))
 
     def models(self) -> Call[list[dict[str, Any]]]:
@@ -177,7 +184,7 @@ class Calls:
 
     def is_ready(self) -> Call[bool]:
         try:
-            return (yield HttpRequest("GET", "/v2/health/ready")).status < 300
+            return (yield HttpRequest("GET", "/v2/health/ready", may_wait=False)).status < 300
         except ClientError:
             return False
 

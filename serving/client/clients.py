@@ -48,7 +48,7 @@ class Client:
         ca: str | Path | None = None,
     ) -> None:
         address = Address.parse(base_url, headers, ca)
-        self._calls, options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
+        self._calls, options = Calls(), Options(address, timeout_s, retries, deadline_s)
         self._options = options.checked()
         self._pool = sockets.SocketPool(address, timeout_s)
 
@@ -130,7 +130,8 @@ class Client:
         self, model: str, feature: str, ids: Any, *, at_once: int = 16384, version: int | None = None
     ) -> Any:
         """Returns the vector of each id of a long list, [ids, dim], numpy or, as the ids, torch; all of one
-        version. at_once: ids of a request. FeatureError: the ids are not integers [ids].
+        version; `late_rows` counts those of all parts. at_once: ids of a request. FeatureError: the ids are
+        not integers [ids]. ValueError: at_once is no number from 1.
 
             vectors = client.gather("ads", "item", np.arange(1_000_000))
         """
@@ -174,7 +175,7 @@ class Client:
                     if (refusal := attempts.failed(error)) is not None:
                         request = call.throw(refusal)
                     continue
-                if (pause := attempts.pause_s(response)) is None:
+                if (pause := attempts.pause_s(request, response)) is None:
                     request = call.send(response)
                 else:
                     time.sleep(pause)
@@ -206,7 +207,7 @@ class AsyncClient:
         ca: str | Path | None = None,
     ) -> None:
         address = Address.parse(base_url, headers, ca)
-        self._calls, options = Calls(), Options(address, timeout_s, max(0, retries), deadline_s)
+        self._calls, options = Calls(), Options(address, timeout_s, retries, deadline_s)
         self._options = options.checked()
         self._pool = streams.StreamPool(address)
 
@@ -316,7 +317,7 @@ class AsyncClient:
                     if (refusal := attempts.failed(error)) is not None:
                         request = call.throw(refusal)
                     continue
-                if (pause := attempts.pause_s(response)) is None:
+                if (pause := attempts.pause_s(request, response)) is None:
                     request = call.send(response)
                 else:
                     await asyncio.sleep(pause)

@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 _DTYPE, _NDIM = attrgetter("dtype"), attrgetter("ndim")
 _INT64, _INT32, _FP32 = np.dtype("<i8"), np.dtype("<i4"), np.dtype("<f4")
-_ARRAY, _OBJECTS = {np.ndarray}, np.dtype(object)
+_ARRAY = {np.ndarray}
 _ARROW = "__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__"  # of columns
 
 
@@ -41,7 +41,11 @@ class Jagged:
             Jagged.from_offsets([1, 2, 3, 7], [0, 3])                               # [1, 2, 3] and [7]
             Jagged.from_offsets([1, 2, 3, 7], [0, 3, 4], include_last_offset=True)  # the same
         """
-        starts, ids = _flat(integers(offsets, "offsets"), "offsets", "bags"), len(values)
+        starts = _flat(integers(offsets, "offsets"), "offsets", "bags")
+        try:
+            ids = len(values)
+        except TypeError as error:
+            raise FeatureError(f"values are a {type(values).__name__}; expected [ids]") from error
         ends = starts if include_last_offset else np.append(starts, ids)
         lengths = np.diff(ends)
         is_empty = not (starts.size or ids or include_last_offset)
@@ -106,8 +110,9 @@ def _kinds(given: list[Jagged]) -> str:
 def _as_jagged(name: str, value: Ids) -> Jagged:
     if isinstance(value, Jagged):
         return value
-    if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "array"):
-        value = value.tolist() if value.dtype is _OBJECTS else value.array
+    if _is_pandas(value):
+        is_plain = isinstance(value.dtype, np.dtype)
+        value = value.tolist() if is_plain and value.dtype.kind == "O" else value.array
     if any(hasattr(value, method) for method in _ARROW):
         return _of_column(name, value)
     if isinstance(value, list | tuple):
@@ -117,7 +122,13 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
             raise FeatureError(
                 f"{name}: expected a list of bags, [[id, ...], ...], or Jagged(values, lengths)"
             )
-        ids = array([*chain.from_iterable(value)], _INT64, f"{name}.values")
+        try:
+            given = [*chain.from_iterable(value)]
+        except TypeError as error:
+            raise FeatureError(f"{name}: a bag is no list ({error})") from error
+        if bool in set(map(type, given)):
+            raise FeatureError(f"{name}: bools are among the ids; expected integers")
+        ids = array(given, _INT64, f"{name}.values")
         return Jagged(ids, np.fromiter(map(len, value), _INT32, len(value)))
     ids = integers(value, name)
     if ids.ndim != 2:
@@ -125,6 +136,12 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
             f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)"
         )
     return _Rectangle(ids)
+
+
+def _is_pandas(value: Any) -> bool:
+    """Whether it is a pandas Series, or one of a class made from it (pandas is not imported to find out)."""
+    is_ours = any(c.__module__.partition(".")[0] == "pandas" for c in type(value).__mro__)
+    return is_ours and hasattr(value, "array") and hasattr(value, "dtype")
 
 
 def _of_column(name: str, column: Any) -> Jagged:
@@ -136,11 +153,16 @@ def _of_column(name: str, column: Any) -> Jagged:
         raise FeatureError(f"{name}: a column of {type(column).__module__} needs pyarrow") from error
     try:
         read = pa.chunked_array(column) if hasattr(column, "__arrow_c_stream__") else pa.array(column)
-    except (TypeError, ValueError, pa.ArrowException) as error:
-        raise FeatureError(f"{name}: no column of lists ({error})") from error
-    lists = read.combine_chunks() if isinstance(read, pa.ChunkedArray) else read
-    is_fixed = pa.types.is_fixed_size_list(lists.type)
-    if not (is_fixed or pa.types.is_list(lists.type) or pa.types.is_large_list(lists.type)):
+        lists = read.combine_chunks() if isinstance(read, pa.ChunkedArray) else read
+        return _of_lists(name, lists, pa.types)
+    except (TypeError, pa.ArrowException) as error:
+        raise FeatureError(f"{name}: no column of lists of integers ({error})") from error
+
+
+def _of_lists(name: str, lists: Any, types: Any) -> Jagged:
+    """The same of pyarrow's array. types: pyarrow's."""
+    is_fixed = types.is_fixed_size_list(lists.type)
+    if not (is_fixed or types.is_list(lists.type) or types.is_large_list(lists.type)):
         raise FeatureError(f"{name}: a column of {lists.type}; expected lists of integers")
     ids = lists.flatten()
     if lists.null_count or ids.null_count:

@@ -39,9 +39,9 @@ class ResponseReader:
         self._chunks: list[bytes] = []
 
     def buffer(self) -> memoryview:
-        """Returns the buffer for the next bytes."""
+        """Returns the buffer for the next bytes. What comes behind a whole body does not go there."""
         if self._body is not None:
-            return self._body[-self._missing :]
+            return self._body[-self._missing :] if self._missing else self._view
         return self._view[self._filled :]
 
     def take(self, count: int) -> HttpResponse | None:

@@ -53,12 +53,12 @@ class Unreachable(ClientError):
     """There is no connection to the server, or it broke."""
 
 
+BUSY = 429, 503  # statuses of a server that does not take a request now
 _KINDS: dict[int, type[ClientError]] = {
     401: Denied,
     403: Denied,
     404: NotFound,
-    429: Overloaded,
-    503: Overloaded,
+    **dict.fromkeys(BUSY, Overloaded),
 }
 
 
@@ -68,12 +68,13 @@ class FeatureError(ValueError):
 
 class HttpRequest(NamedTuple):
     """path: below the base URL. parts: the body, as byte buffers. json_bytes: size of the JSON before binary
-    tensors."""
+    tensors. may_wait: until the server takes it."""
 
     method: str
     path: str
     parts: tuple[Bytes, ...] = ()
     json_bytes: int | None = None
+    may_wait: bool = True
 
 
 class HttpResponse(NamedTuple):

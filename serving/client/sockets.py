@@ -3,6 +3,7 @@
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 from tableside.serving.client.address import Address
@@ -30,12 +31,14 @@ class SocketConnection:
     def is_usable(self) -> bool:
         return self._watch.is_quiet()
 
-    def send(self, head: bytes, request: HttpRequest, most: int | None = None) -> None:
-        """Sends a request. Where it is refused before it is whole, the response says why. most: bytes of its
-        response; None: any."""
+    def send(
+        self, head: bytes, request: HttpRequest, wait_s: Callable[[], float], most: int | None = None
+    ) -> None:
+        """Sends a request. Where it is refused before it is whole, the response says why. wait_s: how long
+        each step may take; most: bytes of its response; None: any."""
         self._reader.begin(most)
         with suppress(BrokenPipeError, ConnectionResetError):
-            self._send(head, request)
+            self._send(head, request, wait_s)
 
     def wait_for(self, seconds: float) -> None:
         """Has each wait from now on take so long at most."""
@@ -45,6 +48,7 @@ class SocketConnection:
 
     def receive(self, attempts: Attempts) -> HttpResponse:
         """Reads the response."""
+        self.wait_for(attempts.wait_s())
         while (response := self.receive_some()) is None:
             self.wait_for(attempts.wait_s())
         return response
@@ -54,14 +58,16 @@ class SocketConnection:
         count = self._socket.recv_into(self._reader.buffer())
         return self._reader.take(count) if count else self._reader.end()
 
-    def _send(self, head: bytes, request: HttpRequest) -> None:
+    def _send(self, head: bytes, request: HttpRequest, wait_s: Callable[[], float]) -> None:
         parts = (head, *request.parts)
+        self.wait_for(wait_s())
         if self._is_tls:
             self._socket.sendall(b"".join(parts))
             return
         sent = self._socket.sendmsg(parts)
         for part in parts:
             if sent < len(part):
+                self.wait_for(wait_s())
                 self._socket.sendall(memoryview(part)[sent:])
             sent = max(0, sent - len(part))
 
@@ -80,10 +86,9 @@ class SocketPool:
 
     def send(self, request: HttpRequest, attempts: Attempts) -> HttpResponse:
         """The response to a request. OSError: the connection broke, or none could be made."""
-        connection = self._take(wait_s := attempts.wait_s())
+        connection = self._take(attempts.wait_s())
         try:
-            connection.wait_for(wait_s)
-            connection.send(attempts.options.address.head(request), request)
+            connection.send(attempts.options.address.head(request), request, attempts.wait_s)
             response = connection.receive(attempts)
         except BaseException:
             connection.close()
@@ -95,11 +100,12 @@ class SocketPool:
         self, request: HttpRequest, timeout_s: float | None = None, most: int | None = None
     ) -> SocketConnection:
         """Sends a request; the caller reads its response, and gives the connection back or closes it.
-        timeout_s: for connecting, None: that of the pool; most: bytes of the response. OSError: no connection
-        could be made."""
-        connection = self._take(self._timeout_s if timeout_s is None else timeout_s)
+        timeout_s: for connecting, and for each step of sending, None: that of the pool; most: bytes of the
+        response. OSError: no connection could be made."""
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        connection = self._take(wait_s)
         try:
-            connection.send(self._address.head(request), request, most)
+            connection.send(self._address.head(request), request, lambda: wait_s, most)
         except BaseException:
             connection.close()
             raise

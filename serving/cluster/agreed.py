@@ -26,7 +26,8 @@ logger = logging.getLogger("tableside")
 _ANSWER_S, _ANSWER_BYTES = 1.0, 16 << 20  # of a list of states
 # between two times that owners are asked to keep a state, and that one is told of who is waited for
 _HOLD_S, _TOLD_S = 1.0, 10.0
-_MOST_STATES = 64  # of the newest ones that are looked at
+# that connecting takes at most, so that others are asked as well; that a host is waited for which hung
+_CONNECT_S, _PROBE_S = 0.2, 0.2
 
 
 class At(NamedTuple):
@@ -71,13 +72,16 @@ class Agreement:
     def _hosts(self) -> OwnerHosts:
         return hosts_of(cluster_token(self._settings), self._settings.disk_timeout_s)
 
-    def first(self, wanted: State, remote: Sequence[RemoteTable], is_start: bool = True) -> State:
+    def first(self, wanted: State, remote: Sequence[RemoteTable], lacks_none: bool) -> State:
         """Returns the newest state that `wanted` follows from, or itself, of which each owner has one host
-        with it: where a server starts, each owner that is reached; else a state of the same version. Blocks.
-        NotAgreed: there is none."""
-        line = line_of(self._known.look(), wanted)
-        line = line if is_start else [s for s in line if s.state.version == wanted.version]
-        return self._newest(line, remote, is_patient=False, is_start=is_start)
+        with it. lacks_none: no owner may be out of reach; else those that are have no say. Blocks. NotAgreed:
+        there is none."""
+        return self._newest(line_of(self._known.look(), wanted), remote, False, lacks_none)
+
+    def of_version(self, wanted: State, remote: Sequence[RemoteTable]) -> State:
+        """The same, of the version of `wanted` alone."""
+        line = [s for s in line_of(self._known.look(), wanted) if s.state.version == wanted.version]
+        return self._newest(line, remote)
 
     def next(
         self, wanted: State, remote: Sequence[RemoteTable], served: State, sequence: int, is_patient: bool
@@ -88,7 +92,7 @@ class Agreement:
             return wanted
         states = candidates(self._known.look(), wanted, served, sequence)
         try:
-            return self._newest(states, remote, is_patient, is_start=False)
+            return self._newest(states, remote, is_patient)
         except NotAgreed as error:
             if not is_patient and time.monotonic() - self._told_at >= _TOLD_S:
                 self._told_at = time.monotonic()
@@ -96,13 +100,17 @@ class Agreement:
             raise
 
     def _newest(
-        self, states: Sequence[KnownState], remote: Sequence[RemoteTable], is_patient: bool, is_start: bool
+        self,
+        states: Sequence[KnownState],
+        remote: Sequence[RemoteTable],
+        is_patient: bool = False,
+        lacks_none: bool = True,
     ) -> State:
         owners = owners_of(remote)
         kept = states_of(self._hosts, owners)
-        needed = [o for o in owners if not is_start or any(at in kept for at in o.places)]
+        needed = [o for o in owners if lacks_none or any(at in kept for at in o.places)]
         lacking = "no state that its owners have is kept"
-        for one in states[:_MOST_STATES]:
+        for one in states:
             if one.name is None:
                 lacking = f"state {one.state} has changes without a number, which no owner knows"
                 continue
@@ -160,22 +168,24 @@ def _ask(hosts: OwnerHosts, what: Mapping[At, str], asks_all: bool = False) -> d
     """Asks hosts for something of their model, all at once; returns the answers that come in time, but
     refusals. asks_all: also hosts that hang, to see whether they still do."""
     asked: list[tuple[At, OwnerHost, SocketConnection]] = []
-    deadline, found = time.monotonic() + _ANSWER_S, dict[At, HttpResponse]()
+    began, found = time.monotonic(), dict[At, HttpResponse]()
     for at, path in what.items():
-        host, left = hosts.host(at.host), deadline - time.monotonic()
-        if (host.hangs and not asks_all) or left <= 0:
+        if (host := hosts.host(at.host)).hangs and not asks_all:
             continue
-        with contextlib.suppress(OSError):
-            request = HttpRequest("GET", f"{PATH}/{at.model}/{path}")
-            asked.append((at, host, host.pool.begin(request, left, _ANSWER_BYTES)))
+        request = HttpRequest("GET", f"{PATH}/{at.model}/{path}")
+        try:
+            asked.append((at, host, host.pool.begin(request, _CONNECT_S, _ANSWER_BYTES)))
+        except OSError:
+            host.is_silent(began)
     for at, host, connection in asked:
         try:
-            response = receive_by(connection, deadline)
+            response = receive_by(connection, began + (_PROBE_S if host.hangs else _ANSWER_S))
         except OSError:
             connection.close()
+            host.is_silent(began)
             continue
         host.pool.give_back(connection, response)
-        host.is_well(deadline - _ANSWER_S)
+        host.is_well(began)
         if response.status == 200:
             found[at] = response
     return found

@@ -74,6 +74,10 @@ class OwnerHost:
         self.lacks = state
         self.is_well(began)
 
+    def is_silent(self, began: float) -> None:
+        """Takes note that it did not answer a request that began at `began`."""
+        self._answered(began, 0, 1)
+
     def is_well(self, began: float) -> None:
         """Takes note that it answered a request that began at `began`."""
         self._answered(began, 1, 0)

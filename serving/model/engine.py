@@ -4,12 +4,13 @@ it never mixes versions. A replaced version stays mapped until its last request 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
 from tableside.loader.errors import LoaderError, VersionError
+from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, good_state, resolve, state_of
 from tableside.loader.versions.versions import Model
@@ -31,6 +32,8 @@ _VERIFIERS = (
 _REST = 3.0  # seconds of rest for each second of reading, beside requests
 # for which states may go while the first one is attached; between two of them
 _BEGIN_S, _AGAIN_S = (30.0, 0.05)
+_OWNERS_S = 10.0  # for which a start waits for owners that are not reached
+_NAMED_S = 10.0  # that a named version stays attached whose owners may drop its state
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
 
 
@@ -73,6 +76,7 @@ class Engine:
         self._scorer_limits, self._scores = scorer_limits, scores
         self._served: ServedVersion | None = None
         self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
+        self._explicit_at: dict[int, float] = {}  # of time.monotonic
         self._refused: set[State] = set()  # since `_live` was made live
         self._live, self._behind_since = State(0), 0.0
         self._unusable: ApiError | None = None
@@ -93,7 +97,8 @@ class Engine:
         while True:
             state = self._first()
             try:
-                self.swap(self.attach(self.agreed(state)))
+                is_early = time.monotonic() < deadline - _BEGIN_S + _OWNERS_S
+                self.swap(self.attach(self.agreed(state, is_early)))
                 break
             except (LoaderError, ServingError) as error:
                 if time.monotonic() > deadline or not self.is_passing(state, error):
@@ -138,9 +143,9 @@ class Engine:
         """Why requests are not answered; "" if they are."""
         return "" if self._unusable is None else self._unusable.message
 
-    def agreed(self, wanted: State) -> State:
+    def agreed(self, wanted: State, lacks_none: bool = False) -> State:
         """Returns the state to serve in place of a live one: itself where all tables are here, else
-        `Agreement.next`. Blocks. NotAgreed."""
+        `Agreement.next`, or `Agreement.first`. Blocks. NotAgreed."""
         served = self._served
         if served is not None and served.version == wanted.version:
             header = served.header
@@ -149,7 +154,7 @@ class Engine:
         if not header.remote:
             return wanted
         if served is None:
-            return self._agreement.first(wanted, header.remote)
+            return self._agreement.first(wanted, header.remote, lacks_none)
         is_patient = self.behind_s < self._settings.disk_timeout_s
         return self._agreement.next(wanted, header.remote, served.state, served.sequence, is_patient)
 
@@ -339,18 +344,22 @@ class Engine:
         return found if found is not None and found.state == state else None
 
     def forget_removed(self) -> None:
-        """Drops versions named by requests that were removed or damaged."""
+        """Drops versions named by requests that were removed or damaged, or that owners are to agree on
+        anew."""
         if not self._explicit:
             return
         good = set(self.model.versions()) - set(self.model.damaged_versions())
-        for version in list(self._explicit):  # a copy: a thread may attach one meanwhile
-            if version not in good:
+        old = time.monotonic() - _NAMED_S
+        for version, served in list(self._explicit.items()):  # a copy: a thread may attach one meanwhile
+            is_old = bool(served.header.remote) and self._explicit_at[version] < old
+            if version not in good or is_old:
                 self._explicit.pop(version, None)
 
     def attach_explicit(self, version: int, state: State | None = None) -> ServedVersion:
         """Attaches a version that a request named, in a state (None: its newest). One call at a time.
         ApiError 404: it is not published or cannot be served; the log has the reason, as clients learn no
         paths."""
+        remote: Sequence[RemoteTable] = ()
         while True:
             published = self.model.versions()
             if version not in published:
@@ -360,13 +369,13 @@ class Engine:
             wanted = state or resolve(self.model, version)
             try:
                 if state is None and (remote := self.model.attach(version, "header").header.remote):
-                    wanted = self._agreement.first(wanted, remote, is_start=False)
+                    wanted = self._agreement.of_version(wanted, remote)
                 served = self.attach(wanted)
                 break
             except NotAgreed:
                 raise
             except (LoaderError, QuantError, ServingError, OSError) as error:
-                is_gone = isinstance(error, (VersionError, ApiError))
+                is_gone = isinstance(error, (VersionError, ApiError)) and not remote
                 # changes came, and this state went
                 if is_gone and (newest := resolve(self.model, version)) != wanted:
                     state = newest
@@ -375,7 +384,7 @@ class Engine:
                 logger.error("version %d of %s, which a request named, is not taken: %s", *said)
                 what = f"version {version} of model {self.model.name!r}"
                 raise not_found(f"{what} cannot be served; the server's log has the reason") from error
-        self._explicit[version] = served
+        self._explicit[version], self._explicit_at[version] = served, time.monotonic()
         if len(self._explicit) > _EXPLICIT_VERSIONS:
             self._explicit.popitem(last=False)
         return served

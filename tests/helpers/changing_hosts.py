@@ -40,7 +40,8 @@ class Hosts:
         self.spec = spec_of(folder, name, [place(owners)] * count, tables=tables, features=UNPOOLED)
         self.owners = [Model(owners.root, m) for m in load_shares(self.spec, [owners.root] * count)]
         for model in self.owners:
-            until(lambda m=model.name: owners.get(f"/v2/rows/{m}").status_code == 200, what="the owners")
+            asked = f"/v2/rows/{model.name}"  # of any worker
+            until(lambda a=asked: all(owners.get(a).status_code == 200 for _ in range(8)), what="the owners")
         load_door(self.spec, folder / "door")
         load(spec_of(folder, "whole", tables=tables, features=UNPOOLED), folder / "whole")
         self.door, self.whole = Model(folder / "door", name), Model(folder / "whole", "whole")
@@ -89,4 +90,10 @@ def step(engine: Engine) -> bool:
         engine.swap(engine.attach(engine.agreed(state), as_successor=True))
     except NotAgreed:
         return False
+    return True
+
+
+def takes(engine: Engine) -> bool:
+    """Whether another state is served in the end: owners may be busy."""
+    until(lambda: step(engine), what="another state to be served")
     return True

@@ -65,10 +65,8 @@ class KeptStates:
             return live
         async with self._looking:
             for known in await _on_a_thread(self._known_of(engine).look):
-                if (
-                    known.name == wanted
-                    and (held := await _on_a_thread(_attach, engine, known.state)) is not None
-                ):
+                held = await _on_a_thread(_attach, engine, known.state) if known.name == wanted else None
+                if held is not None and held.hosts_state() == wanted:
                     return held
         raise not_found(
             f"no state of {engine.model.name!r} that is kept here is {wanted}; it lacks changes that the "

@@ -1,6 +1,7 @@
 """The client: sync and async, numpy, lists and torch, errors."""
 
 import asyncio
+import pickle
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,8 @@ def _columns() -> dict[str, Any]:
         "pyarrow's in chunks": pa.chunked_array([COLUMNS[:1], COLUMNS[1:]]),
         "polars": pl.Series("x", COLUMNS),
         "pandas": pd.Series(COLUMNS),
+        "pandas behind a pickle": pickle.loads(pickle.dumps(pd.Series(COLUMNS))),
+        "a class of the user's": type("Mine", (pd.Series,), {})(COLUMNS),
         "pandas over arrow": pd.Series(COLUMNS, dtype=pd.ArrowDtype(pa.list_(pa.int64()))),
     }
 
@@ -125,6 +128,9 @@ def test_columns_of_lists(server: Any) -> None:
             (pa.array([["a"]]), "object; expected int64"),
             (pa.array([[[1]]]), "object; expected int64"),
             (pl.Series([[0.5]]), "float64; expected int64"),
+            (pl.Series([["a"]], dtype=pl.List(pl.Categorical)), "no column of lists of integers"),
+            ([[1], [True]], "bools are among the ids"),
+            ([np.array(1), np.array(2)], "a bag is no list"),
         ]:
             with pytest.raises(FeatureError, match=f"user.*{why}"):
                 client.lookup("demo", {"user": wrong})
@@ -159,6 +165,9 @@ def test_bags_of_offsets() -> None:
         assert made.lengths.tolist() == lengths and made.values == [1, 2, 3, 7]
     weighted = Jagged.from_offsets([1], [0], [0.5])
     assert weighted.weights == [0.5] and Jagged.from_offsets([], []).lengths.size == 0
+    for values in (None, 7, iter([1])):
+        with pytest.raises(FeatureError, match="expected \\[ids\\]"):
+            Jagged.from_offsets(values, [0])
     for offsets, is_last in [
         ([1, 3], False), ([0, 5], False), ([0, 3], True), ([0, 3, 2], False), ([], False), ([], True),
         ([[0, 3]], False), ([0.0, 1.5], False), ([0, -1, 4], True),
@@ -178,6 +187,9 @@ def test_a_long_list_of_ids(server: Any, feature: str) -> None:
         assert client.gather("demo", feature, ids[:0]).shape == (0, expected.shape[1])
         got = client.gather("demo", feature, torch.from_numpy(ids), version=1)
         assert isinstance(got, torch.Tensor) and np.array_equal(got.numpy(), expected)
+        for at_once in (0, -1, 2.5):
+            with pytest.raises(ValueError, match="at_once is"):
+                client.gather("demo", feature, ids, at_once=at_once)
         for wrong in (ids[:, None], ids * 0.5):
             with pytest.raises(FeatureError, match=rf"{feature}\.ids"):
                 client.gather("demo", feature, wrong)

@@ -1,7 +1,10 @@
 """The client's connections: reuse, broken ones, silence, refusals, TLS. The server is a script on a
 socket."""
 
+import asyncio
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +82,44 @@ def test_silence_is_not_asked_again(connect: Callable[..., Both]) -> None:
             connect(script.url, retries=5, timeout_s=0.2).ask("models")
         assert caught.value.status == 0
         assert len(script.heads) == 1
+
+
+def test_what_comes_behind_a_response_does_not_change_it(connect: Callable[..., Both]) -> None:
+    """Vectors lie in a response's body. A proxy that closes an idle connection says so first."""
+    behind = b"HTTP/1.0 408 Request Time-out\r\nConnection: close\r\n\r\n" + b"x" * 100_000
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        while script.read(connection):
+            connection.sendall(whole)
+            sent.wait(300)
+            with contextlib.suppress(OSError):
+                connection.sendall(behind)
+
+    vectors = np.ones((1000, 8), "<f4")
+    head = orjson.dumps(
+        {
+            "model_name": "ads",
+            "model_version": "1",
+            "outputs": [
+                {
+                    "name": "user",
+                    "datatype": "FP32",
+                    "shape": [1000, 8],
+                    "parameters": {"binary_data_size": vectors.nbytes},
+                }
+            ],
+        }
+    )
+    sizes = len(head), len(head) + vectors.nbytes
+    lines = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n" % sizes
+    whole, sent = OK + lines + head + vectors.tobytes(), threading.Event()
+    with scripted(handle) as script:
+        client = connect(script.url)
+        got = client.ask("lookup", "ads", {"user": [[1]] * 1000})["user"]
+        sent.set()
+        for _ in range(20):
+            client.loop.run_until_complete(asyncio.sleep(0.01))
+        np.testing.assert_array_equal(got, vectors)
 
 
 @pytest.mark.drawn(1)

@@ -1,10 +1,13 @@
 """What a caller gets where no answer comes, by its kind; and how long a call may take."""
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from scripted import MODELS, Script, answer, received, scripted
 
@@ -88,6 +91,48 @@ def test_a_busy_server_is_asked_again_in_time(connect: Callable[..., Any], when:
             assert len(script.heads) == asked + 1
 
 
+@pytest.mark.parametrize("status", [200, 301, 400, 404, 408, 500])
+def test_what_is_no_busy_server_is_not_asked_again(connect: Callable[..., Any], status: int) -> None:
+    """Whatever it says of a later time."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        while script.read(connection):
+            connection.sendall(refusal(status, b"Retry-After: 0\r\n"))
+
+    with scripted(handle) as script:
+        client = connect(script.url, retries=5, deadline_s=300.0)
+        with contextlib.suppress(ClientError, KeyError):
+            client.ask("models")
+        assert len(script.heads) == 1
+
+
+def test_whether_a_server_is_ready_is_said_at_once(connect: Callable[..., Any]) -> None:
+    def handle(script: Script, connection: socket.socket) -> None:
+        while script.read(connection):
+            connection.sendall(refusal(503, b"Retry-After: 0\r\n"))
+
+    with scripted(handle) as script:
+        assert connect(script.url, retries=5, deadline_s=300.0).ask("is_ready") is False
+        assert len(script.heads) == 1
+
+
+def test_sending_is_bounded_too(connect: Callable[..., Any]) -> None:
+    """A server that takes a request slowly, and then says nothing."""
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        for _ in range(8):
+            time.sleep(0.1)
+            received(connection)
+        is_over.wait(300)
+
+    is_over, ids = threading.Event(), np.zeros((1 << 18, 8), np.int64)
+    with scripted(handle) as script:
+        client = connect(script.url, timeout_s=200.0, deadline_s=0.5, retries=5)
+        with pytest.raises(TimedOut, match="deadline_s"):
+            client.ask("lookup", "ads", {"user": ids, "item": ids})
+        is_over.set()
+
+
 def test_a_call_ends_with_its_deadline(connect: Callable[..., Any]) -> None:
     """Though each wait is a short one, and a connection that broke would be made anew."""
 
@@ -130,14 +175,16 @@ def test_other_options_over_the_same_connections(connect: Callable[..., Any]) ->
 
 def test_options_keep_what_is_not_given() -> None:
     with Client("http://127.0.0.1:9", timeout_s=3.0, retries=4, deadline_s=5.0) as client:
-        assert client.with_options(retries=-1)._options == client._options._replace(retries=0)
+        assert client.with_options(retries=7)._options == client._options._replace(retries=7)
+        with pytest.raises(ValueError, match="retries is '3'"):
+            client.with_options(retries="3")  # type: ignore[arg-type]
         assert client.with_options(timeout_s=1.0, deadline_s=2.0)._options[1:] == (1.0, 4, 2.0)
         assert isinstance(client.with_options(), Client)
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e9])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), 1e9, "1"])
 @pytest.mark.parametrize("name", ["timeout_s", "deadline_s"])
-def test_times_that_are_none(name: str, seconds: float) -> None:
+def test_times_that_are_none(name: str, seconds: Any) -> None:
     options: dict[str, Any] = {name: seconds}
     with pytest.raises(ValueError, match=f"{name} is .*; expected seconds, above 0"):
         Client("http://127.0.0.1:9", **options)

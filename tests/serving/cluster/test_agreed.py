@@ -1,14 +1,17 @@
 """Which state a server of the whole takes, and what its owners keep for it."""
 
+import contextlib
 import json
 import shutil
+import socket
 import uuid
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
-from changing_hosts import Hosts, step
+from changing_hosts import Hosts, step, takes
 from hosts import (
     UNPOOLED,
     answer,
@@ -21,7 +24,7 @@ from servers import Server, start_server
 from support import end, run_tableside, until
 
 from tableside.loader.deltas.apply import ApplySettings, apply
-from tableside.loader.deltas.changes import ChangeBatch
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.load.load import load
 from tableside.loader.load.share import share_of
@@ -42,7 +45,7 @@ def test_a_state_that_an_owner_no_longer_keeps_is_given_while_it_is_asked_for(
     asked = hosts.asked()
     for hosts.number in range(1, 4):
         hosts.apply([hosts.door, *hosts.owners], hosts.changes())
-    assert step(door)
+    assert takes(door)
     expected = answer(door.served(), asked, tuple(asked))
     for hosts.number in range(4, 16):
         changes = hosts.changes()
@@ -97,16 +100,16 @@ def test_a_branch_that_was_left_is_not_served_again(owners: Server, tmp_path: Pa
     door = engine_of(hosts.door.root, hosts.door.name)
     for hosts.number in range(1, 5):
         hosts.apply([hosts.door, *hosts.owners], hosts.changes())
-    assert step(door) and door.served().sequence == 4
+    assert takes(door) and door.served().sequence == 4
     for model in (hosts.door, *hosts.owners):
         model.activate(1, 2)
-    assert step(door) and door.served().sequence == 2
+    assert takes(door) and door.served().sequence == 2
     hosts.number, changes = 3, hosts.changes()
     for model in (hosts.door, *hosts.owners):
         assert not step(door) and door.served().sequence == 2
         assert engine_of(hosts.door.root, hosts.door.name).served().sequence == 2
         hosts.apply([model], changes)
-    assert step(door) and door.served().sequence == 5
+    assert takes(door) and door.served().sequence == 5
 
 
 def test_a_server_goes_back_from_a_branch_to_where_it_began(owners: Server, tmp_path: Path) -> None:
@@ -115,12 +118,12 @@ def test_a_server_goes_back_from_a_branch_to_where_it_began(owners: Server, tmp_
     door = engine_of(hosts.door.root, hosts.door.name)
     for hosts.number in range(1, 5):
         hosts.apply([hosts.door, *hosts.owners], hosts.changes())
-    assert step(door)
+    assert takes(door)
     for model in (hosts.door, *hosts.owners):
         model.activate(1, 2)
     hosts.number = 3
     hosts.apply([hosts.door, hosts.owners[0]], hosts.changes())
-    assert step(door) and door.served().sequence == 2 and not step(door)
+    assert takes(door) and door.served().sequence == 2 and not step(door)
 
 
 def test_a_server_that_compacted_begins_with_an_older_state(owners: Server, tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_a_server_that_compacted_begins_with_an_older_state(owners: Server, tmp_
     shown = run_tableside("owners", hosts.door.name, "--json", root=hosts.door.root)
     assert [owner["state"] for owner in json.loads(shown.stdout)["owners"]] == ["2", "1+3"]
     hosts.apply([hosts.owners[1]], changes)
-    assert step(door) and door.served().version == 2
+    assert takes(door) and door.served().version == 2
 
 
 def test_an_owner_of_whom_no_host_is_reached_holds_changes_up(owners: Server, tmp_path: Path) -> None:
@@ -161,6 +164,27 @@ def test_an_owner_of_whom_no_host_is_reached_holds_changes_up(owners: Server, tm
     until(lambda: door.behind_s > 0.01, what="it to be impatient")
     assert not step(door)
     assert engine_of(model.root, model.name).served().sequence == 1  # a start has nothing to lose
+
+
+def test_rows_of_a_folder_that_was_made_anew(owners: Server, tmp_path: Path) -> None:
+    """Under the same numbers, where the server has deltas of before mapped."""
+    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
+    (owner,) = hosts.owners
+    for hosts.number in range(1, 4):
+        hosts.apply([owner], hosts.changes())
+    live = str(attach_state(owner).hosts_state())
+    until(
+        lambda: httpx.get(f"{owners.url}/v2/rows/{owner.name}/{live}").status_code == 200, what="its states"
+    )
+    shutil.rmtree(owners.root / owner.name)
+    load(share_of(hosts.spec, 0), owners.root)
+    for hosts.number in range(1, 3):
+        hosts.apply([owner, hosts.door, hosts.whole], hosts.changes())
+    door, whole = engine_of(hosts.door.root, hosts.door.name), engine_of(hosts.whole.root, "whole")
+    if door.served().sequence < 2:
+        assert takes(door)
+    asked = hosts.asked()
+    assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
 
 
 def test_an_owner_whose_folder_is_made_anew_says_what_it_has_now(owners: Server, tmp_path: Path) -> None:
@@ -189,6 +213,41 @@ def test_modules_wait_for_owners_too(owners: Server, tmp_path: Path) -> None:
         assert not tables.look() and tables.now().served.sequence == 0
         hosts.apply([model], changes)
     assert tables.look() and tables.now().served.sequence == 1 and not tables.look()
+
+
+def test_an_owner_that_lags_by_many_states(owners: Server, tmp_path: Path) -> None:
+    """As long as all hosts keep them."""
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    keep = ApplySettings(keep=Retention(1000))
+    for number in range(1, 91):
+        hosts.number = number
+        batch = hosts.batch([TableChanges("small", np.array([1]), np.full((1, 4), number, np.float32))])
+        for model in (hosts.door, hosts.owners[0], *hosts.owners[1 : 2 if number < 6 else 1]):
+            apply(model, batch, keep)
+    assert engine_of(hosts.door.root, hosts.door.name).served().sequence == 5
+
+
+def test_a_host_that_takes_no_connection_keeps_no_other_from_being_asked(
+    owners: Server, tmp_path: Path
+) -> None:
+    """Its queue of connections is full; the other host of its owner has the rows."""
+    hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as hole, contextlib.ExitStack() as full:
+        place_of_hole = f"127.0.0.1:{hole.getsockname()[1]}"
+        for _ in range(4):
+            one = full.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(hole.getsockname())
+        tables = remote_tables(hosts.spec, choose(), None)
+        both = (place_of_hole, *tables[0].shares[0].addresses)
+        remote = [replace(t, shares=(replace(t.shares[0], addresses=both),)) for t in tables]
+        spec = spec_of(tmp_path, hosts.door.name, ["|".join(both)], tables=hosts.tables, features=UNPOOLED)
+        load(spec, tmp_path / "two", remote=remote)
+        model = Model(tmp_path / "two", hosts.door.name)
+        door = engine_of(model.root, model.name, timeout_s=1.0)
+        hosts.number = 1
+        hosts.apply([model, *hosts.owners], hosts.changes())
+        assert takes(door)
 
 
 def test_a_named_version_is_answered_from_a_state_that_owners_have(owners: Server, tmp_path: Path) -> None:
