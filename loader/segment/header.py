@@ -1,7 +1,6 @@
 """The header of a segment: its tables, features and scorer, and their places in the file.
 
-It is JSON with a checksum. `check_header` also checks the values, since anyone can write a valid checksum.
-"""
+It is JSON with a checksum. `check_header` also checks the values, since anyone can write a valid checksum."""
 
 import json
 import struct
@@ -123,18 +122,15 @@ class Header:
 
     def to_json(self) -> bytes:
         raw = asdict(self)
-        for name in ("scorer", "evaluation", "owner", "delta", "merged"):
-            if raw[name] is None:
-                del raw[name]  # a version without one reads as it always did
         for file in raw["files"]:
             if not file["sums_at"]:
                 del file["sums_at"], file["sums"]
-        for name in ("files", "remote", "origin"):
-            if not raw[name]:
-                del raw[name]
         for name in ("delta", "merged"):
-            if name in raw and not raw[name]["mark"]:
+            if raw[name] is not None and not raw[name]["mark"]:
                 del raw[name]["mark"], raw[name]["after"]
+        for name in ("scorer", "evaluation", "owner", "delta", "merged", "files", "remote", "origin"):
+            if not raw[name]:
+                del raw[name]  # a version without one reads as it always did
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
@@ -369,12 +365,14 @@ def _check_feature(f: FeatureSpec, tables: set[str]) -> None:
 
 def _check_change(c: Change) -> None:
     numbers, times = (c.sequence, c.below, c.changed, c.mark, c.after), (c.made_at, c.applied_at)
-    is_wrong = not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
-    is_wrong = is_wrong or not all(type(t) in (int, float) for t in times)
-    if is_wrong or c.below >= max(1, c.sequence) or not isinstance(c.positions, dict):
+    are_numbers = all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
+    if (
+        not (are_numbers and all(type(t) in (int, float) for t in times))
+        or c.below >= max(1, c.sequence)
+        or not isinstance(c.positions, dict)
+    ):
         raise SegmentError(
-            f"the delta has sequence {str(c.sequence)[:30]} over {str(c.below)[:30]}, or a time that is no "
-            "number"
+            f"the delta has sequence {str(c.sequence)[:30]} over {str(c.below)[:30]}, or no number as a time"
         )
     if not all(isinstance(name, str) and isinstance(at, str) for name, at in c.positions.items()):
         raise SegmentError("the delta has a position that is no text")
