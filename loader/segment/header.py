@@ -201,11 +201,6 @@ class Header:
         return self.owner is not None or bool(self.remote)
 
     @property
-    def table_bytes(self) -> int:
-        """Returns the bytes of all rows, without header and padding."""
-        return sum(t.bytes for t in self.tables)
-
-    @property
     def fp32_bytes(self) -> int:
         """Returns the bytes of the tables in fp32."""
         return sum(4 * t.id_count * t.dim for t in self.tables)
