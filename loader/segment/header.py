@@ -33,8 +33,7 @@ class ScorerInput:
 
 @dataclass(frozen=True)
 class StoredScorer:
-    """How a version scores: "dot", "cosine", or "program" (an archive of `bytes` at `offset`, checksum
-    xxh3-64)."""
+    """How a version scores: "dot", "cosine", or "program", an archive in the file (checksum: xxh3-64)."""
 
     kind: str
     inputs: tuple[ScorerInput, ...]
@@ -201,6 +200,11 @@ class Header:
         return self.owner is not None or bool(self.remote)
 
     @property
+    def table_bytes(self) -> int:
+        """Returns the bytes of all rows, without header and padding."""
+        return sum(t.bytes for t in self.tables)
+
+    @property
     def fp32_bytes(self) -> int:
         """Returns the bytes of the tables in fp32."""
         return sum(4 * t.id_count * t.dim for t in self.tables)
@@ -258,10 +262,7 @@ def check_header(header: Header, header_end: int, size: int) -> None:
     if is_without or len({f.name for f in header.features}) != len(header.features):
         raise SegmentError("the header names a feature twice, or none")
     if not isinstance(header.model, str) or type(header.version) is not int:
-        raise SegmentError(
-            f"the header's model is {header.model!r}, its version {header.version!r}; expected a name and a "
-            "number"
-        )
+        raise SegmentError(f"the header's model is {header.model!r}, its version {header.version!r}")
     if not isinstance(header.load, dict) or not isinstance(header.source, dict):
         raise SegmentError("the header's source or load is no object")
     if type(header.origin) is not int or not 0 <= header.origin < 1 << 64:

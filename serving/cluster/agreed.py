@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import select
 import time
 from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 from tableside.serving.client.sockets import SocketConnection
-from tableside.serving.cluster.calls import OwnerHost, OwnerHosts, hosts_of, receive_by
+from tableside.serving.cluster.calls import OwnerHost, OwnerHosts, hosts_of
 from tableside.serving.cluster.known import KnownState, KnownStates, candidates, line_of
 from tableside.serving.cluster.protocol import PATH
 from tableside.serving.errors import ApiError, ErrorKind
@@ -23,7 +24,7 @@ from tableside.serving.settings import ServerSettings, cluster_token
 
 logger = logging.getLogger("tableside")
 
-_ANSWER_S, _ANSWER_BYTES = 1.0, 16 << 20  # of a list of states
+_ANSWER_S, _ANSWER_BYTES, _HERE = 1.0, 16 << 20, 200  # of an answer
 # between two times that owners are asked to keep a state, and that one is told of who is waited for
 _HOLD_S, _TOLD_S = 1.0, 10.0
 # that connecting takes at most, so that others are asked as well; that a host is waited for which hung
@@ -167,27 +168,40 @@ def _hold(
 def _ask(hosts: OwnerHosts, what: Mapping[At, str], asks_all: bool = False) -> dict[At, HttpResponse]:
     """Asks hosts for something of their model, all at once; returns the answers that come in time, but
     refusals. asks_all: also hosts that hang, to see whether they still do."""
-    asked: list[tuple[At, OwnerHost, SocketConnection]] = []
-    began, found = time.monotonic(), dict[At, HttpResponse]()
+    waiting: dict[int, tuple[At, OwnerHost, SocketConnection]] = {}
+    began, found, poll = time.monotonic(), dict[At, HttpResponse](), select.poll()
     for at, path in what.items():
         if (host := hosts.host(at.host)).hangs and not asks_all:
             continue
-        request = HttpRequest("GET", f"{PATH}/{at.model}/{path}")
         try:
-            asked.append((at, host, host.pool.begin(request, _CONNECT_S, _ANSWER_BYTES)))
+            request = HttpRequest("GET", f"{PATH}/{at.model}/{path}")
+            connection = host.pool.begin(request, _CONNECT_S, _ANSWER_BYTES)
         except OSError:
-            host.is_silent(began)
-    for at, host, connection in asked:
-        try:
-            response = receive_by(connection, began + (_PROBE_S if host.hangs else _ANSWER_S))
-        except OSError:
-            connection.close()
             host.is_silent(began)
             continue
-        host.pool.give_back(connection, response)
-        host.is_well(began)
-        if response.status == 200:
-            found[at] = response
+        waiting[connection.descriptor] = at, host, connection
+        poll.register(connection.descriptor, select.POLLIN)
+    are_well = any(not host.hangs for _, host, _ in waiting.values())
+    deadline = began + (_ANSWER_S if are_well else _PROBE_S)
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for descriptor, _ in poll.poll(1000 * left_s):
+            at, host, connection = waiting[descriptor]
+            try:
+                if (response := connection.receive_some()) is None:
+                    continue
+            except OSError:
+                connection.close()
+                host.is_silent(began)
+            else:
+                host.pool.give_back(connection, response)
+                host.is_well(began)
+                if response.status == _HERE:
+                    found[at] = response
+            poll.unregister(descriptor)
+            del waiting[descriptor]
+    for _, host, connection in waiting.values():
+        connection.close()
+        host.is_silent(began)
     return found
 
 

@@ -10,6 +10,7 @@ import pytest
 from scripted import Script, answer, received, scripted
 
 from tableside.loader.segment.remote import HostsState
+from tableside.serving.cluster.agreed import At, Owner, states_of
 from tableside.serving.cluster.calls import OwnerCall, OwnerHost, OwnerHosts, Replicas, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds, seal
 
@@ -91,6 +92,23 @@ def test_a_host_that_was_asked_first_and_lost_is(monkeypatch: pytest.MonkeyPatch
 def test_a_host_that_lacks_a_state_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = ask(lacking, ready, monkeypatch, usual_s=300.0)
     assert first.rows == [(1, 0)] and other.rows == [(1, 0)]
+
+
+def test_a_host_behind_a_silent_one_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are asked at once, and each has all of the time."""
+
+    def says(script: Script, connection: socket.socket) -> None:
+        while script.read(connection):
+            connection.sendall(answer([str(STATE)]))
+
+    with scripted(silent) as one, scripted(says) as other, scripted(silent) as last:
+        hosts = OwnerHosts(None, 300.0)
+        names = tuple(script.url.removeprefix("http://") for script in (one, other, last))
+        told = [Told(hosts.host(name), monkeypatch) for name in names]
+        found = states_of(hosts, [Owner("ads", 1, names)])
+        assert found == {At("ads", names[1]): {str(STATE)}}
+        assert [one.rows for one in told] == [[(0, 1)], [(1, 0)], [(0, 1)]]
+        hosts.close()
 
 
 def test_hosts_that_lack_a_state_are_asked_last() -> None:
