@@ -23,8 +23,7 @@ LARGEST_FILE_BYTES = 1 << 42  # of a table
 
 @dataclass(frozen=True)
 class ScorerInput:
-    """A scorer's input, fp32 [batch, width]: the pooled vectors of `feature`, or a dense tensor (feature
-    None)."""
+    """A scorer's input, fp32 [batch, width]: the pooled vectors of `feature`; None: a dense tensor."""
 
     name: str
     feature: str | None
@@ -44,8 +43,7 @@ class StoredScorer:
 
 @dataclass(frozen=True)
 class Owner:
-    """The share of a model's buckets in a segment: owner `number` of `owners`, cut from a version of
-    `model`."""
+    """The share in a segment: that of owner `number` of `owners`, cut from a version of `model`."""
 
     model: str
     version: int
@@ -262,7 +260,9 @@ def check_header(header: Header, header_end: int, size: int) -> None:
     if is_without or len({f.name for f in header.features}) != len(header.features):
         raise SegmentError("the header names a feature twice, or none")
     if not isinstance(header.model, str) or type(header.version) is not int:
-        raise SegmentError(f"the header's model is {header.model!r}, its version {header.version!r}")
+        raise SegmentError(
+            f"the header has model {header.model!r}, version {header.version!r}; expected a name and a number"
+        )
     if not isinstance(header.load, dict) or not isinstance(header.source, dict):
         raise SegmentError("the header's source or load is no object")
     if type(header.origin) is not int or not 0 <= header.origin < 1 << 64:
