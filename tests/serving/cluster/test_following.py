@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from following import following
+from following import following, killed
 from hosts import RAW, UNPOOLED, USER_ROWS, checkpoint, load_door, load_shares, place, spec_of
 from redis_servers import RedisServer, needs_redis, redis_server
 from servers import Server
@@ -88,8 +88,7 @@ def test_a_request_is_answered_from_one_place_of_the_stream(
             until(lambda number=number: numbers(client)["small"] == number, what="all changes")
             follower = followers[turn % 3]
             if turn < 3:
-                follower.kill()
-                follower.wait()
+                killed(follower)
                 number = go_on(10)
                 assert numbers(client)["small"] < number
                 followers[turn] = start(turn)
