@@ -2,10 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import ParamSpec, TypeVar
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.segment.remote import HostsState
@@ -19,8 +16,6 @@ from tableside.serving.model.engine import Engine
 
 KEPT_S, _LOOK_S = 3.0, 1.0  # that a state stays after it was asked for; between two looks
 _Key = tuple[str, HostsState]
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +38,7 @@ class KeptStates:
 
     async def known(self, engine: Engine) -> set[HostsState]:
         """Returns the states of a model whose files are here."""
-        found = await _on_a_thread(self._known_of(engine).look)
+        found = await asyncio.to_thread(self._known_of(engine).look)
         return {one.name for one in found if one.name is not None}
 
     async def segment(self, engine: Engine, state: HostsState) -> Segment:
@@ -64,8 +59,8 @@ class KeptStates:
         if live.hosts_state() == wanted:
             return live
         async with self._looking:
-            for known in await _on_a_thread(self._known_of(engine).look):
-                held = await _on_a_thread(_attach, engine, known.state) if known.name == wanted else None
+            for known in await asyncio.to_thread(self._known_of(engine).look):
+                held = await asyncio.to_thread(_attach, engine, known.state) if known.name == wanted else None
                 if held is not None and held.hosts_state() == wanted:
                     return held
         raise not_found(
@@ -85,10 +80,6 @@ class KeptStates:
         self._is_forgetting = bool(self._held)
         if self._is_forgetting:
             asyncio.get_running_loop().call_later(_LOOK_S, self._forget)
-
-
-async def _on_a_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *args, **kwargs))
 
 
 def _attach(engine: Engine, state: State) -> Segment | None:
