@@ -93,15 +93,15 @@ class Engine:
     def begin(self) -> None:
         """Attaches and serves the first state, or the next if that goes meanwhile. Errors: as of `attach`,
         VersionError if none is live."""
-        deadline = time.monotonic() + _BEGIN_S
+        began = time.monotonic()
         while True:
             state = self._first()
             try:
-                is_early = time.monotonic() < deadline - _BEGIN_S + _OWNERS_S
+                is_early = time.monotonic() < began + _OWNERS_S
                 self.swap(self.attach(self.agreed(state, is_early)))
                 break
             except (LoaderError, ServingError) as error:
-                if time.monotonic() > deadline or not self.is_passing(state, error):
+                if time.monotonic() > began + _BEGIN_S or not self.is_passing(state, error):
                     raise
             time.sleep(_AGAIN_S)
         served = self.served()
