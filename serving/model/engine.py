@@ -53,6 +53,13 @@ class _Clock:
         return f"{self._last - self._started:.2f} s ({', '.join(self._steps)})"
 
 
+class _Named(NamedTuple):
+    """A version that a request named. at: of time.monotonic, when it was attached."""
+
+    served: ServedVersion
+    at: float
+
+
 class CacheState(NamedTuple):
     device: str
     slots: int
@@ -75,8 +82,7 @@ class Engine:
         self.model, self._settings, self._placer = model, settings, placer
         self._scorer_limits, self._scores = scorer_limits, scores
         self._served: ServedVersion | None = None
-        self._explicit: OrderedDict[int, ServedVersion] = OrderedDict()
-        self._explicit_at: dict[int, float] = {}  # of time.monotonic
+        self._explicit: OrderedDict[int, _Named] = OrderedDict()
         self._refused: set[State] = set()  # since `_live` was made live
         self._live, self._behind_since = State(0), 0.0
         self._unusable: ApiError | None = None
@@ -164,7 +170,8 @@ class Engine:
 
     def hold(self) -> None:
         """Has the owners of remote tables keep the states that are attached. Blocks."""
-        self._agreement.hold([v.segment for v in (self.attached(), *list(self._explicit.values()))])
+        named = [one.served for one in list(self._explicit.values())]
+        self._agreement.hold([v.segment for v in (self.attached(), *named)])
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps, verifies, places and warms up a state (None: the live one) without serving it. as_successor:
@@ -335,13 +342,14 @@ class Engine:
     def find(self, version: int) -> ServedVersion | None:
         if self._served is not None and self._served.version == version:
             return self._served
-        return self._explicit.get(version)
+        named = self._explicit.get(version)
+        return None if named is None else named.served
 
     def find_state(self, state: State) -> ServedVersion | None:
         if self._served is not None and self._served.state == state:
             return self._served
-        found = self._explicit.get(state.version)
-        return found if found is not None and found.state == state else None
+        named = self._explicit.get(state.version)
+        return named.served if named is not None and named.served.state == state else None
 
     def forget_removed(self) -> None:
         """Drops versions named by requests that were removed or damaged, or that owners are to agree on
@@ -350,8 +358,8 @@ class Engine:
             return
         good = set(self.model.versions()) - set(self.model.damaged_versions())
         old = time.monotonic() - _NAMED_S
-        for version, served in list(self._explicit.items()):  # a copy: a thread may attach one meanwhile
-            is_old = bool(served.header.remote) and self._explicit_at[version] < old
+        for version, named in list(self._explicit.items()):  # a copy: a thread may attach one meanwhile
+            is_old = bool(named.served.header.remote) and named.at < old
             if version not in good or is_old:
                 self._explicit.pop(version, None)
 
@@ -384,7 +392,7 @@ class Engine:
                 logger.error("version %d of %s, which a request named, is not taken: %s", *said)
                 what = f"version {version} of model {self.model.name!r}"
                 raise not_found(f"{what} cannot be served; the server's log has the reason") from error
-        self._explicit[version], self._explicit_at[version] = served, time.monotonic()
+        self._explicit[version] = _Named(served, time.monotonic())
         if len(self._explicit) > _EXPLICIT_VERSIONS:
             self._explicit.popitem(last=False)
         return served
