@@ -1,10 +1,10 @@
 """Rows of a table's file on a disk, read by their numbers.
 
-A table's chunks are cut into blocks of some 4 KiB, whole rows each, with a CRC-32C (`_blocks.c`). The
-checksums, a thousandth of the rows, lie behind rows and id index in the same file, and the version names
-their own checksum. So a row costs one read, and a block that changed, or is another one, is never taken for
-its rows. A row of a block that this process has checked is read where the file is mapped, while looks at the
-page cache, some two a second, find its page there.
+The rows begin at a page of the file, and each of their pages is a block with a CRC-32C (`_blocks.c`) that
+begins with the file's seed. The checksums, a thousandth of the rows, lie behind rows and id index in the same
+file, and the version names their own checksum. So most rows cost one read of a page, and a block that
+changed, or is another one, is never taken for its rows. A row of a block that this process has checked is
+read where the file is mapped, while looks at the page cache, some two a second, find its page there.
 """
 
 import logging
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.segment import _blocks
+from tableside.loader.segment.memory import without_readahead
 from tableside.loader.segment.stored import StoredRows
 from tableside.quant.contract import Bytes
 from tableside.quant.rows.fetched import RowState
@@ -33,78 +34,90 @@ _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how l
 _PART_ROWS = 2048  # that another thread asks for and takes, of many
 _LONG_S = 1e6  # instead of no deadline
 OPENS_S = 1.0  # see `Breaker`
+_GRACE_S = 0.008  # that a thread gets to end at a deadline, by a coarse clock, with the rows that came
+_TOLD_S = 1.0  # between two lines of the log about rows that cannot be read
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
-_LEFT = 3  # a row that was not read yet, for `_blocks`
+_LEFT, _BROKEN = 3, 128  # for `_blocks`: a row that was not read yet; and the number of an error
 
 Sums = NDArray[np.uint32]
 
 
-class Blocks(NamedTuple):
-    """How a table's rows are cut. rows: of a block, the last of a chunk has fewer. of_chunk, blocks: blocks
-    of a chunk, and of the table."""
-
-    rows: int
-    of_chunk: int
-    blocks: int
-
-    @classmethod
-    def of(cls, stored: StoredRows) -> "Blocks":
-        rows = min(max(1, BLOCK_BYTES // stored.row_bytes), stored.chunk_rows)
-        of_chunk = -(-stored.chunk_rows // rows)
-        start, end = stored.chunk_range(stored.chunks - 1)
-        return cls(rows, of_chunk, (stored.chunks - 1) * of_chunk - (start - end) // rows)
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of the checksums."""
-        return 4 * self.blocks
+def block_count(stored: StoredRows) -> int:
+    """The blocks of a table."""
+    return -(-stored.bytes // BLOCK_BYTES)
 
 
-def write_sums(stored: StoredRows, chunk: int, rows: Bytes, sums: Sums) -> None:
-    """Writes the checksums of a chunk's blocks. rows: of the chunk; sums: of the table."""
-    blocks = Blocks.of(stored)
-    first, size = chunk * blocks.of_chunk, blocks.rows * stored.row_bytes
-    _blocks.sums(rows.reshape(-1), first, size, sums[first : min(first + blocks.of_chunk, blocks.blocks)])
+def sum_bytes(stored: StoredRows) -> int:
+    """Bytes of a table's checksums."""
+    return 4 * block_count(stored)
 
 
-# Where rows came from, for counts: the mapping, copied from the page cache, the disk, and nowhere in time
-IN_PLACE, PAGE_CACHE, DISK, LATE = "in_place", "page_cache", "disk", "late"
+def write_sums(rows: Bytes, start: int, stop: int, seed: int, sums: Sums) -> None:
+    """Writes the checksums of the blocks that lie whole in bytes [start, stop) of a table. rows: the table's
+    bytes, uint8; sums: of the table."""
+    first = -(-start // BLOCK_BYTES)
+    end = sums.size if stop == rows.size else stop // BLOCK_BYTES
+    if first < end:
+        _blocks.sums(rows[first * BLOCK_BYTES : end * BLOCK_BYTES], seed, first, sums[first:end])
+
+
+def write_sums_between(rows: Bytes, stored: StoredRows, seed: int, sums: Sums) -> None:
+    """Writes the checksums of the blocks that have bytes of several chunks, once all are written."""
+    ends = np.arange(1, stored.chunks) * (stored.chunk_rows * stored.row_bytes)
+    for block in np.unique(ends[ends % BLOCK_BYTES > 0] // BLOCK_BYTES).tolist():
+        first = block * BLOCK_BYTES
+        write_sums(rows, first, min(first + BLOCK_BYTES, rows.size), seed, sums)
+
+
+# Where rows came from, for counts: the mapping, copied from the page cache, the disk
+IN_PLACE, PAGE_CACHE, DISK = "in_place", "page_cache", "disk"
+# Or did not: in time, as the disk refused to read, as they are not what was written
+LATE, FAILED, CORRUPT = "late", "failed", "corrupt"
 
 
 _Read = Callable[[NDArray[np.int64], Bytes, NDArray[np.uint8]], object]
 
 
+class BlockFile(NamedTuple):
+    """A table's file. fd: an open one; at, sums_at: bytes of row 0 and of the first checksum in it; seed: of
+    the checksums."""
+
+    fd: int
+    at: int
+    sums_at: int
+    seed: int
+
+
 class BlockReader:
-    """Reads rows of a table: a `quant.rows.fetched.Fetch`. fd: of its file, closed with this object. at,
-    sums_at: bytes of row 0 and of the first checksum in it. mapped: its rows; None: they are not mapped.
-    believed_ms, trusted_ms: see `_blocks.c`. name: for the log. Set later: `timeout_s`, that callers wait who
-    say nothing else; `count` and `count_wait`, which are told how many rows came from where, and how many
-    seconds a call waited for the disk; `count_sample`, of how many ids how many were hot (loader.hot)."""
+    """Reads rows of a table: a `quant.rows.fetched.Fetch`. file: closed with this object. mapped: its rows;
+    None: they are not mapped. believed_ms, trusted_ms: see `_blocks.c`. name: for the log. `damage`: says
+    which rows were found damaged first; "": none. Set later: `timeout_s`, that callers wait who say nothing
+    else; `count` and `count_wait`, which are told how many rows came from where, and how many seconds a call
+    waited for the disk; `count_sample`, of how many ids how many were hot (loader.hot)."""
 
     def __init__(
         self,
-        fd: int,
+        file: BlockFile,
         stored: StoredRows,
-        at: int,
-        sums_at: int,
         mapped: Bytes | None = None,
         believed_ms: int = _BELIEVED_MS,
         trusted_ms: int = _TRUSTED_MS,
         name: str = "",
     ) -> None:
-        self._fd, self._row_bytes, self._mapped, self._name = fd, stored.row_bytes, mapped, name
-        blocks = Blocks.of(stored)
-        self._checked = np.zeros(blocks.blocks // 8 + 1, np.uint8)
+        self._file, self._stored = file, stored
+        fd = self._fd = file.fd
+        self._mapped, self._name = mapped, name
+        self._checked = np.zeros(block_count(stored) // 8 + 1, np.uint8)
         # To who could not write to a file, the kernel says that all of it is in the page cache
         is_told = mapped is not None and os.geteuid() in (0, os.fstat(fd).st_uid)
         address = mapped.ctypes.data if mapped is not None and is_told else 0
-        cut = (stored.row_bytes, stored.rows, stored.chunk_rows, blocks.rows)
         self._regions = np.zeros((stored.bytes // _blocks.REGION_BYTES + 2) * _blocks.REGION_SIZE, np.uint8)
-        fields = (fd, at, sums_at, *cut, address, believed_ms, trusted_ms)
+        fields = (*file, stored.row_bytes, stored.rows, address, believed_ms, trusted_ms)
         self._place = np.array(fields, np.int64).tobytes()
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
         self._kept: dict[int, Bytes] = {}
+        self.damage, self._told_at = "", -_TOLD_S
         self._breaker, self.timeout_s = _breaker(os.fstat(fd).st_dev), OPENS_S
         self.count: Callable[[str, int], object] = lambda where, rows: None
         self.count_wait: Callable[[float], object] = lambda seconds: None
@@ -114,7 +127,8 @@ class BlockReader:
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
     ) -> None:
         """What is in the page cache is read at once; the disk is asked for the rest, some blocks at a time.
-        Where a block takes long, threads read it and those behind it."""
+        Where a block takes long, threads read it and those behind it. Who has a deadline waits for threads
+        alone: a disk that hangs holds up whoever asks it for more than its queue has room for."""
         state[:] = _LEFT
         left = self._fetch(rows, out, state, True)
         self.count(PAGE_CACHE, rows.size - left)
@@ -128,7 +142,7 @@ class BlockReader:
             self.count(LATE, left)
             return
         bring = partial(self._bring, _limits(deadline))
-        if left < 2 * _PART_ROWS:
+        if deadline is None and left < 2 * _PART_ROWS:
             bring(rows, out, state)
         else:
             self._in_threads(bring, left // _PART_ROWS, rows, out, state, deadline)
@@ -136,12 +150,49 @@ class BlockReader:
             state[state == _LEFT] = RowState.LATE
         elif (state == _LEFT).any():
             self._in_threads(self._read, left // _LEAST_ROWS, rows, out, state, deadline)
-        late = int(np.count_nonzero(state == RowState.LATE))
-        self.count(DISK, left - late)
-        self.count(LATE, late)
+        late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
+        failed = int(np.count_nonzero(state >= _BROKEN))
         self.count_wait(time.monotonic() - began)
-        if change := self._breaker.told(began, left - late, late if is_patient else 0):
+        counts = {DISK: left - late - corrupt - failed, LATE: late, FAILED: failed, CORRUPT: corrupt}
+        for source, number in counts.items():
+            self.count(source, number)
+        if failed or corrupt:
+            self._tell(rows, state)
+            state[state >= _BROKEN] = RowState.LATE
+        if change := self._breaker.told(began, left - late - failed, failed + (late if is_patient else 0)):
             logger.warning("%s: %s", self._name, change)
+
+    def _tell(self, rows: NDArray[np.int64], state: NDArray[np.uint8]) -> None:
+        """Says that rows are damaged, or cannot be read. Those that cannot are late for who asked."""
+        is_corrupt = bool((state == RowState.CORRUPT).any())
+        ((first, *_),) = np.nonzero(state == RowState.CORRUPT if is_corrupt else state >= _BROKEN)
+        row, number = int(rows[first]), int(state[first]) - _BROKEN
+        blocks = (
+            row * self._stored.row_bytes // BLOCK_BYTES,
+            ((row + 1) * self._stored.row_bytes - 1) // BLOCK_BYTES,
+        )
+        what = f"row {row} in blocks {blocks[0]} to {blocks[1]}"
+        if is_corrupt and not self.damage:
+            self.damage = f"{self._name}: {what} is not what was written, read from the disk twice"
+        if time.monotonic() - self._told_at >= _TOLD_S:
+            self._told_at = time.monotonic()
+            said = (
+                self.damage if is_corrupt else f"{self._name}: {what} cannot be read: {os.strerror(number)}"
+            )
+            logger.error("%s", said)
+
+    def sums(self) -> Bytes:
+        """Reads the checksums. Bytes behind the file's end are any."""
+        out, at = np.empty(sum_bytes(self._stored), np.uint8), 0
+        while at < out.size and (got := os.preadv(self._fd, [out[at:].data], self._file.sums_at + at)):
+            at += got
+        return out
+
+    def without_readahead(self) -> None:
+        """Has rows that are read where they are mapped bring their pages alone. Readahead would make who
+        reads a page that is there wait for a disk that hangs."""
+        if self._mapped is not None:
+            without_readahead(self._mapped)
 
     def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
         return _blocks.fetch(self._place, self._checked, self._regions, rows, out, state, is_ready)
@@ -166,13 +217,16 @@ class BlockReader:
     def ask(self, rows: NDArray[np.int64]) -> None:
         """Has the disk bring the first blocks of some rows, ascending, without a wait."""
         if not self._breaker.hangs:
-            _blocks.ask(self._place, rows, _DEPTH)
+            _readers().submit(self._ask, rows)
+
+    def _ask(self, rows: NDArray[np.int64]) -> None:
+        _blocks.ask(self._place, rows, _DEPTH)
 
     def kept(self, row: int, wait_s: float = 0.0) -> Bytes | None:
         """Returns a packed row, which stays in memory once it came, uint8 [row_bytes]; None: it did not come
         within wait_s, or is damaged."""
         if row not in self._kept:
-            out, state = np.empty((1, self._row_bytes), np.uint8), np.zeros(1, np.uint8)
+            out, state = np.empty((1, self._stored.row_bytes), np.uint8), np.zeros(1, np.uint8)
             self(np.array([row]), out, state, time.monotonic() + wait_s)
             if state[0]:
                 return None
@@ -200,7 +254,10 @@ class BlockReader:
         LATE."""
 
         def of(part: NDArray[np.int64]) -> tuple[Bytes, NDArray[np.uint8]]:
-            found = np.empty((part.size, self._row_bytes), np.uint8), np.full(part.size, _LEFT, np.uint8)
+            found = (
+                np.empty((part.size, self._stored.row_bytes), np.uint8),
+                np.full(part.size, _LEFT, np.uint8),
+            )
             read(rows[part], *found)
             return found
 
@@ -208,9 +265,10 @@ class BlockReader:
         state[left] = RowState.LATE
         pool = _readers()
         reading = {pool.submit(of, p): p for p in np.array_split(left, max(1, min(_READERS, parts)))}
-        done, late = wait(reading, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        left_s = None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE_S
+        done, late = wait(reading, left_s)
         for one in late:
-            one.cancel()
+            one.cancel()  # else it ends when the disk lets it, with nobody waiting
         for one in done:
             out[reading[one]], state[reading[one]] = one.result()
 

@@ -11,7 +11,7 @@ import xxhash
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import OUTPUTS, EvalSpec, FeatureSpec
-from tableside.loader.segment.blocks import Blocks
+from tableside.loader.segment.blocks import sum_bytes
 from tableside.loader.segment.remote import RemoteTable, check_remote
 from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, StoredTable, check_ids
 from tableside.quant import Pooling, QuantError, RowFormat
@@ -73,8 +73,9 @@ class Change:
 class TableFile:
     """The file of a large table: rows, then id index, behind FILE_HEAD_BYTES of its own. It is mapped behind
     the segment at `offset`. bytes: a multiple of the page; checksum: xxh3-64 of its chunks' checksums.
-    sums_at: where the checksums of its blocks are mapped (loader.segment.blocks), and sums, xxh3-64 of these;
-    0: it has none."""
+    sums_at: where the checksums of its blocks are mapped (loader.segment.blocks), sums: xxh3-64 of these, and
+    seed: theirs; 0: it has none. A file of format 5 has no seed, and checksums of other blocks, which nothing
+    reads any more."""
 
     table: str
     offset: int
@@ -82,6 +83,7 @@ class TableFile:
     checksum: int
     sums_at: int = 0
     sums: int = 0
+    seed: int = 0
 
     @property
     def end(self) -> int:
@@ -122,6 +124,8 @@ class Header:
         for file in raw["files"]:
             if not file["sums_at"]:
                 del file["sums_at"], file["sums"]
+            if not file["seed"]:
+                del file["seed"]
         for name in ("delta", "merged"):
             if raw[name] is not None and not raw[name]["mark"]:
                 del raw[name]["mark"], raw[name]["after"]
@@ -182,6 +186,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if any(file.seed for file in self.files):
+            return 8
         if any(change is not None and change.mark for change in (self.delta, self.merged)):
             return 7
         if self.remote:
@@ -314,7 +320,8 @@ def _check_files(header: Header, size: int) -> None:
             f"{TABLE_ALIGNMENT_BYTES}"
         )
     for f in header.files:
-        are_numbers = all(type(n) is int for n in (f.offset, f.bytes, f.checksum, f.sums_at, f.sums))
+        numbers = (f.offset, f.bytes, f.checksum, f.sums_at, f.sums, f.seed)
+        are_numbers = all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
         if not are_numbers or not isinstance(f.table, str) or f.table not in names:
             raise SegmentError(f"the header has a file of table {str(f.table)[:60]!r}, or with no number")
         is_size = FILE_HEAD_BYTES < f.bytes <= LARGEST_FILE_BYTES
@@ -333,7 +340,7 @@ def _check_sums(header: Header) -> None:
     for f in (f for f in header.files if f.sums_at):
         ends = [s.offset + s.bytes for s in header.stored_in(f)]
         (table,) = (t for t in header.tables if t.name == f.table)
-        end = f.sums_at + Blocks.of(table).sum_bytes
+        end = f.sums_at + (sum_bytes(table) if f.seed else 0)
         if f.sums_at % TABLE_ALIGNMENT_BYTES or f.sums_at < max(ends, default=f.offset) or end > f.end:
             raise SegmentError(
                 f"the block checksums of table {f.table[:60]!r} lie at bytes [{f.sums_at}, {end}) of a file "

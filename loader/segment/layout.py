@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.segment.blocks import Blocks
+from tableside.loader.segment.blocks import sum_bytes
 from tableside.loader.segment.header import (
     FILE_HEAD_BYTES,
     PRELUDE,
@@ -33,6 +33,7 @@ LARGEST_HEADER_BYTES = 1 << 30
 SPARE_BYTES = 256  # room for what is known only at the end: `load`
 LARGE_PAGES = 128  # a table of so many has a file, of which the last page is partly empty
 _UNKNOWN = 2**64 - 1  # the longest number, where a file's checksum will be
+LARGEST_SEED = 2**63 - 1  # of a file's block checksums; where one will be
 _HEAD = struct.Struct("<8sQQ")
 HEAD_BYTES = _HEAD.size
 _HEAD_MAGIC = b"TABLROWS"
@@ -122,8 +123,8 @@ def lay_out(
         files, at = [], size
         for table in (t for t in header.tables if t.name in large):
             found, after = _placed([table], at + FILE_HEAD_BYTES)
-            sums = (after, _UNKNOWN) if on_disk else (0, 0)
-            after += Blocks.of(table).sum_bytes if on_disk else 0
+            sums = (after, _UNKNOWN, LARGEST_SEED) if on_disk else (0, 0, 0)
+            after += sum_bytes(table) if on_disk else 0
             files.append(TableFile(table.name, at, align(after, page) - at, _UNKNOWN, *sums))
             placed, at = placed | found, files[-1].end
         tables = tuple(placed[t.name] for t in header.tables)

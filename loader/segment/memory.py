@@ -23,7 +23,7 @@ from tableside.loader.segment.huge_pages import HUGE_PAGE_BYTES, free_huge_bytes
 from tableside.loader.segment.numa import bind, check_room
 from tableside.quant.contract import Bytes
 
-_MADV_COLLAPSE = 25
+_MADV_RANDOM, _MADV_COLLAPSE = 1, 25
 _PAGES_A_THREAD = 16  # fewer are not worth another thread
 _MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -40,6 +40,13 @@ def keep_in_memory(data: Bytes) -> bool:
     """Locks the pages of a mapping in memory while it is mapped, once for all processes that do. False: this
     process may not lock so much (RLIMIT_MEMLOCK)."""
     return bool(_libc.mlock(data.ctypes.data, data.nbytes) == 0)
+
+
+def without_readahead(data: Bytes) -> None:
+    """Has reads of a mapping on a disk bring the pages that they touch alone."""
+    _libc.madvise(
+        data.ctypes.data, data.nbytes, _MADV_RANDOM
+    )  # advice: where it is not taken, nothing is lost
 
 
 def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int, offset: int = 0) -> int:

@@ -5,7 +5,8 @@ files of their own (loader.segment.layout). Numbers are little-endian.
     0        8      magic TABLSIDE in ASCII, written last
     8        4      format version, uint32: 1; 2 if ids are not row numbers or buckets lie elsewhere;
                     3 for a delta (loader.segment.delta) and a compacted version; 4 if tables have files,
-                    5 if these have checksums of blocks (loader.segment.blocks); 6 if other hosts have rows
+                    6 if other hosts have rows; 7 if changes are numbered alike on several hosts; 8 if files
+                    have checksums of blocks (loader.segment.blocks), 5 if those are an older release's
     12       4      H, uint32: bytes of the header
     16       8      bytes of this file, uint64
     24       8      xxh3-64 of header and checksums
@@ -20,6 +21,7 @@ Each `offset` is a multiple of 4096; gaps are zeros. A chunk has `chunk_rows` ro
 tables' files are mapped behind this one, so that an `offset` beyond its bytes lies in one of them.
 """
 
+import logging
 import os
 import threading
 import time
@@ -33,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import DamagedRows, SegmentError
-from tableside.loader.segment.blocks import BlockReader, Blocks
+from tableside.loader.segment.blocks import BlockFile, BlockReader
 from tableside.loader.segment.header import (
     PRELUDE,
     Change,
@@ -48,7 +50,9 @@ from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 7
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 8
+
+logger = logging.getLogger("tableside")
 
 Verify = Literal["full", "always", "header"]
 """What is read when a file is attached: full: every byte, once a host (loader.versions.verified); always:
@@ -124,8 +128,14 @@ class Segment:
             status = os.fstat(fd)
             check_head(path, os.pread(fd, HEAD_BYTES, 0), status.st_size, file)
             self.mapping.add(FileToMap(fd, file.bytes))
-            if file.sums_at:
+            if file.seed:
                 self.readers[file.table] = self._reader(path, file, fd)
+            elif file.sums_at:
+                logger.warning(
+                    "%s: an older release wrote it; its rows are read where it is mapped, and one that is "
+                    "not in memory holds the process up: load the model again",
+                    path,
+                )
         finally:
             os.close(fd)
         stored = self.header.stored_in(file)
@@ -134,15 +144,15 @@ class Segment:
     def _reader(self, path: Path, file: TableFile, fd: int) -> BlockReader:
         """Returns what reads the rows of a table's file. SegmentError: its block checksums changed."""
         (table,) = (t for t in self.header.tables if t.name == file.table)
-        sums = self.mapping.bytes[file.sums_at : file.sums_at + Blocks.of(table).sum_bytes]
-        if checksum(sums) != file.sums:
+        mapped = self.mapping.bytes[table.offset : table.offset + table.bytes]
+        opened = BlockFile(os.dup(fd), table.offset - file.offset, file.sums_in_file, file.seed)
+        reader = BlockReader(opened, table, mapped, name=f"{path}, table {table.name}")
+        if checksum(reader.sums()) != file.sums:
             raise SegmentError(
                 f"{path}: the block checksums of table {file.table!r} changed after they were written; "
                 "activate another version, or publish this one again"
             )
-        mapped = self.mapping.bytes[table.offset : table.offset + table.bytes]
-        at = table.offset - file.offset, file.sums_in_file
-        return BlockReader(os.dup(fd), table, *at, mapped, name=f"{path}, table {table.name}")
+        return reader
 
     @property
     def base(self) -> "Segment":

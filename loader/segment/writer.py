@@ -1,6 +1,7 @@
 """Writes a new version, or a delta: the segment and the files of large tables (loader.segment.layout)."""
 
 import os
+import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.segment.blocks import Blocks, write_sums
+from tableside.loader.segment.blocks import sum_bytes, write_sums, write_sums_between
 from tableside.loader.segment.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Header, TableFile, checksum
 from tableside.loader.segment.huge_pages import huge_page_bytes, is_on_disk
-from tableside.loader.segment.layout import Files, file_name, lay_out, pack_head
+from tableside.loader.segment.layout import LARGEST_SEED, Files, file_name, lay_out, pack_head
 from tableside.loader.segment.memory import FileToMap, reserve
 from tableside.loader.segment.segment import MAGIC, Segment
 from tableside.loader.segment.stored import StoredRows, StoredTable
@@ -47,7 +48,7 @@ class SegmentWriter:
             page = huge_page_bytes(self._fds[0]) or TABLE_ALIGNMENT_BYTES
             layout = lay_out(header, program, page, folder is not None, is_on_disk(self._fds[0]))
             self.header, self._header_bytes, end, size = layout
-            self._files = {file.table: file for file in self.header.files}
+            self._files = {file.table: _seeded(file) for file in self.header.files}
             self._checksums, self._has_sum = np.zeros(header.chunks, "<u8"), np.zeros(header.chunks, np.bool_)
             files = [FileToMap(self._fds[0], size, True, node)]
             for number, file in enumerate(self.header.files, 1):
@@ -73,8 +74,10 @@ class SegmentWriter:
         said = next((f for f in of.header.files if f.table == file.table), None)
         if before is None or said is None or before.status.st_size != file.bytes:
             return False
-        if said.sums_in_file != file.sums_in_file:  # one of them lies in memory, where blocks have none
-            return False
+        if said.sums_in_file != file.sums_in_file or bool(said.seed) != bool(file.seed):
+            return (
+                False  # one of them lies in memory, where blocks have no checksums, or is of an older format
+            )
         stored = self.header.stored_in(file)
         shapes = [
             [(s.offset - first, s.rows, s.row_bytes, s.chunk_rows) for s in part]
@@ -85,7 +88,7 @@ class SegmentWriter:
         for new, old in zip(stored, before.stored, strict=True):
             self._sums_of(new)[:] = of.checksums(old)
             self._has_sum[new.first_chunk : new.first_chunk + new.chunks] = True
-        self._files[file.table] = replace(file, sums=said.sums)
+        self._files[file.table] = replace(file, sums=said.sums, seed=said.seed)
         self.linked.add(file.table)
         return True
 
@@ -110,11 +113,15 @@ class SegmentWriter:
         at = table.first_chunk + chunk
         rows = self.rows(table, *table.chunk_range(chunk))
         self._checksums[at], self._has_sum[at] = checksum(rows), True
-        if isinstance(table, StoredTable) and (file := self._files.get(table.name)) and file.sums_at:
-            write_sums(table, chunk, rows, self._block_sums(file, table))
+        if isinstance(table, StoredTable) and (file := self._files.get(table.name)) and file.seed:
+            start, stop = (row * table.row_bytes for row in table.chunk_range(chunk))
+            write_sums(self._bytes_of(table), start, stop, file.seed, self._block_sums(file, table))
+
+    def _bytes_of(self, table: StoredTable) -> Bytes:
+        return self.mapping.bytes[table.offset : table.offset + table.bytes]
 
     def _block_sums(self, file: TableFile, table: StoredTable) -> NDArray[np.uint32]:
-        return self.mapping.bytes[file.sums_at : file.sums_at + Blocks.of(table).sum_bytes].view("<u4")
+        return self.mapping.bytes[file.sums_at : file.sums_at + sum_bytes(table)].view("<u4")
 
     def finish_rest(self, threads: int = 1) -> None:
         """Stores the checksums of the chunks that have none yet."""
@@ -131,8 +138,11 @@ class SegmentWriter:
         tables = {table.name: table for table in self.header.tables}
         for file in self._files.values():
             stored = [self._sums_of(s) for s in self.header.stored_in(file)]
-            if file.sums_at and file.table not in self.linked:
-                file = replace(file, sums=checksum(self._block_sums(file, tables[file.table])))
+            if file.seed and file.table not in self.linked:
+                table = tables[file.table]
+                of_blocks = self._block_sums(file, table)
+                write_sums_between(self._bytes_of(table), table, file.seed, of_blocks)
+                file = replace(file, sums=checksum(of_blocks))
             files.append(replace(file, checksum=checksum(np.concatenate(stored))))
             if file.table not in self.linked:
                 head = np.frombuffer(pack_head(files[-1]), np.uint8)
@@ -150,8 +160,8 @@ class SegmentWriter:
         prelude = PRELUDE.pack(MAGIC, self.header.format_version, len(text), size, checksum(text + sums))
         data[8 : PRELUDE.size] = np.frombuffer(prelude[8:], np.uint8)
         data[:8] = np.frombuffer(prelude[:8], np.uint8)
-        for fd, table in zip(self._fds, (None, *(f.table for f in files)), strict=True):
-            if table not in self.linked:
+        for fd, name in zip(self._fds, (None, *(f.table for f in files)), strict=True):
+            if name not in self.linked:
                 os.fsync(fd)  # on a disk; in memory this is nothing
                 os.fchmod(fd, os.fstat(fd).st_mode & 0o440)
         self.close()
@@ -167,3 +177,8 @@ class SegmentWriter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _seeded(file: TableFile) -> TableFile:
+    """The same with a seed of its own, where its blocks have checksums."""
+    return replace(file, seed=1 + secrets.randbelow(LARGEST_SEED)) if file.sums_at else file

@@ -36,6 +36,7 @@ class DiskTables:
             reader = base.readers[name]
             self._count_reads(reader, base.header.model, name)
             reader.timeout_s = self._settings.disk_timeout_s
+            reader.without_readahead()
             default = None if ids is None else self._default_row(reader, ids.default_row, name)
             calls = reader, reader.ready, self._settings.disk_timeout_s, reader.are_here, reader.ask, default
             found[name] = RowReader(*calls, note=self.hot.counter(base, name))

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tableside.loader.segment.blocks import BlockReader, Blocks, write_sums
+from tableside.loader.segment.blocks import (
+    BlockFile,
+    BlockReader,
+    block_count,
+    write_sums,
+    write_sums_between,
+)
 from tableside.loader.segment.memory import FileToMap, Mapping
 from tableside.loader.segment.stored import StoredRows
 
-AT = 4096  # byte of row 0 in the file
+AT, SEED = 4096, 0x0123456789ABCDEF  # byte of row 0 in the file, and its seed
 HOUR = 3_600_000  # in milliseconds: longer than any test
 
 
@@ -37,9 +43,11 @@ class File:
     def of(cls, path: Path, rows: int, row_bytes: int, chunk_rows: int) -> "File":
         stored = StoredRows(rows, row_bytes, AT, chunk_rows, 0)
         values = np.random.default_rng(rows).integers(0, 256, (rows, row_bytes), np.uint8)
-        sums = np.zeros(Blocks.of(stored).blocks, np.uint32)
+        sums = np.zeros(block_count(stored), np.uint32)
         for chunk in range(stored.chunks):
-            write_sums(stored, chunk, values[slice(*stored.chunk_range(chunk))], sums)
+            start, stop = stored.chunk_range(chunk)
+            write_sums(values.reshape(-1), start * row_bytes, stop * row_bytes, SEED, sums)
+        write_sums_between(values.reshape(-1), stored, SEED, sums)
         path.write_bytes(bytes(AT) + values.tobytes() + sums.tobytes())
         return cls(path, stored, values, sums)
 
@@ -49,7 +57,8 @@ class File:
         if mapped:
             whole = Mapping(FileToMap(fd, self.path.stat().st_size)).bytes
             rows = whole[AT : AT + self.stored.bytes]
-        return BlockReader(fd, self.stored, AT, AT + self.stored.bytes, rows, believed_ms, trusted_ms)
+        file = BlockFile(fd, AT, AT + self.stored.bytes, SEED)
+        return BlockReader(file, self.stored, rows, believed_ms, trusted_ms)
 
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         out, state = np.zeros((rows.size, self.stored.row_bytes), np.uint8), np.zeros(rows.size, np.uint8)

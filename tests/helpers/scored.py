@@ -20,6 +20,7 @@ from tableside.quant import Precision, choose
 from tableside.serving.errors import ApiError
 from tableside.serving.executors.executors import CpuExecutor
 from tableside.serving.executors.pending import answer_of
+from tableside.serving.executors.readers import Readers
 from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import DenseInput
@@ -119,7 +120,7 @@ class Both:
 
         async def run() -> list[Answer | BaseException]:
             with ThreadPoolExecutor(1) as beside:
-                executor = CpuExecutor(beside)
+                executor = CpuExecutor(beside, Readers())
 
                 async def one(request: Request, inputs: bytes) -> Answer:
                     return await answer_of(executor.begin(request, inputs))

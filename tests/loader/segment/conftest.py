@@ -8,4 +8,4 @@ from block_files import File
 
 @pytest.fixture
 def file(tmp_path: Path) -> File:
-    return File.of(tmp_path / "rows", 1000, 80, 400)  # 51 rows a block
+    return File.of(tmp_path / "rows", 1000, 80, 400)
