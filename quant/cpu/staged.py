@@ -347,9 +347,9 @@ class _ReadPlan(Plan):
         return unfound if any(map(any, unfound)) else None
 
 
-def fetched(table: FetchedTable, rows: Ids, fetch: Fetch) -> tuple[Table, Ids]:
+def fetched(table: FetchedTable, rows: Ids, fetch: Fetch, deadline: float | None = None) -> tuple[Table, Ids]:
     """Fetches the rows [n] of a table, its own by `fetch`, and those of its overlay. Returns a table of each
     of them once, without a map, and the number there of each one. RowsNotRead: some are late or corrupt."""
     came = _TableRows(table, [rows])
-    came.fetch(fetch, None, is_last=False)
+    came.fetch(fetch, deadline, is_last=False)
     return came.table, came.at[0]

@@ -23,7 +23,8 @@ from tableside.serving.errors import ApiError, DeviceLost
 from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overloaded
 from tableside.serving.executors.batch_threads import BatchThreads
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
-from tableside.serving.executors.executors import INLINE_FETCHED, READERS
+from tableside.serving.executors.executors import INLINE_FETCHED
+from tableside.serving.executors.readers import READERS
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.metrics import metrics
 from tableside.serving.model.request import Answer, Request
@@ -113,6 +114,7 @@ class Batcher:
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads = BatchThreads(self._next, self._begin, self._finish, self._end, "tableside-gpu")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")  # begins large requests
         self._is_looking, self._reading = False, 0  # of the event loop
         # of a thread each
         self._scores, self._device_scores = (ScoreStage(backend.is_lost), ScoreStage(backend.is_lost))
@@ -132,23 +134,29 @@ class Batcher:
             if self._reading >= self._max_waiting:
                 raise overloaded(f"{self._max_waiting} requests wait for rows, the limit (max_waiting)")
             if w.request.ids > INLINE_FETCHED:
-                self._read(w, partial(_begun, w))
+                self._later(w, self._beside, partial(w.request.begin, w.inputs))
                 return False
-            begun = w.request.begin(w.inputs)
-            if not isinstance(begun, Waiting):
-                w.plan = begun
-                return True
-            self._read(w, partial(w.request.wait, begun, w.deadline))
+            return self._takes(w, w.request.begin(w.inputs))
         except (ApiError, RuntimeError) as error:  # refused, or this worker is closing
             _fail(w, error)
         return False
 
-    def _read(self, w: _WaitingRequest, work: Callable[[], Plan]) -> None:
-        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
+    def _takes(self, w: _WaitingRequest, begun: Plan | Waiting) -> bool:
+        """Returns whether a request that began can run now."""
+        if isinstance(begun, Waiting):
+            self._later(w, self._readers, partial(w.request.wait, begun, w.deadline))
+            return False
+        w.plan, w.since = begun, time.perf_counter()
+        return True
+
+    def _later(
+        self, w: _WaitingRequest, thread: ThreadPoolExecutor, work: Callable[[], Plan | Waiting]
+    ) -> None:
+        reading = asyncio.get_running_loop().run_in_executor(thread, work)
         self._reading += 1
         reading.add_done_callback(partial(self._came, w))
 
-    def _came(self, w: _WaitingRequest, reading: "asyncio.Future[Plan]") -> None:
+    def _came(self, w: _WaitingRequest, reading: "asyncio.Future[Plan | Waiting]") -> None:
         self._reading -= 1
         if reading.cancelled():
             _fail(w, _closing())
@@ -157,8 +165,11 @@ class Batcher:
                 logger.error("rows for model %s were not read", w.request.model, exc_info=error)
             _fail(w, error)
         else:
-            w.plan, w.since = reading.result(), time.perf_counter()
-            self._submit([w])
+            try:
+                if self._takes(w, reading.result()):
+                    self._submit([w])
+            except RuntimeError:
+                _fail(w, _closing())
 
     def _submit(self, came: list[_WaitingRequest]) -> None:
         try:
@@ -192,7 +203,8 @@ class Batcher:
         """Takes no more requests and waits for running lookups."""
         with self._lock:
             self._is_closed = True
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._readers, self._beside):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._wake()
         self._threads.join()
         for w in self._waiting:
@@ -373,12 +385,6 @@ class Batcher:
             self._waiting.clear()
         for w in left:
             _fail(w, self._lost)
-
-
-def _begun(w: _WaitingRequest) -> Plan:
-    """Begins a request, and waits for its rows."""
-    begun = w.request.begin(w.inputs)
-    return w.request.wait(begun, w.deadline) if isinstance(begun, Waiting) else begun
 
 
 def _closing() -> RuntimeError:

@@ -10,14 +10,12 @@ from typing import Any
 
 from tableside.quant import Plan
 from tableside.quant.contract import Waiting
-from tableside.serving.executors.admission import overloaded
 from tableside.serving.executors.pending import Found, Pending, kept
+from tableside.serving.executors.readers import Readers
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Scorer, Scoring, ToScore
 
-READERS = 32  # threads of a process that wait for rows which are not in memory
-MOST_READING = 48  # requests that wait for rows; the others' slots are for those that do not
 INLINE_FETCHED = 4096  # ids of a request up to which rows that need no wait are fetched on the event loop
 INLINE_WORK = 1 << 28  # multiplications up to which scores are computed on the event loop: some 10 ms
 INLINE_IDS = 200_000  # of a request up to which they are looked up on the event loop
@@ -31,16 +29,14 @@ class CpuExecutor:
     """Runs requests one by one. Large lookups use the thread `beside`, large scorer calls another one, and
     those that wait for rows threads of their own. Belongs to one event loop."""
 
-    def __init__(self, beside: ThreadPoolExecutor) -> None:
-        """beside: one thread, shut down by its owner."""
-        self._beside = beside
+    def __init__(self, beside: ThreadPoolExecutor, readers: Readers) -> None:
+        """beside: one thread; both are shut down by their owner."""
+        self._beside, self._readers = beside, readers
         self._scores_on_loop, self._scores_on_thread = ScoreStage(), ScoreStage()
         self._score_thread = ThreadPoolExecutor(1, thread_name_prefix="tableside-scorer")
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
         self._waiting: set[asyncio.Future[_Refusals]] = set()  # for scores from that thread
         self._tasks: set[asyncio.Task[None]] = set()
         self._late: Scorer | None = None
-        self._reading = 0
 
     def begin(self, request: Request, inputs: Any) -> Answer | Pending:
         """Answers a small request at once, and a larger one, or one that waits for rows, later. The answer is
@@ -77,7 +73,8 @@ class CpuExecutor:
         return await self._run(request, begun, inputs)
 
     async def _run_waiting(self, request: Request, begun: Waiting, inputs: Any) -> Answer:
-        return await self._run(request, await self._read(request, begun), inputs)
+        wait = functools.partial(request.wait, begun, request.deadline)
+        return await self._run(request, await self._readers.run(wait), inputs)
 
     async def _run(self, request: Request, plan: Plan, inputs: Any) -> Answer:
         if self._blocks(request):
@@ -93,21 +90,9 @@ class CpuExecutor:
         """Returns whether it takes too long for the event loop."""
         return request.ids > INLINE_IDS or request.out_bytes > INLINE_OUT_BYTES
 
-    async def _read(self, request: Request, begun: Waiting) -> Plan:
-        """Waits on a thread for rows that are not in memory."""
-        if self._reading >= MOST_READING:
-            raise overloaded(f"{MOST_READING} requests wait for rows, the limit")
-        self._reading += 1
-        try:
-            wait = functools.partial(request.wait, begun, request.deadline)
-            return await asyncio.get_running_loop().run_in_executor(self._readers, wait)
-        finally:
-            self._reading -= 1
-
     def close(self) -> None:
         # a call that hangs is not waited for: the deadline ends the process
-        for threads in (self._score_thread, self._readers):
-            threads.shutdown(wait=False)
+        self._score_thread.shutdown(wait=False)
 
     async def _score(self, one: ToScore) -> None:
         since = time.perf_counter()  # a wait for the scores' thread counts as well

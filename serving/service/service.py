@@ -16,6 +16,7 @@ from tableside.serving.engine_process.versions import DoorEngine
 from tableside.serving.errors import ApiError, ErrorKind, ServingError, bad_request, not_found, short
 from tableside.serving.executors.admission import CPU_SLOTS, Bytes, Slices, Slots
 from tableside.serving.executors.executors import CpuExecutor
+from tableside.serving.executors.readers import Readers
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.counters import Now
 from tableside.serving.metrics.disk import count_reads, count_remote
@@ -57,6 +58,7 @@ class Service:
         self._warmer = Warmer(self.engines.values(), settings.host_cache, settings.host_cache_s)
         self._is_open = False
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")
+        self.readers = Readers()
         slots = CPU_SLOTS if not settings.devices else max(CPU_SLOTS, 4 * settings.max_batch)
         self.slices = Slices()
         self.slots = Slots(slots, settings.max_waiting, settings.max_wait_s)
@@ -75,7 +77,7 @@ class Service:
         models = self.models.wanted().models
         if self.link is not None:
             await self.link.open(models)
-        self.executor = self.link or CpuExecutor(self._beside)
+        self.executor = self.link or CpuExecutor(self._beside, self.readers)
         for name in models:
             self.engines[name] = engine = self._new_engine(name)
             # On a thread, as what an engine process says of states comes over this loop.
@@ -133,6 +135,7 @@ class Service:
             self._scrubber.stop()
             self._warmer.stop()
         self._beside.shutdown()
+        self.readers.close()
         self.executor.close()
         close_hosts()
 

@@ -1,6 +1,8 @@
 """Rows of this host's tables for servers of the whole model (serving.cluster.protocol)."""
 
 import ipaddress
+import time
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -81,7 +83,9 @@ class OwnedRows:
             what = f"the request asks for {layout.size:,} bytes of rows; the limit is {limit:,}"
             raise ApiError(413, ErrorKind.TOO_LARGE, f"{what} (max_response_bytes): ask in parts")
         arguments = segment, asked, layout, body, state
-        if segment.readers or layout.size > INLINE_BYTES:
+        if segment.readers:
+            rows = await self._service.readers.run(partial(self._rows, *arguments))
+        elif layout.size > INLINE_BYTES:
             rows = await self._service.beside(self._rows, *arguments)
         else:
             rows = self._rows(*arguments)
@@ -96,13 +100,14 @@ class OwnedRows:
         stored = segment.header.tables
         out = np.empty(layout.size, np.uint8)
         out[layout.found_at[-1] + asked[-1].ids.size : layout.rows_at[0]] = 0
+        deadline = time.monotonic() + self._service.settings.disk_timeout_s
         in_memory, ids_at = [], len(body) - 8 * sum(one.ids.size for one in asked)
         for one, found_at, rows_at in zip(asked, layout.found_at, layout.rows_at, strict=True):
             n, name = one.ids.size, stored[one.table].name
             if name in segment.readers:
                 found = out[found_at : found_at + n]
                 rows = out[rows_at : rows_at + n * stored[one.table].row_bytes].reshape(n, -1)
-                _read(segment.tables[name], segment.readers[name], one.ids, found, rows)
+                _read(segment.tables[name], segment.readers[name], one.ids, found, rows, deadline)
             else:
                 in_memory.append(Place(one.table, ids_at, n, -1, 0, 0, -1, rows_at, 0, found_at))
             ids_at += 8 * n
@@ -125,11 +130,11 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes) -> None:
+def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes, deadline: float) -> None:
     """Reads rows of a disk to found [n] and rows [n, row_bytes]. ApiError: they are late or damaged."""
     found[:], numbers = rows_with_ids(table, ids)
     try:
-        came, at = fetched(table.fetched_by(RowReader(reader)), numbers, reader)
+        came, at = fetched(table.fetched_by(RowReader(reader)), numbers, reader, deadline)
     except RowsNotRead as error:
         raise ApiError(503, ErrorKind.NOT_READ, f"rows of a table on a disk: {error}") from error
     rows[:] = came.packed[at]

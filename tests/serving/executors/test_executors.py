@@ -21,6 +21,7 @@ from tableside.serving.errors import ApiError
 from tableside.serving.executors import executors
 from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
 from tableside.serving.executors.pending import Pending, answer_of
+from tableside.serving.executors.readers import Readers
 from tableside.serving.model.places import Output
 from tableside.serving.model.request import Answer, Request
 from tableside.serving.model.scorer import Floats, Scorer, ScorerLimits, Scoring
@@ -84,7 +85,7 @@ def test_both_executors_give_the_same(root: Path, tmp_path: Path, monkeypatch: p
             batcher.close()
 
     async def by_cpu() -> np.ndarray:
-        executor = CpuExecutor(beside)
+        executor = CpuExecutor(beside, Readers())
         try:
             return (await answer_of(executor.begin(request, inputs))).buffer
         finally:
@@ -116,7 +117,7 @@ def test_large_lookups_run_beside_the_event_loop(ids: int, out_bytes: int, is_be
         ids=INLINE_IDS + ids, out_bytes=out_bytes, scoring=None, look_up=look_up, plan=plan
     )
     with ThreadPoolExecutor(1, thread_name_prefix="beside") as beside:
-        executor = CpuExecutor(beside)
+        executor = CpuExecutor(beside, Readers())
 
         async def run() -> None:
             begun = executor.begin(request, b"")
@@ -212,7 +213,7 @@ def test_after_a_late_scorer_lookups_go_on_and_scores_are_refused(
 
     async def run() -> None:
         with ThreadPoolExecutor(1) as beside:
-            executor = CpuExecutor(beside)
+            executor = CpuExecutor(beside, Readers())
             waiting = asyncio.ensure_future(answer_of(executor.begin(played(scoring_of(scorer)), bytes(8))))
             await until_began(scorer)
             tells[0](scorer)  # as the deadline's thread does

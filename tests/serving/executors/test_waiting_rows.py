@@ -19,10 +19,11 @@ from tableside.quant import choose
 from tableside.quant.contract import Waiting
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 from tableside.serving.errors import ApiError, ErrorKind
-from tableside.serving.executors import executors
+from tableside.serving.executors import readers
 from tableside.serving.executors.batching import Batcher
-from tableside.serving.executors.executors import INLINE_IDS, CpuExecutor
+from tableside.serving.executors.executors import INLINE_FETCHED, INLINE_IDS, CpuExecutor
 from tableside.serving.executors.pending import Pending, answer_of
+from tableside.serving.executors.readers import READERS, Readers
 from tableside.serving.model.placements import Placements
 from tableside.serving.model.request import Answer, FeatureInput
 from tableside.serving.model.version import ServedVersion
@@ -50,7 +51,7 @@ def source_of(table: FetchedTable) -> FromArray:
 def run_held_up(table: FetchedTable, run: Callable[[CpuExecutor], Coroutine[Any, Any, None]]) -> None:
     """Runs with an executor while no row of the table comes, until `run` lets them."""
     with ThreadPoolExecutor(1) as beside:
-        executor = CpuExecutor(beside)
+        executor = CpuExecutor(beside, Readers())
         source_of(table).is_open.clear()
         try:
             asyncio.run(run(executor))
@@ -102,7 +103,7 @@ def test_requests_that_wait_for_rows_are_bounded(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that those which need none have slots; and rows that need no wait are answered at once."""
-    monkeypatch.setattr(executors, "MOST_READING", 2)
+    monkeypatch.setattr(readers, "MOST_READING", 2)
     version, _ = attach(root, tmp_path, None)
     late, fetched = over_fetched_rows(version)
     source = source_of(fetched["user"])
@@ -183,6 +184,32 @@ def test_no_request_waits_for_the_rows_of_another() -> None:
     found = asyncio.run(run())
     assert [type(f).__name__ for f in found] == ["Answer", "Answer", "ApiError", "OSError"]
     assert device.sizes == [1, 1] and plans[1].read
+    batcher.close()
+
+
+class LargeRequest(ReadRequest):
+    """One of many ids, whose rows are all in memory."""
+
+    ids = INLINE_FETCHED + 1
+
+    def begin(self, inputs: Any) -> Any:
+        return SimpleNamespace(waits=False, read=True)
+
+
+def test_a_large_request_whose_rows_are_in_memory_waits_for_no_other() -> None:
+    """However many threads wait for rows: it begins on one of its own."""
+    batcher = batcher_of(Device(), 8)
+    late = [ReadRequest() for _ in range(READERS)]
+
+    async def run() -> None:
+        asked = [asyncio.ensure_future(run_in(batcher, r, b"")) for r in late]
+        await run_in(batcher, LargeRequest(), b"")
+        assert not any(one.done() for one in asked)
+        for request in late:
+            request.came.set()
+        await asyncio.gather(*asked)
+
+    asyncio.run(run())
     batcher.close()
 
 
