@@ -6,7 +6,7 @@ from tableside.serving.metrics.counters import Counter, Histogram
 _ROWS = Counter(
     "tableside_disk_rows_total",
     "Rows of tables on a disk that lookups asked for: in_place (each id, read where the file is mapped), and "
-    "each row of a request once: page_cache (copied), disk, late.",
+    "each row of a request once: page_cache (copied), disk, late, failed (the disk refused), corrupt.",
     ["model", "table", "source"],
 )
 _SECONDS = Histogram(
@@ -38,25 +38,25 @@ _SAMPLED = Counter(
 def count_remote(model: str, table: str, outcome: str, rows: int) -> None:
     """Counts rows that other hosts were asked for."""
     if rows:
-        _REMOTE.labels(model, table, outcome).add(rows)
+        _REMOTE.labels(model, table, outcome).inc(rows)
 
 
 def count_given(model: str, rows: int) -> None:
     """Counts a request of another host, and its rows."""
-    _GIVEN_REQUESTS.labels(model).add(1)
-    _GIVEN_ROWS.labels(model).add(rows)
+    _GIVEN_REQUESTS.labels(model).inc()
+    _GIVEN_ROWS.labels(model).inc(rows)
 
 
 def count_reads(reader: BlockReader, model: str, table: str) -> None:
-    """Has a reader's rows and waits counted."""
+    """Has a reader's rows and waits counted, on any thread."""
 
     def count(source: str, rows: int) -> None:
         if rows:
-            _ROWS.labels(model, table, source).add(rows)
+            _ROWS.labels(model, table, source).inc(rows)
 
     def count_sample(ids: int, found: int) -> None:
-        _SAMPLED.labels(model, table, "yes").add(found)
-        _SAMPLED.labels(model, table, "no").add(ids - found)
+        _SAMPLED.labels(model, table, "yes").inc(found)
+        _SAMPLED.labels(model, table, "no").inc(ids - found)
 
-    reader.count, reader.count_wait = count, _SECONDS.labels(model, table).add
+    reader.count, reader.count_wait = count, _SECONDS.labels(model, table).observe
     reader.count_sample = count_sample

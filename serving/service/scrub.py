@@ -5,13 +5,15 @@
 
 One worker at a time scrubs a model, in a process with SCHED_IDLE that rests nine tenths of its time. It holds
 `scrub.lock`, which records the last version and time, for all servers of this user. A damaged version is
-marked (`Model.mark_damaged`): nobody attaches it, and servers take the last good one.
+marked (`Model.mark_damaged`): nobody attaches it, and servers take the last good one. So is one of which a
+request found rows on a disk that are not what was written, read twice.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -32,7 +34,7 @@ logger = logging.getLogger("tableside")
 LOCK = "scrub.lock"
 _REST = 9  # seconds of rest for each second of reading
 _LOOKS = 20  # times that the scrubber looks whether a scrub is due, between two scrubs
-_LONGEST_LOOK_S = 60.0
+_LONGEST_LOOK_S = 5.0
 
 
 class Damage(NamedTuple):
@@ -43,21 +45,24 @@ class Damage(NamedTuple):
 
 
 class Scrubber:
-    """Scrubs the engines' versions every `every_s` seconds; 0: never. Belongs to one event loop."""
+    """Scrubs the engines' versions every `every_s` seconds; 0: never, and marks what requests find. Belongs
+    to one event loop."""
 
     def __init__(self, engines: Collection[Engine], every_s: float) -> None:
         self._engines, self._every_s = engines, every_s
         self._checked_at: dict[
             tuple[str, int], float
         ] = {}  # (model, version) -> time.time() of its last whole reading here
+        self._marked: set[tuple[str, int]] = set()
         self._child = Child()
 
     async def run(self) -> None:
         """Scrubs until it is cancelled."""
-        while self._every_s:
-            await asyncio.sleep(min(_LONGEST_LOOK_S, self._every_s / _LOOKS))
+        while True:
+            await asyncio.sleep(min(_LONGEST_LOOK_S, (self._every_s or math.inf) / _LOOKS))
             for engine in list(self._engines):  # models come and go meanwhile
                 try:
+                    self._mark_what_was_read(engine)
                     await self._scrub_if_due(engine)
                 except (LoaderError, ServingError, OSError) as error:
                     logger.warning("%s is not scrubbed: %s", engine.model.name, error)
@@ -69,7 +74,15 @@ class Scrubber:
     def _is_due(self, engine: Engine, done_at: float) -> bool:
         served = engine.attached()
         checked_at = self._checked_at.setdefault((engine.model.name, served.version), served.verified_at)
-        return time.time() - max(done_at, checked_at) >= self._every_s
+        return self._every_s > 0 and time.time() - max(done_at, checked_at) >= self._every_s
+
+    def _mark_what_was_read(self, engine: Engine) -> None:
+        """Marks the served version if a request found damaged rows on a disk."""
+        served = engine.attached()
+        files = {file.table: file.path.name for file in served.segment.base.files}
+        for table, reader in served.segment.base.readers.items():
+            if reader.damage and (engine.model.name, served.version) not in self._marked:
+                self._mark(engine, served.version, Damage(reader.damage, files[table]))
 
     async def _scrub_if_due(self, engine: Engine) -> None:
         if not self._is_due(engine, 0.0):
@@ -92,6 +105,10 @@ class Scrubber:
             SCRUBS.labels(engine.model.name, "whole").inc()
             return
         SCRUBS.labels(engine.model.name, "damaged").inc()
+        self._mark(engine, version, damage)
+
+    def _mark(self, engine: Engine, version: int, damage: Damage) -> None:
+        self._marked.add((engine.model.name, version))
         ERRORS.labels(engine.model.name, ErrorKind.DAMAGED.value).inc()
         logger.critical(
             "version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage.text
