@@ -31,6 +31,14 @@ _OF_TABLES = {
     "bus_bytes_per_s": "tableside_cache_bus_bytes_total",
     "in_place_ids_per_s": "tableside_cache_in_place_ids_total",
 }
+_OF_DISKS = {
+    "in_place_ids_per_s": "tableside_disk_rows_total_in_place",
+    "page_cache_rows_per_s": "tableside_disk_rows_total_page_cache",
+    "disk_rows_per_s": "tableside_disk_rows_total_disk",
+    "late_rows_per_s": "tableside_disk_rows_total_late",
+    "failed_rows_per_s": "tableside_disk_rows_total_failed",
+    "corrupt_rows_per_s": "tableside_disk_rows_total_corrupt",
+}
 _OF_CACHES = {
     "admitted_rows_per_s": "tableside_cache_inserted_rows_total",
     "evicted_rows_per_s": "tableside_cache_evicted_rows_total",
@@ -66,13 +74,15 @@ def _looks(client: Client, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def samples(text: str) -> Samples:
-    """Parses an exposition; sums samples over all labels but model, table or device."""
+    """Parses an exposition; sums samples over all labels but model, table or device. The name of a refused
+    request's, and of one with a source or a label `hot`, ends in that."""
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for s in family.samples:
             label = next((s.labels[name] for name in _LABELS if name in s.labels), "")
-            refused = "_refused" if s.labels.get("outcome") == "refused" else ""
-            found[s.name + refused, label] = found.get((s.name + refused, label), 0.0) + s.value
+            kinds = ("refused" if s.labels.get("outcome") == "refused" else "", s.labels.get("source", ""))
+            name = "_".join(filter(None, (s.name, *kinds, s.labels.get("hot", ""))))
+            found[name, label] = found.get((name, label), 0.0) + s.value
     return found
 
 
@@ -98,11 +108,22 @@ def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
         slots, occupied = now["tableside_cache_slots", device], now["tableside_cache_occupied_slots", device]
         held = {"device": device, "slots": slots, "occupied_fraction": occupied / max(1.0, slots)}
         caches.append({**held, **of(device, _OF_CACHES)})
+    disks = []
+    for model in sorted({label for name, label in now if name in _OF_DISKS.values()}):
+        hot, cold = (rate(f"tableside_hot_ids_total_{answer}", model) for answer in ("yes", "no"))
+        hot_fraction = hot / (hot + cold) if hot + cold else None
+        disks.append({"model": model, **of(model, _OF_DISKS), "hot_fraction": hot_fraction})
     models = [
         {"model": m, "sequence": now.get(("tableside_sequence", m), 0.0), **of(m, _OF_MODELS)}
         for m in labels("tableside_version")
     ]
-    return {"seconds": seconds, "models": models, "cached_tables": tables, "caches": caches}
+    return {
+        "seconds": seconds,
+        "models": models,
+        "disks": disks,
+        "cached_tables": tables,
+        "caches": caches,
+    }
 
 
 def tables(found: Mapping[str, Any]) -> Group:
@@ -122,6 +143,17 @@ def tables(found: Mapping[str, Any]) -> Group:
         for m in found["models"]
     )  # fmt: skip
     parts = [table_of(heads, rows)]
+    if found["disks"]:
+        heads = (
+            *("of a disk", "in place/s", "page cache/s", "disk/s"),
+            *("late/s", "failed/s", "damaged/s", "hot"),
+        )
+        rows = (
+            (d["model"], *(f"{d[key]:,.0f}" for key in _OF_DISKS),
+             "-" if d["hot_fraction"] is None else f"{d['hot_fraction']:.3f}")
+            for d in found["disks"]
+        )  # fmt: skip
+        parts.append(table_of(heads, rows))
     if found["cached_tables"]:
         heads = ("cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s")
         rows = (

@@ -95,7 +95,7 @@ export function segments(points, most, width, height) {
   return found.filter((segment) => segment.length);
 }
 
-const LOOKUPS = { protocol: ["v1", "v2"] };
+const LOOKUPS = { protocol: ["v1", "v2", "grpc"] };
 const NOT_ANSWERED = { ...LOOKUPS, outcome: ["unavailable", "failed"] };
 
 /** What the tiles and charts show, of two looks that are `elapsed` seconds apart. */
@@ -123,6 +123,19 @@ function lagOf(model, untaken) {
   return model.behind_seconds >= 1 ? `the state that answers is ${Math.round(model.behind_seconds)} s behind the live one` : "";
 }
 
+const IN_MEMORY = ["in_place", "page_cache"];
+const NOT_READ = ["late", "failed", "corrupt"];
+
+/** Of a model's tables on a disk, rows a second by where they were; null: it has none. */
+function ofDisk(wanted, before, now, elapsed) {
+  const name = "tableside_disk_rows_total";
+  if (!(now.get(name) ?? []).some((s) => fits(s.labels, wanted))) return null;
+  const rate = (source) => grown(before, now, name, { ...wanted, source }) / elapsed;
+  const hot = (answer) => grown(before, now, "tableside_hot_ids_total", { ...wanted, hot: answer });
+  const yes = hot("yes");
+  return { inMemory: rate(IN_MEMORY), disk: rate("disk"), notRead: rate(NOT_READ), hot: fraction(yes, yes + hot("no")) };
+}
+
 /** What a card of a model shows. */
 export function ofModel(model, before, now, elapsed) {
   const wanted = { model: model.name };
@@ -133,6 +146,7 @@ export function ofModel(model, before, now, elapsed) {
     refused: grown(before, now, "tableside_requests_total", { ...wanted, outcome: "refused" }) / elapsed,
     ids: grown(before, now, "tableside_ids_total", wanted) / elapsed,
     lookup: mean(before, now, "tableside_stage_seconds", { ...wanted, stage: "lookup" }),
+    disk: ofDisk(wanted, before, now, elapsed),
     lag: lagOf(model, live !== served && live),
     tables: model.tables.map((table) => {
       const cached = { table: `${model.name}/${table.name}` };

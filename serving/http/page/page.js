@@ -89,6 +89,7 @@ function modelCard(model, now) {
     `lookups on ${model.backend}`,
     `${f.count(now.requests)} requests/s, ${f.count(now.refused)} refused/s, ${f.count(now.ids)} ids/s`,
     `mean lookup ${f.seconds(now.lookup)}`,
+    ...(now.disk ? [`rows of a disk: ${f.count(now.disk.inMemory)}/s in memory, ${f.count(now.disk.disk)}/s read, ${f.count(now.disk.notRead)}/s not read, hot ${f.percent(now.disk.hot)}`] : []),
   ];
   const rows = now.tables.map((t) => [
     t.name,
@@ -113,7 +114,7 @@ function showModels(models, looks) {
 function showRequests(was, now, elapsed) {
   const name = "tableside_request_seconds";
   const rows = [];
-  for (const protocol of ["v1", "v2", "http"]) {
+  for (const protocol of ["v1", "v2", "grpc", "http"]) {
     for (const outcome of ["ok", "refused", "unavailable", "failed", "aborted"]) {
       const wanted = { protocol, outcome };
       if (!f.total(now, `${name}_count`, wanted)) continue;

@@ -82,6 +82,7 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
         and found["nothing"] is None
         and found["restarted"] == 0
     )
+    assert found["disk"] == {"inMemory": 4, "disk": 2, "notRead": 1, "hot": 0.75} and model["disk"] is None
     assert found["lag"] == "version 4 is live and not taken"
     assert found["units"] == (
         "999|1.23 M|0.50|–|1.00 M|1.50 KiB|3.00 GiB|98.7 %|310 µs|42.1 ms|2 s".split("|")  # noqa: SIM905

@@ -255,10 +255,28 @@ def test_top_shows_rates(start: Start) -> None:
         'tableside_cache_ids_total{table="ads/user"} 200\n'
         'tableside_cache_hits_total{table="ads/user"} 150\ntableside_cache_slots{device="cuda:0"} 8\n'
         'tableside_cache_occupied_slots{device="cuda:0"} 6\n'
+        'tableside_disk_rows_total{model="ads",source="disk",table="user"} 8642\n'
+        'tableside_disk_rows_total{model="ads",source="late",table="item"} 222\n'
+        'tableside_hot_ids_total{hot="yes",model="ads",table="user"} 3\n'
+        'tableside_hot_ids_total{hot="no",model="ads",table="user"} 5\n'
     )
     assert keys_of(top.rates(before, now, 2.0)) == documented_keys("top")
     console = Console(width=120, file=io.StringIO())
     console.print(top.tables(top.rates(before, now, 2.0)))
     shown = console.file.getvalue().split()  # type: ignore[attr-defined]
-    for value in ("ads", "5", "2", "ads/user", "100", "hit", "bus", "0.750", "cuda:0", "75.0%"):
+    for value in (
+        "ads",
+        "5",
+        "2",
+        "ads/user",
+        "100",
+        "hit",
+        "bus",
+        "0.750",
+        "cuda:0",
+        "75.0%",
+        "4,321",
+        "111",
+        "0.375",
+    ):
         assert value in shown
