@@ -211,8 +211,8 @@ static uint8_t state_of(int came) { return came == READ ? HERE : came == DAMAGED
 enum { REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE };
 /* Rows of a part within OFTEN_MS that make a look: a first one, or one while the last is trusted. */
 enum { OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
-/* A part of which a look found less than half is left alone for so long: looks at pages that are away are slow. */
-enum { FEW_MS = 2000 };
+/* Of a part of which a look found less than half, and for how long: looks at pages that are away are slow. */
+enum { MANY = 32, FEW_MS = 2000 };
 /* touches: since `since_ms`. has_few: the last look found less than half of the pages. is_whole: it found all, and
  * all blocks checked. */
 typedef struct {
@@ -263,13 +263,14 @@ static int has_page(const place *p, uint8_t *checked, region *regions, int64_t b
     const uint32_t age = now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE);
     const int is_seen = __atomic_load_n(&r->is_seen, __ATOMIC_RELAXED) != 0;
     if (!is_seen || age >= (uint32_t)p->believed_ms) {
-        if (is_seen && age < FEW_MS && __atomic_load_n(&r->has_few, __ATOMIC_RELAXED)) return 0;
         if (now - __atomic_load_n(&r->since_ms, __ATOMIC_RELAXED) >= OFTEN_MS) {
             __atomic_store_n(&r->since_ms, now, __ATOMIC_RELAXED);
             __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
         }
-        const int is_trusted = is_seen && age < (uint32_t)p->trusted_ms;
-        if (__atomic_add_fetch(&r->touches, 1, __ATOMIC_RELAXED) < (is_trusted ? AGAIN : OFTEN)) return 0;
+        const int is_trusted = is_seen && age < (uint32_t)p->trusted_ms,
+            is_slow = is_seen && age < FEW_MS && __atomic_load_n(&r->has_few, __ATOMIC_RELAXED);
+        const uint32_t enough = is_slow ? MANY : is_trusted ? AGAIN : OFTEN;
+        if (__atomic_add_fetch(&r->touches, 1, __ATOMIC_RELAXED) < enough) return 0;
         look(p, checked, r, block / REGION_PAGES * REGION_PAGES, now, is_trusted);
     }
     return has_bit(r->pages, block % REGION_PAGES);
