@@ -13,13 +13,15 @@ import traceback
 from pathlib import Path
 
 from benchmarks.common import machine
-from campaigns.common import Result, console, show
+from campaigns.common import Result, console, publish_on, show
 from campaigns.goals import CAMPAIGNS
 
 
 def main() -> int:
     """Runs the campaigns; returns the exit code."""
     given = _parser().parse_args()
+    if given.disk is not None:
+        publish_on(given.disk.resolve())
     names = given.only or list(CAMPAIGNS)
     share = given.seconds / sum(CAMPAIGNS[name].weight for name in names)
     results = [_run(name, share * CAMPAIGNS[name].weight, given.seed) for name in names]
@@ -53,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", nargs="+", choices=list(CAMPAIGNS), metavar="NAME", help=f"some of: {', '.join(CAMPAIGNS)}"
     )
+    parser.add_argument("--disk", type=Path, help="a folder on a disk, below which models are published")
     parser.add_argument("--out", type=Path, help="a JSON file for figures, hardware, versions and commit")
     return parser
 

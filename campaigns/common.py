@@ -34,6 +34,8 @@ from rich.table import Table
 from tableside.loader.load.load import load
 from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
+from tableside.loader.segment import layout
+from tableside.loader.segment.huge_pages import is_on_disk
 from tableside.loader.segment.memory import processes_below
 
 console = Console(highlight=False, soft_wrap=True, width=150)
@@ -133,10 +135,22 @@ def random_of(seed: int, *what: object) -> random.Random:
     return random.Random(f"{seed}:" + ":".join(map(str, what)))
 
 
+_base = Path("/dev/shm")
+
+
+def publish_on(disk: Path) -> None:
+    """Has models published below a folder on a disk from now on. Every table has a file there, as large ones
+    have."""
+    global _base
+    assert is_on_disk(disk), f"{disk} lies in memory"
+    _base, layout.LARGE_PAGES = disk, 1
+
+
 @contextmanager
 def folders() -> Iterator[tuple[Path, Path]]:
-    """(a folder of published models in shared memory, a folder for checkpoints), both gone at the end."""
-    root = Path("/dev/shm") / f"tableside-campaign-{uuid4().hex[:8]}"
+    """(a folder of published models, in shared memory or on a disk, a folder for checkpoints), both gone at
+    the end."""
+    root = _base / f"tableside-campaign-{uuid4().hex[:8]}"
     root.mkdir()
     try:
         with TemporaryDirectory(prefix="tableside-campaign-") as files:

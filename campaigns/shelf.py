@@ -24,6 +24,7 @@ import numpy as np
 
 from campaigns.common import DIM, ROWS, TABLES, told, version_told, write_checkpoint
 from tableside.loader.errors import LoaderError
+from tableside.loader.segment.layout import file_name
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli import cli
@@ -203,7 +204,10 @@ class Shelf:
             self.found["orphan bytes"] += bytes_ - 1
 
     def orphan_bytes(self) -> int:
-        published = {self.model.path(v).name for v in self.model.versions()}
+        paths = [self.model.path(v) for v in self.model.versions()]
+        published = {
+            name for p in paths for name in (p.name, *(file_name(p, n + 1) for n in range(len(TABLES))))
+        }
         sizes = [
             p.stat().st_blocks * 512 for p in self.root.rglob("*") if p.is_file() and p.name not in published
         ]
