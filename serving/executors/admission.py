@@ -213,9 +213,11 @@ class Bytes:
 
 
 class Hold:
-    """One request's bytes: its body's and response's, until it is sent."""
+    """One request's bytes: its body's and response's, until it is sent. model: that it names, once it was
+    understood."""
 
     def __init__(self, total: Bytes) -> None:
+        self.model = ""
         self._total, self._bytes, self._is_released = total, 0, False
 
     def grow(self, count: int) -> None:

@@ -125,7 +125,7 @@ def _make_fastapi(service: Service) -> FastAPI:
 
     @app.exception_handler(errors.ApiError)
     async def refused(http: Request, error: errors.ApiError) -> Response:
-        named = http.scope["path"].split("/")[3:4] if is_v2(http) else [http.scope.get(asgi.MODEL)]
+        named = http.scope["path"].split("/")[3:4] if is_v2(http) else [http.scope[asgi.HOLD].model]
         model = named[0] if named and named[0] in service.engines else metrics.UNKNOWN
         metrics.refused(model, "v2" if is_v2(http) else "v1", error.kind, error.lacking)
         return asgi.AsgiResponse(asgi.error_response(error))

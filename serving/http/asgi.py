@@ -27,7 +27,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 HOLD = "tableside.hold"  # the key of a request's `Hold` in its scope
-MODEL = "tableside.model"  # of the name of the model that a request was understood to name
 DISK_TIMEOUT = b"tableside-disk-timeout-ms"  # the header: how long a request waits for rows of a disk
 _MILLISECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,6})?")
 _PIECE_BYTES = 1 << 18  # that are unpacked at once, some 0.5 ms

@@ -51,7 +51,7 @@ class Door:
     """Answers a worker's infer requests. Belongs to one event loop."""
 
     def __init__(self, v2: V2) -> None:
-        self._v2, self.traffic = v2, Traffic()
+        self._v2, self.traffic = v2, Traffic(v2.service.engines)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> InferTarget | None:

@@ -2,7 +2,7 @@
 last byte handed to the kernel. So waits, slow bodies and slow readers count."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tableside.serving.metrics.metrics import REQUEST_SECONDS
@@ -63,25 +63,29 @@ def outcome_of(status: int) -> str:
 
 
 class Traffic:
-    """Counts a worker's open connections and requests in flight. Belongs to one event loop. spans: the trace
-    writer, or None."""
+    """Counts a worker's open connections and requests in flight. Belongs to one event loop. models: that it
+    serves. spans: the trace writer, or None."""
 
-    def __init__(self) -> None:
+    def __init__(self, models: Container[str] = ()) -> None:
         self.connections = self.in_flight = 0
+        self.models = models
         self.spans: SpanWriter | None = None
 
     def began(self) -> None:
         self.in_flight += 1
 
-    def ended(self, protocol: str, status: int, since: float, trace: Trace) -> None:
-        """Counts a finished response. status 0: the client left. since: time.perf_counter()."""
+    def ended(self, protocol: str, status: int, since: float, trace: Trace, model: str = "") -> None:
+        """Counts a finished response. status 0: the client left. since: time.perf_counter(). model: as the
+        client named it; "": none."""
         self.in_flight -= 1
         outcome = outcome_of(status) if status else "aborted"
         seconds = time.perf_counter() - since
-        REQUEST_SECONDS.labels(protocol, outcome).add(seconds)
+        REQUEST_SECONDS.labels(model if model in self.models else "", protocol, outcome).add(seconds)
         if self.spans is not None:
             self.spans.write(protocol, outcome, status, seconds, trace)
 
     def refused(self, status: int, since: float) -> None:
         """Counts bytes that were refused before they were a request."""
-        REQUEST_SECONDS.labels(OTHER, outcome_of(status)).add(time.perf_counter() - since if since else 0.0)
+        REQUEST_SECONDS.labels("", OTHER, outcome_of(status)).add(
+            time.perf_counter() - since if since else 0.0
+        )

@@ -52,7 +52,7 @@ REQUEST_SECONDS = Histogram(
     "tableside_request_seconds",
     "Seconds from the first byte of a request to the last byte of its response: ok, refused, unavailable, "
     "failed, aborted.",
-    ["protocol", "outcome"],
+    ["model", "protocol", "outcome"],
     bounds=_REQUEST_SECONDS,
 )
 CPU_SECONDS = Counter(

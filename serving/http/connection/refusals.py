@@ -105,7 +105,8 @@ class OpenRequest:
         self.body = b""
         if self.turn is not None:
             self.turn.end()
-        traffic.ended(self.protocol, status, self.since, self.trace)
+        model = self.hold.model if self.asked is None else self.asked.named[0]
+        traffic.ended(self.protocol, status, self.since, self.trace, model)
 
 
 class RefusingProtocol(HttpToolsProtocol):

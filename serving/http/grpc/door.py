@@ -132,7 +132,8 @@ class GrpcDoor:
             hold.release()
             if turn is not None:
                 turn.end()
-            self._traffic.ended(_LABEL, status, since, self._trace(name, context))
+            model = getattr(request, "model_name", "")
+            self._traffic.ended(_LABEL, status, since, self._trace(name, context), model)
 
     def _trace(self, name: str, context: Any) -> Trace:
         path = f"/{NAME}/{name}".encode()

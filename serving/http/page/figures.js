@@ -145,6 +145,7 @@ export function ofModel(model, before, now, elapsed) {
     requests: grown(before, now, "tableside_requests_total", { ...wanted, outcome: "ok" }) / elapsed,
     refused: grown(before, now, "tableside_requests_total", { ...wanted, outcome: "refused" }) / elapsed,
     ids: grown(before, now, "tableside_ids_total", wanted) / elapsed,
+    p99: quantile(before, now, "tableside_request_seconds", 0.99, { ...wanted, ...LOOKUPS, outcome: "ok" }),
     lookup: mean(before, now, "tableside_stage_seconds", { ...wanted, stage: "lookup" }),
     disk: ofDisk(wanted, before, now, elapsed),
     lag: lagOf(model, live !== served && live),

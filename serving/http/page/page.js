@@ -88,7 +88,7 @@ function modelCard(model, now) {
     model.scorer ? `scorer: ${model.scorer.kind}` : "no scorer",
     `lookups on ${model.backend}`,
     `${f.count(now.requests)} requests/s, ${f.count(now.refused)} refused/s, ${f.count(now.ids)} ids/s`,
-    `mean lookup ${f.seconds(now.lookup)}`,
+    `p99 ${f.seconds(now.p99)}, mean lookup ${f.seconds(now.lookup)}`,
     ...(now.disk ? [`rows of a disk: ${f.count(now.disk.inMemory)}/s in memory, ${f.count(now.disk.disk)}/s read, ${f.count(now.disk.notRead)}/s not read, hot ${f.percent(now.disk.hot)}`] : []),
   ];
   const rows = now.tables.map((t) => [

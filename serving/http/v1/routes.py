@@ -92,7 +92,7 @@ class V1:
 
     async def _served(self, scope: asgi.Scope, model: str, version: int | None) -> ServedVersion:
         served = self._service.live(model)
-        scope[asgi.MODEL] = served.header.model
+        scope[asgi.HOLD].model = served.header.model
         return served if version is None else await self._service.version(served.header.model, version)
 
     async def _call(self, text: bytes, function: Callable[..., _Result], *arguments: Any) -> _Result:

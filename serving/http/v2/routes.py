@@ -150,6 +150,7 @@ def _add_infer(app: FastAPI, v2: V2, place: str, parameters: list[Json]) -> None
     @app.post(f"{place}/infer", tags=_PROTOCOL, **about)
     async def infer(http: Request) -> Response:
         service, named, hold = v2.service, http.path_params, http.scope[asgi.HOLD]
+        hold.model = named["model"]
         body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
         await service.slices.take()
         path = [named["model"], *(["versions", named["version"]] if "version" in named else ())]

@@ -76,6 +76,7 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
     assert (shown["requests"], shown["ids"], shown["notAnswered"], shown["hasCache"]) == (10, 40, 0, False)
     assert 0 < shown["p50"] <= shown["p99"] < 10 and shown["hits"] is None
     assert (model["requests"], model["ids"], model["refused"], model["lag"]) == (10, 40, 0, "")
+    assert model["p99"] == shown["p99"]
     assert found["odd"] == ['q"\\\n}', 2.5, False]
     assert (
         found["quantiles"] == pytest.approx([0.1, 0.2, 0.3])

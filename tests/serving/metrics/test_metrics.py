@@ -1,5 +1,6 @@
 """Metrics: every number, after kills and with damaged files, and no label that a request can invent."""
 
+import gzip
 import io
 import json
 import os
@@ -130,13 +131,9 @@ def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
     """From the first byte to the last: a body that comes late is in it, and so is a client that leaves."""
     server = start("--workers", 2)
 
-    def count(protocol: str, outcome: str, what: str = "count") -> float:
-        return quiet_sum(
-            server.get("/metrics").text,
-            f"tableside_request_seconds_{what}",
-            protocol=protocol,
-            outcome=outcome,
-        )
+    def count(protocol: str, outcome: str, what: str = "count", **more: str) -> float:
+        name, labels = f"tableside_request_seconds_{what}", {"protocol": protocol, "outcome": outcome, **more}
+        return quiet_sum(server.get("/metrics").text, name, **labels)
 
     with Client(server.url) as client:
         for _ in range(7):
@@ -153,6 +150,12 @@ def test_whole_requests_are_timed_by_protocol_and_outcome(start: Start) -> None:
         1,
     ]
     assert count("http", "ok") >= 4  # the scrapes
+    httpx.post(f"{server.url}/v2/models/nothing/infer", content=b"{")
+    zipped = gzip.compress(json.dumps({"inputs": []}).encode())
+    httpx.post(f"{server.url}/v2/models/demo/infer", content=zipped, headers={"Content-Encoding": "gzip"})
+    assert [count(p, "ok", model="demo") for p in ("v1", "v2")] == [3, 7]
+    assert [count(p, "refused", model="demo") for p in ("v1", "v2")] == [0, 2]
+    assert [count(p, "refused", model="") for p in ("v1", "v2")] == [1, 1]
     body, before = json.dumps(asked).encode(), count("v1", "ok", "sum")
     with socket.create_connection(("127.0.0.1", server.port), timeout=300) as late:
         late.sendall(b"POST /v1/lookup HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body))

@@ -217,7 +217,7 @@ def test_requests_are_counted_by_protocol(server: Server, client: Any) -> None:
     assert 'tableside_requests_total{model="demo",outcome="ok",protocol="grpc"}' in text.replace(
         'outcome="ok",protocol="grpc",', 'outcome="ok",protocol="grpc"}'
     )
-    assert 'tableside_request_seconds_count{outcome="ok",protocol="grpc"}' in text
+    assert 'tableside_request_seconds_count{model="demo",outcome="ok",protocol="grpc"}' in text
 
 
 def test_the_protocol_is_compiled(tmp_path: Path) -> None:
