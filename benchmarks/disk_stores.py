@@ -1,6 +1,5 @@
 """Rows of a table on a disk, beside RocksDB and LMDB with the same rows, batches and disk.
 
-    pip install rocksdict lmdb
     python benchmarks/disk_stores.py                  # 5 M int8 rows below build/; some two minutes
     python benchmarks/disk_stores.py --folder /mnt/ssd
 

@@ -37,6 +37,7 @@ BENCHMARKS = (
     "eval_pool.py",
     "eval_pool.py --shape criteo",
     "disk_rows.py",
+    "disk_stores.py",
     "disk_hot.py",
     "grpc_lookup.py",
     "hosts.py",

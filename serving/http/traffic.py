@@ -86,6 +86,5 @@ class Traffic:
 
     def refused(self, status: int, since: float) -> None:
         """Counts bytes that were refused before they were a request."""
-        REQUEST_SECONDS.labels("", OTHER, outcome_of(status)).add(
-            time.perf_counter() - since if since else 0.0
-        )
+        seconds = time.perf_counter() - since if since else 0.0
+        REQUEST_SECONDS.labels("", OTHER, outcome_of(status)).add(seconds)
