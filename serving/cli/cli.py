@@ -30,7 +30,7 @@ def parser() -> Parser:
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Parser:
         p = sub.add_parser(name, help=text, description=text)
         p.set_defaults(run=run)
-        if name not in ("serve", "init", "manifest", "lookup", "bench", "top", "completion"):
+        if name not in ("serve", "init", "manifest", "lookup", "score", "bench", "top", "completion"):
             add_options(p, RootSettings)
         return p
 

@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, ServerSettings, given
 
 _FILES = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".parquet", ".json")
+_LINE_S = 10.0  # between two lines that say how far something is
 _UNCUT = 1 << 16  # columns; a table takes no more of them than it needs
 
 
@@ -67,12 +70,28 @@ class _Rate(ProgressColumn):
         return Text(f"{task.speed or 0:,.0f} rows/s")
 
 
+class _Lines:
+    """Writes how far something is; any thread may call."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self._began = label, time.monotonic()
+        self._said = self._began
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said < _LINE_S or not done or not total:
+            return
+        self._said, rate = now, done / (now - self._began)
+        left = timedelta(seconds=round((total - done) / rate))
+        errors.print(f"{self._label}: {done / total:.0%}, {rate:,.0f} rows/s, {left} left")
+
+
 @contextlib.contextmanager
-def progress_bar(label: str) -> Iterator[LoadProgress | None]:
-    """Shows rows/s and the time left on stderr. Yields a function of (rows done, rows); None without a
-    terminal."""
+def progress_bar(label: str) -> Iterator[LoadProgress]:
+    """Shows rows/s and the time left on stderr, without a terminal as a line every _LINE_S seconds. Yields a
+    function of (rows done, rows)."""
     if not sys.stderr.isatty():
-        yield None
+        yield _Lines(label)
         return
     percentage = TextColumn("{task.percentage:>3.0f} %")
     columns = (TextColumn(label), BarColumn(), percentage, _Rate(), TimeRemainingColumn())

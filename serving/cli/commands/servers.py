@@ -81,6 +81,9 @@ def score(options: argparse.Namespace) -> int:
     dense = dict(map(_parse_dense, options.dense or []))
     with remote.client(options) as client:
         scores = client.score(options.model, features, dense)
+    if options.json:
+        print_json({"scores": np.asarray(scores, np.float32)})
+        return 0
     for number, row in enumerate(np.atleast_1d(scores)):
         console.print(f"{number} {' '.join(f'{x:.6f}' for x in np.atleast_1d(row))}")
     return 0
@@ -213,6 +216,7 @@ def add_commands(command: AddCommand) -> None:
     _add_server(p)
     p.option("features", "a bag a row: user=1;7", nargs="+", metavar="FEATURE=IDS")
     p.option("--dense", "a dense tensor: context=0.5,1;0.25,2", action="append", metavar="NAME=ROWS")
+    add_json(p)
 
 
 def add_bench_and_top(command: AddCommand) -> None:

@@ -1,6 +1,7 @@
 """Scores: over JSON, the binary protocol, the client and the command, with versions that are swapped,
 beside lookups."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,10 @@ def test_the_clients_and_the_command(served: Server) -> None:
     np.testing.assert_allclose(
         [float(line.split()[1]) for line in result.stdout.splitlines()], wanted, atol=1e-6
     )
+    as_json = run_tableside(
+        *("score", "ctr", "user=1,2;3;", "clicked=4,5;;99"), "--dense", dense, "--url", served.url, "--json"
+    )
+    np.testing.assert_allclose(json.loads(as_json.stdout)["scores"], wanted, rtol=1e-5)
 
 
 def test_two_towers(served: Server) -> None:
