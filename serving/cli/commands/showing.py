@@ -14,7 +14,8 @@ from tableside.loader.errors import SegmentError, VersionError
 from tableside.loader.load.verification import summary
 from tableside.loader.model.nearest import did_you_mean
 from tableside.loader.segment.delta import Delta
-from tableside.loader.segment.header import Header, StoredScorer
+from tableside.loader.segment.header import Header, ScorerInput, StoredScorer
+from tableside.loader.segment.huge_pages import is_on_disk
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
@@ -42,25 +43,26 @@ def list_models(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"root": str(root), "free_bytes": free, "versions": versions})
         return 0
-    table = Table("model", "version", "", "created", "tables", "bytes", "fp32", "scorer", box=None)
+    table = Table(
+        *("model", "version", "", "created", "tables", "bytes", "changes", "shared", "scorer"), box=None
+    )
     for v in versions:
         named = f"{v['version']}+{v['sequence']}" if v["sequence"] else str(v["version"])
         cells = [v["model"], named, "" if v["state"] == "published" else v["state"]]
         if v["error"] is not None:
             cells.append(escape(v["error"]))
         elif v["created"] is not None:
-            sizes = f"{mb(v['bytes'])} + {mb(v['delta_bytes'])}" if v["delta_bytes"] else mb(v["bytes"])
-            sizes += f" ({mb(v['shared_bytes'])} shared)" if v["shared_bytes"] else ""
+            sizes = (mb(v[key]) if v[key] else "" for key in ("bytes", "delta_bytes", "shared_bytes"))
             cells += [
-                v["created"],
+                escape(v["created"][:16].replace("T", " ")),
                 str(v["tables"]),
-                sizes,
-                mb(v["fp32_bytes"]),
-                escape(_scorer_text(v["scorer"])),
+                *sizes,
+                v["scorer"]["kind"] if v["scorer"] else "",
             ]
         table.add_row(*cells)
     console.print(table if table.row_count else f"nothing is published under {root}")
-    console.print(f"{mb(free)} of shared memory free")
+    is_disk = root.exists() and is_on_disk(root)
+    console.print(f"{mb(free)} free on the disk" if is_disk else f"{mb(free)} of shared memory free")
     return 0
 
 
@@ -266,7 +268,7 @@ def describe_scorer(header: Header) -> Iterator[str]:
     """Yields lines about a scorer: its inputs, the dense ones, and the features that it ignores."""
     if (scorer := header.scorer) is None:
         return
-    yield f"scorer {_scorer_text(_scorer(scorer))}"
+    yield f"scorer {scorer.kind}({', '.join(map(_input, scorer.inputs))})"
     taken = {i.feature for i in scorer.inputs if i.feature is not None}
     unused = [f.name for f in header.features if f.name not in taken]
     for i in scorer.inputs:
@@ -285,12 +287,8 @@ def _scorer(scorer: StoredScorer | None) -> dict[str, Any] | None:
     return None if scorer is None else {"kind": scorer.kind, "inputs": [asdict(i) for i in scorer.inputs]}
 
 
-def _scorer_text(scorer: Mapping[str, Any] | None) -> str:
-    """The same for people: program(user, item=clicked, dense context)."""
-    return "" if scorer is None else f"{scorer['kind']}({', '.join(_input(**i) for i in scorer['inputs'])})"
-
-
-def _input(name: str, feature: str | None, width: int) -> str:
-    if feature is None:
-        return f"dense {name}"
-    return name if name == feature else f"{name}={feature}"
+def _input(taken: ScorerInput) -> str:
+    """What a scorer takes, for people: user, item=clicked, dense context."""
+    if taken.feature is None:
+        return f"dense {taken.name}"
+    return taken.name if taken.name == taken.feature else f"{taken.name}={taken.feature}"
