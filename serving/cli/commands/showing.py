@@ -43,9 +43,8 @@ def list_models(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"root": str(root), "free_bytes": free, "versions": versions})
         return 0
-    table = Table(
-        *("model", "version", "", "created", "tables", "bytes", "changes", "shared", "scorer"), box=None
-    )
+    heads = ("model", "version", "", "created", "tables", "bytes", "changes", "shared", "scorer")
+    rows: list[list[str]] = []
     for v in versions:
         named = f"{v['version']}+{v['sequence']}" if v["sequence"] else str(v["version"])
         cells = [v["model"], named, "" if v["state"] == "published" else v["state"]]
@@ -59,8 +58,10 @@ def list_models(options: argparse.Namespace) -> int:
                 *sizes,
                 v["scorer"]["kind"] if v["scorer"] else "",
             ]
-        table.add_row(*cells)
-    console.print(table if table.row_count else f"nothing is published under {root}")
+        rows.append(cells + [""] * (len(heads) - len(cells)))
+    shown = [place for place in range(len(heads)) if any(row[place] for row in rows)]
+    table = table_of([heads[place] for place in shown], ([row[place] for place in shown] for row in rows))
+    console.print(table if rows else f"nothing is published under {root}")
     is_disk = root.exists() and is_on_disk(root)
     console.print(f"{mb(free)} free on the disk" if is_disk else f"{mb(free)} of shared memory free")
     return 0
