@@ -7,6 +7,7 @@ changed, or is another one, is never taken for its rows. A row of a block that t
 read where the file is mapped, while looks at the page cache, some two a second, find its page there.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -159,7 +160,8 @@ class BlockReader:
         if failed or corrupt:
             self._tell(rows, state)
             state[state >= _BROKEN] = RowState.LATE
-        if change := self._breaker.told(began, left - late - failed, failed + (late if is_patient else 0)):
+        # A disk that refuses answers, too
+        if change := self._breaker.told(began, left - late, late if is_patient else 0):
             logger.warning("%s: %s", self._name, change)
 
     def _tell(self, rows: NDArray[np.int64], state: NDArray[np.uint8]) -> None:
@@ -173,7 +175,9 @@ class BlockReader:
         )
         what = f"row {row} in blocks {blocks[0]} to {blocks[1]}"
         if is_corrupt and not self.damage:
-            self.damage = f"{self._name}: {what} is not what was written, read from the disk twice"
+            self.damage = (
+                f"{self._name}: {what} is not what was written, or the file was cut; it was read twice"
+            )
         if time.monotonic() - self._told_at >= _TOLD_S:
             self._told_at = time.monotonic()
             said = (
@@ -273,7 +277,8 @@ class BlockReader:
             out[reading[one]], state[reading[one]] = one.result()
 
     def __del__(self) -> None:
-        os.close(self._fd)
+        with contextlib.suppress(OSError):  # of a file system that is gone
+            os.close(self._fd)
 
 
 class Breaker:

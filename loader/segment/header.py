@@ -324,6 +324,8 @@ def _check_files(header: Header, size: int) -> None:
         are_numbers = all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
         if not are_numbers or not isinstance(f.table, str) or f.table not in names:
             raise SegmentError(f"the header has a file of table {str(f.table)[:60]!r}, or with no number")
+        if f.seed >> 63 or (f.seed and not f.sums_at):
+            raise SegmentError(f"the file of table {f.table[:60]!r} has a seed of no block checksums")
         is_size = FILE_HEAD_BYTES < f.bytes <= LARGEST_FILE_BYTES
         if f.offset != end or not is_size or f.bytes % TABLE_ALIGNMENT_BYTES:
             raise SegmentError(

@@ -139,6 +139,10 @@ class Engine:
             raise not_found(f"model {self.model.name!r} is not ready")
         return self._served
 
+    def held(self) -> list[ServedVersion]:
+        """Returns the attached version, and those that requests named. ApiError: none yet."""
+        return [self.attached(), *(one.served for one in list(self._explicit.values()))]
+
     @property
     def is_usable(self) -> bool:
         """Whether requests are answered: the rows are good, or another version is there."""
@@ -170,8 +174,7 @@ class Engine:
 
     def hold(self) -> None:
         """Has the owners of remote tables keep the states that are attached. Blocks."""
-        named = [one.served for one in list(self._explicit.values())]
-        self._agreement.hold([v.segment for v in (self.attached(), *named)])
+        self._agreement.hold([version.segment for version in self.held()])
 
     def attach(self, state: State | None = None, *, as_successor: bool = False) -> ServedVersion:
         """Maps, verifies, places and warms up a state (None: the live one) without serving it. as_successor:

@@ -20,9 +20,11 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakSet
 
 from tableside.loader.errors import DamagedRows, LoaderError, SegmentError, VersionError
 from tableside.loader.hot.hot import drop_damaged
+from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import ErrorKind, ServingError
 from tableside.serving.metrics.metrics import ERRORS, SCRUBS
@@ -53,7 +55,7 @@ class Scrubber:
         self._checked_at: dict[
             tuple[str, int], float
         ] = {}  # (model, version) -> time.time() of its last whole reading here
-        self._marked: set[tuple[str, int]] = set()
+        self._marked: WeakSet[Segment] = WeakSet()  # for what requests found
         self._child = Child()
 
     async def run(self) -> None:
@@ -77,12 +79,13 @@ class Scrubber:
         return self._every_s > 0 and time.time() - max(done_at, checked_at) >= self._every_s
 
     def _mark_what_was_read(self, engine: Engine) -> None:
-        """Marks the served version if a request found damaged rows on a disk."""
-        served = engine.attached()
-        files = {file.table: file.path.name for file in served.segment.base.files}
-        for table, reader in served.segment.base.readers.items():
-            if reader.damage and (engine.model.name, served.version) not in self._marked:
-                self._mark(engine, served.version, Damage(reader.damage, files[table]))
+        """Marks versions of which a request found damaged rows on a disk."""
+        for version in (held.segment.base for held in engine.held()):
+            files = {file.table: file.path.name for file in version.files}
+            for table, reader in version.readers.items():
+                if reader.damage and version not in self._marked:
+                    self._mark(engine, version.header.version, Damage(reader.damage, files[table]))
+                    self._marked.add(version)
 
     async def _scrub_if_due(self, engine: Engine) -> None:
         if not self._is_due(engine, 0.0):
@@ -108,12 +111,12 @@ class Scrubber:
         self._mark(engine, version, damage)
 
     def _mark(self, engine: Engine, version: int, damage: Damage) -> None:
-        self._marked.add((engine.model.name, version))
+        """Marks a version as damaged. OSError, LoaderError: it cannot be marked now."""
+        engine.model.mark_damaged(version, damage.file)
         ERRORS.labels(engine.model.name, ErrorKind.DAMAGED.value).inc()
         logger.critical(
             "version %d of %s is damaged and is served no more: %s", version, engine.model.name, damage.text
         )
-        engine.model.mark_damaged(version, damage.file)
 
     async def _read(self, model: Model, version: int) -> Damage | None:
         """Returns the damage of a version's rows, or None. ServingError: the reading process failed."""

@@ -185,3 +185,11 @@ def test_blocks_of_an_older_release_are_read_where_they_are_mapped(
     on_disk(CHANGED, only=("b",))
     assert [f.status.st_nlink for f in model.attach(2).files[1:]] == [1, 1, 1]
     check_fetched(model, "b")
+
+
+@pytest.mark.parametrize("lie", [("seed", 1 << 63), ("sums_at", 0)])
+def test_a_seed_that_cannot_be_is_refused(on_disk: Publish, lie: tuple[str, int]) -> None:
+    model = on_disk(TABLES)
+    rewrite_header(model.folder / "1.segment", put(lie[1], "files", 0, lie[0]))
+    with pytest.raises(SegmentError, match="the file of table 'a' has a seed of no block checksums"):
+        model.attach(verify="header")

@@ -95,3 +95,34 @@ def test_rows_are_read_for_a_tenth_of_the_time() -> None:
     model: Any = SimpleNamespace(attach_all=lambda version, verify: [segment])
     assert damage_of(model, 1) is None
     assert asked == [9]
+
+
+def test_damage_that_requests_found_is_marked_until_the_mark_is_there() -> None:
+    """Once, of whichever version is held; a mark that fails is tried again."""
+    marked: list[tuple[int, str]] = []
+
+    class Version:
+        """Of a table on a disk. Segments have no equals, and may be held weakly."""
+
+        def __init__(self, number: int, damage: str) -> None:
+            self.header = SimpleNamespace(version=number)
+            self.files = [SimpleNamespace(table="t", path=Path(f"{number}.1.rows"))]
+            self.readers = {"t": SimpleNamespace(damage=damage)}
+
+    versions = [Version(7, ""), Version(6, "row 3 is not what was written")]
+
+    def mark(version: int, file: str) -> None:
+        marked.append((version, file))
+        if len(marked) == 1:
+            raise OSError(28, "no space left")
+
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(name="demo", mark_damaged=mark),
+        held=lambda: [SimpleNamespace(segment=SimpleNamespace(base=v)) for v in versions],
+    )
+    scrubber = Scrubber([engine], 0)
+    with pytest.raises(OSError, match="no space left"):
+        scrubber._mark_what_was_read(engine)
+    for _ in range(2):
+        scrubber._mark_what_was_read(engine)
+    assert marked == [(6, "6.1.rows")] * 2
