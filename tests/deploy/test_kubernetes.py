@@ -33,6 +33,7 @@ TOP = Path(__file__).parents[2]
 FOLDER = TOP / "deploy" / "kubernetes"
 ENTRYPOINT = TOP / "docker" / "entrypoint.sh"
 CUSTOM = {"ServiceMonitor", "ServingRuntime", "Kustomization"}
+PATCHES = ("gpu", "follow")  # folders of patches over base
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 
 
@@ -68,7 +69,7 @@ both = pytest.mark.parametrize("kind", CONTAINERS)
 def test_objects_fit_the_schemas_of_kubernetes(version: str) -> None:
     """Without a key that the API does not know. A patch has parts of a Deployment alone, so it is checked
     once it is merged."""
-    checked = [d for p, d in documents() if d["kind"] not in CUSTOM and p.parent.name != "gpu"]
+    checked = [d for p, d in documents() if d["kind"] not in CUSTOM and p.parent.name not in PATCHES]
     assert {d["kind"] for d in checked} == {
         "Deployment",
         "Service",
@@ -114,6 +115,22 @@ def test_kustomize_builds(name: str) -> None:
             container["image"] == "tableside:cuda" and container["resources"]["limits"]["nvidia.com/gpu"] == 1
         )
         assert environment(container)["TABLESIDE_DEVICES"] == "0"
+
+
+def test_a_follower_lies_beside_the_server() -> None:
+    """With the same tables, as confined, of the same image; and both fit the schema."""
+    (follower,) = one("Deployment", "follow")["spec"]["template"]["spec"]["containers"]
+    server = CONTAINERS["Deployment"]
+    assert follower["securityContext"] == server["securityContext"]
+    assert all(mount in server["volumeMounts"] for mount in follower["volumeMounts"])
+    assert follower["image"] == server["image"] and follower["command"][:2] == ["tableside", "follow"]
+    assert {v["name"] for v in follower["env"]} == set(
+        re.findall(r"\$\((\w+)\)", " ".join(follower["command"]))
+    )
+    pod = {**POD, "containers": [server, follower]}
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod}, VERSIONS[0], strict=True
+    )
 
 
 def test_a_service_monitor_has_what_its_reference_lists() -> None:
