@@ -29,7 +29,7 @@ from tableside.quant.rows.fetched import RowState
 logger = logging.getLogger("tableside")
 
 BLOCK_BYTES = 4096
-_READERS = 32  # reads that a process has under way: fast disks need as many
+_READERS = 32  # reads of a disk that a process has under way: fast ones need as many
 _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
 _PART_ROWS = 2048  # that another thread asks for and takes, of many
@@ -119,7 +119,8 @@ class BlockReader:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
         self._kept: dict[int, Bytes] = {}
         self.damage, self._told_at = "", -_TOLD_S
-        self._breaker, self.timeout_s = _breaker(os.fstat(fd).st_dev), OPENS_S
+        self._device = os.fstat(fd).st_dev
+        self._breaker, self.timeout_s = _breaker(self._device), OPENS_S
         self.count: Callable[[str, int], object] = lambda where, rows: None
         self.count_wait: Callable[[float], object] = lambda seconds: None
         self.count_sample: Callable[[int, int], object] = lambda ids, hot: None
@@ -221,7 +222,7 @@ class BlockReader:
     def ask(self, rows: NDArray[np.int64]) -> None:
         """Has the disk bring the first blocks of some rows, ascending, without a wait."""
         if not self._breaker.hangs:
-            _readers().submit(self._ask, rows)
+            _readers(self._device).submit(self._ask, rows)
 
     def _ask(self, rows: NDArray[np.int64]) -> None:
         _blocks.ask(self._place, rows, _DEPTH)
@@ -267,7 +268,7 @@ class BlockReader:
 
         left = np.flatnonzero(state == _LEFT)
         state[left] = RowState.LATE
-        pool = _readers()
+        pool = _readers(self._device)
         reading = {pool.submit(of, p): p for p in np.array_split(left, max(1, min(_READERS, parts)))}
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE_S
         done, late = wait(reading, left_s)
@@ -339,9 +340,9 @@ def _limits(deadline: float | None) -> tuple[int, int, int]:
 _lock = threading.Lock()
 
 
-def _readers() -> ThreadPoolExecutor:
+def _readers(device: int) -> ThreadPoolExecutor:
     with _lock:
-        return _pool(os.getpid())
+        return _pool(os.getpid(), device)
 
 
 @cache
@@ -351,6 +352,7 @@ def _breaker(device: int) -> Breaker:
 
 
 @cache
-def _pool(process: int) -> ThreadPoolExecutor:
-    """The threads of a process: a fork has none of its parent's."""
+def _pool(process: int, device: int) -> ThreadPoolExecutor:
+    """The threads of a process for a disk, since one that hangs takes none from another. A fork has none of
+    its parent's."""
     return ThreadPoolExecutor(_READERS, "tableside-disk")

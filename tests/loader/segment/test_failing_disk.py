@@ -34,6 +34,7 @@ def read(file: File, reader: object, wait_s: float | None) -> tuple[np.ndarray, 
 
 def forget(file: File) -> None:
     fd = os.open(file.path, os.O_RDONLY)
+    os.fsync(fd)  # what was not written stays
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
 
@@ -75,6 +76,17 @@ def test_a_disk_that_hangs_holds_nobody_up(file: File, disk: Disk) -> None:
         forget(file)
         out, state = read(file, reader, 60.0)
     np.testing.assert_array_equal(out, file.rows)
+
+
+def test_a_disk_that_hangs_takes_no_thread_from_another(file: File, disk: Disk, tmp_path: Path) -> None:
+    reader, other = file.reader(), File.of(tmp_path / "others", 1000, 80, 400)
+    reader._breaker = Breaker()
+    forget(file)
+    disk.hang()
+    for _ in range(3):
+        assert RowState.LATE in read(file, reader, 0.2)[1]
+    forget(other)
+    assert not read(other, other.reader(), 300.0)[1].any()
 
 
 def test_rows_that_a_disk_refuses_are_late_and_not_damaged(

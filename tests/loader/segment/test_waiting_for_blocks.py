@@ -15,10 +15,11 @@ from tableside.quant.rows.fetched import RowState
 
 
 @pytest.fixture
-def busy() -> Iterator[threading.Event]:
-    """No thread that reads from disks is free until this is set."""
+def busy(file: File) -> Iterator[threading.Event]:
+    """No thread that reads from the file's disk is free until this is set."""
     go_on = threading.Event()
-    waiting = [blocks._readers().submit(go_on.wait) for _ in range(blocks._READERS)]
+    threads = blocks._readers(file.path.stat().st_dev)
+    waiting = [threads.submit(go_on.wait) for _ in range(blocks._READERS)]
     yield go_on
     go_on.set()
     for one in waiting:
