@@ -33,7 +33,8 @@ def test_list_and_inspect(oracle: Oracle, root: Path) -> None:
     listed = json.loads(run_tableside("list", "--root", root, "--json").stdout)["versions"][0]
     assert (listed["sequence"], listed["state"], listed["states"]) == (3, "live", ["1", "1+1", "1+2", "1+3"])
     assert listed["delta_bytes"] > 0
-    assert re.search(r"demo +1\+3 +live .* \+ ", run_tableside("list", "--root", root).stdout)
+    shown = run_tableside("list", "--root", root).stdout
+    assert re.search(r"demo +1\+3 +live .* 0\.3 MB +0\.1 MB", shown) and "changes" in shown
     text = run_tableside("inspect", "demo", "--root", root).stdout
     assert re.search(r"changes up to 3, applied 20.*: \d+ rows of raw, dense, policy, ", text)
     assert "changes of stream up to 3" in text
