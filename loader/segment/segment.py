@@ -41,9 +41,9 @@ from tableside.loader.segment.header import (
     Change,
     Header,
     TableFile,
-    check_header,
     checksum,
 )
+from tableside.loader.segment.header_checks import check_header
 from tableside.loader.segment.layout import HEAD_BYTES, Files, check_head, file_name
 from tableside.loader.segment.memory import FileToMap, Mapping, keep_in_memory
 from tableside.loader.segment.remote import HostsState

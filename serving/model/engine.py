@@ -21,6 +21,7 @@ from tableside.serving.model.placement import Placer
 from tableside.serving.model.placements import Placements
 from tableside.serving.model.scorer import NO_LIMITS, ScorerLimits
 from tableside.serving.model.scorers import open_scorer
+from tableside.serving.model.steps import Steps
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.settings import ServerSettings
 
@@ -35,22 +36,6 @@ _BEGIN_S, _AGAIN_S = (30.0, 0.05)
 _OWNERS_S = 10.0  # for which a start waits for owners that are not reached
 _NAMED_S = 10.0  # that a named version stays attached whose owners may drop its state
 _EXPLICIT_VERSIONS = 4  # versions beside the live one that stay attached after a request named them
-
-
-class _Clock:
-    """Seconds of several steps, for the log."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.monotonic()
-        self._steps: list[str] = []
-
-    def mark(self, step: str) -> None:
-        now = time.monotonic()
-        self._steps.append(f"{step} {now - self._last:.2f}")
-        self._last = now
-
-    def __str__(self) -> str:
-        return f"{self._last - self._started:.2f} s ({', '.join(self._steps)})"
 
 
 class _Named(NamedTuple):
@@ -220,7 +205,7 @@ class Engine:
     ) -> ServedVersion:
         """The rest of `attach`. replaced: gives its room. checked: tables whose rows are checked as they are
         read. verified: waits until all others were; returns when."""
-        clock = _Clock()
+        clock = Steps()
         try:
             placed = self._placer.place(segment, replaced, checked)
             clock.mark("placed")

@@ -19,9 +19,9 @@ from tableside.loader.segment.header import (
     Header,
     ScorerInput,
     StoredScorer,
-    check_header,
     checksum,
 )
+from tableside.loader.segment.header_checks import check_header
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import RowFormat, Source

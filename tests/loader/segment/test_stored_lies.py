@@ -15,7 +15,8 @@ from golden_segment import GOLDEN, resealed
 from reference import backend_of
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.segment.header import Header, Owner, check_header
+from tableside.loader.segment.header import Header, Owner
+from tableside.loader.segment.header_checks import check_header
 from tableside.loader.segment.segment import Segment
 from tableside.quant import Pooling
 
