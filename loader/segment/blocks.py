@@ -166,24 +166,19 @@ class BlockReader:
             logger.warning("%s: %s", self._name, change)
 
     def _tell(self, rows: NDArray[np.int64], state: NDArray[np.uint8]) -> None:
-        """Says that rows are damaged, or cannot be read. Those that cannot are late for who asked."""
-        is_corrupt = bool((state == RowState.CORRUPT).any())
-        ((first, *_),) = np.nonzero(state == RowState.CORRUPT if is_corrupt else state >= _BROKEN)
-        row, number = int(rows[first]), int(state[first]) - _BROKEN
-        blocks = (
-            row * self._stored.row_bytes // BLOCK_BYTES,
-            ((row + 1) * self._stored.row_bytes - 1) // BLOCK_BYTES,
-        )
-        what = f"row {row} in blocks {blocks[0]} to {blocks[1]}"
-        if is_corrupt and not self.damage:
-            self.damage = (
-                f"{self._name}: {what} is not what was written, or the file was cut; it was read twice"
-            )
+        """Says that rows are damaged, or cannot be read."""
+        corrupt = state == RowState.CORRUPT
+        at = int((corrupt if corrupt.any() else state >= _BROKEN).argmax())
+        start, size = int(rows[at]) * self._stored.row_bytes, self._stored.row_bytes
+        first, last = start // BLOCK_BYTES, (start + size - 1) // BLOCK_BYTES
+        said = f"{self._name}: row {rows[at]} in blocks {first} to {last} "
+        if corrupt[at]:
+            said += "is not what was written, or the file was cut; it was read twice"
+            said = self.damage = self.damage or said
+        else:
+            said += f"cannot be read: {os.strerror(int(state[at]) - _BROKEN)}"
         if time.monotonic() - self._told_at >= _TOLD_S:
             self._told_at = time.monotonic()
-            said = (
-                self.damage if is_corrupt else f"{self._name}: {what} cannot be read: {os.strerror(number)}"
-            )
             logger.error("%s", said)
 
     def sums(self) -> Bytes:
