@@ -50,6 +50,11 @@ def forget(path: Path, segment: Segment) -> None:
     """Drops the file's pages from the page cache; they were written. Those that are mapped would stay."""
     if _libc.madvise(segment.mapping.address, segment.size, mmap.MADV_DONTNEED):
         raise OSError(ctypes.get_errno(), "madvise")
+    drop(path)
+
+
+def drop(path: Path) -> None:
+    """Drops the pages of a file that is not mapped from the page cache."""
     fd = os.open(path, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

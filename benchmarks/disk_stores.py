@@ -9,7 +9,6 @@ reads a batch in one transaction. Cold: the page cache has forgotten the files; 
 Every row is compared. Stores take turns.
 """
 
-import os
 import shutil
 import statistics
 import time
@@ -24,7 +23,7 @@ import lmdb
 import numpy as np
 import rocksdict
 from common import report
-from disk_rows import TABLE, forget, options_of
+from disk_rows import TABLE, drop, forget, options_of
 from make_model import publish_random
 
 from tableside.loader.segment.segment import Segment
@@ -41,15 +40,6 @@ def keys_of(ids: np.ndarray) -> list[bytes]:
     """Big-endian, so that they sort as numbers do."""
     text = ids.astype(">u8").tobytes()
     return [text[8 * n : 8 * n + 8] for n in range(ids.size)]
-
-
-def forget_all(folder: Path) -> None:
-    """Drops a store's files from the page cache."""
-    for path in folder.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def rocksdb_options() -> Any:
@@ -146,10 +136,11 @@ def main() -> None:
         for _ in range(ROUNDS):
             for name in ("ours", "rocksdb", "lmdb"):
                 for state in ("cold", "warm"):
-                    if state == "cold":
-                        forget(segment.files[1].path, segment) if name == "ours" else forget_all(
-                            folders[name]
-                        )
+                    if state == "cold" and name == "ours":
+                        forget(segment.files[1].path, segment)
+                    elif state == "cold":
+                        for path in folders[name].iterdir():
+                            drop(path)
                     with opened[name]() as read:
                         for first in range(0, ROWS if state == "warm" else 0, _AT_ONCE):
                             read(np.arange(first, first + _AT_ONCE))
