@@ -39,7 +39,7 @@ TABLE = "t"
 
 def fetched(segment: Segment) -> FetchedTable:
     reader = segment.readers[TABLE]
-    return segment.tables[TABLE].fetched_by(RowReader(reader, reader.ready, are_here=reader.are_here))
+    return segment.tables[TABLE].fetched_by(RowReader(reader, reader.ready, away=reader.away))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -123,7 +123,7 @@ class Table:
         in_rows = index is not None and index.ids.strides[0] == self.row_bytes
         at = index.ids.ctypes.data - self.address if in_rows and index is not None else -1
         shape = (self.rows, self.row_bytes, self.row_format, self.dim)
-        in_place = None if reader.are_here is None else self
+        in_place = None if reader.away is None else self
         return FetchedTable(*shape, reader, self.row_map, at, in_place=in_place)
 
     @property

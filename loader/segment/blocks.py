@@ -207,12 +207,15 @@ class BlockReader:
             state[state == _LEFT] = RowState.LATE
         self.count(PAGE_CACHE, rows.size - left)
 
-    def are_here(self, rows: NDArray[np.int64]) -> bool:
-        """Whether all of these rows that the table has may be read in the mapping now."""
-        if not _blocks.are_here(self._place, self._checked, self._regions, rows):
-            return False
-        self.count(IN_PLACE, rows.size)
-        return True
+    def away(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the places in `rows` of those that may not be read in the mapping now. Rows that the table
+        has not do not count."""
+        out = np.empty(rows.size, np.int64)
+        return out[: _blocks.away(self._place, self._checked, self._regions, rows, out)]
+
+    def read_in_place(self, rows: int) -> None:
+        """Counts rows that were read in the mapping."""
+        self.count(IN_PLACE, rows)
 
     def ask(self, rows: NDArray[np.int64]) -> None:
         """Has the disk bring the first blocks of some rows, ascending, without a wait."""

@@ -1,13 +1,15 @@
-"""Lookups of fetched tables (`quant.rows.fetched`) whose rows all lie in memory."""
+"""Lookups of fetched tables (`quant.rows.fetched`) whose rows lie in memory: where the table's address says,
+or in the page cache, from which they are copied."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.contract import Ids, Lookup, LookupKind, Place, Plan, Planner, Table, Unfound
+from tableside.quant.contract import Bytes, Ids, Lookup, LookupKind, Place, Plan, Planner, Table, Unfound
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.rows.fetched import FetchedTable
@@ -16,10 +18,34 @@ if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
 
 _MANY_IDS = 4096  # for fewer, finding rows again takes less than other places do
+_ADDRESSES = 1 << 47  # that a process has
 FIELD = {name: n for n, name in enumerate(Place._fields)}
 # Whether a field is an offset into the inputs, or into the outputs
 _OF_INPUTS = np.array([name in ("ids_at", "lengths_at", "weights_at") for name in Place._fields], np.int64)
 _OF_OUTPUTS = np.array([name in ("out_at", "found_at") for name in Place._fields], np.int64)
+
+
+class CopiedRows(NamedTuple):
+    """Rows of a table that were copied from the page cache. rows: [n] their numbers, ascending, each once;
+    at: the place here of each one that was asked for; packed: [n, row_bytes], a whole number of rows from
+    the table's address; state: `RowState` [n]."""
+
+    table: FetchedTable
+    rows: Ids
+    at: Ids
+    packed: Bytes
+    state: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, table: FetchedTable, asked: Ids) -> "CopiedRows":
+        assert table.reader.ready is not None and table.in_place is not None
+        rows, at = distinct(asked)
+        size = rows.size * table.row_bytes
+        memory, state = np.empty(size + table.row_bytes, np.uint8), np.zeros(rows.size, np.uint8)
+        skipped = (table.in_place.address - _address(memory)) % table.row_bytes
+        packed = memory[skipped : skipped + size].reshape(rows.size, table.row_bytes)
+        table.reader.ready(rows, packed, state, None)
+        return cls(table, rows, at, packed, state)
 
 
 class InMemory:
@@ -34,62 +60,139 @@ class InMemory:
         threads: int,
     ) -> None:
         """tables: of each kind, in memory."""
-        spans = [
-            _numbered(table) if table is not kind.table else (0, table)
-            for kind, table in zip(kinds, tables, strict=True)
+        self._kinds, self._tables, self._backend, self._threads = kinds, tables, backend, threads
+        self._spans = [_Span.of(table) for table in tables]
+        self._planner = self._planner_of(tables)
+        self._by_number = self._planner_over(self._spans) if backend.reads_any_rows else None
+
+    def _planner_of(self, tables: Sequence[Table]) -> Planner:
+        of_kind = [
+            LookupKind(table, kind.pooling, kind.precision)
+            for kind, table in zip(self._kinds, tables, strict=True)
         ]
-        self._first = [first for first, _ in spans]
+        return self._backend.memory_planner(of_kind, self._threads)
 
-        def planner(tables: Sequence[Table]) -> Planner:
-            of_kind = [
-                LookupKind(table, kind.pooling, kind.precision)
-                for kind, table in zip(kinds, tables, strict=True)
-            ]
-            return backend.memory_planner(of_kind, threads)
+    def _planner_over(self, spans: "Sequence[_Span]") -> Planner:
+        """Returns what plans by row numbers, from the first one of a span on."""
+        each = zip(self._kinds, self._tables, spans, strict=True)
+        return self._planner_of([t if t is kind.table else span.table(t) for kind, t, span in each])
 
-        self._planner = planner(tables)
-        self._by_number = planner([table for _, table in spans]) if backend.reads_any_rows else None
+    @cached_property
+    def _everywhere(self) -> "Sequence[_Span]":
+        return [_Span.everywhere(table) for table in self._tables]
+
+    @cached_property
+    def _by_address(self) -> Planner:
+        return self._planner_over(self._everywhere)
 
     def plan(
         self, asked: Sequence[tuple[Lookup | LookupKind, Place]], places: Any, inputs: Any
-    ) -> Plan | None:
-        """Returns a plan that reads rows where they lie in memory; None: some do not. Ids may be missing, or
-        wrong."""
-        by_number, numbers = self._by_number, dict[int, Ids]()
+    ) -> tuple[Plan | None, Sequence[CopiedRows]]:
+        """Returns a plan that reads rows where they lie in memory; or None, where some do not, and what was
+        copied of the others. Ids may be missing, or wrong."""
+        rows_of, away_of, is_sure = dict[int, Ids](), dict[int, Ids](), True
+        counted = list[tuple[Callable[[int], object], int]]()
         for job, (kind, place) in enumerate(asked):
             if not isinstance(table := kind.table, FetchedTable):
                 continue
-            if (are_here := table.reader.are_here) is None:
-                return None
-            ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
-            if (row_map := table.row_map) is None:
-                if not are_here(ids):
-                    return None
-                continue
-            numbers[job] = rows = np.empty(place.ids, np.int64)
-            doubtful = place_rows(row_map, ids, rows, table.rows)
-            if not are_here(rows):
-                return None
-            if doubtful:
-                by_number = None
-                if row_map.default_row is not None and not are_here(np.array([row_map.default_row])):
-                    return None
-            rows -= self._first[place.kind]
-        if by_number is None or sum(rows.size for rows in numbers.values()) < _MANY_IDS:
+            if (away := table.reader.away) is None:
+                return None, ()
+            rows = ids = np.frombuffer(inputs, np.int64, place.ids, place.ids_at)
+            if (row_map := table.row_map) is not None:
+                rows = np.empty(place.ids, np.int64)
+                if place_rows(row_map, ids, rows, table.rows):
+                    is_sure = False
+                    if row_map.default_row is not None and away(np.array([row_map.default_row])).size:
+                        return None, ()
+            rows_of[job] = rows
+            if (there := away(rows)).size:
+                away_of[job] = there
+            if table.reader.in_place is not None:
+                counted.append((table.reader.in_place, rows.size - there.size))
+        copied: Sequence[CopiedRows] = ()
+        if not away_of:
+            plan: Plan | None = self._plain(asked, places, rows_of, is_sure)
+        elif is_sure and self._backend.reads_any_rows:
+            plan, copied = self._mixed(asked, places, rows_of, away_of)
+        else:
+            return None, ()
+        for count, in_place in counted if plan is not None else ():
+            count(in_place)
+        return plan, copied
+
+    def _plain(
+        self,
+        asked: Sequence[tuple[Lookup | LookupKind, Place]],
+        places: Any,
+        rows_of: Mapping[int, Ids],
+        is_sure: bool,
+    ) -> Plan:
+        """Of rows that all lie at their tables' addresses. rows_of: by the lookup's number."""
+        if self._by_number is None or not is_sure or sum(map(len, rows_of.values())) < _MANY_IDS:
             return self._planner.plan(places)
-        return _NumberedPlan(self, by_number, places, numbers)
+        numbers = {
+            job: rows - self._spans[place.kind].first
+            for job, rows in rows_of.items()
+            if (place := asked[job][1]) and asked[job][0].table.row_map is not None
+        }
+        return (
+            _NumberedPlan((self,), self._by_number, places, numbers)
+            if numbers
+            else self._planner.plan(places)
+        )
+
+    def _mixed(
+        self,
+        asked: Sequence[tuple[Lookup | LookupKind, Place]],
+        places: Any,
+        rows_of: Mapping[int, Ids],
+        away_of: Mapping[int, Ids],
+    ) -> tuple[Plan | None, Sequence[CopiedRows]]:
+        """Of rows of which some are copied. away_of: the places of these, by the lookup's number."""
+        numbers, copied = dict[int, Ids](), list[CopiedRows]()
+        for job, rows in rows_of.items():
+            kind, place = asked[job]
+            table = kind.table
+            assert isinstance(table, FetchedTable)
+            if table.reader.ready is None or not self._spans[place.kind].has(rows):
+                return None, copied
+            span = self._everywhere[place.kind]
+            numbers[job] = rows - span.first
+            if job not in away_of:
+                continue
+            came = CopiedRows.of(table, rows[away_of[job]])
+            copied.append(came)
+            if came.state.any():
+                return None, copied
+            first = (_address(came.packed) - span.address) // table.row_bytes
+            numbers[job][away_of[job]] = came.at + first
+        return _NumberedPlan((self, *copied), self._by_address, places, numbers), copied
 
 
 class _NumberedPlan(Plan):
-    """owner: keeps the rows mapped. numbers: of rows, instead of the ids of a lookup, by its number."""
+    """owners: keep the rows in memory. numbers: of rows, instead of the ids of a lookup, by its number."""
 
-    def __init__(self, owner: InMemory, planner: Planner, places: Any, numbers: Mapping[int, Ids]) -> None:
-        self._owner, self._planner, self._numbers = owner, planner, numbers
+    def __init__(
+        self, owners: Sequence[object], planner: Planner, places: Any, numbers: Mapping[int, Ids]
+    ) -> None:
+        self._owners, self._planner, self._numbers = owners, planner, numbers
         self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         places = places_in_memory(self._places, inputs, outputs, self._numbers)
         return self._planner.run(places.tobytes(), MEMORY, MEMORY)
+
+
+def distinct(rows: Ids) -> tuple[Ids, Ids]:
+    """Returns the distinct ones, ascending, and the place among them of each. numpy.unique takes three times
+    as long for a few rows."""
+    order = rows.argsort(kind="stable")
+    ascending = rows[order]
+    is_new = np.ones(rows.size, np.bool_)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_new[1:])
+    at = np.empty(rows.size, np.int64)
+    at[order] = is_new.cumsum() - 1
+    return ascending[is_new], at
 
 
 def places_in_memory(
@@ -104,14 +207,39 @@ def places_in_memory(
     return places
 
 
-def _numbered(table: Table) -> tuple[int, Table]:
-    """Returns the smallest number of a row of a table or of its overlay, and a table without a map of all
-    that lies from there on."""
-    if table.row_map is None or table.row_map.overlay is None:
-        return 0, replace(table, row_map=None)
-    layers = table.row_map.overlay.layers
-    first = min(0, *(layer.first_row for layer in layers))
-    end = max(table.rows, *(layer.first_row + layer.index.slots for layer in layers))
-    at = table.address + first * table.row_bytes
-    everything = np.frombuffer(memoryview(MEMORY), np.uint8, (end - first) * table.row_bytes, at - BASE)
-    return first, replace(table, packed=everything.reshape(end - first, table.row_bytes), row_map=None)
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+class _Span(NamedTuple):
+    """Memory as rows of a table: that with number `first` is the first one, at this address; the one before
+    `end` is the last."""
+
+    first: int
+    end: int
+    address: int
+
+    @classmethod
+    def of(cls, table: Table) -> "_Span":
+        """From the first row of a table or of its overlay to the last one."""
+        overlay = None if table.row_map is None else table.row_map.overlay
+        layers = () if overlay is None else overlay.layers
+        first = min(0, *(layer.first_row for layer in layers), 0)
+        end = max(table.rows, *(layer.first_row + layer.index.slots for layer in layers), 0)
+        return cls(first, end, table.address + first * table.row_bytes)
+
+    @classmethod
+    def everywhere(cls, table: Table) -> "_Span":
+        """All of the address space."""
+        first = -((table.address - BASE) // table.row_bytes)
+        address = table.address + first * table.row_bytes
+        return cls(first, first + (_ADDRESSES - address) // table.row_bytes, address)
+
+    def has(self, rows: Ids) -> bool:
+        return not rows.size or (self.first <= int(rows.min()) and int(rows.max()) < self.end)
+
+    def table(self, table: Table) -> Table:
+        """A table without a map of this memory, with rows as those of another one."""
+        size = self.end - self.first
+        packed = np.frombuffer(memoryview(MEMORY), np.uint8, size * table.row_bytes, self.address - BASE)
+        return replace(table, packed=packed.reshape(size, table.row_bytes), row_map=None)

@@ -27,7 +27,7 @@ from tableside.quant.contract import (
 )
 from tableside.quant.cpu.address_space import MEMORY
 from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
-from tableside.quant.cpu.in_memory import FIELD, InMemory, places_in_memory
+from tableside.quant.cpu.in_memory import FIELD, CopiedRows, InMemory, distinct, places_in_memory
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.errors import BadIds, Problem, RowsNotRead
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState, not_read
@@ -96,7 +96,7 @@ class _TableRows:
     def __init__(self, table: FetchedTable, rows: Sequence[Ids]) -> None:
         """rows: of each lookup; -1: none."""
         self._table = table
-        self._wanted, at = _distinct(rows[0] if len(rows) == 1 else np.concatenate(rows))
+        self._wanted, at = distinct(rows[0] if len(rows) == 1 else np.concatenate(rows))
         ends = list(accumulate(one.size for one in rows))
         self.at = [at[end - one.size : end] for one, end in zip(rows, ends, strict=True)]
         self._packed = np.zeros((self._wanted.size + 1, table.row_bytes), np.uint8)
@@ -114,6 +114,12 @@ class _TableRows:
         """The id that each row keeps."""
         at = self._table.id_at
         return np.ascontiguousarray(self._packed[:, at : at + ID_BYTES]).view(np.int64)[:, 0]
+
+    def take(self, copied: CopiedRows) -> None:
+        """Takes rows that came."""
+        came = copied.state == RowState.HERE
+        at = self._wanted.searchsorted(copied.rows[came])
+        self._packed[at], self._state[at - self._own.start] = copied.packed[came], RowState.HERE
 
     def ask(self) -> None:
         """Has the rows that are not here brought, without a wait."""
@@ -160,18 +166,6 @@ class _TableRows:
         return len(self._packed) - 1
 
 
-def _distinct(rows: Ids) -> tuple[Ids, Ids]:
-    """Returns the distinct ones, ascending, and the place among them of each. numpy.unique takes three times
-    as long for a few rows."""
-    order = rows.argsort(kind="stable")
-    ascending = rows[order]
-    is_new = np.ones(rows.size, np.bool_)
-    np.not_equal(ascending[1:], ascending[:-1], out=is_new[1:])
-    at = np.empty(rows.size, np.int64)
-    at[order] = is_new.cumsum() - 1
-    return ascending[is_new], at
-
-
 class StagedPlanner(Planner):
     """Plans lookups of which some read fetched tables. backend: reads what was staged."""
 
@@ -206,8 +200,9 @@ class _StagedPlan(Plan):
         for kind, place in self._asked:
             if isinstance(kind.table, FetchedTable) and (note := kind.table.reader.note) is not None:
                 note(np.frombuffer(inputs, np.int64, place.ids, place.ids_at))
+        copied: Sequence[CopiedRows] = ()
         if (in_memory := self._planner.in_memory) is not None:
-            here = in_memory.plan(self._asked, self._places, inputs)
+            here, copied = in_memory.plan(self._asked, self._places, inputs)
             if here is not None:
                 return here
         found: dict[int, _Found] = {}
@@ -224,7 +219,7 @@ class _StagedPlan(Plan):
         refuse = partial(_refuse, self._asked, found, inputs)
         if wrong is not None and all(one.ids is None for one in found.values()):
             refuse(wrong)
-        return _Fetching(self._planner, self._places, found, wrong, refuse)
+        return _Fetching(self._planner, self._places, found, wrong, refuse, copied)
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
@@ -247,8 +242,8 @@ def _refuse(
 
 class _Fetching(Waiting):
     """Rows of a request that must be fetched. found: by the lookup's number. wrong: a lookup behind them.
-    refuse: raises an error, or that of a lookup before it. The time that its tables let a lookup wait begins
-    here."""
+    refuse: raises an error, or that of a lookup before it. copied: rows that came already, while others need
+    a wait. The time that its tables let a lookup wait begins here."""
 
     def __init__(
         self,
@@ -257,6 +252,7 @@ class _Fetching(Waiting):
         found: Mapping[int, _Found],
         wrong: BadIds | None,
         refuse: Callable[[BadIds], NoReturn],
+        copied: Sequence[CopiedRows],
     ) -> None:
         self._planner, self._places, self._found = planner, places, found
         self._wrong, self._refuse = wrong, refuse
@@ -266,12 +262,15 @@ class _Fetching(Waiting):
         self._rows = {
             id(t): _TableRows(t, [found[job].rows for job in self._jobs[id(t)]]) for t in self._tables
         }
+        self._must_wait = bool(copied)
+        for one in copied:
+            self._rows[id(one.table)].take(one)
         limits = [wait_s for table in self._tables if (wait_s := table.reader.wait_s) is not None]
         self._deadline = time.monotonic() + min(limits) if limits else None
 
     def ready(self) -> Plan | Waiting:
         """Returns the plan to run, where no row needs a wait."""
-        if any(table.reader.ready is None for table in self._tables):
+        if self._must_wait or any(table.reader.ready is None for table in self._tables):
             return self
         try:
             return self._staged(lambda reader: reader.ready, None, is_last=False)

@@ -70,19 +70,21 @@ class RowsAsked(NamedTuple):
 
 class RowReader(NamedTuple):
     """What reads rows of one table. ready: as `fetch`, of rows that need no wait, the others are LATE; None:
-    all may need one. wait_s: that a lookup may wait at most; None: any time. are_here: whether
-    rows [n], as far as the table has them, may be read at the table's address now; None: they never may. ask:
-    has rows [n] brought, without a wait, as `fetch` will need them. default: gives the default row, uint8
-    [row_bytes], which stands for rows that are late; None, or if it gives None: these are an error. note: is
-    told the ids [n] of each lookup."""
+    all may need one. wait_s: that a lookup may wait at most; None: any time. away: returns the
+    places in rows [n] of those that may not be read at the table's address now, without rows that the table
+    has not; None: they never may. ask: has rows [n] brought, without a wait, as `fetch` will need them.
+    default: gives the default row, uint8 [row_bytes], which stands for rows that are late; None, or if it
+    gives None: these are an error. note: is told the ids [n] of each lookup; in_place: how many rows were
+    read at the table's address."""
 
     fetch: Fetch
     ready: Fetch | None = None
     wait_s: float | None = None
-    are_here: Callable[[NDArray[np.int64]], bool] | None = None
+    away: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None
     ask: Callable[[NDArray[np.int64]], object] | None = None
     default: Callable[[], NDArray[np.uint8] | None] | None = None
     note: Callable[[NDArray[np.int64]], object] | None = None
+    in_place: Callable[[int], object] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,7 @@ class FetchedTable:
     """Packed rows that `reader` fetches. rows: including the default row. row_bytes: of one, as it writes
     it. row_map: maps ids to row numbers; None: ids are row numbers. id_at: byte of a row at which it keeps
     its raw id, which is compared there and not in `row_map`; -1: in `row_map`. in_place: the same rows in
-    memory, of which `reader.are_here` speaks. QuantError: no row of this format and dim has so many bytes."""
+    memory, of which `reader.away` speaks. QuantError: no row of this format and dim has so many bytes."""
 
     rows: int
     row_bytes: int

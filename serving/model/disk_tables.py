@@ -38,8 +38,8 @@ class DiskTables:
             reader.timeout_s = self._settings.disk_timeout_s
             reader.without_readahead()
             default = None if ids is None else self._default_row(reader, ids.default_row, name)
-            calls = reader, reader.ready, self._settings.disk_timeout_s, reader.are_here, reader.ask, default
-            found[name] = RowReader(*calls, note=self.hot.counter(base, name))
+            calls = reader, reader.ready, self._settings.disk_timeout_s, reader.away, reader.ask, default
+            found[name] = RowReader(*calls, self.hot.counter(base, name), reader.read_in_place)
         return found
 
     def _default_row(

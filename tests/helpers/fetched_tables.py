@@ -11,12 +11,16 @@ from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 
 class FromArray:
     """Fetches rows of a table. states: of some rows, by their numbers. asked: the numbers of each call.
-    is_open: set, else a call waits for it. away: rows that may not be read where they lie."""
+    is_open: set, else a call waits for it. absent: rows that may not be read where they lie; counted: how
+    many were. slow: rows that need a wait; copied: the numbers of each call for those that do not."""
 
     def __init__(self, table: Table, states: Mapping[int, RowState] | None = None) -> None:
         self.table, self.states = table, states or {}
         self.asked: list[list[int]] = []
-        self.away: set[int] = set()
+        self.absent: set[int] = set()
+        self.slow: set[int] = set()
+        self.counted: list[int] = []
+        self.copied: list[list[int]] = []
         self.is_open = threading.Event()
         self.is_open.set()
 
@@ -27,8 +31,14 @@ class FromArray:
         out[:] = self.table.packed[rows]
         state[:] = [self.states.get(row, RowState.HERE) for row in rows.tolist()]
 
-    def are_here(self, rows: np.ndarray) -> bool:
-        return self.away.isdisjoint(rows.tolist())
+    def ready(self, rows: np.ndarray, out: np.ndarray, state: np.ndarray, deadline: float | None) -> None:
+        assert out.shape == (rows.size, self.table.row_bytes) and (np.diff(rows) > 0).all()
+        self.copied.append(rows.tolist())
+        is_slow = np.isin(rows, [*self.slow])
+        out[~is_slow], state[is_slow] = self.table.packed[rows[~is_slow]], RowState.LATE
+
+    def away(self, rows: np.ndarray) -> np.ndarray:
+        return np.flatnonzero([row in self.absent for row in rows.tolist()])
 
 
 def fetched_table(table: Table, states: Mapping[int, RowState] | None = None) -> FetchedTable:

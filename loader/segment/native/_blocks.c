@@ -12,7 +12,7 @@
  *     place     int64: fd; bytes of row 0 and of the first checksum in the file; its seed; row_bytes; rows of the
  *               table; address of row 0 where the file is mapped, or 0; believed_ms and trusted_ms, see below
  *     checked   uint8 [blocks / 8 + 1], bit n: block n was read and checked
- *     regions   uint8: what looks found, REGION_SIZE bytes for each REGION_BYTES of the rows, and one more
+ *     regions   uint8: what looks found, REGION_SIZE bytes for each REGION_BYTES of the rows, and two more
  *     rows      int64 [n], ascending
  *     out       uint8 [n, row_bytes]
  *     state     uint8 [n], read and written: a row is read if its state is LEFT
@@ -24,9 +24,9 @@
  *   way. Waits no longer than patience_ms for a row, and all_ms for all: that row and those behind it stay LEFT.
  * ask(place, rows, most): asks the disk for the blocks of the first rows, `most` of them; waits for none. A file
  *   system whose queue is full makes it, and `bring`, wait all the same.
- * are_here(place, checked, regions, rows) -> whether all these rows may be read in the mapping now: blocks were
- *   checked, and the page cache has their pages. rows: int64 [n], at any alignment; those that the table has not
- *   do not count
+ * away(place, checked, regions, rows, out) -> how many of these rows may not be read in the mapping now: of the
+ *   others the blocks were checked, and the page cache has their pages. rows: int64 [n], at any alignment; those that
+ *   the table has not do not count. out: int64 [n], gets the places in `rows` of those that are away
  */
 #define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
@@ -213,12 +213,9 @@ enum { REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE };
 enum { OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
 /* Of a part of which a look found less than half, and for how long: looks at pages that are away are slow. */
 enum { MANY = 32, FEW_MS = 2000 };
-/* touches: since `since_ms`. has_few: the last look found less than half of the pages. is_whole: it found all, and
- * all blocks checked. */
-typedef struct {
-    uint32_t is_seen, seen_ms, since_ms, touches, has_few, is_whole;
-    unsigned char pages[REGION_PAGES / 8];
-} region;
+/* seen_ms: of the last look, never 0; 0: there was none. touches: since `since_ms`. has_few: the look found less than
+ * half of the pages. */
+typedef struct { uint32_t seen_ms, since_ms, touches, has_few; } region;
 
 static uint32_t now_ms(void) {
     struct timespec now;
@@ -227,7 +224,7 @@ static uint32_t now_ms(void) {
 }
 
 static int has_bit(const uint8_t *bits, int64_t n) {
-    return __atomic_load_n(bits + n / 8, __ATOMIC_RELAXED) >> n % 8 & 1;
+    return __atomic_load_n(bits + (uint64_t)n / 8, __ATOMIC_RELAXED) >> (uint64_t)n % 8 & 1;
 }
 
 static void set_checked(uint8_t *checked, const span *s) {
@@ -235,50 +232,45 @@ static void set_checked(uint8_t *checked, const span *s) {
         __atomic_fetch_or(checked + n / 8, (uint8_t)(1 << n % 8), __ATOMIC_RELAXED);
 }
 
-/* Asks the kernel which of a region's pages, from block `first` on, the page cache has. */
+/* Asks the kernel which pages of a region, from block `first` on, the page cache has. */
 static void look(const place *p, uint8_t *checked, region *r, int64_t first, uint32_t now, int is_trusted) {
     unsigned char there[REGION_PAGES] = {0}, packed[REGION_PAGES / 8] = {0};
     const int64_t left = blocks_of(p) - first, pages = left < REGION_PAGES ? left : REGION_PAGES;
     if (mincore((uint8_t *)(uintptr_t)p->mapped + first * PAGE, (size_t)(pages * PAGE), there))
         memset(there, 0, sizeof there);
-    int64_t found = 0, whole = 0;
+    int64_t found = 0;
     for (int64_t i = 0; i < pages; i++)
         if (there[i] & 1) packed[i / 8] |= (unsigned char)(1 << i % 8), found++;
-    for (int64_t i = 0; i < pages; i += 8) { /* a region's first block is a multiple of 8 */
-        uint8_t *bits = checked + (first + i) / 8;
-        const uint8_t stays = is_trusted ? packed[i / 8] : 0;
-        whole += __builtin_popcount(__atomic_and_fetch(bits, stays, __ATOMIC_RELAXED));
-        __atomic_store_n(r->pages + i / 8, packed[i / 8], __ATOMIC_RELAXED);
-    }
+    for (int64_t i = 0; i < pages; i += 8) /* a region's first block is a multiple of 8 */
+        __atomic_fetch_and(checked + (first + i) / 8, is_trusted ? packed[i / 8] : 0, __ATOMIC_RELAXED);
     __atomic_store_n(&r->has_few, 2 * found < pages, __ATOMIC_RELAXED);
-    __atomic_store_n(&r->is_whole, whole == pages, __ATOMIC_RELAXED);
-    __atomic_store_n(&r->is_seen, 1, __ATOMIC_RELAXED);
     __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&r->seen_ms, now, __ATOMIC_RELEASE);
+    __atomic_store_n(&r->seen_ms, now ? now : 1, __ATOMIC_RELEASE);
 }
 
-/* Whether the page cache has the page of a block, and had it since it was checked. */
-static int has_page(const place *p, uint8_t *checked, region *regions, int64_t block, uint32_t now) {
-    region *r = regions + block / REGION_PAGES;
-    const uint32_t age = now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE);
-    const int is_seen = __atomic_load_n(&r->is_seen, __ATOMIC_RELAXED) != 0;
-    if (!is_seen || age >= (uint32_t)p->believed_ms) {
-        if (now - __atomic_load_n(&r->since_ms, __ATOMIC_RELAXED) >= OFTEN_MS) {
-            __atomic_store_n(&r->since_ms, now, __ATOMIC_RELAXED);
-            __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
-        }
-        const int is_trusted = is_seen && age < (uint32_t)p->trusted_ms,
-            is_slow = is_seen && age < FEW_MS && __atomic_load_n(&r->has_few, __ATOMIC_RELAXED);
-        const uint32_t enough = is_slow ? MANY : is_trusted ? AGAIN : OFTEN;
-        if (__atomic_add_fetch(&r->touches, 1, __ATOMIC_RELAXED) < enough) return 0;
-        look(p, checked, r, block / REGION_PAGES * REGION_PAGES, now, is_trusted);
+/* Whether blocks of a region that are checked now are those of the page cache. May look. */
+static int is_seen(const place *p, uint8_t *checked, region *regions, int64_t number, uint32_t now) {
+    region *r = regions + number;
+    const uint32_t seen = __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE), age = now - seen;
+    if (seen && age < (uint32_t)p->believed_ms) return 1;
+    if (now - __atomic_load_n(&r->since_ms, __ATOMIC_RELAXED) >= OFTEN_MS) {
+        __atomic_store_n(&r->since_ms, now, __ATOMIC_RELAXED);
+        __atomic_store_n(&r->touches, 0, __ATOMIC_RELAXED);
     }
-    return has_bit(r->pages, block % REGION_PAGES);
+    const int is_trusted = seen && age < (uint32_t)p->trusted_ms,
+        is_slow = seen && age < FEW_MS && __atomic_load_n(&r->has_few, __ATOMIC_RELAXED);
+    const uint32_t enough = is_slow ? MANY : is_trusted ? AGAIN : OFTEN;
+    if (__atomic_add_fetch(&r->touches, 1, __ATOMIC_RELAXED) < enough) return 0;
+    look(p, checked, r, number * REGION_PAGES, now, is_trusted);
+    return 1;
 }
 
 static int is_resident(const place *p, uint8_t *checked, region *regions, const span *s, uint32_t now) {
-    for (int64_t block = s->first; block < s->first + s->blocks; block++)
-        if (!has_page(p, checked, regions, block, now) || !has_bit(checked, block)) return 0;
+    const int64_t last = s->first + s->blocks - 1;
+    for (int64_t number = s->first / REGION_PAGES; number <= last / REGION_PAGES; number++)
+        if (!is_seen(p, checked, regions, number, now)) return 0;
+    for (int64_t block = s->first; block <= last; block++)
+        if (!has_bit(checked, block)) return 0;
     return 1;
 }
 
@@ -408,53 +400,50 @@ static int is_sound(const place *p, int64_t n, const Py_buffer *checked, const P
     return 1;
 }
 
-/* Whether a span lies in pages that a fresh look at one region found. */
-static int is_seen(const region *r, const span *s, uint32_t now, uint32_t believed) {
-    if (now - __atomic_load_n(&r->seen_ms, __ATOMIC_ACQUIRE) >= believed
-        || !__atomic_load_n(&r->is_seen, __ATOMIC_RELAXED)
-        || s->first / REGION_PAGES != (s->first + s->blocks - 1) / REGION_PAGES) return 0;
-    for (int64_t n = 0; n < s->blocks; n++)
-        if (!has_bit(r->pages, s->first % REGION_PAGES + n)) return 0;
-    return 1;
+/* As `is_resident`, for most rows, sooner; no: ask that. */
+static inline int is_known(const place *p, const uint8_t *checked, const region *regions, uint64_t row, uint32_t now) {
+    const uint64_t at = row * (uint64_t)p->row_bytes, first = at / PAGE, last = (at + (uint64_t)p->row_bytes - 1) / PAGE;
+    const uint32_t seen = __atomic_load_n(&regions[first / REGION_PAGES].seen_ms, __ATOMIC_ACQUIRE);
+    return (seen != 0) & (now - seen < (uint32_t)p->believed_ms) & (last - first <= 1)
+           & (first / REGION_PAGES == last / REGION_PAGES) & has_bit(checked, (int64_t)first)
+           & has_bit(checked, (int64_t)last);
 }
 
-static int are_here(const place *p, uint8_t *checked, region *regions, const uint8_t *rows, int64_t n) {
-    const uint32_t now = now_ms(), believed = (uint32_t)p->believed_ms;
-    if (!p->mapped || !is_whole(p)) return 0;
+static int64_t away(const place *p, uint8_t *checked, region *regions, const uint8_t *rows, int64_t n, int64_t *out) {
+    const uint32_t now = now_ms();
+    const int is_mapped = p->mapped && is_whole(p);
+    int64_t found = 0;
     for (int64_t i = 0; i < n; i++) {
         int64_t row;
         memcpy(&row, rows + 8 * i, 8);
         if ((uint64_t)row >= (uint64_t)p->rows) continue;
+        if (is_mapped && is_known(p, checked, regions, (uint64_t)row, now)) continue;
         const span s = span_of(p, row);
-        const region *r = regions + s.first / REGION_PAGES;
-        if (!is_seen(r, &s, now, believed)) {
-            if (!is_resident(p, checked, regions, &s, now)) return 0;
-        } else if (!__atomic_load_n(&r->is_whole, __ATOMIC_RELAXED))
-            for (int64_t block = s.first; block < s.first + s.blocks; block++)
-                if (!has_bit(checked, block)) return 0;
+        if (!is_mapped || !is_resident(p, checked, regions, &s, now)) out[found++] = i;
     }
-    return 1;
+    return found;
 }
 
-static PyObject *py_are_here(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+static PyObject *py_away(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[4] = {{0}};
-    int held = 0, here = -1;
+    Py_buffer b[5] = {{0}};
+    int held = 0;
+    int64_t found = -1;
     place p;
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "are_here takes 4 arguments, got %zd", n);
-    while (held < 4 && !PyObject_GetBuffer(args[held], b + held, held % 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
-    if (held == 4) {
+    if (n != 5) return PyErr_Format(PyExc_TypeError, "away takes 5 arguments, got %zd", n);
+    while (held < 5 && !PyObject_GetBuffer(args[held], b + held, held % 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
+    if (held == 5) {
         if (b[0].len == sizeof p) memcpy(&p, b[0].buf, sizeof p);
-        if (b[0].len != sizeof p || b[3].len % 8 || !fits(&p, b + 1, b + 2))
-            PyErr_SetString(PyExc_ValueError, "are_here: rows or bits do not fit this table");
+        if (b[0].len != sizeof p || b[3].len % 8 || b[4].len < b[3].len || !fits(&p, b + 1, b + 2))
+            PyErr_SetString(PyExc_ValueError, "away: rows or bits do not fit this table");
         else {
             Py_BEGIN_ALLOW_THREADS
-            here = are_here(&p, b[1].buf, b[2].buf, b[3].buf, b[3].len / 8);
+            found = away(&p, b[1].buf, b[2].buf, b[3].buf, b[3].len / 8, b[4].buf);
             Py_END_ALLOW_THREADS
         }
     }
     while (held--) PyBuffer_Release(b + held);
-    return here < 0 ? NULL : PyBool_FromLong(here);
+    return found < 0 ? NULL : PyLong_FromLongLong(found);
 }
 
 /* most: `bring`; NULL: `fetch`. */
@@ -541,7 +530,7 @@ static PyMethodDef methods[] = {
     {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
     {"bring", (PyCFunction)(void (*)(void))py_bring, METH_FASTCALL, NULL},
     {"ask", (PyCFunction)(void (*)(void))py_ask, METH_FASTCALL, NULL},
-    {"are_here", (PyCFunction)(void (*)(void))py_are_here, METH_FASTCALL, NULL},
+    {"away", (PyCFunction)(void (*)(void))py_away, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

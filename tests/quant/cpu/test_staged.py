@@ -124,14 +124,17 @@ def test_ids_are_compared_with_those_of_fetched_rows(seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
 def test_rows_that_are_here_are_read_where_they_lie(seed: int) -> None:
-    """Nothing is fetched; where one row is away, all that a table has are. Raw ids, deltas, what is missing
-    and what is wrong are as in memory."""
+    """Nothing is fetched. Where some rows are away, these are copied alone, each once, if no id is missing or
+    wrong; where one needs a wait, all that have not come are fetched. Raw ids, deltas, what is missing and
+    what is wrong are as in memory."""
     drawn, rng = Drawn(seed), random.Random(seed)
     for wrong in (False, True):
         places, inputs, out_bytes = drawn.request(wrong)
         sources = [FromArray(table) for table in drawn.tables]
         tables = [
-            table.fetched_by(RowReader(source, are_here=source.are_here))
+            table.fetched_by(
+                RowReader(source, source.ready, away=source.away, in_place=source.counted.append)
+            )
             for table, source in zip(drawn.tables, sources, strict=True)
         ]
         for name in BACKENDS:
@@ -140,11 +143,17 @@ def test_rows_that_are_here_are_read_where_they_lie(seed: int) -> None:
             planner = backend.planner(drawn.over(tables))
             assert outcome(planner.plan(places.tobytes()), inputs, out_bytes) == plain
             assert not any(source.asked for source in sources)
-            away = rng.choice(sources)
-            away.away = set(range(away.table.rows))
-            assert outcome(planner.plan(places.tobytes()), inputs, out_bytes) == plain
+            for share, slow in ((1.0, 0.0), (0.3, 0.0), (0.3, 0.5)):
+                for source in sources:
+                    source.absent = {row for row in range(source.table.rows) if rng.random() < share}
+                    source.slow = {row for row in source.absent if rng.random() < slow}
+                    source.asked, source.copied, source.counted = [], [], []
+                assert outcome(planner.plan(places.tobytes()), inputs, out_bytes) == plain
+                for source in sources:
+                    copied = {row for rows in source.copied for row in rows}
+                    assert not source.counted or (copied <= source.absent and not source.asked)
             for source in sources:
-                source.away, source.asked = set(), []
+                source.absent, source.slow, source.asked = set(), set(), []
 
 
 def test_a_row_that_is_away_is_fetched() -> None:
@@ -155,14 +164,39 @@ def test_a_row_that_is_away_is_fetched() -> None:
     here = KINDS["random"][:3]
     for away in (int(index.find(here[2:])[0]), made.table.rows - 1):
         source = FromArray(made.table)
-        table = made.table.fetched_by(RowReader(source, are_here=source.are_here))
-        source.away = {away}
+        table = made.table.fetched_by(RowReader(source, away=source.away))
+        source.absent = {away}
         place = np.array([Place(0, 0, 3, -1, 3, 1, -1, 0)], np.int64).tobytes()
         begun = choose().planner([LookupKind(table, Pooling.SUM)]).plan(place).begin(here.tobytes())
         assert isinstance(begun, Waiting)
-        source.away = set()
+        source.absent = set()
         begun = choose().planner([LookupKind(table, Pooling.SUM)]).plan(place).begin(here.tobytes())
         assert not isinstance(begun, Waiting) and not source.asked
+
+
+def test_rows_that_are_away_are_copied_alone() -> None:
+    """And fetched with the others where one of them needs a wait; those that were copied are not asked for
+    again. An id outside the table is refused, and reads nothing."""
+    made = table_of(RowFormat.INT8, 8, 100)
+    source = FromArray(made)
+    reader = RowReader(source, source.ready, away=source.away, in_place=source.counted.append)
+    planner = choose().planner([LookupKind(made.fetched_by(reader), Pooling.SUM)])
+    place = np.array([Place(0, 0, 5, -1, 5, 1, -1, 0)], np.int64).tobytes()
+    ids = np.array([7, 40, 41, 40, 9]).tobytes()
+    expected = outcome(choose().planner([LookupKind(made, Pooling.SUM)]).plan(place), ids, 32)
+    source.absent = {40, 41}
+    begun = planner.plan(place).begin(ids)
+    assert not isinstance(begun, Waiting) and outcome(begun, ids, 32) == expected
+    assert source.copied == [[40, 41]] and source.counted == [2] and not source.asked
+    source.slow = {41}
+    begun = planner.plan(place).begin(ids)
+    assert isinstance(begun, Waiting) and outcome(begun.wait(), ids, 32) == expected
+    assert source.asked == [[7, 9, 41]] and source.counted == [2]
+    for wrong in (-1, 100, 2**62):
+        source.copied, source.asked = [], []
+        with pytest.raises(BadIds):
+            planner.plan(place).begin(np.array([7, 40, wrong, 40, 9]).tobytes())
+        assert not source.copied and not source.asked
 
 
 def kinds_over(tables: list[Any]) -> list[LookupKind]:
