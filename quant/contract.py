@@ -24,6 +24,8 @@ from tableside.quant.rows.ids import RowMap
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
 
+MASK_LATE = 2  # in a found mask, of an id whose row came late; else 1, or 0 without a row
+
 Bytes = NDArray[np.uint8]
 Ids = NDArray[np.int64]
 Lengths = NDArray[np.int32]
@@ -138,8 +140,8 @@ class Table:
 class Lookup:
     """One lookup of a plan. Offsets and sizes are bytes in the input or output buffer, at any alignment.
     lengths_at None: every bag has `bag_length` ids. Pooling NONE ignores `bags` and `bag_length`.
-    out_row_bytes: stride of the vectors; None: dense. found_at: offset of the found mask, one byte an id;
-    None: no mask."""
+    out_row_bytes: stride of the vectors; None: dense. found_at: offset of the found mask, one byte an id: 1,
+    0, or MASK_LATE; None: no mask."""
 
     table: RowSource
     pooling: Pooling

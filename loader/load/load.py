@@ -101,6 +101,7 @@ def load(
                 _header(spec, planned, reused, version, source, steps),
                 scorer=scorer,
                 evaluation=spec.evaluation,
+                disk_timeout_s=spec.disk_timeout_s or 0,
                 owner=None if spec.share is None else Owner(whole_name(spec), version, *spec.share),
                 remote=tuple(remote),
             )

@@ -38,7 +38,8 @@ def spec_digest(spec: ModelSpec) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(said, default=str, sort_keys=True).encode() + b"\0" + program)
 
 
-_LATER = ("dim", "row_alignment", "copies", "owners", "share")  # keys that earlier builds did not know
+# keys that earlier builds did not know
+_LATER = ("dim", "row_alignment", "copies", "owners", "share", "disk_timeout_s")
 
 
 def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:

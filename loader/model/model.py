@@ -3,6 +3,8 @@
     name = "ads"                              # letters, digits, - and _
     checkpoint = "checkpoints/ads"            # a file or a folder; relative to this file
     copies = "numa"                           # optional: a copy on each NUMA node that has a GPU; or [0, 1]
+    disk_timeout_s = 0.05                     # optional: how long a request waits for rows of a disk or of
+                                              # another host, if the server's --disk-timeout-s is longer
 
     [tables.user]
     key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
@@ -163,7 +165,7 @@ class EvalSpec:
 class ModelSpec:
     """A whole model.toml, or what one owner has of it. share: number of the owner, and of all of them; None:
     it is whole. copies: NUMA nodes that get a copy each; empty: those that have a GPU; None: there
-    is one copy, anywhere."""
+    is one copy, anywhere. disk_timeout_s: for which requests wait for rows; None: as the server says."""
 
     name: str
     checkpoint: Path
@@ -173,6 +175,7 @@ class ModelSpec:
     evaluation: EvalSpec | None = None
     copies: tuple[int, ...] | None = None
     share: tuple[int, int] | None = None
+    disk_timeout_s: float | None = None
 
 
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:
@@ -222,7 +225,8 @@ def _instead(path: Path) -> str | None:
 
 def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     """Builds the specification from parsed TOML; paths are relative to `folder`."""
-    _only(raw, "the top level", {"name", "checkpoint", "copies", "tables", "features", "scorer", "eval"})
+    at_top = {"name", "checkpoint", "copies", "disk_timeout_s", "tables", "features", "scorer", "eval"}
+    _only(raw, "the top level", at_top)
     checkpoint = raw.get("checkpoint")
     if not isinstance(checkpoint, str) or not checkpoint:
         raise ModelError(f"checkpoint is {checkpoint!r}; expected the path of a file or folder")
@@ -237,7 +241,26 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
     scorer = _scorer(raw["scorer"], {f.name for f in features}, folder) if "scorer" in raw else None
     evaluation = _evaluation(raw["eval"]) if "eval" in raw else None
     name, copies = check_name(raw.get("name")), _copies(raw.get("copies"))
-    return ModelSpec(name, folder / checkpoint, tables, features, scorer, evaluation, copies)
+    timeout_s = raw.get("disk_timeout_s")
+    if timeout_s is not None and not is_disk_timeout(timeout_s):
+        raise ModelError(f"disk_timeout_s is {timeout_s!r}; {DISK_TIMEOUTS}")
+    return ModelSpec(
+        name,
+        folder / checkpoint,
+        tables,
+        features,
+        scorer,
+        evaluation,
+        copies,
+        disk_timeout_s=timeout_s,
+    )
+
+
+DISK_TIMEOUTS = "expected seconds, above 0 and at most 60"
+
+
+def is_disk_timeout(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 60
 
 
 def _copies(value: Any) -> tuple[int, ...] | None:

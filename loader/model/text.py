@@ -20,6 +20,8 @@ def write_model(spec: ModelSpec, left_out: Sequence[str], sizes: Mapping[str, st
     """Returns the text of a model.toml. left_out: lines about other tensors; sizes: of tables, by name."""
     lines = [f'name = "{spec.name}"', f'checkpoint = "{_escape(str(spec.checkpoint))}"']
     lines.append(_copies(spec.copies))
+    if spec.disk_timeout_s is not None:
+        lines.append(f"disk_timeout_s = {spec.disk_timeout_s}")
     if left_out:
         lines += ["", "# Left out. What is a table after all gets a section [tables.NAME] with its key."]
         lines += [f"#   {_escape(line)}" for line in left_out]

@@ -98,7 +98,8 @@ class Header:
     model.toml digest; load: seconds and source_bytes. owner: None for a whole version. delta: set in a delta
     over `version`, which has no features. merged: the last delta compacted into it. remote: tables whose rows
     other hosts have. origin: `Segment.content` of the loaded version that was compacted to this one, of a
-    model over several hosts; 0: this is a loaded one."""
+    model over several hosts; 0: this is a loaded one. disk_timeout_s: for which requests wait for rows; 0: as
+    the server says."""
 
     model: str
     version: int
@@ -115,6 +116,7 @@ class Header:
     files: tuple[TableFile, ...] = ()
     remote: tuple[RemoteTable, ...] = ()
     origin: int = 0
+    disk_timeout_s: float = 0
 
     def to_json(self) -> bytes:
         raw = asdict(self)
@@ -126,7 +128,8 @@ class Header:
         for name in ("delta", "merged"):
             if raw[name] is not None and not raw[name]["mark"]:
                 del raw[name]["mark"], raw[name]["after"]
-        for name in ("scorer", "evaluation", "owner", "delta", "merged", "files", "remote", "origin"):
+        later = "scorer", "evaluation", "owner", "delta", "merged", "files", "remote", "origin"
+        for name in (*later, "disk_timeout_s"):
             if not raw[name]:
                 del raw[name]  # a version without one reads as it always did
         for table in raw["tables"]:
@@ -160,6 +163,10 @@ class Header:
             raw["evaluation"] = EvalSpec(evaluation["label"], columns)
         return cls(**raw)
 
+    def row_timeout_s(self, most_s: float) -> float:
+        """Returns how long a request waits for rows that are not here, where a server says `most_s`."""
+        return min(self.disk_timeout_s or most_s, most_s)
+
     @property
     def indexes(self) -> tuple[StoredIndex, ...]:
         return tuple(t.ids.index for t in self.tables if t.ids is not None and t.ids.index is not None)
@@ -183,6 +190,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if self.disk_timeout_s:
+            return 9
         if any(file.seed for file in self.files):
             return 8
         if any(change is not None and change.mark for change in (self.delta, self.merged)):

@@ -1,7 +1,7 @@
 """Checks of a segment's header. Impossible numbers and places are refused before anything is read there."""
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.model.model import OUTPUTS, FeatureSpec
+from tableside.loader.model.model import DISK_TIMEOUTS, OUTPUTS, FeatureSpec, is_disk_timeout
 from tableside.loader.segment.blocks import sum_bytes
 from tableside.loader.segment.header import (
     FILE_HEAD_BYTES,
@@ -60,6 +60,8 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         raise SegmentError("the header's source or load is no object")
     if type(header.origin) is not int or not 0 <= header.origin < 1 << 64:
         raise SegmentError(f"the header's origin is {str(header.origin)[:30]!r}; expected a content")
+    if header.disk_timeout_s != 0 and not is_disk_timeout(header.disk_timeout_s):
+        raise SegmentError(f"the header's disk_timeout_s is {header.disk_timeout_s!r}; {DISK_TIMEOUTS}")
     if header.scorer is not None:
         dims = {t.name: t.dim for t in header.tables} | {t.name: t.dim for t in header.remote}
         pooled = {f.name: dims[f.table] for f in header.features if f.pooling != "none"}

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
+    MASK_LATE,
     Ids,
     Lengths,
     Lookup,
@@ -47,13 +48,14 @@ def _candidates(row_map: RowMap, ids: Ids) -> Ids:
 class _Found(NamedTuple):
     """The row numbers of a lookup of a fetched table. mask: of ids with a row of their own; None: all. ids:
     raw ones, to be compared with those that the rows keep: until then a row is what an id has if it is there,
-    or -1."""
+    or -1. late: mask of ids whose rows came late; None: none did."""
 
     table: FetchedTable
     rows: NDArray[np.int64]
     mask: NDArray[np.bool_] | None
     unfound: Unfound
     ids: NDArray[np.int64] | None = None
+    late: NDArray[np.bool_] | None = None
 
     @classmethod
     def of(cls, table: FetchedTable, ids: Ids, lengths: Lengths | None, job: int) -> "_Found":
@@ -86,7 +88,7 @@ class _Found(NamedTuple):
                 raise BadIds(Problem.MISSING, job, first, int(self.ids[first]), row_map.count)
         backfilled = 0 if row_map is None else int(row_map.is_backfilled(self.rows[found]).sum())
         unfound = Unfound(missing, backfilled, int(np.count_nonzero(late)))
-        return self._replace(mask=found, unfound=unfound), lacks
+        return self._replace(mask=found, unfound=unfound, late=late if unfound.late else None), lacks
 
 
 class _TableRows:
@@ -341,8 +343,10 @@ class _ReadPlan(Plan):
         for job, one in self._found.items():
             unfound[job] = one.unfound
             if (found_at := int(self._places[job, FIELD["found_at"]])) >= 0:
-                mask = np.frombuffer(outputs, np.bool_, one.rows.size, found_at)
+                mask = np.frombuffer(outputs, np.uint8, one.rows.size, found_at)
                 mask[:] = True if one.mask is None else one.mask
+                if one.late is not None:
+                    mask[one.late] = MASK_LATE
         return unfound if any(map(any, unfound)) else None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
+    MASK_LATE,
     Ids,
     Lookup,
     LookupKind,
@@ -290,6 +291,8 @@ class _CamePlan(Plan):
             unfound[job] = self._unfound.get(job, unfound[job])
             if mask_at >= 0:
                 start, end = fetched.starts[n : n + 2].tolist()
-                mask = np.frombuffer(outputs, np.bool_, end - start, mask_at)
+                mask = np.frombuffer(outputs, np.uint8, end - start, mask_at)
                 mask[:] = True if self._flags is None else self._flags[start:end] == RowState.HERE
+                if self._flags is not None:
+                    mask[self._flags[start:end] == RowState.LATE] = MASK_LATE
         return unfound if any(map(any, unfound)) else None

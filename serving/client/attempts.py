@@ -16,6 +16,7 @@ from tableside.serving.client.messages import (
 )
 
 _LONGEST_S = 1e6  # of any wait: sockets take no more than some weeks
+_DISK_TIMEOUT = "Tableside-Disk-Timeout-Ms"
 
 
 class Options(NamedTuple):
@@ -52,6 +53,16 @@ class Options(NamedTuple):
             if not isinstance(seconds, int | float) or not 0 < seconds < _LONGEST_S:
                 raise ValueError(f"{name} is {seconds!r}; expected seconds, above 0 and below {_LONGEST_S:g}")
         return self
+
+
+def with_disk_timeout(headers: Mapping[str, str] | None, seconds: float | None) -> Mapping[str, str] | None:
+    """Returns the headers with that which says how long the server waits for rows. ValueError: that is no
+    time."""
+    if seconds is None:
+        return headers
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < _LONGEST_S:
+        raise ValueError(f"disk_timeout_s is {seconds!r}; expected seconds, from 0 to below {_LONGEST_S:g}")
+    return {**(headers or {}), _DISK_TIMEOUT: f"{1000 * seconds:.3f}"}
 
 
 class Attempts:

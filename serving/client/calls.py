@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from tableside.loader.model.model import SCORE
 from tableside.serving.client import compact as compact_form
@@ -37,6 +38,7 @@ V = TypeVar("V")
 # from as many on the compact form costs client and server less than the named one (benchmarks/client.py)
 COMPACT_FEATURES = 32
 DEGRADED = "degraded."  # and a table's name: a parameter of answers in which rows came late
+LATE = "late."  # and a feature's name: which of its ids
 _KEPT = 64
 
 
@@ -102,6 +104,17 @@ def late_rows() -> dict[str, int]:
     theirs came late from a disk. ClientError: there was none."""
     said = _last_answer().get("parameters", {})
     return {name.removeprefix(DEGRADED): int(n) for name, n in said.items() if name.startswith(DEGRADED)}
+
+
+def late_ids() -> dict[str, NDArray[np.int64]]:
+    """Returns by feature the places of its ids whose rows came late, in this thread's or task's last lookup
+    with masks. ClientError: there was none."""
+    said = _last_answer().get("parameters", {})
+    return {
+        name.removeprefix(LATE): np.array(at.split(","), np.int64)
+        for name, at in said.items()
+        if name.startswith(LATE)
+    }
 
 
 def _last_answer() -> dict[str, Any]:

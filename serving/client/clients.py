@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tableside.serving.client import sockets, streams
 from tableside.serving.client.address import Address
-from tableside.serving.client.attempts import Attempts, Options
-from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by, late_rows
+from tableside.serving.client.attempts import Attempts, Options, with_disk_timeout
+from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by, late_ids, late_rows
 from tableside.serving.client.features import Ids
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
 from tableside.serving.client.messages import Call
@@ -33,8 +36,10 @@ class Client:
     base_url: http, https, or unix:PATH; None: TABLESIDE_URL of the environment, else port 8000 of this host.
     timeout_s: of connecting, and of each wait. retries: after a broken connection, not after a timeout.
     deadline_s: of a whole call; with one, a server that is too busy is asked again as well, when it says
-    (Retry-After), if that is in time; None: any. headers: sent with every request. ca: a PEM file for https;
-    None: the system's. Proxies of the environment are ignored. ValueError: an option cannot be used.
+    (Retry-After), if that is in time; None: any. disk_timeout_s: for which the server waits for rows of a
+    disk or another host, 0: takes what is in memory; None: as long as it says. headers: sent with every
+    request. ca: a PEM file for https; None: the system's. Proxies of the environment are ignored. ValueError:
+    an option cannot be used.
     """
 
     def __init__(
@@ -44,10 +49,11 @@ class Client:
         retries: int = 2,
         *,
         deadline_s: float | None = None,
+        disk_timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         ca: str | Path | None = None,
     ) -> None:
-        address = Address.parse(base_url, headers, ca)
+        address = Address.parse(base_url, with_disk_timeout(headers, disk_timeout_s), ca)
         self._calls, options = Calls(), Options(address, timeout_s, retries, deadline_s)
         self._options = options.checked()
         self._pool = sockets.SocketPool(address, timeout_s)
@@ -58,13 +64,15 @@ class Client:
         timeout_s: float | None = None,
         retries: int | None = None,
         deadline_s: float | None = None,
+        disk_timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> "Client":
         """Returns a client with other options over the same connections: where one of the two is closed, both
         are. None: as this one's. headers: besides this one's, or in their place. ValueError: an option
         cannot be used."""
         other = copy.copy(self)
-        other._options = self._options.replaced(timeout_s, retries, deadline_s, headers)
+        more = with_disk_timeout(headers, disk_timeout_s)
+        other._options = self._options.replaced(timeout_s, retries, deadline_s, more)
         return other
 
     @overload
@@ -148,6 +156,13 @@ class Client:
         came late from a disk. ClientError: there was none."""
         return late_rows()
 
+    @staticmethod
+    def late_ids() -> dict[str, NDArray[np.int64]]:
+        """Returns by feature the places of its ids that got the default row in this thread's last lookup, as
+        theirs came late. Of lookups with `found=True`, whose masks are False there. ClientError: there was
+        none."""
+        return late_ids()
+
     def models(self) -> list[dict[str, Any]]:
         """The models that the server serves, each with its versions, tables, features and bytes."""
         return self._run(self._calls.models())
@@ -203,10 +218,11 @@ class AsyncClient:
         retries: int = 2,
         *,
         deadline_s: float | None = None,
+        disk_timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
         ca: str | Path | None = None,
     ) -> None:
-        address = Address.parse(base_url, headers, ca)
+        address = Address.parse(base_url, with_disk_timeout(headers, disk_timeout_s), ca)
         self._calls, options = Calls(), Options(address, timeout_s, retries, deadline_s)
         self._options = options.checked()
         self._pool = streams.StreamPool(address)
@@ -217,11 +233,13 @@ class AsyncClient:
         timeout_s: float | None = None,
         retries: int | None = None,
         deadline_s: float | None = None,
+        disk_timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> "AsyncClient":
         """As Client.with_options."""
         other = copy.copy(self)
-        other._options = self._options.replaced(timeout_s, retries, deadline_s, headers)
+        more = with_disk_timeout(headers, disk_timeout_s)
+        other._options = self._options.replaced(timeout_s, retries, deadline_s, more)
         return other
 
     @overload
@@ -289,6 +307,11 @@ class AsyncClient:
     def late_rows() -> dict[str, int]:
         """As Client.late_rows, of this task."""
         return late_rows()
+
+    @staticmethod
+    def late_ids() -> dict[str, NDArray[np.int64]]:
+        """As Client.late_ids, of this task."""
+        return late_ids()
 
     async def models(self) -> list[dict[str, Any]]:
         """As Client.models."""

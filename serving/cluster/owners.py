@@ -36,18 +36,20 @@ class _Part(NamedTuple):
 
 class RemoteTables:
     """The remote tables of a state, as sources of rows. mark: of its changes. late_is_default: the default
-    row stands for rows that do not come in time. count: is told a table, CAME or LATE, and how many rows."""
+    row stands for rows that do not come within timeout_s. count: is told a table, CAME or LATE, and how many
+    rows."""
 
     def __init__(
         self,
         tables: Sequence[RemoteTable],
         mark: int,
         hosts: OwnerHosts,
+        timeout_s: float,
         late_is_default: bool,
         count: Callable[[str, str, int], object],
     ) -> None:
         self._tables, self._hosts, self._count = {t.name: t for t in tables}, hosts, count
-        self._mark, self._late_is_default = mark, late_is_default
+        self._mark, self._timeout_s, self._late_is_default = mark, timeout_s, late_is_default
 
     def sources(self) -> dict[str, AskedTable]:
         """Returns the tables by name."""
@@ -62,14 +64,14 @@ class RemoteTables:
             t.dim,
             RowOwners(np.array([s.end for s in t.shares], np.int64), t.buckets, t.bucket_ids),
             self.fetch,
-            self._hosts.timeout_s,
+            self._timeout_s,
             np.frombuffer(bytes.fromhex(t.default), np.uint8) if t.default else None,
             self._late_is_default,
         )
 
     def fetch(self, asked: Sequence[RowsAsked], deadline: float | None) -> None:
         """Reads rows of these tables, as `quant.rows.fetched.Fetch`: each owner is asked once."""
-        deadline = time.monotonic() + self._hosts.timeout_s if deadline is None else deadline
+        deadline = time.monotonic() + self._timeout_s if deadline is None else deadline
         parts: dict[Replicas, list[_Part]] = {}
         for one in asked:
             table, start = self._tables[one.table], 0
@@ -109,8 +111,9 @@ def remote_sources(
             "they are; publish it again"
         )
     hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-    late_is_default = settings.disk_late == "default"
-    return RemoteTables(segment.header.remote, state.mark, hosts, late_is_default, count).sources()
+    header, late_is_default = segment.header, settings.disk_late == "default"
+    timeout_s = header.row_timeout_s(settings.disk_timeout_s)
+    return RemoteTables(header.remote, state.mark, hosts, timeout_s, late_is_default, count).sources()
 
 
 def _take(parts: Sequence[_Part], call: OwnerCall) -> None:

@@ -136,16 +136,18 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-def deadline_of(value: bytes | None) -> float | None:
-    """The deadline, of time.monotonic, that the header DISK_TIMEOUT says; None: it was not sent. ApiError: it
-    is no number of milliseconds."""
+def deadline_of(value: bytes | None, timeout_us: int = 0) -> float | None:
+    """The deadline, of time.monotonic, that the header DISK_TIMEOUT and V2's parameter `timeout` (0: it was
+    not sent) say, the earlier one; None: neither was sent. ApiError: the header is no number of
+    milliseconds."""
     if value is None:
-        return None
+        return time.monotonic() + timeout_us / 1e6 if timeout_us else None
     value = value.strip(b" \t")
     if not _MILLISECONDS.fullmatch(value):
         what = f"Tableside-Disk-Timeout-Ms is {short(value.decode('latin-1'))}"
         raise bad_request(f"{what}; expected milliseconds, as 5 or 0.5")
-    return time.monotonic() + float(value) / 1000
+    seconds = float(value) / 1000
+    return time.monotonic() + (min(seconds, timeout_us / 1e6) if timeout_us else seconds)
 
 
 class Response(NamedTuple):

@@ -100,7 +100,9 @@ INFER_REQUEST = an_object(
     id=STRING,
     inputs=a_list(_INPUT, minItems=1),
     outputs=a_list(_WANTED),
-    parameters=noted(PARAMETERS, "binary_data_output, kjt.features, kjt.schema"),
+    parameters=noted(
+        PARAMETERS, "binary_data_output, kjt.features, kjt.schema, timeout (us to wait for rows)"
+    ),
 )
 _EXAMPLE = {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 2], "data": [3, 7]}]}
 INFER_REQUEST["examples"] = [_EXAMPLE]

@@ -29,16 +29,17 @@ class DiskTables:
     def readers(self, segment: Segment, kinds: Mapping[str, str]) -> dict[str, RowReader]:
         """Returns what reads rows from a disk, by table of that kind."""
         base, found = segment.base, {}
+        timeout_s = base.header.row_timeout_s(self._settings.disk_timeout_s)
         for table in counted_tables(base):
             name, ids = table.name, table.ids
             if kinds[name] != ON_DISK:
                 continue
             reader = base.readers[name]
             self._count_reads(reader, base.header.model, name)
-            reader.timeout_s = self._settings.disk_timeout_s
+            reader.timeout_s = timeout_s
             reader.without_readahead()
             default = None if ids is None else self._default_row(reader, ids.default_row, name)
-            calls = reader, reader.ready, self._settings.disk_timeout_s, reader.away, reader.ask, default
+            calls = reader, reader.ready, timeout_s, reader.away, reader.ask, default
             found[name] = RowReader(*calls, self.hot.counter(base, name), reader.read_in_place)
         return found
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tableside.loader.versions.states import State
 from tableside.quant import BadIds, Place, Plan
-from tableside.quant.contract import Unfound, Waiting
+from tableside.quant.contract import MASK_LATE, Unfound, Waiting
 from tableside.quant.errors import Problem, RowsNotRead
 from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.model.features import Features
@@ -38,6 +38,14 @@ class Answer(NamedTuple):
     buffer: Buffer
     unfound: Sequence[Unfound] | None = None
     state: State | None = None
+
+
+class LateIds(NamedTuple):
+    """Ids whose rows came late. by_table: how many. at: by feature, which of its ids; of those with a found
+    mask."""
+
+    by_table: dict[str, int]
+    at: dict[str, list[int]]
 
 
 Sizes = tuple[int, int, int, int]
@@ -105,13 +113,23 @@ class Request:
         """The table of each lookup."""
         return [self.features.tables[number] for number in self.numbers]
 
-    def late(self, unfound: Sequence[Unfound] | None) -> dict[str, int]:
-        """Returns by table how many ids got the default row since theirs came late."""
-        found: dict[str, int] = {}
-        if unfound is not None and any(counts.late for counts in unfound):
-            for table, counts in zip(self.tables, unfound, strict=True):
-                if counts.late:
-                    found[table] = found.get(table, 0) + counts.late
+    def take_late(self, answer: Answer) -> LateIds | None:
+        """Returns the ids that got the default row since theirs came late; None: none did. The answer's found
+        masks then say 0 of them."""
+        if answer.unfound is None or not any(counts.late for counts in answer.unfound):
+            return None
+        found = LateIds({}, {})
+        places = np.frombuffer(self.places, np.int64).reshape(-1, len(Place._fields)).tolist()
+        for place, counts in zip((Place(*p) for p in places), answer.unfound, strict=True):
+            if not counts.late:
+                continue
+            table = self.features.tables[place.kind]
+            found.by_table[table] = found.by_table.get(table, 0) + counts.late
+            if place.found_at >= 0:
+                mask = answer.buffer[place.found_at : place.found_at + place.ids]
+                at = np.flatnonzero(mask == MASK_LATE)
+                mask[at] = 0
+                found.at[self.features.names[place.kind]] = at.tolist()
         return found
 
     def feature(self, lookup: int) -> str:

@@ -191,6 +191,8 @@ class DrawnRequest:
         parameters: dict[str, Any] = {}
         if rng.random() < 0.9:
             parameters["binary_data_output"] = rng.random() < 0.9
+        if rng.random() < 0.3:
+            parameters["timeout"] = rng.choice([0, 1, 2500, 2**63 - 1])
         if self.is_kjt and (self.names != list(self.model.features) or rng.random() < 0.5):
             parameters["kjt.features"] = self.names if rng.random() < 0.6 else ",".join(self.names)
         if parameters or rng.random() < 0.5:

@@ -1,6 +1,7 @@
 """`tableside list` and `tableside inspect`."""
 
 import argparse
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -10,7 +11,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from tableside.loader.errors import SegmentError, VersionError
+from tableside.loader.errors import LoaderError, SegmentError, VersionError
+from tableside.loader.hot.counts import counted_tables
+from tableside.loader.hot.hot import hot_folder, newest_hot, open_hot
 from tableside.loader.load.verification import summary
 from tableside.loader.model.nearest import did_you_mean
 from tableside.loader.segment.delta import Delta
@@ -150,9 +153,32 @@ def inspect(options: argparse.Namespace) -> int:
         console.print(f"a copy on each of the NUMA nodes {', '.join(map(str, nodes))}", markup=False)
     if (o := h.owner) is not None:
         console.print(f"the share of owner {o.number} of {o.owners} of version {o.version} of {o.model}")
+    if (disk := _on_disk(segment)) is not None:
+        hot = f"{disk['hot_rows']:,} rows, {mb(disk['hot_bytes'])}" if disk["hot_rows"] else "none"
+        console.print(
+            f"rows of {', '.join(disk['tables'])} are read from a disk, {mb(disk['bytes'])}; "
+            f"in a hot segment: {hot}"
+        )
     for table in _tables(h):
         console.print(table)
     return 0
+
+
+def _on_disk(segment: Segment) -> dict[str, Any] | None:
+    """Returns which tables are read from a disk by rows, and what is hot of them; None: none are."""
+    version, hot = segment.base, None
+    if not (tables := counted_tables(version)):
+        return None
+    root = version.path.parent.parent
+    if number := newest_hot(root, version):
+        with contextlib.suppress(LoaderError, OSError), hot_folder(root, version.header.model) as folder:
+            hot = open_hot(folder, version, number, "header")
+    return {
+        "tables": [t.name for t in tables],
+        "bytes": sum(t.bytes for t in tables),
+        "hot_rows": 0 if hot is None else hot.entries,
+        "hot_bytes": 0 if hot is None else hot.segment.size,
+    }
 
 
 def _changes(segment: Segment) -> Iterator[str]:
@@ -223,6 +249,8 @@ def _version(segment: Segment) -> dict[str, Any]:
             "load_seconds": h.load.get("seconds"),
             "verification": summary(h.source),
         },
+        "disk": _on_disk(segment),
+        "disk_timeout_s": h.disk_timeout_s or None,
         "owner": None if h.owner is None else asdict(h.owner),
         "sequence": segment.sequence,
         "positions": {} if segment.change is None else segment.change.positions,

@@ -81,8 +81,8 @@ def encode(state: State, laid_out: JsonRequest, answer: Answer) -> bytes:
     """Returns the answer's JSON: scores or vectors, and any found masks. state: the one that answered."""
     request, buffer = laid_out.request, answer.buffer
     found: dict[str, Any] = {"model": request.model, "version": state.version, "sequence": state.sequence}
-    if late := request.late(answer.unfound):
-        found["degraded"] = late
+    if (late := request.take_late(answer)) is not None:
+        found["degraded"] = late.by_table
     if request.scoring is not None:
         found["scores"] = request.scoring.output.view(buffer)
     else:
@@ -90,8 +90,9 @@ def encode(state: State, laid_out: JsonRequest, answer: Answer) -> bytes:
         names = [request.features.names[number] for number in places["kind"].tolist()]
         found["vectors"] = dict(zip(names, map(text_of, _vectors(request, places, buffer)), strict=True))
         if laid_out.wants_found:
+            late_at = {} if late is None else late.at
             found["found"] = {
-                name: _mask(place, laid_out.inputs, buffer, is_bags)
+                name: _mask(place, laid_out.inputs, buffer, is_bags, late_at.get(name, ()))
                 for name, place, is_bags in zip(names, places, laid_out.are_bags, strict=True)
             }
     return orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -112,9 +113,12 @@ def _vectors(request: Request, places: NDArray[Any], buffer: Buffer) -> Iterator
         yield found.astype(np.float32, copy=False)
 
 
-def _mask(place: Any, inputs: Any, buffer: Buffer, is_bags: int) -> list[Any]:
-    """Returns a feature's found mask, in its ids' shape: a list per bag, or one flat list."""
-    flat: list[bool] = np.ndarray(place["ids"], np.bool_, buffer, place["found_at"]).tolist()
+def _mask(place: Any, inputs: Any, buffer: Buffer, is_bags: int, late: Sequence[int]) -> list[Any]:
+    """Returns a feature's found mask, in its ids' shape: a list per bag, or one flat list. late: ids of which
+    it says None."""
+    flat: list[bool | None] = np.ndarray(place["ids"], np.bool_, buffer, place["found_at"]).tolist()
+    for at in late:
+        flat[at] = None
     if not is_bags:
         return flat
     lengths = np.frombuffer(inputs, np.int32, place["bags"], place["lengths_at"])

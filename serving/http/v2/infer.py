@@ -20,7 +20,7 @@ from tableside.serving.http.v2.reader import ReadBeside
 from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
-from tableside.serving.model.request import Answer
+from tableside.serving.model.request import Answer, LateIds
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.service import Service
 
@@ -89,7 +89,7 @@ class V2:
         infer = reader.read(served, body, length, self.service.regions, self._most_region_bytes)
         if infer is None or isinstance(infer, ReadBeside):
             return self.infer(asked, bytes(body), hold)
-        infer.request.deadline = asgi.deadline_of(asked.timeout)
+        infer.request.deadline = asgi.deadline_of(asked.timeout, infer.timeout_us)
         self._admit(infer, infer.made_bytes(body), hold)
         came = infer, len(body), (started, time.perf_counter())
         begun = self.service.executor.begin(infer.request, infer.inputs)
@@ -111,7 +111,7 @@ class V2:
         served = self.service.live(named[0]) if len(named) == 1 else await self._served(named)
         infer = await self._understand(served, asked.header_length, body, hold)
         infer.request.names_version = len(named) > 1
-        infer.request.deadline = asgi.deadline_of(asked.timeout)
+        infer.request.deadline = asgi.deadline_of(asked.timeout, infer.timeout_us)
         came = infer, len(body), (started, time.perf_counter())
         begun = self.service.executor.begin(infer.request, infer.inputs)
         return (
@@ -125,17 +125,17 @@ class V2:
     ) -> asgi.Response:
         """Like `_encode`, beside the event loop, for large regions or JSON."""
         answer = await answer_of(begun)
-        looked_up = time.perf_counter()
+        looked_up, late = time.perf_counter(), infer.request.take_late(answer)
         encoded = await self.service.beside(v2_request.encode, infer, answer.buffer)
-        return self._answered(infer, body_bytes, (*times, looked_up), answer, encoded)
+        return self._answered(infer, body_bytes, (*times, looked_up), answer, encoded, late)
 
     def _encode(self, infer: InferRequest, body_bytes: int, times: _Times, found: Found) -> asgi.Response:
         """Returns the response, or raises the error that was found instead."""
         if isinstance(found, Exception):
             raise found
-        looked_up = time.perf_counter()
+        looked_up, late = time.perf_counter(), infer.request.take_late(found)
         encoded = v2_request.encode(infer, found.buffer)
-        return self._answered(infer, body_bytes, (*times, looked_up), found, encoded)
+        return self._answered(infer, body_bytes, (*times, looked_up), found, encoded, late)
 
     def _answered(
         self,
@@ -144,14 +144,16 @@ class V2:
         times: tuple[float, float, float],
         answer: Answer,
         encoded: tuple[bytes, list[Any]],
+        late: LateIds | None,
     ) -> asgi.Response:
         """Counts a request and returns its response. times: begun, understood, looked up."""
         (head, parts), request = encoded, infer.request
         if answer.state is not None:
             head = _restated(head, answer.state)
-        if late := request.late(answer.unfound):
-            by_table = {f"degraded.{table}": ids for table, ids in late.items()}
-            head = _with_parameters(head, {"degraded": sum(late.values()), **by_table})
+        if late is not None:
+            said: dict[str, int | str] = {f"degraded.{table}": ids for table, ids in late.by_table.items()}
+            said |= {f"late.{feature}": ",".join(map(str, at)) for feature, at in late.at.items()}
+            head = _with_parameters(head, {"degraded": sum(late.by_table.values()), **said})
         # Counted before it is sent: a worker that is killed in between has not answered, and no answer is
         # left out.
         stages = Stages(*times, time.perf_counter())

@@ -139,7 +139,21 @@ def _request(
     served: ServedVersion, came: Any, found: tuple[Any, ...], held: Sequence[Any]
 ) -> InferRequest | None:
     """Makes a request of what was read. came: where the inputs are, unless they were made anew."""
-    places, sizes, answer, sent_bytes, inputs, offsets, scores, elsewhere, into, has_binary, _, name = found
+    (
+        places,
+        sizes,
+        answer,
+        sent_bytes,
+        inputs,
+        offsets,
+        scores,
+        elsewhere,
+        into,
+        has_binary,
+        _,
+        name,
+        timeout_us,
+    ) = found
     scoring = scoring_of(served, scores)
     inputs = came if inputs is None else inputs
     writes: tuple[Slice, ...] = ()
@@ -157,10 +171,12 @@ def _request(
     request = served.request(places, sizes, scoring is not None or is_on_device, scoring=scoring)
     parts = None if sent_bytes == request.out_bytes else ((0, sent_bytes),)
     if isinstance(answer, bytes):
-        return InferRequest(request, inputs, answer, parts, offsets, has_binary, into=writes)
+        return InferRequest(
+            request, inputs, answer, parts, offsets, has_binary, into=writes, timeout_us=timeout_us
+        )
     sent = tuple(_sent(one, held) for one in answer)
     json_bytes = sum(s.output.json_bytes for s in sent if s.is_json)
-    described = json_bytes, sent, name or "", writes
+    described = json_bytes, sent, name or "", writes, timeout_us
     return InferRequest(request, inputs, b"", parts, offsets, has_binary, *described)
 
 

@@ -48,7 +48,8 @@ class InferRequest(NamedTuple):
     """A laid-out infer request with its input buffer. head: the response's JSON, empty if an output is sent
     as JSON. parts: (start, end) in the output buffer to send; None: all. offsets: a kjt's offsets and their
     place in the output buffer. outputs: () if head, parts and `into` suffice. json_bytes: of outputs in JSON.
-    into: parts of the output buffer to write into regions."""
+    into: parts of the output buffer to write into regions. timeout_us: for which it waits for rows; 0: as
+    long as the server says."""
 
     request: Request
     inputs: Any
@@ -60,6 +61,7 @@ class InferRequest(NamedTuple):
     outputs: tuple[Sent, ...] = ()
     request_id: str = ""
     into: tuple[Slice, ...] = ()
+    timeout_us: int = 0
 
     def made_bytes(self, came: Any) -> int:
         """Bytes of inputs that were copied, from regions, JSON or INT32 ids. came: the client's bytes."""
@@ -141,6 +143,7 @@ def understand(
         outputs,
         request_id,
         tuple(regions.joined(into)),
+        _timeout_us(header),
     )
 
 
@@ -346,6 +349,13 @@ def _flag(parameters: dict[str, Any], name: str, default: bool) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise bad_request(f"{name} is {short(value)}; expected true or false")
+    return value
+
+
+def _timeout_us(header: dict[str, Any]) -> int:
+    value = _parameters(header, "the request").get("timeout", 0)
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise bad_request(f"timeout is {short(value)}; expected microseconds, a number from 0")
     return value
 
 

@@ -138,3 +138,15 @@ def test_copies_are_written_as_they_were_read(copies: object, tmp_path: Path) ->
     spec = parse_model(raw if copies is None else {**raw, "copies": copies}, tmp_path)
     (tmp_path / "model.toml").write_text(write_model(spec, []))
     assert read_model(tmp_path / "model.toml").copies == spec.copies
+
+
+def test_a_model_says_how_long_requests_wait_for_rows(tmp_path: Path) -> None:
+    """It is written as it was read."""
+    raw = {"name": "a", "checkpoint": "c", "tables": {"t": {"key": "k", "row_format": "int8"}}}
+    for value in (0.05, 60, 1):
+        spec = parse_model({**raw, "disk_timeout_s": value}, tmp_path)
+        (tmp_path / "model.toml").write_text(write_model(spec, []))
+        assert read_model(tmp_path / "model.toml").disk_timeout_s == spec.disk_timeout_s == value
+    for wrong in (0, -1, 61, "1", True, float("nan")):
+        with pytest.raises(ModelError, match=r"disk_timeout_s is .*expected seconds, above 0 and at most 60"):
+            parse_model({**raw, "disk_timeout_s": wrong}, tmp_path)

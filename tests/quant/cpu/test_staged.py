@@ -27,7 +27,7 @@ from tableside.quant import (
     Table,
     choose,
 )
-from tableside.quant.contract import Unfound, Waiting
+from tableside.quant.contract import MASK_LATE, Unfound, Waiting
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 from tableside.quant.rows.ids import RowMap
@@ -288,7 +288,7 @@ def test_the_default_row_stands_for_rows_that_are_late(made: Overlaid) -> None:
         out[:masks].view(np.float32).reshape(ids.size, table.dim),
         choose().lookup(table, asked, pooling=Pooling.NONE),
     )
-    np.testing.assert_array_equal(out[masks:], (numbers != -1) & ~is_late)
+    np.testing.assert_array_equal(out[masks:], np.where(is_late, MASK_LATE, numbers != -1))
     missing = int((numbers == -1).sum())
     assert late and missing and unfound == [Unfound(missing, 0, int(is_late.sum()))]
     assert row_map.default_row not in {row for asked in source.asked for row in asked}  # it is in memory

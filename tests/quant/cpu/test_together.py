@@ -17,6 +17,7 @@ from tableside.quant import (
     Table,
     choose,
 )
+from tableside.quant.contract import MASK_LATE
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import AskedTable, RowOwners, RowsAsked, RowState
 from tableside.quant.rows.ids import RowMap
@@ -116,12 +117,17 @@ def test_late_rows_without_a_default_are_an_error(has_default: bool, late_is_def
         run(choose(), rows.asked, [4, 5, 4, 6], [4], rows.table)
 
 
+LATE_MASK = bytes([MASK_LATE, 1, 0, MASK_LATE])
+
+
 def test_the_default_row_stands_for_late_rows() -> None:
-    """They are told apart from missing ones, and both have no mask."""
+    """They are told apart from missing ones, in masks as well."""
     rows = Rows(choose(), True)
     rows.late = np.array([4])
     out, unfound = run(choose(), rows.asked, [4, 5, 60, 4], [4], rows.table)  # type: ignore[misc]
     expected, _ = run(choose(), rows.table, [60, 5, 60, 60], [4], rows.table)  # type: ignore[misc]
     vectors = 4 * 4 * DIM
-    assert out[:vectors] == expected[:vectors] and out[2 * vectors :] == expected[2 * vectors :]
+    masks, of_missing = out[2 * vectors :], expected[2 * vectors :]
+    assert out[:vectors] == expected[:vectors] and masks == of_missing.replace(bytes([0, 1, 0, 0]), LATE_MASK)
+    assert LATE_MASK in masks
     assert unfound == [(1, 0, 2), (1, 0, 0), (1, 0, 2)]

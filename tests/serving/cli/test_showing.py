@@ -85,7 +85,9 @@ def test_list_and_inspect_as_json(folder: Path, root: Path, capsys: pytest.Captu
     )
     found = json.loads(say(capsys, "inspect", "m", "--json"))
     keys = documented_keys("inspect") | documented_keys("inspect`: `tables") | documented_keys("scorer")
-    assert keys_of(found) == keys - {"number", "owners"}  # of an owner, which this version has not
+    # of an owner, and of rows on a disk, which this version has not
+    assert keys_of(found) == keys - {"number", "owners", "hot_rows", "hot_bytes"}
+    assert found["disk"] is None
     assert {t["name"]: (t["rows"], t["dim"], t["ids"], t["is_raw"]) for t in found["tables"]} == {
         "user": (100, 8, 100, False),
         "item": (50, 8, 50, False),

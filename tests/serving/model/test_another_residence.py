@@ -149,13 +149,25 @@ def test_a_request_says_how_long_it_waits_for_rows(
             for timeout, is_late in (("60000", False), ("5", True), ("0.5", True), ("0", True)):
                 expected = np.zeros((len(ids), 8), np.float32) if is_late else values[ids]
                 headers = {"Tableside-Disk-Timeout-Ms": timeout}
-                with Client(server.url, retries=0, headers=headers) as client:
-                    found = client.lookup("m", {"t": [ids]})["t"]
-                    np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+                with Client(server.url, retries=0, disk_timeout_s=float(timeout) / 1000) as client:
+                    found, masks = client.lookup("m", {"t": [ids]}, found=True)
+                    np.testing.assert_array_equal(found["t"].reshape(expected.shape), expected)
                     assert client.late_rows() == ({"t": len(ids)} if is_late else {})
-                asked = {"model": "m", "features": {"t": [ids]}}
+                    late = {"t": [*range(len(ids))]} if is_late else {}
+                    assert {name: at.tolist() for name, at in client.late_ids().items()} == late
+                    assert set(masks["t"].ravel().tolist()) == {not is_late}
+                inputs = [{"name": "t", "shape": [1, len(ids)], "datatype": "INT64", "data": ids}]
+                within = {"parameters": {"timeout": int(1000 * float(timeout))}}
+                answer = httpx.post(
+                    f"{server.url}/v2/models/m/infer", json={"inputs": inputs} | within
+                ).json()
+                is_bounded = is_late and timeout != "0"  # as Triton's clients mean it
+                said = {"degraded": len(ids), "degraded.t": len(ids)} if is_bounded else None
+                assert answer.get("parameters") == said
+                asked = {"model": "m", "features": {"t": [ids]}, "found": True}
                 answer = httpx.post(f"{server.url}/v1/lookup", json=asked, headers=headers).json()
                 assert answer.get("degraded") == ({"t": len(ids)} if is_late else None)
+                assert answer["found"] == {"t": [[None if is_late else True] * len(ids)]}
                 vectors = np.array(answer["vectors"]["t"], np.float32).reshape(expected.shape)
                 np.testing.assert_array_equal(vectors, expected)
         infer = {"inputs": [{"name": "t", "shape": [1, 1], "datatype": "INT64", "data": [1]}]}
@@ -165,6 +177,11 @@ def test_a_request_says_how_long_it_waits_for_rows(
             )
             assert answer.status_code == 400
             assert "Tableside-Disk-Timeout-Ms is 'soon'; expected milliseconds, as 5 or 0.5" in answer.text
+        for wrong in ("soon", -1, 1.5, True, 2**63):
+            answer = httpx.post(
+                f"{server.url}/v2/models/m/infer", json={**infer, "parameters": {"timeout": wrong}}
+            )
+            assert answer.status_code == 400 and "expected microseconds, a number from 0" in answer.text
     finally:
         assert end(server.process) == 0
 

@@ -1,5 +1,6 @@
 """A server over a root on a disk: rows are read as requests ask for them, beside requests that need none."""
 
+import json
 import re
 import shutil
 import threading
@@ -48,13 +49,14 @@ def model(disk: Path, tmp_path: Path) -> Model:
     return Model(disk, "m")
 
 
-def load_floats(disk: Path, folder: Path, values: np.ndarray) -> None:
+def load_floats(disk: Path, folder: Path, values: np.ndarray, **more: object) -> None:
     np.savez(folder / "c.npz", big=values, small=SMALL)
     raw = {
         "name": "m",
         "checkpoint": "c.npz",
         "tables": {t: {"key": t, "row_format": "fp32"} for t in ("big", "small")},
         "features": {t: {"table": t, "pooling": "none"} for t in ("big", "small")},
+        **more,
     }
     load(parse_model(raw, folder), disk)
 
@@ -78,6 +80,24 @@ def test_readers_know_how_long_the_server_waits(model: Model) -> None:
     engine = Engine(model, settings, Placer(settings, choose()))
     engine.begin()
     assert {r.timeout_s for r in engine.served().segment.base.readers.values()} == {0.25}
+
+
+@pytest.mark.parametrize(("said", "expected"), [(0.1, 0.1), (0.5, 0.25)])
+def test_a_model_may_say_that_requests_wait_for_less(
+    model: Model, tmp_path: Path, said: float, expected: float
+) -> None:
+    """If the server waits for longer. It stays with what is compacted from the version."""
+    load_floats(model.root, tmp_path, VALUES, disk_timeout_s=said)
+    settings = ServerSettings(disk_timeout_s=0.25)
+    engine = Engine(model, settings, Placer(settings, choose()))
+    engine.begin()
+    header = engine.served().header
+    assert header.disk_timeout_s == said and header.format_version == 9
+    changes = [TableChanges("big", np.array([7]), np.full((1, DIM), 2.0, np.float32))]
+    apply(model, ChangeBatch(changes), ApplySettings(keep=Retention(2)))
+    assert run_tableside("compact", "m", root=model.root).returncode == 0
+    assert model.attach(verify="header").header.disk_timeout_s == said
+    assert {r.timeout_s for r in engine.served().segment.base.readers.values()} == {expected}
 
 
 @pytest.mark.gpu
@@ -334,6 +354,8 @@ def test_rows_that_are_asked_for_most_come_to_memory_and_go_with_their_version(
 
         ask()
         until(lambda: share() > 0.8)  # 300 of each 350
+        said = json.loads(run_tableside("inspect", "m", "--json", root=model.root))["disk"]
+        assert said["tables"] == ["big"] and said["bytes"] == VALUES.nbytes and said["hot_rows"] >= 300
         (hot,) = hot_path(model.root, "m").glob("*.delta")
         flip_bit(hot, hot.stat().st_size // 2)
         until(lambda: hot.name not in hot_names(model))  # the scrubber read it

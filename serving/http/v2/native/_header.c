@@ -349,7 +349,7 @@ static int read_outputs(request *r) {
 static int read_parameters(request *r) {
     scanner *s = &r->scan;
     text key;
-    scalar schema = {0}, binary = {0}, ignored;
+    scalar schema = {0}, binary = {0}, timeout = {0}, ignored;
     int first = 1, found;
     r->kjt_features = NULL;
     if (!enter(s, '{')) return 0;
@@ -357,11 +357,14 @@ static int read_parameters(request *r) {
         int is_read;
         if (IS(key, "kjt.features")) skip_space(s), r->kjt_features = s->p, is_read = skip_value(s);
         else is_read = read_scalar(s, IS(key, "kjt.schema") ? &schema
-                                      : IS(key, "binary_data_output") ? &binary : &ignored);
+                                      : IS(key, "binary_data_output") ? &binary
+                                      : IS(key, "timeout") ? &timeout : &ignored);
         if (!is_read) return 0;
     }
     if (found || (binary.kind != ABSENT && binary.kind != YES && binary.kind != NO)) return 0;
+    if (timeout.kind != ABSENT && (timeout.kind != INTEGER || timeout.integer < 0)) return 0;
     r->is_binary_by_default = binary.kind == YES;
+    r->timeout_us = timeout.kind == ABSENT ? 0 : timeout.integer;
     r->has_schema = schema.kind != ABSENT;
     r->kjt_schema = schema.kind == STRING ? schema.string : (text){"", 0};
     return 1;

@@ -3,7 +3,8 @@
  * names(words, text) -> a version's names; words: int64 (`NAMES_FIELDS`, then what they count), text: strings
  * read(names, tail, body, header_bytes, gathered, on_device) -> None: `serving.http.v2.request` reads it; or
  *   where tensors lie in regions and `gathered` is None: (regions, input runs)
- *   else (places, sizes, answer, sent_bytes, inputs, offsets, scores, elsewhere, into, has_binary, regions, id):
+ *   else (places, sizes, answer, sent_bytes, inputs, offsets, scores, elsewhere, into, has_binary, regions, id,
+ *   timeout_us):
  *   tail: bytes that end the response's JSON. gathered: all tensors but those in the JSON, in order, or None.
  *   on_device: a byte for each region, 1: its tensors were not gathered
  *   places: int64 [lookups, fields of Place]; sizes: (ids, vectors, bytes of rows read, output bytes)
@@ -17,7 +18,7 @@
  *   elsewhere, into: int64 [runs, 5] (region, offset, bytes, at, limit) of inputs that were not gathered, and
  *   of outputs that go to regions; has_binary: an output is sent as bytes
  *   regions: the names of those that the request names
- *   id: the request's, or None
+ *   id: the request's, or None; timeout_us: its parameter `timeout`, 0: none
  * read_json(text, is_score) -> None: `serving.http.v1.request` reads it; else (read, model, version or None)
  * lay_out_json(read, names) -> None, or (places, sizes, inputs, bytes of inputs, scores, whether masks are
  *   wanted, a byte for each lookup, 1: its ids came as bags) */
@@ -152,7 +153,7 @@ static PyObject *result_of(const request *r, const Py_buffer *tail, PyObject *in
         answer_of(r, tail), PyLong_FromLongLong(r->sent_bytes), Py_NewRef(inputs), offsets_of(r), scores_of(r),
         runs_of(r, elsewhere_runs, r->tensor_count), runs_of(r, output_runs, r->sent_count),
         PyBool_FromLong(has_binary(r)), region_names(r),
-        r->id.n ? text_of(r->id) : Py_NewRef(Py_None)};
+        r->id.n ? text_of(r->id) : Py_NewRef(Py_None), PyLong_FromLongLong(r->timeout_us)};
     enum { COUNT = sizeof parts / sizeof *parts };
     PyObject *made = PyTuple_New(COUNT);
     for (int k = 0; k < COUNT; k++) {

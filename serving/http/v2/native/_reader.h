@@ -98,6 +98,7 @@ typedef struct {
     /* of the header */
     text id, *regions, kjt_schema;
     int has_schema, is_binary_by_default;
+    int64_t timeout_us; /* 0: none is said */
     int32_t last; /* feature that was named */
     const char *kjt_features; /* the value of the parameter, or null */
     tensor *tensors;
