@@ -39,6 +39,7 @@ BENCHMARKS = (
     "disk_rows.py",
     "disk_stores.py",
     "disk_hot.py",
+    "disk_beside.py",
     "grpc_lookup.py",
     "hosts.py",
     "disk_ngram.py",

@@ -275,6 +275,15 @@ class Waiting(ABC):
         was begun with. deadline: of time.monotonic, where it is before that of the tables; None: none.
         RowsNotRead: some do not come."""
 
+    @property
+    def may_be_here(self) -> bool:
+        """True if its rows may be in memory after all, which `look` finds."""
+        return False
+
+    def look(self) -> "Plan | Waiting":
+        """Copies the rows that need no wait, which takes more than a moment; returns as `Plan.begin` does."""
+        return self
+
 
 class Plan(ABC):
     """Lookups that were laid out once and run on many pairs of buffers: `begin`, then `run`."""
@@ -296,7 +305,8 @@ class Plan(ABC):
 
     def begin(self, inputs: Any) -> "Plan | Waiting":
         """Finds the rows that these inputs ask for. Returns the plan to run with them, or what to wait for.
-        Does not block. BadIds: `inputs` is wrong; a plan that waits for nothing finds that as it runs."""
+        Takes a moment. BadIds: `inputs` is wrong; a plan that waits for nothing finds that as it runs, and
+        who waits may find it as well."""
         return self
 
     @abstractmethod

@@ -86,10 +86,10 @@ class InMemory:
         return self._planner_over(self._everywhere)
 
     def plan(
-        self, asked: Sequence[tuple[Lookup | LookupKind, Place]], places: Any, inputs: Any
+        self, asked: Sequence[tuple[Lookup | LookupKind, Place]], places: Any, inputs: Any, most: int
     ) -> tuple[Plan | None, Sequence[CopiedRows]]:
         """Returns a plan that reads rows where they lie in memory; or None, where some do not, and what was
-        copied of the others. Ids may be missing, or wrong."""
+        copied of the others. Ids may be missing, or wrong. most: rows to copy; of more none is."""
         rows_of, away_of, is_sure = dict[int, Ids](), dict[int, Ids](), True
         counted = list[tuple[Callable[[int], object], int]]()
         for job, (kind, place) in enumerate(asked):
@@ -112,7 +112,7 @@ class InMemory:
         copied: Sequence[CopiedRows] = ()
         if not away_of:
             plan: Plan | None = self._plain(asked, places, rows_of, is_sure)
-        elif is_sure and self._backend.reads_any_rows:
+        elif is_sure and self._backend.reads_any_rows and sum(map(len, away_of.values())) <= most:
             plan, copied = self._mixed(asked, places, rows_of, away_of)
         else:
             return None, ()

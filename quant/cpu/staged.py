@@ -37,6 +37,9 @@ from tableside.quant.rows.ids import ID_BYTES, RowMap
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
 
+_FEW_ROWS = 16  # that are copied in a moment
+_ANY_ROWS = 1 << 62
+
 
 def _candidates(row_map: RowMap, ids: Ids) -> Ids:
     """The row that each id has if it is there, or -1; an overlay's are sure."""
@@ -195,18 +198,23 @@ class _StagedPlan(Plan):
         return True
 
     def begin(self, inputs: Any) -> Plan | Waiting:
-        begun = self._begun(inputs)
-        return begun.ready() if isinstance(begun, _Fetching) else begun
+        here, copied = self._in_memory(inputs, _FEW_ROWS)
+        if here is not None:
+            return here
+        later = _Later(self, inputs, copied)
+        are_few = sum(place.ids for _, place in self._asked) <= _FEW_ROWS
+        return later.look() if later.may_be_here and are_few else later
 
-    def _begun(self, inputs: Any) -> "Plan | _Fetching":
+    def _in_memory(self, inputs: Any, most: int) -> tuple[Plan | None, Sequence[CopiedRows]]:
+        """As `InMemory.plan`; notes the ids."""
         for kind, place in self._asked:
             if isinstance(kind.table, FetchedTable) and (note := kind.table.reader.note) is not None:
                 note(np.frombuffer(inputs, np.int64, place.ids, place.ids_at))
-        copied: Sequence[CopiedRows] = ()
-        if (in_memory := self._planner.in_memory) is not None:
-            here, copied = in_memory.plan(self._asked, self._places, inputs)
-            if here is not None:
-                return here
+        in_memory = self._planner.in_memory
+        return (None, ()) if in_memory is None else in_memory.plan(self._asked, self._places, inputs, most)
+
+    def fetching(self, inputs: Any, copied: Sequence[CopiedRows]) -> "_Fetching":
+        """Finds the rows. BadIds: an id or a length is wrong."""
         found: dict[int, _Found] = {}
         wrong: BadIds | None = None
         for job, (kind, place) in enumerate(self._asked):
@@ -225,8 +233,8 @@ class _StagedPlan(Plan):
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
-        begun = self._begun(inputs)
-        return (begun.wait() if isinstance(begun, _Fetching) else begun).run(inputs, outputs)
+        here, copied = self._in_memory(inputs, _ANY_ROWS)
+        return (here or self.fetching(inputs, copied).wait()).run(inputs, outputs)
 
 
 def _refuse(
@@ -242,10 +250,33 @@ def _refuse(
     raise error
 
 
+class _Later(Waiting):
+    """A request whose rows are found by who has time for that. copied: rows that came; others need a wait.
+    The time that its tables let a lookup wait begins here."""
+
+    def __init__(self, plan: _StagedPlan, inputs: Any, copied: Sequence[CopiedRows]) -> None:
+        self._plan, self._inputs, self._copied, self._began = plan, inputs, copied, time.monotonic()
+
+    @property
+    def may_be_here(self) -> bool:
+        return not self._copied
+
+    def look(self) -> Plan | Waiting:
+        return self._fetching().ready()
+
+    def wait(self, deadline: float | None = None) -> Plan:
+        return self._fetching().wait(deadline)
+
+    def _fetching(self) -> "_Fetching":
+        fetching = self._plan.fetching(self._inputs, self._copied)
+        fetching.began = self._began
+        return fetching
+
+
 class _Fetching(Waiting):
     """Rows of a request that must be fetched. found: by the lookup's number. wrong: a lookup behind them.
-    refuse: raises an error, or that of a lookup before it. copied: rows that came already, while others need
-    a wait. The time that its tables let a lookup wait begins here."""
+    refuse: raises an error, or that of a lookup before it. copied: rows that came already. began: when the
+    time began that its tables let a lookup wait."""
 
     def __init__(
         self,
@@ -264,15 +295,13 @@ class _Fetching(Waiting):
         self._rows = {
             id(t): _TableRows(t, [found[job].rows for job in self._jobs[id(t)]]) for t in self._tables
         }
-        self._must_wait = bool(copied)
         for one in copied:
             self._rows[id(one.table)].take(one)
-        limits = [wait_s for table in self._tables if (wait_s := table.reader.wait_s) is not None]
-        self._deadline = time.monotonic() + min(limits) if limits else None
+        self.began = time.monotonic()
 
     def ready(self) -> Plan | Waiting:
         """Returns the plan to run, where no row needs a wait."""
-        if self._must_wait or any(table.reader.ready is None for table in self._tables):
+        if any(table.reader.ready is None for table in self._tables):
             return self
         try:
             return self._staged(lambda reader: reader.ready, None, is_last=False)
@@ -280,7 +309,9 @@ class _Fetching(Waiting):
             return self
 
     def wait(self, deadline: float | None = None) -> Plan:
-        until = min((d for d in (self._deadline, deadline) if d is not None), default=None)
+        limits = [wait_s for table in self._tables if (wait_s := table.reader.wait_s) is not None]
+        own = self.began + min(limits) if limits else None
+        until = min((d for d in (own, deadline) if d is not None), default=None)
         return self._staged(lambda reader: reader.fetch, until, is_last=True)
 
     def _staged(

@@ -143,6 +143,9 @@ class Batcher:
 
     def _takes(self, w: _WaitingRequest, begun: Plan | Waiting) -> bool:
         """Returns whether a request that began can run now."""
+        if isinstance(begun, Waiting) and begun.may_be_here:
+            self._later(w, self._beside, partial(w.request.look, begun))
+            return False
         if isinstance(begun, Waiting):
             self._later(w, self._readers, partial(w.request.wait, begun, w.deadline))
             return False

@@ -49,7 +49,7 @@ class CpuExecutor:
                 return self._later(self._run_fetched(request, inputs))
             begun = request.begin(inputs)
             if isinstance(begun, Waiting):
-                return self._later(self._run_waiting(request, begun, inputs))
+                return self._later(self._run_begun(request, begun, inputs))
             plan = begun
         scoring = request.scoring
         if self._blocks(request) or (scoring is not None and self._goes_beside(scoring)):
@@ -68,13 +68,22 @@ class CpuExecutor:
 
     async def _run_fetched(self, request: Request, inputs: Any) -> Answer:
         begun = await asyncio.get_running_loop().run_in_executor(self._beside, request.begin, inputs)
+        return await self._run_begun(request, begun, inputs)
+
+    async def _run_begun(self, request: Request, begun: Plan | Waiting, inputs: Any) -> Answer:
+        if isinstance(begun, Waiting) and begun.may_be_here:
+            begun = await asyncio.get_running_loop().run_in_executor(self._beside, request.look, begun)
         if isinstance(begun, Waiting):
             return await self._run_waiting(request, begun, inputs)
         return await self._run(request, begun, inputs)
 
     async def _run_waiting(self, request: Request, begun: Waiting, inputs: Any) -> Answer:
-        wait = functools.partial(request.wait, begun, request.deadline)
-        return await self._run(request, await self._readers.run(wait), inputs)
+        """Looks up where it waited, so that the event loop has time for requests that need no wait."""
+
+        def look_up() -> Answer:
+            return request.look_up(inputs, request.wait(begun, request.deadline))
+
+        return await self._scored(request, inputs, await self._readers.run(look_up))
 
     async def _run(self, request: Request, plan: Plan, inputs: Any) -> Answer:
         if self._blocks(request):
@@ -82,6 +91,9 @@ class CpuExecutor:
             answer = await loop.run_in_executor(self._beside, request.look_up, inputs, plan)
         else:
             answer = request.look_up(inputs, plan)
+        return await self._scored(request, inputs, answer)
+
+    async def _scored(self, request: Request, inputs: Any, answer: Answer) -> Answer:
         if request.scoring is not None:
             await self._score(ToScore(request.scoring, inputs, answer.buffer))
         return answer

@@ -156,6 +156,13 @@ class Request:
         except BadIds as error:
             raise self.refusal(error) from error
 
+    def look(self, begun: Waiting) -> Plan | Waiting:
+        """As `Waiting.look`. ApiError: as `look_up`."""
+        try:
+            return begun.look()
+        except (BadIds, RowsNotRead) as error:
+            raise self.refusal(error) from error
+
     def wait(self, begun: Waiting, deadline: float | None = None) -> Plan:
         """As `Waiting.wait`. ApiError: rows did not come, or an id has none."""
         try:

@@ -337,20 +337,25 @@ static int64_t next_span(const place *p, const int64_t *rows, const uint8_t *sta
 
 /* How long `bring` waits: ms. */
 typedef struct { int64_t depth, patience, all; } limits;
-enum { NAP_NS = 10000 };
+/* Looks whether a row came: at first so long after one another, then so many within twice the time. */
+enum { NAP_NS = 10000, LONGEST_NAP_NS = 1000000, LOOKS = 8 };
 
 /* Reads a span that was asked for. began: of `bring`. */
 static int wait_for(const place *p, const span *s, uint8_t *to, const limits *most, uint32_t began) {
-    const struct timespec nap = {0, NAP_NS};
+    struct timespec nap = {0, NAP_NS};
+    int64_t waited_ns = 0;
     uint32_t since = 0;
-    for (int naps = 0;; naps++) {
+    for (;;) {
         const int came = read_checked(p, s, to, 1);
         if (came == DAMAGED) return read_span(p, s, to, 0);
         if (came == READ) return READ;
         const uint32_t now = now_ms();
-        if (!naps) since = now;
+        if (!waited_ns) since = now;
         if (now - since >= most->patience || now - began >= most->all) return NOT_READY;
         nanosleep(&nap, NULL);
+        waited_ns += nap.tv_nsec;
+        if (waited_ns / LOOKS > nap.tv_nsec) nap.tv_nsec = waited_ns / LOOKS;
+        if (nap.tv_nsec > LONGEST_NAP_NS) nap.tv_nsec = LONGEST_NAP_NS;
     }
 }
 

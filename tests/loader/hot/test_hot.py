@@ -2,6 +2,9 @@
 
 import gc
 import os
+import subprocess
+import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -377,3 +380,34 @@ def test_a_plan_keeps_the_rows_that_it_reads(model: Model, reading: Reading) -> 
     assert gone() is None
     begun.run(ids, out.view(np.uint8).reshape(-1))
     np.testing.assert_array_equal(out, expected(model, "dense", rows))
+
+
+@pytest.mark.thorough
+def test_a_hot_segment_that_is_killed_while_it_is_made_is_whole_or_not_there(
+    model: Model, reading: Reading
+) -> None:
+    """A hundred times, once it has begun to write: rows are right with what is there, and the next one
+    removes what was left over."""
+    rng, path, every, begun = np.random.default_rng(7), hot_path(model.root, "m"), np.arange(ROWS), 0
+    command = [sys.executable, "-m", "tableside.serving.service.warm", model.root, "m", 1, "", 1 << 20]
+    while begun < 100:
+        for name in TABLES:
+            ask(reading, name, rng.choice(ROWS, 2000, replace=False), 9)
+        numbers = set(os.listdir(path))
+        process = subprocess.Popen([str(one) for one in command], stdout=subprocess.DEVNULL)
+        while process.poll() is None and not any(name.endswith(".partial") for name in os.listdir(path)):
+            pass
+        begun += process.poll() is None
+        time.sleep(rng.exponential(0.002))
+        process.kill()
+        process.wait()
+        reading.follow()
+        for name in TABLES:
+            ids = ids_of_rows(name, every)
+            np.testing.assert_array_equal(reading.lookup(name, ids), expected(model, name, ids))
+        assert len([n for n in os.listdir(path) if n.endswith((".delta", ".partial"))]) <= 3, numbers
+    for name in TABLES:
+        ask(reading, name, np.arange(2000), 99)
+    assert warm(model, 1, 1 << 20).rows
+    assert not [n for n in os.listdir(path) if n.endswith(".partial")]
+    assert len([n for n in os.listdir(path) if n.endswith(".delta")]) == 1

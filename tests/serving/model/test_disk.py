@@ -354,7 +354,7 @@ def test_rows_that_are_asked_for_most_come_to_memory_and_go_with_their_version(
 
         ask()
         until(lambda: share() > 0.8)  # 300 of each 350
-        said = json.loads(run_tableside("inspect", "m", "--json", root=model.root))["disk"]
+        said = json.loads(run_tableside("inspect", "m", "--json", root=model.root).stdout)["disk"]
         assert said["tables"] == ["big"] and said["bytes"] == VALUES.nbytes and said["hot_rows"] >= 300
         (hot,) = hot_path(model.root, "m").glob("*.delta")
         flip_bit(hot, hot.stat().st_size // 2)
