@@ -26,6 +26,7 @@ from tableside.loader.versions.folder import Folder, deltas_of, make_folder
 from tableside.loader.versions.verified import verify_once
 
 _SHARED = Path("/dev/shm")
+_PARTIAL = ".delta.partial"  # ends the name of one that is being made, by whoever holds the lock
 _OVER = "over"  # what the header calls the version's content
 _FILE = re.compile(r"([1-9][0-9]{0,17})(\+|\.counts)")
 
@@ -75,13 +76,15 @@ def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> D
 def write_hot(
     folder: Folder, version: Segment, number: int, tables: Mapping[str, MergedTable], source: Delta | None
 ) -> int:
-    """Writes a hot segment and has it take the place of those before it; returns its bytes. source: the one
+    """Writes a hot segment and has it take the place of those before it; returns its bytes. The caller holds
+    the folder's lock. source: the one
     before it, of which rows are copied. NoSpace, RowsNotRead: nothing stays. SegmentError: bytes of `source`
     changed; it is removed."""
     name = delta_name(version.header.version, number)
     path = folder.path / f"{name}.partial"
     try:
-        folder.unlink(path.name)  # of a killed process
+        for left in (one for one in folder.names() if one.endswith(_PARTIAL)):  # of a killed process
+            folder.unlink(left)
         change = Change(number, positions={_OVER: _content(version)})
         size = write_delta(path, folder.create(path.name), version.header, change, tables)
         if source is not None:  # now: what changed before the copies were made is found
