@@ -25,6 +25,7 @@ from tableside.loader.segment.memory import without_readahead
 from tableside.loader.segment.stored import StoredRows
 from tableside.quant.contract import Bytes
 from tableside.quant.rows.fetched import RowState
+from tableside.quant.rows.turns import waiting
 
 logger = logging.getLogger("tableside")
 
@@ -269,7 +270,8 @@ class BlockReader:
         pool = _readers(self._device)
         reading = {pool.submit(of, p): p for p in np.array_split(left, max(1, min(_READERS, parts)))}
         left_s = None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE_S
-        done, late = wait(reading, left_s)
+        with waiting():
+            done, late = wait(reading, left_s)
         for one in late:
             one.cancel()  # else it ends when the disk lets it, with nobody waiting
         for one in done:

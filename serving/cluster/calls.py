@@ -13,6 +13,7 @@ import numpy as np
 from tableside.loader.segment.blocks import OPENS_S, Breaker
 from tableside.loader.segment.remote import HostsState
 from tableside.quant.contract import Bytes
+from tableside.quant.rows.turns import waiting
 from tableside.serving.client.address import Address
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 from tableside.serving.client.sockets import SocketConnection, SocketPool
@@ -293,7 +294,9 @@ def wait_for(calls: Sequence[OwnerCall]) -> None:
                 poll.register(one.connection.descriptor, select.POLLIN)
                 of[one.connection.descriptor] = call, one
         until = min(call.until for call in left)
-        for descriptor, _ in poll.poll(max(0.0, 1000 * (until - time.monotonic()))):
+        with waiting():
+            ready = poll.poll(max(0.0, 1000 * (until - time.monotonic())))
+        for descriptor, _ in ready:
             call, one = of[descriptor]
             if call.body is None:
                 call.read(one)
