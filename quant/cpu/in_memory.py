@@ -128,18 +128,11 @@ class InMemory:
         is_sure: bool,
     ) -> Plan:
         """Of rows that all lie at their tables' addresses. rows_of: by the lookup's number."""
-        if self._by_number is None or not is_sure or sum(map(len, rows_of.values())) < _MANY_IDS:
+        mapped = [job for job in rows_of if asked[job][0].table.row_map is not None]
+        if self._by_number is None or not is_sure or sum(rows_of[job].size for job in mapped) < _MANY_IDS:
             return self._planner.plan(places)
-        numbers = {
-            job: rows - self._spans[place.kind].first
-            for job, rows in rows_of.items()
-            if (place := asked[job][1]) and asked[job][0].table.row_map is not None
-        }
-        return (
-            _NumberedPlan((self,), self._by_number, places, numbers)
-            if numbers
-            else self._planner.plan(places)
-        )
+        numbers = {job: rows_of[job] - self._spans[asked[job][1].kind].first for job in mapped}
+        return _NumberedPlan((self,), self._by_number, places, numbers)
 
     def _mixed(
         self,
@@ -224,8 +217,8 @@ class _Span(NamedTuple):
         """From the first row of a table or of its overlay to the last one."""
         overlay = None if table.row_map is None else table.row_map.overlay
         layers = () if overlay is None else overlay.layers
-        first = min(0, *(layer.first_row for layer in layers), 0)
-        end = max(table.rows, *(layer.first_row + layer.index.slots for layer in layers), 0)
+        first = min((0, *(layer.first_row for layer in layers)))
+        end = max((table.rows, *(layer.first_row + layer.index.slots for layer in layers)))
         return cls(first, end, table.address + first * table.row_bytes)
 
     @classmethod

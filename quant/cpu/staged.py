@@ -198,18 +198,21 @@ class _StagedPlan(Plan):
         return True
 
     def begin(self, inputs: Any) -> Plan | Waiting:
-        here, copied = self._in_memory(inputs, _FEW_ROWS)
+        self._note(inputs)
+        here, copied = self.in_memory(inputs, _FEW_ROWS)
         if here is not None:
             return here
-        later = _Later(self, inputs, copied)
-        are_few = sum(place.ids for _, place in self._asked) <= _FEW_ROWS
-        return later.look() if later.may_be_here and are_few else later
+        if not copied and sum(place.ids for _, place in self._asked) <= _FEW_ROWS:
+            return self.fetching(inputs, ()).ready()
+        return _Later(self, inputs, copied)
 
-    def _in_memory(self, inputs: Any, most: int) -> tuple[Plan | None, Sequence[CopiedRows]]:
-        """As `InMemory.plan`; notes the ids."""
+    def _note(self, inputs: Any) -> None:
         for kind, place in self._asked:
             if isinstance(kind.table, FetchedTable) and (note := kind.table.reader.note) is not None:
                 note(np.frombuffer(inputs, np.int64, place.ids, place.ids_at))
+
+    def in_memory(self, inputs: Any, most: int = _ANY_ROWS) -> tuple[Plan | None, Sequence[CopiedRows]]:
+        """As `InMemory.plan`."""
         in_memory = self._planner.in_memory
         return (None, ()) if in_memory is None else in_memory.plan(self._asked, self._places, inputs, most)
 
@@ -233,7 +236,8 @@ class _StagedPlan(Plan):
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
-        here, copied = self._in_memory(inputs, _ANY_ROWS)
+        self._note(inputs)
+        here, copied = self.in_memory(inputs)
         return (here or self.fetching(inputs, copied).wait()).run(inputs, outputs)
 
 
@@ -262,7 +266,10 @@ class _Later(Waiting):
         return not self._copied
 
     def look(self) -> Plan | Waiting:
-        return self._fetching().ready()
+        here, self._copied = self._plan.in_memory(self._inputs)
+        if here is not None:
+            return here
+        return self if self._copied else self._fetching().ready()
 
     def wait(self, deadline: float | None = None) -> Plan:
         return self._fetching().wait(deadline)

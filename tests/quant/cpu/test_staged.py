@@ -199,6 +199,30 @@ def test_rows_that_are_away_are_copied_alone() -> None:
         assert not source.copied and not source.asked
 
 
+def test_many_rows_are_copied_by_who_has_time() -> None:
+    """Not where a request begins. Those that lie in memory are still read there."""
+    made = table_of(RowFormat.INT8, 8, 100)
+    source = FromArray(made)
+    reader = RowReader(source, source.ready, away=source.away, in_place=source.counted.append)
+    planner = choose().planner([LookupKind(made.fetched_by(reader), Pooling.SUM)])
+    place = np.array([Place(0, 0, 100, -1, 100, 1, -1, 0)], np.int64).tobytes()
+    ids = np.arange(100).tobytes()
+    expected = outcome(choose().planner([LookupKind(made, Pooling.SUM)]).plan(place), ids, 32)
+    source.absent = {*range(0, 100, 2)}
+    begun = planner.plan(place).begin(ids)
+    assert isinstance(begun, Waiting) and begun.may_be_here and not source.copied
+    here = begun.look()
+    assert not isinstance(here, Waiting) and outcome(here, ids, 32) == expected
+    assert source.copied == [sorted(source.absent)] and source.counted == [50] and not source.asked
+    source.slow = {4}
+    begun = planner.plan(place).begin(ids)
+    assert isinstance(begun, Waiting)
+    there = begun.look()
+    assert isinstance(there, Waiting) and not there.may_be_here
+    assert outcome(there.wait(), ids, 32) == expected
+    assert source.asked == [sorted({4, *range(1, 100, 2)})] and source.counted == [50]
+
+
 def kinds_over(tables: list[Any]) -> list[LookupKind]:
     return [LookupKind(t, pooling) for t in tables for pooling in (Pooling.SUM, Pooling.MEAN)]
 
