@@ -77,9 +77,8 @@ def write_hot(
     folder: Folder, version: Segment, number: int, tables: Mapping[str, MergedTable], source: Delta | None
 ) -> int:
     """Writes a hot segment and has it take the place of those before it; returns its bytes. The caller holds
-    the folder's lock. source: the one
-    before it, of which rows are copied. NoSpace, RowsNotRead: nothing stays. SegmentError: bytes of `source`
-    changed; it is removed."""
+    the folder's lock. source: the one before it, of which rows are copied. NoSpace, RowsNotRead: nothing
+    stays. SegmentError: bytes of `source` changed; it is removed."""
     name = delta_name(version.header.version, number)
     path = folder.path / f"{name}.partial"
     try:

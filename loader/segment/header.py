@@ -128,8 +128,18 @@ class Header:
         for name in ("delta", "merged"):
             if raw[name] is not None and not raw[name]["mark"]:
                 del raw[name]["mark"], raw[name]["after"]
-        later = "scorer", "evaluation", "owner", "delta", "merged", "files", "remote", "origin"
-        for name in (*later, "disk_timeout_s"):
+        later = (
+            "scorer",
+            "evaluation",
+            "owner",
+            "delta",
+            "merged",
+            "files",
+            "remote",
+            "origin",
+            "disk_timeout_s",
+        )
+        for name in later:
             if not raw[name]:
                 del raw[name]  # a version without one reads as it always did
         for table in raw["tables"]:

@@ -43,7 +43,8 @@ class Fetch(Protocol):
     ) -> None:
         """Copies packed rows to out [n, row_bytes], and writes what came of each to state [n] (`RowState`;
         HERE before the call). rows: [n] numbers of the table, ascending, each once. deadline: of
-        time.monotonic; None: none. It may block until then."""
+        time.monotonic; None: none. It may block until then, where it can within `quant.rows.turns.waiting`:
+        else other readers wait meanwhile."""
 
 
 @dataclass(frozen=True, eq=False)
