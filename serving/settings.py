@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from tableside.loader.model.nearest import did_you_mean
 from tableside.loader.versions.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER, Precision
-from tableside.quant.gpu.residence.registry import CHOICES, KINDS, is_by_cpu
+from tableside.quant.gpu.residence.registry import ALIASES, CHOICES, KINDS, is_by_cpu
 from tableside.serving.errors import ServingError
 from tableside.serving.sizes import Bytes
 
@@ -34,7 +34,6 @@ _GROUPS = {  # of a command's help, by the first field of each; those before go 
     "log_format": "logs and traces",
     "ready_timeout_s": "start and end",
 }
-ALIASES = {"uvm": "zero_copy"}  # old names of choices, which users still type
 
 
 if TYPE_CHECKING:

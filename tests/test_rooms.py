@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tableside.quant.gpu.residence.registry import KINDS
+
 pytestmark = pytest.mark.quick
 
 TOP = Path(__file__).parent.parent
@@ -45,6 +47,20 @@ def test_fbgemm_is_imported_in_two_files() -> None:
         if "fbgemm_gpu" in imports(f)
     }
     assert found == {"quant/cpu/fbgemm.py", "loader/tbe/tbe.py"}
+
+
+def test_no_other_file_names_a_kind_of_residence() -> None:
+    """A new kind is a file and a line of the registry, so no other may ask for one by its class or name.
+    "host", "stored" and "cached" are words of other things, too."""
+    home = TOP / "quant/gpu/residence"
+    names = {name for name in KINDS if name not in ("host", "stored", "cached")} | {"ON_DISK", "UNPLACED"}
+    classes = {kind.at.lstrip(".").partition(":")[0] for kind in KINDS.values()}
+    for file in (file for room in ROOMS for file in (TOP / room).rglob("*.py") if home not in file.parents):
+        found = {name.rpartition("residence.")[2].partition(".")[0] for name in imported(file)}
+        assert not found & classes, file
+        for node in ast.walk(ast.parse(file.read_text())):
+            said = node.value if isinstance(node, ast.Constant) else getattr(node, "id", None)
+            assert said not in names, (file, node.lineno)
 
 
 @pytest.mark.parametrize("room", ["quant", "loader"])

@@ -47,7 +47,7 @@ from tableside.quant.gpu.kernels.launch_config import LaunchConfig, LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 from tableside.quant.gpu.residence.layers import DeviceLayers
 from tableside.quant.gpu.residence.memory import InHost
-from tableside.quant.gpu.residence.registry import residence
+from tableside.quant.gpu.residence.registry import COPIED, residence
 from tableside.quant.gpu.residence.residence import Residence
 from tableside.quant.gpu.residence.row_map import DeviceRowMap
 from tableside.quant.gpu.residence.tables import DeviceTable
@@ -212,7 +212,7 @@ class GpuBackend(Backend):
         threads: int = 1,
     ) -> Floats:
         """As the contract says; a table of the host is copied to the device for this one call."""
-        held = self.place("hbm", table) if isinstance(table, Table) else table
+        held = self.place(COPIED, table) if isinstance(table, Table) else table
         out = check_arguments(held, ids, lengths, pooling, weights, half, out)
         bags = 0 if lengths is None else lengths.size
         lengths_at = None if lengths is None else ids.nbytes

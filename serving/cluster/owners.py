@@ -20,7 +20,6 @@ from tableside.serving.cluster.protocol import RowsLayout, TableIds
 from tableside.serving.settings import ServerSettings, cluster_token
 
 _RESPONSE_BYTES = 32 << 20  # of rows that an owner is asked for at once
-ELSEWHERE = "remote"  # the placement of tables whose rows other hosts have
 CAME, LATE = "came", "late"  # what became of rows, for counts
 
 

@@ -10,7 +10,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.quant import Backend, CpuBackend, Planner, Precision, QuantError
-from tableside.quant.gpu.residence.registry import ON_DISK
+from tableside.quant.gpu.residence.registry import read_from_disk
 from tableside.serving.engine_process.described import DescribingPlanner, model_key
 from tableside.serving.engine_process.link import EngineLink
 from tableside.serving.errors import ApiError, ErrorKind
@@ -93,7 +93,7 @@ class DoorEngine(Engine):
             threads=self._settings.threads,
             max_response_bytes=self._settings.max_response_bytes,
             verified_at=told["verified_at"],
-            beside=None if ON_DISK in placed.values() else self._beside,
+            beside=None if read_from_disk(placed) else self._beside,
             names=before.names if before is not None and segment.base is before.segment.base else None,
         )
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tableside.loader.segment.header import Header
 from tableside.loader.versions.states import State, attach_state
 from tableside.loader.versions.versions import Model
+from tableside.quant.gpu.residence.registry import COPIED
 from tableside.quant.installed import require
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.batches import Spent, WithoutRow
@@ -89,10 +90,10 @@ def evaluate(
 ) -> Report:
     """Scores a data set with one or two candidates; writes the report. LoaderError, QuantError, ServingError:
     a version, the data or OUT is invalid; finished parts stay in OUT."""
-    if settings.stash and (not server.devices or server.placement != "hbm"):
+    if settings.stash and (not server.devices or server.placement != COPIED):
         raise ServingError(
             "--stash gives back what tables take of a GPU's memory; name one with --devices, and --placement "
-            "hbm"
+            f"{COPIED}"
         )
     segments = [
         attach_state(Model(server.root, c.model, server.owner), State(c.version, c.sequence), "header")

@@ -8,7 +8,7 @@ from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Bytes
-from tableside.quant.gpu.residence.registry import ON_DISK, is_by_cpu
+from tableside.quant.gpu.residence.registry import is_by_cpu, read_from_disk
 from tableside.quant.rows.fetched import RowReader
 from tableside.serving.model.hot_rows import HotRows
 from tableside.serving.settings import ServerSettings
@@ -30,10 +30,9 @@ class DiskTables:
         """Returns what reads rows from a disk, by table of that kind."""
         base, found = segment.base, {}
         timeout_s = base.header.row_timeout_s(self._settings.disk_timeout_s)
-        for table in counted_tables(base):
+        of_disk = set(read_from_disk(kinds))
+        for table in (table for table in counted_tables(base) if table.name in of_disk):
             name, ids = table.name, table.ids
-            if kinds[name] != ON_DISK:
-                continue
             reader = base.readers[name]
             self._count_reads(reader, base.header.model, name)
             reader.timeout_s = timeout_s
@@ -56,7 +55,7 @@ class DiskTables:
     def checked(self, segment: Segment, kinds: Mapping[str, str]) -> frozenset[str]:
         """Returns the tables whose rows are checked as they are read; says which others on a disk the CPU
         reads where they are mapped."""
-        stored = {table.name for table in counted_tables(segment.base)}
+        stored = frozenset(table.name for table in counted_tables(segment.base))
         for name in segment.base.readers.keys() - stored:
             if not is_by_cpu(kinds[name]):
                 continue
@@ -65,4 +64,4 @@ class DiskTables:
                 "row that is not in memory holds its worker up (docs/disk.md)",
                 name,
             )
-        return frozenset(name for name in stored if kinds[name] == ON_DISK)
+        return stored.intersection(read_from_disk(kinds))

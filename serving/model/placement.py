@@ -18,10 +18,16 @@ from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.cpu.backend import host_table
-from tableside.quant.gpu.residence.registry import KINDS, ON_DISK, residence, without_device
+from tableside.quant.gpu.residence.registry import (
+    ELSEWHERE,
+    KINDS,
+    read_from_disk,
+    residence,
+    without_device,
+)
 from tableside.quant.rows.fetched import FetchedTable, RowReader
 from tableside.quant.rows.ids import ID_BYTES
-from tableside.serving.cluster.owners import ELSEWHERE, remote_sources
+from tableside.serving.cluster.owners import remote_sources
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.disk_tables import DiskTables
@@ -113,12 +119,14 @@ class Placer:
         with self._lock, _budgeted():
             return self._chosen(self.gpu, segment, self._left(replaced))
 
-    def _chosen(self, gpu: "GpuBackend", segment: Segment, left: int) -> dict[str, str]:
+    def _chosen(
+        self, gpu: "GpuBackend", segment: Segment, left: int, stay: Collection[str] = ()
+    ) -> dict[str, str]:
         from tableside.quant.gpu.residence import plan
 
         may_stay = {t.name for t in counted_tables(segment.base)} if self._on_disk else set()
         sizes = [size_of(t)._replace(is_stored=t.name in may_stay) for t in segment.header.tables]
-        kinds = plan.choose(sizes, self._settings.placement, left, gpu.launcher)
+        kinds = plan.choose(sizes, self._settings.placement, left, gpu.launcher, stay)
         plan.check_padding(sizes, kinds)  # before a cache takes the budget
         return kinds
 
@@ -162,7 +170,7 @@ class Placer:
 
     def _under_hot(self, segment: Segment, placed: Placements) -> Placements:
         """The same with the tables that are read from a disk under the newest hot segment."""
-        stored = [name for name, kind in placed.placements.items() if kind == ON_DISK]
+        stored = read_from_disk(placed.placements)
         if not stored:
             return placed
         hot = self.disk.hot.over(segment, stored)
@@ -213,7 +221,7 @@ class Placer:
         sizes, home = list(map(size_of, segment.header.tables)), gpu.launcher
         with self._lock, _budgeted():  # one version after another: each sees what those before it took
             left = self._left(replaced)
-            kinds = self._chosen(gpu, segment, left) | dict.fromkeys(stay, ON_DISK)
+            kinds = self._chosen(gpu, segment, left, stay)
             in_host, indexes = plan.plan_indexes(sizes, kinds, left, home, replaced is not None)
             files = _files_of(segment)
             readers = self.disk.readers(segment, kinds)
@@ -346,7 +354,7 @@ class Placer:
             return lambda stored: None
         from tableside.loader.segment.registration import Registration
 
-        stored = [name for name, kind in kinds.items() if kind == ON_DISK]
+        stored = read_from_disk(kinds)
         registration = Registration(segment, gpu.device.torch_device, without=stored)
         said = (segment.path, registration.size / 1e9, registration.seconds)
         logger.info("%s: %.1f GB registered with CUDA in %.1f s", *said)

@@ -1,6 +1,6 @@
 """Plans which rows and indexes of a version's tables lie in a device's memory, within a budget."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence.memory import InHost
@@ -19,11 +19,15 @@ def without_deltas(budget: int) -> int:
     return budget - budget // _DELTAS
 
 
-def choose(tables: Iterable[TableSize], wanted: str, budget: int, home: Home) -> dict[str, str]:
+def choose(
+    tables: Iterable[TableSize], wanted: str, budget: int, home: Home, stay: Collection[str] = ()
+) -> dict[str, str]:
     """Maps table names to kinds of residences. wanted: a placement, of CHOICES. Where its kinds mix and all
     tables do not fit into the first, the smallest do: in a quarter of the budget, if the kind of the others
-    takes the rest. Of those that do not, the stored ones stay on their disk. QuantError: the only kind does
-    not fit."""
+    takes the rest. Of those that do not, the stored ones stay on their disk, and so do the tables of `stay`,
+    whatever fits. QuantError: the only kind does not fit."""
+    if stay:
+        return choose(tables, wanted, budget, home) | dict.fromkeys(stay, ON_DISK)
     tables = list(tables)
     kinds, mixes = CHOICES[wanted]
     fitting = [kind for kind in kinds if residence(kind).fits(tables, budget, home)]
