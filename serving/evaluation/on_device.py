@@ -114,7 +114,7 @@ class DeviceScoring:
         scores = DeviceScores(here, self._stage, None)
         follower: Follower = _WhileAway(self._gpu, scores) if self._stashes else scores
         begun = self._gpu.batches.begin(
-            [(request.plan, inputs) for request, inputs in requests], follower=follower
+            [(request.plan, inputs) for request, inputs in requests], follower=follower, launches=False
         )
         return BegunGroup(group, requests, frozenset(here), scores, begun)
 
@@ -127,7 +127,7 @@ class DeviceScoring:
 
     def _answers(self, group: BegunGroup) -> list[Answer | Exception]:
         """Returns the scores of each request."""
-        found, _ = self._gpu.batches.finish(group.begun)
+        found, _ = self._gpu.batches.wait(group.begun)
         answers: list[Answer | Exception] = []
         for n, ((request, inputs), result) in enumerate(zip(group.requests, found, strict=True)):
             if isinstance(result, BadIds):

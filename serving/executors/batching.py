@@ -309,7 +309,7 @@ class Batcher:
         }:
             batch.scores = DeviceScores(scored, self._device_scores, self._tell_late)
         began = time.perf_counter()
-        started = self._backend.batches.start(
+        started = self._backend.batches.begin(
             [(w.plan, w.inputs) for w in batch.taken], batch.timed, batch.scores
         )
         self._metrics.waited([began - w.since for w in batch.taken])

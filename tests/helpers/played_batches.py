@@ -26,7 +26,7 @@ class Device:
     def batches(self) -> Any:
         return self
 
-    def start(self, requests: list[Any], timed: bool, follower: Any = None) -> Any:
+    def begin(self, requests: list[Any], timed: bool, follower: Any = None) -> Any:
         self.sizes.append(len(requests))
         return requests
 

@@ -48,8 +48,10 @@ class DeviceBatch:
     requests: (layout, inputs) each. locked: memory whose large inputs the device copies itself; they must not
     change until the batch is done. counts: int64 [lookups * 2] behind the outputs on the device: `Unfound` of
     lookups with mapped ids. The host gets outputs and counts [stay_bytes, out_bytes). ticket: of cached rows.
-    outputs: the batch's outputs on the host; done: an event behind them, None: they are there."""
+    is_launched: False: its lookups are still to be. outputs: the batch's outputs on the host; done: an event
+    behind them."""
 
+    is_launched = False
     ticket: Ticket | None = None
     done: Any = None
     outputs: Buffer

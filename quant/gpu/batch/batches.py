@@ -48,17 +48,29 @@ class Batches:
         Outputs keep the batch's page-locked memory alive. follower: runs on the device before the wait, in
         the requests' order. Rows of a refused request are arbitrary finite numbers and do not affect
         others."""
-        return self.finish(self.begin(requests, timed, follower))
+        return self.wait(self.begin(requests, timed, follower))
 
-    def start(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
+    def begin(
+        self,
+        requests: Requests,
+        timed: bool = False,
+        follower: Follower | None = None,
+        *,
+        launches: bool = True,
+    ) -> DeviceBatch:
         """Sends a batch with all that follows, for `wait`. Waits only for the CPU's part and the follower.
-        Another thread may be waiting for earlier batches."""
+        Several batches may have begun; each has its own buffers. launches: False: inputs are sent and the
+        cache's fetches begin; the lookups and the follower wait for `wait`."""
         with self.launcher.on_stream():
-            return self._launched(self._begun(requests, timed, follower))
+            batch = self._begun(requests, timed, follower)
+            return self._launched(batch) if launches else batch
 
     def wait(self, batch: DeviceBatch) -> Results:
-        """Returns the results of a started batch when done. Call once, on any thread; others may look up
-        meanwhile."""
+        """Returns the results of a batch that has begun, when done. Call once, on any thread; others may look
+        up meanwhile. Call it for batches that were not launched in the order in which they began."""
+        if not batch.is_launched:
+            with self.launcher.on_stream():
+                self._launched(batch)
         try:
             batch.done.synchronize()
             return batch.results(), batch.clock.times() if batch.clock else None
@@ -69,18 +81,6 @@ class Batches:
         finally:
             self._free.append(batch.buffers)
 
-    def begin(self, requests: Requests, timed: bool = False, follower: Follower | None = None) -> DeviceBatch:
-        """Runs the first part of `run`, for `finish`: sends inputs and starts the cache's fetches without
-        waiting. Several batches may have begun; each has its own buffers."""
-        with self.launcher.on_stream():
-            return self._begun(requests, timed, follower)
-
-    def finish(self, batch: DeviceBatch) -> Results:
-        """Runs the rest of `run`. Call once, in the order in which batches began."""
-        with self.launcher.on_stream():
-            self._launched(batch)
-        return self.wait(batch)
-
     def _begun(self, requests: Requests, timed: bool, follower: Follower | None) -> DeviceBatch:
         buffers = self._free.pop() if self._free else Buffers(self.launcher.device, self._take_answers)
         try:
@@ -90,6 +90,7 @@ class Batches:
             raise
 
     def _launched(self, batch: DeviceBatch) -> DeviceBatch:
+        batch.is_launched = True
         try:
             self._launch(batch)
         except BaseException:

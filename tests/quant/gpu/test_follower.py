@@ -235,11 +235,11 @@ def test_batches_begin_before_others_are_finished() -> None:
     lk = Lookup(cached, Pooling.SUM, 0, 30, 0, bags=6, bag_length=5)
     begun: list[Any] = []
     for n, ids in enumerate(drawn):
-        begun.append(backend.batches.begin([(backend.plan([lk]), ids.tobytes())]))
+        begun.append(backend.batches.begin([(backend.plan([lk]), ids.tobytes())], launches=False))
         if n >= 2:
-            check_sums(backend.batches.finish(begun[n - 2])[0], table, drawn[n - 2])
+            check_sums(backend.batches.wait(begun[n - 2])[0], table, drawn[n - 2])
     for one, ids in zip(begun[3:], drawn[3:], strict=True):
-        check_sums(backend.batches.finish(one)[0], table, ids)
+        check_sums(backend.batches.wait(one)[0], table, ids)
     assert len({id(b) for b in backend.batches._free}) == len(backend.batches._free) == 3
 
 

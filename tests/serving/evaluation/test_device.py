@@ -304,7 +304,7 @@ def test_rows_of_batches_to_come_are_on_their_way(
     evaluator = Evaluator(job)
     monkeypatch.setattr(on_device, "GROUP_ROWS", 100)
     gpu: Any = evaluator._device._gpu  # type: ignore[union-attr]
-    begin, finish, open_ones, seen = gpu.batches.begin, gpu.batches.finish, [0], []
+    begin, finish, open_ones, seen = gpu.batches.begin, gpu.batches.wait, [0], []
 
     def begun(*arguments: Any, **more: Any) -> Any:
         open_ones[0] += 1
@@ -317,6 +317,6 @@ def test_rows_of_batches_to_come_are_on_their_way(
         return finish(one)
 
     monkeypatch.setattr(gpu.batches, "begin", begun)
-    monkeypatch.setattr(gpu.batches, "finish", finished)
+    monkeypatch.setattr(gpu.batches, "wait", finished)
     ((_, table),) = list(evaluator.tables([shard]))
     assert table.num_rows == 450 and max(seen) == most and len(seen) == 5 and open_ones == [0]

@@ -141,7 +141,7 @@ class PlayedDevice:
     def batches(self) -> Any:
         return self
 
-    def start(self, requests: Any, timed: bool, follower: Any = None) -> Any:
+    def begin(self, requests: Any, timed: bool, follower: Any = None) -> Any:
         self.sizes += 1
         return requests
 
