@@ -33,8 +33,10 @@ from tableside.serving.client.messages import (
     check_status,
 )
 from tableside.serving.client.named import NamedForm, vectors
+from tableside.serving.client.types import ModelInfo, ModelMetadata
 
 V = TypeVar("V")
+M = TypeVar("M")
 # from as many on the compact form costs client and server less than the named one (benchmarks/client.py)
 COMPACT_FEATURES = 32
 DEGRADED = "degraded."  # and a table's name: a parameter of answers in which rows came late
@@ -42,12 +44,12 @@ LATE = "late."  # and a feature's name: which of its ids
 _KEPT = 64
 
 
-class LookedUp(NamedTuple, Generic[V]):
+class LookedUp(NamedTuple, Generic[V, M]):
     """The answer to a lookup with `found=True`. vectors: as without it. found: feature -> bool mask [bags,
     ids a bag] or [ids], False for an id without a row, which got the default row."""
 
     vectors: V
-    found: dict[str, Any]
+    found: dict[str, M]
 
 
 def take_masks(arrays: dict[str, Any], given: Columns) -> dict[str, Any]:
@@ -186,11 +188,12 @@ class Calls:
         _last_head.set(orjson.dumps({**answer, "parameters": {**answer.get("parameters", {}), **counts}}))
         return given_as(out, any_torch([ids]))
 
-    def models(self) -> Call[list[dict[str, Any]]]:
+    def models(self) -> Call[list[ModelInfo]]:
         return list((yield from self._get("/v1/models")).json()["models"])
 
-    def metadata(self, model: str) -> Call[dict[str, Any]]:
-        return dict((yield from self._get(_path(model, None))).json())
+    def metadata(self, model: str) -> Call[ModelMetadata]:
+        found: ModelMetadata = (yield from self._get(_path(model, None))).json()
+        return found
 
     def metrics(self) -> Call[str]:
         return (yield from self._get("/metrics")).text
@@ -245,7 +248,7 @@ class Calls:
         outputs: Sequence[str] | None,
         compact: bool | None,
         wants_found: bool,
-    ) -> Call[KeyedVectors | LookedUp[KeyedVectors]]:
+    ) -> Call[KeyedVectors | LookedUp[KeyedVectors, Any]]:
         if not isinstance(features, KeyedJagged):
             raise FeatureError(
                 f"features are a {type(features).__name__}; expected a dict of features or a "

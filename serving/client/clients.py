@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,21 @@ from tableside.serving.client import sockets, streams
 from tableside.serving.client.address import Address
 from tableside.serving.client.attempts import Attempts, Options, with_disk_timeout
 from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by, late_ids, late_rows
-from tableside.serving.client.features import Ids
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
 from tableside.serving.client.messages import Call
+from tableside.serving.client.types import (
+    AnyTensor,
+    Features,
+    Mask,
+    ModelInfo,
+    ModelMetadata,
+    Scores,
+    TensorFeatures,
+    Vectors,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -28,6 +40,16 @@ class _Options(TypedDict, total=False):
     outputs: Sequence[str] | None
     version: int | None
     compact: bool | None
+
+
+class _HowToScore(TypedDict, total=False):
+    version: int | None
+    compact: bool | None
+
+
+class _HowToGather(TypedDict, total=False):
+    at_once: int
+    version: int | None
 
 
 class Client:
@@ -77,33 +99,38 @@ class Client:
 
     @overload
     def lookup(
-        self,
-        model: str,
-        features: Mapping[str, Ids],
-        *,
-        found: Literal[False] = False,
-        **options: Unpack[_Options],
-    ) -> dict[str, Any]: ...
+        self, model: str, features: TensorFeatures, *, found: Literal[False] = False, **how: Unpack[_Options]
+    ) -> "dict[str, Tensor]": ...
 
     @overload
     def lookup(
-        self, model: str, features: Mapping[str, Ids], *, found: Literal[True], **options: Unpack[_Options]
-    ) -> LookedUp[dict[str, Any]]: ...
+        self, model: str, features: TensorFeatures, *, found: Literal[True], **how: Unpack[_Options]
+    ) -> "LookedUp[dict[str, Tensor], Tensor]": ...
 
     @overload
     def lookup(
-        self, model: str, features: KeyedJagged, *, found: Literal[False] = False, **options: Unpack[_Options]
+        self, model: str, features: Features, *, found: Literal[False] = False, **how: Unpack[_Options]
+    ) -> dict[str, Vectors]: ...
+
+    @overload
+    def lookup(
+        self, model: str, features: Features, *, found: Literal[True], **how: Unpack[_Options]
+    ) -> LookedUp[dict[str, Vectors], Mask]: ...
+
+    @overload
+    def lookup(
+        self, model: str, features: KeyedJagged, *, found: Literal[False] = False, **how: Unpack[_Options]
     ) -> KeyedVectors: ...
 
     @overload
     def lookup(
-        self, model: str, features: KeyedJagged, *, found: Literal[True], **options: Unpack[_Options]
-    ) -> LookedUp[KeyedVectors]: ...
+        self, model: str, features: KeyedJagged, *, found: Literal[True], **how: Unpack[_Options]
+    ) -> "LookedUp[KeyedVectors, Tensor]": ...
 
     def lookup(
         self,
         model: str,
-        features: Mapping[str, Ids] | KeyedJagged,
+        features: Features | KeyedJagged,
         *,
         outputs: Sequence[str] | None = None,
         version: int | None = None,
@@ -121,10 +148,37 @@ class Client:
         """
         return self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
+    @overload
     def score(
         self,
         model: str,
-        features: Mapping[str, Ids],
+        features: TensorFeatures,
+        dense: Mapping[str, Any] | None = None,
+        **how: Unpack[_HowToScore],
+    ) -> "Tensor": ...
+
+    @overload
+    def score(
+        self,
+        model: str,
+        features: Features,
+        dense: Mapping[str, AnyTensor],
+        **how: Unpack[_HowToScore],
+    ) -> "Tensor": ...
+
+    @overload
+    def score(
+        self,
+        model: str,
+        features: Features,
+        dense: Mapping[str, Any] | None = None,
+        **how: Unpack[_HowToScore],
+    ) -> Scores: ...
+
+    def score(
+        self,
+        model: str,
+        features: Features,
         dense: Mapping[str, Any] | None = None,
         *,
         version: int | None = None,
@@ -133,6 +187,12 @@ class Client:
         """Returns a model's scores, fp32 [batch] or [batch, n]; a torch tensor if any input is. features: as
         for `lookup`, one bag a row. dense: name -> [batch, n]."""
         return self._run(self._calls.score(model, features, dense, version, compact))
+
+    @overload
+    def gather(self, model: str, feature: str, ids: AnyTensor, **how: Unpack[_HowToGather]) -> "Tensor": ...
+
+    @overload
+    def gather(self, model: str, feature: str, ids: Any, **how: Unpack[_HowToGather]) -> Vectors: ...
 
     def gather(
         self, model: str, feature: str, ids: Any, *, at_once: int = 16384, version: int | None = None
@@ -163,11 +223,11 @@ class Client:
         none."""
         return late_ids()
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[ModelInfo]:
         """The models that the server serves, each with its versions, tables, features and bytes."""
         return self._run(self._calls.models())
 
-    def metadata(self, model: str) -> dict[str, Any]:
+    def metadata(self, model: str) -> ModelMetadata:
         """The model's inputs and outputs, as the protocol describes them."""
         return self._run(self._calls.metadata(model))
 
@@ -244,33 +304,38 @@ class AsyncClient:
 
     @overload
     async def lookup(
-        self,
-        model: str,
-        features: Mapping[str, Ids],
-        *,
-        found: Literal[False] = False,
-        **options: Unpack[_Options],
-    ) -> dict[str, Any]: ...
+        self, model: str, features: TensorFeatures, *, found: Literal[False] = False, **how: Unpack[_Options]
+    ) -> "dict[str, Tensor]": ...
 
     @overload
     async def lookup(
-        self, model: str, features: Mapping[str, Ids], *, found: Literal[True], **options: Unpack[_Options]
-    ) -> LookedUp[dict[str, Any]]: ...
+        self, model: str, features: TensorFeatures, *, found: Literal[True], **how: Unpack[_Options]
+    ) -> "LookedUp[dict[str, Tensor], Tensor]": ...
 
     @overload
     async def lookup(
-        self, model: str, features: KeyedJagged, *, found: Literal[False] = False, **options: Unpack[_Options]
+        self, model: str, features: Features, *, found: Literal[False] = False, **how: Unpack[_Options]
+    ) -> dict[str, Vectors]: ...
+
+    @overload
+    async def lookup(
+        self, model: str, features: Features, *, found: Literal[True], **how: Unpack[_Options]
+    ) -> LookedUp[dict[str, Vectors], Mask]: ...
+
+    @overload
+    async def lookup(
+        self, model: str, features: KeyedJagged, *, found: Literal[False] = False, **how: Unpack[_Options]
     ) -> KeyedVectors: ...
 
     @overload
     async def lookup(
-        self, model: str, features: KeyedJagged, *, found: Literal[True], **options: Unpack[_Options]
-    ) -> LookedUp[KeyedVectors]: ...
+        self, model: str, features: KeyedJagged, *, found: Literal[True], **how: Unpack[_Options]
+    ) -> "LookedUp[KeyedVectors, Tensor]": ...
 
     async def lookup(
         self,
         model: str,
-        features: Mapping[str, Ids] | KeyedJagged,
+        features: Features | KeyedJagged,
         *,
         outputs: Sequence[str] | None = None,
         version: int | None = None,
@@ -280,10 +345,37 @@ class AsyncClient:
         """As Client.lookup."""
         return await self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
+    @overload
     async def score(
         self,
         model: str,
-        features: Mapping[str, Ids],
+        features: TensorFeatures,
+        dense: Mapping[str, Any] | None = None,
+        **how: Unpack[_HowToScore],
+    ) -> "Tensor": ...
+
+    @overload
+    async def score(
+        self,
+        model: str,
+        features: Features,
+        dense: Mapping[str, AnyTensor],
+        **how: Unpack[_HowToScore],
+    ) -> "Tensor": ...
+
+    @overload
+    async def score(
+        self,
+        model: str,
+        features: Features,
+        dense: Mapping[str, Any] | None = None,
+        **how: Unpack[_HowToScore],
+    ) -> Scores: ...
+
+    async def score(
+        self,
+        model: str,
+        features: Features,
         dense: Mapping[str, Any] | None = None,
         *,
         version: int | None = None,
@@ -291,6 +383,14 @@ class AsyncClient:
     ) -> Any:
         """As Client.score."""
         return await self._run(self._calls.score(model, features, dense, version, compact))
+
+    @overload
+    async def gather(
+        self, model: str, feature: str, ids: AnyTensor, **how: Unpack[_HowToGather]
+    ) -> "Tensor": ...
+
+    @overload
+    async def gather(self, model: str, feature: str, ids: Any, **how: Unpack[_HowToGather]) -> Vectors: ...
 
     async def gather(
         self, model: str, feature: str, ids: Any, *, at_once: int = 16384, version: int | None = None
@@ -313,11 +413,11 @@ class AsyncClient:
         """As Client.late_ids, of this task."""
         return late_ids()
 
-    async def models(self) -> list[dict[str, Any]]:
+    async def models(self) -> list[ModelInfo]:
         """As Client.models."""
         return await self._run(self._calls.models())
 
-    async def metadata(self, model: str) -> dict[str, Any]:
+    async def metadata(self, model: str) -> ModelMetadata:
         """As Client.metadata."""
         return await self._run(self._calls.metadata(model))
 

@@ -5,13 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import TypeVar
 
 from tableside.serving.client.messages import FeatureError
 
+V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True, default=Any)
 Ids = Any  # an array or tensor [bags, ids a bag], a list of lists, a column of lists, or Jagged
 Array = NDArray[Any]
 
@@ -22,18 +25,18 @@ _ARROW = "__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__"  # of colu
 
 
 @dataclass(frozen=True)
-class Jagged:
+class Jagged(Generic[V_co]):
     """Ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids]; arrays, tensors or
     lists."""
 
-    values: Any
+    values: V_co
     lengths: Any = None
     weights: Any = None
 
     @classmethod
     def from_offsets(
-        cls, values: Any, offsets: Any, weights: Any = None, *, include_last_offset: bool = False
-    ) -> "Jagged":
+        cls, values: V, offsets: Any, weights: Any = None, *, include_last_offset: bool = False
+    ) -> "Jagged[V]":
         """Makes bags of integer offsets into values, as torch.nn.EmbeddingBag takes them: [bags], or, with
         `include_last_offset`, [bags + 1], where the number of values comes last. FeatureError: they do not
         ascend from 0 to the number of values.
@@ -43,7 +46,7 @@ class Jagged:
         """
         starts = _flat(integers(offsets, "offsets"), "offsets", "bags")
         try:
-            ids = len(values)
+            ids = len(values)  # type: ignore[arg-type]  # an array, tensor or list, or refused
         except TypeError as error:
             raise FeatureError(f"values are a {type(values).__name__}; expected [ids]") from error
         ends = starts if include_last_offset else np.append(starts, ids)
@@ -52,10 +55,10 @@ class Jagged:
         if not is_empty and (not starts.size or starts[0] or ends[-1] != ids or (lengths < 0).any()):
             said = np.array2string(starts, threshold=8)
             raise FeatureError(f"offsets are {said}; expected numbers that ascend from 0 to {ids}")
-        return cls(values, lengths.astype(np.int32), weights)
+        return Jagged(values, lengths.astype(np.int32), weights)
 
 
-class _Rectangle(Jagged):
+class _Rectangle(Jagged[Any]):
     """A feature with equally long bags: values [bags, ids a bag]."""
 
 

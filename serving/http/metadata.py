@@ -1,11 +1,13 @@
 """Server and model descriptions in JSON: GET /v1/models, and V2's metadata, config and statistics."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tableside.loader.model.model import SCORE
 from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.serving import VERSION
+from tableside.serving.client.types import IdsInfo, ModelInfo, ModelMetadata, TableInfo, TensorInfo
 from tableside.serving.http.inputs import kjt
 from tableside.serving.metrics.metrics import statistics
 from tableside.serving.model.places import mask_name
@@ -20,7 +22,7 @@ def describe_server(service: Service) -> dict[str, Any]:
     return {"version": VERSION, "devices": list(service.settings.devices), "doors": doors}
 
 
-def describe_model(service: Service, name: str) -> dict[str, Any]:
+def describe_model(service: Service, name: str) -> ModelInfo:
     served = service.engines[name].attached()
     header, placements = served.header, served.placed.placements
     return {
@@ -44,26 +46,8 @@ def describe_model(service: Service, name: str) -> dict[str, Any]:
         "segment_bytes": served.segment.size,
         "fp32_bytes": header.fp32_bytes,
         "load_seconds": header.load.get("seconds"),
-        "tables": [
-            {
-                "name": t.name,
-                "row_format": t.row_format,
-                "rows": t.rows,
-                "dim": t.dim,
-                "bytes": t.bytes,
-                "placement": placements[t.name],
-                **_describe_ids(t),
-            }
-            for t in header.tables
-        ]
-        + [
-            {
-                **{"name": r.name, "row_format": r.row_format, "rows": r.count, "dim": r.dim, "bytes": 0},
-                "placement": placements[r.name],
-                **_describe_remote_ids(r),
-            }
-            for r in header.remote
-        ],
+        "tables": [_table(t, t.rows, t.bytes, placements, _describe_ids(t)) for t in header.tables]
+        + [_table(r, r.count, 0, placements, _describe_remote_ids(r)) for r in header.remote],
         "scorer": None if served.scorer is None else served.scorer.describe(),
         "features": [
             {"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output}
@@ -72,7 +56,21 @@ def describe_model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def model_metadata(service: Service, served: ServedVersion) -> dict[str, Any]:
+def _table(
+    t: StoredTable | RemoteTable, rows: int, size: int, placements: Mapping[str, str], ids: IdsInfo
+) -> TableInfo:
+    return {
+        "name": t.name,
+        "row_format": t.row_format,
+        "rows": rows,
+        "dim": t.dim,
+        "bytes": size,
+        "placement": placements[t.name],
+        **ids,
+    }
+
+
+def model_metadata(service: Service, served: ServedVersion) -> ModelMetadata:
     return {
         "name": served.header.model,
         "versions": [str(v) for v in service.published(served.header.model)],
@@ -92,7 +90,7 @@ def model_metadata(service: Service, served: ServedVersion) -> dict[str, Any]:
     }
 
 
-def _describe_remote_ids(r: RemoteTable) -> dict[str, Any]:
+def _describe_remote_ids(r: RemoteTable) -> IdsInfo:
     kind = "raw" if r.buckets else "row"
     return {"ids": kind, "id_count": r.count, "first_id": 0, "missing": r.missing, "backfilled": 0}
 
@@ -138,7 +136,7 @@ def server_metadata(service: Service) -> dict[str, Any]:
 
 def model_configuration(served: ServedVersion) -> dict[str, Any]:
 
-    def configured(t: dict[str, Any]) -> dict[str, Any]:
+    def configured(t: TensorInfo) -> dict[str, Any]:
         return {"name": t["name"], "data_type": f"TYPE_{t['datatype']}", "dims": t["shape"]}
 
     inputs = [{**configured(i), "optional": True} for i in _input_names(served)]
@@ -155,10 +153,10 @@ def model_configuration(served: ServedVersion) -> dict[str, Any]:
     }
 
 
-def _input_names(served: ServedVersion) -> list[dict[str, Any]]:
+def _input_names(served: ServedVersion) -> list[TensorInfo]:
     """Lists a model's inputs for metadata, with both forms of each feature."""
     dense = {} if served.scorer is None else served.scorer.dense
-    described: list[dict[str, Any]] = [
+    described: list[TensorInfo] = [
         {"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()
     ]
     for name, bound in served.features.items():
@@ -170,9 +168,9 @@ def _input_names(served: ServedVersion) -> list[dict[str, Any]]:
     return described
 
 
-def _output_names(served: ServedVersion) -> list[dict[str, Any]]:
+def _output_names(served: ServedVersion) -> list[TensorInfo]:
     """Lists a model's outputs for metadata. Found masks are sent only if named."""
-    described = [
+    described: list[TensorInfo] = [
         {"name": n, "datatype": "FP16" if f.half else "FP32", "shape": [-1, f.table.dim]}
         for n, f in served.features.items()
     ]
@@ -182,12 +180,13 @@ def _output_names(served: ServedVersion) -> list[dict[str, Any]]:
     return described
 
 
-def _describe_ids(table: StoredTable) -> dict[str, Any]:
-    """Describes a table's ids. ids: "row", [first_id, first_id + id_count), or "raw", any int64. missing:
-    model.toml's policy. backfilled: ids with a row of an older version."""
+def _describe_ids(table: StoredTable) -> IdsInfo:
     ids = table.ids or StoredIds(table.rows)
     is_raw = ids.index is not None
-    found: dict[str, Any] = {"ids": "raw" if is_raw else "row", "id_count": ids.count}
-    if not is_raw:
-        found["first_id"] = ids.first
-    return {**found, "missing": ids.missing, "backfilled": ids.backfilled}
+    found: IdsInfo = {
+        "ids": "raw" if is_raw else "row",
+        "id_count": ids.count,
+        "missing": ids.missing,
+        "backfilled": ids.backfilled,
+    }
+    return found if is_raw else {**found, "first_id": ids.first}

@@ -36,7 +36,7 @@ class Calls:
         return {"ready": self._service.ready}
 
     async def ModelMetadata(self, request: Any, context: Any) -> dict[str, Any]:
-        return metadata.model_metadata(self._service, await self._served(request))
+        return {**metadata.model_metadata(self._service, await self._served(request))}
 
     async def ModelConfig(self, request: Any, context: Any) -> dict[str, Any]:
         return {"config": metadata.model_configuration(await self._served(request))}

@@ -9,7 +9,7 @@ Connections hand most infer requests to the `Door` instead.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -114,7 +114,9 @@ def _add_model(app: FastAPI, service: Service, place: str, parameters: list[Json
         model, version = http.path_params["model"], http.path_params.get("version")
         return service.live(model) if version is None else await service.version(model, version)
 
-    def add(path: str, summary: str, schema: Json, describe: Callable[[ServedVersion], Json]) -> None:
+    def add(
+        path: str, summary: str, schema: Json, describe: Callable[[ServedVersion], Mapping[str, Any]]
+    ) -> None:
         @app.get(place + path, tags=_PROTOCOL, **told(summary, schema, *GETS, parameters=parameters))
         async def show(http: Request) -> Response:
             return asgi.json_response(describe(await served(http)))

@@ -48,18 +48,18 @@ def served(request: pytest.FixtureRequest) -> Iterator[Server]:
         shutil.rmtree(root)
 
 
-def named(url: str, request: Request) -> LookedUp[dict[str, Any]]:
+def named(url: str, request: Request) -> LookedUp[dict[str, Any], Any]:
     with Client(url) as client:
         return client.lookup("raw", request, compact=False, found=True)
 
 
-def compact(url: str, request: Request) -> LookedUp[dict[str, Any]]:
+def compact(url: str, request: Request) -> LookedUp[dict[str, Any], Any]:
     with Client(url) as client:
         return client.lookup("raw", request, compact=True, found=True)
 
 
-def from_async(url: str, request: Request, is_compact: bool) -> LookedUp[dict[str, Any]]:
-    async def ask() -> LookedUp[dict[str, Any]]:
+def from_async(url: str, request: Request, is_compact: bool) -> LookedUp[dict[str, Any], Any]:
+    async def ask() -> LookedUp[dict[str, Any], Any]:
         async with AsyncClient(url) as client:
             return await client.lookup("raw", request, compact=is_compact, found=True)
 
