@@ -26,3 +26,9 @@ install clean dist/*.whl
 cp -r tests/fixtures/strangers_project "$work/project"
 cd "$work/project"
 env -i PATH=/nowhere HOME=/nowhere LANG=C.UTF-8 ../clean/bin/python main.py
+
+echo "checking the types of a user's script"
+cd ../../..
+install types mypy
+"$work/types/bin/mypy" --strict --config-file= --cache-dir="$work/types/cache" \
+    --python-executable "$work/clean/bin/python" tests/fixtures/typed_client/script.py

@@ -331,3 +331,13 @@ def test_a_wheel_for_a_glibc_brings_its_compiler(backend: ModuleType) -> None:
             r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.28 -idirafter \S+", os.environ["CC"]
         )
     assert dict(os.environ) == before
+
+
+@pytest.mark.thorough
+def test_the_wheel_builds_for_the_oldest_glibc(tmp_path: Path) -> None:
+    """As `make wheel` builds it. A function that glibc has since then does not exist there."""
+    shutil.copytree(TOP, tmp_path / "here", ignore=shutil.ignore_patterns(".*", "build", "dist", "*.so"))
+    old = "--config-settings", "glibc=2.17", "--wheel-dir", str(tmp_path)
+    found = python("-m", "pip", "wheel", "--quiet", "--no-deps", *old, ".", cwd=tmp_path / "here")
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert len([*tmp_path.glob("tableside-*.whl")]) == 1

@@ -259,10 +259,10 @@ INLINE int streams(const job *j) {
 }
 
 INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
-    /* The others go without code of their own, which would take a compiler twice as long. */
-    const int is_usual = !HAS_SCALE(format) && j->precision != AS_BF16;
+    /* Others than these go without code of their own, which would take a compiler twice as long. */
+#define IS_USUAL (!HAS_SCALE(format) && j->precision != AS_BF16)
 #define WHOLE(n, to) \
-    if (is_usual && (n) >= SPLIT(format) && j->dim == (n) * LANES \
+    if (IS_USUAL && (n) >= SPLIT(format) && j->dim == (n) * LANES \
         && j->row_bytes == ROW_BYTES(format, (n) * LANES, to)) { \
         if (j->pooling != POOL_NONE) { \
             if (j->precision == AS_FP16) pool_whole(format, n, to, weighted, STORE_HALF, j, a); \
@@ -277,6 +277,7 @@ INLINE void lookup_format(int format, int weighted, const job *j, ahead *a) {
     WHOLE(1, 4) WHOLE(2, 4) WHOLE(4, 4) WHOLE(8, 4) WHOLE(16, 4)
 #endif
 #undef WHOLE
+#undef IS_USUAL
     lookup_any(format, weighted, j, a);
 }
 

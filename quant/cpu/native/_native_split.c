@@ -8,7 +8,8 @@
  *   -> how many different ids there are
  * It releases the interpreter's lock. */
 #include <stdlib.h>
-#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include "_ids.h"
 #include "_native_index.h"
 
@@ -45,7 +46,9 @@ static int64_t owner_of(const splitting *s, int64_t id) {
 /* Nobody outside knows it, so that no ids can be chosen that meet in a table. */
 static uint64_t secret(void) {
     static uint64_t found; /* the interpreter's lock is held */
-    if (!found && getrandom(&found, sizeof found, 0) != (ssize_t)sizeof found) found = (uintptr_t)&found | 1;
+    if (found) return found;
+    /* by number: the wheel is for C libraries without a function for it */
+    if (syscall(SYS_getrandom, &found, sizeof found, 0) != (long)sizeof found) found = (uintptr_t)&found | 1;
     return found;
 }
 
