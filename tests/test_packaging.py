@@ -228,6 +228,8 @@ def test_without_its_extensions_the_command_ends_with_one_line(root: Path) -> No
 # ---- what is declared ----
 
 MODULES = {
+    "confluent-kafka": "confluent_kafka",
+    "typing-extensions": "typing_extensions",
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
@@ -274,7 +276,7 @@ CALLERS = {"torchrec"}  # imported where a caller gives its tensors, and so has 
 @pytest.mark.drawn(0.5)
 def test_what_is_imported_is_declared_and_what_is_declared_imported() -> None:
     base = modules(PROJECT["project"]["dependencies"])
-    names = ("torch", "fbgemm", "gpu", "eval", "grpc", "otel", "ray", "redis")
+    names = ("torch", "fbgemm", "gpu", "eval", "grpc", "kafka", "otel", "ray", "redis")
     extras = modules([requirement for name in names for requirement in EXTRAS[name]])
     assert not base & extras
     assert (imported_packages() - CALLERS) | BY_NAME == base | extras

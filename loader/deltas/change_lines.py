@@ -65,7 +65,7 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
                 raise rules.error(number, f"longer than {_LINE_BYTES:,} bytes; expected one row a line")
             if not line.strip():
                 continue
-            name, id_, vector = _row(rules, number, line)
+            name, id_, vector = row_of(rules, number, line)
             if name not in waiting:
                 waiting[name] = PythonRows(rules, name)
             waiting[name].add(number, id_, vector)
@@ -76,12 +76,12 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
     yield from (rows.changes() for rows in waiting.values())
 
 
-def _row(rules: RowRules, number: int, line: bytes) -> tuple[str, int, list[float] | None]:
-    """Returns (table, id, vector) of a line. ChangeError: it is no such row."""
+def row_of(rules: RowRules, number: Row, line: bytes) -> tuple[str, int, list[float] | None]:
+    """Returns (table, id, vector) of a row in JSON. ChangeError: it is no such row."""
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise rules.error(number, f"not JSON ({error}); expected an object a line") from error
+        raise rules.error(number, f"not JSON ({error}); expected one object, a row") from error
     if not isinstance(row, dict) or not {"id", "vector"} <= set(row) <= _KEYS:
         found = sorted(row) if isinstance(row, dict) else f"a JSON {type(row).__name__}"
         raise rules.error(

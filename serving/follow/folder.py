@@ -37,7 +37,7 @@ class FolderSource:
         if not folder.is_dir():
             raise SourceError(
                 f"{folder}: there is no such folder; make it, or name a Redis stream as "
-                "redis://HOST?stream=KEY"
+                "redis://HOST?stream=KEY, or a topic as kafka://HOST/TOPIC"
             )
         self.name, self._folder, self._table, self._is_stopping = name, folder, table, is_stopping
         self._in_groups = in_groups

@@ -304,10 +304,19 @@ def open_source(
     is_stopping: IsStopping,
     group_s: float = 0.0,
 ) -> ChangeSource:
-    """Opens a folder, or the URL of a Redis stream. name: in the state; None: "folder:PATH" or "redis:KEY".
-    table: of rows that name none. start: "start", "end" or a position, if none is kept. group_s: for a model
-    over several hosts, seconds between two batches. SourceError: it is neither. MissingBackend: its client is
-    not installed."""
+    """Opens a folder, or the URL of a Redis stream or of Kafka's topics. name: in the state; None:
+    "folder:PATH", "redis:KEY" or "kafka:TOPIC". table: of rows that name none. start: "start", "end" or a
+    position, if none is kept. group_s: for a model over several hosts, seconds between two batches.
+    SourceError: it is none of these. MissingBackend: its client is not installed."""
+    if text.startswith("kafka://"):
+        from tableside.serving.follow.kafka_topics import KafkaTopics
+
+        if group_s:
+            raise SourceError(
+                "a model over several hosts takes changes in one order, and partitions have none; follow a "
+                "folder or a Redis stream"
+            )
+        return KafkaTopics(text, name, table, start, is_stopping)
     if "://" in text:
         from tableside.serving.follow.redis_stream import RedisStream, split_url
 

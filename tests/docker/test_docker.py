@@ -49,7 +49,8 @@ def test_script_parses_and_may_be_executed(script: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "extras"), [("slim", ""), ("cpu", "torch,eval,grpc,redis"), ("cuda", "gpu,eval,grpc,redis")]
+    ("target", "extras"),
+    [("slim", ""), ("cpu", "torch,eval,grpc,kafka,redis"), ("cuda", "gpu,eval,grpc,kafka,redis")],
 )
 def test_image_is_small_unprivileged_and_checked(target: str, extras: str) -> None:
     """A final image runs as a numeric user that is not root, has a compiler only for Triton, and says when

@@ -256,7 +256,10 @@ def add_commands(command: AddCommand) -> None:
 
     p = command("follow", follow, "apply a stream of changes to the live version, until SIGTERM or SIGINT")
     p.option("model")
-    p.option("source", "a folder of files NUMBER.parquet, .npz or .jsonl, or redis://HOST:6379/0?stream=KEY")
+    p.option(
+        "source",
+        "a folder of files NUMBER.parquet, .npz or .jsonl, redis://HOST:6379/0?stream=KEY, or kafka://HOST/TOPIC",
+    )
     _add_changes(p)
     told = (
         "seconds until changes are visible, if applying takes less than half of that (default: %(default)s)"
@@ -282,7 +285,7 @@ def add_commands(command: AddCommand) -> None:
     told = "write refused changes to this file, a line of JSON each, and go on (default: end)"
     p.option("--skip-bad", told, type=Path, metavar="FILE")
     p.option("--reset", "begin at --from, whatever was applied", action="store_true")
-    p.option("--name", "the stream's name in the state (default: folder:PATH or redis:KEY)")
+    p.option("--name", "the stream's name in the state (default: folder:PATH, redis:KEY or kafka:TOPIC)")
     add_json(p)
 
 

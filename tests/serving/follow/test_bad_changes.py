@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kafka_brokers import Brokers
 from redis_servers import needs_redis, redis_server
 
 from campaigns.follows import rows_now
@@ -21,6 +22,7 @@ from tableside.serving.follow.source import ChangeSource
 
 DIM, GOOD_BEFORE, GOOD_AFTER = 4, 20, 9
 PLACES = GOOD_BEFORE + 1 + GOOD_AFTER
+PLACE = rf"what lies at (changes/0:)?{GOOD_BEFORE + 1}(-0| changes/1:0 changes/2:0 changes/3:0)?"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dim": ({"table": "user", "id": 21, "vector": [1.0] * 7}, r"7|\[1, 4\]"),
     "value": ({"table": "user", "id": 21, "vector": [1e39, 0, 0, 0]}, "too large"),
@@ -40,7 +42,7 @@ def model(publish: Callable[..., Any], root: Path) -> Model:
     return Model(root, "demo")
 
 
-@pytest.fixture(params=["folder", pytest.param("redis", marks=needs_redis)])
+@pytest.fixture(params=["folder", pytest.param("redis", marks=needs_redis), "kafka"])
 def send(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[[dict[str, Any]], ChangeSource]]:
@@ -61,6 +63,16 @@ def send(
     if request.param == "folder":
         yield in_folder
         return
+    if request.param == "kafka":
+        brokers = Brokers()
+
+        def in_topic(bad: dict[str, Any]) -> ChangeSource:
+            for change in changes(bad):
+                brokers.json("changes", change)
+            return open_source(brokers.url("changes", form="json"), "kafka", None, "start", lambda: False)
+
+        yield in_topic
+        return
     with redis_server(tmp_path) as server:
         client = server.client()
 
@@ -79,13 +91,20 @@ def run(model: Model, source: ChangeSource, until: int, **options: Any) -> list[
     steps: list[Step] = []
 
     def is_done() -> bool:
-        return bool(steps) and steps[-1].position.partition("-")[0] == str(until)
+        return bool(steps) and number_of(steps[-1].position) == until
 
     try:
         follow(model, source, 1000, 0.2, is_done, steps.append, **options)
     finally:
         source.close()
     return steps
+
+
+def number_of(position: str | None) -> int:
+    """The number of the last change up to a position: of a file, of an entry, or messages of partition 0."""
+    found = re.match(r"(?:changes/0:)?(\d+)", position or "")
+    assert found
+    return int(found[1])
 
 
 def applied(model: Model) -> list[int]:
@@ -104,8 +123,7 @@ def test_what_comes_before_a_bad_change_is_applied(
     """The follower ends with the place and the reason; one that is started again says the same, and
     nothing is lost."""
     change, reason = BAD[bad]
-    place = f"what lies at {GOOD_BEFORE + 1}(-0)? was refused: "
-    with pytest.raises(SourceError, match=f"{place}.*({reason})"):
+    with pytest.raises(SourceError, match=f"{PLACE} was refused: .*({reason})"):
         run(model, send(change), PLACES)
     assert applied(model) == [*range(1, GOOD_BEFORE + 1)]
 
@@ -117,10 +135,10 @@ def test_a_follower_that_is_started_again_says_it_again(
     with pytest.raises(SourceError, match="was refused"):
         follow(model, source, 1000, 0.2, lambda: False, lambda step: None)
     position = position_of(model, source.name)
-    with pytest.raises(SourceError, match=f"what lies at {GOOD_BEFORE + 1}(-0)? was refused"):
+    with pytest.raises(SourceError, match=f"{PLACE} was refused"):
         run(model, source, PLACES)
     assert position_of(model, source.name) == position
-    assert position is not None and position.partition("-")[0] == str(GOOD_BEFORE)
+    assert number_of(position) == GOOD_BEFORE
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -136,7 +154,7 @@ def test_bad_changes_are_left_out_and_written_aside(
     assert applied(model) == [n for n in range(1, PLACES + 1) if n != GOOD_BEFORE + 1]
     (line,) = map(json.loads, (tmp_path / "bad.jsonl").read_text().splitlines())
     assert skipped.count == 1 and line["source"] == source.name
-    assert line["position"].partition("-")[0] == str(GOOD_BEFORE + 1) and re.search(reason, line["error"])
+    assert number_of(line["position"]) == GOOD_BEFORE + 1 and re.search(reason, line["error"])
     assert line.get("file", "").endswith(f"{GOOD_BEFORE + 1}.jsonl") or "id" in line
     assert sum(step.applied.rows for step in steps) == PLACES - 1
 
