@@ -82,7 +82,7 @@ def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
 SERVING = (
     *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "cluster", "logs", "stash_metrics"),
     *("model", "shm", "metrics", "executors", "watch", "supervised", "engine_process", "service"),
-    *("evaluation", "follow", "modules", "http", "workers", "cli"),
+    *("evaluation", "planning", "follow", "modules", "http", "workers", "cli"),
 )
 
 

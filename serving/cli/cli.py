@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli.commands import evaluation, publishing, servers, shards, updates
+from tableside.serving.cli.commands import evaluation, planning, publishing, servers, shards, updates
 from tableside.serving.cli.parser import SHELLS, Parser
 from tableside.serving.cli.parser import completion as print_completion
 from tableside.serving.client import ClientError, FeatureError
@@ -34,7 +34,7 @@ def parser() -> Parser:
             add_options(p, RootSettings)
         return p
 
-    for module in (publishing, updates, shards, servers, evaluation):
+    for module in (publishing, updates, shards, servers, evaluation, planning):
         module.add_commands(command)
     servers.add_bench_and_top(command)
     p = command(

@@ -1,0 +1,93 @@
+"""`tableside plan`: how many ids find their row in a cache, by its size."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tableside.loader.versions.states import attach_state
+from tableside.serving.cli.arguments import AddCommand, add_json, count, share, size
+from tableside.serving.cli.output import console, print_json, progress_bar, published, table_of
+
+if TYPE_CHECKING:  # reads data with pyarrow, which the other commands do without
+    from tableside.serving.planning.plan import Plan
+
+_BAR = 40  # characters of a rate of 1
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Reads a data set and prints hit rates by size."""
+    from tableside.serving.planning.plan import plan as run
+
+    segment = attach_state(published(options), None, "header")
+    with progress_bar("reading") as progress:
+        found = run(
+            segment,
+            options.data,
+            batch_rows=options.batch,
+            most_rows=options.sample,
+            sizes=options.sizes,
+            hit_rate=options.hit_rate,
+            progress=progress,
+        )
+    if options.json:
+        print_json({"model": segment.header.model, **found.figures()})
+    else:
+        _print(segment.header.model, found)
+    return 0
+
+
+def _print(model: str, found: "Plan") -> None:
+    said = found.figures()
+    console.print(
+        f"{said['rows']:,} rows of data, {said['ids']:,} ids, {said['ids_without_row']:,} of them without a "
+        f"row; {said['sampled']:.2%} of the rows were sampled"
+    )
+    rows = (
+        (
+            _bytes(one["bytes"]) + (" *" if n == found.chosen else ""),
+            *(f"{one[name]:.1%}" for name in ("lru", "lfu")),
+            "█" * round(_BAR * max(one["lru"], one["lfu"])),
+        )
+        for n, one in enumerate(said["sizes"])
+    )
+    console.print(table_of(("cache", "LRU", "LFU", "ids that find their row"), rows))
+    of_tables = (
+        (
+            *(one["name"], f"{one['ids'] / max(1, sum(t['ids'] for t in said['tables'])):.1%}"),
+            *(f"{one['used_rows']:,}", _bytes(one["used_bytes"]), f"{one['hit_rates'][found.chosen]:.1%}"),
+        )
+        for one in said["tables"]
+    )
+    console.print(table_of(("table", "ids", "rows used", "bytes", "find their row (*)"), of_tables))
+    rate = max(said["sizes"][found.chosen]["lru"], said["sizes"][found.chosen]["lfu"])
+    if found.setting == "host_cache":
+        console.print(f"tableside serve {model} --host-cache {said['bytes']}  # {rate:.1%}")
+    else:
+        policy = f"--placement cached --hbm-budget {said['bytes']} --cache-policy {said['policy']}"
+        console.print(f"tableside serve {model} {policy}  # {rate:.1%}")
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:,.1f} GiB"
+
+
+def add_commands(command: AddCommand) -> None:
+    p = command("plan", plan, "predict how many ids find their row in a cache, by its size, from a data set")
+    p.option("model")
+    p.option(
+        "data", "requests: a .parquet or .jsonl file, or a folder of them, a column a feature", type=Path
+    )
+    p.option("--batch", "rows of the data that are looked up together", type=count(1), default=256)
+    p.option("--sizes", "bytes, as 1GiB,4GiB (default: parts of all rows)", type=_sizes)
+    told = "choose the smallest size with this share of ids (default: where twice the bytes gain a hundredth)"
+    p.option("--hit-rate", told, type=share)
+    p.option("--sample", "rows that are followed, about", type=count(1), default=1 << 18)
+    add_json(p)
+
+
+def _sizes(text: str) -> list[int]:
+    return [size(one) for one in text.split(",")]

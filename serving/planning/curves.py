@@ -1,0 +1,111 @@
+"""Hit rates of a cache by its size, of a sample of uses. LRU: from the bytes of the rows that are used
+between two uses of a row (Mattson et al., 1970). LFU: by a cache over the sample, as much smaller as the
+sample is, with the scores and the admission of ours (`quant.cache.cache`)."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from tableside.serving.planning.references import Floats, Numbers, References
+
+HALF_LIFE = 1000.0  # batches, of a use (`CacheSettings.half_life`)
+
+
+def previous_use(key: Numbers) -> Numbers:
+    """Returns the place of the use before, of the same key, [n]; -1: there is none."""
+    order = np.argsort(key, kind="stable")
+    found = np.full(key.size, -1, np.int64)
+    is_again = key[order[1:]] == key[order[:-1]]
+    found[order[1:][is_again]] = order[:-1][is_again]
+    return found
+
+
+def reuse_bytes(r: References) -> Floats:
+    """Returns how many bytes an LRU cache has to have so that a use finds its row, [n], those of the row with
+    it; infinite for a first use. In the whole stream, not in the sample."""
+    last, size = previous_use(r.key), r.bytes[r.key]
+    ends = np.concatenate([[0], np.cumsum(size)])
+    # Of the uses between, those whose row was used between before are no new rows. Uses of one batch come at
+    # once: in this order none is behind one of its batch that was used later.
+    order, again = np.lexsort((last, r.batch)), np.empty(last.size, np.int64)
+    again[order] = _weight_of_larger_before(last[order], size[order])
+    begun = np.searchsorted(r.batch, r.batch)
+    return np.where(last < 0, np.inf, (ends[begun] - ends[last + 1] - again + size) / r.share)
+
+
+def _weight_of_larger_before(values: Numbers, weights: Numbers) -> Numbers:
+    """Returns the sum of the weights of those before an element that are larger, [n]. Merges runs of 1, 2,
+    4 and so on, all runs of a length at once. values: from -1 on; of equal ones nothing is said."""
+    n, width = values.size, 1
+    found = np.zeros(n, np.int64)
+    while width < n:
+        run = np.arange(n) // (2 * width)
+        order = np.argsort(run * (n + 1) + values, kind="stable")  # within each run, by value
+        is_left = (order // width) % 2 == 0
+        ends = np.cumsum(np.where(is_left, weights[order], 0))
+        last = np.minimum((run + 1) * (2 * width), n) - 1  # of the run, whose elements are together
+        found[order[~is_left]] += (ends[last] - ends)[~is_left]
+        width *= 2
+    return found
+
+
+def lru(r: References, sizes: Sequence[float]) -> Floats:
+    """Returns the hits of an LRU cache of each size, in ids by table, [sizes, tables]."""
+    order = np.argsort(distance := reuse_bytes(r))
+    counts, table = r.counts()[order], r.table[r.key[order]]
+    within = np.searchsorted(distance[order], np.array(sizes, float), side="right")
+    found = np.zeros((len(sizes), r.ids.size))
+    for n in range(r.ids.size):
+        found[:, n] = np.concatenate([[0], np.cumsum(np.where(table == n, counts, 0))])[within]
+    return _adjusted(r, found)
+
+
+def lfu(r: References, sizes: Sequence[float], half_life: float = HALF_LIFE) -> Floats:
+    """Returns the hits of an LFU cache of each size, in ids by table, [sizes, tables]."""
+    found = np.array([_lfu_hits(r, size * r.share, half_life) for size in sizes])
+    return _adjusted(r, found.reshape(len(sizes), -1))
+
+
+def _adjusted(r: References, hits: Floats) -> Floats:
+    """Returns hits by table, [sizes, tables], where the sample has more or fewer ids than its share of the
+    stream's. That is due to the rows that are used most, which any cache holds (SHARDS_adj)."""
+    sampled = np.bincount(r.table[r.key], r.counts(), r.ids.size)
+    return np.clip(hits + (r.ids - sampled), 0, r.ids)
+
+
+def _lfu_hits(r: References, size: float, half_life: float) -> Floats:
+    """Hits of a cache of `size` bytes over the sample, by table."""
+    score = np.full(r.bytes.size, -np.inf)  # log2 of the uses, of which old ones count less
+    is_held = np.zeros(r.bytes.size, bool)
+    hits, counts, free = np.zeros(r.ids.size), r.counts(), size
+    smallest = max(1, int(r.bytes.min(initial=1 << 40)))
+    ends = np.searchsorted(r.batch, np.arange(int(r.batch.max(initial=-1)) + 2))
+    for batch, (start, end) in enumerate(pairwise(ends)):
+        key = r.key[start:end]
+        is_hit = is_held[key]
+        hits += np.bincount(r.table[key[is_hit]], counts[start:end][is_hit], r.ids.size)
+        score[key] = np.logaddexp2(score[key], batch / half_life)
+        missed = key[~is_hit]
+        missed = missed[np.argsort(-score[missed], kind="stable")]
+        needed = np.cumsum(r.bytes[missed])
+        is_held[key] = False  # those of this batch stay
+        victims = np.flatnonzero(is_held)
+        most = min(victims.size, int(max(0.0, (needed[-1] if needed.size else 0) - free) / smallest) + 1)
+        if most < victims.size:
+            largest = np.partition(score[victims], most - 1)[most - 1]
+            victims = victims[score[victims] <= largest]
+        victims = victims[np.argsort(score[victims], kind="stable")]
+        room = np.concatenate([[0], np.cumsum(r.bytes[victims])])
+        taken = np.searchsorted(room, needed - free)  # victims that make room for so many of the missed
+        has_room = taken <= victims.size
+        worst = np.concatenate([[-np.inf], score[victims]])[np.minimum(taken, victims.size)]
+        takes_none = np.diff(taken, prepend=0) == 0  # there is room left by the ones before
+        admitted = int(np.argmin(np.append(has_room & (takes_none | (worst < score[missed])), False)))
+        is_held[key[is_hit]] = True
+        if admitted:
+            gone = int(taken[admitted - 1])
+            is_held[victims[:gone]] = False
+            is_held[missed[:admitted]] = True
+            free += room[gone] - needed[admitted - 1]
+    return hits
