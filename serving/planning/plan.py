@@ -126,9 +126,7 @@ def plan(
         progress(done, total)
     r = sampler.references()
     if not r.ids.sum():
-        raise ServingError(
-            f"{data} has no two batches with ids of rows; name more data, or a smaller --batch"
-        )
+        raise ServingError(f"{data} has no ids of rows in its second half; name more data")
     whole = sum(table.rows * size for table, size in zip(tables.values(), row_bytes, strict=True))
     sizes = sorted(sizes or (max(1, whole >> step) for step in range(_STEPS)))
     of_lru, of_lfu = lru(r, sizes), lfu(r, sizes)

@@ -1,0 +1,112 @@
+"""`tableside plan`: a published model and files of requests in, hit rates and a command out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from json_keys import documented_keys, keys_of
+from support import run_tableside
+
+pa = pytest.importorskip("pyarrow", reason="the eval extra brings it")
+import pyarrow.parquet as pq  # noqa: E402
+
+from tableside.loader.load.load import load  # noqa: E402
+from tableside.loader.model.model import parse_model  # noqa: E402
+from tableside.loader.versions.states import attach_state  # noqa: E402
+from tableside.loader.versions.versions import Model  # noqa: E402
+from tableside.serving.errors import ServingError  # noqa: E402
+from tableside.serving.planning.plan import plan  # noqa: E402
+
+ROWS = {"item": 2000, "user": 300}
+
+
+@pytest.fixture
+def model(publish: Callable[..., Any], root: Path) -> Model:
+    tables = {name: np.zeros((rows, 16), np.float32) for name, rows in ROWS.items()}
+    features = {"clicked": {"table": "item"}, "seen": {"table": "item"}, "user": {"table": "user"}}
+    publish(tables, features=features, eval={"label": "label", "columns": {"seen": "views"}})
+    return Model(root, "demo")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """4,000 requests: lists of ids, of which one in a hundred has no row, and an id a row."""
+    rng = np.random.default_rng(2)
+    lists = [(rng.zipf(1.2, 3) % 2020).tolist() for _ in range(4000)]
+    views = [(rng.zipf(1.2, int(n)) % 2000).tolist() for n in rng.integers(0, 5, 4000)]
+    columns = {"clicked": lists, "views": views, "user": rng.integers(0, 300, 4000)}
+    pq.write_table(pa.table(columns), tmp_path / "requests.parquet", row_group_size=500)
+    return tmp_path / "requests.parquet"
+
+
+def test_what_the_command_says(model: Model, data: Path) -> None:
+    found = run_tableside("plan", "demo", data, "--json", root=model.root)
+    assert found.returncode == 0, found.stderr
+    said = json.loads(found.stdout)
+    assert keys_of(said) == documented_keys("plan")
+    asked = pq.read_table(data)
+    ids = asked["clicked"].combine_chunks().flatten().to_numpy()
+    assert said["rows"] == 4000 and said["ids_without_row"] == (ids >= 2000).sum() > 0
+    assert said["ids"] == ids.size + len(asked["views"].combine_chunks().flatten()) + 4000
+    assert [t["name"] for t in said["tables"]] == ["item", "user"] and said["sampled"] == 1
+    assert said["tables"][1]["used_rows"] == 300
+    for policy in "lru", "lfu":
+        rates = [size[policy] for size in said["sizes"]]
+        assert rates == sorted(rates) and 0 < rates[0] < rates[-1] <= 1
+    whole = said["sizes"][-1]["bytes"]
+    assert whole == sum(ROWS.values()) * (32 + 24), (
+        "rows of 20 bytes, padded for a GPU, and what finds a slot"
+    )
+    text = run_tableside("plan", "demo", data, root=model.root).stdout
+    assert f"--hbm-budget {said['bytes']} --cache-policy {said['policy']}" in text and " *" in text
+
+
+def test_a_size_for_a_hit_rate(model: Model, data: Path) -> None:
+    def chosen(*options: object) -> dict[str, Any]:
+        told = run_tableside("plan", "demo", data, "--json", *options, root=model.root).stdout
+        return dict(json.loads(told))
+
+    most = {size["bytes"]: max(size["lru"], size["lfu"]) for size in chosen()["sizes"]}
+    enough = chosen("--hit-rate", 0.7)["bytes"]
+    assert most[enough] >= 0.7 > most[enough // 2]
+    assert chosen("--hit-rate", 1)["bytes"] == max(most), "first uses never find their row"
+    said = chosen("--sizes", "64KiB,16KiB")
+    assert [size["bytes"] for size in said["sizes"]] == [16384, 65536]
+
+
+def test_data_that_is_not_the_models(model: Model, data: Path, tmp_path: Path) -> None:
+    found = run_tableside("plan", "demo", tmp_path / "none.parquet", root=model.root)
+    assert found.returncode == 1 and "none.parquet does not exist" in found.stderr
+    (tmp_path / "other.jsonl").write_text('{"clicked": [1], "user": 3}\n')
+    found = run_tableside("plan", "demo", tmp_path / "other.jsonl", root=model.root)
+    assert found.returncode == 1 and "has no column 'views'" in found.stderr
+    one = tmp_path / "one.jsonl"
+    one.write_text('{"clicked": [1], "views": [], "user": 3}\n')
+    assert run_tableside("plan", "demo", one, root=model.root).returncode == 0
+    segment = attach_state(model, None, "header")
+    one.write_text('{"clicked": [5000], "views": [], "user": null}\n')
+    with pytest.raises(ServingError, match="no ids of rows"):
+        plan(segment, one, batch_rows=10, most_rows=100)
+
+
+def test_rows_on_a_disk_are_planned_for_a_hot_segment(tmp_path: Path, disk: Path) -> None:
+    """Of the table that is read from there, as its rows are, and the command for it."""
+    np.savez(tmp_path / "c.npz", big=np.zeros((20_000, 32), np.float32), small=np.zeros((10, 8), np.float32))
+    raw = {
+        "name": "m",
+        "checkpoint": "c.npz",
+        "tables": {t: {"key": t, "row_format": "fp32"} for t in ("big", "small")},
+        "features": {t: {"table": t} for t in ("big", "small")},
+    }
+    load(parse_model(raw, tmp_path), disk)
+    rows = [f'{{"big": [{n % 7}, {n}], "small": [1]}}\n' for n in range(600)]
+    (tmp_path / "r.jsonl").write_text("".join(rows))
+    found = json.loads(run_tableside("plan", "m", tmp_path / "r.jsonl", "--json", root=disk).stdout)
+    assert found["setting"] == "host_cache" and [t["name"] for t in found["tables"]] == ["big"]
+    assert (found["policy"], found["ids"]) == ("lfu", 1200)
+    assert found["sizes"][-1]["bytes"] == 20_000 * (128 + 12)
+    text = run_tableside("plan", "m", tmp_path / "r.jsonl", root=disk).stdout
+    assert f"tableside serve m --host-cache {found['bytes']}" in text
