@@ -35,7 +35,7 @@ def check_ids(table: Table, name: str, ids: Ids, deleted: NDArray[np.bool_]) -> 
         if index.bucket_ids or len(index.directory) - 1 < index.buckets:
             check_buckets(name, ids, index.bucket_of(ids))
         return
-    first, count = (0, table.rows) if row_map is None else (row_map.first, row_map.count)
+    first, count = table.row_numbers
     has_default = row_map is not None and row_map.default_row is not None
     check_numbers(name, ids, deleted, first, count, has_default)
 

@@ -10,9 +10,8 @@
 After an error or kill before the flip the live state is unchanged.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,20 +20,15 @@ import numpy as np
 
 from tableside.loader.deltas.apply import COMPACT_LOCK, DEFAULTS, ApplySettings, merge_live
 from tableside.loader.errors import VersionError
-from tableside.loader.load.raw_ids import reserve_records
+from tableside.loader.load.raw_ids import IndexedRows, reserve_records
+from tableside.loader.load.settings import Progress, thread_count
 from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_delta
 from tableside.loader.segment.header import Change
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.numa import chosen_nodes
 from tableside.loader.segment.segment import Segment
-from tableside.loader.segment.stored import (
-    StoredIds,
-    StoredTable,
-    keep_zero_apart,
-    plan_index,
-    write_index,
-)
+from tableside.loader.segment.stored import StoredIds, StoredTable, plan_index
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import State, attach_state, state_of, writing
@@ -45,7 +39,6 @@ from tableside.quant.cpu.index_builder import RECORD_BYTES, IndexBuilder, find_r
 from tableside.quant.rows.ids import IdIndex, set_bits
 
 _BLOCK_ROWS = 1 << 16
-Progress = Callable[[int, int], None]  # (rows written, of all)
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ class _Compaction:
                     self.done(table.rows)
                 else:
                     tables[table.name].write(writer, table)
-            writer.finish_rest(self.settings.threads or len(os.sched_getaffinity(0)))
+            writer.finish_rest(thread_count(self.settings.threads))
             writer.seal({"seconds": time.monotonic() - started, "source_bytes": float(self.base.size)})
         state = self._publish()
         rows = sum(t.id_count for t in planned.tables)
@@ -178,14 +171,9 @@ class _Compaction:
         tables = merge(self.base, [*parts, *own_entries(newer)], self.settings.threads)
         header = replace(self.base.header, version=self.version)
         name = delta_name(self.version, change.sequence)
-        path = self.folder.path / f"{name}.partial"
-        try:
-            fd = self.folder.create(path.name)
+        with self.folder.replacing(name) as partial:
+            path, fd = self.folder.path / partial, self.folder.create(partial)
             write_delta(path, fd, header, replace(change, below=0), tables)
-            self.folder.rename(path.name, name)
-        except BaseException:
-            self.folder.unlink(path.name)
-            raise
         return change.sequence
 
 
@@ -278,34 +266,25 @@ class _CompactTable:
         target[given.ids - first] = given.packed[given.rows]
 
     def _copy_index(self, writer: SegmentWriter, stored: StoredTable) -> None:
-        if self.before.ids is None or self.before.ids.index is None:
+        old, new = self.before.index, stored.index
+        if old is None:
             return
-        assert stored.ids is not None and stored.ids.index is not None
-        old, new = self.before.ids.index, stored.ids.index
+        assert new is not None
         data = self.work.base.mapping.bytes[old.offset : old.offset + old.bytes]
         writer.rows(new, 0, new.rows).reshape(-1)[:] = data
 
     def _write_indexed(self, writer: SegmentWriter, stored: StoredTable, target: Bytes) -> None:
-        assert self.index is not None and self.entries is not None
-        assert stored.ids is not None and stored.ids.index is not None and self.table.row_map is not None
-        at = stored.ids.index
-        slots, bits = write_index(stored.ids, self.index, writer.rows(at, 0, at.rows).reshape(-1), target)
-        items = target.view(f"V{target.shape[1]}")[:, 0]
-        has_zero = False
+        assert self.index is not None and self.entries is not None and self.table.row_map is not None
+        assert stored.ids is not None and stored.index is not None
+        data = writer.rows(stored.index, 0, stored.index.rows).reshape(-1)
+        written = IndexedRows(stored.ids, self.index, data, target)
         given = self.entries.only(~self.entries.deleted)
         for ids, rows in self._kept(self._gone):
-            to = np.empty(ids.size, np.int64)
-            find_rows(self.index, ids, to)
-            items[to] = self.table.packed.view(f"V{target.shape[1]}")[:, 0][rows]
-            slots[to] = ids
-            has_zero |= not ids.all()
+            to = written.put(ids, self.table.packed.take(rows, 0))
             if stored.ids.backfilled:
-                set_bits(bits, to[self.table.row_map.is_backfilled(rows)])
+                set_bits(written.bits, to[self.table.row_map.is_backfilled(rows)])
             self.work.done(ids.size)
-        to = np.empty(given.ids.size, np.int64)
-        find_rows(self.index, given.ids, to)
-        items[to] = given.packed.view(f"V{target.shape[1]}")[:, 0][given.rows]
-        slots[to] = given.ids
-        keep_zero_apart(self.index, slots, has_zero or not given.ids.all())
+        written.put(given.ids, given.packed.take(given.rows, 0))
+        written.finish()
         target[-1] = self.table.packed[-1]
         self.work.done(given.ids.size)

@@ -69,11 +69,9 @@ def changes_here(segment: Segment, block: TableChanges) -> TableChanges | None:
 
 def _here(table: Table, ids: Ids, is_first: bool, is_last: bool) -> NDArray[np.bool_]:
     """Returns the mask of ids that a share has, or that no share has."""
-    row_map = table.row_map
-    if row_map is not None and row_map.index is not None:
-        index = row_map.index
+    if table.row_map is not None and (index := table.row_map.index) is not None:
         return (index.bucket_of(ids) >= 0) | (bucket_of(ids, index.buckets, index.bucket_ids) < 0)
-    first, count = (0, table.rows) if row_map is None else (row_map.first, row_map.count)
+    first, count = table.row_numbers
     return (is_first | (ids >= first)) & (is_last | (ids < first + count))
 
 

@@ -10,7 +10,6 @@ The process holds a lock on the file; `loader.versions.states.clear_unpublished`
 
 import fcntl
 import os
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_unsealed
 from tableside.loader.segment.header import Change
-from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.segment import Segment, give_way
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import UNPUBLISHED, State
@@ -56,7 +55,7 @@ class Merges:
 
     def __init__(self, model: Model, threads: int = 0) -> None:
         self._model, self._threads = model, threads
-        self._pool = ThreadPoolExecutor(1, "tableside-merge", _yield_to_others)
+        self._pool = ThreadPoolExecutor(1, "tableside-merge", give_way, (_NICE,))
         self._running: Future[UnpublishedDelta] | None = None
         self._merged: Segment | None = None  # the state that the merge is of
 
@@ -162,7 +161,3 @@ def _same(entries: DeltaEntries, layer: OverlayLayer) -> tuple[np.ndarray, int]:
         was_deleted = np.zeros(at.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, at)
         same[which] = (is_same | was_deleted) & (was_deleted == entries.deleted[which])
     return same, there.size
-
-
-def _yield_to_others() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

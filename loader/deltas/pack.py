@@ -20,10 +20,10 @@ class PackedChanges:
     """Packed changes of a batch, of rows that this host has. version: that they fit. rows: changes. tables:
     name -> entries, in order."""
 
-    def __init__(self, segment: Segment, backend: str = "native") -> None:
+    def __init__(self, segment: Segment) -> None:
         self.version, self.rows = segment.base.header.version, 0
         self.tables: dict[str, list[DeltaEntries]] = {}
-        self._segment, self._backend = segment, choose(backend)
+        self._segment, self._backend = segment, choose()
 
     def add(self, blocks: Iterable[TableChanges]) -> None:
         """Packs all blocks, or none after an error. ChangeError: a change does not fit the model."""

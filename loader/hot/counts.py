@@ -52,7 +52,7 @@ def counted_tables(version: Segment) -> list[StoredTable]:
     return [
         t
         for t in version.header.tables
-        if t.name in version.readers and (t.ids is None or t.ids.index is None or t.ids.index.id_at >= 0)
+        if t.name in version.readers and (t.index is None or t.index.id_at >= 0)
     ]
 
 
@@ -98,17 +98,14 @@ class RowCounts:
         with folder.lock("counts.lock"):
             if (found := cls.opened(folder, version)) is not None:
                 return found
-            folder.unlink(partial_name := f"{name}.partial")
-            fd = folder.create(partial_name)
-            try:
-                os.posix_fallocate(fd, 0, _size(version))  # else writing to them could end a process
-                os.pwrite(fd, _identity(version), 0)
-                folder.rename(partial_name, name)
-            except OSError:
-                folder.unlink(partial_name)
-                raise
-            finally:
-                os.close(fd)
+            with folder.replacing(name) as partial_name:
+                folder.unlink(partial_name)  # of a killed process
+                fd = folder.create(partial_name)
+                try:
+                    os.posix_fallocate(fd, 0, _size(version))  # else writing to them could end a process
+                    os.pwrite(fd, _identity(version), 0)
+                finally:
+                    os.close(fd)
         opened = cls.opened(folder, version)
         assert opened is not None
         return opened

@@ -80,22 +80,17 @@ def write_hot(
     the folder's lock. source: the one before it, of which rows are copied. NoSpace, RowsNotRead: nothing
     stays. SegmentError: bytes of `source` changed; it is removed."""
     name = delta_name(version.header.version, number)
-    path = folder.path / f"{name}.partial"
+    for left in (one for one in folder.names() if one.endswith(_PARTIAL)):  # of a killed process
+        folder.unlink(left)
+    change = Change(number, positions={_OVER: _content(version)})
     try:
-        for left in (one for one in folder.names() if one.endswith(_PARTIAL)):  # of a killed process
-            folder.unlink(left)
-        change = Change(number, positions={_OVER: _content(version)})
-        size = write_delta(path, folder.create(path.name), version.header, change, tables)
-        if source is not None:  # now: what changed before the copies were made is found
-            source.segment.verify()
-        folder.rename(path.name, name)
+        with folder.replacing(name) as partial:
+            size = write_delta(folder.path / partial, folder.create(partial), version.header, change, tables)
+            if source is not None:  # now: what changed before the copies were made is found
+                source.segment.verify()
     except DamagedRows:
         assert source is not None
-        for changed in (path.name, source.path.name):
-            folder.unlink(changed)
-        raise
-    except BaseException:
-        folder.unlink(path.name)
+        folder.unlink(source.path.name)
         raise
     remove_hot(folder, version.header.version, number)
     return size

@@ -153,8 +153,8 @@ class _RowCopier:
 
     def kept_ids(self, rows: Ids) -> Ids:
         """Returns the id that each row [n] keeps, ascending rows."""
-        assert self._stored.ids is not None and self._stored.ids.index is not None
-        at = self._stored.ids.index.id_at
+        assert self._stored.index is not None
+        at = self._stored.index.id_at
         ids = np.empty(rows.size, np.int64)
         for start in range(0, rows.size, _AT_ONCE):
             packed = self(rows[start : start + _AT_ONCE])[:, at : at + ID_BYTES]

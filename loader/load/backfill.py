@@ -8,17 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tableside.loader.errors import ModelError, VersionError
 from tableside.loader.model.model import TableSpec
 from tableside.loader.versions.versions import Model
-from tableside.quant.contract import Bytes
+from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.ids import RowMap
 
 _BLOCK_BYTES = 2 << 20
-
-Ids = NDArray[np.int64]
 
 
 class Backfill:

@@ -13,7 +13,7 @@ import json
 import os
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from tableside.loader.errors import ModelError
+from tableside.loader.load.settings import Progress
 from tableside.loader.versions.partial import PartialTensor
 from tableside.quant import QuantError
 from tableside.quant.contract import Floats, Ids
@@ -32,7 +33,6 @@ from tableside.quant.row_format import FP16_MAX
 SUFFIXES = (".parquet", ".npz", ".safetensors")
 VALUE_FORMATS = ("fp32", "fp16")
 CHUNK_BYTES = 4 << 20  # of fp32 values that are held together
-Progress = Callable[[int, int], None]  # (rows done, rows in all)
 _SAFETENSORS_DTYPES = {"int64": "I64", "float32": "F32", "float16": "F16"}
 
 

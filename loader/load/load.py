@@ -1,8 +1,8 @@
 """The load: checkpoint -> quantized chunks -> segment -> version.
 
 Threads take chunks of a table. Each reads a piece that fits its core's cache, quantizes it into the segment,
-and hashes the chunk after its last piece. So private memory is a few pieces per thread. Tables of raw ids are
-read by `loader.load.raw_ids`; tables not to be read again are copied by `loader.load.reuse`.
+and hashes the chunk after its last piece. So private memory is a few pieces per thread. Indexes of raw ids
+are built by `loader.load.raw_ids`; tables not to be read again are copied by `loader.load.reuse`.
 """
 
 import time
@@ -16,14 +16,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint.keyed.keyed import Block
 from tableside.loader.checkpoint.rows import fingerprint, sample
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.load.origin import spec_digest
 from tableside.loader.load.plan import PlannedTable, Sources, plan
-from tableside.loader.load.raw_ids import RawTable, RawWriter
+from tableside.loader.load.raw_ids import IndexedRows, RawTable
 from tableside.loader.load.reuse import LiveTables, Piece
-from tableside.loader.load.same import same_tables
+from tableside.loader.load.same import add_same
 from tableside.loader.load.scorer import stored_scorer
 from tableside.loader.load.settings import DEFAULTS, PIECE_BYTES, LoadSettings, Progress, threads_of
 from tableside.loader.load.share import whole_name
@@ -38,6 +41,7 @@ from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, choose
 from tableside.quant.errors import NotRepresentable
+from tableside.quant.rows.ids import set_bits
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,7 @@ def load(
         with model.loading(settings.group) as version:
             reused.check_live(model, settings.threads)
             started = time.monotonic()
-            reused.add(
-                *same_tables(reused.others, model, reused.segment, checkpoint, backend, settings, progress)
-            )
+            add_same(reused, model, checkpoint, backend, settings, progress)
             unlike = Sources(reused.others, checkpoint)
             scratch = partial(model.create_scratch, version)
             planned = plan(reused.others, unlike, model, scratch, settings.threads, progress, spec.share)
@@ -246,12 +248,13 @@ class _Load:
 
 
 class _RawLoad:
+    """Fills a table of raw ids."""
+
     def __init__(self, load: _Load, p: PlannedTable, raw: RawTable, table: StoredTable) -> None:
-        assert table.ids is not None and table.ids.index is not None
-        self.load, self.p, self.source, self.table = load, p, raw.source, table
-        index, writer = table.ids.index, load.writer
-        packed, index_bytes = writer.rows(table, 0, table.rows), writer.rows(index, 0, index.rows)
-        self.raw = RawWriter(raw, packed, index_bytes, load.backend)
+        assert table.ids is not None and table.index is not None
+        self.load, self.p, self.raw, self.source, self.table = load, p, raw, raw.source, table
+        data = load.writer.rows(table.index, 0, table.index.rows).reshape(-1)
+        self._written = IndexedRows(table.ids, raw.index, data, load.writer.rows(table, 0, table.rows))
         self.rows, self.buffer_bytes = raw.source.rows, raw.source.buffer_bytes
 
     def reading(self) -> Iterator[_Work]:
@@ -261,15 +264,37 @@ class _RawLoad:
         for block in self.source.blocks(piece):
             if self.load.is_stopping:
                 return
-            written = self.raw.write(block)
-            values = block.values if written is None else block.values[written]
-            self.p.default_row.add(values, self.source.source, self.load.backend)
+            self._write(block)
             self.load.done(len(block.ids))
+
+    def _write(self, block: Block) -> None:
+        source, backend = self.source, self.load.backend
+        packed = np.empty((len(block.ids), self.table.row_bytes), np.uint8)
+        try:
+            backend.quantize(block.values, source.source, self.p.spec.row_format, packed)
+        except NotRepresentable as error:
+            row = int(block.rows[error.row])
+            what = f"{source.key!r}: {source.where(row)}: {error.describe(row)}"
+            raise CheckpointError(what) from error
+        ids, values = block.ids, block.values
+        if (kept := self.raw.kept(ids, block.rows)) is not None:
+            ids, values, packed = ids[kept], values[kept], packed[kept]
+        self._written.put(ids, packed)
+        self.p.default_row.add(values, source.source, backend)
+
+    def _copy_older(self) -> None:
+        """Copies the rows of ids that only an older version has, and notes which they are."""
+        if self.p.backfill is None:
+            return
+        for ids, rows, packed in self.p.backfill.blocks():
+            if (kept := self.raw.kept(ids, rows + self.source.rows)) is not None:
+                ids, packed = ids[kept], packed[kept]
+            set_bits(self._written.bits, self._written.put(ids, packed))
 
     def complete(self) -> None:
         self.source.finish()
-        self.raw.write_older()
-        self.raw.finish()
+        self._copy_older()
+        self._written.finish()
         self.p.default_row.write(self.load.writer, self.table, self.load.backend)
 
 

@@ -9,7 +9,7 @@ FILE.manifest.json, or in the folder of several files as tableside.manifest.json
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
 from tableside.loader.errors import CheckpointError
 from tableside.loader.files import read_regular
+from tableside.loader.load.settings import Progress
 
 FORMAT, VERSION = "tableside manifest", 1
 CHUNK_BYTES = 512 << 10
 _LIMIT_BYTES = 256 << 20  # of a manifest: 16 digits for each chunk, so it describes 8 TiB
 _DIGITS = 16
-Progress = Callable[[int, int], None]  # (rows done, rows in all), from any thread
 
 
 def chunk_rows(matrix: Matrix) -> int:

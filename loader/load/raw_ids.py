@@ -1,9 +1,10 @@
-"""Loads a table of raw ids: builds the index from the ids, then reads the vectors to their rows.
+"""Tables of raw ids: builds the index from the ids, then writes the vectors to their rows.
 
 1. Ids are read twice: counted by bucket, then put into their buckets' records (id, source row). The records
    are an unnamed file in shared memory, freed before the segment is made.
 2. Per bucket duplicates are found and pilots built (`quant.cpu.index_builder`), which gives the table's rows.
-3. Ids and vectors are read together, quantized by blocks, and written to their rows.
+3. Ids and vectors are read together and quantized by blocks (`loader.load.load`), which `IndexedRows` writes
+   to their rows.
 
 Private memory holds the index alone, a third of a byte per id.
 """
@@ -18,19 +19,18 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.loader.checkpoint.keyed.keyed import Block, KeyedRows
+from tableside.loader.checkpoint.keyed.keyed import KeyedRows
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.load.backfill import Backfill
+from tableside.loader.load.settings import Progress
 from tableside.loader.model.model import RawIds, TableSpec
 from tableside.loader.segment.memory import FileToMap, reserve
 from tableside.loader.segment.stored import StoredIds, keep_zero_apart, plan_index, write_index
-from tableside.quant import CpuBackend, QuantError, RowFormat
+from tableside.quant import QuantError
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder, find_rows
-from tableside.quant.errors import NotRepresentable
-from tableside.quant.rows.ids import ID_BYTES, IdIndex, bits_at, bucket_of, id_at, set_bits
+from tableside.quant.rows.ids import ID_BYTES, IdIndex, bits_at, bucket_of, set_bits
 
-Progress = Callable[[int, int], None]  # (ids done, ids in all), from any thread
 PASSES = 3  # of a table's ids while its index is built: they are counted, put into buckets, and placed
 
 
@@ -57,27 +57,22 @@ class RawTable:
     duplicate; None: none."""
 
     source: KeyedRows
-    row_format: RowFormat
     ids: StoredIds
     index: IdIndex
     dropped: Bytes | None
-    backfill: Backfill | None
-
-    @property
-    def is_share(self) -> bool:
-        """Whether some buckets have other owners."""
-        return len(self.index.directory) - 1 < self.index.buckets
 
     @property
     def rows(self) -> int:
         """Returns the table's rows in a segment: slots and the default row, always present."""
         return self.index.slots + 1
 
-    def is_dropped(self, sources: Ids) -> NDArray[np.bool_] | None:
-        """Which rows of the source are not written; None: all are."""
-        if self.dropped is None:
-            return None
-        return bits_at(self.dropped, sources)
+    def kept(self, ids: Ids, sources: Ids) -> NDArray[np.bool_] | None:
+        """Returns which of the ids, of these rows of the source, are written; None: all are."""
+        kept = None if self.dropped is None else ~bits_at(self.dropped, sources)
+        if len(self.index.directory) - 1 < self.index.buckets:  # others have other owners
+            here = self.index.bucket_of(ids) >= 0
+            kept = here if kept is None else kept & here
+        return None if kept is None or kept.all() else kept
 
 
 def plan_raw_table(
@@ -126,7 +121,7 @@ def plan_raw_table(
     if dropped.size:
         bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
         set_bits(bits, dropped)
-    return RawTable(source, spec.row_format, ids_of, index, bits, backfill)
+    return RawTable(source, ids_of, index, bits)
 
 
 def _taken(raw: RawIds, buckets: tuple[int, int] | None, ids: Ids, rows: Ids) -> tuple[Ids, Ids]:
@@ -165,63 +160,33 @@ def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> Ids:
         os.close(fd)
 
 
-class RawWriter:
-    """Writes a table's rows: any thread calls `write`, then one `write_older`, then `finish`. packed: uint8
-    [rows, row_bytes], the rows in the segment; index: uint8 [n, 64]; both zeros."""
+class IndexedRows:
+    """Writes rows to where an index leads: any thread calls `put`, then one `finish`. data: the bytes of the
+    index; packed: uint8 [rows, row_bytes], the rows in the segment; both zeros. bits: one for each row."""
 
-    def __init__(self, table: RawTable, packed: Bytes, index: Bytes, backend: CpuBackend) -> None:
-        self.table, self._packed, self._backend = table, packed, backend
-        self._id_at = id_at(table.row_format, table.source.dim)
-        self._kept, self._bits = write_index(table.ids, table.index, index.reshape(-1), packed)
+    def __init__(self, stored: StoredIds, index: IdIndex, data: Bytes, packed: Bytes) -> None:
+        assert stored.index is not None
+        self._index, self._id_at = index, stored.index.id_at
+        self._kept, self.bits = write_index(stored, index, data, packed)
         self._items = packed.view(f"V{packed.shape[1]}")[:, 0]
         self._has_zero = False
 
-    def write(self, block: Block) -> NDArray[np.bool_] | None:
-        """Quantizes and writes a block; returns the mask of written rows, or None: all. CheckpointError: a
-        value does not fit the format."""
-        dropped = self.table.is_dropped(block.rows)
-        if self.table.is_share:
-            elsewhere = self.table.index.bucket_of(block.ids) < 0
-            dropped = elsewhere if dropped is None else dropped | elsewhere
-        packed = np.empty((len(block.ids), self._packed.shape[1]), np.uint8)
-        try:
-            self._backend.quantize(block.values, self.table.source.source, self.table.row_format, packed)
-        except NotRepresentable as error:
-            source = self.table.source
-            raise CheckpointError(
-                f"{source.key!r}: {source.where(int(block.rows[error.row]))}: "
-                f"{error.describe(int(block.rows[error.row]))}"
-            ) from error
-        if dropped is None or not dropped.any():
-            self._put(block.ids, packed)
-            return None
-        self._put(block.ids[~dropped], packed[~dropped])
-        return ~dropped
-
-    def _put(self, ids: Ids, packed: Bytes) -> Ids:
+    def put(self, ids: Ids, packed: Bytes) -> Ids:
+        """Writes packed rows [n, row_bytes] of ids [n]; returns where they lie. Puts the ids into `packed`
+        first where rows hold them: one random write for both."""
         rows = np.empty(len(ids), np.int64)
-        find_rows(self.table.index, ids, rows)
+        find_rows(self._index, ids, rows)
         if self._id_at >= 0:
             packed[:, self._id_at : self._id_at + ID_BYTES] = (
                 np.ascontiguousarray(ids).view(np.uint8).reshape(-1, ID_BYTES)
             )
         else:
             self._kept[rows] = ids
-        self._items[rows] = packed.view(f"V{packed.shape[1]}")[:, 0]
+        self._items[rows] = packed.view(self._items.dtype)[:, 0]
         if not ids.all():
             self._has_zero = True  # and never false again: threads write at the same time
         return rows
 
-    def write_older(self) -> None:
-        """Copies the rows of ids that only the older version has, and notes which they are."""
-        if (backfill := self.table.backfill) is None:
-            return
-        for ids, sources, packed in backfill.blocks():
-            dropped = self.table.is_dropped(sources + self.table.source.rows)
-            here = slice(None) if dropped is None else ~dropped
-            rows = self._put(ids[here], packed[here])
-            set_bits(self._bits, rows)
-
     def finish(self) -> None:
-        """Call after all rows. Makes the empty slot of id 0, which keeps 0, not match id 0."""
-        keep_zero_apart(self.table.index, self._kept, self._has_zero)
+        """Makes the empty slot of id 0, which keeps 0, not match id 0."""
+        keep_zero_apart(self._index, self._kept, self._has_zero)

@@ -7,7 +7,6 @@ these tables. Shared memory has no copy on write (tmpfs and hugetlbfs refuse FIC
 and check faster than copy_file_range (docs/log.md).
 """
 
-import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.load.default_rows import DefaultRow
+from tableside.loader.load.settings import thread_count
 from tableside.loader.model.model import ModelSpec, TableSpec
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredRows, StoredTable
@@ -49,9 +49,10 @@ class LiveTables:
         self.unread = frozenset(self.tables)
         self._verified: dict[str, Any] = {}
 
-    def add(self, segment: Segment | None, same: dict[str, StoredTable], verified: dict[str, Any]) -> None:
-        """Takes over tables that were read, too: see `SameTables`."""
-        self.segment = self.segment or segment
+    def add(self, segment: Segment, same: dict[str, StoredTable], verified: dict[str, Any]) -> None:
+        """Takes over tables that were read, too. segment: the live version; verified: what verified their
+        rows in the checkpoint."""
+        self.segment = segment
         self.tables |= same
         self._verified |= verified
         self.others = tuple(t for t in self.others if t.name not in same)
@@ -78,7 +79,7 @@ class LiveTables:
             )
         for file in self.segment.files:
             if file.table in self.tables:
-                self.segment.verify_file(file, threads or len(os.sched_getaffinity(0)))
+                self.segment.verify_file(file, thread_count(threads))
 
     def verified(self) -> dict[str, Any]:
         """Returns what verified the rows when they were read, for the tables of which that is known."""
@@ -107,8 +108,8 @@ class LiveTables:
             if (of := self.tables.get(to.name)) is None:
                 continue
             pairs: list[tuple[StoredRows, StoredRows]] = [(of, to)]
-            if of.ids and to.ids and of.ids.index and to.ids.index:
-                pairs.append((of.ids.index, to.ids.index))
+            if of.index and to.index:
+                pairs.append((of.index, to.index))
             for old, new in pairs:
                 for chunk in range(old.chunks):
                     yield old, new, chunk
@@ -171,8 +172,7 @@ def checked(spec: TableSpec, segment: Segment, backend: CpuBackend) -> StoredTab
 
 def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, object, object]]:
     """Yields (name, live value, specified value); omits how ids were read from the checkpoint."""
-    ids, raw = stored.ids, spec.raw
-    index = None if ids is None else ids.index
+    ids, index, raw = stored.ids, stored.index, spec.raw
     yield "key", stored.key, spec.key
     yield "row_format", stored.row_format, spec.row_format.label
     yield "dim", stored.dim, stored.dim if spec.dim is None else spec.dim

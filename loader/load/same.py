@@ -4,16 +4,14 @@ A table with a file of its own is compared before anything is written, up to the
 end it soon where a table was trained. So a load needs room for what changed, and no GPU gets a second copy.
 """
 
-import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tableside.loader.checkpoint import Checkpoint
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.load.comparison import Comparison, Unfit, check_shape
 from tableside.loader.load.plan import Sources
-from tableside.loader.load.reuse import checked
-from tableside.loader.load.settings import LoadSettings, Progress
+from tableside.loader.load.reuse import LiveTables, checked
+from tableside.loader.load.settings import LoadSettings, Progress, thread_count
 from tableside.loader.model.model import TableSpec
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
@@ -21,32 +19,23 @@ from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend
 
 
-class SameTables(NamedTuple):
-    """tables: as `segment`, the live version, has them; verified: what verified their rows in the
-    checkpoint."""
-
-    segment: Segment | None
-    tables: dict[str, StoredTable]
-    verified: dict[str, Any]
-
-
-def same_tables(
-    specs: Sequence[TableSpec],
+def add_same(
+    reused: LiveTables,
     model: Model,
-    segment: Segment | None,
     checkpoint: Checkpoint,
     backend: CpuBackend,
     settings: LoadSettings,
     progress: Progress,
-) -> SameTables:
-    """Returns which of the tables are as the live version has them, whose files are verified. segment: that
-    version, if it is attached. progress: counts rows. CheckpointError: rows are damaged. Caller holds the
-    load lock."""
-    found = SameTables(segment or _live(model), {}, {})
-    if found.segment is None:
-        return found
-    candidates = [(file, t) for file in found.segment.files for t in specs if t.name == file.table]
-    rows = {t.name: t.rows for t in found.segment.header.tables}
+) -> None:
+    """Adds those of the other tables that are as the live version has them, whose files are verified.
+    progress: counts rows. CheckpointError: rows are damaged. Caller holds the load lock."""
+    segment = reused.segment or _live(model)
+    if segment is None:
+        return
+    same: dict[str, StoredTable] = {}
+    verified: dict[str, Any] = {}
+    candidates = [(file, t) for file in segment.files for t in reused.others if t.name == file.table]
+    rows = {t.name: t.rows for t in segment.header.tables}
     before, total = 0, sum(rows[t.name] for _, t in candidates)
     for file, spec in candidates:
 
@@ -55,16 +44,16 @@ def same_tables(
 
         before += rows[spec.name]
         try:
-            stored = checked(spec, found.segment, backend)
+            stored = checked(spec, segment, backend)
             if stored.row_bytes != spec.row_bytes(stored.dim):
                 continue
-            verified = _compare(spec, found.segment, checkpoint, settings, shown)
-            found.segment.verify_file(file, settings.threads or len(os.sched_getaffinity(0)))
+            found = _compare(spec, segment, checkpoint, settings, shown)
+            segment.verify_file(file, thread_count(settings.threads))
         except (Unfit, ModelError, SegmentError):  # it changed, or is damaged: it is loaded
             continue
-        found.tables[spec.name] = stored
-        found.verified.update(verified)
-    return found
+        same[spec.name] = stored
+        verified |= found
+    reused.add(segment, same, verified)
 
 
 def _live(model: Model) -> Segment | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tableside.loader.errors import ModelError
 
 PIECE_BYTES = 2 << 20  # smaller: more calls; larger: more memory a thread
-# (done, in all), from any thread: rows that are compared, ids that are indexed, then rows that are written
+# (done, in all), from any thread: rows; of a load compared rows, indexed ids, then written rows
 Progress = Callable[[int, int], None]
 
 
@@ -32,4 +32,9 @@ def threads_of(settings: LoadSettings, each: int) -> int:
     most = settings.max_memory_bytes
     if most < each:
         raise ModelError(f"max memory is {most:,} bytes; a load of this model needs at least {each:,}")
-    return max(1, min(settings.threads or len(os.sched_getaffinity(0)), most // each))
+    return max(1, min(thread_count(settings.threads), most // each))
+
+
+def thread_count(threads: int) -> int:
+    """Returns the threads to take; of 0 one for each core."""
+    return threads or len(os.sched_getaffinity(0))

@@ -179,7 +179,7 @@ class Header:
 
     @property
     def indexes(self) -> tuple[StoredIndex, ...]:
-        return tuple(t.ids.index for t in self.tables if t.ids is not None and t.ids.index is not None)
+        return tuple(t.index for t in self.tables if t.index is not None)
 
     @property
     def stored(self) -> tuple[StoredRows, ...]:

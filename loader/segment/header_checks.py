@@ -28,7 +28,7 @@ def check_header(header: Header, header_end: int, size: int) -> None:
         chunks += t.chunks
         _check_place(f"table {t.name!r}", t, files.get(t.name), size)
     for t in header.tables:
-        if t.ids is None or (index := t.ids.index) is None:
+        if (index := t.index) is None:
             continue
         if index.first_chunk != chunks:
             raise SegmentError(

@@ -141,7 +141,7 @@ def lay_out(
 
 
 def _bytes(table: StoredTable) -> int:
-    index = None if table.ids is None else table.ids.index
+    index = table.index
     return table.bytes + (0 if index is None else index.bytes)
 
 

@@ -22,67 +22,67 @@ _MOST_NODES = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def nodes(sys: Path = _SYS) -> list[int]:
+def nodes() -> list[int]:
     """Returns the nodes of this host that have memory, ascending; [0] where the kernel knows none."""
     try:
-        return _numbers((sys / "devices/system/node/has_memory").read_text())
+        return _numbers((_SYS / "devices/system/node/has_memory").read_text())
     except FileNotFoundError:
         return [0]
 
 
-def gpu_nodes(sys: Path = _SYS) -> list[int]:
+def gpu_nodes() -> list[int]:
     """Returns the nodes to which NVIDIA GPUs are attached; empty: no GPU, or all memory is one node's.
     ModelError: the kernel does not say to which node a GPU belongs."""
-    if len(nodes(sys)) == 1:
+    if len(nodes()) == 1:
         return []
     found = set()
-    for device in sorted((sys / "bus/pci/devices").glob("*")):
+    for device in sorted((_SYS / "bus/pci/devices").glob("*")):
         if _read(device / "class").startswith(_DISPLAY) and _read(device / "vendor") == _NVIDIA:
             if (node := _node_of(device)) is None:
                 raise ModelError(
-                    f'copies = "numa": the kernel does not say to which of the NUMA nodes {nodes(sys)} the '
+                    f'copies = "numa": the kernel does not say to which of the NUMA nodes {nodes()} the '
                     f"GPU {device.name} belongs, as on many virtual machines; name the nodes: copies = [0, 1]"
                 )
             found.add(node)
     return sorted(found)
 
 
-def node_of(pci_address: str | None, sys: Path = _SYS) -> int | None:
+def node_of(pci_address: str | None) -> int | None:
     """Returns the node of a GPU ("0000:3b:00.0"); where there is none, or nobody knows, the node of all cores
     that this process may use; None: they are of several nodes."""
-    if pci_address is not None and (node := _node_of(sys / "bus/pci/devices" / pci_address)) is not None:
+    if pci_address is not None and (node := _node_of(_SYS / "bus/pci/devices" / pci_address)) is not None:
         return node
     cores = os.sched_getaffinity(0)
-    for node in nodes(sys):
-        if cores <= set(_numbers(_read(sys / f"devices/system/node/node{node}/cpulist"))):
+    for node in nodes():
+        if cores <= set(_numbers(_read(_SYS / f"devices/system/node/node{node}/cpulist"))):
             return node
     return None
 
 
-def chosen_nodes(copies: Sequence[int] | None, sys: Path = _SYS) -> list[int]:
+def chosen_nodes(copies: Sequence[int] | None) -> list[int]:
     """Returns the nodes of `copies` (loader.model.model.ModelSpec); empty: nothing is bound. ModelError: this
     host has not one of them, or does not say to which a GPU belongs."""
     if copies is None:
         return []
-    if lacking := sorted(set(copies) - set(nodes(sys))):
+    if lacking := sorted(set(copies) - set(nodes())):
         raise ModelError(
-            f"copies names the NUMA nodes {lacking}; this host has memory on {nodes(sys)}: lscpu shows them"
+            f"copies names the NUMA nodes {lacking}; this host has memory on {nodes()}: lscpu shows them"
         )
-    return list(copies) or gpu_nodes(sys)
+    return list(copies) or gpu_nodes()
 
 
-def free_bytes(node: int, sys: Path = _SYS) -> int:
+def free_bytes(node: int) -> int:
     """Returns the bytes of a node that are free, or of files that can be read again."""
     kib = {}
-    for line in (sys / f"devices/system/node/node{node}/meminfo").read_text().splitlines():
+    for line in (_SYS / f"devices/system/node/node{node}/meminfo").read_text().splitlines():
         _, _, name, value, *_ = line.split()
         kib[name.rstrip(":")] = int(value)
     return (kib["MemFree"] + max(0, kib["FilePages"] - kib["Shmem"])) * 1024
 
 
-def check_room(node: int, size: int, sys: Path = _SYS) -> None:
+def check_room(node: int, size: int) -> None:
     """Raises NoSpace where a node has fewer bytes: the kernel would end processes to make room."""
-    if (free := free_bytes(node, sys)) < size:
+    if (free := free_bytes(node)) < size:
         raise NoSpace(
             f"NUMA node {node} has {free:,} bytes free, its copy needs {size:,}; remove old versions "
             "(tableside gc), choose a smaller row format, or load without `copies`"

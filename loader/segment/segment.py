@@ -262,7 +262,7 @@ class Segment:
     def describe(self, stored: StoredRows, start: int, stop: int) -> str:
         if isinstance(stored, StoredTable):
             return f"table {stored.name!r}, rows [{start}, {stop})"
-        owner = next(t.name for t in self.header.tables if t.ids is not None and t.ids.index == stored)
+        owner = next(t.name for t in self.header.tables if t.index == stored)
         return f"the id index of table {owner!r}"
 
     def verify(self, threads: int = 1, rest: float = 0.0) -> None:
@@ -286,7 +286,7 @@ class Segment:
 
     def keep_indexes(self, tables: Collection[str]) -> list[str]:
         """Locks the id indexes of tables in memory; returns those of which this process may not."""
-        indexes = {t.name: t.ids.index for t in self.header.tables if t.ids and t.ids.index}
+        indexes = {t.name: t.index for t in self.header.tables if t.index}
         return [
             name
             for name, index in indexes.items()
@@ -303,7 +303,8 @@ class Segment:
     ) -> None:
         count = len(chunks)
         parts = [chunks[count * n // threads : count * (n + 1) // threads] for n in range(threads)]
-        with ThreadPoolExecutor(threads, "tableside-verify", _give_way if rest else None) as pool:
+        begin = partial(give_way, _NICE) if rest else None
+        with ThreadPoolExecutor(threads, "tableside-verify", begin) as pool:
             found = list(pool.map(partial(self._first_corrupt, rest=rest), parts))
         for chunk in filter(None, found):
             raise DamagedRows(
@@ -344,10 +345,10 @@ def _chunks(stored: Iterable[StoredRows]) -> list[tuple[StoredRows, int, int]]:
     return [(rows, *rows.chunk_range(chunk)) for rows in stored for chunk in range(rows.chunks)]
 
 
-def _give_way() -> None:
+def give_way(nice: int) -> None:
     """Lets others have this thread's core before it, for as long as the thread lives."""
     thread = os.PRIO_PROCESS, threading.get_native_id()
-    os.setpriority(*thread, max(_NICE, os.getpriority(*thread)))
+    os.setpriority(*thread, max(nice, os.getpriority(*thread)))
 
 
 def _attach_again(path: Path, content: int) -> Segment:

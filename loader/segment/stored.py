@@ -93,6 +93,11 @@ class StoredTable(StoredRows):
     ids: StoredIds | None = None
 
     @property
+    def index(self) -> StoredIndex | None:
+        """Returns the id index; None: ids are row numbers, or follow each other."""
+        return None if self.ids is None else self.ids.index
+
+    @property
     def id_count(self) -> int:
         """Returns the number of ids with a row of their own."""
         return self.rows if self.ids is None else self.ids.count

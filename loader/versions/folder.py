@@ -124,6 +124,17 @@ class Folder:
         """Renames within the folder; replaces `new`."""
         os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
+    @contextlib.contextmanager
+    def replacing(self, name: str) -> Iterator[str]:
+        """Yields the name of a file to be made, which then replaces `name`; after an error it is removed."""
+        partial = f"{name}.partial"
+        try:
+            yield partial
+            self.rename(partial, name)
+        except BaseException:
+            self.unlink(partial)
+            raise
+
     def link(self, old: str, new: str) -> bool:
         """Gives a file another name, and what was noted of it; False: this user may not, it is gone, or the
         group of this folder cannot read it."""

@@ -4,9 +4,8 @@ models.
 They can be cut anywhere; a piece is about 64 MiB of vectors. CRC-32 of archives is checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -46,8 +45,6 @@ class FlatRows(KeyedRows):
         # Whole rows, and those of column shards
         self.buffer_bytes = 2 * self._block_rows * (row_bytes + 2 * ids.item_bytes)
         self._crc = Crc32Check({_IDS: ids, _VALUES: values})
-        self._lock = Lock()
-        self._begun, self._ended = set[int](), set[int]()
 
     def ids(self, piece: int) -> Iterator[IdBlock]:
         buffer = self._id_buffer(keyed.ID_BLOCK_ROWS)
@@ -62,16 +59,13 @@ class FlatRows(KeyedRows):
         scratch = bytearray(
             0 if all(s.columns == self._values.width for s in self._values.shards) else buffer.nbytes
         )
-        seen = self._seen(piece)
         for start, stop in self._cuts(piece, self._block_rows):
-            rows, ids, kept = self._read_ids(start, stop, id_buffer, seen and partial(seen, _IDS))
+            rows, ids, kept = self._read_ids(start, stop, id_buffer, partial(self._crc.take, _IDS))
             values = buffer[: stop - start]
-            self._checkpoint.read(self._values, start, stop, values, scratch, seen and partial(seen, _VALUES))
+            seen = partial(self._crc.take, _VALUES)
+            self._checkpoint.read(self._values, start, stop, values, scratch, seen)
             if len(rows):
                 yield Block(rows, ids, values if kept is None else values[kept])
-        if seen is not None:
-            with self._lock:
-                self._ended.add(piece)
 
     def where(self, row: int) -> str:
         return place(self._ids, row)
@@ -82,16 +76,7 @@ class FlatRows(KeyedRows):
         return {"not": why} if why else {"by": "CRC-32"}
 
     def finish(self) -> None:
-        assert self._begun == self._ended == set(range(self.pieces)), "a piece was not read to its end"
         self._crc.finish(self._checkpoint.fill)
-
-    def _seen(self, piece: int) -> "Callable[..., None] | None":
-        """Counts the bytes of a piece for the CRC-32, the first time that it is read."""
-        with self._lock:
-            if piece in self._begun:
-                return None
-            self._begun.add(piece)
-        return self._crc.take
 
     def _cuts(self, piece: int, step: int) -> Iterator[tuple[int, int]]:
         begin = piece * self._piece_rows

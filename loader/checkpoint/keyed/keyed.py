@@ -54,7 +54,7 @@ class KeyedRows(ABC):
 
     @abstractmethod
     def blocks(self, piece: int) -> Iterator[Block]:
-        """Returns the ids and vectors of a piece. CheckpointError: they cannot be read."""
+        """Returns the ids and vectors of a piece, once. CheckpointError: they cannot be read."""
 
     @abstractmethod
     def where(self, row: int) -> str:
@@ -67,8 +67,8 @@ class KeyedRows(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Call after every `blocks` was read to its end. CheckpointError: bytes changed since they were
-        written."""
+        """Call after every `blocks` was read to its end, once. CheckpointError: bytes changed since they
+        were written."""
 
 
 class KeyedTables(ABC):

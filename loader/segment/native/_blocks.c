@@ -91,29 +91,39 @@ static uint32_t checksum(int64_t seed, int64_t block, const uint8_t *data, size_
     return ~add(add(~0u, numbers, 16), data, size);
 }
 
+/* Takes the buffers of `count` arguments; bit n of `writable`: the n-th is written. 0: an error is set, none is held. */
+static int hold(PyObject *const *args, int count, unsigned writable, Py_buffer *held) {
+    for (int i = 0; i < count; i++) {
+        if (!PyObject_GetBuffer(args[i], held + i, writable >> i & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) continue;
+        while (i--) PyBuffer_Release(held + i);
+        return 0;
+    }
+    return 1;
+}
+
+static void release(Py_buffer *held, int count) {
+    while (count--) PyBuffer_Release(held + count);
+}
+
 static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer rows, out;
+    Py_buffer b[2];
     if (n != 4) return PyErr_Format(PyExc_TypeError, "sums takes 4 arguments, got %zd", n);
     const long long seed = PyLong_AsLongLong(args[1]), first = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred()) return NULL;
-    if (PyObject_GetBuffer(args[0], &rows, PyBUF_SIMPLE)) return NULL;
-    if (PyObject_GetBuffer(args[3], &out, PyBUF_WRITABLE)) {
-        PyBuffer_Release(&rows);
-        return NULL;
-    }
-    const int64_t blocks = rows.len / PAGE + (rows.len % PAGE != 0);
-    const int fits = first >= 0 && out.len == 4 * blocks;
+    if (PyErr_Occurred() || !hold((PyObject *const[]){args[0], args[3]}, 2, 0x2, b)) return NULL;
+    const Py_buffer *rows = b, *out = b + 1;
+    const int64_t blocks = rows->len / PAGE + (rows->len % PAGE != 0);
+    const int fits = first >= 0 && out->len == 4 * blocks;
     if (fits) {
         Py_BEGIN_ALLOW_THREADS
         for (int64_t k = 0; k < blocks; k++) {
-            const int64_t at = k * PAGE, size = rows.len - at < PAGE ? rows.len - at : PAGE;
-            const uint32_t sum = checksum(seed, first + k, (const uint8_t *)rows.buf + at, (size_t)size);
-            memcpy((char *)out.buf + 4 * k, &sum, 4);
+            const int64_t at = k * PAGE, size = rows->len - at < PAGE ? rows->len - at : PAGE;
+            const uint32_t sum = checksum(seed, first + k, (const uint8_t *)rows->buf + at, (size_t)size);
+            memcpy((char *)out->buf + 4 * k, &sum, 4);
         }
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&rows), PyBuffer_Release(&out);
+    release(b, 2);
     if (!fits) return PyErr_Format(PyExc_ValueError, "sums: these blocks have no room for their checksums");
     Py_RETURN_NONE;
 }
@@ -429,52 +439,50 @@ static int64_t away(const place *p, uint8_t *checked, region *regions, const uin
     return found;
 }
 
+static int is_place(const Py_buffer *given, place *p) {
+    if (given->len != sizeof *p) return 0;
+    memcpy(p, given->buf, sizeof *p);
+    return 1;
+}
+
 static PyObject *py_away(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[5] = {{0}};
-    int held = 0;
+    Py_buffer b[5];
     int64_t found = -1;
     place p;
     if (n != 5) return PyErr_Format(PyExc_TypeError, "away takes 5 arguments, got %zd", n);
-    while (held < 5 && !PyObject_GetBuffer(args[held], b + held, held % 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
-    if (held == 5) {
-        if (b[0].len == sizeof p) memcpy(&p, b[0].buf, sizeof p);
-        if (b[0].len != sizeof p || b[3].len % 8 || b[4].len < b[3].len || !fits(&p, b + 1, b + 2))
-            PyErr_SetString(PyExc_ValueError, "away: rows or bits do not fit this table");
-        else {
-            Py_BEGIN_ALLOW_THREADS
-            found = away(&p, b[1].buf, b[2].buf, b[3].buf, b[3].len / 8, b[4].buf);
-            Py_END_ALLOW_THREADS
-        }
+    if (!hold(args, 5, 0x16, b)) return NULL;
+    if (!is_place(b, &p) || b[3].len % 8 || b[4].len < b[3].len || !fits(&p, b + 1, b + 2))
+        PyErr_SetString(PyExc_ValueError, "away: rows or bits do not fit this table");
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        found = away(&p, b[1].buf, b[2].buf, b[3].buf, b[3].len / 8, b[4].buf);
+        Py_END_ALLOW_THREADS
     }
-    while (held--) PyBuffer_Release(b + held);
+    release(b, 5);
     return found < 0 ? NULL : PyLong_FromLongLong(found);
 }
 
 /* most: `bring`; NULL: `fetch`. */
 static PyObject *read_rows(PyObject *const *args, const char *name, const limits *most, int is_ready) {
-    Py_buffer b[6] = {{0}};
-    int held = 0;
+    Py_buffer b[6];
+    if (!hold(args, 6, 0x36, b)) return NULL;
+    const int64_t count = b[3].len / 8;
     int64_t left = -1;
+    uint8_t *buffer = NULL;
     place p;
-    while (held < 6 && !PyObject_GetBuffer(args[held], b + held, held % 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) held++;
-    if (held == 6) {
-        const int64_t count = b[3].len / 8;
-        uint8_t *buffer = NULL;
-        if (b[0].len == sizeof p) memcpy(&p, b[0].buf, sizeof p);
-        if (b[0].len != sizeof p || !is_sound(&p, count, b + 1, b + 2, b + 3, b + 4, b + 5))
-            PyErr_Format(PyExc_ValueError, "%s: rows, states or bits do not fit this table", name);
-        else if (!(buffer = malloc((size_t)((p.row_bytes / PAGE + 2) * (PAGE + 4)))))
-            PyErr_NoMemory();
-        else {
-            Py_BEGIN_ALLOW_THREADS
-            if (most) left = bring(&p, b[1].buf, b[3].buf, count, b[4].buf, b[5].buf, most, buffer);
-            else left = fetch(&p, b[1].buf, b[2].buf, b[3].buf, count, b[4].buf, b[5].buf, is_ready, buffer);
-            Py_END_ALLOW_THREADS
-        }
-        free(buffer);
+    if (!is_place(b, &p) || !is_sound(&p, count, b + 1, b + 2, b + 3, b + 4, b + 5))
+        PyErr_Format(PyExc_ValueError, "%s: rows, states or bits do not fit this table", name);
+    else if (!(buffer = malloc((size_t)((p.row_bytes / PAGE + 2) * (PAGE + 4)))))
+        PyErr_NoMemory();
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        if (most) left = bring(&p, b[1].buf, b[3].buf, count, b[4].buf, b[5].buf, most, buffer);
+        else left = fetch(&p, b[1].buf, b[2].buf, b[3].buf, count, b[4].buf, b[5].buf, is_ready, buffer);
+        Py_END_ALLOW_THREADS
     }
-    while (held--) PyBuffer_Release(b + held);
+    free(buffer);
+    release(b, 6);
     return left < 0 ? NULL : PyLong_FromLongLong(left);
 }
 
@@ -497,19 +505,14 @@ static PyObject *py_bring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 static PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer at = {0}, rows = {0};
-    place p = {0};
+    Py_buffer b[2];
+    place p;
     if (n != 3) return PyErr_Format(PyExc_TypeError, "ask takes 3 arguments, got %zd", n);
     const long long most = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || PyObject_GetBuffer(args[0], &at, PyBUF_SIMPLE)) return NULL;
-    if (PyObject_GetBuffer(args[1], &rows, PyBUF_SIMPLE)) {
-        PyBuffer_Release(&at);
-        return NULL;
-    }
-    if (at.len == sizeof p) memcpy(&p, at.buf, sizeof p);
-    const int64_t count = rows.len / 8, *numbers = rows.buf;
+    if (PyErr_Occurred() || !hold(args, 2, 0, b)) return NULL;
+    const int64_t count = b[1].len / 8, *numbers = b[1].buf;
     int64_t bytes;
-    const int is_table = at.len == sizeof p && rows.len % 8 == 0 && p.row_bytes >= 1 && p.rows >= 1
+    const int is_table = is_place(b, &p) && b[1].len % 8 == 0 && p.row_bytes >= 1 && p.rows >= 1
                          && !__builtin_mul_overflow(p.rows, p.row_bytes, &bytes);
     if (is_table) {
         Py_BEGIN_ALLOW_THREADS
@@ -525,7 +528,7 @@ static PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         }
         Py_END_ALLOW_THREADS
     }
-    PyBuffer_Release(&at), PyBuffer_Release(&rows);
+    release(b, 2);
     if (!is_table) return PyErr_Format(PyExc_ValueError, "ask: rows do not fit this table");
     Py_RETURN_NONE;
 }

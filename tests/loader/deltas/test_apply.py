@@ -294,7 +294,7 @@ def test_deltas_of_many_rows_have_marks(oracle: Oracle) -> None:
 
 
 def indexes_of(delta: Delta) -> list[StoredIndex]:
-    return [t.ids.index for t in delta.tables.values() if t.ids is not None and t.ids.index is not None]
+    return [t.index for t in delta.tables.values() if t.index is not None]
 
 
 def test_a_delta_under_another_name(oracle: Oracle) -> None:

@@ -285,9 +285,9 @@ STEPS = {
     "os.kill(os.getpid(), 9)",
     "building": "import tableside.quant.cpu.index_builder as b, os; b.IndexBuilder.build = lambda *a: "
     "os.kill(os.getpid(), 9)",
-    "writing": "import tableside.loader.load.raw_ids as r, os; r.RawWriter.write = lambda *a: "
+    "writing": "import tableside.loader.load.raw_ids as r, os; r.IndexedRows.put = lambda *a: "
     "os.kill(os.getpid(), 9)",
-    "finishing": "import tableside.loader.load.raw_ids as r, os; r.RawWriter.finish = lambda *a: "
+    "finishing": "import tableside.loader.load.raw_ids as r, os; r.IndexedRows.finish = lambda *a: "
     "os.kill(os.getpid(), 9)",
     **PUBLISHING,
 }

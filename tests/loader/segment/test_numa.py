@@ -15,8 +15,9 @@ Host = Callable[..., Path]
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Host:
-    """host([(vendor, class, node)], memory="0-1") -> a /sys with these PCI devices, named 0000:00:0N.0."""
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """host([(vendor, class, node)], memory="0-1") -> a /sys with these PCI devices, named 0000:00:0N.0. It is
+    read from then on."""
 
     def make(devices: list[tuple[str, str, object]], memory: str = "0-1", cores: str = "0-511") -> Path:
         for n, (vendor, kind, node) in enumerate(devices):
@@ -34,6 +35,7 @@ def host(tmp_path: Path) -> Host:
                 for name, kib in (("MemFree", 100), ("FilePages", 90), ("Shmem", 60))
             )
         )
+        monkeypatch.setattr(numa, "_SYS", tmp_path)
         return tmp_path
 
     return make
@@ -49,45 +51,49 @@ def test_nodes_with_gpus(host: Host) -> None:
         (NVIDIA, audio, 0),
         (OTHER, gpu, 2),
     ]
-    sys = host(devices, "0-3")
-    assert numa.gpu_nodes(sys) == [1, 3] == numa.chosen_nodes((), sys)
-    assert numa.chosen_nodes(None, sys) == []
-    assert numa.chosen_nodes((2, 0), sys) == [2, 0]
+    host(devices, "0-3")
+    assert numa.gpu_nodes() == [1, 3] == numa.chosen_nodes(())
+    assert numa.chosen_nodes(None) == []
+    assert numa.chosen_nodes((2, 0)) == [2, 0]
 
 
-def test_a_host_of_one_node_has_nothing_to_bind(host: Host, tmp_path: Path) -> None:
-    assert numa.nodes(tmp_path / "none") == [0]
-    assert numa.gpu_nodes(host([(NVIDIA, "0x030200", -1)], "0")) == []
+def test_a_host_of_one_node_has_nothing_to_bind(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host([(NVIDIA, "0x030200", -1)], "0")
+    assert numa.gpu_nodes() == []
+    monkeypatch.setattr(numa, "_SYS", tmp_path / "none")
+    assert numa.nodes() == [0]
 
 
 def test_a_gpu_of_an_unknown_node_is_said(host: Host) -> None:
+    host([(NVIDIA, "0x030200", -1)])
     with pytest.raises(ModelError, match=r"\[0, 1\] the GPU 0000:00:00.0 .* copies = \[0, 1\]"):
-        numa.gpu_nodes(host([(NVIDIA, "0x030200", -1)]))
+        numa.gpu_nodes()
 
 
 def test_a_node_that_is_not_there_is_said(host: Host) -> None:
+    host([])
     with pytest.raises(ModelError, match=r"nodes \[4, 7\]; this host has memory on \[0, 1\]"):
-        numa.chosen_nodes((7, 1, 4), host([]))
+        numa.chosen_nodes((7, 1, 4))
 
 
 def test_a_device_or_the_cores_say_the_node(host: Host) -> None:
     """The device's first; where nobody knows it, the one node of all cores."""
     sys = host([(NVIDIA, "0x030200", 0), (NVIDIA, "0x030200", -1)])
-    assert numa.node_of("0000:00:00.0", sys) == 0
-    assert (
-        numa.node_of("0000:00:01.0", sys) == numa.node_of("0000:ff:00.0", sys) == numa.node_of(None, sys) == 1
-    )
+    assert numa.node_of("0000:00:00.0") == 0
+    assert numa.node_of("0000:00:01.0") == numa.node_of("0000:ff:00.0") == numa.node_of(None) == 1
     used = sorted(os.sched_getaffinity(0))
     (sys / "devices/system/node/node1/cpulist").write_text(",".join(map(str, used[1:])))
-    assert numa.node_of(None, sys) is None
+    assert numa.node_of(None) is None
 
 
 def test_room_of_a_node(host: Host) -> None:
     """Free pages, and those of files that are not shared memory."""
-    sys = host([])
-    numa.check_room(1, 130 * 1024, sys)
+    host([])
+    numa.check_room(1, 130 * 1024)
     with pytest.raises(NoSpace, match="NUMA node 1 has 133,120 bytes free, its copy needs 133,121"):
-        numa.check_room(1, 130 * 1024 + 1, sys)
+        numa.check_room(1, 130 * 1024 + 1)
 
 
 def test_pages_lie_where_they_were_bound(root: Path) -> None:
