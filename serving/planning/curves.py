@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from tableside.quant.rows.ids import mix
 from tableside.serving.planning.references import Floats, Numbers, References
 
 HALF_LIFE = 1000.0  # batches, of a use (`CacheSettings.half_life`)
@@ -74,22 +75,45 @@ def _adjusted(r: References, hits: Floats) -> Floats:
     return np.clip(hits + (r.ids - sampled), 0, r.ids)
 
 
+class _Ghosts:
+    """Scores of missed rows: of those that share a pair of ghosts, the two with the highest ones. The lower
+    score falls when another row is missed."""
+
+    def __init__(self, pairs: int) -> None:
+        self._pairs = pairs
+        self._keys, self._scores = np.full((pairs, 2), -1), np.full((pairs, 2), -np.inf)
+
+    def missed(self, key: Numbers, tick: float) -> Floats:
+        """Returns the scores of rows [n] that are missed now, with what is remembered of them."""
+        pair = (mix(key) % np.uint64(self._pairs)).astype(np.int64)
+        (one, other), (score, score_of_other) = self._keys[pair].T, self._scores[pair].T
+        which = ((one != key) & ((other == key) | (score_of_other < score))).astype(np.int64)
+        known, before = self._keys[pair, which], self._scores[pair, which]
+        found = np.where(known == key, np.logaddexp2(before, tick), tick)
+        stays = (known != key) & (before > tick)
+        self._keys[pair, which] = np.where(stays, known, key)
+        self._scores[pair, which] = np.where(stays, before - 1, found)
+        return found
+
+
 def _lfu_hits(r: References, size: float, half_life: float) -> Floats:
     """Hits of a cache of `size` bytes over the sample, by table."""
-    score = np.full(r.bytes.size, -np.inf)  # log2 of the uses, of which old ones count less
+    score = np.empty(r.bytes.size)  # of held rows: log2 of their uses, of which old ones count less
     is_held = np.zeros(r.bytes.size, bool)
     hits, counts, free = np.zeros(r.ids.size), r.counts(), size
     smallest = max(1, int(r.bytes.min(initial=1 << 40)))
+    ghosts = _Ghosts(max(1, int(size * r.bytes.size / max(1, r.bytes.sum())) // 2))
     ends = np.searchsorted(r.batch, np.arange(int(r.batch.max(initial=-1)) + 2))
     for batch, (start, end) in enumerate(pairwise(ends)):
-        key = r.key[start:end]
+        key, tick = r.key[start:end], batch / half_life
         is_hit = is_held[key]
-        hits += np.bincount(r.table[key[is_hit]], counts[start:end][is_hit], r.ids.size)
-        score[key] = np.logaddexp2(score[key], batch / half_life)
-        missed = key[~is_hit]
+        found, missed = key[is_hit], key[~is_hit]
+        hits += np.bincount(r.table[found], counts[start:end][is_hit], r.ids.size)
+        score[found] = np.logaddexp2(score[found], tick)
+        score[missed] = ghosts.missed(missed, tick)
         missed = missed[np.argsort(-score[missed], kind="stable")]
         needed = np.cumsum(r.bytes[missed])
-        is_held[key] = False  # those of this batch stay
+        is_held[found] = False  # those of this batch stay
         victims = np.flatnonzero(is_held)
         most = min(victims.size, int(max(0.0, (needed[-1] if needed.size else 0) - free) / smallest) + 1)
         if most < victims.size:
@@ -102,7 +126,7 @@ def _lfu_hits(r: References, size: float, half_life: float) -> Floats:
         worst = np.concatenate([[-np.inf], score[victims]])[np.minimum(taken, victims.size)]
         takes_none = np.diff(taken, prepend=0) == 0  # there is room left by the ones before
         admitted = int(np.argmin(np.append(has_room & (takes_none | (worst < score[missed])), False)))
-        is_held[key[is_hit]] = True
+        is_held[found] = True
         if admitted:
             gone = int(taken[admitted - 1])
             is_held[victims[:gone]] = False

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from tableside.quant.rows.ids import mix
 from tableside.serving.planning.curves import lfu, lru, previous_use, reuse_bytes
 from tableside.serving.planning.references import References, Sampler
 
@@ -57,13 +58,28 @@ def lru_by_hand(r: References, size: float) -> list[int]:
 
 def lfu_by_hand(r: References, size: float, half_life: float) -> list[int]:
     """As above: of the rows that are not in the batch, those with the least scores make room for missed ones
-    with larger ones, the best first."""
+    with larger ones, the best first. Two ghosts of each pair remember missed ones, as of before the batch."""
     score, held, hits = dict[int, float](), set[int](), [0] * r.ids.size
+    pairs = max(1, int(size / r.bytes.mean()) // 2)
+    ghosts = [[(-1, -np.inf)] * 2 for _ in range(pairs)]
     for batch, (keys, counts) in enumerate(batches_of(r)):
+        tick = batch / half_life
         for key, count in zip(keys, counts, strict=True):
             if batch >= r.first and key in held:
                 hits[int(r.table[key])] += count
-            score[key] = float(np.logaddexp2(score.get(key, -np.inf), batch / half_life))
+            if key in held:
+                score[key] = float(np.logaddexp2(score[key], tick))
+        remembered = {}
+        for key in (key for key in keys if key not in held):
+            pair = int(mix(np.array([key]))[0]) % pairs
+            (one, low), (other, lower) = ghosts[pair]
+            which = int(one != key and (other == key or lower < low))
+            known, before = ghosts[pair][which]
+            score[key] = float(np.logaddexp2(before, tick)) if known == key else tick
+            stays = known != key and before > tick
+            remembered[pair, which] = (known, before - 1) if stays else (key, score[key])
+        for (pair, which), ghost in remembered.items():
+            ghosts[pair][which] = ghost
         missed = sorted((k for k in keys if k not in held), key=lambda k: -score[k])
         victims = sorted((k for k in held if k not in keys), key=lambda k: (score[k], k))
         for key in missed:
