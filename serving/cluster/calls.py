@@ -88,30 +88,13 @@ class OwnerHost:
             logger.warning("owner %s: %s", self.name, change)
 
 
-class _Hedges:
-    """Keeps requests that are sent twice to a small share of all. Not exact where threads meet."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_HEDGES
-
-    def earn(self) -> None:
-        """Counts a request."""
-        self._left = min(_MOST_HEDGES, self._left + _HEDGED_SHARE)
-
-    def may_spend(self) -> bool:
-        """Whether one may be sent twice."""
-        return self._left >= 1
-
-    def spend(self) -> None:
-        self._left -= 1
-
-
 class OwnerHosts:
-    """The hosts that a process asks, each once."""
+    """The hosts that a process asks, each once. hedges: how many requests may be sent to a second host early;
+    each request adds a small share of one. Not exact where threads meet."""
 
     def __init__(self, token: str | None, timeout_s: float) -> None:
         self._token, self.timeout_s = token, timeout_s
-        self.hedges = _Hedges()
+        self.hedges = _MOST_HEDGES
         self._hosts: dict[str, OwnerHost] = {}
         self._lock = threading.Lock()
 
@@ -184,7 +167,7 @@ class OwnerCall:
         known = [hosts.host(name) for name in owner.addresses]
         self._hosts = sorted(known, key=lambda h: (h.hangs, h.lacks == owner.state, h.waiting))
         self.tries: list[_Try] = []
-        hosts.hedges.earn()
+        hosts.hedges = min(_MOST_HEDGES, hosts.hedges + _HEDGED_SHARE)
         self._begin_next()
         # To one that hung, too, where it is time to see whether it still does
         hung = next((host for host in self._hosts if host.hangs and self._may_ask(host)), None)
@@ -201,7 +184,7 @@ class OwnerCall:
             self.until = self._deadline
             if self._hosts:
                 half = now + (self._deadline - now) / 2  # then the next one is asked, whatever it costs
-                early = now + host.usual_s if self._all_hosts.hedges.may_spend() else half
+                early = now + host.usual_s if self._all_hosts.hedges >= 1 else half
                 self.until = min(half, early)
             return
         self.until = self._deadline
@@ -227,7 +210,7 @@ class OwnerCall:
         if self.body is None and self.tries and time.monotonic() < self.until:
             return False
         if self.body is None and self.tries and self.until < self._deadline:
-            self._all_hosts.hedges.spend()
+            self._all_hosts.hedges -= 1
             self._begin_next()
             return False
         if self.body is None and not self.tries:

@@ -15,7 +15,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.quant import RowFormat
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.fetched import AskedTable, RowOwners, RowsAsked, RowState
-from tableside.serving.cluster.calls import OwnerCall, OwnerHosts, Replicas, hosts_of, wait_for
+from tableside.serving.cluster.calls import OwnerCall, Replicas, hosts_of, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds
 from tableside.serving.settings import ServerSettings, cluster_token
 
@@ -34,21 +34,22 @@ class _Part(NamedTuple):
 
 
 class RemoteTables:
-    """The remote tables of a state, as sources of rows. mark: of its changes. late_is_default: the default
-    row stands for rows that do not come within timeout_s. count: is told a table, CAME or LATE, and how many
+    """The remote tables of a state, as sources of rows. count: is told a table, CAME or LATE, and how many
     rows."""
 
     def __init__(
-        self,
-        tables: Sequence[RemoteTable],
-        mark: int,
-        hosts: OwnerHosts,
-        timeout_s: float,
-        late_is_default: bool,
-        count: Callable[[str, str, int], object],
+        self, segment: Segment, settings: ServerSettings, count: Callable[[str, str, int], object]
     ) -> None:
-        self._tables, self._hosts, self._count = {t.name: t for t in tables}, hosts, count
-        self._mark, self._timeout_s, self._late_is_default = mark, timeout_s, late_is_default
+        """SegmentError: it is not known which rows of theirs belong to the state."""
+        if (state := segment.hosts_state()) is None:
+            raise SegmentError(
+                f"{segment.path}: changes lie over it that no number was given, so its owners do not know "
+                "which they are; publish it again"
+            )
+        self._tables, self._mark, self._count = {t.name: t for t in segment.header.remote}, state.mark, count
+        self._hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
+        self._timeout_s = segment.header.row_timeout_s(settings.disk_timeout_s)
+        self._late_is_default = settings.disk_late == "default"
 
     def sources(self) -> dict[str, AskedTable]:
         """Returns the tables by name."""
@@ -97,22 +98,6 @@ class RemoteTables:
         asked = [TableIds(part.number, part.rows) for part in parts]
         layout = RowsLayout.of([(part.rows.size, part.table.row_bytes) for part in parts])
         return OwnerCall(self._hosts, owner, asked, layout, deadline)
-
-
-def remote_sources(
-    segment: Segment, settings: ServerSettings, count: Callable[[str, str, int], object]
-) -> dict[str, AskedTable]:
-    """Returns a state's remote tables, as sources of rows. count: see `RemoteTables`. SegmentError: it is not
-    known which rows of theirs belong to it."""
-    if (state := segment.hosts_state()) is None:
-        raise SegmentError(
-            f"{segment.path}: changes lie over it that no number was given, so its owners do not know which "
-            "they are; publish it again"
-        )
-    hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
-    header, late_is_default = segment.header, settings.disk_late == "default"
-    timeout_s = header.row_timeout_s(settings.disk_timeout_s)
-    return RemoteTables(header.remote, state.mark, hosts, timeout_s, late_is_default, count).sources()
 
 
 def _take(parts: Sequence[_Part], call: OwnerCall) -> None:

@@ -32,7 +32,7 @@ class Origins:
         if (
             not names
             and settings.uds is None
-            and (settings.host == "localhost" or _is_loopback(settings.host))
+            and (settings.host == "localhost" or is_loopback(settings.host))
         ):
             names = {"localhost"}
         return cls(None if not names or ANY in names else names)
@@ -82,5 +82,5 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     return _is_address(host) and ip_address(host.strip("[]")).is_loopback

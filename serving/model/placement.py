@@ -27,7 +27,7 @@ from tableside.quant.gpu.residence.registry import (
 )
 from tableside.quant.rows.fetched import FetchedTable, RowReader
 from tableside.quant.rows.ids import ID_BYTES
-from tableside.serving.cluster.owners import remote_sources
+from tableside.serving.cluster.owners import RemoteTables
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.disk_tables import DiskTables
@@ -57,7 +57,7 @@ class Placer:
     """Places versions' tables for one worker. gpu None: all stay with the CPU. stashable: hbm tables can be
     given back for a while (`GpuBackend.stash`). ahead: batches whose rows a cache prefetches. on_disk: beside
     a GPU the CPU may look up tables on a disk. count_reads: is given what reads rows from a disk, the model
-    and the table. count_remote: takes the counts of `remote_sources`, behind the model."""
+    and the table. count_remote: takes the counts of `RemoteTables`, behind the model."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Placer:
         }
         if remote := segment.header.remote:
             count = partial(self._count_remote, segment.header.model)
-            on_host |= remote_sources(segment, self._settings, count)
+            on_host |= RemoteTables(segment, self._settings, count).sources()
             kinds = {**kinds, **dict.fromkeys((table.name for table in remote), ELSEWHERE)}
         is_counted = any(reader.note is not None for reader in readers.values())
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)

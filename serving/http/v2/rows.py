@@ -1,6 +1,5 @@
 """Rows of this host's tables for servers of the whole model (serving.cluster.protocol)."""
 
-import ipaddress
 import time
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from tableside.serving.cluster.describe import describe
 from tableside.serving.cluster.protocol import PATH, RowsLayout, TableIds, seal, unpack_request
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, not_found, short
 from tableside.serving.http import asgi
+from tableside.serving.http.origins import is_loopback
 from tableside.serving.http.v2.kept_states import KeptStates
 from tableside.serving.http.v2.repository import has_token
 from tableside.serving.metrics.disk import count_given
@@ -44,7 +44,7 @@ class OwnedRows:
             if not has_token(asgi.header(http.scope, b"authorization"), token):
                 why = "rows are given to servers of this cluster alone: the request's Authorization is not "
                 raise ApiError(401, ErrorKind.DENIED, f"{why}'Bearer ' and the cluster token")
-        elif http.client is not None and not _is_loopback(http.client.host):
+        elif http.client is not None and not is_loopback(http.client.host):
             why = "rows are given to other hosts by a server with a cluster token; start it with "
             raise ApiError(403, ErrorKind.DENIED, f"{why}--cluster-token-file FILE")
 
@@ -121,13 +121,6 @@ class OwnedRows:
             tables = [segment.tables[t.name] for t in segment.header.tables]
             self._planners[segment] = packed_planner(tables)
         return self._planners[segment]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes, deadline: float) -> None:
