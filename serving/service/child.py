@@ -1,13 +1,33 @@
-"""Work of a server in a process of its own, which takes no core that requests need."""
+"""Work of a server from time to time, in a process of its own, which takes no core that requests need."""
 
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import sys
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+from tableside.loader.errors import LoaderError
 from tableside.serving.errors import ServingError
+from tableside.serving.model.engine import Engine
+
+logger = logging.getLogger("tableside")
+
+
+async def look_after(
+    engines: Collection[Engine], every_s: float, look: Callable[[Engine], Awaitable[None]], trouble: str
+) -> None:
+    """Calls `look` for each engine, every `every_s` seconds, until it is cancelled. trouble: is logged with
+    the model and the error."""
+    while True:
+        await asyncio.sleep(every_s)
+        for engine in list(engines):  # models come and go meanwhile
+            try:
+                await look(engine)
+            except (LoaderError, ServingError, OSError) as error:
+                logger.warning(trouble, engine.model.name, error)
 
 
 class Child:

@@ -9,7 +9,6 @@ marked (`Model.mark_damaged`): nobody attaches it, and servers take the last goo
 request found rows on a disk that are not what was written, read twice.
 """
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -26,10 +25,10 @@ from tableside.loader.errors import DamagedRows, LoaderError, SegmentError, Vers
 from tableside.loader.hot.hot import drop_damaged
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
-from tableside.serving.errors import ErrorKind, ServingError
+from tableside.serving.errors import ErrorKind
 from tableside.serving.metrics.metrics import ERRORS, SCRUBS
 from tableside.serving.model.engine import Engine
-from tableside.serving.service.child import Child, give_way
+from tableside.serving.service.child import Child, give_way, look_after
 
 logger = logging.getLogger("tableside")
 
@@ -60,18 +59,16 @@ class Scrubber:
 
     async def run(self) -> None:
         """Scrubs until it is cancelled."""
-        while True:
-            await asyncio.sleep(min(_LONGEST_LOOK_S, (self._every_s or math.inf) / _LOOKS))
-            for engine in list(self._engines):  # models come and go meanwhile
-                try:
-                    self._mark_what_was_read(engine)
-                    await self._scrub_if_due(engine)
-                except (LoaderError, ServingError, OSError) as error:
-                    logger.warning("%s is not scrubbed: %s", engine.model.name, error)
+        every_s = min(_LONGEST_LOOK_S, (self._every_s or math.inf) / _LOOKS)
+        await look_after(self._engines, every_s, self._look, "%s is not scrubbed: %s")
 
     def stop(self) -> None:
         """Ends the reading process, if any."""
         self._child.stop()
+
+    async def _look(self, engine: Engine) -> None:
+        self._mark_what_was_read(engine)
+        await self._scrub_if_due(engine)
 
     def _is_due(self, engine: Engine, done_at: float) -> bool:
         served = engine.attached()

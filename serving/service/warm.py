@@ -7,7 +7,6 @@ One worker at a time looks, every `host_cache_s` seconds, for all servers of thi
 hot segment as they take a new state.
 """
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -22,9 +21,8 @@ from tableside.loader.hot.hot import hot_folder
 from tableside.loader.hot.warm import Warmed, warm
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
-from tableside.serving.errors import ServingError
 from tableside.serving.model.engine import Engine
-from tableside.serving.service.child import Child, give_way
+from tableside.serving.service.child import Child, give_way, look_after
 
 logger = logging.getLogger("tableside")
 
@@ -41,20 +39,18 @@ class Warmer:
 
     async def run(self) -> None:
         """Looks until it is cancelled."""
-        while self._budget:
-            await asyncio.sleep(self._every_s)
-            for engine in list(self._engines):  # models come and go meanwhile
-                try:
-                    if engine.attached().placed.is_counted:
-                        await self._warm(engine)
-                except (LoaderError, ServingError, OSError) as error:
-                    logger.warning("the hot rows of %s stay as they are: %s", engine.model.name, error)
+        if self._budget:
+            await look_after(
+                self._engines, self._every_s, self._warm, "the hot rows of %s stay as they are: %s"
+            )
 
     def stop(self) -> None:
         """Ends the process that makes one, if any."""
         self._child.stop()
 
     async def _warm(self, engine: Engine) -> None:
+        if not engine.attached().placed.is_counted:
+            return
         model, version = engine.model, engine.attached().version
         with (
             hot_folder(model.root, model.name) as folder,
