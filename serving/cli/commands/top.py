@@ -2,13 +2,14 @@
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group
 from rich.live import Live
+from rich.table import Table
 
 from tableside.serving.cli import remote
 from tableside.serving.cli.output import console, print_json, table_of
@@ -17,34 +18,35 @@ from tableside.serving.client import Client
 Samples = Mapping[tuple[str, str], float]  # name of a sample, one label's value -> the sum of all with it
 _LABELS = ("model", "table", "device")
 
-# Rates, by their keys in JSON, in the order of the tables' columns.
+# Rates, by their keys in JSON: the counter's name behind `tableside_`, and the head of a table's column.
 _OF_MODELS = {
-    "requests_per_s": "tableside_requests_total",
-    "refused_per_s": "tableside_requests_total_refused",
-    "ids_per_s": "tableside_ids_total",
-    "ids_without_row_per_s": "tableside_ids_without_row_total",
-    "row_bytes_per_s": "tableside_row_bytes_total",
+    "requests_per_s": ("requests_total", "requests/s"),
+    "refused_per_s": ("requests_total_refused", "refused/s"),
+    "ids_per_s": ("ids_total", "ids/s"),
+    "ids_without_row_per_s": ("ids_without_row_total", "without row/s"),
+    "row_bytes_per_s": ("row_bytes_total", "row MB/s"),
 }
 _OF_TABLES = {
-    "ids_per_s": "tableside_cache_ids_total",
-    "fetched_rows_per_s": "tableside_cache_fetched_rows_total",
-    "bus_bytes_per_s": "tableside_cache_bus_bytes_total",
-    "in_place_ids_per_s": "tableside_cache_in_place_ids_total",
+    "ids_per_s": ("cache_ids_total", "ids/s"),
+    "fetched_rows_per_s": ("cache_fetched_rows_total", "rows fetched/s"),
+    "bus_bytes_per_s": ("cache_bus_bytes_total", "bus MB/s"),
+    "in_place_ids_per_s": ("cache_in_place_ids_total", "in place/s"),
 }
 _OF_DISKS = {
-    "in_place_ids_per_s": "tableside_disk_rows_total_in_place",
-    "page_cache_rows_per_s": "tableside_disk_rows_total_page_cache",
-    "disk_rows_per_s": "tableside_disk_rows_total_disk",
-    "late_rows_per_s": "tableside_disk_rows_total_late",
-    "failed_rows_per_s": "tableside_disk_rows_total_failed",
-    "corrupt_rows_per_s": "tableside_disk_rows_total_corrupt",
+    "in_place_ids_per_s": ("disk_rows_total_in_place", "in place/s"),
+    "page_cache_rows_per_s": ("disk_rows_total_page_cache", "page cache/s"),
+    "disk_rows_per_s": ("disk_rows_total_disk", "disk/s"),
+    "late_rows_per_s": ("disk_rows_total_late", "late/s"),
+    "failed_rows_per_s": ("disk_rows_total_failed", "failed/s"),
+    "corrupt_rows_per_s": ("disk_rows_total_corrupt", "damaged/s"),
 }
 _OF_CACHES = {
-    "admitted_rows_per_s": "tableside_cache_inserted_rows_total",
-    "evicted_rows_per_s": "tableside_cache_evicted_rows_total",
-    "staged_only_rows_per_s": "tableside_cache_padded_rows_total",
-    "no_free_slot_rows_per_s": "tableside_cache_locked_out_rows_total",
+    "admitted_rows_per_s": ("cache_inserted_rows_total", "admitted/s"),
+    "evicted_rows_per_s": ("cache_evicted_rows_total", "evicted/s"),
+    "staged_only_rows_per_s": ("cache_padded_rows_total", "staged only/s"),
+    "no_free_slot_rows_per_s": ("cache_locked_out_rows_total", "no free slot/s"),
 }
+Counters = Mapping[str, tuple[str, str]]
 
 
 def top(options: argparse.Namespace) -> int:
@@ -93,8 +95,8 @@ def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
     def rate(name: str, label: str) -> float:
         return (now.get((name, label), 0.0) - before.get((name, label), 0.0)) / seconds
 
-    def of(label: str, counters: Mapping[str, str]) -> dict[str, float]:
-        return {key: rate(name, label) for key, name in counters.items()}
+    def of(label: str, counters: Counters) -> dict[str, float]:
+        return {key: rate(f"tableside_{name}", label) for key, (name, _) in counters.items()}
 
     def labels(sample: str) -> list[str]:
         return sorted(label for name, label in now if name == sample)
@@ -109,7 +111,8 @@ def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
         held = {"device": device, "slots": slots, "occupied_fraction": occupied / max(1.0, slots)}
         caches.append({**held, **of(device, _OF_CACHES)})
     disks = []
-    for model in sorted({label for name, label in now if name in _OF_DISKS.values()}):
+    of_disks = {f"tableside_{name}" for name, _ in _OF_DISKS.values()}
+    for model in sorted({label for name, label in now if name in of_disks}):
         hot, cold = (rate(f"tableside_hot_ids_total_{answer}", model) for answer in ("yes", "no"))
         hot_fraction = hot / (hot + cold) if hot + cold else None
         disks.append({"model": model, **of(model, _OF_DISKS), "hot_fraction": hot_fraction})
@@ -128,48 +131,28 @@ def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
 
 def tables(found: Mapping[str, Any]) -> Group:
     """`rates` as tables."""
-    heads: tuple[str, ...] = (
-        "model",
-        "sequence",
-        "requests/s",
-        "refused/s",
-        "ids/s",
-        "without row/s",
-        "row MB/s",
-    )
-    rows: Iterator[tuple[str, ...]] = (
-        (m["model"], f"{m['sequence']:,.0f}", *(f"{m[key]:,.0f}" for key in [*_OF_MODELS][:-1]),
-         f"{m['row_bytes_per_s'] / 1e6:,.1f}")
-        for m in found["models"]
-    )  # fmt: skip
-    parts = [table_of(heads, rows)]
-    if found["disks"]:
-        heads = (
-            *("of a disk", "in place/s", "page cache/s", "disk/s"),
-            *("late/s", "failed/s", "damaged/s", "hot"),
-        )
-        rows = (
-            (d["model"], *(f"{d[key]:,.0f}" for key in _OF_DISKS),
-             "-" if d["hot_fraction"] is None else f"{d['hot_fraction']:.3f}")
-            for d in found["disks"]
-        )  # fmt: skip
-        parts.append(table_of(heads, rows))
-    if found["cached_tables"]:
-        heads = ("cached table", "ids/s", "hit rate", "rows fetched/s", "bus MB/s", "in place/s")
-        rows = (
-            (t["table"], f"{t['ids_per_s']:,.0f}",
-             "-" if t["hit_fraction"] is None else f"{t['hit_fraction']:.3f}",
-             f"{t['fetched_rows_per_s']:,.0f}", f"{t['bus_bytes_per_s'] / 1e6:,.1f}",
-             f"{t['in_place_ids_per_s']:,.0f}")
-            for t in found["cached_tables"]
-        )  # fmt: skip
-        parts.append(table_of(heads, rows))
-    if found["caches"]:
-        heads = ("cache", "slots", "occupied", "admitted/s", "evicted/s", "staged only/s", "no free slot/s")
-        rows = (
-            (c["device"], f"{c['slots']:,.0f}", f"{c['occupied_fraction']:.1%}",
-             *(f"{c[key]:,.0f}" for key in _OF_CACHES))
-            for c in found["caches"]
-        )  # fmt: skip
-        parts.append(table_of(heads, rows))
+    parts = [_table("model", found["models"], _OF_MODELS, "model", sequence="sequence")]
+    if disks := found["disks"]:
+        parts.append(_table("of a disk", disks, _OF_DISKS, "model", hot_fraction="hot"))
+    if cached := found["cached_tables"]:
+        parts.append(_table("cached table", cached, _OF_TABLES, "table", hit_fraction="hit rate"))
+    if caches := found["caches"]:
+        more = {"slots": "slots", "occupied_fraction": "occupied"}
+        parts.append(_table("cache", caches, _OF_CACHES, "device", **more))
     return Group(*parts)
+
+
+def _table(head: str, rows: Sequence[Mapping[str, Any]], counters: Counters, name: str, **more: str) -> Table:
+    """A row for each of `rows`. more: heads of other keys, whose columns come first."""
+    heads = {**more, **{key: text for key, (_, text) in counters.items()}}
+    return table_of(
+        (head, *heads.values()), ((r[name], *(_cell(key, r[key]) for key in heads)) for r in rows)
+    )
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if key.endswith("_fraction"):
+        return f"{value:.3f}"
+    return f"{value / 1e6:,.1f}" if "bytes" in key else f"{value:,.0f}"
