@@ -35,13 +35,9 @@ class Options(NamedTuple):
         headers: Mapping[str, str] | None,
     ) -> "Options":
         """Returns the options with those in place of these that are not None. ValueError: one is invalid."""
-        address = self.address if headers is None else self.address.with_headers(headers)
-        return Options(
-            address,
-            self.timeout_s if timeout_s is None else timeout_s,
-            self.retries if retries is None else retries,
-            self.deadline_s if deadline_s is None else deadline_s,
-        ).checked()
+        address = None if headers is None else self.address.with_headers(headers)
+        given = {"address": address, "timeout_s": timeout_s, "retries": retries, "deadline_s": deadline_s}
+        return self._replace(**{k: v for k, v in given.items() if v is not None}).checked()  # type: ignore[arg-type]
 
     def checked(self) -> "Options":
         """The options themselves. ValueError: a time, or the number of retries, is none."""
