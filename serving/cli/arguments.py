@@ -105,6 +105,14 @@ rate = _number("requests a second, more than 0 and at most a million", lambda x:
 exponent = _number("an exponent of more than 1 and less than 100", lambda x: 1 < x < 100)
 
 
+def host_port(text: str) -> tuple[str, int]:
+    """PORT or HOST:PORT, to listen on; without a host on this machine alone."""
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not port.isascii() or int(port) > 65535:
+        raise _unexpected(text, "a port from 0 to 65535, or HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 def _unexpected(text: str, expected: str) -> argparse.ArgumentTypeError:
     return argparse.ArgumentTypeError(f"found {text!r}; expected {expected}")
 

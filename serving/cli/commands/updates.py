@@ -20,12 +20,21 @@ from tableside.loader.errors import ChangeError
 from tableside.loader.load.settings import Progress
 from tableside.loader.segment.header import Header
 from tableside.loader.versions.versions import Model
-from tableside.serving.cli.arguments import AddCommand, add_json, add_keep_states, count, seconds, share
+from tableside.serving.cli.arguments import (
+    AddCommand,
+    add_json,
+    add_keep_states,
+    count,
+    host_port,
+    seconds,
+    share,
+)
 from tableside.serving.cli.output import console, mb, print_json, progress_bar, published, table_of
 from tableside.serving.cli.parser import Parser
 from tableside.serving.errors import ServingError
 from tableside.serving.follow.loop import BadChangeFile, Compactions, Step, open_source
 from tableside.serving.follow.loop import follow as follow_source
+from tableside.serving.follow.status import Status
 from tableside.serving.logs import log_config
 
 _TOLD_EVERY_S = 10.0
@@ -203,7 +212,11 @@ def follow(options: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda sig, _: came.append(sig))
 
+    status: Status | None = None
+
     def stop() -> bool:
+        if status is not None:
+            status.alive(0 if told.skipped is None else told.skipped.count)
         return bool(came)
 
     source = open_source(
@@ -214,6 +227,8 @@ def follow(options: argparse.Namespace) -> int:
 
     def applied(step: Step) -> None:
         told(step)
+        if status is not None:
+            status.applied(step)
         compactions.look(step.applied)
 
     kept = position_of(model, source.name)
@@ -230,6 +245,10 @@ def follow(options: argparse.Namespace) -> int:
             else None
         )
         told.skipped = skip
+        if options.metrics is not None:
+            status = Status(model.name, source.name, *options.metrics)
+            ended.callback(status.close)
+            _log.info("%s: /metrics and /health on port %d", model.name, status.port)
         follow_source(
             model, source, options.rows, options.every_s, stop, applied,
             settings=settings, reset=options.reset, skip=skip,
@@ -285,6 +304,8 @@ def add_commands(command: AddCommand) -> None:
     told = "write refused changes to this file, a line of JSON each, and go on (default: end)"
     p.option("--skip-bad", told, type=Path, metavar="FILE")
     p.option("--reset", "begin at --from, whatever was applied", action="store_true")
+    told = "answer /metrics and /health here (127.0.0.1 if no host is named); 0: any free port"
+    p.option("--metrics", told, type=host_port, metavar="[HOST:]PORT")
     p.option("--name", "the stream's name in the state (default: folder:PATH, redis:KEY or kafka:TOPIC)")
     add_json(p)
 
