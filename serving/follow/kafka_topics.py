@@ -14,7 +14,6 @@ are away are waited for, by librdkafka. Forms of messages:
 import logging
 import time
 from base64 import b64encode
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qsl
@@ -71,7 +70,7 @@ class KafkaTopics:
             ) from error
         self._first: Offsets | None = None  # of the oldest message in `_held`; None: nothing is assigned
         self._next: Offsets = {}  # of the consumer
-        self._held = deque[Any]()  # messages from `_first` to `_next`, to be read again where one is refused
+        self._held: list[Any] = []  # messages from `_first` to `_next`, to be read again where one is refused
         self._looked_at = 0.0
         self._most_rows = 0.0  # of one message
         self._latest: tuple[str, list[bytes]] = ("", [])
@@ -139,7 +138,8 @@ class KafkaTopics:
             if there is None or (not there and after is None):
                 pause(max(0.0, min(end - time.monotonic(), PAUSE_S)), self._is_stopping)
                 return False
-            wanted = self._begin = wanted or self._ends(there)
+            if wanted is None:
+                wanted = self._begin = self._ends(there)
             if lost := set(wanted) - set(there):
                 topic, number = min(lost)
                 raise SourceError(
@@ -152,9 +152,9 @@ class KafkaTopics:
             wanted = {**dict.fromkeys(self._next, 0), **wanted}
         first = self._first or {}
         if set(wanted) == set(first) and all(first[p] <= n <= self._next[p] for p, n in wanted.items()):
-            self._held = deque(m for m in self._held if m.offset() >= wanted[m.topic(), m.partition()])
+            self._held = [m for m in self._held if m.offset() >= wanted[m.topic(), m.partition()]]
         else:
-            self._held.clear()
+            self._held = []
             self._consumer.assign([TopicPartition(*place, offset) for place, offset in wanted.items()])
             self._next = dict(wanted)
         self._first = wanted
@@ -181,12 +181,8 @@ class KafkaTopics:
         """Returns where each partition begins, or ends, as `start` says."""
         which = 0 if self._start == "start" else 1
         try:
-            return {
-                place: self._consumer.get_watermark_offsets(TopicPartition(*place), timeout=5 * _ANSWER_S)[
-                    which
-                ]
-                for place in there
-            }
+            known = self._consumer.get_watermark_offsets
+            return {place: known(TopicPartition(*place), timeout=5 * _ANSWER_S)[which] for place in there}
         except KafkaException as error:
             raise SourceError(
                 f"{self._where}: {error.args[0].str()}; expected its first and last offset"
@@ -223,7 +219,7 @@ class KafkaTopics:
                 self._next[message.topic(), message.partition()] = message.offset() + 1
         if self._refused is not None:
             self._check(self._refused)
-        return [self._held[n] for n in range(taken, min(taken + count, len(self._held)))]
+        return self._held[taken : taken + count]
 
     def _note(self, error: KafkaError) -> None:
         """Takes an error of a connection, on the thread that reads."""
