@@ -12,13 +12,14 @@ from cache_workload import DEVICE, INDEX_BYTES, per_batch, steady_ms
 from common import console, report
 
 from tableside.quant.cache.cache import Cache
-from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, ProbeJobs, cached_rows, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK, one_lookup
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import InFlightBatch
 from tableside.quant.device.cuda_device import CudaDevice
+from tableside.quant.device.launch import Jobs
 
 
-def finder(cache: Cache, jobs: ProbeJobs, ids: torch.Tensor) -> Callable[[], None]:
+def finder(cache: Cache, jobs: Jobs, ids: torch.Tensor) -> Callable[[], None]:
     """A call that finds the ids in the index alone. All must be there."""
     with cache._working():
         batch, pipeline = InFlightBatch(cache.device, cache._batches.all[0].place, 0, 0), cache._pipeline
@@ -26,7 +27,7 @@ def finder(cache: Cache, jobs: ProbeJobs, ids: torch.Tensor) -> Callable[[], Non
         pipeline._begin(jobs, ids.data_ptr(), batch)
         arguments = cache._streams.main.cuda_stream, cache._memory.root, batch.record.data_ptr()
         pipeline.kernels.release(1, *arguments)
-        return lambda: pipeline.kernels.probe(jobs.blocks, *arguments)
+        return lambda: pipeline.kernels.probe(jobs.programs, *arguments)
 
 
 def index() -> list[dict[str, Any]]:
@@ -46,7 +47,7 @@ def index() -> list[dict[str, Any]]:
         number = cache.register(table.data_ptr(), rows, 16)
         total = cache.slots
         order = torch.randperm(rows, device=DEVICE)
-        written, jobs = write_jobs(cached_rows([CachedLookup(number, 0, keys, 0)]), PROBE_BLOCK)
+        written, jobs = one_lookup(number, keys, PROBE_BLOCK)
         memory = torch.frombuffer(bytearray(written), dtype=torch.uint8).to(DEVICE)
         launched = jobs.placed(memory.data_ptr())
 

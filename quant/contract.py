@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 from tableside.quant.errors import QuantError
 from tableside.quant.row_format import RowFormat
 from tableside.quant.rows.fetched import FetchedTable, RowReader
-from tableside.quant.rows.ids import RowMap
+from tableside.quant.rows.ids import RowMap, array_address
 
 INTERPRETER = "interpreter"  # a device for tests: the GPU's kernels in Triton's interpreter, on the CPU
+
+HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t, by which a process opens device memory of another
 
 MASK_LATE = 2  # in a found mask, of an id whose row came late; else 1, or 0 without a row
 
@@ -117,7 +119,7 @@ class Table:
     @cached_property
     def address(self) -> int:
         """Address of the first row in this process."""
-        return int(self.packed.__array_interface__["data"][0])
+        return array_address(self.packed)
 
     def fetched_by(self, reader: RowReader) -> FetchedTable:
         """The same rows where `reader` fetches them, with the ids that they keep."""
@@ -267,7 +269,10 @@ class Unfound(NamedTuple):
 
 
 class Waiting(ABC):
-    """Lookups that have begun, and lack rows that are not in memory."""
+    """Lookups that have begun, and lack rows that are not in memory. may_be_here: these may be in memory
+    after all, which `look` finds."""
+
+    may_be_here = False
 
     @abstractmethod
     def wait(self, deadline: float | None = None) -> "Plan":
@@ -275,33 +280,20 @@ class Waiting(ABC):
         was begun with. deadline: of time.monotonic, where it is before that of the tables; None: none.
         RowsNotRead: some do not come."""
 
-    @property
-    def may_be_here(self) -> bool:
-        """True if its rows may be in memory after all, which `look` finds."""
-        return False
-
     def look(self) -> "Plan | Waiting":
         """Copies the rows that need no wait, which takes more than a moment; returns as `Plan.begin` does."""
         return self
 
 
 class Plan(ABC):
-    """Lookups that were laid out once and run on many pairs of buffers: `begin`, then `run`."""
+    """Lookups that were laid out once and run on many pairs of buffers: `begin`, then `run`.
+    waits: it reads rows that are not in memory: `run` blocks, where `begin` did not come first. staged_bytes:
+    that a run takes of the buffers that the requests of a batch share on a GPU; 0 on the CPU. is_on_device: a
+    GPU computes all vectors and others can read them there."""
 
-    @property
-    def waits(self) -> bool:
-        """True if it reads rows that are not in memory: `run` blocks, where `begin` did not come first."""
-        return False
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that a run takes of the buffers that the requests of a batch share on a GPU; 0 on the CPU."""
-        return 0
-
-    @property
-    def is_on_device(self) -> bool:
-        """True if a GPU computes all vectors and others can read them there."""
-        return False
+    waits = False
+    staged_bytes = 0
+    is_on_device = False
 
     def begin(self, inputs: Any) -> "Plan | Waiting":
         """Finds the rows that these inputs ask for. Returns the plan to run with them, or what to wait for.
@@ -320,9 +312,7 @@ class Planner:
     """Plans lookups of its kinds, of any of them in any order, each time at other places. Any thread may
     call. A planner has `run` or `plan` of its own; each is the other's default. waits: as of its plans."""
 
-    @property
-    def waits(self) -> bool:
-        return False
+    waits = False
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         """Plans lookups at `places`: int64 [lookups, fields of Place], which must not change. `BadIds.job`

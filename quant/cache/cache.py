@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from tableside.quant.cache.index import Index, hottest
-from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, ProbeJobs, cached_rows, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK, one_lookup
 from tableside.quant.cache.kernels.state import UNIT_BYTES
 from tableside.quant.cache.memory import CacheMemory, divide
 from tableside.quant.cache.pages import Pages
@@ -32,6 +32,7 @@ from tableside.quant.cache.streams import Streams
 from tableside.quant.cache.tables import TableHandle, Tables, check_table
 from tableside.quant.cache.tickets import BatchesInFlight, InFlightBatch, Ticket, rounded_up
 from tableside.quant.device.device import Device
+from tableside.quant.device.launch import Jobs
 from tableside.quant.errors import QuantError
 
 _MOST_MISSED = (2**31 - 1) * UNIT_BYTES  # bytes of rows that a batch may miss
@@ -77,7 +78,7 @@ class Cache:
                 smallest_row_bytes,
             )
         self._index = Index(self._memory, self._pages, self._tables, self._batches, self._pipeline)
-        self._snapshots = Snapshots(device)
+        self._snapshots = Snapshots(device, self._pages)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -136,7 +137,7 @@ class Cache:
                 self._index.write_root()
             self._batches.reserve(ids)
 
-    def prefetch(self, jobs: ProbeJobs, inputs: torch.Tensor | int, admit_all: bool = False) -> Ticket:
+    def prefetch(self, jobs: Jobs, inputs: torch.Tensor | int, admit_all: bool = False) -> Ticket:
         """Brings the rows of a batch to the device without waiting. admit_all: admit every row (LRU always
         does). jobs: `placed` on the device. inputs: uint8 on the device, 8-aligned, or the base address of
         the jobs' offsets; all written on the cache's stream, or before. QuantError: too many tickets are
@@ -147,7 +148,7 @@ class Cache:
             self._clear_up()
             self._index.settle()
             if (self._tickets + 1) % _REBALANCE_EVERY == 0 and len(self._pages.classes) > 1:
-                self._snapshots.keep(len(self._pages.classes), self.slots)
+                self._snapshots.keep()
                 self._index.rebalance(self._snapshots.class_states())
             if jobs.ids > self._memory.ids:
                 self.reserve(jobs.ids)
@@ -163,10 +164,7 @@ class Cache:
                 raise
             ticket = Ticket(batch, self._release, self._abandoned.append)
             if self._tickets % _SNAPSHOT_EVERY == 0:
-                classes = len(self._pages.classes)
-                self._snapshots.begin(
-                    self._memory.state, self._tables.counters, self._tables.names(), classes, self.slots
-                )
+                self._snapshots.begin(self._memory.state, self._tables.counters, self._tables.names())
             return ticket
 
     def _check_size(self, ids: int) -> None:
@@ -215,32 +213,30 @@ class Cache:
             with self._streams.on_main():
                 if wait:
                     return self._counted()
-                self._snapshots.keep(len(self._pages.classes), self.slots)
+                self._snapshots.keep()
                 return self._snapshots.last or Statistics.empty(self.slots)
         finally:
             self._lock.release()
 
     def _counted(self) -> Statistics:
         state, counters = self._memory.state.cpu(), self._tables.counters.cpu()
-        return statistics_of(state, counters, self._tables.names(), len(self._pages.classes), self.slots)
+        return statistics_of(state, counters, self._tables.names(), self._pages)
 
-    def hot(self, number: int, count: int | None = None) -> NDArray[np.int64]:
-        """Returns the cached ids of a table, the hottest first, at most `count`. Waits for the device."""
+    def hot(self, number: int) -> NDArray[np.int64]:
+        """Returns the cached ids of a table, the hottest first. Waits for the device."""
         with self._working():
             parts, latest = self._index.parts(number), self._index.latest_use(self.settings.use_rate)
         found = []
         for part in parts:
             with self._working():
                 found.append(self._index.hot_part(number, part, latest))
-        return hottest(found, count)
+        return hottest(found)
 
     def warm(self, number: int, ids: NDArray[np.int64]) -> None:
         """Admits rows of a table, whatever their scores, for lookups to come; nothing is waited for."""
         for first in range(0, ids.size, _WARM_IDS):
             part = ids[first : first + _WARM_IDS]
-            written, jobs = write_jobs(
-                cached_rows([CachedLookup(number, 0, part.size, 0)]), self.device.block(PROBE_BLOCK)
-            )
+            written, jobs = one_lookup(number, part.size, self.device.block(PROBE_BLOCK))
             sent = bytearray(part.tobytes() + written)
             with self._working():
                 memory = torch.empty(len(sent), dtype=torch.uint8, device=self.device.torch_device)

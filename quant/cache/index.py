@@ -167,11 +167,11 @@ class Index:
         return nodes.keys[mine].cpu(), nodes.uses[mine].cpu() - latest
 
 
-def hottest(parts: list[tuple[torch.Tensor, torch.Tensor]], count: int | None) -> NDArray[np.int64]:
-    """Ids of keys, the hottest first, `count` at most."""
+def hottest(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> NDArray[np.int64]:
+    """Ids of keys, the hottest first."""
     if not parts:
         return np.zeros(0, np.int64)
     keys, heat = (torch.cat(column) for column in zip(*parts, strict=True))
-    order = heat.argsort(descending=True, stable=True)[:count]
+    order = heat.argsort(descending=True, stable=True)
     ids: NDArray[np.int64] = (keys[order] & ((1 << ID_BITS) - 1)).numpy()
     return ids

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs
+from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels import admit, batch, evict, fetch, find
 from tableside.quant.cache.kernels.state import CLASSES, UNIT_BYTES, Root
 from tableside.quant.cache.memory import CacheMemory
@@ -42,7 +42,7 @@ from tableside.quant.cache.streams import Streams
 from tableside.quant.cache.tables import FLAGS
 from tableside.quant.cache.tickets import InFlightBatch
 from tableside.quant.device.gather import HostGather
-from tableside.quant.device.launch import Kernel
+from tableside.quant.device.launch import Jobs, Kernel
 
 _FEW = 528  # programs of kernels that have little to do where few rows are missing; starting many takes long
 _MOST_GATHERED = 1 << 19  # rows of a batch that the CPU gathers
@@ -155,25 +155,25 @@ class Pipeline:
         """Nothing is replayed that was captured before tables or pages changed."""
         self._replays.forget()
 
-    def launch(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch, admit_all: bool) -> None:
+    def launch(self, jobs: Jobs, inputs_at: int, batch: InFlightBatch, admit_all: bool) -> None:
         """Launches a batch's kernels on the main and the side stream, as the module draws."""
         root, ticket, streams, run = self._memory.root, batch.record.data_ptr(), self._streams, self.kernels
         self._begin(jobs, inputs_at, batch)
-        if jobs.blocks:
+        if jobs.programs:
             # A power of 2 of blocks, so that batches share graphs.
             shape = LaunchShape(
-                batch.place, 1 << (jobs.blocks - 1).bit_length(), admit_all, self._copied(batch)
+                batch.place, 1 << (jobs.programs - 1).bit_length(), admit_all, self._copied(batch)
             )
             self._replays(shape, streams, lambda on: self._bring(on, batch, shape))
         streams.side.wait_stream(streams.main)
         batch.ready.record(streams.side)
-        if jobs.blocks:
+        if jobs.programs:
             side = streams.side.cuda_stream
             run.fill_slots(self._programs(jobs.ids, run.rows), side, root, ticket)
             run.end(self._programs(jobs.ids, _MISSES), side, root)
             streams.filled.record(streams.side)
 
-    def _begin(self, jobs: ProbeJobs, inputs_at: int, batch: InFlightBatch) -> None:
+    def _begin(self, jobs: Jobs, inputs_at: int, batch: InFlightBatch) -> None:
         batch_record, locations = batch.record.data_ptr(), batch.locations.data_ptr()
         self.kernels.begin(
             1,
@@ -181,8 +181,8 @@ class Pipeline:
             self._memory.root,
             batch_record,
             jobs.jobs_at,
-            jobs.blocks_at,
-            jobs.blocks,
+            jobs.programs_at,
+            jobs.programs,
             inputs_at,
             locations,
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tableside.quant.cache.kernels.state import BatchState, ClassState, TableCounter, occupied_at
+from tableside.quant.cache.pages import Pages
 from tableside.quant.device.device import Device
 
 
@@ -48,18 +49,14 @@ class Statistics:
 
 
 def statistics_of(
-    state: torch.Tensor,
-    counters: torch.Tensor,
-    names: Mapping[int, tuple[str, int]],
-    classes: int,
-    slots: int,
+    state: torch.Tensor, counters: torch.Tensor, names: Mapping[int, tuple[str, int]], pages: Pages
 ) -> Statistics:
     """state, counters: on the host, int64. names: number of each table -> its name, and bytes of its rows."""
     s, c = state.tolist(), counters.view(-1, len(TableCounter)).tolist()
-    occupied = sum(s[occupied_at(n)] for n in range(classes))
+    occupied = sum(s[occupied_at(n)] for n in range(len(pages.classes)))
     return Statistics(
         tickets=s[BatchState.NOW],
-        slots=slots,
+        slots=pages.slots,
         occupied=occupied,
         inserted=s[BatchState.INSERTED],
         evicted=s[BatchState.INSERTED] - occupied - s[BatchState.FREED],
@@ -94,24 +91,17 @@ class Snapshots:
     """Copies of a cache's numbers made in stream order, so nobody waits. last: the statistics of the last
     that arrived, or None. The caller holds the cache's lock."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, pages: Pages) -> None:
+        self._device, self._pages = device, pages
         self._coming: _Snapshot | None = None
         self._last_state: torch.Tensor | None = None
         self.last: Statistics | None = None
 
-    def begin(
-        self,
-        state: torch.Tensor,
-        counters: torch.Tensor,
-        names: dict[int, tuple[str, int]],
-        classes: int,
-        slots: int,
-    ) -> None:
+    def begin(self, state: torch.Tensor, counters: torch.Tensor, names: dict[int, tuple[str, int]]) -> None:
         """Begins a copy on the current stream, unless one is on its way."""
         if self._coming is not None and not self._coming.copied.query():
             return
-        self.keep(classes, slots)
+        self.keep()
         copies = [self._device.pinned(source.numel(), source.dtype) for source in (state, counters)]
         for copy, source in zip(copies, (state, counters), strict=True):
             copy.copy_(source, non_blocking=True)
@@ -119,11 +109,11 @@ class Snapshots:
         copied.record()
         self._coming = _Snapshot(copies[0], copies[1], names, copied)
 
-    def keep(self, classes: int, slots: int) -> None:
-        """Makes `last` of the copy that was begun, if it has arrived. classes, slots: of the cache now."""
+    def keep(self) -> None:
+        """Makes `last` of the copy that was begun, if it has arrived."""
         if (coming := self._coming) is not None and coming.copied.query():
             self._last_state = coming.state
-            self.last = statistics_of(coming.state, coming.counters, coming.names, classes, slots)
+            self.last = statistics_of(coming.state, coming.counters, coming.names, self._pages)
 
     def class_states(self) -> list[list[int]] | None:
         """`ClassState` of each class in the last copy that arrived; None: none did."""

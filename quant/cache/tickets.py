@@ -99,15 +99,11 @@ class BatchesInFlight:
                 )
             self.all.append(InFlightBatch(self._device, len(self.all), arena, 0))
             self.free.append(self.all[-1])
-        batch = self.take()
-        self._device.wait(batch.released, stream)  # the lookup that read its locations and its staging buffer
-        batch.fit(ids)
-        return batch
-
-    def take(self) -> InFlightBatch:
-        """The one with a staging buffer that is free for longest; where there is none, one without."""
+        # the one with a staging buffer that is free for longest; where there is none, one without
         batch = next((b for b in self.free if b.staging_bytes), self.free[0])
         self.free.remove(batch)
+        self._device.wait(batch.released, stream)  # the lookup that read its locations and its staging buffer
+        batch.fit(ids)
         return batch
 
     def wait_for_released(self) -> None:

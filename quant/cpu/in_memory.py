@@ -13,6 +13,7 @@ from tableside.quant.contract import Bytes, Ids, Lookup, LookupKind, Place, Plan
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.ids import array_address
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
@@ -42,7 +43,7 @@ class CopiedRows(NamedTuple):
         rows, at = distinct(asked)
         size = rows.size * table.row_bytes
         memory, state = np.empty(size + table.row_bytes, np.uint8), np.zeros(rows.size, np.uint8)
-        skipped = (table.in_place.address - _address(memory)) % table.row_bytes
+        skipped = (table.in_place.address - array_address(memory)) % table.row_bytes
         packed = memory[skipped : skipped + size].reshape(rows.size, table.row_bytes)
         table.reader.ready(rows, packed, state, None)
         return cls(table, rows, at, packed, state)
@@ -157,7 +158,7 @@ class InMemory:
             copied.append(came)
             if came.state.any():
                 return None, copied
-            first = (_address(came.packed) - span.address) // table.row_bytes
+            first = (array_address(came.packed) - span.address) // table.row_bytes
             numbers[job][away_of[job]] = came.at + first
         return _NumberedPlan((self, *copied), self._by_address, places, numbers), copied
 
@@ -196,12 +197,8 @@ def places_in_memory(
     starts = offset_of(inputs) * _OF_INPUTS + offset_of(outputs) * _OF_OUTPUTS
     places = places + (places >= 0) * starts
     for job, rows in numbers.items():
-        places[job, FIELD["ids_at"]] = rows.__array_interface__["data"][0] - BASE
+        places[job, FIELD["ids_at"]] = array_address(rows) - BASE
     return places
-
-
-def _address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 class _Span(NamedTuple):

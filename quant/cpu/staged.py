@@ -174,28 +174,24 @@ class _TableRows:
 class StagedPlanner(Planner):
     """Plans lookups of which some read fetched tables. backend: reads what was staged."""
 
+    waits = True
+
     def __init__(self, backend: "CpuBackend", kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
         self.backend, self.kinds, self.threads = backend, tuple(kinds), threads
         tables = [k.table.in_place if isinstance(k.table, FetchedTable) else k.table for k in kinds]
         held = [table for table in tables if isinstance(table, Table)]
         self.in_memory = InMemory(backend, kinds, held, threads) if len(held) == len(tables) else None
 
-    @property
-    def waits(self) -> bool:
-        return True
-
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         return _StagedPlan(self, places)
 
 
 class _StagedPlan(Plan):
+    waits = True
+
     def __init__(self, planner: StagedPlanner, places: Any) -> None:
         self._planner, self._places = planner, places
         self._asked = [(planner.kinds[place.kind], place) for place in places_in(places)]
-
-    @property
-    def waits(self) -> bool:
-        return True
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         self._note(inputs)
@@ -260,13 +256,11 @@ class _Later(Waiting):
 
     def __init__(self, plan: _StagedPlan, inputs: Any, copied: Sequence[CopiedRows]) -> None:
         self._plan, self._inputs, self._copied, self._began = plan, inputs, copied, time.monotonic()
-
-    @property
-    def may_be_here(self) -> bool:
-        return not self._copied
+        self.may_be_here = not copied
 
     def look(self) -> Plan | Waiting:
         here, self._copied = self._plan.in_memory(self._inputs)
+        self.may_be_here = not self._copied
         if here is not None:
             return here
         return self if self._copied else self._fetching().ready()

@@ -29,6 +29,7 @@ from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
 from tableside.quant.cpu.in_memory import FIELD, places_in_memory
 from tableside.quant.errors import BadIds, Problem, RowsNotRead
 from tableside.quant.rows.fetched import AskedTable, RowsAsked, RowState
+from tableside.quant.rows.ids import array_address
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
@@ -38,6 +39,8 @@ _ADDRESSES = 1 << 47  # bytes of the address space of a process
 
 class TogetherPlanner(Planner):
     """Plans lookups of which some read tables that are fetched together."""
+
+    waits = True
 
     def __init__(self, backend: "CpuBackend", kinds: Sequence[Lookup | LookupKind], threads: int) -> None:
         self.backend, self.kinds, self.threads = backend, tuple(kinds), threads
@@ -69,10 +72,6 @@ class TogetherPlanner(Planner):
         ]
         return self.backend.memory_planner(kinds, self.threads)
 
-    @property
-    def waits(self) -> bool:
-        return True
-
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
         return _TogetherPlan(self, places)
 
@@ -87,6 +86,8 @@ def _all_memory(table: AskedTable) -> Table:
 class _TogetherPlan(Plan):
     """remote: numbers of the lookups of tables that are fetched together; rest: those of the others."""
 
+    waits = True
+
     def __init__(self, planner: TogetherPlanner, places: Any) -> None:
         self.planner = planner
         self.places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
@@ -98,10 +99,6 @@ class _TogetherPlan(Plan):
             others = self.places[self.rest].copy()
             others[:, FIELD["kind"]] = planner.number_of[kinds[self.rest]]
             self._rest = planner.rest.plan(others.tobytes())
-
-    @property
-    def waits(self) -> bool:
-        return True
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         if not self.remote.size and self._rest is not None:
@@ -170,7 +167,7 @@ class _RowsComing(Waiting):
         sizes = row_bytes * (np.bincount(local, counts, used.size).astype(np.int64) + 1)
         ends = sizes.cumsum()
         self.staging = np.empty(int(ends[-1]), np.uint8)
-        address = self.staging.__array_interface__["data"][0]
+        address = array_address(self.staging)
         shapes = planner.shapes[used]
         at = ends - sizes
         if planner.any_rows is not None:
@@ -268,7 +265,7 @@ class _CamePlan(Plan):
         plan, fetched, wrong = self._plan, self._fetched, list[BadIds]()
         places = plan.places[fetched.jobs]
         found_at = places[:, FIELD["found_at"]].tolist()
-        at = fetched.at.__array_interface__["data"][0] - BASE + 8 * fetched.starts[:-1]
+        at = array_address(fetched.at) - BASE + 8 * fetched.starts[:-1]
         places[:, FIELD["kind"]] = plan.planner.number_of[places[:, FIELD["kind"]]]
         places[:, FIELD["found_at"]] = -1
         places = places_in_memory(places, inputs, outputs, {})

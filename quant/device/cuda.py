@@ -3,6 +3,7 @@ first use, so a machine without a GPU can import this module."""
 
 import ctypes
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class VirtualMemory(DeviceMemory):
 
     def _map(self) -> None:
         handle = ctypes.c_uint64()
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), ExitStack() as undo:
             arguments = (
                 ctypes.byref(handle),
                 self._mapped_size,
@@ -159,24 +160,14 @@ class VirtualMemory(DeviceMemory):
                     "are free, error "
                     f"{code}); free some, or take smaller batches"
                 )
-            try:
-                self._call(
-                    "cuMemMap", self._at, self._mapped_size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
-                )
-                try:
-                    self._call(
-                        "cuMemSetAccess",
-                        self._at,
-                        self._mapped_size,
-                        ctypes.byref(self._access),
-                        ctypes.c_size_t(1),
-                    )
-                except BaseException:
-                    self._driver.cuMemUnmap(self._at, self._mapped_size)
-                    raise
-            except BaseException:
-                self._driver.cuMemRelease(handle)
-                raise
+            undo.callback(self._driver.cuMemRelease, handle)
+            self._call(
+                "cuMemMap", self._at, self._mapped_size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0)
+            )
+            undo.callback(self._driver.cuMemUnmap, self._at, self._mapped_size)
+            access = ctypes.byref(self._access), ctypes.c_size_t(1)
+            self._call("cuMemSetAccess", self._at, self._mapped_size, *access)
+            undo.pop_all()  # it stays
         self._mapped.append(handle)
 
     def _unmap(self) -> None:

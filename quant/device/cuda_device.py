@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from tableside.quant.contract import HANDLE_BYTES
 from tableside.quant.device.cuda import (
     VirtualMemory,
     clear_error,
@@ -19,7 +20,6 @@ from tableside.quant.device.cuda import (
     pci_address_of,
 )
 from tableside.quant.device.device import Device
-from tableside.quant.device.ipc import HANDLE_BYTES
 from tableside.quant.errors import MissingBackend, QuantError
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for every context

@@ -1,9 +1,8 @@
 """Memory of a device that another process allocated and passed on by a handle (CUDA IPC)."""
 
+from tableside.quant.contract import HANDLE_BYTES
 from tableside.quant.device.device import Device
 from tableside.quant.errors import QuantError
-
-HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 
 
 class SharedDeviceMemory:

@@ -3,9 +3,10 @@ launch."""
 
 from contextlib import nullcontext
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 
@@ -14,6 +15,26 @@ def constants(prefix: str, fields: type[IntEnum], first: int = 0) -> dict[str, t
     first: number of the first field."""
     numbers = {field.name: first + int(field) for field in fields} | {"SIZE": len(fields)}
     return {f"{prefix}_{name}": tl.constexpr(number) for name, number in numbers.items()}
+
+
+class Jobs(NamedTuple):
+    """Where a kernel's jobs lie, and int32 [programs], the job of each program: byte offsets in what is sent
+    to the device, or addresses there. ids: of all jobs, where the launch depends on it."""
+
+    jobs_at: int
+    programs_at: int
+    programs: int
+    ids: int = 0
+
+    def placed(self, address: int) -> "Jobs":
+        """Returns the addresses after a copy to `address`, which is 8-aligned."""
+        return self._replace(jobs_at=address + self.jobs_at, programs_at=address + self.programs_at)
+
+
+def kernel(function: Any) -> Any:
+    """Makes a kernel of a function; Triton compiles it once for all values of its tl.int64 parameters."""
+    numbers = [name for name, kind in function.__annotations__.items() if kind is tl.int64]
+    return triton.jit(do_not_specialize=numbers)(function)
 
 
 class Kernel:

@@ -227,13 +227,14 @@ class RowMap:
         """The `NativeRowMap` fields, valid while this object lives."""
         found = native_row_map(self)
         return np.array(
-            found if self.index is None else found._replace(entries=_address(self.index.entries)), np.int64
+            found if self.index is None else found._replace(entries=array_address(self.index.entries)),
+            np.int64,
         )
 
     @property
     def native_address(self) -> int:
         """Address of the `NativeRowMap` fields, valid while this object lives."""
-        return _address(self.native)
+        return array_address(self.native)
 
 
 class NativeRowMap(NamedTuple):
@@ -273,17 +274,18 @@ def native_row_map(of: RowMap) -> NativeRowMap:
     if (index := of.index) is None:
         return found
     return found._replace(
-        directory=_address(index.directory),
-        pilots=_address(index.pilots),
-        ids=_address(index.ids),
+        directory=array_address(index.directory),
+        pilots=array_address(index.pilots),
+        ids=array_address(index.ids),
         id_step=index.ids.strides[0] if index.ids.size else ID_BYTES,
         buckets=index.buckets,
         bucket_ids=index.bucket_ids,
         first_bucket=index.first_bucket,
         buckets_here=len(index.directory) - 1,
-        backfilled=0 if index.backfilled is None else _address(index.backfilled),
+        backfilled=0 if index.backfilled is None else array_address(index.backfilled),
     )
 
 
-def _address(array: NDArray[Any]) -> int:
-    return int(array.ctypes.data)
+def array_address(array: NDArray[Any]) -> int:
+    """Returns the address of its first byte; the array must live while that is used."""
+    return int(array.__array_interface__["data"][0])  # sooner than `ctypes.data`

@@ -17,13 +17,13 @@ comparison:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.errors import QuantError
-from tableside.quant.rows.ids import U64, IdIndex, Ids, bits_at
+from tableside.quant.rows.ids import U64, IdIndex, Ids, array_address, bits_at
 
 FILTER = 0x9FB21C651E98DF25
 IDS_A_WORD = 2  # of a filter: 32 bits for an id; of ids that are not there some 0.2 % look as if they were
@@ -104,19 +104,19 @@ class OverlayLayer:
         """The layer with the addresses of its arrays in this process."""
         m = self.marks
         return NativeLayer(
-            filter=_address(self.filter),
+            filter=array_address(self.filter),
             filter_words=self.filter.size,
             first_row=self.first_row,
-            deleted=0 if self.deleted is None else _address(self.deleted),
-            entries=_address(self.index.entries),
-            pilots=_address(self.index.pilots),
-            ids=_address(self.index.ids),
+            deleted=0 if self.deleted is None else array_address(self.deleted),
+            entries=array_address(self.index.entries),
+            pilots=array_address(self.index.pilots),
+            ids=array_address(self.index.ids),
             id_step=self.index.ids.strides[0],
             buckets=self.index.buckets,
             slots=self.index.slots,
-            marks=0 if m is None else _address(m.bits),
-            marks_before=0 if m is None else _address(m.before),
-            marked_slots=0 if m is None else _address(m.slots),
+            marks=0 if m is None else array_address(m.bits),
+            marks_before=0 if m is None else array_address(m.before),
+            marked_slots=0 if m is None else array_address(m.slots),
             first_marked=0 if m is None else m.first,
             marked=0 if m is None else m.numbers,
         )
@@ -157,7 +157,7 @@ class Overlay:
     @property
     def native_address(self) -> int:
         """Address of the `NativeLayer` fields of each layer, valid while this object lives."""
-        return _address(self._native)
+        return array_address(self._native)
 
     def override(self, ids: Ids, rows: NDArray[np.int64]) -> None:
         """Overwrites rows [n], the table's row numbers of `ids`, with those of the layers."""
@@ -173,7 +173,3 @@ class Overlay:
             slots = numbers - np.int64(layer.first_row)
             here = np.flatnonzero((slots >= 0) & (slots < layer.index.slots))
             out[here] = layer.packed[slots[here]]
-
-
-def _address(array: NDArray[Any]) -> int:
-    return int(array.ctypes.data)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import posix_ipc
 
+from tableside.quant.contract import HANDLE_BYTES
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.shm.shared_list import SharedList
 
@@ -50,7 +51,6 @@ class RegionRegistry(SharedList[RegionEntry]):
 
 
 FOLDER = "/dev/shm"
-HANDLE_BYTES = 64  # of a cudaIpcMemHandle_t
 # how names begin that no client may name: ours, semaphores, hidden files
 RESERVED = ("tableside", "sem.", ".")
 _MOST_NAME_BYTES = 255

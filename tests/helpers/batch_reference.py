@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tableside.quant import LookupKind, Pooling
-from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs
+from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.contract import Place, places_in
+from tableside.quant.device.launch import Jobs
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.layout import Bases, aligned, columns
 from tableside.quant.gpu.batch.placed import Launch, Launches, Sizes
-from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK, ResolveJobs
+from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
 from tableside.quant.gpu.kernels.job import FIELDS, JobField, ResolveField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
@@ -251,7 +252,7 @@ class ReferenceBatch:
         self._header += np.array(of_program, np.int32).tobytes()
         return programs_at
 
-    def _resolve(self) -> ResolveJobs | None:
+    def _resolve(self) -> Jobs | None:
         rows: list[list[int]] = []
         of_program: list[int] = []
         for part, base in zip(self.parts, self.bases, strict=True):
@@ -272,10 +273,9 @@ class ReferenceBatch:
         at = len(self._header)
         programs_at = self._write(np.array(rows, np.int64), of_program)
         self._header += bytes(-len(self._header) % 8)
-        is_overlaid = any(table.is_overlaid for part in self.parts for table in part.tables)
-        return ResolveJobs(at, programs_at, len(of_program), is_overlaid)
+        return Jobs(at, programs_at, len(of_program))
 
-    def _probe(self) -> ProbeJobs | None:
+    def _probe(self) -> Jobs | None:
         rows: list[list[int]] = []
         of_block: list[int] = []
         count = 0
@@ -295,4 +295,4 @@ class ReferenceBatch:
             return None
         at = len(self._header)
         blocks_at = self._write(np.array(rows, np.int64), of_block)
-        return ProbeJobs(at, blocks_at, count, len(of_block))
+        return Jobs(at, blocks_at, len(of_block), count)

@@ -8,9 +8,11 @@ import torch
 from cache_check import check
 
 from tableside.quant import choose
-from tableside.quant.cache.jobs import PROBE_BLOCK, CachedLookup, cached_rows, write_jobs
+from tableside.quant.cache.jobs import PROBE_BLOCK
+from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.cache.settings import CacheSettings, Policy
 from tableside.quant.cache.tickets import Ticket
+from tableside.quant.device.launch import Jobs
 from tableside.quant.gpu.backend import GpuBackend
 
 SIZES = {"a": (100, 48), "b": (1000, 144), "c": (30, 48)}  # rows, bytes of a row
@@ -49,11 +51,7 @@ class CachedTables:
         device = self.cache.device.torch_device
         values = np.concatenate([np.zeros(1, np.int64), *ids.values()])
         inputs = torch.from_numpy(values).to(device).view(torch.uint8)
-        lookups, at = [], 0
-        for number, wanted in ids.items():
-            lookups.append(CachedLookup(number, 8 + 8 * at, wanted.size, 4 * at))
-            at += wanted.size
-        written, jobs = write_jobs(cached_rows(lookups), self.cache.device.block(PROBE_BLOCK))
+        written, jobs = jobs_of(ids, self.cache.device.block(PROBE_BLOCK))
         memory = torch.frombuffer(bytearray(written + bytes(8)), dtype=torch.uint8).to(device)
         self._kept += [inputs, memory]
         self.cache.device.synchronize()
@@ -92,6 +90,26 @@ class CachedTables:
 
     def hits(self) -> int:
         return sum(t.hits for t in self.cache.statistics(wait=True).tables.values())
+
+
+def jobs_of(ids: dict[int, np.ndarray], block: int) -> tuple[bytes, Jobs]:
+    """Jobs of a batch whose ids begin at byte 8 of its inputs. ids: by the tables' numbers."""
+    rows: list[list[int]] = []
+    of_block: list[int] = []
+    at = 0
+    for number, wanted in ids.items():
+        job: dict[Any, int] = dict.fromkeys(ProbeField, 0) | {
+            ProbeField.TABLE: number,
+            ProbeField.IDS_AT: 8 + 8 * at,
+            ProbeField.IDS: wanted.size,
+            ProbeField.LOCATIONS_AT: 4 * at,
+            ProbeField.FIRST_BLOCK: len(of_block),
+        }
+        of_block += [len(rows)] * -(-wanted.size // block)
+        rows.append([job[field] for field in ProbeField])
+        at += wanted.size
+    jobs = np.array(rows, np.int64)
+    return jobs.tobytes() + np.array(of_block, np.int32).tobytes(), Jobs(0, jobs.nbytes, len(of_block), at)
 
 
 def settings(policy: Policy = Policy.LRU, **more: Any) -> CacheSettings:

@@ -51,6 +51,7 @@ from tableside.quant.cache.kernels.state import (
     STATE_STAGED,
     TABLE_CLASS,
 )
+from tableside.quant.device.launch import kernel
 
 LEAST, MOST = (
     tl.constexpr(-(2**31) + 1),
@@ -127,7 +128,7 @@ def wanted_victims(slot_priority, need, slots_sampled, total, SAMPLE: tl.constex
     )
 
 
-@triton.jit(do_not_specialize=["root", "admit_all"])
+@kernel
 def choose_threshold(
     root: tl.int64, admit_all: tl.int64, LFU: tl.constexpr, SAMPLE: tl.constexpr, CLASS_LANES: tl.constexpr
 ):
@@ -181,7 +182,7 @@ def choose_threshold(
         tl.store(of_class + CLASS_STATE_VICTIM_PRIORITY, priority_of_victims(priority, wanted))
 
 
-@triton.jit(do_not_specialize=["root"])
+@kernel
 def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """Numbers the admitted misses, those below their class's threshold (all with LRU), class by class. A
     program takes BLOCK misses a turn. Reads MISSES, SCORES and THRESHOLD; writes RANKS, and ADMITTED of the
@@ -214,7 +215,7 @@ def rank_admitted(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(i32(tl.load(root + ARRAY_RANKS)) + at, rank, is_key)
 
 
-@triton.jit(do_not_specialize=["root"])
+@kernel
 def insert(root: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """Gives each admitted row a victim's node, while there are victims, and links it into its key's chain.
     A program takes BLOCK misses a turn. Reads MISSES, RANKS, VICTIMS and SCORES. Writes keys, scores (LFU)

@@ -2,7 +2,6 @@
 ARRAY_SIZE]; `ticket`: of a batch's, int64 [TICKET_SIZE]. These hold all that changes between batches, so
 every launch but `begin` is the same for batches of a size and can be replayed as a CUDA graph."""
 
-import triton
 import triton.language as tl
 
 from tableside.quant.cache.kernels import state as s
@@ -35,11 +34,12 @@ from tableside.quant.cache.kernels.state import (
     TICKET_NUMBER,
     TICKET_PLACE,
 )
+from tableside.quant.device.launch import kernel
 
 MOST_IN_FLIGHT = tl.constexpr(s.MOST_IN_FLIGHT)
 
 
-@triton.jit(do_not_specialize=["root", "ticket", "jobs", "job_of_block", "blocks", "inputs", "locations"])
+@kernel
 def begin(
     root: tl.int64,
     ticket: tl.int64,
@@ -77,14 +77,14 @@ def begin(
     tl.store(of_class + CLASS_STATE_VICTIMS, zeros)
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
+@kernel
 def release(root: tl.int64, ticket: tl.int64):
     """Lets the ticket's slots be evicted from the next `begin` on. One program, on the lookup's stream.
     Writes a zero at the ticket's place in IN_FLIGHT."""
     tl.store(i64(tl.load(i64(root) + ROOT_IN_FLIGHT)) + tl.load(i64(ticket) + TICKET_PLACE), 0)
 
 
-@triton.jit(do_not_specialize=["root"])
+@kernel
 def end(root: tl.int64, BLOCK: tl.constexpr):
     """Empties the maps of misses and the buckets of victims. A program takes BLOCK misses a turn. Reads
     MISSES, zeroes their map words, and writes -1 to VICTIM_BUCKETS."""

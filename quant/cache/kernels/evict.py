@@ -1,7 +1,6 @@
 """Kernels that free slots: victims of a batch, their chain links, and all rows of a table. `root`: address of
 the cache's record, int64 [ROOT_SIZE + ARRAY_SIZE], written by the host."""
 
-import triton
 import triton.language as tl
 
 from tableside.quant.cache.kernels import state as s
@@ -38,12 +37,13 @@ from tableside.quant.cache.kernels.state import (
     STATE_FREED,
     STATE_NOW,
 )
+from tableside.quant.device.launch import kernel
 
 BUSY = tl.constexpr(s.BUSY)
 PAGE_STRIDE = tl.constexpr(s.PAGE_STRIDE)
 
 
-@triton.jit(do_not_specialize=["root"])
+@kernel
 def evict(
     root: tl.int64, ANY: tl.constexpr, LFU: tl.constexpr, BLOCK: tl.constexpr, CLASS_LANES: tl.constexpr
 ):
@@ -105,7 +105,7 @@ def evict(
                     tl.atomic_add(of_class + CLASS_STATE_OCCUPIED, were_free, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["root"])
+@kernel
 def unlink(root: tl.int64, BLOCK: tl.constexpr):
     """Removes nodes without a key from the chains that victims were in.
     A program takes BLOCK victims a turn and walks their buckets' chains. Reads VICTIM_BUCKETS and keys;
@@ -135,7 +135,7 @@ def unlink(root: tl.int64, BLOCK: tl.constexpr):
         tl.atomic_xchg(heads + bucket, head, is_mine, sem="release")
 
 
-@triton.jit(do_not_specialize=["root"])
+@kernel
 def link_all(root: tl.int64, BLOCK: tl.constexpr):
     """Links every node with a key into its bucket's chain, after all chains were emptied. One program a page,
     BLOCK slots a turn. Reads keys; writes HEADS and NEXT."""
@@ -151,7 +151,7 @@ def link_all(root: tl.int64, BLOCK: tl.constexpr):
             link(root, node, key, key >= 0)
 
 
-@triton.jit(do_not_specialize=["root", "number"])
+@kernel
 def forget(root: tl.int64, number: tl.int64, BLOCK: tl.constexpr):
     """Frees the nodes of table `number`; they stay in their chains until `link_all`. One program a page,
     BLOCK slots a turn. Reads and writes keys; writes OCCUPIED of the classes and FREED of the state."""

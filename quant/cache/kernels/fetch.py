@@ -26,6 +26,7 @@ from tableside.quant.cache.kernels.state import (
     TICKET_STAGING,
     TICKET_STAGING_UNITS,
 )
+from tableside.quant.device.launch import kernel
 
 UNIT_BYTES = tl.constexpr(s.UNIT_BYTES)
 LIST_HEAD = tl.constexpr(2)  # int64s of the list before its first row
@@ -45,7 +46,7 @@ def copy_rows(target, source, row_bytes, ROWS: tl.constexpr, WORDS: tl.constexpr
         tl.store(into + word, tl.load(out_of + word, is_word, 0), is_word)
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
+@kernel
 def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
     """Lists the rows for the CPU to gather, if there are many misses, as they will lie in the staging buffer.
     A program takes BLOCK misses a turn. Reads MISSES and LOCATIONS. Writes GATHERED_BYTES of the state and a
@@ -78,7 +79,7 @@ def list_rows(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
         tl.store(units + at, unit, is_row)
 
 
-@triton.jit(do_not_specialize=["root", "ticket", "copied"])
+@kernel
 def copy_gathered(root: tl.int64, ticket: tl.int64, copied: tl.int64, CHUNKS: tl.constexpr):
     """Copies the rows that the CPU gathered to the staging buffer from byte `copied` on; a copy engine took
     the part before. A program takes CHUNKS of 16 bytes a turn. Reads GATHERED_BYTES of the state and GATHERED
@@ -95,7 +96,7 @@ def copy_gathered(root: tl.int64, ticket: tl.int64, copied: tl.int64, CHUNKS: tl
         tl.store(target + word, tl.load(source + word, is_word, 0), is_word)
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
+@kernel
 def fetch_misses(
     root: tl.int64,
     ticket: tl.int64,
@@ -140,7 +141,7 @@ def fetch_misses(
         copy_rows(target, source, tl.where(is_fetched, row_bytes, 0), ROWS, WORDS)
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
+@kernel
 def fill_slots(root: tl.int64, ticket: tl.int64, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Copies admitted rows from the staging buffer to their slots while the lookup reads the buffer. A
     program takes ROWS misses a turn and copies WORDS of 4 bytes of each at once. Reads MISSES, NODES,

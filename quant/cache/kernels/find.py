@@ -52,6 +52,7 @@ from tableside.quant.cache.kernels.state import (
     TICKET_LOCATIONS,
     TICKET_STAGING_UNITS,
 )
+from tableside.quant.device.launch import kernel
 
 WORD_BITS, GROUP_WORDS, ROWS_PER_FLAG = (
     tl.constexpr(s.WORD_BITS),
@@ -69,7 +70,7 @@ def miss_word(table, id):
     return i32(tl.load(table + TABLE_MISSES)) + 2 * (id >> 5)
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
+@kernel
 def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constexpr):
     """Writes each id's slot as its location. A miss gets UNRESOLVED and a bit in its table's map.
     A program takes BLOCK ids of one job a turn. Writes locations, MISSES and DIRTY bits of tables, the
@@ -107,7 +108,7 @@ def probe(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, BLOCK: tl.constex
         tl.atomic_add(counters + COUNTER_HITS, tl.sum(is_hit.to(tl.int64), 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
+@kernel
 def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS: tl.constexpr):
     """Lists the misses in the maps: keys in row order, scores, and their units in the ticket's staging buffer
     while there is room. A program takes FLAGS dirty flags of one table, as ROOT_GROUPS says: int32 [programs,
@@ -166,7 +167,7 @@ def enumerate_misses(root: tl.int64, ticket: tl.int64, LFU: tl.constexpr, FLAGS:
             tl.store(flags + n, 0)  # last: by now every warp has read it
 
 
-@triton.jit(do_not_specialize=["root", "ticket"])
+@kernel
 def resolve(root: tl.int64, ticket: tl.int64, BLOCK: tl.constexpr):
     """Gives each UNRESOLVED id its row's location, after `admit.insert`. A program takes BLOCK ids of one job
     a turn. Reads the tables' maps, for ranks, and LOCATIONS. Writes locations and the counter IN_PLACE."""

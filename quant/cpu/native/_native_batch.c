@@ -5,7 +5,7 @@
  *   bases: int64 [requests, BASE_FIELDS], as bytes
  *   launches: of each (shared by, is pooled, jobs, programs, first flag, has lengths, is weighted, is indirect,
  *   jobs_at, programs_at, members: of each request (number, first flag, one after the last))
- *   resolve: (jobs_at, programs_at, programs) or None; probe: (jobs_at, blocks_at, ids, blocks) or None */
+ *   resolve: (jobs_at, programs_at, programs) or None; probe: (jobs_at, blocks_at, blocks, ids) or None */
 #include "_native_batch.h"
 
 void free_batch(batch *b) { PyMem_Free(b->requests), PyMem_Free(b->groups); }
@@ -177,7 +177,7 @@ PyObject *py_place_batch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
                 none_or(b.resolved > 0, Py_BuildValue("LLL", (long long)b.resolve_at, (long long)programs_at,
                                                       (long long)b.resolve_programs)),
                 none_or(b.cached > 0, Py_BuildValue("LLLL", (long long)b.probe_at, (long long)blocks_at,
-                                                    (long long)b.cached_ids, (long long)b.probe_blocks)));
+                                                    (long long)b.probe_blocks, (long long)b.cached_ids)));
         Py_DECREF(bases);
     }
     free_batch(&b);

@@ -8,7 +8,7 @@
  * lay_out(kinds, what measure made of them) -> (moves_in, moves_out, resolved, gathered): moves_in, moves_out:
  *   fields of `move`; resolved, gathered: lookups whose ids become row numbers, and whose rows the CPU gathers;
  *   all int64, as bytes
- * move_all(parts, target): copies parts of buffers, (moves, source, offset added to targets) each, to another */
+ * move_all(moves, source, target): copies parts of a buffer to another */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
@@ -162,40 +162,18 @@ int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_b
     return 1;
 }
 
-/* One of the buffers that are copied from: its moves, and what is added to where its parts go. */
-typedef struct { Py_buffer moves, source; int64_t base; } part;
-
-static int take_part(PyObject *tuple, part *p) {
-    if (!PyTuple_Check(tuple) || PyTuple_Size(tuple) != 3)
-        return PyErr_SetString(PyExc_TypeError, "a part is moves, source and base"), 0;
-    p->base = PyLong_AsLongLong(PyTuple_GetItem(tuple, 2));
-    if (PyErr_Occurred() || PyObject_GetBuffer(PyTuple_GetItem(tuple, 0), &p->moves, PyBUF_SIMPLE)) return 0;
-    if (!PyObject_GetBuffer(PyTuple_GetItem(tuple, 1), &p->source, PyBUF_SIMPLE)) return 1;
-    PyBuffer_Release(&p->moves);
-    return 0;
-}
-
 PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    if (n != 2 || !PyList_Check(args[0]))
-        return PyErr_Format(PyExc_TypeError, "move_all takes a list of parts and a target");
-    Py_ssize_t count = PyList_Size(args[0]), held = 0;
-    Py_buffer target;
-    if (PyObject_GetBuffer(args[1], &target, PyBUF_WRITABLE)) return NULL;
-    part *parts = PyMem_Calloc((size_t)count + 1, sizeof(part));
-    if (!parts) PyErr_NoMemory();
-    while (parts && held < count && take_part(PyList_GetItem(args[0], held), parts + held)) held++;
-    int ok = parts && held == count;
-    if (ok) {
-        Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; ok && i < count; i++)
-            ok = copy_parts(parts[i].moves.buf, parts[i].moves.len / (Py_ssize_t)sizeof(move), &parts[i].source,
-                            &target, parts[i].base);
-        Py_END_ALLOW_THREADS
-        if (!ok) PyErr_SetString(PyExc_ValueError, "a part to be copied does not lie in its buffer");
-    }
-    while (held--) PyBuffer_Release(&parts[held].moves), PyBuffer_Release(&parts[held].source);
-    PyMem_Free(parts);
-    PyBuffer_Release(&target);
-    if (!ok) return NULL;
+    Py_buffer moves, source, target;
+    int ok;
+    if (n != 3) return PyErr_Format(PyExc_TypeError, "move_all takes 3 arguments, got %zd", n);
+    if (PyObject_GetBuffer(args[0], &moves, PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(args[1], &source, PyBUF_SIMPLE)) return PyBuffer_Release(&moves), NULL;
+    if (PyObject_GetBuffer(args[2], &target, PyBUF_WRITABLE))
+        return PyBuffer_Release(&moves), PyBuffer_Release(&source), NULL;
+    Py_BEGIN_ALLOW_THREADS
+    ok = copy_parts(moves.buf, moves.len / (Py_ssize_t)sizeof(move), &source, &target, 0);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&moves), PyBuffer_Release(&source), PyBuffer_Release(&target);
+    if (!ok) return PyErr_Format(PyExc_ValueError, "a part to be copied does not lie in its buffer");
     Py_RETURN_NONE;
 }

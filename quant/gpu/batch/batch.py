@@ -244,7 +244,7 @@ class DeviceBatch:
         start = self._merged.outputs_at[n] - self.stay_bytes
         if answer is None:
             return outputs[start : start + layout.asked_bytes]
-        _native.move_all([(layout.moves_out, outputs[start:], 0)], answer)
+        _native.move_all(layout.moves_out, outputs[start:], answer)
         for at, size in layout.all_found:
             answer[at : at + size] = 1
         return answer

@@ -125,6 +125,7 @@ class Batches:
             inputs = buffers.device_in.data_ptr()
             launcher.resolve(
                 launches.resolve,
+                launches.is_overlaid,
                 inputs,
                 inputs,
                 buffers.device_out.data_ptr(),

@@ -10,12 +10,12 @@ import torch
 from tableside.quant.cache.cache import Cache
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.device.device import Device
-from tableside.quant.device.launch import Kernel
+from tableside.quant.device.launch import Jobs, Kernel
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.batch.buffers import Buffers
 from tableside.quant.gpu.batch.follower import FILL_BLOCK
 from tableside.quant.gpu.batch.placed import Launch, Launches
-from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK, ResolveJobs
+from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
 from tableside.quant.gpu.batch.ring import CopyRing
 from tableside.quant.gpu.kernels import compiled as kernels
 from tableside.quant.gpu.kernels.job import FillField, ResolveField
@@ -90,13 +90,14 @@ class Launcher:
 
     # ---- launches ----
 
-    def resolve(self, jobs: ResolveJobs, source: int, inputs: int, outputs: int, counts: int) -> None:
-        """Turns ids into row numbers on the current stream. jobs: `placed`. source, inputs, outputs: base
-        addresses of ids, row numbers and found masks. counts: device address of int64 [jobs * 2], incremented
-        by `Unfound`."""
+    def resolve(
+        self, jobs: Jobs, is_overlaid: bool, source: int, inputs: int, outputs: int, counts: int
+    ) -> None:
+        """Turns ids into row numbers on the current stream. jobs: addresses. is_overlaid: a table has an
+        overlay. source, inputs, outputs: base addresses of ids, row numbers and found masks. counts: device
+        address of int64 [jobs * 2], incremented by `Unfound`."""
         self.await_tables()  # ids may lie in their rows
-        kernel = self.resolvers[jobs.is_overlaid]
-        kernel(
+        self.resolvers[is_overlaid](
             jobs.programs,
             self.device.current_handle(),
             jobs.jobs_at,

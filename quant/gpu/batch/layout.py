@@ -24,7 +24,7 @@ from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.contract import Lookup, LookupKind, Plan, Pooling, RowSource, lookup_at, places_in
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.backend import CpuBackend, host_table
-from tableside.quant.cpu.checked import rows_of
+from tableside.quant.cpu.checked import inputs_of, rows_of
 from tableside.quant.cpu.native import gather
 from tableside.quant.device.device import Device
 from tableside.quant.errors import BadIds, MissingBackend, QuantError
@@ -144,7 +144,7 @@ class Layouts:
             )
         self.cpu, self.threads = cpu, threads
         self.tables = [on_device(kind.table) for kind in kinds]
-        self._kinds, self._configs, self._gather_from = tuple(kinds), configs, gather_from
+        self.kinds, self._configs, self._gather_from = tuple(kinds), configs, gather_from
         self._blocks = device.block(PROBE_BLOCK), device.block(RESOLVE_BLOCK)
         self._is_overlaid = any(table.is_overlaid for table in self.tables)
         self._key = KernelKey()
@@ -159,7 +159,7 @@ class Layouts:
 
     def lookups(self, places: Any) -> list[Lookup]:
         """The lookups at these places."""
-        return [lookup_at(self._kinds, place) for place in places_in(places)]
+        return [lookup_at(self.kinds, place) for place in places_in(places)]
 
     def lay_out(self, places: Any, out_bytes: int) -> "Layout":
         """Lays out lookups at these places: int64 [lookups, fields of Place]. out_bytes: size of the caller's
@@ -257,12 +257,10 @@ class Layout:
 
     def problem(self, inputs: Any) -> BadIds | None:
         """The first id or length that is wrong; None: all are right."""
-        for number, lk in enumerate(self.lookups()):
-            ids = np.frombuffer(inputs, np.int64, lk.ids, lk.ids_at)
-            has_lengths = lk.pooling is not Pooling.NONE and lk.lengths_at is not None
-            lengths = np.frombuffer(inputs, np.int32, lk.bags, lk.lengths_at or 0) if has_lengths else None
+        for number, place in enumerate(places_in(self._places)):
+            kind = self._layouts.kinds[place.kind]
             try:
-                rows_of(lk.table, ids, lengths, number)
+                rows_of(kind.table, *inputs_of(kind, place, inputs), number)
             except BadIds as error:
                 return error.with_traceback(
                     None

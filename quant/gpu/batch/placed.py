@@ -6,7 +6,7 @@ then the jobs of the resolve kernel (`quant.gpu.batch.resolve`) and the cache (`
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tableside.quant.cache.jobs import ProbeJobs
 from tableside.quant.cpu import _native
 from tableside.quant.device.device import Device
+from tableside.quant.device.launch import Jobs
 from tableside.quant.gpu.batch.layout import Bases, Layout
-from tableside.quant.gpu.batch.resolve import ResolveJobs
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
 from tableside.quant.gpu.kernels.wanted import KernelKey
 
@@ -50,19 +49,20 @@ class Launch:
 @dataclass(frozen=True)
 class Launches:
     """Launches of a batch, in order: `resolve` and `probe`, if any, then the lookups. Requests with equal
-    kernels and launch configurations share one. address: of the header on the device."""
+    kernels and launch configurations share one. is_overlaid: a table of `resolve` has an overlay. address:
+    of the header on the device."""
 
     lookups: tuple[Launch, ...]
-    resolve: ResolveJobs | None
-    probe: ProbeJobs | None
+    resolve: Jobs | None
+    probe: Jobs | None
+    is_overlaid: bool = False
     address: int = 0
 
     def placed(self, address: int) -> "Launches":
         """The same, with the header at this address of the device, a multiple of 8."""
         resolve = None if self.resolve is None else self.resolve.placed(address)
-        return Launches(
-            self.lookups, resolve, None if self.probe is None else self.probe.placed(address), address
-        )
+        probe = None if self.probe is None else self.probe.placed(address)
+        return replace(self, resolve=resolve, probe=probe, address=address)
 
 
 class Sizes(NamedTuple):
@@ -119,12 +119,10 @@ class BatchLayout:
         lookups = tuple(
             Launch(is_pooled, alike.key, alike.config, *rest) for alike, is_pooled, *rest in self._launches
         )
-        resolve = probe = None
-        if self._resolve is not None:
-            resolve = ResolveJobs(*self._resolve, any(one.is_overlaid for one in self._requests))
-        if self._probe is not None:
-            probe = ProbeJobs(*self._probe)
-        return Launches(lookups, resolve, probe)
+        resolve = None if self._resolve is None else Jobs(*self._resolve)
+        probe = None if self._probe is None else Jobs(*self._probe)
+        is_overlaid = resolve is not None and any(one.is_overlaid for one in self._requests)
+        return Launches(lookups, resolve, probe, is_overlaid)
 
     def write(
         self,

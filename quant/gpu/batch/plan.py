@@ -21,21 +21,10 @@ class GpuPlan(Plan):
 
     def __init__(self, batches: "Batches", layout: Layout) -> None:
         self.batches, self.layout = batches, layout
+        self.staged_bytes, self.is_on_device = layout.staged_bytes, layout.host is None
+        self.waits = layout.host is not None and layout.host.waits
         self._runs = 0
         self._on_device: tuple[torch.Tensor, Launches] | None = None
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes that a run takes of the buffers that the requests of a batch share."""
-        return self.layout.staged_bytes
-
-    @property
-    def is_on_device(self) -> bool:
-        return self.layout.host is None
-
-    @property
-    def waits(self) -> bool:
-        return self.layout.host is not None and self.layout.host.waits
 
     def begin(self, inputs: Any) -> Plan | Waiting:
         """As the contract says; of the CPU's lookups."""

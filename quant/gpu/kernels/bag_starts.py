@@ -1,8 +1,8 @@
 """The kernel before a lookup of lengths, in Triton: where bags begin among a job's ids."""
 
-import triton
 import triton.language as tl
 
+from tableside.quant.device.launch import kernel
 from tableside.quant.gpu.kernels.constants import (
     JOB_IDS,
     JOB_LENGTHS_AT,
@@ -14,7 +14,7 @@ from tableside.quant.gpu.kernels.constants import (
 
 # Arguments that are not constants are int64 addresses. Triton must not compile variants for particular values
 # of them.
-@triton.jit(do_not_specialize=["jobs", "inputs", "scratch", "flags"])
+@kernel
 def bag_starts(jobs: tl.int64, inputs: tl.int64, scratch: tl.int64, flags: tl.int64, BLOCK: tl.constexpr):
     """Computes bag starts for jobs with lengths. One program a job, BLOCK bags at once.
     jobs     address of int64 [jobs, FIELDS], written by `quant.gpu.batch.placed`

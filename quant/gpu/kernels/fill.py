@@ -3,9 +3,9 @@ A follower (`quant.gpu.batch.follower`) takes [rows, width] for each input, in a
 requests stacked. One launch writes all and rounds each value once, to nearest (to bf16 in the interpreter:
 towards zero). Jobs have the fields of `quant.gpu.kernels.job.FillField`."""
 
-import triton
 import triton.language as tl
 
+from tableside.quant.device.launch import kernel
 from tableside.quant.gpu.kernels.constants import (
     AS_FP16,
     AS_FP32,
@@ -21,7 +21,7 @@ from tableside.quant.gpu.kernels.constants import (
 )
 
 
-@triton.jit(do_not_specialize=["jobs", "job_of_program"])
+@kernel
 def fill(jobs: tl.int64, job_of_program: tl.int64, BLOCK: tl.constexpr):
     """Copies BLOCK values of a job, or the rest.
     jobs            address of int64 [jobs, FILL_SIZE], written by `quant.gpu.batch.follower.Fills`

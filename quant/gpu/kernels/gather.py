@@ -4,6 +4,7 @@ call: the host sends no jobs, and a graph may replay it over other ids."""
 import triton
 import triton.language as tl
 
+from tableside.quant.device.launch import kernel
 from tableside.quant.gpu.kernels.constants import (
     AS_FP16,
     AS_FP32,
@@ -42,21 +43,7 @@ def _load_ids(ids, at, is_read, IDS_32: tl.constexpr):
     return found
 
 
-@triton.jit(
-    do_not_specialize=[
-        "ids",
-        "order",
-        "bounds",
-        "heads",
-        "count",
-        "table",
-        "rows",
-        "row_bytes",
-        "out",
-        "target",
-        "name",
-    ]
-)
+@kernel
 def gather(
     ids: tl.int64,
     order: tl.int64,

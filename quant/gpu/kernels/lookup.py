@@ -12,6 +12,7 @@ lies. tests/helpers/kernel_steps.py has each step in plain Python."""
 import triton
 import triton.language as tl
 
+from tableside.quant.device.launch import kernel
 from tableside.quant.gpu.kernels.constants import (
     FORMAT_FP8,
     FORMAT_FP8_E4M3,
@@ -315,18 +316,7 @@ def pool(
 
 
 # As of `bag_starts`: addresses, of whose values Triton must not compile variants.
-@triton.jit(
-    do_not_specialize=[
-        "jobs",
-        "job_of_program",
-        "inputs",
-        "scratch",
-        "outputs",
-        "flags",
-        "locations",
-        "staging",
-    ]
-)
+@kernel
 def lookup(
     jobs: tl.int64,
     job_of_program: tl.int64,

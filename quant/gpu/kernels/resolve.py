@@ -7,6 +7,7 @@ becomes row -1, which the lookup kernel refuses; the host then finds the id. Job
 import triton
 import triton.language as tl
 
+from tableside.quant.device.launch import kernel
 from tableside.quant.gpu.kernels.constants import (
     FILTER_BIT_0,
     FILTER_BIT_1,
@@ -233,7 +234,7 @@ def _resolve(
         tl.atomic_add(count + 1, (counted >> 16).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["jobs", "job_of_program", "source", "inputs", "outputs", "counts"])
+@kernel
 def resolve(
     jobs: tl.int64,
     job_of_program: tl.int64,
@@ -246,7 +247,8 @@ def resolve(
 ):
     """Resolves every lookup of a batch with mapped ids, BLOCK ids a program. OVERLAID: a table may have an
     overlay.
-    jobs            address of int64 [jobs, RESOLVE_SIZE], written by `quant.gpu.batch.resolve.write_jobs`
+    jobs            address of int64 [jobs, RESOLVE_SIZE], as `ResolveField`; written for
+                    requests by `_native_batch_write.c`, for tensors by `quant.gpu.tensors.jobs`
     job_of_program  address of int32 [programs], written there too
     source          address of the batch's inputs as sent, bytes: int64 ids [ids] at IDS_AT
     inputs          address of the inputs for later kernels; row numbers go to TARGET_AT; may be `source`

@@ -2,9 +2,9 @@
 for the kernels before it. Ids, offsets and weights stay in place. In a packed call only the offsets, which
 the host does not read, say where a feature's ids begin. `quant.gpu.tensors.tensors` launches both kernels."""
 
-import triton
 import triton.language as tl
 
+from tableside.quant.device.launch import kernel
 from tableside.quant.gpu.kernels.constants import (
     FORMAT_SIZE,
     JOB_FIRST_PROGRAM,
@@ -18,21 +18,7 @@ from tableside.quant.gpu.kernels.tensor_bags import offset_at
 _ENTRIES = tl.constexpr(1024)  # of `job_of_program`, that are written at once
 
 
-@triton.jit(
-    do_not_specialize=[
-        "jobs",
-        "job_of_program",
-        "inputs",
-        "asked",
-        "offsets",
-        "weights",
-        "outputs",
-        "locations",
-        "staging",
-        "ids_count",
-        "target",
-    ]
-)
+@kernel
 def look_up(
     jobs: tl.int64,
     job_of_program: tl.int64,
@@ -95,20 +81,7 @@ def look_up(
                 )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "template",
-        "places",
-        "offsets",
-        "offset_bytes",
-        "bags",
-        "ids",
-        "jobs",
-        "job_of_program",
-        "programs",
-        "count",
-    ]
-)
+@kernel
 def spread(
     template: tl.int64,
     places: tl.int64,

@@ -1,7 +1,6 @@
 """Tables that the device reads through its cache."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +11,7 @@ from tableside.quant.cache.tables import map_bytes
 from tableside.quant.contract import Table
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.residence.in_host_memory import InHostMemory
-from tableside.quant.gpu.residence.residence import (
-    Home,
-    Planned,
-    Residence,
-    Room,
-    TableSize,
-)
+from tableside.quant.gpu.residence.residence import Home, Planned, Residence, Room, TableSize
 
 _SMALLEST_CACHE = 1 << 20  # bytes
 
@@ -62,11 +55,6 @@ class Cached(InHostMemory):
         smallest = min(t.row_bytes for t in tables)
         room.open_cache(budget - maps, smallest, room.cache_settings(sum(t.bytes for t in tables)))
         return Planned(0, make, kept_bytes=budget)
-
-    @classmethod
-    def of(cls, home: Home, table: Table, rows: torch.Tensor | None, **how: Any) -> "Cached":
-        """label: for statistics."""
-        return cls(home, table, rows, **how)
 
     def hot(self) -> NDArray[np.int64]:
         return self._cache.hot(self.cache_table)

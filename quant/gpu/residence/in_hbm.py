@@ -7,7 +7,7 @@ import torch
 
 from tableside.quant.contract import Table
 from tableside.quant.device.memory import GRANULARITY
-from tableside.quant.gpu.residence.memory import allocate, copy_rows, device_bytes, host_bytes
+from tableside.quant.gpu.residence.memory import allocate, array_bytes, copy_rows, device_bytes
 from tableside.quant.gpu.residence.residence import Home, Planned, Residence, Room, TableSize
 from tableside.quant.gpu.residence.stashable import StashableRows
 
@@ -54,6 +54,6 @@ class InHbm(Residence):
             home.stashable.all.add(held)
             return cls(held.tensor, held)
         memory = allocate(device_bytes(table), home.device, "a table")
-        source = host_bytes(table) if rows is None else rows
+        source = array_bytes(table.packed) if rows is None else rows
         copy_rows(memory, source, table.row_bytes, is_pinned=rows is not None)
         return cls(memory)

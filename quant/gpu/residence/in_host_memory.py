@@ -1,10 +1,12 @@
 """Tables with rows in host memory that the device reads there: the base of several kinds."""
 
+from typing import Any, Self
+
 import torch
 
 from tableside.quant.contract import Table
 from tableside.quant.errors import QuantError
-from tableside.quant.gpu.residence.memory import host_bytes
+from tableside.quant.gpu.residence.memory import array_bytes
 from tableside.quant.gpu.residence.residence import Home, Residence
 from tableside.quant.row_format import GPU_ALIGNMENT
 
@@ -26,5 +28,10 @@ class InHostMemory(Residence):
                 f"{GPU_ALIGNMENT}: load the table with row_alignment = {GPU_ALIGNMENT}, or copy it to HBM"
             )
         self._table = table  # keeps the memory of `host_rows` alive
-        self.host_rows = host_bytes(table) if rows is None else rows
+        self.host_rows = array_bytes(table.packed) if rows is None else rows
         self.address = self.host_rows.data_ptr()
+
+    @classmethod
+    def of(cls, home: Home, table: Table, rows: torch.Tensor | None, **how: Any) -> Self:
+        """how: as the kind's constructor."""
+        return cls(home, table, rows, **how)

@@ -59,22 +59,11 @@ class DeviceLayer:
             at[name] = self._memory.data_ptr() + start
             together[start : start + part.nbytes] = part.reshape(-1).view(np.uint8)
         fill(self._memory, together, in_host is InHost.ALL)
-        self.native = NativeLayer(
-            filter=at["filter"],
-            filter_words=layer.filter.size,
+        self.native = layer.native._replace(
             first_row=(rows_at - table_at) // row_bytes % _NUMBERS_STEP - 2**63,
-            deleted=at.get("deleted", 0),
-            entries=at["entries"],
-            pilots=at["pilots"],
-            ids=at["ids"],
             id_step=ID_BYTES,
-            buckets=layer.index.buckets,
-            slots=slots,
             marks=0,  # which are the CPU's
-            marks_before=0,
-            marked_slots=0,
-            first_marked=0,
-            marked=0,
+            **at,
         )
 
 

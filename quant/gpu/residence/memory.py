@@ -20,11 +20,6 @@ def device_bytes(table: Table) -> int:
     return table.rows * device_row_bytes(table.row_bytes)
 
 
-def host_bytes(table: Table) -> torch.Tensor:
-    """Returns a table's memory as uint8 [bytes]. The caller keeps the table alive and does not write."""
-    return array_bytes(table.packed)
-
-
 def array_bytes(array: NDArray[Any]) -> torch.Tensor:
     """Returns a contiguous nonempty array's memory as uint8 [bytes]. The caller keeps the array alive and
     does not write."""

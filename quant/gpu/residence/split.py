@@ -2,7 +2,6 @@
 
 import bisect
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -19,7 +18,8 @@ class Split(InHostMemory):
     """The first `share` rows of each SPLIT_BLOCK, dense in HBM; the others in host memory."""
 
     def __init__(self, home: Home, table: Table, rows: torch.Tensor | None, share: int) -> None:
-        """Copies the HBM rows, and waits for it. QuantError: `share` splits nothing, or there is no room."""
+        """Copies the HBM rows, and waits for it. share: rows of each SPLIT_BLOCK in HBM. QuantError: it
+        splits nothing, or there is no room."""
         if not 0 < share < SPLIT_BLOCK:
             raise QuantError(
                 f"a share of {share} of {SPLIT_BLOCK} rows; expected 1 to {SPLIT_BLOCK - 1}; "
@@ -49,11 +49,6 @@ class Split(InHostMemory):
         return Planned(
             _bytes(tables, share), lambda name, table, rows: cls.of(room.home, table, rows, share=share)
         )
-
-    @classmethod
-    def of(cls, home: Home, table: Table, rows: torch.Tensor | None, **how: Any) -> "Split":
-        """share: rows of each SPLIT_BLOCK in HBM."""
-        return cls(home, table, rows, **how)
 
     def _fill(self, table: Table, source: torch.Tensor) -> None:
         blocks, size = table.rows // SPLIT_BLOCK, table.row_bytes

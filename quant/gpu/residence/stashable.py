@@ -7,7 +7,7 @@ import torch
 
 from tableside.quant.contract import Table
 from tableside.quant.device.device import Device
-from tableside.quant.gpu.residence.memory import copy_rows, device_bytes, host_bytes
+from tableside.quant.gpu.residence.memory import array_bytes, copy_rows, device_bytes
 from tableside.quant.row_format import device_row_bytes
 
 
@@ -16,7 +16,7 @@ class StashableRows:
 
     def __init__(self, table: Table, device: Device, registered: torch.Tensor | None = None) -> None:
         self._pages = device.memory(device_bytes(table))
-        self._source = host_bytes(table) if registered is None else registered
+        self._source = array_bytes(table.packed) if registered is None else registered
         self._table = table  # keeps the memory of `_source` alive
         copy_rows(self.tensor, self._source, table.row_bytes, is_pinned=registered is not None)
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tableside.quant.cache.jobs import ProbeJobs
 from tableside.quant.cache.tickets import Ticket
+from tableside.quant.device.launch import Jobs
 from tableside.quant.gpu.batch.layout import check_size
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
-from tableside.quant.gpu.tensors.jobs import JobAddresses, KernelJobs, ShapeJobs
+from tableside.quant.gpu.tensors.jobs import KernelJobs, ShapeJobs
 
 
 class TensorInput(NamedTuple):
@@ -74,11 +74,11 @@ class StagedLookup(NamedTuple):
     parts: as of `CallShape`; empty: of a packed call. held: memory that kernels read. sent: memory that a
     graph reads and does not own. ticket: of prefetched rows."""
 
-    jobs: JobAddresses
+    jobs: Jobs
     config: LaunchConfig
     base: BaseAddresses
     is_weighted: bool
-    probe: ProbeJobs | None
+    probe: Jobs | None
     shape: tuple[int, ...]
     held: object
     sent: object

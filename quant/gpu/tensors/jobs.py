@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.kernels.state import ProbeField
 from tableside.quant.device.device import Device
-from tableside.quant.device.launch import Kernel
+from tableside.quant.device.launch import Jobs, Kernel
 from tableside.quant.gpu.batch.layout import DeviceKind
 from tableside.quant.gpu.batch.resolve import RESOLVE_BLOCK
 from tableside.quant.gpu.kernels.job import FIELDS, TENSOR_JOB_FIELDS, JobField, ResolveField, TensorField
@@ -39,17 +39,9 @@ class KernelJobs(NamedTuple):
         words[self.rows.size :].view(np.int32)[: self.of_program.size] = self.of_program
         return words
 
-    def at(self, address: int) -> "JobAddresses":
+    def at(self, address: int) -> Jobs:
         """Where they are if their words are there."""
-        return JobAddresses(address, address + self.rows.nbytes, self.of_program.size)
-
-
-class JobAddresses(NamedTuple):
-    """Device addresses of jobs, and of int32 [programs], each program's job."""
-
-    jobs_at: int
-    programs_at: int
-    programs: int
+        return Jobs(address, address + self.rows.nbytes, self.of_program.size)
 
 
 class ShapeJobs:
@@ -63,14 +55,14 @@ class ShapeJobs:
         self.fields = (np.arange(count)[:, None] * of_job + np.array(fields)).reshape(-1)
         self._memory: torch.Tensor | None = None
 
-    def addresses(self, device: Device) -> JobAddresses:
+    def addresses(self, device: Device) -> Jobs:
         """Called on the default stream, whose memory it is."""
         if self._memory is None:
             self._memory = torch.empty(self.words.nbytes, dtype=torch.uint8, device=device.torch_device)
         return self._jobs.at(self._memory.data_ptr())
 
 
-def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[JobAddresses]]:
+def send(device: Device, lists: Sequence[KernelJobs]) -> tuple[object, object, list[Jobs]]:
     """Sends jobs; returns the owners of their device and host memory, and the addresses."""
     words = [jobs.words() for jobs in lists]
     host = device.pinned(sum(part.nbytes for part in words))
@@ -93,12 +85,12 @@ class JobSpreader:
         self._places = torch.from_numpy(places).to(device.torch_device)
         self._count, self._block, self._kernel, self._device = len(rows), block, kernel, device
 
-    def __call__(self, offsets: torch.Tensor, bags: int, ids: int) -> tuple[torch.Tensor, JobAddresses]:
+    def __call__(self, offsets: torch.Tensor, bags: int, ids: int) -> tuple[torch.Tensor, Jobs]:
         """The jobs of a call, and what holds their memory."""
         programs = ids // self._block + self._count
         size = self._template.numel() * 8
         memory = torch.empty(size + 4 * programs, dtype=torch.uint8, device=self._template.device)
-        sent = JobAddresses(memory.data_ptr(), memory.data_ptr() + size, programs)
+        sent = Jobs(memory.data_ptr(), memory.data_ptr() + size, programs)
         self._kernel(
             self._count + 1,
             self._device.current_handle(),

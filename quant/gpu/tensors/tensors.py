@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tableside.quant.cache.jobs import PROBE_BLOCK, ProbeJobs
+from tableside.quant.cache.jobs import PROBE_BLOCK
 from tableside.quant.cache.tickets import Ticket
 from tableside.quant.contract import LookupKind, Pooling, Precision
-from tableside.quant.device.launch import Kernel
+from tableside.quant.device.launch import Jobs, Kernel
 from tableside.quant.errors import QuantError
 from tableside.quant.gpu.backend import GpuBackend
 from tableside.quant.gpu.batch.launcher import OnDevice
 from tableside.quant.gpu.batch.layout import DeviceKind, check_size
-from tableside.quant.gpu.batch.resolve import COUNTS, RESOLVE_BLOCK, ResolveJobs
+from tableside.quant.gpu.batch.resolve import COUNTS, RESOLVE_BLOCK
 from tableside.quant.gpu.kernels import compiled as kernels
 from tableside.quant.gpu.kernels.job import FIELDS, JobField, TensorField
 from tableside.quant.gpu.kernels.launch_config import LaunchConfig
@@ -36,7 +36,6 @@ from tableside.quant.gpu.tensors.calls import (
     places_of,
 )
 from tableside.quant.gpu.tensors.jobs import (
-    JobAddresses,
     JobSpreader,
     KernelJobs,
     ShapeJobs,
@@ -100,7 +99,7 @@ class TensorLookup:
         self.unfound = torch.zeros(
             (len(kinds), COUNTS), dtype=torch.int64, device=backend.device.torch_device
         )
-        self._packed: OrderedDict[Any, tuple[object, object, JobAddresses]] = OrderedDict()
+        self._packed: OrderedDict[Any, tuple[object, object, Jobs]] = OrderedDict()
         self._shapes: OrderedDict[tuple[bytes, int], CallShape] = OrderedDict()
         self._sizes: dict[bytes, tuple[int, int]] = {}  # vectors and columns of a shape
         self._spreads: dict[Any, JobSpreader] = {}
@@ -139,8 +138,7 @@ class TensorLookup:
                 self._resolve(before.pop(0), 0, 0)
         probe = None
         if before:
-            cached_ids = int(jobs[self._cached, JobField.IDS].sum())
-            probe = ProbeJobs(before[0].jobs_at, before[0].programs_at, cached_ids, before[0].programs)
+            probe = before[0]._replace(ids=int(jobs[self._cached, JobField.IDS].sum()))
         held = held, memory, rows
         base, shape = BaseAddresses(), kept.shape
         return StagedLookup(sent, kept.config, base, kept.is_weighted, probe, shape, held, host, kept.parts)
@@ -206,7 +204,7 @@ class TensorLookup:
                 held += (places, rows)
             if self._has_cached:
                 places, blocks = self._spread(False, order)(offsets, bags, count)
-                probe = ProbeJobs(blocks.jobs_at, blocks.programs_at, count, blocks.programs)
+                probe = blocks._replace(ids=count)
                 held.append(places)
         return StagedLookup(sent, config, base, weights is not None, probe, (bags, self._width), held, kept)
 
@@ -332,7 +330,7 @@ class TensorLookup:
         offset_bytes: int,
         is_plain: bool,
         config: LaunchConfig,
-    ) -> tuple[object, object, JobAddresses]:
+    ) -> tuple[object, object, Jobs]:
         jobs, places = self._template.copy(), np.array(order, np.int64)
         jobs[:, JobField.IDS], jobs[:, JobField.WEIGHTS_AT] = -1, -1 if is_plain else 0
         jobs[:, JobField.VECTORS] = bags
@@ -385,9 +383,8 @@ class TensorLookup:
             )
         return kernel
 
-    def _resolve(self, jobs: JobAddresses, source: int, target: int) -> None:
-        placed = ResolveJobs(jobs.jobs_at, jobs.programs_at, jobs.programs, self._is_overlaid)
-        self._launcher.resolve(placed, source, target, 0, self.unfound.data_ptr())
+    def _resolve(self, jobs: Jobs, source: int, target: int) -> None:
+        self._launcher.resolve(jobs, self._is_overlaid, source, target, 0, self.unfound.data_ptr())
 
     def _prefetched(self, staged: StagedLookup, stream: Any) -> Ticket:
         cache, probe = self._launcher.cache, staged.probe

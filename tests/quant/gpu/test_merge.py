@@ -2,6 +2,7 @@
 
 import gc
 import mmap
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def check_alike(
             assert [{**vars(a), "members": (*a.members,)} for a in launches.lookups] == [
                 vars(b) for b in wanted.launches.lookups
             ]
-            assert (launches.resolve, launches.probe) == (wanted.launches.resolve, wanted.launches.probe)
+            assert replace(launches, lookups=()) == replace(wanted.launches, lookups=())
         size = batch.sizes.inputs + has_header * batch.sizes.header
         host = np.full(size, 0xEE, np.uint8)
         inputs = [one.inputs for one in requests]
