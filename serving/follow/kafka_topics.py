@@ -14,7 +14,7 @@ are away are waited for, by librdkafka. Forms of messages:
 import logging
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -22,7 +22,7 @@ import numpy as np
 import orjson
 
 from tableside.loader.deltas.change_lines import row_of
-from tableside.loader.deltas.changes import ChangeBatch, RowRules, TableChanges
+from tableside.loader.deltas.changes import ChangeBatch, RowRules
 from tableside.loader.errors import ChangeError
 from tableside.quant.installed import require
 from tableside.serving.errors import SourceError
@@ -107,14 +107,8 @@ class KafkaTopics:
                 break
         if not taken:
             return None
-        changes: Iterable[TableChanges]
-        try:
-            changes = entries.changes()
-        except ChangeError as error:
-            changes = refusing(error)
-        return ChangeBatch(
-            changes, self.name, _text(reached), after, made_at if made_at < float("inf") else None
-        )
+        oldest = made_at if made_at < float("inf") else None
+        return ChangeBatch(entries.told(), self.name, _text(reached), after, oldest)
 
     def content(self, position: str) -> dict[str, str]:
         """The fields of the message that was read last, in base64."""

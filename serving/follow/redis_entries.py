@@ -8,7 +8,7 @@
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from tableside.loader.checkpoint.rows import narrowed
 from tableside.loader.deltas.change_lines import PythonRows
 from tableside.loader.deltas.changes import RowRules, TableChanges, changes
+from tableside.loader.errors import ChangeError
+from tableside.serving.follow.source import refusing
 
 _NUMERIC = b"0123456789+-.eE,[] \t\r\n"
 _DTYPES: dict[bytes, np.dtype[Any]] = {b"fp32": np.dtype("<f4"), b"fp16": np.dtype("<f2")}
@@ -49,6 +51,13 @@ class Entries:
     def changes(self) -> list[TableChanges]:
         """Returns all changes. ChangeError: a vector is invalid."""
         return [c for run in self._tables.values() for c in run.joined()]
+
+    def told(self) -> Iterable[TableChanges]:
+        """Returns all changes, or what raises ChangeError when it is read: a vector is invalid."""
+        try:
+            return self.changes()
+        except ChangeError as error:
+            return refusing(error)
 
     def _table(self, entry: str, name: bytes | None) -> str:
         if name is None:

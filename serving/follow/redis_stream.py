@@ -8,11 +8,11 @@ While Redis is away, retries back off.
 import logging
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
-from tableside.loader.deltas.changes import ChangeBatch, RowRules, TableChanges
+from tableside.loader.deltas.changes import ChangeBatch, RowRules
 from tableside.loader.deltas.hosts import passed_fields
 from tableside.loader.errors import ChangeError
 from tableside.quant.installed import require
@@ -114,13 +114,8 @@ class RedisStream:
                 pause(min(end - time.monotonic(), _BLOCK_S / 10), self._is_stopping)
         if not first:
             return None
-        changes: Iterable[TableChanges]
-        try:
-            changes = entries.changes()
-        except ChangeError as error:
-            changes = refusing(error)
         made_at = self._id(first)[0] / 1000
-        return ChangeBatch(changes, self.name, position, after, made_at, passed, group, is_group_end)
+        return ChangeBatch(entries.told(), self.name, position, after, made_at, passed, group, is_group_end)
 
     def _step_ms(self, id_: str) -> int:
         """Returns the milliseconds of an entry's group: more for an old one, so that who is behind catches

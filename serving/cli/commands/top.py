@@ -154,5 +154,5 @@ def _cell(key: str, value: float | None) -> str:
     if value is None:
         return "-"
     if key.endswith("_fraction"):
-        return f"{value:.3f}"
+        return f"{value:.1%}" if key == "occupied_fraction" else f"{value:.3f}"
     return f"{value / 1e6:,.1f}" if "bytes" in key else f"{value:,.0f}"
