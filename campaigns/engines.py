@@ -226,12 +226,23 @@ class Tormentor:
     def engines(self) -> list[int]:
         return [pid for pid in workers_of(self.supervisor, self.root) if is_engine(pid)]
 
+    def engine(self) -> int:
+        """The engine. Its maps are read while it maps another version, so it may be missing for a moment."""
+        found: list[int] = []
+
+        def is_one() -> bool:
+            found[:] = self.engines()
+            return len(found) == 1
+
+        until(is_one, REPLACED_S, "one engine")
+        return found[0]
+
     def kill_doors(self, count: int) -> None:
         """Kills doors, and waits for their successors. The engine stays, or it is counted as lost."""
-        engine = self.engines()
+        engine = self.engine()
         self._end(self.chance.sample(self.doors(), count))
         self.settle()
-        self.engines_lost += self.engines() != engine
+        self.engines_lost += self.engine() != engine
 
     def kill_engine(self, *, twice: bool = False, with_door: bool = False) -> None:
         """Kills the engine, and waits for a successor that serves. Doors that were not killed stay, or are
@@ -239,7 +250,7 @@ class Tormentor:
 
         twice: its successor, too, while it starts.
         """
-        (engine,), doors = self.engines(), self.doors()
+        engine, doors = self.engine(), self.doors()
         victims = doors[:1] if with_door else []
         started = time.monotonic()
         self._end([engine, *victims])
@@ -256,7 +267,7 @@ class Tormentor:
 
     def stop_engine(self) -> None:
         """Stops the engine for a moment, which requests wait out."""
-        (engine,) = self.engines()
+        engine = self.engine()
         os.kill(engine, signal.SIGSTOP)
         try:
             time.sleep(self.chance.uniform(0, STOPPED_S))
@@ -277,7 +288,7 @@ class Tormentor:
 
     def held(self) -> int:
         """How many doors' memory the engine has mapped."""
-        (engine,) = self.engines()
+        engine = self.engine()
         with open(f"/proc/{engine}/maps") as maps:
             return sum(REQUEST_MEMORY in line for line in maps)
 
