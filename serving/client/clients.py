@@ -6,15 +6,12 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tableside.serving.client import sockets, streams
+from tableside.serving.client import calls, sockets, streams
 from tableside.serving.client.address import Address
 from tableside.serving.client.attempts import Attempts, Options, with_disk_timeout
-from tableside.serving.client.calls import AnsweredBy, Calls, LookedUp, answered_by, late_ids, late_rows
+from tableside.serving.client.calls import Calls, LookedUp
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors
 from tableside.serving.client.messages import Call
 from tableside.serving.client.types import (
@@ -32,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 
 class _Options(TypedDict, total=False):
@@ -52,17 +50,8 @@ class _HowToGather(TypedDict, total=False):
     version: int | None
 
 
-class Client:
-    """A client of one server. Any thread may call. Close it, or use it as a context manager.
-
-    base_url: http, https, or unix:PATH; None: TABLESIDE_URL of the environment, else port 8000 of this host.
-    timeout_s: of connecting, and of each wait. retries: after a broken connection, not after a timeout.
-    deadline_s: of a whole call; with one, a server that is too busy is asked again as well, when it says
-    (Retry-After), if that is in time; None: any. disk_timeout_s: for which the server waits for rows of a
-    disk or another host, 0: takes what is in memory; None: as long as it says. headers: sent with every
-    request. ca: a PEM file for https; None: the system's. Proxies of the environment are ignored. ValueError:
-    an option cannot be used.
-    """
+class _Client(Generic[P]):
+    """What both clients are."""
 
     def __init__(
         self,
@@ -78,7 +67,7 @@ class Client:
         address = Address.parse(base_url, with_disk_timeout(headers, disk_timeout_s), ca)
         self._calls, options = Calls(), Options(address, timeout_s, retries, deadline_s)
         self._options = options.checked()
-        self._pool = sockets.SocketPool(address, timeout_s)
+        self._pool = self._open(address, timeout_s)
 
     def with_options(
         self,
@@ -88,7 +77,7 @@ class Client:
         deadline_s: float | None = None,
         disk_timeout_s: float | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> "Client":
+    ) -> Self:
         """Returns a client with other options over the same connections: where one of the two is closed, both
         are. None: as this one's. headers: besides this one's, or in their place. ValueError: an option
         cannot be used."""
@@ -96,6 +85,29 @@ class Client:
         more = with_disk_timeout(headers, disk_timeout_s)
         other._options = self._options.replaced(timeout_s, retries, deadline_s, more)
         return other
+
+    def _open(self, address: Address, timeout_s: float) -> P:
+        raise NotImplementedError
+
+    answered_by = staticmethod(calls.answered_by)
+    late_rows = staticmethod(calls.late_rows)
+    late_ids = staticmethod(calls.late_ids)
+
+
+class Client(_Client[sockets.SocketPool]):
+    """A client of one server. Any thread may call. Close it, or use it as a context manager.
+
+    base_url: http, https, or unix:PATH; None: TABLESIDE_URL of the environment, else port 8000 of this host.
+    timeout_s: of connecting, and of each wait. retries: after a broken connection, not after a timeout.
+    deadline_s: of a whole call; with one, a server that is too busy is asked again as well, when it says
+    (Retry-After), if that is in time; None: any. disk_timeout_s: for which the server waits for rows of a
+    disk or another host, 0: takes what is in memory; None: as long as it says. headers: sent with every
+    request. ca: a PEM file for https; None: the system's. Proxies of the environment are ignored. ValueError:
+    an option cannot be used.
+    """
+
+    def _open(self, address: Address, timeout_s: float) -> sockets.SocketPool:
+        return sockets.SocketPool(address, timeout_s)
 
     @overload
     def lookup(
@@ -205,24 +217,6 @@ class Client:
         """
         return self._run(self._calls.gather(model, feature, ids, at_once, version))
 
-    @staticmethod
-    def answered_by() -> AnsweredBy:
-        """Returns the state that answered this thread's last lookup or score. ClientError: there was none."""
-        return answered_by()
-
-    @staticmethod
-    def late_rows() -> dict[str, int]:
-        """Returns by table how many ids of this thread's last lookup or score got the default row, as theirs
-        came late from a disk. ClientError: there was none."""
-        return late_rows()
-
-    @staticmethod
-    def late_ids() -> dict[str, NDArray[np.int64]]:
-        """Returns by feature the places of its ids that got the default row in this thread's last lookup, as
-        theirs came late. Of lookups with `found=True`, whose masks are False there. ClientError: there was
-        none."""
-        return late_ids()
-
     def models(self) -> list[ModelInfo]:
         """The models that the server serves, each with its versions, tables, features and bytes."""
         return self._run(self._calls.models())
@@ -268,39 +262,11 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Client[streams.StreamPool]):
     """`Client` for one event loop: the same calls, awaited; at most 100 run at a time."""
 
-    def __init__(
-        self,
-        base_url: str | None = None,
-        timeout_s: float = 10.0,
-        retries: int = 2,
-        *,
-        deadline_s: float | None = None,
-        disk_timeout_s: float | None = None,
-        headers: Mapping[str, str] | None = None,
-        ca: str | Path | None = None,
-    ) -> None:
-        address = Address.parse(base_url, with_disk_timeout(headers, disk_timeout_s), ca)
-        self._calls, options = Calls(), Options(address, timeout_s, retries, deadline_s)
-        self._options = options.checked()
-        self._pool = streams.StreamPool(address)
-
-    def with_options(
-        self,
-        *,
-        timeout_s: float | None = None,
-        retries: int | None = None,
-        deadline_s: float | None = None,
-        disk_timeout_s: float | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> "AsyncClient":
-        """As Client.with_options."""
-        other = copy.copy(self)
-        more = with_disk_timeout(headers, disk_timeout_s)
-        other._options = self._options.replaced(timeout_s, retries, deadline_s, more)
-        return other
+    def _open(self, address: Address, timeout_s: float) -> streams.StreamPool:
+        return streams.StreamPool(address)
 
     @overload
     async def lookup(
@@ -397,21 +363,6 @@ class AsyncClient:
     ) -> Any:
         """As Client.gather."""
         return await self._run(self._calls.gather(model, feature, ids, at_once, version))
-
-    @staticmethod
-    def answered_by() -> AnsweredBy:
-        """As Client.answered_by, of this task."""
-        return answered_by()
-
-    @staticmethod
-    def late_rows() -> dict[str, int]:
-        """As Client.late_rows, of this task."""
-        return late_rows()
-
-    @staticmethod
-    def late_ids() -> dict[str, NDArray[np.int64]]:
-        """As Client.late_ids, of this task."""
-        return late_ids()
 
     async def models(self) -> list[ModelInfo]:
         """As Client.models."""
