@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tableside.loader.versions.states import attach_state
 from tableside.serving.cli.arguments import AddCommand, add_json, count, share, size
-from tableside.serving.cli.output import console, print_json, progress_bar, published, table_of
+from tableside.serving.cli.output import console, mb, print_json, progress_bar, published, table_of
 
 if TYPE_CHECKING:  # reads data with pyarrow, which the other commands do without
     from tableside.serving.planning.plan import Plan
@@ -44,7 +44,7 @@ def _print(model: str, found: "Plan") -> None:
     )
     rows = (
         (
-            _bytes(one["bytes"]) + (" *" if n == found.chosen else ""),
+            mb(one["bytes"]) + (" *" if n == found.chosen else ""),
             *(f"{one[name]:.1%}" for name in ("lru", "lfu")),
             "█" * round(_BAR * max(one["lru"], one["lfu"])),
         )
@@ -54,25 +54,17 @@ def _print(model: str, found: "Plan") -> None:
     of_tables = (
         (
             *(one["name"], f"{one['ids'] / max(1, sum(t['ids'] for t in said['tables'])):.1%}"),
-            *(f"{one['used_rows']:,}", _bytes(one["used_bytes"]), f"{one['hit_rates'][found.chosen]:.1%}"),
+            *(f"{one['used_rows']:,}", mb(one["used_bytes"]), f"{one['hit_rates'][found.chosen]:.1%}"),
         )
         for one in said["tables"]
     )
     console.print(table_of(("table", "ids", "rows used", "bytes", "find their row (*)"), of_tables))
-    rate = max(said["sizes"][found.chosen]["lru"], said["sizes"][found.chosen]["lfu"])
+    rate = said["sizes"][found.chosen][said["policy"]]
     if found.setting == "host_cache":
         console.print(f"tableside serve {model} --host-cache {said['bytes']}  # {rate:.1%}")
     else:
         policy = f"--placement cached --hbm-budget {said['bytes']} --cache-policy {said['policy']}"
         console.print(f"tableside serve {model} {policy}  # {rate:.1%}")
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    return f"{number:,.1f} GiB"
 
 
 def add_commands(command: AddCommand) -> None:

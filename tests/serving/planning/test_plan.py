@@ -110,3 +110,5 @@ def test_rows_on_a_disk_are_planned_for_a_hot_segment(tmp_path: Path, disk: Path
     assert found["sizes"][-1]["bytes"] == 20_000 * (128 + 12)
     text = run_tableside("plan", "m", tmp_path / "r.jsonl", root=disk).stdout
     assert f"tableside serve m --host-cache {found['bytes']}" in text
+    (chosen,) = (size for size in found["sizes"] if size["bytes"] == found["bytes"])
+    assert text.rstrip().endswith(f"# {chosen['lfu']:.1%}"), "what a hot segment has, not what LRU would"
