@@ -33,10 +33,8 @@ require("a topic of Kafka", "confluent_kafka", extra="kafka")
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition  # noqa: E402  (told above)
 
 FIRST, MOST_MESSAGES = 16, 1000  # messages that are asked for at once: at first, and at most
-_ANSWER_S, _LOOK_S = (
-    1.0,
-    30.0,
-)  # that brokers may take to describe topics; between two looks for new partitions
+_ANSWER_S = 1.0  # that brokers may take to describe topics
+_LOOK_S = 30.0  # between two looks for new partitions
 _OURS = {"enable.auto.commit": False, "auto.offset.reset": "error", "group.id": "tableside"}
 _PASSING = {KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT, KafkaError._RESOLVE}
 _GONE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
