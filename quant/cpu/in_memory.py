@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from tableside.quant.contract import Bytes, Ids, Lookup, LookupKind, Place, Plan, Planner, Table, Unfound
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
 from tableside.quant.cpu.index_builder import place_rows
-from tableside.quant.rows.fetched import FetchedTable
+from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader
 from tableside.quant.rows.ids import array_address
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
+
+How = Callable[[RowReader], Fetch | None]  # which way rows are fetched; None: not that way
 
 _MANY_IDS = 4096  # for fewer, finding rows again takes less than other places do
 _ADDRESSES = 1 << 47  # that a process has
@@ -27,9 +29,9 @@ _OF_OUTPUTS = np.array([name in ("out_at", "found_at") for name in Place._fields
 
 
 class CopiedRows(NamedTuple):
-    """Rows of a table that were copied from the page cache. rows: [n] their numbers, ascending, each once;
-    at: the place here of each one that was asked for; packed: [n, row_bytes], a whole number of rows from
-    the table's address; state: `RowState` [n]."""
+    """Rows of a table that were copied. rows: [n] their numbers, ascending, each once; at: the place here of
+    each one that was asked for; packed: [n, row_bytes], a whole number of rows from the table's address;
+    state: `RowState` [n]."""
 
     table: FetchedTable
     rows: Ids
@@ -38,14 +40,15 @@ class CopiedRows(NamedTuple):
     state: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, table: FetchedTable, asked: Ids) -> "CopiedRows":
-        assert table.reader.ready is not None and table.in_place is not None
+    def of(cls, table: FetchedTable, asked: Ids, fetch: Fetch, deadline: float | None) -> "CopiedRows":
+        """fetch: of the table's reader."""
+        assert table.in_place is not None
         rows, at = distinct(asked)
         size = rows.size * table.row_bytes
         memory, state = np.empty(size + table.row_bytes, np.uint8), np.zeros(rows.size, np.uint8)
         skipped = (table.in_place.address - array_address(memory)) % table.row_bytes
         packed = memory[skipped : skipped + size].reshape(rows.size, table.row_bytes)
-        table.reader.ready(rows, packed, state, None)
+        fetch(rows, packed, state, deadline)
         return cls(table, rows, at, packed, state)
 
 
@@ -87,10 +90,17 @@ class InMemory:
         return self._planner_over(self._everywhere)
 
     def plan(
-        self, asked: Sequence[tuple[Lookup | LookupKind, Place]], places: Any, inputs: Any, most: int
+        self,
+        asked: Sequence[tuple[Lookup | LookupKind, Place]],
+        places: Any,
+        inputs: Any,
+        most: int,
+        how: How,
+        deadline: float | None,
     ) -> tuple[Plan | None, Sequence[CopiedRows]]:
-        """Returns a plan that reads rows where they lie in memory; or None, where some do not, and what was
-        copied of the others. Ids may be missing, or wrong. most: rows to copy; of more none is."""
+        """Returns a plan that reads rows where they lie in memory, and copies of the others; or None, and
+        what was copied, where some did not come. Ids may be missing, or wrong. most: rows to copy; of more
+        so many are, to see whether they come."""
         rows_of, away_of, is_sure = dict[int, Ids](), dict[int, Ids](), True
         counted = list[tuple[Callable[[int], object], int]]()
         for job, (kind, place) in enumerate(asked):
@@ -113,10 +123,17 @@ class InMemory:
         copied: Sequence[CopiedRows] = ()
         if not away_of:
             plan: Plan | None = self._plain(asked, places, rows_of, is_sure)
-        elif is_sure and self._backend.reads_any_rows and sum(map(len, away_of.values())) <= most:
-            plan, copied = self._mixed(asked, places, rows_of, away_of)
-        else:
+        elif not is_sure or not self._backend.reads_any_rows:
             return None, ()
+        elif sum(map(len, away_of.values())) > most:
+            job, there = next(iter(away_of.items()))
+            table = _fetched(asked[job][0])
+            if (fetch := how(table.reader)) is None:
+                return None, ()
+            came = CopiedRows.of(table, rows_of[job][there[:most]], fetch, deadline)
+            return None, (came,) if came.state.any() else ()
+        else:
+            plan, copied = self._mixed(asked, places, rows_of, away_of, how, deadline)
         for count, in_place in counted if plan is not None else ():
             count(in_place)
         return plan, copied
@@ -141,26 +158,36 @@ class InMemory:
         places: Any,
         rows_of: Mapping[int, Ids],
         away_of: Mapping[int, Ids],
+        how: How,
+        deadline: float | None,
     ) -> tuple[Plan | None, Sequence[CopiedRows]]:
         """Of rows of which some are copied. away_of: the places of these, by the lookup's number."""
         numbers, copied = dict[int, Ids](), list[CopiedRows]()
+        for job in list(away_of)[1:]:  # so that no table waits for those before it
+            reader = _fetched(asked[job][0]).reader
+            if reader.ask is not None and how(reader) == reader.fetch:
+                reader.ask(np.sort(rows_of[job][away_of[job]]))
         for job, rows in rows_of.items():
             kind, place = asked[job]
-            table = kind.table
-            assert isinstance(table, FetchedTable)
-            if table.reader.ready is None or not self._spans[place.kind].has(rows):
+            table = _fetched(kind)
+            if (fetch := how(table.reader)) is None or not self._spans[place.kind].has(rows):
                 return None, copied
             span = self._everywhere[place.kind]
             numbers[job] = rows - span.first
             if job not in away_of:
                 continue
-            came = CopiedRows.of(table, rows[away_of[job]])
+            came = CopiedRows.of(table, rows[away_of[job]], fetch, deadline)
             copied.append(came)
             if came.state.any():
                 return None, copied
             first = (array_address(came.packed) - span.address) // table.row_bytes
             numbers[job][away_of[job]] = came.at + first
         return _NumberedPlan((self, *copied), self._by_address, places, numbers), copied
+
+
+def _fetched(kind: Lookup | LookupKind) -> FetchedTable:
+    assert isinstance(kind.table, FetchedTable)
+    return kind.table
 
 
 class _NumberedPlan(Plan):

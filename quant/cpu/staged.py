@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -28,16 +29,17 @@ from tableside.quant.contract import (
 )
 from tableside.quant.cpu.address_space import MEMORY
 from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
-from tableside.quant.cpu.in_memory import FIELD, CopiedRows, InMemory, distinct, places_in_memory
+from tableside.quant.cpu.in_memory import FIELD, CopiedRows, How, InMemory, distinct, places_in_memory
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.errors import BadIds, Problem, RowsNotRead
-from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader, RowState, not_read
+from tableside.quant.rows.fetched import Fetch, FetchedTable, RowState, not_read
 from tableside.quant.rows.ids import ID_BYTES, RowMap
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
 
 _FEW_ROWS = 16  # that are copied in a moment
+_READY, _FETCH = attrgetter("ready"), attrgetter("fetch")
 _ANY_ROWS = 1 << 62
 
 
@@ -107,6 +109,7 @@ class _TableRows:
         self._packed = np.zeros((self._wanted.size + 1, table.row_bytes), np.uint8)
         self._own = slice(*self._wanted.searchsorted((0, table.rows)).tolist())
         self._state = np.full(self._own.stop - self._own.start, RowState.LATE, np.uint8)
+        self._is_left = np.ones(self._state.size, np.bool_)
         self.is_late = np.zeros(self._wanted.size + 1, np.bool_)
         self._has_default = False
 
@@ -121,21 +124,24 @@ class _TableRows:
         return np.ascontiguousarray(self._packed[:, at : at + ID_BYTES]).view(np.int64)[:, 0]
 
     def take(self, copied: CopiedRows) -> None:
-        """Takes rows that came."""
-        came = copied.state == RowState.HERE
-        at = self._wanted.searchsorted(copied.rows[came])
-        self._packed[at], self._state[at - self._own.start] = copied.packed[came], RowState.HERE
+        """Takes rows that came, or that will not come."""
+        at = self._wanted.searchsorted(copied.rows)
+        is_new = self._state[at - self._own.start] != RowState.HERE  # another lookup may have had it
+        at = at[is_new]
+        self._packed[at] = copied.packed[is_new]
+        at -= self._own.start
+        self._state[at], self._is_left[at] = copied.state[is_new], False
 
     def ask(self) -> None:
-        """Has the rows that are not here brought, without a wait."""
+        """Has the rows that are left brought, without a wait."""
         if self._table.reader.ask is not None:
-            self._table.reader.ask(self._wanted[self._own][self._state != RowState.HERE])
+            self._table.reader.ask(self._wanted[self._own][self._is_left])
 
     def fetch(self, fetch: Fetch, deadline: float | None, is_last: bool) -> None:
-        """Fetches the rows that are not here. is_last: the default row stands for rows that are late, if it
-        is known. RowsNotRead: some are late or corrupt."""
+        """Fetches the rows that are left. is_last: the default row stands for rows that are late, if it is
+        known. RowsNotRead: some are late or corrupt."""
         table, own, state = self._table, self._own, self._state
-        left = np.flatnonzero(state)
+        left = np.flatnonzero(self._is_left)
         if 0 < left.size < state.size:
             at, came = own.start + left, np.zeros(left.size, np.uint8)
             packed = np.empty((left.size, table.row_bytes), np.uint8)
@@ -144,6 +150,7 @@ class _TableRows:
         elif left.size:
             state[:] = RowState.HERE
             fetch(self._wanted[own], self._packed[own], state, deadline)
+        self._is_left[left] = state[left] != RowState.HERE
         if state.any():
             error = not_read(state)
             may_stand = is_last and not error.corrupt
@@ -198,19 +205,25 @@ class _StagedPlan(Plan):
         here, copied = self.in_memory(inputs, _FEW_ROWS)
         if here is not None:
             return here
-        if not copied and sum(place.ids for _, place in self._asked) <= _FEW_ROWS:
-            return self.fetching(inputs, ()).ready()
-        return _Later(self, inputs, copied)
+        later = _Later(self, inputs, may_be_here=not copied)
+        is_few = sum(place.ids for _, place in self._asked) <= _FEW_ROWS
+        return later.fetched() if is_few and not copied else later
 
     def _note(self, inputs: Any) -> None:
         for kind, place in self._asked:
             if isinstance(kind.table, FetchedTable) and (note := kind.table.reader.note) is not None:
                 note(np.frombuffer(inputs, np.int64, place.ids, place.ids_at))
 
-    def in_memory(self, inputs: Any, most: int = _ANY_ROWS) -> tuple[Plan | None, Sequence[CopiedRows]]:
+    def in_memory(
+        self, inputs: Any, most: int = _ANY_ROWS, how: How = _READY, deadline: float | None = None
+    ) -> tuple[Plan | None, Sequence[CopiedRows]]:
         """As `InMemory.plan`."""
-        in_memory = self._planner.in_memory
-        return (None, ()) if in_memory is None else in_memory.plan(self._asked, self._places, inputs, most)
+        if (in_memory := self._planner.in_memory) is None:
+            return None, ()
+        return in_memory.plan(self._asked, self._places, inputs, most, how, deadline)
+
+    def tables(self) -> "Sequence[FetchedTable]":
+        return [kind.table for kind, _ in self._asked if isinstance(kind.table, FetchedTable)]
 
     def fetching(self, inputs: Any, copied: Sequence[CopiedRows]) -> "_Fetching":
         """Finds the rows. BadIds: an id or a length is wrong."""
@@ -233,8 +246,7 @@ class _StagedPlan(Plan):
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
         self._note(inputs)
-        here, copied = self.in_memory(inputs)
-        return (here or self.fetching(inputs, copied).wait()).run(inputs, outputs)
+        return _Later(self, inputs).wait().run(inputs, outputs)
 
 
 def _refuse(
@@ -251,33 +263,40 @@ def _refuse(
 
 
 class _Later(Waiting):
-    """A request whose rows are found by who has time for that. copied: rows that came; others need a wait.
-    The time that its tables let a lookup wait begins here."""
+    """A request whose rows are found by who has time for that. The time that its tables let a lookup wait
+    begins here."""
 
-    def __init__(self, plan: _StagedPlan, inputs: Any, copied: Sequence[CopiedRows]) -> None:
-        self._plan, self._inputs, self._copied, self._began = plan, inputs, copied, time.monotonic()
-        self.may_be_here = not copied
+    def __init__(self, plan: _StagedPlan, inputs: Any, may_be_here: bool = True) -> None:
+        self._plan, self._inputs, self._began = plan, inputs, time.monotonic()
+        self._fetching: _Fetching | None = None  # the rows that came stay
+        self.may_be_here = may_be_here
 
     def look(self) -> Plan | Waiting:
-        here, self._copied = self._plan.in_memory(self._inputs)
-        self.may_be_here = not self._copied
+        here, copied = self._plan.in_memory(self._inputs)
         if here is not None:
             return here
-        return self if self._copied else self._fetching().ready()
+        self.may_be_here = False
+        return self if copied else self.fetched()
+
+    def fetched(self) -> Plan | Waiting:
+        """As `look`, of rows that are away from a mapping, or have none."""
+        self.may_be_here = False
+        self._fetching = self._plan.fetching(self._inputs, ())
+        return self._fetching.ready() or self
 
     def wait(self, deadline: float | None = None) -> Plan:
-        return self._fetching().wait(deadline)
+        limits = [s for table in self._plan.tables() if (s := table.reader.wait_s) is not None]
+        own = self._began + min(limits) if limits else None
+        until = min((d for d in (own, deadline) if d is not None), default=None)
+        if self._fetching is not None:
+            return self._fetching.wait(until)
+        here, copied = self._plan.in_memory(self._inputs, how=_FETCH, deadline=until)
+        return self._plan.fetching(self._inputs, copied).wait(until) if here is None else here
 
-    def _fetching(self) -> "_Fetching":
-        fetching = self._plan.fetching(self._inputs, self._copied)
-        fetching.began = self._began
-        return fetching
 
-
-class _Fetching(Waiting):
+class _Fetching:
     """Rows of a request that must be fetched. found: by the lookup's number. wrong: a lookup behind them.
-    refuse: raises an error, or that of a lookup before it. copied: rows that came already. began: when the
-    time began that its tables let a lookup wait."""
+    refuse: raises an error, or that of a lookup before it. copied: what was fetched already."""
 
     def __init__(
         self,
@@ -292,32 +311,26 @@ class _Fetching(Waiting):
         self._wrong, self._refuse = wrong, refuse
         self._tables = list({id(one.table): one.table for one in found.values()}.values())
         self._jobs = {id(t): [job for job, one in found.items() if one.table is t] for t in self._tables}
-        # Those that came stay, where others must be waited for
         self._rows = {
             id(t): _TableRows(t, [found[job].rows for job in self._jobs[id(t)]]) for t in self._tables
         }
         for one in copied:
             self._rows[id(one.table)].take(one)
-        self.began = time.monotonic()
 
-    def ready(self) -> Plan | Waiting:
-        """Returns the plan to run, where no row needs a wait."""
+    def ready(self) -> Plan | None:
+        """Returns the plan to run, where no row needs a wait; else None."""
         if any(table.reader.ready is None for table in self._tables):
-            return self
+            return None
         try:
-            return self._staged(lambda reader: reader.ready, None, is_last=False)
+            return self._staged(_READY, None, is_last=False)
         except RowsNotRead:
-            return self
+            return None
 
-    def wait(self, deadline: float | None = None) -> Plan:
-        limits = [wait_s for table in self._tables if (wait_s := table.reader.wait_s) is not None]
-        own = self.began + min(limits) if limits else None
-        until = min((d for d in (own, deadline) if d is not None), default=None)
-        return self._staged(lambda reader: reader.fetch, until, is_last=True)
+    def wait(self, deadline: float | None) -> Plan:
+        """Blocks. RowsNotRead: rows do not come."""
+        return self._staged(_FETCH, deadline, is_last=True)
 
-    def _staged(
-        self, how: Callable[[RowReader], Fetch | None], deadline: float | None, is_last: bool
-    ) -> "_ReadPlan":
+    def _staged(self, how: How, deadline: float | None, is_last: bool) -> "_ReadPlan":
         """is_last: rows that do not come are late, and not asked for in another way."""
         at: dict[int, Ids] = {}
         found, wrong = dict(self._found), [] if self._wrong is None else [self._wrong]
