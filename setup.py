@@ -44,7 +44,7 @@ setup(
     ext_modules=[
         extension("quant.cpu._native", "quant/cpu/native", *FAST, threads=True),
         extension("loader.program._layers", "loader/program/native", *FAST, threads=True),
-        extension("loader.segment._blocks", "loader/segment/native", "-O3"),
+        extension("loader.segment._blocks", "loader/segment/native", "-O3", threads=True),
         extension("serving.http.v2._reader", "serving/http/v2/native", "-O3"),
         extension("libtableside", ABI, *FAST, threads=True, linked="libtableside.abi3.so"),
     ],

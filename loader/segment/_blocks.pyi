@@ -19,5 +19,21 @@ def bring(
     all_ms: int,
     /,
 ) -> int: ...
-def ask(place: Any, rows: Any, most: int, /) -> None: ...
+def in_threads(
+    owner: object,
+    device: int,
+    parts: int,
+    wait_ms: int,
+    place: Any,
+    checked: Any,
+    regions: Any,
+    rows: Any,
+    out: Any,
+    state: Any,
+    depth: int,
+    patience_ms: int,
+    all_ms: int,
+    /,
+) -> None: ...
+def ask(owner: object, device: int, place: Any, rows: Any, most: int, /) -> None: ...
 def away(place: Any, checked: Any, regions: Any, rows: Any, out: Any, /) -> int: ...

@@ -13,8 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +29,13 @@ from tableside.quant.rows.turns import waiting
 logger = logging.getLogger("tableside")
 
 BLOCK_BYTES = 4096
-_READERS = 32  # reads of a disk that a process has under way: fast ones need as many
+_READERS = 32  # parts of one call that are read at once
 _LEAST_ROWS = 8  # that are worth a thread
 _DEPTH, _PATIENCE_MS = 32, 50  # blocks that one thread has the disk read; how long it waits for one
 _PART_ROWS = 2048  # that another thread asks for and takes, of many
 _LONG_S = 1e6  # instead of no deadline
 OPENS_S = 1.0  # see `Breaker`
-_GRACE_S = 0.005  # that a thread gets to end at a deadline, by a coarse clock, with the rows that came
+_GRACE_MS = 5  # that a thread gets to end at a deadline, by a coarse clock, with the rows that came
 _TOLD_S = 1.0  # between two lines of the log about rows that cannot be read
 _BELIEVED_MS = 500  # for which a look at the page cache is believed
 _TRUSTED_MS = 1000  # after a look, for which checked blocks of pages that stayed need no check
@@ -78,9 +77,6 @@ IN_PLACE, PAGE_CACHE, DISK = "in_place", "page_cache", "disk"
 LATE, FAILED, CORRUPT = "late", "failed", "corrupt"
 
 
-_Read = Callable[[NDArray[np.int64], Bytes, NDArray[np.uint8]], object]
-
-
 class BlockFile(NamedTuple):
     """A table's file. fd: an open one; at, sums_at: bytes of row 0 and of the first checksum in it; seed: of
     the checksums."""
@@ -110,13 +106,13 @@ class BlockReader:
         self._file, self._stored = file, stored
         fd = self._fd = file.fd
         self._mapped, self._name = mapped, name
-        self._checked = np.zeros(block_count(stored) // 8 + 1, np.uint8)
+        checked = np.zeros(block_count(stored) // 8 + 1, np.uint8)
         # To who could not write to a file, the kernel says that all of it is in the page cache
         is_told = mapped is not None and os.geteuid() in (0, os.fstat(fd).st_uid)
         address = mapped.ctypes.data if mapped is not None and is_told else 0
-        self._regions = np.zeros((stored.bytes // _blocks.REGION_BYTES + 2) * _blocks.REGION_SIZE, np.uint8)
+        regions = np.zeros((stored.bytes // _blocks.REGION_BYTES + 2) * _blocks.REGION_SIZE, np.uint8)
         fields = (*file, stored.row_bytes, stored.rows, address, believed_ms, trusted_ms)
-        self._place = np.array(fields, np.int64).tobytes()
+        self._where = np.array(fields, np.int64).tobytes(), checked, regions
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a row's block alone is read
         self._kept: dict[int, Bytes] = {}
         self.damage, self._told_at = "", -_TOLD_S
@@ -144,15 +140,15 @@ class BlockReader:
             state[state == _LEFT] = RowState.LATE
             self.count(LATE, left)
             return
-        bring = partial(self._bring, _limits(deadline))
+        bring = _DEPTH, _PATIENCE_MS, _left_ms(deadline)
         if deadline is None and left < 2 * _PART_ROWS:
-            bring(rows, out, state)
+            _blocks.bring(*self._where, rows, out, state, *bring)
         else:
-            self._in_threads(bring, left // _PART_ROWS, rows, out, state, deadline)
+            self._in_threads(left // _PART_ROWS, rows, out, state, deadline, *bring)
         if deadline is not None and time.monotonic() >= deadline:
             state[state == _LEFT] = RowState.LATE
         elif (state == _LEFT).any():
-            self._in_threads(self._read, left // _LEAST_ROWS, rows, out, state, deadline)
+            self._in_threads(left // _LEAST_ROWS, rows, out, state, deadline, 0, 0, 0)
         late, corrupt = (int(np.count_nonzero(state == s)) for s in (RowState.LATE, RowState.CORRUPT))
         failed = int(np.count_nonzero(state >= _BROKEN))
         self.count_wait(time.monotonic() - began)
@@ -196,7 +192,7 @@ class BlockReader:
             without_readahead(self._mapped)
 
     def _fetch(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], is_ready: bool) -> int:
-        return _blocks.fetch(self._place, self._checked, self._regions, rows, out, state, is_ready)
+        return _blocks.fetch(*self._where, rows, out, state, is_ready)
 
     def ready(
         self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8], deadline: float | None
@@ -212,7 +208,7 @@ class BlockReader:
         """Returns the places in `rows` of those that may not be read in the mapping now. Rows that the table
         has not do not count."""
         out = np.empty(rows.size, np.int64)
-        return out[: _blocks.away(self._place, self._checked, self._regions, rows, out)]
+        return out[: _blocks.away(*self._where, rows, out)]
 
     def read_in_place(self, rows: int) -> None:
         """Counts rows that were read in the mapping."""
@@ -221,10 +217,7 @@ class BlockReader:
     def ask(self, rows: NDArray[np.int64]) -> None:
         """Has the disk bring the first blocks of some rows, ascending, without a wait."""
         if not self._breaker.hangs:
-            _readers(self._device).submit(self._ask, rows)
-
-    def _ask(self, rows: NDArray[np.int64]) -> None:
-        _blocks.ask(self._place, rows, _DEPTH)
+            _blocks.ask(self, self._device, self._where[0], rows, _DEPTH)
 
     def kept(self, row: int, wait_s: float = 0.0) -> Bytes | None:
         """Returns a packed row, which stays in memory once it came, uint8 [row_bytes]; None: it did not come
@@ -237,45 +230,21 @@ class BlockReader:
             self._kept[row] = out[0]
         return self._kept[row]
 
-    def _bring(
-        self, limits: tuple[int, int, int], rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8]
-    ) -> None:
-        _blocks.bring(self._place, self._checked, self._regions, rows, out, state, *limits)
-
-    def _read(self, rows: NDArray[np.int64], out: Bytes, state: NDArray[np.uint8]) -> None:
-        self._fetch(rows, out, state, False)
-
     def _in_threads(
         self,
-        read: _Read,
         parts: int,
         rows: NDArray[np.int64],
         out: Bytes,
         state: NDArray[np.uint8],
         deadline: float | None,
+        *limits: int,
     ) -> None:
         """Reads the rows that are left, some parts at once. Rows of a part that does not end in time are
-        LATE."""
-
-        def of(part: NDArray[np.int64]) -> tuple[Bytes, NDArray[np.uint8]]:
-            found = (
-                np.empty((part.size, self._stored.row_bytes), np.uint8),
-                np.full(part.size, _LEFT, np.uint8),
-            )
-            read(rows[part], *found)
-            return found
-
-        left = np.flatnonzero(state == _LEFT)
-        state[left] = RowState.LATE
-        pool = _readers(self._device)
-        reading = {pool.submit(of, p): p for p in np.array_split(left, max(1, min(_READERS, parts)))}
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic()) + _GRACE_S
+        LATE: a thread goes on with it when the disk lets it."""
+        wait_ms = -1 if deadline is None else _left_ms(deadline) + _GRACE_MS
+        where = *self._where, rows, out, state
         with waiting():
-            done, late = wait(reading, left_s)
-        for one in late:
-            one.cancel()  # else it ends when the disk lets it, with nobody waiting
-        for one in done:
-            out[reading[one]], state[reading[one]] = one.result()
+            _blocks.in_threads(self, self._device, max(1, min(_READERS, parts)), wait_ms, *where, *limits)
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):  # of a file system that is gone
@@ -331,28 +300,11 @@ class Breaker:
             )
 
 
-def _limits(deadline: float | None) -> tuple[int, int, int]:
-    """Of `_blocks.bring`."""
-    left_s = _LONG_S if deadline is None else max(0.0, deadline - time.monotonic())
-    return _DEPTH, _PATIENCE_MS, int(1000 * left_s)
-
-
-_lock = threading.Lock()
-
-
-def _readers(device: int) -> ThreadPoolExecutor:
-    with _lock:
-        return _pool(os.getpid(), device)
+def _left_ms(deadline: float | None) -> int:
+    return int(1000 * (_LONG_S if deadline is None else max(0.0, deadline - time.monotonic())))
 
 
 @cache
 def _breaker(device: int) -> Breaker:
     """That of a disk, which all of its files share."""
     return Breaker()
-
-
-@cache
-def _pool(process: int, device: int) -> ThreadPoolExecutor:
-    """The threads of a process for a disk, since one that hangs takes none from another. A fork has none of
-    its parent's."""
-    return ThreadPoolExecutor(_READERS, "tableside-disk")

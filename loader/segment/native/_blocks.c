@@ -22,19 +22,17 @@
  * bring(place, checked, regions, rows, out, state, depth, patience_ms, all_ms) -> rows that are left. As `fetch`,
  *   after the disk was asked for the next `depth` rows' blocks at a time, so that one thread has many reads under
  *   way. Waits no longer than patience_ms for a row, and all_ms for all: that row and those behind it stay LEFT.
- * ask(place, rows, most): asks the disk for the blocks of the first rows, `most` of them; waits for none. A file
- *   system whose queue is full makes it, and `bring`, wait all the same.
+ *   A file system whose queue is full makes it wait longer.
  * away(place, checked, regions, rows, out) -> how many of these rows may not be read in the mapping now: of the
  *   others the blocks were checked, and the page cache has their pages. rows: int64 [n], at any alignment; those that
  *   the table has not do not count. out: int64 [n], gets the places in `rows` of those that are away
+ * in_threads, ask: see _threads.c
  */
-#define _GNU_SOURCE
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
+#include "_blocks.h"
+
 #include <errno.h>
 #include <fcntl.h>
-#include <stdint.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -45,9 +43,6 @@
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #endif
-
-enum { HERE = 0, CORRUPT = 2, LEFT = 3, BROKEN = 128 };
-enum { PAGE = 4096 };
 
 /* ---- checksums ---- */
 
@@ -101,7 +96,7 @@ static int hold(PyObject *const *args, int count, unsigned writable, Py_buffer *
     return 1;
 }
 
-static void release(Py_buffer *held, int count) {
+void release(Py_buffer *held, int count) {
     while (count--) PyBuffer_Release(held + count);
 }
 
@@ -130,7 +125,6 @@ static PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 /* ---- rows ---- */
 
-typedef struct { int64_t fd, at, sums_at, seed, row_bytes, rows, mapped, believed_ms, trusted_ms; } place;
 typedef struct { int64_t first, blocks; } span; /* blocks that follow each other */
 
 static span span_of(const place *p, int64_t row) {
@@ -223,9 +217,6 @@ enum { REGION_BYTES = 1 << 21, REGION_PAGES = REGION_BYTES / PAGE };
 enum { OFTEN = 4, AGAIN = 2, OFTEN_MS = 100 };
 /* Of a part of which a look found less than half, and for how long: looks at pages that are away are slow. */
 enum { MANY = 32, FEW_MS = 2000 };
-/* seen_ms: of the last look, never 0; 0: there was none. touches: since `since_ms`. has_few: the look found less than
- * half of the pages. */
-typedef struct { uint32_t seen_ms, since_ms, touches, has_few; } region;
 
 static uint32_t now_ms(void) {
     struct timespec now;
@@ -293,18 +284,19 @@ static int is_whole(const place *p) {
 /* The span of which the next rows need no read. Of one that did not come, a block may be whole. */
 static span kept(const span *s, int came) { return came == READ || s->blocks == 1 ? *s : (span){0, 0}; }
 
-static int64_t fetch(const place *p, uint8_t *checked, region *regions, const int64_t *rows, int64_t n,
-                     uint8_t *out, uint8_t *state, int is_ready, uint8_t *buffer) {
+static int64_t fetch(const reading *r, int is_ready) {
+    const place *p = &r->p;
+    uint8_t *out = r->out, *state = r->state, *buffer = r->buffer;
     int64_t left = 0;
     int came = DAMAGED;
     const uint32_t now = now_ms();
     const int is_mapped = is_ready && p->mapped && is_whole(p);
     span held = {0, 0};
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < r->n; i++) {
         if (state[i] != LEFT) continue;
-        const span s = span_of(p, rows[i]);
-        const int64_t at = rows[i] * p->row_bytes;
-        if (is_mapped && is_resident(p, checked, regions, &s, now)) {
+        const span s = span_of(p, r->rows[i]);
+        const int64_t at = r->rows[i] * p->row_bytes;
+        if (is_mapped && is_resident(p, r->checked, r->regions, &s, now)) {
             memcpy(out + i * p->row_bytes, (const uint8_t *)(uintptr_t)p->mapped + at, (size_t)p->row_bytes);
             state[i] = HERE;
             continue;
@@ -312,7 +304,7 @@ static int64_t fetch(const place *p, uint8_t *checked, region *regions, const in
         if (!has(&held, &s)) {
             came = read_span(p, &s, buffer, is_ready);
             held = kept(&s, came);
-            if (came == READ) set_checked(checked, &s);
+            if (came == READ) set_checked(r->checked, &s);
         }
         if (came == NOT_READY) {
             left++;
@@ -345,8 +337,6 @@ static int64_t next_span(const place *p, const int64_t *rows, const uint8_t *sta
     return i;
 }
 
-/* How long `bring` waits: ms. */
-typedef struct { int64_t depth, patience, all; } limits;
 /* Looks whether a row came: at first so long after one another, then so many within twice the time. */
 enum { NAP_NS = 10000, LONGEST_NAP_NS = 1000000, LOOKS = 8 };
 
@@ -369,8 +359,10 @@ static int wait_for(const place *p, const span *s, uint8_t *to, const limits *mo
     }
 }
 
-static int64_t bring(const place *p, uint8_t *checked, const int64_t *rows, int64_t n, uint8_t *out, uint8_t *state,
-                     const limits *most, uint8_t *buffer) {
+static int64_t bring(const reading *r, const limits *most) {
+    const place *p = &r->p;
+    const int64_t *rows = r->rows, n = r->n;
+    uint8_t *out = r->out, *state = r->state, *buffer = r->buffer;
     span held = {0, 0}, asked = {0, 0};
     int64_t left = 0, ahead = 0, under_way = 0, sum_page = -1;
     const uint32_t began = now_ms();
@@ -384,7 +376,7 @@ static int64_t bring(const place *p, uint8_t *checked, const int64_t *rows, int6
             came = wait_for(p, &s, buffer, most, began);
             held = kept(&s, came);
             under_way--;
-            if (came == READ) set_checked(checked, &s);
+            if (came == READ) set_checked(r->checked, &s);
         }
         if (came == READ)
             memcpy(out + i * p->row_bytes, buffer + (rows[i] * p->row_bytes - held.first * PAGE), (size_t)p->row_bytes);
@@ -392,6 +384,20 @@ static int64_t bring(const place *p, uint8_t *checked, const int64_t *rows, int6
         else state[i] = state_of(came);
     }
     return left;
+}
+
+int64_t read_left(const reading *r, const limits *most) { return most->depth ? bring(r, most) : fetch(r, 0); }
+
+void ask_rows(const place *p, const int64_t *rows, int64_t n, int64_t most) {
+    span asked = {0, 0};
+    int64_t sum_page = -1;
+    for (int64_t i = 0; i < n && most > 0; i++) {
+        if (rows[i] < 0 || rows[i] >= p->rows) continue;
+        const span s = span_of(p, rows[i]);
+        if (has(&asked, &s)) continue;
+        asked = s, most--;
+        ask(p, &asked, &sum_page);
+    }
 }
 
 /* Whether bits and regions are those of a table. */
@@ -439,7 +445,7 @@ static int64_t away(const place *p, uint8_t *checked, region *regions, const uin
     return found;
 }
 
-static int is_place(const Py_buffer *given, place *p) {
+int is_place(const Py_buffer *given, place *p) {
     if (given->len != sizeof *p) return 0;
     memcpy(p, given->buf, sizeof *p);
     return 1;
@@ -463,25 +469,31 @@ static PyObject *py_away(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return found < 0 ? NULL : PyLong_FromLongLong(found);
 }
 
+size_t buffer_bytes(const place *p) { return (size_t)((p->row_bytes / PAGE + 2) * (PAGE + 4)); }
+
+int hold_reading(PyObject *const *args, const char *name, Py_buffer *b, reading *r) {
+    if (!hold(args, 6, 0x36, b)) return 0;
+    *r = (reading){.checked = b[1].buf, .regions = b[2].buf, .rows = b[3].buf, .n = b[3].len / 8,
+                   .out = b[4].buf, .state = b[5].buf};
+    if (is_place(b, &r->p) && is_sound(&r->p, r->n, b + 1, b + 2, b + 3, b + 4, b + 5)) return 1;
+    release(b, 6);
+    PyErr_Format(PyExc_ValueError, "%s: rows, states or bits do not fit this table", name);
+    return 0;
+}
+
 /* most: `bring`; NULL: `fetch`. */
 static PyObject *read_rows(PyObject *const *args, const char *name, const limits *most, int is_ready) {
     Py_buffer b[6];
-    if (!hold(args, 6, 0x36, b)) return NULL;
-    const int64_t count = b[3].len / 8;
+    reading r;
     int64_t left = -1;
-    uint8_t *buffer = NULL;
-    place p;
-    if (!is_place(b, &p) || !is_sound(&p, count, b + 1, b + 2, b + 3, b + 4, b + 5))
-        PyErr_Format(PyExc_ValueError, "%s: rows, states or bits do not fit this table", name);
-    else if (!(buffer = malloc((size_t)((p.row_bytes / PAGE + 2) * (PAGE + 4)))))
-        PyErr_NoMemory();
+    if (!hold_reading(args, name, b, &r)) return NULL;
+    if (!(r.buffer = malloc(buffer_bytes(&r.p)))) PyErr_NoMemory();
     else {
         Py_BEGIN_ALLOW_THREADS
-        if (most) left = bring(&p, b[1].buf, b[3].buf, count, b[4].buf, b[5].buf, most, buffer);
-        else left = fetch(&p, b[1].buf, b[2].buf, b[3].buf, count, b[4].buf, b[5].buf, is_ready, buffer);
+        left = most ? bring(&r, most) : fetch(&r, is_ready);
         Py_END_ALLOW_THREADS
     }
-    free(buffer);
+    free(r.buffer);
     release(b, 6);
     return left < 0 ? NULL : PyLong_FromLongLong(left);
 }
@@ -503,40 +515,11 @@ static PyObject *py_bring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     return read_rows(args, "bring", &most, 0);
 }
 
-static PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    (void)self;
-    Py_buffer b[2];
-    place p;
-    if (n != 3) return PyErr_Format(PyExc_TypeError, "ask takes 3 arguments, got %zd", n);
-    const long long most = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !hold(args, 2, 0, b)) return NULL;
-    const int64_t count = b[1].len / 8, *numbers = b[1].buf;
-    int64_t bytes;
-    const int is_table = is_place(b, &p) && b[1].len % 8 == 0 && p.row_bytes >= 1 && p.rows >= 1
-                         && !__builtin_mul_overflow(p.rows, p.row_bytes, &bytes);
-    if (is_table) {
-        Py_BEGIN_ALLOW_THREADS
-        span asked = {0, 0};
-        int64_t left = most, sum_page = -1;
-        for (int64_t i = 0; i < count && left > 0; i++) {
-            const int64_t row = numbers[i];
-            if (row < 0 || row >= p.rows) continue;
-            const span s = span_of(&p, row);
-            if (has(&asked, &s)) continue;
-            asked = s, left--;
-            ask(&p, &asked, &sum_page);
-        }
-        Py_END_ALLOW_THREADS
-    }
-    release(b, 2);
-    if (!is_table) return PyErr_Format(PyExc_ValueError, "ask: rows do not fit this table");
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef methods[] = {
     {"sums", (PyCFunction)(void (*)(void))py_sums, METH_FASTCALL, NULL},
     {"fetch", (PyCFunction)(void (*)(void))py_fetch, METH_FASTCALL, NULL},
     {"bring", (PyCFunction)(void (*)(void))py_bring, METH_FASTCALL, NULL},
+    {"in_threads", (PyCFunction)(void (*)(void))py_in_threads, METH_FASTCALL, NULL},
     {"ask", (PyCFunction)(void (*)(void))py_ask, METH_FASTCALL, NULL},
     {"away", (PyCFunction)(void (*)(void))py_away, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
@@ -546,6 +529,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_blocks", NULL, -1, 
 
 PyMODINIT_FUNC PyInit__blocks(void) {
     make_byte_sums();
+    pthread_atfork(NULL, NULL, forget_pools);
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2")) add = add_fast;
 #endif

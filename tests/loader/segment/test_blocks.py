@@ -68,9 +68,9 @@ def test_a_block_of_another_file_is_damaged(file: File) -> None:
     """Also one with the same number and bytes: its seed is another one."""
     assert not file.read(np.arange(1000))[1].any()
     reader = file.reader()
-    place = np.frombuffer(reader._place, np.int64).copy()
+    place = np.frombuffer(reader._where[0], np.int64).copy()
     place[3] ^= 1 << 40
-    reader._place = place.tobytes()
+    reader._where = place.tobytes(), *reader._where[1:]
     state = np.zeros(1000, np.uint8)
     reader(np.arange(1000), np.zeros((1000, 80), np.uint8), state, None)
     assert set(state) == {RowState.CORRUPT}
@@ -126,7 +126,7 @@ def test_rows_may_not_be_read_where_a_page_may_be_another(file: File, how: str) 
     """Of a part that was looked at whole as well. A row whose page is there still may."""
     reader, *_ = read_twice(file, believed_ms=HOUR if how == "looks are old" else 0)
     if how == "looks are old":
-        reader._regions.view(np.uint32)[:1] -= HOUR  # of the last look; it wraps, as clocks do
+        reader._where[2].view(np.uint32)[:1] -= HOUR  # of the last look; it wraps, as clocks do
     elif how == "a page went":
         forget(reader)
     assert reader.away(np.arange(1000)).size
@@ -184,7 +184,7 @@ def test_the_disk_is_asked_for_many_blocks_at_once(file: File, depth: int) -> No
     rows = np.array([0, 1, 50, 60, 61, 400, 401, 777, 999])
     out, state = np.zeros((rows.size, 80), np.uint8), np.full(rows.size, 3, np.uint8)
     state[5] = RowState.HERE
-    given = reader._place, reader._checked, reader._regions, rows, out, state
+    given = *reader._where, rows, out, state
     assert _blocks.bring(*given, depth, HOUR, HOUR) == 0
     is_damaged = np.isin(rows, list(of_block(1)))
     np.testing.assert_array_equal(state == RowState.CORRUPT, is_damaged)
@@ -196,19 +196,21 @@ def test_the_disk_is_asked_for_many_blocks_at_once(file: File, depth: int) -> No
 def test_many_rows_are_asked_for_by_some_threads(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a part of them; what one of them does not get in time is read as few rows are."""
     monkeypatch.setattr(blocks, "_PART_ROWS", 100)
-    bring, asked = _blocks.bring, list[int]()
+    in_threads, asked = _blocks.in_threads, list[tuple[int, int, int]]()
 
-    def noted(*given: Any) -> int:
-        asked.append(given[3].size)
-        return (
-            bring(*given) if given[3][0] >= 300 else given[3].size
-        )  # as if the disk took long for the first
+    def noted(*given: Any) -> None:
+        state, depth = given[9:11]
+        asked.append((given[2], np.count_nonzero(state == 3), depth))
+        if depth:  # as if the disk took long for the first
+            state[:150] = RowState.LATE
+        in_threads(*given)
+        state[state == RowState.LATE] = 3
 
-    monkeypatch.setattr(_blocks, "bring", noted)
+    monkeypatch.setattr(_blocks, "in_threads", noted)
     monkeypatch.setattr(_blocks, "fetch", away_at_first(_blocks.fetch))
     rows, out, state = np.arange(0, 1000, 2), np.zeros((500, 80), np.uint8), np.zeros(500, np.uint8)
     file.reader()(rows, out, state, None)
-    assert asked == [100] * 5 and not state.any()
+    assert asked == [(5, 500, blocks._DEPTH), (32, 150, 0)] and not state.any()
     np.testing.assert_array_equal(out, file.rows[rows])
 
 
@@ -227,7 +229,7 @@ def test_who_waits_for_no_block_gets_what_is_there(file: File) -> None:
         if not is_there:
             forget(file.reader(True))
         out, state = np.zeros((rows.size, 80), np.uint8), np.full(rows.size, 3, np.uint8)
-        left = _blocks.bring(reader._place, reader._checked, reader._regions, rows, out, state, 4, 0, 0)
+        left = _blocks.bring(*reader._where, rows, out, state, 4, 0, 0)
         assert np.count_nonzero(state == 3) == left <= (0 if is_there else rows.size)
         np.testing.assert_array_equal(np.flatnonzero(state), np.arange(rows.size - left, rows.size))
         np.testing.assert_array_equal(out[state == 0], file.rows[rows[state == 0]])
@@ -237,7 +239,7 @@ def test_limits_that_make_no_sense_are_refused(file: File) -> None:
     reader, out, state = file.reader(), np.zeros((1, 80), np.uint8), np.zeros(1, np.uint8)
     for limits in ((0, 1, 1), (1, -1, 1), (1, 1, -1)):
         with pytest.raises(ValueError, match="bring: a limit is negative, or the depth is 0"):
-            _blocks.bring(reader._place, reader._checked, reader._regions, np.array([3]), out, state, *limits)
+            _blocks.bring(*reader._where, np.array([3]), out, state, *limits)
 
 
 def test_a_disk_is_asked_for_blocks_that_are_read_later(file: File) -> None:
@@ -246,9 +248,9 @@ def test_a_disk_is_asked_for_blocks_that_are_read_later(file: File) -> None:
     for rows in (np.arange(1000), np.array([3, 3, 999, -1, 1000, 2**62]), np.zeros(0, np.int64)):
         reader.ask(rows)
     with pytest.raises(ValueError, match="ask: rows do not fit this table"):
-        _blocks.ask(b"1234", np.array([1]), 3)
+        _blocks.ask(reader, reader._device, b"1234", np.array([1]), 3)
     with pytest.raises(ValueError, match="ask: rows do not fit this table"):
-        _blocks.ask(reader._place, b"1234", 3)
+        _blocks.ask(reader, reader._device, reader._where[0], b"1234", 3)
 
 
 @pytest.mark.parametrize(

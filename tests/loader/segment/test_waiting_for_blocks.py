@@ -1,35 +1,27 @@
 """Rows that a disk does not bring in time, and a disk that hangs (loader.segment.blocks)."""
 
-import threading
 import time
-from collections.abc import Iterator
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
-from block_files import File
+from block_files import HOUR, File
 
-from tableside.loader.segment import _blocks, blocks
+from tableside.loader.segment import _blocks
 from tableside.loader.segment.blocks import Breaker
 from tableside.quant.rows.fetched import RowState
 
-
-@pytest.fixture
-def busy(file: File) -> Iterator[threading.Event]:
-    """No thread that reads from the file's disk is free until this is set."""
-    go_on = threading.Event()
-    threads = blocks._readers(file.path.stat().st_dev)
-    waiting = [threads.submit(go_on.wait) for _ in range(blocks._READERS)]
-    yield go_on
-    go_on.set()
-    for one in waiting:
-        one.result()
+STATE = 9  # among the arguments of `_blocks.in_threads`
 
 
-def test_rows_that_do_not_come_in_time_are_late(
-    file: File, busy: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are those that the page cache did not have; the caller does not wait for their threads."""
+def none_comes(*given: Any) -> None:
+    """Threads that a disk holds up."""
+    given[STATE][given[STATE] == 3] = RowState.LATE
+
+
+def test_rows_that_do_not_come_in_time_are_late(file: File, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those that the page cache did not have."""
     fetch = _blocks.fetch
 
     def half(*given: Any) -> int:
@@ -42,16 +34,49 @@ def test_rows_that_do_not_come_in_time_are_late(
         return fetch(*given)
 
     monkeypatch.setattr(_blocks, "fetch", half)
-    monkeypatch.setattr(_blocks, "bring", lambda *given: 1)  # as if the disk took long for each
     rows, reader = np.arange(0, 1000, 60), file.reader()
     out, state = np.zeros((rows.size, 80), np.uint8), np.zeros(rows.size, np.uint8)
-    reader(rows, out, state, time.monotonic())
+    with monkeypatch.context() as patched:
+        patched.setattr(_blocks, "in_threads", none_comes)
+        reader(rows, out, state, time.monotonic())
     assert set(state[1::2]) == {RowState.LATE} and set(state[::2]) == {RowState.HERE}
     np.testing.assert_array_equal(out[::2], file.rows[rows[::2]])
-    busy.set()
-    reader(rows, out, state, None)
-    assert not state.any()
-    np.testing.assert_array_equal(out, file.rows[rows])
+    for deadline in (None, time.monotonic() + HOUR):
+        reader(rows, out, state, deadline)
+        assert not state.any()
+        np.testing.assert_array_equal(out, file.rows[rows])
+
+
+def test_who_does_not_wait_leaves_the_threads_to_it(file: File) -> None:
+    """Rows of a part come, all of them and whole, or are late. A thread that goes on keeps the file open."""
+    reader = file.reader()
+    where, device, kept = reader._where, reader._device, weakref.ref(reader)
+    rows, late = np.arange(1000), 0
+    for depth, parts in ((0, 1), (0, 7), (4, 3), (4, 1000)) * 20:
+        out, state = np.zeros((1000, 80), np.uint8), np.full(1000, 3, np.uint8)
+        state[500] = RowState.CORRUPT  # which nobody asks for
+        _blocks.in_threads(reader, device, parts, 0, *where, rows, out, state, depth, HOUR, HOUR)
+        assert {*state.tolist()} <= {RowState.HERE, RowState.LATE, RowState.CORRUPT}
+        here = state == RowState.HERE
+        np.testing.assert_array_equal(out[here], file.rows[here])
+        assert not out[~here].any() and state[500] == RowState.CORRUPT
+        late += np.count_nonzero(state == RowState.LATE)
+    assert late
+    del reader
+    other = file.reader()
+    while kept() is not None:  # another call lets go of what has ended
+        other(rows[:9], out[:9], state[:9], time.monotonic() + HOUR)
+        _blocks.in_threads(other, device, 1, -1, *where, rows[:0], out[:0], state[:0], 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "limits"), [(0, (0, 0, 0, 0)), (1, (-2, 0, 0, 0)), (1, (0, -1, 0, 0)), (1, (0, 4, -1, 0))]
+)
+def test_waits_that_make_no_sense_are_refused(file: File, parts: int, limits: tuple[int, ...]) -> None:
+    reader, out, state = file.reader(), np.zeros((1, 80), np.uint8), np.full(1, 3, np.uint8)
+    with pytest.raises(ValueError, match="in_threads: a limit is negative, or there is no part"):
+        where = *reader._where, np.array([3]), out, state
+        _blocks.in_threads(reader, reader._device, parts, limits[0], *where, *limits[1:])
 
 
 def test_nobody_waits_for_a_disk_that_hangs(
@@ -61,10 +86,9 @@ def test_nobody_waits_for_a_disk_that_hangs(
     it reads again."""
     now, asked = [100.0], list[int]()
 
-    def hang(*given: Any) -> int:
-        asked.append(given[3].size)
+    def hang(*given: Any) -> None:
+        asked.append(given[STATE].size)
         now[0] += 0.7
-        return 1
 
     reader, fetch = file.reader(), _blocks.fetch
     reader._breaker = Breaker(lambda: now[0])
@@ -82,7 +106,7 @@ def test_nobody_waits_for_a_disk_that_hangs(
 
     with monkeypatch.context() as patched:
         patched.setattr(_blocks, "fetch", half)
-        patched.setattr(_blocks, "bring", hang)
+        patched.setattr(_blocks, "in_threads", hang)
         patched.setattr("time.monotonic", lambda: now[0])
         for n in range(6):
             reader(rows, out, state, now[0] + 0.6)
@@ -95,7 +119,7 @@ def test_nobody_waits_for_a_disk_that_hangs(
         for _ in range(2):
             reader(rows, out, state, now[0] + 0.6)
         assert len(asked) == 3
-        patched.setattr(_blocks, "bring", lambda *given: fetch(*given[:6], False))
+        patched.setattr(_blocks, "in_threads", lambda *given: fetch(*given[4:10], False))
         now[0] += 1.1
         for _ in range(2):
             reader(rows, out, state, now[0] + 0.6)
@@ -118,13 +142,12 @@ def test_who_hardly_waits_does_not_say_that_a_disk_hangs(
     monkeypatch.setattr(reader._breaker, "told", lambda began, came, late: told.append((came, late)))
     rows, out, state = np.array([3, 500]), np.zeros((2, 80), np.uint8), np.zeros(2, np.uint8)
 
-    def late(*given: Any) -> int:
-        given[5][0] = RowState.HERE
+    def late(*given: Any) -> None:
+        given[STATE][0] = RowState.HERE
         now[0] += timeout_s
-        return 1
 
     monkeypatch.setattr(_blocks, "fetch", lambda *given: 2)
-    monkeypatch.setattr(_blocks, "bring", late)
+    monkeypatch.setattr(_blocks, "in_threads", late)
     for wait in (0.99 * least, 1.01 * least, timeout_s):
         reader(rows, out, state, now[0] + wait)
         assert state.tolist() == [RowState.HERE, RowState.LATE]
@@ -156,7 +179,7 @@ def test_a_kept_row_is_read_once(file: File, monkeypatch: pytest.MonkeyPatch) ->
     file.write(60 * 80 + 7, bytes([file.rows[60, 7] ^ 4]))
     with monkeypatch.context() as patched:
         patched.setattr(_blocks, "fetch", lambda *given: 1)
-        patched.setattr(_blocks, "bring", lambda *given: 1)
+        patched.setattr(_blocks, "in_threads", none_comes)
         assert reader.kept(5) is None
     reader._breaker = Breaker()
     for _ in range(2):
