@@ -1,13 +1,16 @@
 """Threads on which requests wait for rows that are not in memory."""
 
 import asyncio
+import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from tableside.quant.rows.turns import turn
 from tableside.serving.executors.admission import overloaded
+from tableside.serving.executors.pending import settle
 
 READERS = 32  # threads of a process
 MOST_READING = 48  # that wait, or run: the others' slots are for requests that need not
@@ -16,21 +19,45 @@ _Result = TypeVar("_Result")
 
 
 class Readers:
-    """Belongs to one event loop."""
+    """Belongs to one event loop. What the threads did is taken one by one between looks at connections, so
+    that many that come at once do not keep a request waiting that needs none of them."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
         self._reading, self._lock = 0, threading.Lock()
+        self._ended: deque[tuple[asyncio.Future[Any], Future[Any]]] = deque()
+        self._is_taking = False  # of the event loop
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
         """Calls what may wait. ApiError: MOST_READING do so already."""
         if self._reading >= MOST_READING:
             raise overloaded(f"{MOST_READING} requests wait for rows, the limit")
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Result] = loop.create_future()
+
+        def end(running: Future[_Result]) -> None:
+            self._ended.append((answer, running))
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._wake, loop)
+
         self._reading += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, work)
+            self._threads.submit(self._call, work).add_done_callback(end)
+            return await answer
         finally:
             self._reading -= 1
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_taking:
+            self._take(loop)
+
+    def _take(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._ended:
+            answer, running = self._ended.popleft()
+            settle(answer, running.exception() or running.result())
+        if self._ended:
+            loop.call_soon(self._take, loop)
+        self._is_taking = bool(self._ended)
 
     def _call(self, work: Callable[[], _Result]) -> _Result:
         with turn(self._lock):

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -230,3 +231,26 @@ def test_requests_that_wait_for_rows_are_bounded_and_end_with_the_batcher() -> N
     refused, *ended = asyncio.run(run())
     assert isinstance(refused, ApiError) and "2 requests wait for rows, the limit" in str(refused)
     assert [type(error) for error in ended] == [RuntimeError] * 2
+
+
+def test_many_rows_that_come_at_once_are_answered_one_by_one() -> None:
+    """In between the event loop looks at its connections."""
+    order: list[str] = []
+
+    async def ask(readers: Readers) -> None:
+        await readers.run(lambda: None)
+        order.append("answer")
+
+    async def run() -> None:
+        readers = Readers()
+        asked = [asyncio.ensure_future(ask(readers)) for _ in range(5)]
+        await asyncio.sleep(0)  # all have begun
+        while len(readers._ended) < len(asked):
+            time.sleep(0)
+        while not all(one.done() for one in asked):
+            order.append("look")
+            await asyncio.sleep(0)
+        readers.close()
+
+    asyncio.run(run())
+    assert order.count("answer") == 5 and "answer answer" not in " ".join(order)
