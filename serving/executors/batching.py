@@ -24,7 +24,7 @@ from tableside.serving.executors.admission import NEWEST_FIRST_AFTER_S, overload
 from tableside.serving.executors.batch_threads import BatchThreads
 from tableside.serving.executors.device_scores import DeviceScores, is_scored_on_device
 from tableside.serving.executors.executors import INLINE_FETCHED
-from tableside.serving.executors.readers import READERS
+from tableside.serving.executors.readers import Readers
 from tableside.serving.executors.scoring import ScoreStage, timed_out
 from tableside.serving.metrics import metrics
 from tableside.serving.model.request import Answer, Request
@@ -113,7 +113,7 @@ class Batcher:
         # what the first thread waits for where it is idle
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads = BatchThreads(self._next, self._begin, self._finish, self._end, "tableside-gpu")
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="tableside-rows")
+        self._readers = Readers()
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="tableside-beside")  # begins large requests
         self._is_looking, self._reading = False, 0  # of the event loop
         # of a thread each
@@ -134,7 +134,7 @@ class Batcher:
             if self._reading >= self._max_waiting:
                 raise overloaded(f"{self._max_waiting} requests wait for rows, the limit (max_waiting)")
             if w.request.ids > INLINE_FETCHED:
-                self._later(w, self._beside, partial(w.request.begin, w.inputs))
+                self._later(w, self._run_beside(partial(w.request.begin, w.inputs)))
                 return False
             return self._takes(w, w.request.begin(w.inputs))
         except (ApiError, RuntimeError) as error:  # refused, or this worker is closing
@@ -144,18 +144,18 @@ class Batcher:
     def _takes(self, w: _WaitingRequest, begun: Plan | Waiting) -> bool:
         """Returns whether a request that began can run now."""
         if isinstance(begun, Waiting) and begun.may_be_here:
-            self._later(w, self._beside, partial(w.request.look, begun))
+            self._later(w, self._run_beside(partial(w.request.look, begun)))
             return False
         if isinstance(begun, Waiting):
-            self._later(w, self._readers, partial(w.request.wait, begun, w.deadline))
+            self._later(w, self._readers.submit(partial(w.request.wait, begun, w.deadline)))
             return False
         w.plan, w.since = begun, time.perf_counter()
         return True
 
-    def _later(
-        self, w: _WaitingRequest, thread: ThreadPoolExecutor, work: Callable[[], Plan | Waiting]
-    ) -> None:
-        reading = asyncio.get_running_loop().run_in_executor(thread, work)
+    def _run_beside(self, work: Callable[[], Plan | Waiting]) -> "asyncio.Future[Plan | Waiting]":
+        return asyncio.get_running_loop().run_in_executor(self._beside, work)
+
+    def _later(self, w: _WaitingRequest, reading: "asyncio.Future[Plan | Waiting]") -> None:
         self._reading += 1
         reading.add_done_callback(partial(self._came, w))
 
@@ -206,8 +206,8 @@ class Batcher:
         """Takes no more requests and waits for running lookups."""
         with self._lock:
             self._is_closed = True
-        for threads in (self._readers, self._beside):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._readers.close()
+        self._beside.shutdown(wait=False, cancel_futures=True)
         self._wake()
         self._threads.join()
         for w in self._waiting:

@@ -32,6 +32,14 @@ class Readers:
         """Calls what may wait. ApiError: MOST_READING do so already."""
         if self._reading >= MOST_READING:
             raise overloaded(f"{MOST_READING} requests wait for rows, the limit")
+        self._reading += 1
+        try:
+            return await self.submit(work)
+        finally:
+            self._reading -= 1
+
+    def submit(self, work: Callable[[], _Result]) -> "asyncio.Future[_Result]":
+        """Has a thread call what may wait. RuntimeError: these are closed."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Result] = loop.create_future()
 
@@ -40,12 +48,8 @@ class Readers:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._wake, loop)
 
-        self._reading += 1
-        try:
-            self._threads.submit(self._call, work).add_done_callback(end)
-            return await answer
-        finally:
-            self._reading -= 1
+        self._threads.submit(self._call, work).add_done_callback(end)
+        return answer
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_taking:
@@ -54,7 +58,10 @@ class Readers:
     def _take(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._ended:
             answer, running = self._ended.popleft()
-            settle(answer, running.exception() or running.result())
+            if running.cancelled():
+                answer.cancel()
+            else:
+                settle(answer, running.exception() or running.result())
         if self._ended:
             loop.call_soon(self._take, loop)
         self._is_taking = bool(self._ended)
@@ -64,5 +71,5 @@ class Readers:
             return work()
 
     def close(self) -> None:
-        """Waits for nobody: the process's end does not hang with a disk."""
-        self._threads.shutdown(wait=False)
+        """Waits for nobody: the process's end does not hang with a disk. What did not begin is cancelled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
