@@ -215,7 +215,8 @@ def run(mutant: Mutant, tree: Path, tests: Sequence[str], limit_s: float, option
     source = target.read_bytes()
     target.write_bytes(source[: mutant.start] + mutant.after.encode() + source[mutant.end :])
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
         command,
         cwd=tree,
