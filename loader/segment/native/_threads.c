@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { THREADS = 32 }; /* of a disk: fast ones need as many */
 enum { SIGNALS_MS = 200 }; /* between two looks whether a signal came */
@@ -38,6 +39,7 @@ typedef struct caller { pthread_cond_t came; int left; } caller;
 typedef struct pool {
     struct pool *next;
     long long device;
+    pid_t process;
     pthread_mutex_t lock;
     pthread_cond_t work;
     job *first, *last;
@@ -45,10 +47,7 @@ typedef struct pool {
     int threads, idle;
 } pool;
 
-static pool *pools; /* of this process, with Python's lock */
-
-/* A fork has none of its parent's threads. */
-void forget_pools(void) { pools = NULL; }
+static pool *pools; /* with Python's lock */
 
 static void run(job *j) {
     if (j->r.state) read_left(&j->r, &j->most);
@@ -80,13 +79,14 @@ static void *work(void *of) {
     return NULL;
 }
 
-/* The threads for a disk. NULL: an error is set. */
+/* The threads of this process for a disk: a fork has none of its parent's. NULL: an error is set. */
 static pool *pool_of(long long device) {
+    const pid_t process = getpid();
     for (pool *p = pools; p; p = p->next)
-        if (p->device == device) return p;
+        if (p->device == device && p->process == process) return p;
     pool *made = calloc(1, sizeof *made);
     if (!made) return (pool *)PyErr_NoMemory();
-    made->device = device, made->next = pools;
+    made->device = device, made->process = process, made->next = pools;
     pthread_mutex_init(&made->lock, NULL);
     pthread_cond_init(&made->work, NULL);
     return pools = made;
@@ -286,8 +286,7 @@ PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 5) return PyErr_Format(PyExc_TypeError, "ask takes 5 arguments, got %zd", n);
     const long long device = PyLong_AsLongLong(args[1]), most = PyLong_AsLongLong(args[4]);
     pool *p = PyErr_Occurred() ? NULL : pool_of(device);
-    if (!p || PyObject_GetBuffer(args[2], b, PyBUF_SIMPLE)) return NULL;
-    if (PyObject_GetBuffer(args[3], b + 1, PyBUF_SIMPLE)) return release(b, 1), NULL;
+    if (!p || !hold(args + 2, 2, 0, b)) return NULL;
     const int is_table = is_place(b, &r.p) && b[1].len % 8 == 0 && r.p.row_bytes >= 1 && r.p.rows >= 1
                          && !__builtin_mul_overflow(r.p.rows, r.p.row_bytes, &bytes);
     job *j = is_table ? make_job(args[0], &r, b[1].buf, b[1].len / 8, 0) : NULL;

@@ -1,5 +1,6 @@
 """Rows that a disk does not bring in time, and a disk that hangs (loader.segment.blocks)."""
 
+import os
 import time
 import weakref
 from typing import Any
@@ -67,6 +68,21 @@ def test_who_does_not_wait_leaves_the_threads_to_it(file: File) -> None:
     while kept() is not None:  # another call lets go of what has ended
         other(rows[:9], out[:9], state[:9], time.monotonic() + HOUR)
         _blocks.in_threads(other, device, 1, -1, *where, rows[:0], out[:0], state[:0], 0, 0, 0)
+
+
+def test_a_fork_has_threads_of_its_own(file: File) -> None:
+    reader, rows = file.reader(), np.arange(0, 1000, 60)
+    out, state = np.zeros((rows.size, 80), np.uint8), np.zeros(rows.size, np.uint8)
+
+    def read() -> bool:
+        state[:], out[:] = 3, 0
+        _blocks.in_threads(reader, reader._device, 3, -1, *reader._where, rows, out, state, 0, 0, 0)
+        return not state.any() and np.array_equal(out, file.rows[rows])
+
+    assert read()
+    if not (child := os.fork()):
+        os._exit(0 if read() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and read()
 
 
 @pytest.mark.parametrize(
