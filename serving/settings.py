@@ -345,10 +345,15 @@ def unknown_variables(names: Iterable[str]) -> Iterator[str]:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, settings: type[BaseSettings], *, skip: tuple[str, ...] = ()
+    parser: argparse.ArgumentParser,
+    settings: type[BaseSettings],
+    *,
+    skip: tuple[str, ...] = (),
+    title: str = "",
 ) -> None:
-    """Adds an option for each field, in groups, without a default, so that the environment counts."""
-    title, groups = "", dict[str, argparse._ActionsContainer]({"": parser})
+    """Adds an option for each field, in groups, without a default, so that the environment counts. title: of
+    the first group; "": the parser's own options."""
+    groups = dict[str, argparse._ActionsContainer]({"": parser})
     for name, field in settings.model_fields.items():
         title = _GROUPS.get(name, title)
         if name in skip:

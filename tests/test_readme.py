@@ -70,8 +70,8 @@ def test_pages_that_are_named_exist() -> None:
 def test_commands_of_the_page_exist() -> None:
     """docs/commands.md has a row for each command, and its model.toml parses."""
     rows = "".join(line.split("|")[1] for line in COMMANDS.splitlines() if line.startswith("| `"))
-    shown = run_tableside("--help").stdout.split("COMMAND\n")[-1]
-    names = set(re.findall(r"^    ([a-z]+)\b", shown, re.MULTILINE))
+    shown = run_tableside("--help").stdout.split("\ncommands:\n")[-1]
+    names = set(re.findall(r"^  ([a-z]+)\b", shown, re.MULTILINE))
     assert len(names) > 15 and all(re.search(rf"\b{name}\b", rows) for name in names)
     (text,) = blocks("toml", COMMANDS)
     spec = parse_model(tomllib.loads(text), Path())

@@ -18,6 +18,9 @@ from tableside.serving.client import ClientError, FeatureError
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import RootSettings, add_options, unknown_variables
 
+_FIRST = ("init", "load", "serve", "lookup", "list", "inspect", "activate", "apply", "follow", "eval")
+_NO_ROOT = {"serve", "init", "manifest", "lookup", "score", "bench", "top", "completion"}  # serve: its own
+
 
 def parser() -> Parser:
     """All commands and their options."""
@@ -25,29 +28,30 @@ def parser() -> Parser:
         prog="tableside", description="Quantized embedding tables, held once in shared memory, served."
     )
     top.add_argument("--version", action="version", version=f"tableside {VERSION}")
-    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    told = "one of those below"
+    sub = top.add_subparsers(prog=top.prog, dest="command", required=True, metavar="COMMAND", help=told)
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Parser:
-        p = sub.add_parser(name, help=text, description=text)
+        p: Parser = sub.add_parser(name, description=text)
         p.set_defaults(run=run)
-        if name not in ("serve", "init", "manifest", "lookup", "score", "bench", "top", "completion"):
-            add_options(p, RootSettings)
         return p
 
     for module in (publishing, updates, shards, servers, evaluation, planning):
         module.add_commands(command)
     servers.add_bench_and_top(command)
-    p = command(
-        "completion",
-        print_completion,
-        "print a script with which a shell completes commands, options and models",
-    )
+    p = command("completion", print_completion, "print a script that completes commands and options")
     p.option(
         "shell",
         "source <(tableside completion bash); fish: a file in its folder of completions",
         choices=SHELLS,
     )
     p.set_defaults(parser=parser)
+    commands = top.commands()
+    for name in commands.keys() - _NO_ROOT:
+        add_options(commands[name], RootSettings, title="published models")
+    others = [name for name in commands if name not in _FIRST]
+    for title, names in (("commands", _FIRST), ("more commands", others)):
+        top.sections[title] = [f"  {name:<12}{commands[name].description}" for name in names]
     return top
 
 

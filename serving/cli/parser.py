@@ -1,7 +1,8 @@
-"""argparse with hints about misspelt names, and `tableside completion`."""
+"""argparse with a short usage and hints about misspelt names, and `tableside completion`."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shlex import quote
 from typing import Any, NoReturn
@@ -9,8 +10,40 @@ from typing import Any, NoReturn
 from tableside.loader.model.nearest import did_you_mean
 
 
+class _Help(argparse.HelpFormatter):
+    """Its usage is what has to be given; options are listed below it."""
+
+    _SOME = argparse.Action(["OPTION ..."], "options", nargs=0)
+
+    def add_usage(
+        self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
+    ) -> None:
+        needed = [a for a in actions if a.required or not a.option_strings]
+        super().add_usage(usage, [self._SOME, *needed], [], prefix)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser of commands, or of one command's options. A wrong command line ends with exit code 2."""
+    """A parser of commands, or of one command's options. A wrong command line ends with exit code 2.
+
+    sections: lines at the end of its help, by their titles.
+    """
+
+    def __init__(self, **kind: Any) -> None:
+        super().__init__(**kind, formatter_class=_Help)
+        self.sections: dict[str, Sequence[str]] = {}
+        self._group: argparse._ActionsContainer = self
+
+    def format_help(self) -> str:
+        """As argparse's, with the sections."""
+        lines = (line for title, told in self.sections.items() for line in ("", f"{title}:", *told))
+        return super().format_help() + "".join(f"{line}\n" for line in lines)
+
+    @contextmanager
+    def group(self, title: str) -> Iterator[None]:
+        """Options that are added inside stand under a title of their own in the help."""
+        before, self._group = self._group, self.add_argument_group(title)
+        yield
+        self._group = before
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As argparse's; the error for an unknown argument names the most similar option."""
@@ -40,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         """Adds an option or a positional; its help tells its default."""
         if kind.get("default") not in (None, []) and "(default" not in told:
             told += " (default: %(default)s)"
-        self.add_argument(name, help=told, **kind)
+        self._group.add_argument(name, help=told, **kind)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Ends with an error about arguments that mean nothing here."""

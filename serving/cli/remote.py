@@ -11,13 +11,14 @@ from tableside.serving.errors import ServingError
 
 def add_server(p: Parser) -> None:
     """The options of every command that asks a running server."""
-    p.option(
-        "--url",
-        f"the server: http, https, or unix:PATH (default: {URL_VARIABLE}, now %(default)s)",
-        type=url,
-        default=default_url(),
-    )
-    add_headers(p)
+    with p.group("the server"):
+        p.option(
+            "--url",
+            f"the server: http, https, or unix:PATH (default: {URL_VARIABLE}, now %(default)s)",
+            type=url,
+            default=default_url(),
+        )
+        add_headers(p)
 
 
 def add_headers(p: Parser) -> None:

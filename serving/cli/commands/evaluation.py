@@ -120,8 +120,11 @@ def _print_report(report: "Report") -> None:
 
 
 def add_commands(command: AddCommand) -> None:
-    p = command(
-        "eval", evaluate, "score a data set with a pool of processes, and say what the scores are worth"
+    p = command("eval", evaluate, "score a data set, and say what the scores are worth")
+    p.sections["examples"] = (
+        "  tableside eval ads clicks.parquet --out runs/1 --workers 4",
+        "  tableside eval ads@8 clicks/ --out runs/2 --against ads@7  # two versions",
+        "  tableside eval model.toml clicks/ --out runs/3 --slice country --json",
     )
     p.option(
         "model", "MODEL (the live version), MODEL@VERSION, or a model.toml, loaded first", metavar="MODEL"
@@ -134,24 +137,27 @@ def add_commands(command: AddCommand) -> None:
     p.option("--max-ne-increase", "exit with 3 where NE is larger by more than this", type=finite)
     p.option("--label", "the label's column (default: that of [eval] in model.toml)")
     p.option("--slice", "figures for each value of a column, too", metavar="COLUMN")
-    p.option(
-        "--engine", "processes here, or actors of a Ray cluster", choices=("local", "ray"), default="local"
-    )
-    p.option("--ray-address", "the cluster (default: one of its own, on this machine)")
-    p.option(
-        "--source",
-        "publishes the model where a machine has it not",
-        type=Path,
-        action="append",
-        metavar="MODEL.TOML",
-    )
-    p.option("--batch", "rows scored at once", type=count(1), default=4096)
-    p.option("--shard-rows", "rows of a shard, about", type=count(1), default=65536)
     add_json(p)
+    with p.group("parts of the data"):
+        p.option("--batch", "rows scored at once", type=count(1), default=4096)
+        p.option("--shard-rows", "rows of a shard, about", type=count(1), default=65536)
+    with p.group("Ray"):
+        p.option(
+            "--engine", "processes here, or actors of a cluster", choices=("local", "ray"), default="local"
+        )
+        p.option("--ray-address", "the cluster (default: one of its own, on this machine)")
+        p.option(
+            "--source",
+            "publishes the model where a machine has it not",
+            type=Path,
+            action="append",
+            metavar="MODEL.TOML",
+        )
+    kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget", "scorer_dtype")
+    left_out = tuple(n for n in ServerSettings.model_fields if n not in kept)
+    add_options(p, ServerSettings, skip=left_out, title="processes and GPUs")
     p.option(
         "--stash",
         "give the GPU's memory to the dense part while it runs (placement hbm)",
         action="store_true",
     )
-    kept = ("workers", "backend", "threads", "verify", "devices", "placement", "hbm_budget", "scorer_dtype")
-    add_options(p, ServerSettings, skip=tuple(n for n in ServerSettings.model_fields if n not in kept))

@@ -68,7 +68,12 @@ def _print(model: str, found: "Plan") -> None:
 
 
 def add_commands(command: AddCommand) -> None:
-    p = command("plan", plan, "predict how many ids find their row in a cache, by its size, from a data set")
+    p = command("plan", plan, "predict from requests how many ids hit a cache, by its size")
+    p.sections["examples"] = (
+        "  tableside plan ads clicks.parquet             # parts of all rows",
+        "  tableside plan ads clicks/ --sizes 1GiB,4GiB  # sizes of your own",
+        "  tableside plan ads clicks/ --hit-rate 0.95    # the smallest that does",
+    )
     p.option("model")
     p.option(
         "data", "requests: a .parquet or .jsonl file, or a folder of them, a column a feature", type=Path

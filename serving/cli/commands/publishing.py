@@ -294,17 +294,17 @@ def add_commands(command: AddCommand) -> None:
     )
     p.option("--force", "replace the file where there is one", action="store_true")
 
-    p = command(
-        "manifest", manifest, "write checksums of a checkpoint's rows, which every load of it then checks"
-    )
+    p = command("manifest", manifest, "write checksums of a checkpoint's rows, which every load checks")
     p.option("checkpoint", type=Path)
     p.option("--out", "file to write (default: beside the checkpoint, where load finds it)", type=Path)
 
-    p = command("load", load, "quantize a checkpoint into shared memory and publish it as a new version")
+    p = command("load", load, "quantize a checkpoint into shared memory as a new version")
+    p.sections["examples"] = (
+        "  tableside load model.toml                     # the next version, live at once",
+        "  tableside load model.toml --no-activate       # tableside activate releases it",
+        "  tableside load model.toml --only user         # one table; the others stay",
+    )
     p.option("model", type=Path, metavar="MODEL.TOML")
-    p.option("--threads", "threads that quantize; 0: one a core", type=count(0), default=0)
-    p.option("--max-memory", "most private memory for buffers", type=size, default="64MiB", metavar="BYTES")
-    p.option("--backend", "native or fbgemm", default="native")
     p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)
     p.option(
         "--only",
@@ -313,8 +313,6 @@ def add_commands(command: AddCommand) -> None:
         default=[],
         metavar="TABLE",
     )
-    p.option("--share", "load this share of the tables with a tier alone, from 0", type=int, metavar="N")
-    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
     p.option(
         "--as-delta",
         "publish the rows that differ from the live ones as changes, where they are few",
@@ -323,21 +321,27 @@ def add_commands(command: AddCommand) -> None:
     p.option("--no-activate", "publish without making it the live version", action="store_true")
     p.option("--group", "a group that may read the model (default: this user alone)")
     add_json(p)
+    with p.group("threads and memory"):
+        p.option("--threads", "threads that quantize; 0: one a core", type=count(0), default=0)
+        p.option(
+            "--max-memory", "private memory for buffers, at most", type=size, default="64MiB", metavar="BYTES"
+        )
+        p.option("--backend", "native or fbgemm", default="native")
+    with p.group("tables with a tier"):
+        p.option("--share", "load this share of them alone, from 0", type=int, metavar="N")
+        p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
 
-    p = command(
-        "list",
-        showing.list_models,
-        "list models and versions in shared memory, or those that a running server has",
-    )
-    p.option(
-        "--url",
-        "list what this server serves (alone: TABLESIDE_URL)",
-        type=url,
-        nargs="?",
-        const=default_url(),
-    )
-    add_headers(p)
+    p = command("list", showing.list_models, "list models and versions of this host, or of a running server")
     add_json(p)
+    with p.group("a server"):
+        p.option(
+            "--url",
+            "list what this server serves (alone: TABLESIDE_URL)",
+            type=url,
+            nargs="?",
+            const=default_url(),
+        )
+        add_headers(p)
 
     p = command("inspect", showing.inspect, "show what a version holds")
     p.option("model")
@@ -349,7 +353,7 @@ def add_commands(command: AddCommand) -> None:
     p.option("version", "(default: all versions)", type=count(1), nargs="?")
     add_json(p)
 
-    p = command("activate", activate, "make a published version the live one: rollback, or a staged release")
+    p = command("activate", activate, "make a published version the live one, a newer or an older")
     p.option("model")
     p.option(
         "version",
@@ -369,7 +373,7 @@ def add_commands(command: AddCommand) -> None:
     add_keep_states(p)
     add_json(p)
 
-    p = command("compact", compact_model, "make the live version and the changes over it the next version")
+    p = command("compact", compact_model, "make a version of the live one and the changes over it")
     p.option("model")
     p.option("--threads", "(default: one a core)", type=count(0), default=0)
     add_json(p)

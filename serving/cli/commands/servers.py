@@ -194,7 +194,12 @@ def _parse_dense(text: str) -> tuple[str, list[list[float]]]:
 
 
 def add_commands(command: AddCommand) -> None:
-    p = command("serve", serve, "serve models over HTTP; those that are named by a path are loaded first")
+    p = command("serve", serve, "serve models over HTTP; those named by a path are loaded first")
+    p.sections["examples"] = (
+        "  tableside serve ads --workers 4               # a published model",
+        "  tableside serve checkpoint.safetensors        # loads it first, as int8",
+        "  tableside serve --all --devices 0 --port 80   # all models, on a GPU",
+    )
     p.option(
         "models",
         "a published model, or a model.toml or checkpoint, loaded unless it is live",
@@ -203,7 +208,6 @@ def add_commands(command: AddCommand) -> None:
         default=None,
     )
     add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
-    p.usage = f"{p.prog} [OPTION ...] [MODEL ...]"
 
     p = command("lookup", lookup, "look ids up on a running server and print the vectors")
     _add_server(p)
@@ -224,7 +228,6 @@ def add_bench_and_top(command: AddCommand) -> None:
     _add_server(p)
     p.option("--batch", "bags per feature in a request", type=count(1), default=32)
     p.option("--ids", "ids of a bag, on average", type=count(1), default=20)
-    p.option("--same", "as many ids in every bag, not random lengths", action="store_true")
     p.option(
         "--form",
         "two tensors per feature, two in all, or both in turns (default: named)",
@@ -234,14 +237,13 @@ def add_bench_and_top(command: AddCommand) -> None:
     p.option("--concurrency", "connections", type=count(1), default=16)
     p.option("--seconds", "how long", type=seconds, default=5.0)
     p.option("--rate", "requests a second, sent when due; default: as fast as answered", type=rate)
-    p.option("--arrivals", "with --rate: when requests are due", choices=ARRIVALS, default="poisson")
-    p.option("--zipf", "draw ids by Zipf's law with this exponent, not uniformly", type=exponent)
-
     add_json(p)
+    with p.group("what is drawn"):
+        p.option("--same", "as many ids in every bag, not random lengths", action="store_true")
+        p.option("--arrivals", "with --rate: when requests are due", choices=ARRIVALS, default="poisson")
+        p.option("--zipf", "draw ids by Zipf's law with this exponent, not uniformly", type=exponent)
 
-    p = command(
-        "top", show_top, "show what a running server does: requests, ids, hit rates of its GPU caches"
-    )
+    p = command("top", show_top, "show the requests, ids and cache hits of a running server, live")
     add_server(p)
     p.option("--seconds", "between two looks", type=seconds, default=2.0)
     p.option("--once", "one table, and end", action="store_true")

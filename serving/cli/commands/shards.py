@@ -162,7 +162,7 @@ def _cells(holding: Holding) -> tuple[str, ...]:
 
 
 def add_commands(command: AddCommand) -> None:
-    p = command("export", export, "write a table as a file that other programs read, dequantized")
+    p = command("export", export, "write a table, dequantized, as a file for other programs")
     p.option("model")
     p.option("table")
     p.option("--to", "a .parquet, .npz or .safetensors file", type=Path, required=True, metavar="FILE")
@@ -171,7 +171,7 @@ def add_commands(command: AddCommand) -> None:
     p.option("--name", "its name in .npz and .safetensors: NAME.ids, NAME.weight")
     p.option("--force", "replace the file where there is one", action="store_true")
 
-    p = command("compile", compile_kernels, "compile what a model needs on a GPU, which need not be here")
+    p = command("compile", compile_kernels, "compile a model's kernels for a GPU, which need not be here")
     p.option("model")
     p.option("--version", "the version (default: the live one)", type=count(1))
     p.option("--arch", "the GPU's architecture (default: that of this machine's GPU)", metavar="sm_90")
@@ -184,14 +184,12 @@ def add_commands(command: AddCommand) -> None:
     p.option("--cache-policy", "of the cache", choices=("lfu", "lru"), default="lfu")
     p.option("--jobs", "kernels compiled at once (default: one a core)", type=count(1))
 
-    p = command("owners", owners, "show the hosts that have rows of a model, and which state they have")
+    p = command("owners", owners, "show the hosts that have rows of a model, and their states")
     p.option("model")
     p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
     add_json(p)
 
-    p = command(
-        "reshard", reshard, "publish a model as models of several owners, which have a share of its ids each"
-    )
+    p = command("reshard", reshard, "publish a model as those of several owners, with a share each")
     p.option("model")
     p.option("--owners", "how many there will be; 1: the whole model", type=count(1), required=True)
     p.option("--from", "how many hold it now", type=count(1), default=1, dest="from_owners")

@@ -46,17 +46,17 @@ def list_models(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"root": str(root), "free_bytes": free, "versions": versions})
         return 0
-    heads = ("model", "version", "", "created", "tables", "bytes", "changes", "shared", "scorer")
+    heads = ("model", "version", "created", "tables", "bytes", "changes", "shared", "scorer")
     rows: list[list[str]] = []
     for v in versions:
         named = f"{v['version']}+{v['sequence']}" if v["sequence"] else str(v["version"])
-        cells = [v["model"], named, "" if v["state"] == "published" else v["state"]]
+        cells = [v["model"], named if v["state"] == "published" else f"{named} {v['state']}"]
         if v["error"] is not None:
             cells.append(escape(v["error"]))
         elif v["created"] is not None:
             sizes = (mb(v[key]) if v[key] else "" for key in ("bytes", "delta_bytes", "shared_bytes"))
             cells += [
-                escape(v["created"][:16].replace("T", " ")),
+                escape(v["created"][5:16].replace("T", " ")),  # without the year
                 str(v["tables"]),
                 *sizes,
                 v["scorer"]["kind"] if v["scorer"] else "",
@@ -64,6 +64,7 @@ def list_models(options: argparse.Namespace) -> int:
         rows.append(cells + [""] * (len(heads) - len(cells)))
     shown = [place for place in range(len(heads)) if any(row[place] for row in rows)]
     table = table_of([heads[place] for place in shown], ([row[place] for place in shown] for row in rows))
+    table.collapse_padding, table.pad_edge = True, False  # 80 columns hold it
     console.print(table if rows else f"nothing is published under {root}")
     is_disk = root.exists() and is_on_disk(root)
     console.print(f"{mb(free)} free on the disk" if is_disk else f"{mb(free)} of shared memory free")

@@ -258,22 +258,31 @@ def follow(options: argparse.Namespace) -> int:
 
 
 def add_commands(command: AddCommand) -> None:
-    p = command(
-        "apply",
-        apply,
-        "change rows of the live version: insert, overwrite and delete those that a file names",
+    p = command("apply", apply, "insert, overwrite and delete rows of the live version, from a file")
+    p.sections["examples"] = (
+        "  tableside apply ads changes.npz               # the rows that the file names",
+        "  tableside apply ads 7.parquet --number 7      # once, however often it is sent",
+        "  tableside apply ads new.jsonl --table user    # rows that name no table",
     )
     p.option("model")
     p.option(
         "file", "a .parquet, .npz or .jsonl file with tables, ids and vectors (docs/updates.md)", type=Path
     )
     _add_changes(p)
-    p.option("--number", "the sender's count: an applied one does nothing, a gap is an error", type=count(1))
-    p.option("--source", "the sender, where several count for themselves (default: apply)")
-    p.option("--first", "the count begins with --number, and not with 1", action="store_true")
     add_json(p)
+    with p.group("numbered files"):
+        p.option(
+            "--number", "the sender's count: an applied one does nothing, a gap is an error", type=count(1)
+        )
+        p.option("--source", "the sender, where several count for themselves (default: apply)")
+        p.option("--first", "the count begins with --number, and not with 1", action="store_true")
 
-    p = command("follow", follow, "apply a stream of changes to the live version, until SIGTERM or SIGINT")
+    p = command("follow", follow, "apply a stream of changes, until SIGTERM or SIGINT")
+    p.sections["examples"] = (
+        "  tableside follow ads changes/                 # files 1.npz, 2.npz ...",
+        "  tableside follow ads 'redis://HOST:6379/0?stream=rows' --metrics 9100",
+        "  tableside follow ads kafka://HOST/rows --compact-at 0.1   # tidies up, too",
+    )
     p.option("model")
     p.option(
         "source",
@@ -299,15 +308,16 @@ def add_commands(command: AddCommand) -> None:
         default=0.0,
         metavar="SHARE",
     )
-    told = "niceness, 0 to 19: above 0 servers' lookups come first (default: %(default)s)"
-    p.option("--nice", told, type=int, choices=range(20), default=10, metavar="N")
-    told = "write refused changes to this file, a line of JSON each, and go on (default: end)"
-    p.option("--skip-bad", told, type=Path, metavar="FILE")
-    p.option("--reset", "begin at --from, whatever was applied", action="store_true")
     told = "answer /metrics and /health here (127.0.0.1 if no host is named); 0: any free port"
     p.option("--metrics", told, type=host_port, metavar="[HOST:]PORT")
-    p.option("--name", "the stream's name in the state (default: folder:PATH, redis:KEY or kafka:TOPIC)")
     add_json(p)
+    with p.group("what it does less often"):
+        told = "niceness, 0 to 19: above 0 servers' lookups come first (default: %(default)s)"
+        p.option("--nice", told, type=int, choices=range(20), default=10, metavar="N")
+        told = "write refused changes to this file, a line of JSON each, and go on (default: end)"
+        p.option("--skip-bad", told, type=Path, metavar="FILE")
+        p.option("--reset", "begin at --from, whatever was applied", action="store_true")
+        p.option("--name", "the stream's name in the state (default: folder:PATH, redis:KEY or kafka:TOPIC)")
 
 
 def _add_changes(p: Parser) -> None:

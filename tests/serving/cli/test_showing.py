@@ -1,6 +1,7 @@
 """What the commands say of published versions: their tables, features and scorers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from scorers import Ctr, exported
 from support import flip_bit, rows_of, run_tableside
 
 from tableside.serving.cli.cli import main
+from tableside.serving.cli.commands import showing
 
 
 @pytest.fixture
@@ -60,6 +62,22 @@ def test_a_load_whose_scorer_takes_all_says_no_more(folder: Path, capsys: pytest
     write("kind = 'dot'\nfeatures = ['user', 'item']", "user", "item")
     said = say(capsys, "load", "m.toml")
     assert "scorer dot(user, item)\n" in said and "not scored" not in said and "dense" not in said
+
+
+def test_list_fits_80_columns(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every column that it may have, of a model of some GB."""
+    sizes = dict.fromkeys(("bytes", "delta_bytes", "shared_bytes"), 98_760_000_000)
+    named = {"model": "recommender_v2", "version": 12, "sequence": 345, "state": "live"}
+    found = {"created": "2026-11-28T09:06:00", "tables": 26, "scorer": {"kind": "program"}, "error": None}
+    monkeypatch.setattr(showing, "models", lambda *_: [None])
+    monkeypatch.setattr(showing, "_versions", lambda _: [named | found | sizes])
+    heads, row, _ = say(capsys, "list", "--root", str(root)).splitlines()
+    assert re.sub(" +", " ", row) == (
+        "recommender_v2 12+345 live 11-28 09:06 26 98.76 GB 98.76 GB 98.76 GB program"
+    )
+    assert len(heads) <= 80 and len(row) <= 80
 
 
 def test_list_and_inspect_as_json(folder: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
