@@ -1,7 +1,8 @@
 """deploy/kubernetes: against Kubernetes's own schemas, against each other, and against the real server.
 
 The schemas of Kubernetes's kinds come with kubernetes-validate. Those of the operators' kinds
-(ServiceMonitor, ServingRuntime) do not, so their fields are compared with lists from their API references.
+(ServiceMonitor, PodMonitor, ScaledObject, ServingRuntime) do not, so their fields are compared with lists
+from their API references.
 """
 
 import os
@@ -32,7 +33,7 @@ from tableside.serving.workers import supervisor
 TOP = Path(__file__).parents[2]
 FOLDER = TOP / "deploy" / "kubernetes"
 ENTRYPOINT = TOP / "docker" / "entrypoint.sh"
-CUSTOM = {"ServiceMonitor", "ServingRuntime", "Kustomization"}
+CUSTOM = {"ServiceMonitor", "PodMonitor", "ScaledObject", "ServingRuntime", "Kustomization"}
 PATCHES = ("gpu", "follow")  # folders of patches over base
 VERSIONS = ("1.29", kubernetes_validate.latest_version())
 
@@ -75,6 +76,7 @@ def test_objects_fit_the_schemas_of_kubernetes(version: str) -> None:
         "Service",
         "PodDisruptionBudget",
         "HorizontalPodAutoscaler",
+        "NetworkPolicy",
         "StatefulSet",
     }
     for document in checked:
@@ -158,6 +160,81 @@ def test_a_service_monitor_has_what_its_reference_lists() -> None:
     service = one("Service")
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert endpoint["port"] in [p["name"] for p in service["spec"]["ports"]]
+
+
+def test_a_pod_monitor_finds_the_followers() -> None:
+    """The same reference's fields; the follower's port, of pods that the selector means, and a job that the
+    alert about followers looks for."""
+    monitor = one("PodMonitor")
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    assert set(monitor["spec"]) <= {"selector", "podMetricsEndpoints", "namespaceSelector", "jobLabel"}
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert set(endpoint) <= {
+        "port",
+        "path",
+        "interval",
+        "scrapeTimeout",
+        "scheme",
+        "honorLabels",
+        "relabelings",
+    }
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (follower,) = one("Deployment", "follow")["spec"]["template"]["spec"]["containers"]
+    (port,) = follower["ports"]
+    assert endpoint["port"] == port["name"]
+    assert follower["command"][follower["command"].index("--metrics") + 1].endswith(
+        f":{port['containerPort']}"
+    )
+    alerts = yaml.safe_load((TOP / "deploy/prometheus/rules.yaml").read_text())["groups"][1]["rules"]
+    (stuck,) = [a["expr"] for a in alerts if a["alert"] == "TablesideFollowerStuck"]
+    (job,) = re.findall(r'up\{job=~"(.*?)"\}', stuck)
+    assert re.fullmatch(job, f"default/{monitor['metadata']['name']}")
+
+
+def test_keda_scales_as_the_autoscaler_does() -> None:
+    """The fields are those of KEDA's reference, keda.sh/v1alpha1; the numbers those of autoscaling/."""
+    scaled, scaler = one("ScaledObject"), one("HorizontalPodAutoscaler")["spec"]
+    assert scaled["apiVersion"] == "keda.sh/v1alpha1"
+    spec = scaled["spec"]
+    assert set(spec) <= {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "advanced", "triggers"}
+    assert spec["scaleTargetRef"] == scaler["scaleTargetRef"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (
+        scaler["minReplicas"],
+        scaler["maxReplicas"],
+    )
+    assert spec["advanced"] == {"horizontalPodAutoscalerConfig": {"behavior": scaler["behavior"]}}
+    (trigger,) = spec["triggers"]
+    assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+    assert set(trigger["metadata"]) == {"serverAddress", "query", "threshold"}
+    average = scaler["metrics"][0]["pods"]["target"]["averageValue"]
+    assert trigger["metadata"]["threshold"] == average.replace("k", "000")
+    (series,) = re.findall(r"rate\((\w+)\{", trigger["metadata"]["query"])
+    assert series == REQUESTS.name
+
+
+def test_policies_let_in_whoever_asks_and_no_others() -> None:
+    """Each workload has one. Ports that it names are those of its containers, and each sender is named."""
+    policies = {d["metadata"]["name"]: d["spec"] for _, d in documents() if d["kind"] == "NetworkPolicy"}
+    workloads = {
+        d["metadata"]["name"]: d["spec"]["template"]
+        for p, d in documents()
+        if d["kind"] in ("Deployment", "StatefulSet") and p.parent.name not in ("gpu", "follow")
+    }
+    assert policies.keys() == workloads.keys()
+    followers = one("Deployment", "follow")["spec"]["template"]["spec"]["containers"]
+    for name, policy in policies.items():
+        template = workloads[name]
+        assert policy["podSelector"]["matchLabels"] == template["metadata"]["labels"]
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        ports = {p["name"] for c in (*template["spec"]["containers"], *followers) for p in c.get("ports", ())}
+        assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} <= ports
+        assert all(rule["from"] for rule in policy["ingress"]) and all(
+            rule["to"] for rule in policy["egress"]
+        )
+    servers = workloads["tableside"]["metadata"]["labels"]
+    owners = [r for p in policies["tableside-owner"]["ingress"] for r in p["from"] if "podSelector" in r]
+    assert [r["podSelector"]["matchLabels"] for r in owners] == [servers]
 
 
 def test_a_serving_runtime_has_what_its_reference_lists() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tomllib
@@ -69,6 +70,15 @@ def test_image_is_small_unprivileged_and_checked(target: str, extras: str) -> No
     assert re.findall(r"\[([a-z,]+)\]", commands) == [e for e in [extras] if e]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert {e for e in extras.split(",") if e} <= set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("target", ["slim", "cpu", "cuda"])
+def test_an_image_says_what_it_is(target: str) -> None:
+    """Its labels are OCI's predefined ones, and what the package says of itself."""
+    labels = dict(word.split("=", 1) for word in shlex.split(last(target, "LABEL")))
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    keys = {"title": "name", "description": "description", "version": "version", "licenses": "license"}
+    assert labels == {f"org.opencontainers.image.{label}": project[key] for label, key in keys.items()}
 
 
 def test_builder_gets_every_package_and_installs_no_compiler() -> None:
