@@ -53,11 +53,11 @@ def test_every_result_file_is_used() -> None:
     assert {path.stem for path in RESULTS} - used - named == set()
 
 
-def test_limits_that_operations_md_names_are_the_defaults() -> None:
+def test_limits_that_a_page_names_are_the_defaults() -> None:
     """Each row of the table names settings, and their values stand before the answer beyond them."""
     rows = re.findall(
         r"^\| (.+?) \| (.+?) \| ((?:`\w+`(?:, )?)+) \|$",
-        (TOP / "docs" / "operations.md").read_text(),
+        (TOP / "docs" / "running.md").read_text(),
         re.MULTILINE,
     )
     named = [(name, cell) for _, cell, names in rows for name in re.findall(r"`(\w+)`", names)]

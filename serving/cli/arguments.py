@@ -122,7 +122,7 @@ KEEP = count(0, "0 keeps the live version alone")
 
 
 def add_json(p: Parser) -> None:
-    p.option("--json", "print JSON, whose keys docs/operations.md lists", action="store_true")
+    p.option("--json", "print JSON, whose keys docs/commands.md lists", action="store_true")
 
 
 def add_keep_states(p: Parser) -> None:

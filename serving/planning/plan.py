@@ -54,7 +54,7 @@ class Plan:
         return (hits.sum(1) / max(1, self.references.ids.sum())).tolist()  # type: ignore[no-any-return]
 
     def figures(self) -> dict[str, Any]:
-        """The output of `--json` (docs/operations.md)."""
+        """The output of `--json` (docs/commands.md)."""
         r, best = self.references, self.lru if self.policy == "lru" else self.lfu
         used = np.bincount(r.table, minlength=len(self.tables)) / r.share
         size = np.bincount(r.table, r.bytes, len(self.tables)) / r.share

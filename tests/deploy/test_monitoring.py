@@ -129,7 +129,18 @@ def test_rules_stand_on_rules_that_there_are() -> None:
     for rule in rules():
         if "alert" in rule:
             assert rule["labels"]["severity"] in ("critical", "warning", "info")
-            assert {"summary", "description"} == set(rule["annotations"])
+            assert {"summary", "description", "runbook_url"} == set(rule["annotations"])
+
+
+def test_the_runbook_has_a_heading_for_each_alert() -> None:
+    """Which each alert's annotation links, and text below it."""
+    sections = (DEPLOY.parent / "docs" / "runbook.md").read_text().split("\n## ")[1:]
+    alerts = [rule for rule in rules() if "alert" in rule]
+    headings = [section.partition("\n")[0] for section in sections]
+    assert sorted(headings[:-1]) == sorted(a["alert"] for a in alerts) and headings[-1] == "Recovery"
+    assert all(len(section.splitlines()) > 4 for section in sections)
+    for alert in alerts:
+        assert alert["annotations"]["runbook_url"] == f"docs/runbook.md#{alert['alert'].lower()}"
 
 
 def test_panels_have_places_of_their_own() -> None:

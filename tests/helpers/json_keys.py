@@ -1,14 +1,14 @@
-"""The keys of `--json` that docs/operations.md lists, and those that a command prints."""
+"""The keys of `--json` that docs/commands.md lists, and those that a command prints."""
 
 import re
 from pathlib import Path
 from typing import Any
 
-KEYS = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+KEYS = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
 
 
 def documented_keys(command: str) -> set[str]:
-    """The keys that docs/operations.md lists for a command."""
+    """The keys that docs/commands.md lists for a command."""
     (row,) = re.findall(rf"^\| `{command}` \| (.*) \|$", KEYS, re.MULTILINE)
     return {key for key in re.findall(r"`([^`]+)`", row) if "/" not in key}
 

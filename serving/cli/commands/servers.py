@@ -132,7 +132,7 @@ def _cells(load: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _measured(form: Form, load: Load, features: int, shape: Shape) -> dict[str, Any]:
-    """Returns an entry of `forms` in the JSON (docs/operations.md)."""
+    """Returns an entry of `forms` in the JSON (docs/commands.md)."""
     ids_per_s = load.requests_per_s * features * shape.batch * shape.ids
     counts = {"requests": load.requests, "failed": load.failed, "failure": load.failure or None}
     latencies = {key: load.percentile_ms(percent) for key, percent in _LATENCIES.items()}

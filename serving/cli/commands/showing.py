@@ -95,7 +95,7 @@ def _list_served(options: argparse.Namespace) -> int:
 
 
 def _versions(model: Model) -> Iterator[dict[str, Any]]:
-    """Returns the JSON of `list` for a model (docs/operations.md)."""
+    """Returns the JSON of `list` for a model (docs/commands.md)."""
     live = state_of(model.record())
     for version in model.versions():
         kept = kept_states(model, version)
@@ -226,7 +226,7 @@ def _tables(h: Header) -> Iterator[Table]:
 
 
 def _version(segment: Segment) -> dict[str, Any]:
-    """Returns the JSON of `inspect` (docs/operations.md)."""
+    """Returns the JSON of `inspect` (docs/commands.md)."""
     h = segment.header
     tables = [
         {

@@ -90,7 +90,7 @@ def samples(text: str) -> Samples:
 
 def rates(before: Samples, now: Samples, seconds: float) -> dict[str, Any]:
     """Returns rates per second between two looks, and current gauges: the output of `--json`
-    (docs/operations.md)."""
+    (docs/commands.md)."""
 
     def rate(name: str, label: str) -> float:
         return (now.get((name, label), 0.0) - before.get((name, label), 0.0)) / seconds

@@ -20,6 +20,7 @@ from hosts import (
     place,
     spec_of,
 )
+from json_keys import documented_keys, keys_of
 from servers import Server, start_server
 from support import end, run_tableside, until
 
@@ -139,7 +140,9 @@ def test_a_server_that_compacted_begins_with_an_older_state(owners: Server, tmp_
     assert (door.served().version, door.served().sequence) == (1, 3) and not step(door)
     assert answer(door.served(), asked, tuple(asked)) == answer(before.served(), asked, tuple(asked))
     shown = run_tableside("owners", hosts.door.name, "--json", root=hosts.door.root)
-    assert [owner["state"] for owner in json.loads(shown.stdout)["owners"]] == ["2", "1+3"]
+    told = json.loads(shown.stdout)
+    assert [owner["state"] for owner in told["owners"]] == ["2", "1+3"]
+    assert keys_of(told) == documented_keys("owners")
     hosts.apply([hosts.owners[1]], changes)
     assert takes(door) and door.served().version == 2
 

@@ -60,19 +60,16 @@ def test_every_number_is_there(start: Start) -> None:
 
 
 def documented() -> set[str]:
-    """The names in the table of docs/operations.md. One that begins with "_" is a part of a name."""
+    """The names in the table of docs/metrics.md. One that begins with "_" is a part of a name."""
     table = (
-        (Path(__file__).parents[3] / "docs/operations.md")
-        .read_text()
-        .split("## Metrics")[1]
-        .split("\n## ")[0]
+        (Path(__file__).parents[3] / "docs/metrics.md").read_text().split("## Metrics")[1].split("\n## ")[0]
     )
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
 
 
 def test_every_metric_of_the_table_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every metric that there is stands in the table of docs/operations.md."""
+    """And every metric that there is stands in the table of docs/metrics.md."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     engine: Any = SimpleNamespace(
         model=SimpleNamespace(name="demo", versions=lambda: [1], record=lambda: SimpleNamespace(current=1)),
