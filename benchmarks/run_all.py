@@ -1,6 +1,6 @@
 """Every benchmark that needs no GPU, one after another; says what each took and which result files it wrote.
 
-    make bench              # some 30 minutes on two cores
+    make bench              # some 35 minutes on two cores
     TRIAL=1 make bench      # the same, and nothing is written
 
 Nothing starts where a result would be refused in the end, since the tree is no commit (common.report).
@@ -18,6 +18,7 @@ BENCHMARKS = (
     "cpu_sizes.py",
     "row_alignment.py",
     "cpu_formats.py",
+    "row_formats.py",
     "load.py",
     "copied_load.py",
     "updates.py",
