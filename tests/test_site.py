@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from browsers import needs_chromium, page_of
 from servers import Server, running
 from support import run_tableside
 
@@ -70,6 +71,24 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
             )  # of 404.html they begin at the top
     styles = "".join(p.read_text() for p in site.rglob("*.css"))
     assert not re.findall(r"(?:@import|url\()\s*['\"]?(?:https?:)?//", styles)
+
+
+@pytest.mark.thorough
+def test_the_search_has_what_file_pages_need(site: Path) -> None:
+    """The index as a script, and before the theme's own script that which stands for a worker."""
+    assert (site / "search/search_index.js").read_text().startswith("var __index = {")
+    for page in site.glob("*.html"):
+        scripts = re.findall(r'<script src="([^"]+)"', page.read_text())
+        assert [Path(s).name.split(".")[0] for s in scripts] == ["iframe-worker", "bundle"], page.name
+
+
+@needs_chromium
+@pytest.mark.thorough
+def test_the_search_works_from_a_file(site: Path) -> None:
+    """Without a server: a word finds its page and its heading."""
+    shown = page_of(f"{(site / 'index.html').as_uri()}?q=compaction")
+    found = [tag for tag in re.findall(r"<a [^>]+>", shown) if "md-search-result__link" in tag]
+    assert any("updates.html" in tag and "#compaction" in tag for tag in found), found
 
 
 def test_every_page_is_in_the_navigation_and_limits_come_first() -> None:
