@@ -16,6 +16,7 @@ from browsers import needs_chromium, page_of
 from servers import Server, running
 from support import run_tableside
 
+import tableside.torch
 from tableside.serving.client import Client
 
 TOP = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ TOP = Path(__file__).parent.parent
 def build(top: Path, site: Path) -> "subprocess.CompletedProcess[str]":
     """`make docs`, of a tree, into a folder. No name is resolved: a build that asked the network would
     fail."""
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(top / "mkdocs.yml")]
     without_network = ["unshare", "--net", "--map-root-user"]
     alone = subprocess.run([*without_network, "true"], capture_output=True, check=False).returncode == 0
@@ -89,6 +91,13 @@ def test_the_search_works_from_a_file(site: Path) -> None:
     shown = page_of(f"{(site / 'index.html').as_uri()}?q=compaction")
     found = [tag for tag in re.findall(r"<a [^>]+>", shown) if "md-search-result__link" in tag]
     assert any("updates.html" in tag and "#compaction" in tag for tag in found), found
+
+
+def test_the_api_reference_has_every_name_that_is_exported() -> None:
+    """And no other."""
+    named = re.findall(r"^::: tableside\.([\w.]+)$", (TOP / "docs/api.md").read_text(), re.MULTILINE)
+    exported = [*tableside.__all__, *(f"torch.{name}" for name in tableside.torch.__all__)]
+    assert sorted(named) == sorted(exported)
 
 
 def test_every_page_is_in_the_navigation_and_limits_come_first() -> None:
