@@ -89,7 +89,10 @@ class Pod:
     def _run(self, name: str) -> "subprocess.Popen[bytes]":
         container = self._containers[name]
         words = container.get("command") or [str(TOP / "docker" / "entrypoint.sh"), *container["args"]]
-        words = [w.replace("/models/", f"{self._folder.parent}/") for w in filled(words, self._values)]
+        here = {"/models/": f"{self._folder.parent}/", "0.0.0.0:9100": "127.0.0.1:0"}  # pods share this host
+        words = filled(words, self._values)
+        for there, ours in here.items():
+            words = [word.replace(there, ours) for word in words]
         return subprocess.Popen(
             words, env=self._variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=self._folder
         )

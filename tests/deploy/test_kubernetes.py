@@ -157,9 +157,18 @@ def test_a_service_monitor_has_what_its_reference_lists() -> None:
         "honorLabels",
         "relabelings",
     }
-    service = one("Service")
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert endpoint["port"] in [p["name"] for p in service["spec"]["ports"]]
+    services = [d for _, d in documents() if d["kind"] == "Service"]
+    assert len(services) == 3  # base/, and hosts/ of servers and of owners
+    for service in services:
+        assert is_selected(service["metadata"]["labels"], monitor)
+        assert endpoint["port"] in [p["name"] for p in service["spec"]["ports"]]
+
+
+def is_selected(labels: Mapping[str, str], monitor: Mapping[str, Any]) -> bool:
+    """Whether a monitor means what has these labels."""
+    (asked,) = monitor["spec"]["selector"]["matchExpressions"]
+    assert asked["operator"] == "In"
+    return labels.get(asked["key"]) in asked["values"]
 
 
 def test_a_pod_monitor_finds_the_followers() -> None:
@@ -178,14 +187,17 @@ def test_a_pod_monitor_finds_the_followers() -> None:
         "honorLabels",
         "relabelings",
     }
-    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    (follower,) = one("Deployment", "follow")["spec"]["template"]["spec"]["containers"]
-    (port,) = follower["ports"]
-    assert endpoint["port"] == port["name"]
-    assert follower["command"][follower["command"].index("--metrics") + 1].endswith(
-        f":{port['containerPort']}"
-    )
+    workloads = [(p.parent.name, d) for p, d in documents() if d["kind"] in ("Deployment", "StatefulSet")]
+    followed = [d for folder, d in workloads if folder in ("base", "follow", "hosts")]
+    assert len(followed) == 4
+    for workload in followed:
+        template = workload["spec"]["template"]
+        assert "metadata" not in template or is_selected(template["metadata"]["labels"], monitor)
+        for follower in (c for c in template["spec"]["containers"] if c["name"] == "follow"):
+            (port,) = follower["ports"]
+            assert endpoint["port"] == port["name"] == follower["livenessProbe"]["httpGet"]["port"]
+            at = follower["command"][follower["command"].index("--metrics") + 1]
+            assert at.endswith(f":{port['containerPort']}")
     alerts = yaml.safe_load((TOP / "deploy/prometheus/rules.yaml").read_text())["groups"][1]["rules"]
     (stuck,) = [a["expr"] for a in alerts if a["alert"] == "TablesideFollowerStuck"]
     (job,) = re.findall(r'up\{job=~"(.*?)"\}', stuck)
