@@ -26,7 +26,8 @@ FP8_EXPONENT_BITS, FP8_EXPONENT_BIAS, FP8_MAX = 4, 7, 240.0
 FP16_MAX, FP32_MAX = 65504.0, (2 - 2**-23) * 2.0**127
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 SCALED_MAX = 2.0**126  # of formats with an fp32 or ue8m0 scale, so that no product is infinite
-_ROUNDED, _TINY_SCALE = 1 + 2.0**-20, 2.0**-121  # scales are fp32, and not less than 2 ** -126
+# Scale, quotient and product are fp32, and half a step is a 28th of the value or more; scales reach 2 ** -126
+_ROUNDED, _TINY_SCALE = 1 + 2.0**-17, 2.0**-121
 _HALF_RELATIVE, _HALF_TINY = 2.0**-11, 2.0**-25  # rounding to fp16: half a step, relative or of a subnormal
 
 

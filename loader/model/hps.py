@@ -49,9 +49,8 @@ _INSTEAD = {
     "dense_file": "a scorer is an exported program, [scorer] in model.toml",
     "network_file": "a scorer is an exported program, [scorer] in model.toml",
     "volatile_db": "all rows lie in shared memory, in no database",
-    "persistent_db": "all rows lie in shared memory, in no database",
-    "update_source": "rows change by tableside follow (a folder of files, or a Redis stream) and tableside "
-    "apply",
+    "persistent_db": "rows lie in shared memory, or on a disk (--root), in no database",
+    "update_source": "rows change by tableside follow (a folder of files, Redis or Kafka) and tableside apply",
     "supportlonglong": "ids are always int64",
 }
 

@@ -70,6 +70,20 @@ def test_quantized_bytes_equal_those_of_torchs_casts(
     assert (error <= [row_format.error_bound(float(r.min()), float(r.max())) for r in values]).all()
 
 
+@of_each
+def test_the_bound_holds_halfway_between_two_values(native: CpuBackend, row_format: RowFormat) -> None:
+    """There the roundings of the scale, the quotient and the product count, too."""
+    largest = np.random.default_rng(3).uniform(0.5, 1, (20_000, 1)).astype(np.float32)
+    halfway = np.array([448, 432, 400, 368, 336, 304, 272, 248, 6, 5, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25])
+    values = np.hstack([largest, *(largest.astype(np.float64) * halfway / top for top in (448, 6))])
+    values = np.clip(values, 0, largest).astype(np.float32)
+    values = np.pad(values, ((0, 0), (0, 64 - values.shape[1])))
+    packed = np.empty((len(values), row_format.row_bytes(64, 4)), np.uint8)
+    native.quantize(values, Source.FP32, row_format, packed)
+    error = np.abs(native.dequantize(Table(packed, row_format, 64)).astype(np.float64) - values).max(1)
+    assert (error <= [row_format.error_bound(0.0, float(r.max())) for r in values]).all()
+
+
 @pytest.mark.parametrize("dim", DIMS)
 @of_each
 def test_single_rows_are_what_torchs_casts_say_bit_for_bit(
