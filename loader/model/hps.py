@@ -48,9 +48,9 @@ _READ = {
 _INSTEAD = {
     "dense_file": "a scorer is an exported program, [scorer] in model.toml",
     "network_file": "a scorer is an exported program, [scorer] in model.toml",
-    "volatile_db": "all rows lie in shared memory, in no database",
-    "persistent_db": "rows lie in shared memory, or on a disk (--root), in no database",
-    "update_source": "rows change by tableside follow (a folder of files, Redis or Kafka) and tableside apply",
+    "volatile_db": "rows lie in shared memory, or on a disk (--root)",
+    "persistent_db": "rows lie in shared memory, or on a disk (--root)",
+    "update_source": "rows change by tableside follow (a folder, Redis or Kafka) and tableside apply",
     "supportlonglong": "ids are always int64",
 }
 

@@ -79,9 +79,8 @@ def test_a_ps_json_becomes_a_model(tmp_path: Path) -> None:
     assert notes == [
         f"gpucacheper 0.5: tableside serve --devices 0,1 --hbm-budget {-(-packed // 2 // 2**20)}MiB, and "
         "more for the ids",
-        "volatile_db, persistent_db: all rows lie in shared memory, in no database",
-        "update_source: rows change by tableside follow (a folder of files, or a Redis stream) and tableside "
-        "apply",
+        "volatile_db, persistent_db: rows lie in shared memory, or on a disk (--root)",
+        "update_source: rows change by tableside follow (a folder, Redis or Kafka) and tableside apply",
         "supportlonglong: ids are always int64",
         "without meaning here: hit_rate_threshold, max_batch_size, "
         "maxnum_catfeature_query_per_table_per_sample, "
