@@ -27,7 +27,8 @@ from tableside.quant.contract import (
     places_in,
 )
 from tableside.quant.cpu.checked import inputs_of, plain_rows, rows_of
-from tableside.quant.cpu.staged import StagedPlanner, fetched
+from tableside.quant.cpu.staged import StagedPlanner
+from tableside.quant.cpu.staged_rows import fetched
 from tableside.quant.cpu.together import TogetherPlanner
 from tableside.quant.errors import NotRepresentable, QuantError
 from tableside.quant.row_format import RowFormat, Source

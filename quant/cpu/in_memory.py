@@ -13,7 +13,8 @@ from tableside.quant.contract import Bytes, Ids, Lookup, LookupKind, Place, Plan
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
 from tableside.quant.cpu.index_builder import place_rows
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader
-from tableside.quant.rows.ids import array_address
+from tableside.quant.rows.ids import ID_BYTES, array_address
+from tableside.quant.rows.overlay import NO_ROW
 
 if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
@@ -22,6 +23,7 @@ How = Callable[[RowReader], Fetch | None]  # which way rows are fetched; None: n
 
 _MANY_IDS = 4096  # for fewer, finding rows again takes less than other places do
 _ADDRESSES = 1 << 47  # that a process has
+_NOWHERE = np.zeros(0, np.int64)
 FIELD = {name: n for n, name in enumerate(Place._fields)}
 # Whether a field is an offset into the inputs, or into the outputs
 _OF_INPUTS = np.array([name in ("ids_at", "lengths_at", "weights_at") for name in Place._fields], np.int64)
@@ -50,6 +52,10 @@ class CopiedRows(NamedTuple):
         packed = memory[skipped : skipped + size].reshape(rows.size, table.row_bytes)
         fetch(rows, packed, state, deadline)
         return cls(table, rows, at, packed, state)
+
+    def kept_ids(self) -> Ids:
+        """The id that each row keeps."""
+        return kept_ids(self.packed, self.table.id_at)
 
 
 class InMemory:
@@ -102,6 +108,7 @@ class InMemory:
         what was copied, where some did not come. Ids may be missing, or wrong. most: rows to copy; of more
         so many are, to see whether they come."""
         rows_of, away_of, is_sure = dict[int, Ids](), dict[int, Ids](), True
+        ids_of = dict[int, Ids]()
         counted = list[tuple[Callable[[int], object], int]]()
         for job, (kind, place) in enumerate(asked):
             if not isinstance(table := kind.table, FetchedTable):
@@ -112,9 +119,8 @@ class InMemory:
             if (row_map := table.row_map) is not None:
                 rows = np.empty(place.ids, np.int64)
                 if place_rows(row_map, ids, rows, table.rows):
-                    is_sure = False
-                    if row_map.default_row is not None and away(np.array([row_map.default_row])).size:
-                        return None, ()
+                    ids_of[job] = ids
+                    is_sure &= table.id_at >= 0 and not row_map.has_backfilled and NO_ROW not in rows
             rows_of[job] = rows
             if (there := away(rows)).size:
                 away_of[job] = there
@@ -122,7 +128,9 @@ class InMemory:
                 counted.append((table.reader.in_place, rows.size - there.size))
         copied: Sequence[CopiedRows] = ()
         if not away_of:
-            plan: Plan | None = self._plain(asked, places, rows_of, is_sure)
+            if any(_lacks_default(_fetched(asked[job][0]), rows_of[job], ids_of[job]) for job in ids_of):
+                return None, ()
+            plan: Plan | None = self._plain(asked, places, rows_of, is_sure and not ids_of)
         elif not is_sure or not self._backend.reads_any_rows:
             return None, ()
         elif sum(map(len, away_of.values())) > most:
@@ -133,7 +141,7 @@ class InMemory:
             came = CopiedRows.of(table, rows_of[job][there[:most]], fetch, deadline)
             return None, (came,) if came.state.any() else ()
         else:
-            plan, copied = self._mixed(asked, places, rows_of, away_of, how, deadline)
+            plan, copied = self._mixed(asked, places, rows_of, away_of, ids_of, how, deadline)
         for count, in_place in counted if plan is not None else ():
             count(in_place)
         return plan, copied
@@ -158,10 +166,12 @@ class InMemory:
         places: Any,
         rows_of: Mapping[int, Ids],
         away_of: Mapping[int, Ids],
+        ids_of: Mapping[int, Ids],
         how: How,
         deadline: float | None,
     ) -> tuple[Plan | None, Sequence[CopiedRows]]:
-        """Of rows of which some are copied. away_of: the places of these, by the lookup's number."""
+        """Of rows of which some are copied. By the lookup's number: away_of, the places of these; ids_of, raw
+        ids that their rows keep, if they are there."""
         numbers, copied = dict[int, Ids](), list[CopiedRows]()
         for job in list(away_of)[1:]:  # so that no table waits for those before it
             reader = _fetched(asked[job][0]).reader
@@ -174,15 +184,35 @@ class InMemory:
                 return None, copied
             span = self._everywhere[place.kind]
             numbers[job] = rows - span.first
-            if job not in away_of:
-                continue
-            came = CopiedRows.of(table, rows[away_of[job]], fetch, deadline)
-            copied.append(came)
-            if came.state.any():
+            there = away_of.get(job, _NOWHERE)
+            if there.size:
+                came = CopiedRows.of(table, rows[there], fetch, deadline)
+                copied.append(came)
+                if came.state.any():
+                    return None, copied
+                if job in ids_of and (came.kept_ids()[came.at] != ids_of[job][there]).any():
+                    return None, copied
+                first = (array_address(came.packed) - span.address) // table.row_bytes
+                numbers[job][there] = came.at + first
+            if job in ids_of and not _keep(table, np.delete(rows, there), np.delete(ids_of[job], there)):
                 return None, copied
-            first = (array_address(came.packed) - span.address) // table.row_bytes
-            numbers[job][away_of[job]] = came.at + first
         return _NumberedPlan((self, *copied), self._by_address, places, numbers), copied
+
+
+def _lacks_default(table: FetchedTable, rows: Ids, ids: Ids) -> bool:
+    """Whether ids [n] may need the default row, which may not be read in place, as their own rows may."""
+    assert table.row_map is not None and table.reader.away is not None
+    default = table.row_map.default_row
+    if default is None or not table.reader.away(np.array([default])).size:
+        return False
+    return table.id_at < 0 or NO_ROW in rows or not _keep(table, rows, ids)
+
+
+def _keep(table: FetchedTable, rows: Ids, ids: Ids) -> bool:
+    """Whether rows [n] of a table that may be read in place keep these ids. An overlay's rows are sure."""
+    assert table.row_map is not None and table.row_map.index is not None
+    own = (rows >= 0) & (rows < table.rows)
+    return bool((table.row_map.index.ids[rows[own]] == ids[own]).all())
 
 
 def _fetched(kind: Lookup | LookupKind) -> FetchedTable:
@@ -202,6 +232,11 @@ class _NumberedPlan(Plan):
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         places = places_in_memory(self._places, inputs, outputs, self._numbers)
         return self._planner.run(places.tobytes(), MEMORY, MEMORY)
+
+
+def kept_ids(packed: Bytes, at: int) -> Ids:
+    """The ids that rows [n, row_bytes] keep at a byte, int64 [n]."""
+    return np.ascontiguousarray(packed[:, at : at + ID_BYTES]).view(np.int64)[:, 0]
 
 
 def distinct(rows: Ids) -> tuple[Ids, Ids]:

@@ -195,6 +195,11 @@ class RowMap:
         return self.count if self.index is None else self.index.slots
 
     @property
+    def has_backfilled(self) -> bool:
+        """True if rows were copied from an older version at load."""
+        return (self.own is not None) if self.index is None else self.index.backfilled is not None
+
+    @property
     def is_plain(self) -> bool:
         """True if ids are row numbers and all others are refused, so the map only serves the overlay."""
         return self.index is None and self.default_row is None and not self.first

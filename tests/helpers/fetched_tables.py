@@ -2,11 +2,14 @@
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from tableside.quant import Table
+from tableside.quant import BadIds, Table
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
+
+BACKENDS = ("native", "fbgemm", "reference")
 
 
 class FromArray:
@@ -44,3 +47,13 @@ class FromArray:
 def fetched_table(table: Table, states: Mapping[int, RowState] | None = None) -> FetchedTable:
     """The same rows, fetched by a `FromArray`."""
     return table.fetched_by(RowReader(FromArray(table, states)))
+
+
+def outcome(plan: Any, inputs: bytes, out_bytes: int) -> tuple[bytes | str, Any]:
+    """Runs a plan: its output and `Unfound`, or what was wrong."""
+    out = np.full(out_bytes, 0xEE, np.uint8)
+    try:
+        unfound = plan.run(inputs, out)
+    except BadIds as error:
+        return f"{error.problem} {error.job} {error.position} {error.value} {error.bound}", None
+    return out.tobytes(), unfound

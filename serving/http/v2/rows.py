@@ -14,7 +14,7 @@ from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Bytes, Ids, Place, Planner, Table
 from tableside.quant.cpu.native import packed_planner
 from tableside.quant.cpu.packed import rows_with_ids
-from tableside.quant.cpu.staged import fetched
+from tableside.quant.cpu.staged_rows import fetched
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import RowReader
 from tableside.serving.cluster.describe import describe

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_lookups import Drawn
-from fetched_tables import FromArray, fetched_table
+from fetched_tables import BACKENDS, FromArray, fetched_table, outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from indexed_tables import raw_table
@@ -31,17 +31,6 @@ from tableside.quant.contract import MASK_LATE, Unfound, Waiting
 from tableside.quant.errors import RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable, RowReader, RowState
 from tableside.quant.rows.ids import RowMap
-
-BACKENDS = ("native", "fbgemm", "reference")
-
-
-def outcome(plan: Any, inputs: bytes, out_bytes: int) -> tuple[bytes | str, Any]:
-    out = np.full(out_bytes, 0xEE, np.uint8)
-    try:
-        unfound = plan.run(inputs, out)
-    except BadIds as error:
-        return f"{error.problem} {error.job} {error.position} {error.value} {error.bound}", None
-    return out.tobytes(), unfound
 
 
 def source_of(table: FetchedTable) -> FromArray:
@@ -119,111 +108,6 @@ def test_ids_are_compared_with_those_of_fetched_rows(seed: int) -> None:
         for tables in (kept, plain)
     ]
     assert found[0] == found[1]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_rows_that_are_here_are_read_where_they_lie(seed: int) -> None:
-    """Nothing is fetched. Where some rows are away, these are copied alone, each once, if no id is missing or
-    wrong; where one needs a wait, all that have not come are fetched. Raw ids, deltas, what is missing and
-    what is wrong are as in memory."""
-    drawn, rng = Drawn(seed), random.Random(seed)
-    for wrong in (False, True):
-        places, inputs, out_bytes = drawn.request(wrong)
-        sources = [FromArray(table) for table in drawn.tables]
-        tables = [
-            table.fetched_by(
-                RowReader(source, source.ready, away=source.away, in_place=source.counted.append)
-            )
-            for table, source in zip(drawn.tables, sources, strict=True)
-        ]
-        for name in BACKENDS:
-            backend = backend_of(name)
-            plain = outcome(backend.planner(drawn.kinds).plan(places.tobytes()), inputs, out_bytes)
-            planner = backend.planner(drawn.over(tables))
-            assert outcome(planner.plan(places.tobytes()), inputs, out_bytes) == plain
-            assert not any(source.asked for source in sources)
-            for share, slow in ((1.0, 0.0), (0.3, 0.0), (0.3, 0.5)):
-                for source in sources:
-                    source.absent = {row for row in range(source.table.rows) if rng.random() < share}
-                    source.slow = {row for row in source.absent if rng.random() < slow}
-                    source.asked, source.copied, source.counted = [], [], []
-                assert outcome(planner.plan(places.tobytes()), inputs, out_bytes) == plain
-                for source in sources:
-                    copied = {row for rows in source.copied for row in rows}
-                    assert not source.counted or (copied <= source.absent and not source.asked)
-            for source in sources:
-                source.absent, source.slow, source.asked = set(), set(), []
-
-
-def test_a_row_that_is_away_is_fetched() -> None:
-    """Also the row of a missing id, and the one that a raw id has if it is there."""
-    made = raw_table(KINDS["random"])
-    index = made.table.row_map.index  # type: ignore[union-attr]
-    assert index is not None
-    here = KINDS["random"][:3]
-    for away in (int(index.find(here[2:])[0]), made.table.rows - 1):
-        source = FromArray(made.table)
-        table = made.table.fetched_by(RowReader(source, away=source.away))
-        source.absent = {away}
-        place = np.array([Place(0, 0, 3, -1, 3, 1, -1, 0)], np.int64).tobytes()
-        begun = choose().planner([LookupKind(table, Pooling.SUM)]).plan(place).begin(here.tobytes())
-        assert isinstance(begun, Waiting)
-        source.absent = set()
-        begun = choose().planner([LookupKind(table, Pooling.SUM)]).plan(place).begin(here.tobytes())
-        assert not isinstance(begun, Waiting) and not source.asked
-
-
-def test_rows_that_are_away_are_copied_alone() -> None:
-    """Also where one of them needs a wait. An id outside the table is refused, and reads nothing."""
-    made = table_of(RowFormat.INT8, 8, 100)
-    source = FromArray(made)
-    reader = RowReader(source, source.ready, away=source.away, in_place=source.counted.append)
-    planner = choose().planner([LookupKind(made.fetched_by(reader), Pooling.SUM)])
-    place = np.array([Place(0, 0, 5, -1, 5, 1, -1, 0)], np.int64).tobytes()
-    ids = np.array([7, 40, 41, 40, 9]).tobytes()
-    expected = outcome(choose().planner([LookupKind(made, Pooling.SUM)]).plan(place), ids, 32)
-    source.absent = {40, 41}
-    begun = planner.plan(place).begin(ids)
-    assert not isinstance(begun, Waiting) and outcome(begun, ids, 32) == expected
-    assert source.copied == [[40, 41]] and source.counted == [2] and not source.asked
-    source.slow = {41}
-    begun = planner.plan(place).begin(ids)
-    assert isinstance(begun, Waiting) and outcome(begun.wait(), ids, 32) == expected
-    assert source.asked == [[40, 41]] and source.counted == [2, 2]
-    for wrong in (-1, 100, 2**62):
-        source.copied, source.asked = [], []
-        with pytest.raises(BadIds):
-            planner.plan(place).begin(np.array([7, 40, wrong, 40, 9]).tobytes())
-        assert not source.copied and not source.asked
-
-
-def test_many_rows_are_copied_by_who_has_time() -> None:
-    """Where a request begins, a few show whether they come. Those that lie in memory are still read there."""
-    made = table_of(RowFormat.INT8, 8, 100)
-    source = FromArray(made)
-    reader = RowReader(source, source.ready, away=source.away, in_place=source.counted.append)
-    planner = choose().planner([LookupKind(made.fetched_by(reader), Pooling.SUM)])
-    place = np.array([Place(0, 0, 100, -1, 100, 1, -1, 0)], np.int64).tobytes()
-    ids = np.arange(100).tobytes()
-    expected = outcome(choose().planner([LookupKind(made, Pooling.SUM)]).plan(place), ids, 32)
-    source.absent = {*range(0, 100, 2)}
-    begun = planner.plan(place).begin(ids)
-    assert isinstance(begun, Waiting) and begun.may_be_here and source.copied == [[*range(0, 32, 2)]]
-    here = begun.look()
-    assert not isinstance(here, Waiting) and outcome(here, ids, 32) == expected
-    assert source.copied[1:] == [sorted(source.absent)] and source.counted == [50] and not source.asked
-    source.slow = {64}  # which is not among the first
-    begun = planner.plan(place).begin(ids)
-    assert isinstance(begun, Waiting) and begun.may_be_here
-    there = begun.look()
-    assert isinstance(there, Waiting) and not there.may_be_here
-    assert outcome(there.wait(), ids, 32) == expected
-    assert source.asked == [sorted(source.absent)] and source.counted == [50, 50]
-    source.slow = {4}
-    begun = planner.plan(place).begin(ids)
-    assert isinstance(begun, Waiting) and not begun.may_be_here
-    assert outcome(begun.wait(), ids, 32) == expected
 
 
 def kinds_over(tables: list[Any]) -> list[LookupKind]:
