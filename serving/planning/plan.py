@@ -49,6 +49,11 @@ class Plan:
             return "lfu"
         return "lru" if self.lru[self.chosen].sum() > self.lfu[self.chosen].sum() else "lfu"
 
+    @property
+    def rate(self) -> float:
+        """The share of all ids that find their row at the chosen size."""
+        return self.hit_rates(self.lru if self.policy == "lru" else self.lfu)[self.chosen]
+
     def hit_rates(self, hits: Floats) -> list[float]:
         """Returns the share of all ids that find their row, for each size."""
         return (hits.sum(1) / max(1, self.references.ids.sum())).tolist()  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tableside.loader.versions.states import attach_state
 from tableside.serving.cli.arguments import AddCommand, add_json, count, share, size
-from tableside.serving.cli.output import console, mb, print_json, progress_bar, published, table_of
+from tableside.serving.cli.output import console, errors, mb, print_json, progress_bar, published, table_of
 
 if TYPE_CHECKING:  # reads data with pyarrow, which the other commands do without
     from tableside.serving.planning.plan import Plan
@@ -33,6 +33,11 @@ def plan(options: argparse.Namespace) -> int:
         print_json({"model": segment.header.model, **found.figures()})
     else:
         _print(segment.header.model, found)
+    if options.hit_rate is not None and found.rate < options.hit_rate:
+        errors.print(
+            f"no size has {options.hit_rate:.1%}: the largest one has {found.rate:.1%}; the first use of an "
+            "id never finds its row, so name larger --sizes, or more data"
+        )
     return 0
 
 
@@ -59,12 +64,11 @@ def _print(model: str, found: "Plan") -> None:
         for one in said["tables"]
     )
     console.print(table_of(("table", "ids", "rows used", "bytes", "find their row (*)"), of_tables))
-    rate = said["sizes"][found.chosen][said["policy"]]
     if found.setting == "host_cache":
-        console.print(f"tableside serve {model} --host-cache {said['bytes']}  # {rate:.1%}")
+        console.print(f"tableside serve {model} --host-cache {said['bytes']}  # {found.rate:.1%}")
     else:
         policy = f"--placement cached --hbm-budget {said['bytes']} --cache-policy {said['policy']}"
-        console.print(f"tableside serve {model} {policy}  # {rate:.1%}")
+        console.print(f"tableside serve {model} {policy}  # {found.rate:.1%}")
 
 
 def add_commands(command: AddCommand) -> None:

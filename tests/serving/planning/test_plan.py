@@ -72,7 +72,9 @@ def test_a_size_for_a_hit_rate(model: Model, data: Path) -> None:
     most = {size["bytes"]: max(size["lru"], size["lfu"]) for size in chosen()["sizes"]}
     enough = chosen("--hit-rate", 0.7)["bytes"]
     assert most[enough] >= 0.7 > most[enough // 2]
-    assert chosen("--hit-rate", 1)["bytes"] == max(most), "first uses never find their row"
+    found = run_tableside("plan", "demo", data, "--json", "--hit-rate", 1, root=model.root)
+    assert json.loads(found.stdout)["bytes"] == max(most), "first uses never find their row"
+    assert f"no size has 100.0%: the largest one has {max(most.values()):.1%}" in found.stderr
     said = chosen("--sizes", "64KiB,16KiB")
     assert [size["bytes"] for size in said["sizes"]] == [16384, 65536]
 
