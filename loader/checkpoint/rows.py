@@ -7,7 +7,7 @@ buffer, not through a mapping, so that a truncated file or failing disk gives an
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -249,6 +249,11 @@ class Checkpoint:
     def keyed_tables(self) -> Mapping[str, str | None]:
         """Returns the tables of raw ids: key -> the ids' key, or None where the format implies it."""
         return {} if self.tables is None else self.tables.names
+
+    @property
+    def string_tables(self) -> Collection[str]:
+        """Returns the keys of the tables of raw ids whose ids are strings."""
+        return () if self.tables is None else self.tables.strings
 
     def keyed(self, key: str, id_key: str | None = None) -> KeyedRows:
         """Opens the ids and vectors of a table of raw ids. CheckpointError: there is none, or it is

@@ -28,7 +28,7 @@ from tableside.loader.segment.header import Change
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.numa import chosen_nodes
 from tableside.loader.segment.segment import Segment
-from tableside.loader.segment.stored import StoredIds, StoredTable, plan_index
+from tableside.loader.segment.stored import StoredTable, plan_index
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import State, attach_state, state_of, writing
@@ -230,7 +230,9 @@ class _CompactTable:
         stored = plan_index(*shape, *buckets, has_backfilled=backfilled > 0)
         self.rows = self.index.slots + 1
         default = None if self.ids.default_row is None else self.index.slots
-        self.ids = StoredIds(builder.ids, self.ids.missing, default, 0, backfilled, stored)
+        self.ids = replace(
+            self.ids, count=builder.ids, default_row=default, backfilled=backfilled, index=stored
+        )
         self._gone = gone
 
     def _kept(self, gone: Ids) -> Iterator[tuple[Ids, Ids]]:

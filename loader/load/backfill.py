@@ -49,6 +49,12 @@ class Backfill:
             raise ModelError(
                 f'{what}: its ids are raw, and those of this table are row numbers; set ids = "raw"'
             )
+        (stored,) = (t for t in self.segment.header.tables if t.name == spec.name)
+        if "string" in (kinds := {stored.id_kind, spec.id_kind}) and len(kinds) > 1:
+            raise ModelError(
+                f"{what}: its ids are {stored.id_kind!r}, and those of this table {spec.id_kind!r}; "
+                "name a version whose ids are the same"
+            )
         if spec.raw is None and row_map is not None and row_map.first:
             raise ModelError(
                 f"{what}: it is a part of a table, whose first id is {row_map.first}; name a version that is "

@@ -25,6 +25,13 @@ class Sources:
         for matrix in self.matrices.values():
             checkpoint.open_files(matrix)
         self.keyed = {t.name: checkpoint.keyed(t.key, t.raw.key) for t in tables if t.raw is not None}
+        for t in tables:
+            if t.raw is not None and (strings := self.keyed[t.name].strings) is not t.raw.strings:
+                found = "strings" if strings else "integers"
+                raise ModelError(
+                    f"[tables.{t.name}]: ids is {t.id_kind!r}, and the checkpoint's ids of {t.key!r} are "
+                    f'{found}; set ids = "{"string" if strings else "raw"}"'
+                )
         both: dict[str, Matrix | KeyedRows] = {**self.matrices, **self.keyed}
         for t in tables:
             t.check_dim(both[t.name].dim, f"the checkpoint's {t.key!r}")

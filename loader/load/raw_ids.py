@@ -100,15 +100,13 @@ def plan_raw_table(
         for ids, rows in _all_ids(source, backfill):
             builder.put(*taken(ids, rows), records)
             work.done(len(ids))
-        dropped = builder.distinct(records, raw.duplicates, source.rows)
+        twice, dropped = builder.distinct(records, raw.duplicates, source.rows).T
         work.done(dropped.size)
+        if source.strings:
+            _check_collisions(source, twice[dropped < source.rows])
         index = builder.build(records, work.done).part(first, end)
     except DuplicateId as error:
-        raise CheckpointError(
-            f"{source.key!r}: id {error.id} comes twice: {source.where(error.first)} and "
-            f"{source.where(error.second)}; "
-            'remove one, or set duplicates = "first" or "last"'
-        ) from error
+        raise _comes_twice(source, error.id, error.first, error.second) from error
     except QuantError as error:
         raise ModelError(f"[tables.{spec.name}]: {error}") from error
     kept = int(builder.kept.sum())
@@ -116,12 +114,40 @@ def plan_raw_table(
     shape = (spec.row_format, source.dim, index.slots)
     buckets = raw.buckets, raw.bucket_ids or 0, first, end - first
     stored = plan_index(*shape, *buckets, has_backfilled=backfilled > 0)
-    ids_of = StoredIds(kept, str(spec.missing), backfilled=backfilled, index=stored)
+    ids_of = StoredIds(kept, str(spec.missing), backfilled=backfilled, index=stored, strings=raw.strings)
     bits = None
     if dropped.size:
         bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
         set_bits(bits, dropped)
     return RawTable(source, ids_of, index, bits)
+
+
+def _check_collisions(source: KeyedRows, twice: Ids) -> None:
+    """Reads the strings again that have one of these ids. CheckpointError: two of one id are not the same."""
+    found: dict[int, tuple[int, int]] = {}  # id -> another hash of the first string that has it, its row
+    for piece in range(source.pieces if twice.size else 0):
+        for block, again in zip(source.ids(piece), source.rehashed().ids(piece), strict=True):
+            here = np.isin(block.ids, twice)
+            rows = (of[here].tolist() for of in (block.ids, again.ids, block.rows))
+            for id_, other, row in zip(*rows, strict=True):
+                known, first = found.setdefault(id_, (other, row))
+                if other != known:
+                    raise _comes_twice(source, id_, first, row)
+
+
+def _comes_twice(source: KeyedRows, id_: int, first: int, second: int) -> CheckpointError:
+    """first, second: the source's rows with the id."""
+    places = f"{source.where(first)} and {source.where(second)}"
+    remedy = 'remove one, or set duplicates = "first" or "last"'
+    if not source.strings:
+        return CheckpointError(f"{source.key!r}: id {id_} comes twice: {places}; {remedy}")
+    one, other = source.text(first), source.text(second)
+    if one == other:
+        return CheckpointError(f"{source.key!r}: id {one!r} comes twice: {places}; {remedy}")
+    return CheckpointError(
+        f"{source.key!r}: the strings {one!r} and {other!r} have one hash, {id_}, so they cannot both "
+        f"be ids of a table: {places}; rename one, there and in requests"
+    )
 
 
 def _taken(raw: RawIds, buckets: tuple[int, int] | None, ids: Ids, rows: Ids) -> tuple[Ids, Ids]:

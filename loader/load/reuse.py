@@ -178,7 +178,7 @@ def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, objec
     yield "dim", stored.dim, stored.dim if spec.dim is None else spec.dim
     if spec.row_alignment is not None:
         yield "the size of a row (row_alignment)", stored.row_bytes, spec.row_bytes(stored.dim)
-    yield "ids", "row" if index is None else "raw", "row" if raw is None else "raw"
+    yield "ids", stored.id_kind, spec.id_kind
     if index is not None and raw is not None:
         yield "buckets", index.buckets, raw.buckets
         yield "bucket_ids", index.bucket_ids, raw.bucket_ids or 0

@@ -60,7 +60,7 @@ def first_model(checkpoint: Path, name: str | None, row_format: RowFormat, folde
         tables: dict[str, TableSpec] = {}
         for key in keys:
             table = _table_name(key, tables)
-            ids = RawIds(raw[key]) if key in raw else None
+            ids = _raw_ids(found, key)
             packed = found.matrices[key].source.packed if key in found.matrices else None
             tables[table] = TableSpec(
                 table, key, packed or row_format, raw=ids, dim=_dim_of_sizes(found, key)
@@ -145,6 +145,13 @@ def _tables(found: Checkpoint, raw: dict[str, str | None]) -> list[str]:
     return (keys or list(matrices)) + [k for k in raw if k not in found.matrices]
 
 
+def _raw_ids(found: Checkpoint, key: str) -> RawIds | None:
+    """Returns the ids of a table; None: they are row numbers."""
+    if key not in found.keyed_tables:
+        return None
+    return RawIds(found.keyed_tables[key], strings=key in found.string_tables)
+
+
 def _table_name(key: str, taken: dict[str, TableSpec]) -> str:
     """Returns a free table name for tensor `key`, from what the key calls the embedding."""
     match = _EMBEDDING.search(key)
@@ -171,7 +178,6 @@ def module_model(
     features: list[FeatureSpec] = []
     problems = []
     with open_checkpoint(checkpoint) as found:
-        raw = found.keyed_tables
         for table, of_it in zip(wanted, named, strict=True):
             try:
                 key = _key_of(found, table)
@@ -180,7 +186,7 @@ def module_model(
                 problems.append(str(error))
                 continue
             called = _not_taken(table.name, tables)
-            ids = RawIds(raw[key]) if key in raw else None
+            ids = _raw_ids(found, key)
             tables[called] = TableSpec(called, key, row_format, raw=ids, dim=table.dim)
             features += [FeatureSpec(feature, called, pooling) for feature, pooling in of_it]
         why = f", which no embedding of {module.name} is"

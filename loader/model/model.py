@@ -9,7 +9,8 @@
     [tables.user]
     key = "embedding_bags.user.weight"        # the tensor's name in the checkpoint
     row_format = "int8"                       # int2, int4, int8, fp8, fp16, fp32, fp8_e4m3, …
-    ids = "row"                               # ids are row numbers; "raw": any int64
+    ids = "row"                               # ids are row numbers; "raw": any int64; "string": strings,
+                                              # each with the id that it hashes to (loader/string_ids.py)
     row_alignment = 4                         # or 16, for a GPU that reads rows in host memory; without
                                               # it: 16 on a machine with a GPU, else 4
     missing = "error"                         # for ids without a row: "error", "zero", "mean" (of all rows),
@@ -66,6 +67,7 @@ FEATURE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_:-]{0,199}")
 _NOT_IN_FEATURES = re.compile(r"[^A-Za-z0-9_:-]")
 MISSING = ("error", "zero", "mean")  # policies that are one word
 DUPLICATES = ("error", "first", "last")
+ID_KINDS = ("row", "raw", "string")
 DEFAULT_BUCKETS, LARGEST_BUCKETS = 1024, 1 << 20
 _BACKFILL = re.compile(r"backfill:(?P<model>[^@]+)@(?P<version>[1-9][0-9]{0,17})")
 OUTPUTS = ("fp32", "fp16")
@@ -78,12 +80,13 @@ _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 @dataclass(frozen=True)
 class RawIds:
     """Raw ids of a table. key: their tensor or column; None: the format implies it. bucket_ids: ids per
-    bucket of a range; None: buckets by hash."""
+    bucket of a range; None: buckets by hash. strings: the ids are those of strings."""
 
     key: str | None = None
     duplicates: str = "error"
     buckets: int = DEFAULT_BUCKETS
     bucket_ids: int | None = None
+    strings: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,11 @@ class TableSpec:
     dim: int | None = None
     row_alignment: int | None = None
     owners: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def id_kind(self) -> str:
+        """Returns what its ids are, as model.toml says it."""
+        return "row" if self.raw is None else "string" if self.raw.strings else "raw"
 
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` values. Rows that have room for their raw id at 16 keep it in them.
@@ -301,7 +309,7 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
     if not isinstance(key, str) or not key:
         raise ModelError(f"{where}: key is {key!r}; expected the tensor's name in the checkpoint")
     row_format = RowFormat.parse(_choice(raw, "row_format", where, tuple(f.label for f in RowFormat), "int8"))
-    is_raw = _choice(raw, "ids", where, ("row", "raw"), "row") == "raw"
+    is_raw = _choice(raw, "ids", where, ID_KINDS, "row") != "row"
     if not is_raw and (given := [k for k in _OF_RAW_IDS if k in raw]):
         raise ModelError(f'{where}: {given[0]} is for raw ids; add ids = "raw", or leave it out')
     alignment = raw.get("row_alignment")
@@ -332,11 +340,13 @@ def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:
         raise ModelError(
             f"{where}: buckets is {buckets!r}; expected a power of two from 1 to {LARGEST_BUCKETS:,}"
         )
+    if (strings := raw["ids"] == "string") and bucket_ids is not None:
+        raise ModelError(f"{where}: bucket_ids cuts by ranges of ids, which strings lack; leave it out")
     if bucket_ids is not None and (type(bucket_ids) is not int or not 1 <= bucket_ids < 2**63):
         raise ModelError(
             f"{where}: bucket_ids is {bucket_ids!r}; expected how many ids a bucket holds, 1 or more"
         )
-    return RawIds(key, _choice(raw, "duplicates", where, DUPLICATES, "error"), buckets, bucket_ids)
+    return RawIds(key, _choice(raw, "duplicates", where, DUPLICATES, "error"), buckets, bucket_ids, strings)
 
 
 def _missing(value: Any, where: str) -> MissingSpec:

@@ -49,7 +49,7 @@ def _table(t: TableSpec, size: str | None, is_first: bool) -> Iterator[str]:
     if t.dim is not None:
         yield _commented(f"dim = {t.dim}", "a checkpoint with other vectors is refused" if is_first else "")
     if t.raw is not None:
-        yield 'ids = "raw"'
+        yield f'ids = "{t.id_kind}"'
         if t.raw.key is not None:
             yield f'id_key = "{_escape(t.raw.key)}"'
     if t.missing == MissingSpec():

@@ -94,7 +94,7 @@ def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> Me
     records = np.zeros((builder.begin(), 2), np.int64)
     builder.put(ids, np.arange(ids.size), records)
     kept = np.ones(ids.size, np.bool_)
-    kept[builder.distinct(records, "last")] = False
+    kept[builder.distinct(records, "last")[:, 1]] = False
     index = builder.build(records)
     rows = np.empty(int(kept.sum()), np.int64)
     find_rows(index, ids[kept], rows)

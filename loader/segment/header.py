@@ -142,12 +142,16 @@ class Header:
         for name in later:
             if not raw[name]:
                 del raw[name]  # a version without one reads as it always did
+        for table in raw.get("remote", ()):
+            if not table["strings"]:
+                del table["strings"]
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
                 continue
-            if not ids["deleted"]:
-                del ids["deleted"]
+            for name in ("deleted", "strings"):
+                if not ids[name]:
+                    del ids[name]
             for name in ("filter_words", "marked"):
                 if ids["index"] is not None and not ids["index"][name]:
                     del ids["index"][name]
@@ -200,6 +204,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if self.string_tables:
+            return 10
         if self.disk_timeout_s:
             return 9
         if any(file.seed for file in self.files):
@@ -213,6 +219,12 @@ class Header:
         if self.delta is not None or self.merged is not None:
             return 3
         return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
+
+    @property
+    def string_tables(self) -> frozenset[str]:
+        """Returns the tables whose ids are strings."""
+        kinds = {t.name: t.id_kind for t in self.tables} | {r.name: r.id_kind for r in self.remote}
+        return frozenset(name for name, kind in kinds.items() if kind == "string")
 
     @property
     def is_over_hosts(self) -> bool:

@@ -52,7 +52,8 @@ class RemoteShare:
 class RemoteTable:
     """A table whose rows other hosts have (serving.cluster). count: ids with rows; buckets: of raw ids, 0:
     ids are row numbers; bucket_ids: as in StoredIndex. default: the packed row of missing ids in hexadecimal
-    digits, empty: they are refused. shares: in the order of the ids or buckets."""
+    digits, empty: they are refused. shares: in the order of the ids or buckets.
+    strings: the raw ids are those of strings."""
 
     name: str
     key: str
@@ -65,6 +66,12 @@ class RemoteTable:
     buckets: int
     bucket_ids: int
     shares: tuple[RemoteShare, ...]
+    strings: bool = False
+
+    @property
+    def id_kind(self) -> str:
+        """Returns what its ids are, as model.toml says it."""
+        return "string" if self.strings else "raw" if self.buckets else "row"
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "RemoteTable":
@@ -78,6 +85,7 @@ def check_remote(t: RemoteTable) -> None:
     numbers = (t.dim, t.row_bytes, t.count, t.buckets, t.bucket_ids, *of_shares)
     texts = (t.name, t.key, t.missing, *(text for s in t.shares for text in (s.model, *s.addresses)))
     are_typed = all(isinstance(text, str) for text in texts)
+    are_typed &= type(t.strings) is bool
     if not are_typed or not all(type(n) is int and 0 <= n < 1 << 64 for n in numbers):
         raise SegmentError(f"remote table {str(t.name)[:60]!r} has a name or a number of the wrong type")
     try:

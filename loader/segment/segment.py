@@ -50,7 +50,7 @@ from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
 
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 9
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 10
 
 logger = logging.getLogger("tableside")
 

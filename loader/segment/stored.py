@@ -65,7 +65,8 @@ class StoredIndex(StoredRows):
 class StoredIds:
     """How ids become rows (`quant.rows.ids.RowMap`). count: ids with rows; backfilled: rows copied from an
     older version. missing: the policy; default_row: the last row, read for missing ids; None: they are
-    refused. first: the id of row 0, without an index. deleted: ids a delta deletes; the bits mark these."""
+    refused. first: the id of row 0, without an index. deleted: ids a delta deletes; the bits mark these.
+    strings: they are those of strings (loader.string_ids); a delta does not say it."""
 
     count: int
     missing: str = "error"
@@ -74,6 +75,7 @@ class StoredIds:
     backfilled: int = 0
     index: StoredIndex | None = None
     deleted: int = 0
+    strings: bool = False
 
     @property
     def has_bits(self) -> bool:
@@ -96,6 +98,11 @@ class StoredTable(StoredRows):
     def index(self) -> StoredIndex | None:
         """Returns the id index; None: ids are row numbers, or follow each other."""
         return None if self.ids is None else self.ids.index
+
+    @property
+    def id_kind(self) -> str:
+        """Returns what its ids are, as model.toml says it."""
+        return "row" if self.index is None or self.ids is None else "string" if self.ids.strings else "raw"
 
     @property
     def id_count(self) -> int:
@@ -224,6 +231,7 @@ def check_ids(t: StoredTable) -> None:
         not 0 <= most <= ids.count
         or min(ids.backfilled, ids.deleted) != 0
         or not isinstance(ids.missing, str)
+        or type(ids.strings) is not bool
     ):
         raise SegmentError(
             f"{what} has ids with a number of the wrong type, or more of them backfilled than there are"

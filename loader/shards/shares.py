@@ -7,7 +7,7 @@ zero.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -179,7 +179,7 @@ def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int,
         row_format, stored.dim, slots, index.buckets, index.bucket_ids, start, stop - start, backfilled > 0
     )
     default_row = None if stored.ids.default_row is None else slots
-    ids = StoredIds(count, stored.ids.missing, default_row, 0, backfilled, planned)
+    ids = replace(stored.ids, count=count, default_row=default_row, backfilled=backfilled, index=planned)
     return Share(slots + 1, ids, runs, parts[0].packed[-1:])
 
 

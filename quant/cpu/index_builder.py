@@ -88,16 +88,16 @@ class IndexBuilder:
     def distinct(
         self, records: NDArray[np.int64], duplicates: str, own: int = 2**63 - 1
     ) -> NDArray[np.int64]:
-        """Keeps each id once and returns the source rows that it drops. duplicates: error, first or last.
-        own: source rows from this number on are an older version's and lose to other rows. DuplicateId: there
-        are duplicates."""
+        """Keeps each id once and returns the records that it drops, int64 [n, 2]. duplicates: error, first or
+        last. own: source rows from this number on are an older version's and lose to other rows. DuplicateId:
+        there are duplicates."""
         self._over_buckets(lambda first, last: self._distinct(records, first, last, KEEP[duplicates], own))
         parts = [
-            records[start + kept : end, 1]
+            records[start + kept : end]
             for start, kept, end in zip(self._starts, self.kept, self._starts[1:], strict=False)
             if start + kept < end
         ]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return np.concatenate(parts) if parts else np.empty((0, 2), np.int64)
 
     def _distinct(self, records: NDArray[np.int64], first: int, last: int, keep: int, own: int) -> None:
         if twice := _native.distinct(records, self._starts, first, last, keep, own, self.kept):

@@ -51,9 +51,9 @@ def _described(t: StoredTable, header: Header) -> DescribedTable:
         first, end = index.first_bucket, index.first_bucket + index.owned
         buckets, bucket_ids = index.buckets, index.bucket_ids
     missing = "error" if t.ids is None else t.ids.missing
-    return DescribedTable(
-        t.name, t.key, t.row_format, t.dim, t.row_bytes, first, end, count, missing, buckets, bucket_ids
-    )
+    shape = t.name, t.key, t.row_format, t.dim, t.row_bytes
+    strings = int(t.id_kind == "string")
+    return DescribedTable(*shape, first, end, count, missing, buckets, bucket_ids, strings)
 
 
 def remote_tables(spec: ModelSpec, backend: CpuBackend, token: str | None) -> tuple[RemoteTable, ...]:
@@ -148,6 +148,7 @@ def _joined(spec: TableSpec, found: Sequence[Described], backend: CpuBackend) ->
             RemoteShare(share.end, number, described.content, described.model, addresses)
             for (number, share), described, addresses in zip(shares, found, spec.owners, strict=True)
         ),
+        bool(first.strings),
     )
     try:
         check_remote(joined)
@@ -177,7 +178,7 @@ def _check_alike(spec: TableSpec, address: str, table: DescribedTable, first: De
         ("key", table.key, spec.key),
         ("row_format", table.row_format, spec.row_format.label),
         ("missing", table.missing, str(spec.missing)),
-        ("ids", "raw" if table.buckets else "row", "raw" if spec.raw else "row"),
+        ("ids", "string" if table.strings else "raw" if table.buckets else "row", spec.id_kind),
         ("buckets", table.buckets, spec.raw.buckets if spec.raw else 0),
         ("bucket_ids", table.bucket_ids, (spec.raw.bucket_ids or 0) if spec.raw else 0),
         ("dim", table.dim, first.dim if spec.dim is None else spec.dim),

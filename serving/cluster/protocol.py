@@ -99,7 +99,7 @@ def _checksum(body: Bytes, state: HostsState) -> int:
 
 class DescribedTable(NamedTuple):
     """A table of an owner. ids: first to end of its dense ids, or of its buckets; own: ids with a row;
-    missing: their policy; buckets, bucket_ids: as in RemoteTable."""
+    missing: their policy; buckets, bucket_ids: as in RemoteTable. strings: 1: its ids are strings."""
 
     name: str
     key: str
@@ -112,6 +112,7 @@ class DescribedTable(NamedTuple):
     missing: str
     buckets: int
     bucket_ids: int
+    strings: int = 0
 
 
 class Described(NamedTuple):
@@ -130,6 +131,9 @@ class Described(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         tables = [table._asdict() for table in self.tables]
+        for table in tables:
+            if not table["strings"]:
+                del table["strings"]  # what an earlier release reads
         return {**self._asdict(), "content": f"{self.content:016x}", "tables": tables}
 
     @classmethod

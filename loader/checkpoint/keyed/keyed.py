@@ -6,7 +6,7 @@ repeatedly.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +37,8 @@ class Block(NamedTuple):
 
 class KeyedRows(ABC):
     """One table. rows: at most; pieces: readable by any thread, in row order; paths: files; buffer_bytes:
-    memory per piece, about. `ids` and `blocks` give a piece's rows in the same order, in different blocks. A
-    block's arrays may be overwritten by the next."""
+    memory per piece, about. strings: they are ids of strings. `ids` and `blocks` give a piece's rows in the
+    same order, in different blocks. A block's arrays may be overwritten by the next."""
 
     key: str
     rows: int
@@ -47,6 +47,7 @@ class KeyedRows(ABC):
     pieces: int
     buffer_bytes: int
     paths: tuple[Path, ...]
+    strings = False
 
     @abstractmethod
     def ids(self, piece: int) -> Iterator[IdBlock]:
@@ -60,6 +61,14 @@ class KeyedRows(ABC):
     def where(self, row: int) -> str:
         """Returns the place of a row, for people: its file, and its number there, from 0."""
 
+    def rehashed(self) -> "KeyedRows":
+        """Returns the same rows, where strings have other ids."""
+        raise NotImplementedError
+
+    def text(self, row: int) -> str:
+        """Returns the string that is the id of a row. CheckpointError: it cannot be read."""
+        raise NotImplementedError
+
     @property
     @abstractmethod
     def verification(self) -> Mapping[str, str]:
@@ -72,9 +81,11 @@ class KeyedRows(ABC):
 
 
 class KeyedTables(ABC):
-    """The tables of raw ids of a checkpoint. names: key -> the ids' key, or None where the format says it."""
+    """The tables of raw ids of a checkpoint. names: key -> the ids' key, or None where the format says it.
+    strings: keys of tables whose ids are strings."""
 
     names: Mapping[str, str | None]
+    strings: Collection[str] = ()
 
     @abstractmethod
     def open(self, key: str, id_key: str | None) -> KeyedRows:

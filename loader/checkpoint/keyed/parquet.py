@@ -1,14 +1,16 @@
 """Tables of raw ids in Parquet: an id column and a vector column in a file, or in part files in name order.
 
-ids: integers within int64. vectors: lists of one length of float32, float16 or float64 (rounded to float32,
-with a note). Nulls are refused. Arrow reads them (github.com/apache/parquet-format), some rows of a row group
-at a time. A piece is whole row groups. Page checksums are checked if present. Arrow trusts sizes in page
-headers, so `parquet_pages` compares them with the file first.
+ids: integers within int64, or strings (loader.string_ids). vectors: lists of one length of float32, float16
+or float64 (rounded to float32, with a note). Nulls are refused. Arrow reads them
+(github.com/apache/parquet-format), some rows of a row group at a time. A piece is whole row groups. Page
+checksums are checked if present. Arrow trusts sizes in page headers, so `parquet_pages` compares them with
+the file first.
 
 Keys are columns: of the file or a folder's part files, and "NAME/COLUMN" of a sub-folder or file NAME in it.
 Names that begin with "_" or "." are ignored.
 """
 
+import copy
 import logging
 import os
 from bisect import bisect_right
@@ -28,6 +30,7 @@ from tableside.loader.checkpoint.keyed.parquet_pages import check_pages
 from tableside.loader.checkpoint.rows import LARGEST_DIM, Checkpoint, int64_ids, narrowed, some
 from tableside.loader.errors import CheckpointError, LoaderError
 from tableside.loader.files import open_regular
+from tableside.loader.string_ids import ids_of_column, is_text
 from tableside.quant import Source
 from tableside.quant.contract import Ids
 
@@ -52,17 +55,19 @@ class ParquetTables(KeyedTables):
 
     def __init__(self, checkpoint: Checkpoint, groups: dict[str, list[Path]]) -> None:
         self._path, self._groups = checkpoint.path, groups
-        self.names = {}
+        self.names, self.strings = {}, []
         for prefix, files in groups.items():
             if prefix.endswith(".parquet/") and "" in groups:
                 continue  # a part of a table that is named already
             schema = _schema(files[0])
             ids = [f.name for f in schema if pa.types.is_integer(f.type)]
-            ids = [n for n in ids if n.lower() in _ID_NAMES] or ids
+            texts = [f.name for f in schema if is_text(f.type)]
+            ids = [n for n in ids + texts if n.lower() in _ID_NAMES] or ids or texts
             for field in schema:
                 if is_list(field.type) and field.type.value_type in _SOURCES:
                     if len(ids) == 1:
                         self.names[prefix + field.name] = ids[0]
+                        self.strings += [prefix + field.name] if ids[0] in texts else []
                     else:
                         unclear = f"which column holds its ids cannot be told: {some(ids)}"
                         checkpoint.skipped[prefix + field.name] = unclear if ids else _without_ids(schema)
@@ -99,9 +104,11 @@ class ParquetRows(KeyedRows):
         self.key, self.paths, self._column, self._id_column = key, tuple(files), column, id_column
         self._groups: list[_Group] = []
         self.rows, kinds = 0, dict[tuple[Any, int], Path]()
+        self._seed, of_strings = 0, dict[bool, Path]()
         for path in files:
             with open_parquet(path) as file:
                 kind = _kind(file, path, column, id_column)
+                of_strings.setdefault(is_text(file.schema_arrow.field(id_column).type), path)
                 if kind[1] or file.metadata.num_rows:
                     kinds.setdefault((kind[0], kind[1] or _first_length(file, path, column)), path)
                 self._add(path, file.metadata)
@@ -117,7 +124,12 @@ class ParquetRows(KeyedRows):
                 "name a "
                 f'file as "{path.name}/{column}" where each is a table of its own'
             )
-        ((kind, self.dim),) = kinds
+        if len(of_strings) > 1:
+            raise CheckpointError(
+                f"{of_strings[True]}: the ids {id_column!r} are strings, in {of_strings[False]} they are "
+                "integers; write them alike"
+            )
+        ((kind, self.dim),), (self.strings,) = kinds, of_strings
         self.source, self._is_told = _SOURCES[kind], kind != pa.float64()
         if self.dim > LARGEST_DIM:
             raise CheckpointError(
@@ -166,6 +178,19 @@ class ParquetRows(KeyedRows):
         group = self._groups[bisect_right(self._groups, row, key=lambda g: g.first) - 1]
         return f"{group.path}: row {row - group.first + group.in_file:,} (row group {group.group})"
 
+    def rehashed(self) -> "ParquetRows":
+        other = copy.copy(self)
+        other._seed = self._seed + 1
+        return other
+
+    def text(self, row: int) -> str:
+        piece = bisect_right(self._pieces, row, key=lambda p: p[0].first) - 1
+        for first, batch in self._batches(piece, [self._id_column], keyed.ID_BLOCK_ROWS):
+            if row < first + len(batch):
+                break
+        found = batch.column(self._id_column)[row - first].as_py()
+        return found.decode("utf-8", "backslashreplace") if isinstance(found, bytes) else str(found)
+
     def _batches(self, piece: int, columns: list[str], rows: int) -> Iterator[tuple[int, Any]]:
         """Yields (row in the table, batch) of a piece. CheckpointError: it is unreadable."""
         groups = self._pieces[piece]
@@ -194,6 +219,8 @@ class ParquetRows(KeyedRows):
         if column.null_count:
             text = f"{self._id_column!r} is null; expected an id in every row"
             raise self._error(first + first_null(column), text)
+        if self.strings:
+            return ids_of_column(column, self._seed)
         ids, bad = int64_ids(column.to_numpy(zero_copy_only=False))
         if bad >= 0:
             text = f"id {column[bad]} does not fit an int64; expected ids below 2**63"
@@ -282,7 +309,7 @@ def is_list(kind: Any) -> bool:
 def _without_ids(schema: Any) -> str:
     """Returns why no column of a file can be ids."""
     named = next((f for f in schema if f.name.lower() in _ID_NAMES), None)
-    return "no column of integers" + (
+    return "no column of integers or strings" + (
         "" if named is None else f"; {named.name!r} is of type {type_name(named.type)}{id_remedy(named.type)}"
     )
 
@@ -299,8 +326,9 @@ def _kind(file: Any, path: Path, column: str, id_column: str) -> tuple[Any, int]
         if (count := len(schema.get_all_field_indices(name))) != 1:
             raise wrong(f"{count} columns are called {name!r}; expected one, of: {some(schema.names)}")
     ids, vectors = schema.field(id_column).type, schema.field(column).type
-    if not pa.types.is_integer(ids):
-        raise wrong(f"the ids {id_column!r} are of type {type_name(ids)}; expected int64{id_remedy(ids)}")
+    if not (pa.types.is_integer(ids) or is_text(ids)):
+        expected = f"expected int64 or strings{id_remedy(ids)}"
+        raise wrong(f"the ids {id_column!r} are of type {type_name(ids)}; {expected}")
     if not is_list(vectors):
         raise wrong(f"the vectors {column!r} are of type {vectors}; expected lists of float32 or float16")
     if vectors.value_type not in _SOURCES:
@@ -336,9 +364,8 @@ def id_remedy(kind: Any) -> str:
     if pa.types.is_floating(of):
         why = "pandas makes floats of integers where one is missing"
         return f' ({why}: leave such rows out, and write astype("int64"))'
-    if pa.types.is_string(of) or pa.types.is_large_string(of):
-        numbers = 'where they are numbers, write astype("int64")'
-        return f" ({numbers}; else number or hash them, and do the same in requests)"
+    if is_text(of):
+        return ' (where they are numbers, write astype("int64"); else load the table with ids = "string")'
     return ' (write astype("int64"))' if of is not kind and pa.types.is_integer(of) else ""
 
 

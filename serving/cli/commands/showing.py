@@ -213,7 +213,8 @@ def _tables(h: Header) -> Iterator[Table]:
             t.row_format, str(t.row_bytes), mb(t.bytes), escape(t.key),
         )  # fmt: skip
     for r in h.remote:
-        ids, hosts = f"{r.count:,} {'raw' if r.buckets else 'row numbers'}", f"on {len(r.shares)} hosts"
+        kinds = {"row": "row numbers", "raw": "raw", "string": "strings"}
+        ids, hosts = f"{r.count:,} {kinds[r.id_kind]}", f"on {len(r.shares)} hosts"
         row = (ids, r.missing, f"{r.count:,}", str(r.dim), r.row_format, str(r.row_bytes), hosts)
         table.add_row(r.name, *row, escape(r.key))
     yield table
@@ -236,6 +237,7 @@ def _version(segment: Segment) -> dict[str, Any]:
             },
             "ids": t.rows if t.ids is None else t.ids.count,
             "is_raw": t.ids is not None and t.ids.index is not None,
+            "strings": t.id_kind == "string",
             "first_id": 0 if t.ids is None else t.ids.first,
             "backfilled": 0 if t.ids is None else t.ids.backfilled,
             "missing": "error" if t.ids is None else t.ids.missing,
@@ -274,7 +276,7 @@ def _ids_of(t: StoredTable) -> str:
     if t.ids is None:
         return f"{t.rows:,} row numbers"
     kind = (
-        f"raw, {t.ids.index.owned} of {t.ids.index.buckets} buckets"
+        f"{'strings' if t.ids.strings else 'raw'}, {t.ids.index.owned} of {t.ids.index.buckets} buckets"
         if t.ids.index
         else f"row numbers from {t.ids.first:,} on"
     )
