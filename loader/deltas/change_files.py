@@ -1,10 +1,11 @@
 """Files of changes: rows to insert, overwrite or delete, in order.
 
-    .parquet   columns `id` (integers), `vector` (lists of float32, float16 or float64; null deletes the id),
-               and `table`
+    .parquet   columns `id` (integers or strings), `vector` (lists of float32, float16 or float64; null
+               deletes the id), and `table`
     .npz       arrays TABLE.ids (integers [n]), TABLE.vectors (floats [n, dim]) and optionally TABLE.deleted
                (bool [n]); vectors of deleted ids are ignored, and absent if all are deleted
-    .jsonl     one row per line: {"table": "user", "id": 7, "vector": [0.5, 1]}; null as vector deletes the id
+    .jsonl     one row per line: {"table": "user", "id": 7, "vector": [0.5, 1]}; null as vector deletes the
+               id, which may be a string
 
 The table may be left out if the caller gives it. float64 is rounded to float32. Files are read block by
 block. `loader.deltas.apply` refuses values that do not fit the model.

@@ -12,6 +12,7 @@ from tableside.loader.checkpoint.rows import narrowed
 from tableside.loader.deltas.changes import Row, RowRules, TableChanges, changes
 from tableside.loader.errors import ChangeError
 from tableside.loader.files import open_regular
+from tableside.loader.string_ids import string_ids
 
 _LINE_BYTES = 16 << 20  # the longest line that is read
 _BLOCK_VALUES = 1 << 20  # some 32 bytes each, as Python has them
@@ -22,13 +23,16 @@ class PythonRows:
     def __init__(self, rules: RowRules, table: str) -> None:
         self.rules, self.table = rules, table
         self.numbers: list[Row] = []
-        self.ids: list[int] = []
+        self.ids: list[int | str | bytes] = []
         self.vectors: list[list[float]] = []
         self.deleted: list[bool] = []
 
-    def add(self, number: Row, id_: int, vector: list[float] | None) -> None:
+    def add(self, number: Row, id_: int | str | bytes, vector: list[float] | None) -> None:
         """Adds a row; number: its number in the source. ChangeError: the vector is no list of `dim`
-        numbers."""
+        numbers, or an id a string and one before it an integer."""
+        if self.ids and type(id_) is not type(self.ids[0]):
+            expected = f"one like {self.ids[0]!r:.60} before it, an integer or a string"
+            raise self.rules.error(number, f"its id is {id_!r:.60}; expected {expected}")
         if vector is not None:
             self.rules.check_dim(self.table, len(vector), number)
             if not {*map(type, vector)} <= {int, float}:
@@ -46,8 +50,9 @@ class PythonRows:
         if bad >= 0:
             number = self.numbers[int(np.flatnonzero(~deleted)[bad // dim])]
             raise self.rules.error(number, "a value of its vector is too large for float32")
-        ids, where = np.array(self.ids, np.int64), self.rules.where(self.numbers[0])
-        return changes(self.table, ids, values, deleted, dim, where)
+        strings, where = type(self.ids[0]) is not int, self.rules.where(self.numbers[0])
+        ids = string_ids(self.ids) if strings else np.array(self.ids, np.int64)  # type: ignore[arg-type]
+        return changes(self.table, ids, values, deleted, dim, where, strings)
 
 
 def rows_in(path: Path) -> None:
@@ -76,7 +81,7 @@ def blocks(path: Path, table: str | None) -> Iterator[TableChanges]:
     yield from (rows.changes() for rows in waiting.values())
 
 
-def row_of(rules: RowRules, number: Row, line: bytes) -> tuple[str, int, list[float] | None]:
+def row_of(rules: RowRules, number: Row, line: bytes) -> tuple[str, int | str, list[float] | None]:
     """Returns (table, id, vector) of a row in JSON. ChangeError: it is no such row."""
     try:
         row = orjson.loads(line)
@@ -92,8 +97,9 @@ def row_of(rules: RowRules, number: Row, line: bytes) -> tuple[str, int, list[fl
         raise rules.error(
             number, f'its table is {table!r:.60}; expected a table\'s name, as "table" or with --table'
         )
-    if type(row["id"]) is not int or not -(2**63) <= row["id"] < 2**63:
-        raise rules.error(number, f"its id is {row['id']!r:.60}; expected an integer that int64 holds")
+    id_ = row["id"]
+    if type(id_) is not str and (type(id_) is not int or not -(2**63) <= id_ < 2**63):
+        raise rules.error(number, f"its id is {id_!r:.60}; expected an integer that int64 holds, or a string")
     if row["vector"] is not None and not isinstance(row["vector"], list):
         raise rules.error(number, f"its vector is {row['vector']!r:.60}; expected a list of numbers, or null")
-    return rules.check_table(table, number), row["id"], row["vector"]
+    return rules.check_table(table, number), id_, row["vector"]

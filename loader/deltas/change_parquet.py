@@ -12,6 +12,7 @@ from tableside.loader.checkpoint.keyed.parquet import first_null, id_remedy, is_
 from tableside.loader.checkpoint.rows import int64_ids, narrowed
 from tableside.loader.deltas.changes import BLOCK_BYTES, MOST_ROWS, RowRules, TableChanges, changes
 from tableside.loader.errors import ChangeError
+from tableside.loader.string_ids import ids_of_column, is_text
 from tableside.quant.contract import Ids
 
 _WHAT = "a file of changes"
@@ -57,18 +58,13 @@ def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
     return names
 
 
-def _is_text(kind: Any) -> bool:
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
 def _is_vector(kind: Any) -> bool:
     return is_list(kind) and pa.types.is_floating(kind.value_type)
 
 
 _is_expected = {
-    "table": (_is_text, "strings"),
-    "id": (pa.types.is_integer, "integers"),
+    "table": (is_text, "strings"),
+    "id": (lambda kind: pa.types.is_integer(kind) or is_text(kind), "integers or strings"),
     "vector": (_is_vector, "lists of float32, float16 or float64"),
 }
 
@@ -88,6 +84,7 @@ class _Block:
 
     def __init__(self, rules: RowRules, batch: Any, first: int) -> None:
         self.rules, self.batch, self.first = rules, batch, first
+        self.strings = is_text(batch.column("id").type)
         self.ids = self._ids(batch.column("id"))
         vectors = batch.column("vector")
         self.kept = vectors.is_valid().to_numpy(zero_copy_only=False) if vectors.null_count else None
@@ -102,7 +99,7 @@ class _Block:
                 ids, kept = ids[rows], None if kept is None else kept[rows]
             vectors, dim = self._vectors(table, rows, kept)
             where = self.rules.where(self.first + (0 if rows is None else int(rows[0])))
-            yield changes(table, ids, vectors, None if kept is None else ~kept, dim, where)
+            yield changes(table, ids, vectors, None if kept is None else ~kept, dim, where, self.strings)
 
     def _vectors(
         self, table: str, rows: Ids | None, kept: NDArray[np.bool_] | None
@@ -145,7 +142,9 @@ class _Block:
 
     def _ids(self, column: Any) -> Ids:
         if column.null_count:
-            raise self._error(first_null(column), "its id is null; expected an integer")
+            raise self._error(first_null(column), "its id is null; expected an integer or a string")
+        if self.strings:
+            return ids_of_column(column)
         ids, bad = int64_ids(column.to_numpy(zero_copy_only=False))
         if bad >= 0:
             raise self._error(bad, f"its id is {column[bad]}; expected one below 2**63, which int64 holds")

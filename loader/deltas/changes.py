@@ -1,7 +1,7 @@
 """Changes of rows, and the rules for rows of a source. Errors name source, row, expected and found values."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +21,14 @@ Row = int | str  # what a source calls a row: its number, or an entry's id
 class TableChanges:
     """Changes of one table, in order; an id's last change counts. ids: int64 [n], as in requests. vectors:
     fp32 or fp16 [n, dim], ignored for deleted ids. deleted: bool [n] or None. where: the first row's place,
-    for people."""
+    for people. strings: the ids are those of strings."""
 
     table: str
     ids: Ids
     vectors: NDArray[Any]
     deleted: NDArray[np.bool_] | None = None
     where: str = ""
+    strings: bool = False
 
     @property
     def rows(self) -> int:
@@ -55,11 +56,13 @@ class ChangeBatch:
 
 @dataclass
 class RowRules:
-    """Checks rows of one source. source, unit: names for errors. table: the table of rows that name none."""
+    """Checks rows of one source. source, unit: names for errors. table: the table of rows that name none.
+    strings: tables whose ids are strings, where the source does not tell them from integers."""
 
     source: str
     unit: str = "row"
     table: str | None = None
+    strings: Container[str] = ()
     dims: dict[str, int] = field(default_factory=dict)  # table -> values of a vector, once one came
 
     def error(self, row: Row, text: str) -> ChangeError:
@@ -97,11 +100,17 @@ def ahead(blocks: Iterator[TableChanges], depth: int = 2) -> Iterator[TableChang
 
 
 def changes(
-    table: str, ids: Ids, vectors: NDArray[Any], deleted: NDArray[np.bool_] | None, dim: int, where: str = ""
+    table: str,
+    ids: Ids,
+    vectors: NDArray[Any],
+    deleted: NDArray[np.bool_] | None,
+    dim: int,
+    where: str = "",
+    strings: bool = False,
 ) -> TableChanges:
     """Returns changes of a table; `vectors` [kept rows, dim] lacks those of deleted ids."""
     if deleted is None or not deleted.any():
-        return TableChanges(table, ids, vectors, None, where)
+        return TableChanges(table, ids, vectors, None, where, strings)
     spread = np.zeros((len(ids), dim), vectors.dtype)
     spread[~deleted] = vectors
-    return TableChanges(table, ids, spread, deleted, where)
+    return TableChanges(table, ids, spread, deleted, where, strings)

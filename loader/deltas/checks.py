@@ -27,6 +27,14 @@ def check_shapes(block: TableChanges, dim: int) -> None:
         )
 
 
+def check_kind(block: TableChanges, strings: bool) -> None:
+    """Raises ChangeError unless the ids of changes are strings, as those of the table, or neither are."""
+    if block.strings is not strings:
+        found, expected = ("strings", "integers") if block.strings else ("integers", "strings")
+        where = f"{block.where}: " if block.where else ""
+        raise ChangeError(f"{where}table {block.table!r}: the ids are {found}; expected {expected}")
+
+
 def check_ids(table: Table, name: str, ids: Ids, deleted: NDArray[np.bool_]) -> None:
     """Raises ChangeError if a change of an id, or its deletion, does not fit a table. name: the table's."""
     row_map = table.row_map

@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tableside.loader.deltas.changes import TableChanges
-from tableside.loader.deltas.checks import check_buckets, check_numbers, check_shapes
+from tableside.loader.deltas.checks import check_buckets, check_kind, check_numbers, check_shapes
 from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Ids, Table
@@ -52,6 +52,7 @@ def changes_here(segment: Segment, block: TableChanges) -> TableChanges | None:
     for table in header.remote:
         if table.name == block.table:
             check_shapes(block, table.dim)
+            check_kind(block, table.strings)
             _check_remote(table, block)
             return None
     if header.owner is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tableside.loader.deltas.changes import TableChanges
-from tableside.loader.deltas.checks import check_ids, check_shapes
+from tableside.loader.deltas.checks import check_ids, check_kind, check_shapes
 from tableside.loader.deltas.hosts import changes_here
 from tableside.loader.errors import ChangeError
 from tableside.loader.segment.delta_writer import DeltaEntries
@@ -67,4 +67,5 @@ def _table(segment: Segment, block: TableChanges) -> Table:
             f"{', '.join((*segment.base.tables, *(t.name for t in segment.header.remote)))}"
         )
     check_shapes(block, table.dim)
+    check_kind(block, block.table in segment.base.header.string_tables)
     return table

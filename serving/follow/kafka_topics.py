@@ -7,6 +7,7 @@ are away are waited for, by librdkafka. Forms of messages:
 
     rows   key: ids int64 [n]; value: vectors [n, dim] fp32; no value: deletions; headers: table, dtype (fp16)
     json   value: {"table": "user", "id": 7, "vector": [0.5, 1]}, as in a file of changes
+           an id is a string where the table's ids are, and in rows the key is strings as BYTES
     hps    value: HCTR, bytes of a vector uint32, then ids int64 and vectors fp32 in turns, as NVIDIA's HPS
            sends them; the table is the last part of the topic's name
 """
@@ -14,7 +15,8 @@ are away are waited for, by librdkafka. Forms of messages:
 import logging
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -49,14 +51,21 @@ class KafkaTopics:
     """Messages of topics. table: of messages that name none. start: "start", "end", or a position."""
 
     def __init__(
-        self, url: str, name: str | None, table: str | None, start: str, is_stopping: IsStopping
+        self,
+        url: str,
+        name: str | None,
+        table: str | None,
+        start: str,
+        is_stopping: IsStopping,
+        strings: Container[str] = (),
     ) -> None:
         """SourceError: the URL or `start` is invalid. MissingBackend: the client is not installed."""
         brokers, self._topics, self._form, options = split_url(url)
         self.name = name or f"kafka:{','.join(self._topics)}"
         self._where = f"Kafka topic {','.join(self._topics)}"
         self._start, self._begin = start, None if start in ("start", "end") else self._offsets(start)
-        self._table, self._is_stopping = table, is_stopping
+        self._rules = partial(RowRules, self._where, "message", table, strings)
+        self._is_stopping = is_stopping
         self._refused: KafkaError | None = None
         self._is_away = False
         settings = {"log_level": 0, **options, **_OURS, "bootstrap.servers": brokers, "error_cb": self._note}
@@ -81,7 +90,7 @@ class KafkaTopics:
         if not self._turn_to(after, end):
             return None
         assert self._first is not None
-        entries = Entries(RowRules(self._where, "message", self._table))
+        entries = Entries(self._rules())
         reached, taken, made_at = dict(self._first), 0, float("inf")
         while True:
             room = MOST_MESSAGES if most is None else most - taken
@@ -245,9 +254,7 @@ class KafkaTopics:
     def _fields(self, message: Any, entry: str) -> list[bytes]:
         """Returns fields and values in turns, as of an entry of a Redis stream. ChangeError: the message has
         not the form."""
-        fields: list[bytes] = _FORMS[self._form](
-            RowRules(self._where, "message", self._table), entry, message
-        )
+        fields: list[bytes] = _FORMS[self._form](self._rules(), entry, message)
         return fields
 
 
@@ -267,6 +274,9 @@ def _rows(rules: RowRules, entry: str, message: Any) -> list[bytes]:
 
 def _json(rules: RowRules, entry: str, message: Any) -> list[bytes]:
     table, id_, vector = row_of(rules, entry, message.value() or b"")
+    if isinstance(id_, str) is not (table in rules.strings):
+        expected = "an integer" if isinstance(id_, str) else "a string"
+        raise rules.error(entry, f"its id is {id_!r:.60}; expected {expected}, as table {table!r} has")
     return [b"table", table.encode(), b"id", str(id_).encode(), b"vector", orjson.dumps(vector)]
 
 

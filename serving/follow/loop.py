@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -303,11 +303,13 @@ def open_source(
     start: str,
     is_stopping: IsStopping,
     group_s: float = 0.0,
+    strings: Container[str] = (),
 ) -> ChangeSource:
     """Opens a folder, or the URL of a Redis stream or of Kafka's topics. name: in the state; None:
     "folder:PATH", "redis:KEY" or "kafka:TOPIC". table: of rows that name none. start: "start", "end" or a
-    position, if none is kept. group_s: for a model over several hosts, seconds between two batches.
-    SourceError: it is none of these. MissingBackend: its client is not installed."""
+    position, if none is kept. group_s: for a model over several hosts, seconds between two batches. strings:
+    tables whose ids are strings. SourceError: it is none of these. MissingBackend: its client is not
+    installed."""
     if text.startswith("kafka://"):
         from tableside.serving.follow.kafka_topics import KafkaTopics
 
@@ -316,11 +318,11 @@ def open_source(
                 "a model over several hosts takes changes in one order, and partitions have none; follow a "
                 "folder or a Redis stream"
             )
-        return KafkaTopics(text, name, table, start, is_stopping)
+        return KafkaTopics(text, name, table, start, is_stopping, strings)
     if "://" in text:
         from tableside.serving.follow.redis_stream import RedisStream, split_url
 
         _, key = split_url(text)
-        return RedisStream(text, name or f"redis:{key}", table, start, is_stopping, group_s)
+        return RedisStream(text, name or f"redis:{key}", table, start, is_stopping, group_s, strings)
     folder = Path(text)
     return FolderSource(folder, name or f"folder:{folder.resolve()}", table, start, is_stopping, group_s > 0)

@@ -4,11 +4,13 @@
     table, ids, deleted          deletions: ids int64 [n], deleted is 1
     table, id, vector            one row: id as decimal text, vector as a JSON list, or null for a deletion
 
-`table` may be omitted if all rows are of one.
+`table` may be omitted if all rows are of one. Of a table of string ids, id is the string, and ids are strings
+as BYTES (loader.string_ids).
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from tableside.loader.checkpoint.rows import narrowed
 from tableside.loader.deltas.change_lines import PythonRows
 from tableside.loader.deltas.changes import RowRules, TableChanges, changes
 from tableside.loader.errors import ChangeError
+from tableside.loader.string_ids import ids_of_bytes, string_ids
+from tableside.quant.contract import Ids
 from tableside.serving.follow.source import refusing
 
 _NUMERIC = b"0123456789+-.eE,[] \t\r\n"
@@ -75,10 +79,16 @@ class _TableRun:
     def __init__(self, rules: RowRules, table: str) -> None:
         self._rules, self._table = rules, table
         self._parts: list[TableChanges] = []
-        self._waiting: list[tuple[str, int, bytes]] = []  # (entry, id, vector as JSON)
+        self._waiting: list[tuple[str, int | bytes, bytes]] = []  # (entry, id, vector as JSON)
+        self._strings = table in rules.strings
 
     def add_row(self, entry: str, fields: dict[bytes, bytes]) -> int:
-        text = fields[b"id"]
+        self._waiting.append((entry, self._id(entry, fields[b"id"]), fields[b"vector"]))
+        return 1
+
+    def _id(self, entry: str, text: bytes) -> int | bytes:
+        if self._strings:
+            return text
         try:
             id_ = int(text) if len(text) <= 20 and b"_" not in text else 1 << 63
         except ValueError:
@@ -88,15 +98,11 @@ class _TableRun:
             raise self._rules.error(
                 entry, f"its id is {found!r}; expected an integer that int64 holds, as decimal text"
             )
-        self._waiting.append((entry, id_, fields[b"vector"]))
-        return 1
+        return id_
 
     def add_rows(self, entry: str, fields: dict[bytes, bytes]) -> int:
         self._parse()
-        data = fields[b"ids"]
-        if len(data) % 8:
-            raise self._rules.error(entry, f"its ids are {len(data)} bytes; expected 8 for each, as int64")
-        ids = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+        ids = self._ids(entry, fields[b"ids"])
         if b"deleted" in fields:
             if fields[b"deleted"] != b"1":
                 found = fields[b"deleted"][:40].decode("utf-8", "replace")
@@ -105,13 +111,23 @@ class _TableRun:
                 )
             none = np.zeros((0, self._rules.dim(self._table)), np.float32)
             deleted = np.ones(len(ids), bool)
-            self._parts.append(
-                changes(self._table, ids, none, deleted, none.shape[1], self._rules.where(entry))
-            )
+            where = self._rules.where(entry)
+            self._parts.append(changes(self._table, ids, none, deleted, none.shape[1], where, self._strings))
         elif len(ids):
             vectors = self._vectors(entry, fields, len(ids))
-            self._parts.append(TableChanges(self._table, ids, vectors, where=self._rules.where(entry)))
+            where = self._rules.where(entry)
+            self._parts.append(TableChanges(self._table, ids, vectors, None, where, self._strings))
         return len(ids)
+
+    def _ids(self, entry: str, data: bytes) -> Ids:
+        if self._strings:
+            if (ids := ids_of_bytes(data)) is None:
+                expected = "strings, before each its length as uint32"
+                raise self._rules.error(entry, f"its ids are {len(data)} bytes; expected {expected}")
+            return ids
+        if len(data) % 8:
+            raise self._rules.error(entry, f"its ids are {len(data)} bytes; expected 8 for each, as int64")
+        return np.frombuffer(data, "<i8").astype(np.int64, copy=False)
 
     def _vectors(self, entry: str, fields: dict[bytes, bytes], rows: int) -> NDArray[Any]:
         name, data = fields.get(b"dtype", b"fp32"), fields[b"vectors"]
@@ -145,9 +161,10 @@ class _TableRun:
         if values is None or (len(values) and not self._fits(values.shape[1], rows[0][0])):
             self._parts.append(self._parse_singly(rows))
             return
-        dim, ids = self._rules.dim(self._table), np.array([i for _, i, _ in rows], np.int64)
-        where = self._rules.where(rows[0][0])
-        self._parts.append(changes(self._table, ids, values.reshape(len(values), dim), deleted, dim, where))
+        dim, given = self._rules.dim(self._table), [i for _, i, _ in rows]
+        ids = string_ids(given) if self._strings else np.array(given, np.int64)  # type: ignore[arg-type]
+        values, where = values.reshape(len(values), dim), self._rules.where(rows[0][0])
+        self._parts.append(changes(self._table, ids, values, deleted, dim, where, self._strings))
 
     def _fits(self, dim: int, entry: str) -> bool:
         """Whether the table's vectors have `dim` values, as far as is known."""
@@ -155,7 +172,7 @@ class _TableRun:
             self._rules.check_dim(self._table, dim, entry)
         return self._rules.dim(self._table) == dim
 
-    def _parse_singly(self, rows: list[tuple[str, int, bytes]]) -> TableChanges:
+    def _parse_singly(self, rows: list[tuple[str, int | bytes, bytes]]) -> TableChanges:
         """As `_parse`, entry by entry, to find the invalid one."""
         found = PythonRows(self._rules, self._table)
         for entry, id_, text in rows:
@@ -198,4 +215,4 @@ def _join(parts: list[TableChanges]) -> TableChanges:
     if any(c.deleted is not None for c in parts):
         deleted = np.concatenate([np.zeros(c.rows, bool) if c.deleted is None else c.deleted for c in parts])
     ids, vectors = np.concatenate([c.ids for c in parts]), np.concatenate([c.vectors for c in parts])
-    return TableChanges(parts[0].table, ids, vectors, deleted, parts[0].where)
+    return replace(parts[0], ids=ids, vectors=vectors, deleted=deleted)

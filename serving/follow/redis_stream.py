@@ -8,7 +8,8 @@ While Redis is away, retries back off.
 import logging
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlencode
 
@@ -49,6 +50,7 @@ class RedisStream:
         start: str,
         is_stopping: IsStopping,
         group_s: float = 0.0,
+        strings: Container[str] = (),
     ) -> None:
         """SourceError: the URL or `start` is invalid. MissingBackend: the client is not installed."""
         self._url, self._key = split_url(url)
@@ -57,7 +59,7 @@ class RedisStream:
         self._where = f"Redis stream {self._key!r}"
         if self._begin is not None:
             self._id(self._begin)
-        self._table = table
+        self._rules = partial(RowRules, self._where, "entry", table, strings)
         self._client = _connect(self._url)
         self._group_ms = max(1, int(1000 * group_s)) if group_s else 0
         self._most_rows = 0.0  # of one entry
@@ -71,7 +73,7 @@ class RedisStream:
     ) -> ChangeBatch | None:
         """As `Source.read`. SourceError: entries behind `after` are gone, or the stream is another one."""
         end = time.monotonic() + wait_s
-        entries, position, first = Entries(RowRules(self._where, "entry", self._table)), after, ""
+        entries, position, first = Entries(self._rules()), after, ""
         passed, group, step_ms, is_group_end = list[str](), "", 0, False
         room = MOST_ENTRIES if most is None else most  # entries that may be asked for at once
         while True:

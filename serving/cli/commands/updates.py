@@ -221,7 +221,7 @@ def follow(options: argparse.Namespace) -> int:
 
     source = open_source(
         options.source, options.name, options.table or _only_table(header), options.start, stop,
-        options.every_s if header.is_over_hosts else 0.0,
+        options.every_s if header.is_over_hosts else 0.0, header.string_tables,
     )  # fmt: skip
     told, compactions = _BatchReport(model.name, options.json), Compactions(model, options.compact_at)
 

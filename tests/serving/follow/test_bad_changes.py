@@ -28,7 +28,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "value": ({"table": "user", "id": 21, "vector": [1e39, 0, 0, 0]}, "too large"),
     "table": ({"table": "nobody", "id": 21, "vector": [0.0] * DIM}, "no table 'nobody'"),
     "id": ({"table": "user", "id": 10**6, "vector": [0.0] * DIM}, "id 1000000 is outside"),
-    "type of the id": ({"table": "user", "id": "x", "vector": [0.0] * DIM}, "its id is"),
+    "type of the id": ({"table": "user", "id": "x", "vector": [0.0] * DIM}, "its id is|the ids are strings"),
     "type of the vector": ({"table": "user", "id": 21, "vector": ["a"] * DIM}, "numbers|holds"),
 }
 

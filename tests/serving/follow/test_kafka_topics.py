@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from following import ended, following
+from string_tables import hashes
 from support import until
 
 pytest.importorskip("confluent_kafka", reason="the kafka extra brings it")
@@ -21,6 +22,7 @@ from kafka_brokers import PARTITIONS, Brokers
 from campaigns.follows import rows_now
 from tableside.loader.deltas.apply import position_of
 from tableside.loader.errors import ChangeError
+from tableside.loader.string_ids import as_bytes
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import SourceError
 from tableside.serving.follow.loop import open_source
@@ -44,7 +46,9 @@ def opened(brokers: Brokers) -> Iterator[Callable[..., ChangeSource]]:
     made: list[ChangeSource] = []
 
     def open_(topics: str, table: str | None = "user", start: str = "start", **options: str) -> ChangeSource:
-        made.append(open_source(brokers.url(topics, **options), None, table, start, lambda: False))
+        strings = ("named",)  # a table of string ids
+        url = brokers.url(topics, **options)
+        made.append(open_source(url, None, table, start, lambda: False, strings=strings))
         return made[-1]
 
     yield open_
@@ -94,6 +98,24 @@ def test_rows_and_deletions(brokers: Brokers, topic: str, opened: Callable[..., 
 def test_rows_in_json(brokers: Brokers, topic: str, opened: Callable[..., ChangeSource]) -> None:
     brokers.json(topic, {"table": "item", "id": -7, "vector": [0.1, 1]})
     assert taken(read(opened(topic, None, form="json"))) == {-7: [np.float32(0.1), 1]}
+
+
+def test_rows_of_string_ids(brokers: Brokers, topic: str, opened: Callable[..., ChangeSource]) -> None:
+    """In JSON a string, which no integer stands for; in rows the key is strings as BYTES."""
+    brokers.json(topic, {"table": "named", "id": "7", "vector": [0.5, 1]})
+    brokers.json(topic, {"table": "named", "id": 7, "vector": [0.5, 1]})
+    brokers.json(topic, {"table": "item", "id": "7", "vector": [0.5, 1]})
+    source = opened(topic, None, form="json")
+    first = read(source)
+    assert taken(first) == {hashes(["7"])[0]: [0.5, 1]}
+    after_two = first.position.replace("/0:1", "/0:2")
+    for after, said in ((first.position, "7; expected a string"), (after_two, "'7'; expected an integer")):
+        with pytest.raises(ChangeError, match=f"its id is {said}"):
+            list(read(source, after).changes)
+    other = f"{topic}_rows"
+    vectors = np.ones((2, DIM), "<f4").tobytes()
+    brokers.send(other, vectors, key=as_bytes([b"", b"a"]), headers={"table": b"named"})
+    assert taken(read(opened(other, None))) == {i: [1, 1] for i in hashes(["", "a"])}
 
 
 def test_rows_as_hps_sends_them(brokers: Brokers, topic: str, opened: Callable[..., ChangeSource]) -> None:

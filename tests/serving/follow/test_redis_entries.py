@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from string_tables import hashes
 
 from tableside.loader.deltas.changes import RowRules
 from tableside.loader.errors import ChangeError
+from tableside.loader.string_ids import as_bytes
 from tableside.serving.follow.redis_entries import Entries
 
 
@@ -134,3 +136,35 @@ def test_an_entry_that_is_refused(fields: dict[str, Any], fault: str) -> None:
 def test_another_table_than_the_one_that_is_known() -> None:
     with pytest.raises(ChangeError, match="entry 1-0: its table is 'item'; expected 'user'"):
         entries(row(1, [1], "item"), table="user")
+
+
+# ---- of string ids ----
+
+
+def of_strings(*fields: list[bytes]) -> Entries:
+    found = Entries(RowRules("Redis stream 'k'", "entry", "user", {"user"}))
+    for number, each in enumerate(fields, 1):
+        found.add(f"{number}-0", each)
+    return found
+
+
+def test_forms_of_string_ids() -> None:
+    """The text of one id, also where it is a number, and BYTES of several; in their order."""
+    ones = np.ones((2, 2), np.float32).tobytes()
+    found = of_strings(
+        [b"id", b"7", b"vector", b"[1, 2]"],
+        [b"ids", as_bytes([b"", b"\xc3\xa9"]), b"vectors", ones],
+        [b"ids", as_bytes([b"7"]), b"deleted", b"1"],
+        [b"id", b"u", b"vector", b"null"],
+    )
+    (change,) = found.changes()
+    assert change.strings and change.ids.tolist() == hashes(["7", "", "é", "7", "u"]).tolist()
+    assert change.deleted is not None and change.deleted.tolist() == [False, False, False, True, True]
+    assert change.vectors[:3].tolist() == [[1, 2], [1, 1], [1, 1]]
+
+
+def test_bytes_that_are_no_strings_are_refused() -> None:
+    with pytest.raises(ChangeError, match=r"entry 1-0: its ids are 8 bytes; expected strings, before each"):
+        of_strings([b"ids", np.array([7], "<i8").tobytes(), b"deleted", b"1"])
+    with pytest.raises(ChangeError, match=r"entry 2-0: its vector holds"):
+        of_strings([b"id", b"a", b"vector", b"[1]"], [b"id", b"b", b"vector", b'["x"]']).changes()
