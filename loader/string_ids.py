@@ -7,8 +7,8 @@ are refused when it is loaded; of n strings two meet with a chance of n² / 2**6
 BYTES of the Open Inference Protocol: before each string its length, uint32, little-endian.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,13 @@ from tableside.quant.contract import Ids
 LENGTH_BYTES = 4
 
 
-def digest(string: bytes, seed: int) -> int:
-    return xxhash.xxh3_64_intdigest(string, seed)
+digest: Callable[[bytes, int], int] = xxhash.xxh3_64_intdigest  # of bytes, with a seed
 
 
 def string_ids(strings: Sequence[bytes | str], seed: int = 0) -> Ids:
     """Returns the ids of strings, int64 [n]. seed: another one gives other numbers, to tell strings with one
     id apart. UnicodeEncodeError: text has half of a surrogate pair."""
-    encoded = (s.encode() if isinstance(s, str) else s for s in strings)
+    encoded = [s.encode() if isinstance(s, str) else s for s in strings]
     return np.fromiter(map(digest, encoded, repeat(seed)), np.uint64, len(strings)).view(np.int64)
 
 
@@ -40,9 +39,10 @@ def ids_of_bytes(data: Any) -> Ids | None:
     return string_ids(strings) if at == len(view) else None
 
 
-def as_bytes(strings: Iterable[bytes]) -> bytes:
+def as_bytes(strings: Sequence[bytes]) -> bytes:
     """Returns strings as BYTES."""
-    return b"".join(part for s in strings for part in (len(s).to_bytes(LENGTH_BYTES, "little"), s))
+    lengths = np.fromiter(map(len, strings), "<u4", len(strings)).view(f"V{LENGTH_BYTES}").tolist()
+    return b"".join(chain.from_iterable(zip(lengths, strings, strict=True)))
 
 
 def is_text(kind: Any) -> bool:

@@ -74,14 +74,14 @@ class BadIds(QuantError):
     def __str__(self) -> str:
         return self.describe("ids")
 
-    def describe(self, name: str) -> str:
-        """The error as a sentence about the feature `name`."""
+    def describe(self, name: str, id_: str = "id") -> str:
+        """The error as a sentence about the feature `name`. id_: what its ids are called."""
         if self.problem is Problem.ID:
             at = f"id {self.value} at position {self.position}"
             return f"{name}: {at} is outside the table's rows [0, {self.bound})"
         if self.problem is Problem.MISSING:
             return (
-                f"{name}: id {self.value} at position {self.position} is not among the table's "
+                f"{name}: {id_} {self.value} at position {self.position} is not among the table's "
                 f"{self.bound:,} ids; send ids that it has, or publish the table with a policy for "
                 "missing ids"
             )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tableside.loader.model.model import SCORE
 from tableside.serving.client import compact as compact_form
 from tableside.serving.client.compact import CompactAnswer, CompactForm, Keyed, Schema, given_as
-from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns, integers
+from tableside.serving.client.features import Array, Columns, Ids, any_torch, array, columns, ids_of
 from tableside.serving.client.keyed import KeyedJagged, KeyedVectors, from_torchrec, to_torchrec
 from tableside.serving.client.messages import (
     FOUND,
@@ -168,7 +168,7 @@ class Calls:
         return given_as(found[SCORE], as_torch)
 
     def gather(self, model: str, feature: str, ids: Any, at_once: int, version: int | None) -> Call[Any]:
-        given = integers(ids, f"{feature}.ids")
+        given = ids_of(ids, f"{feature}.ids")
         if given.ndim != 1:
             raise FeatureError(f"{feature}.ids: shape {list(given.shape)}; expected [ids]")
         if type(at_once) is not int or at_once < 1:
@@ -233,7 +233,7 @@ class Calls:
             if compact:
                 raise FeatureError(f"these features cannot be sent in the compact form: {obstacle}")
         asked = None if outputs is None else tuple(outputs)
-        form = self._named(given.names, given.kinds, tuple(dense), asked, wants_found)
+        form = self._named(given.names, given.kinds, tuple(dense), asked, wants_found, given.strings)
         response = yield from self._post(path, *form.encode(given, dense))
         by_name = vectors(form.outputs.read(check_status(response)), given.is_torch)
         if not wants_found:

@@ -151,12 +151,13 @@ class Client(_Client[sockets.SocketPool]):
     ) -> Any:
         """Returns feature -> vectors, fp32 or fp16 [bags, dim], or [ids, dim] for an unpooled feature.
 
-        features: name -> an integer array or tensor [bags, ids a bag], a list of bags, or Jagged(values,
-        lengths, weights); if any is a torch tensor, so are all vectors, which share memory. Or a TorchRec
-        KeyedJaggedTensor: returns KeyedVectors. outputs: the wanted features; None: all. compact: send all
-        features in two tensors, which is faster for many; None: do if there are many, all jagged with equally
-        many bags. found: return LookedUp(vectors, found), with masks of ids that have rows. FeatureError: ids
-        have another type or shape, or do not fit the compact form. ClientError: the server refused.
+        features: name -> an array of integers or strings, or a tensor, [bags, ids a bag], a list of bags, or
+        Jagged(values, lengths, weights); if any is a torch tensor, so are all vectors, which share memory. Or
+        a TorchRec KeyedJaggedTensor: returns KeyedVectors. outputs: the wanted features; None: all. compact:
+        send all features in two tensors, which is faster for many; None: do if there are many, all jagged
+        with equally many bags. found: return LookedUp(vectors, found), with masks of ids that have rows.
+        FeatureError: ids have another type or shape, or do not fit the compact form. ClientError: the server
+        refused.
         """
         return self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
@@ -211,7 +212,7 @@ class Client(_Client[sockets.SocketPool]):
     ) -> Any:
         """Returns the vector of each id of a long list, [ids, dim], numpy or, as the ids, torch; all of one
         version; `late_rows` counts those of all parts. at_once: ids of a request. FeatureError: the ids are
-        not integers [ids]. ValueError: at_once is no number from 1.
+        not integers or strings [ids]. ValueError: at_once is no number from 1.
 
             vectors = client.gather("ads", "item", np.arange(1_000_000))
         """

@@ -1,6 +1,7 @@
 """The compact form: all features of a request in two tensors, in the order of TorchRec's KeyedJaggedTensor.
 
-    request    kjt.values INT64 or INT32 [ids], kjt.lengths INT32 [features, bags], kjt.weights FP32 [ids]
+    request    kjt.values [ids], INT64, INT32 or BYTES, kjt.lengths INT32 [features, bags],
+               kjt.weights FP32 [ids]
     response   kjt [bags, sum of dims]: the pooled features' vectors side by side
                kjt.sequences [elements], kjt.offsets INT64 [unpooled features + 1]: unpooled vectors, flat
                kjt.found BOOL [ids]: whether the tables have the ids, if asked for
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from tableside.serving.client.features import Array, Columns, joined
+from tableside.serving.client.features import Array, Columns, joined, packed
 from tableside.serving.client.messages import (
     FOUND,
     Bytes,
@@ -81,8 +82,8 @@ class Schema:
 
 
 class Keyed(NamedTuple):
-    """Features in KeyedJaggedTensor's order. values: [ids] of `datatype` INT64 or INT32. lengths: int32
-    [features, bags]. weights: fp32 [ids]."""
+    """Features in KeyedJaggedTensor's order. values: [ids] of `datatype`, INT64, INT32 or BYTES.
+    lengths: int32 [features, bags]. weights: fp32 [ids]."""
 
     names: tuple[str, ...]
     bags: int
@@ -102,6 +103,11 @@ def obstacle(given: Columns) -> str:
         return f"{given.names[given.kinds.lower().index('v')]} has no lengths"
     if "J" in kinds and len(kinds) > 1:
         return "some features have weights and some have none"
+    has_integers = any(
+        v.size and n not in given.strings for n, v in zip(given.names, given.values, strict=True)
+    )
+    if given.strings and has_integers:
+        return "the ids of some features are strings and those of some integers"
     lengths = _lengths(given)
     if len(set(map(len, lengths))) > 1:
         first, *others = ((n, len(each)) for n, each in zip(given.names, lengths, strict=True))
@@ -124,11 +130,10 @@ def _lengths(given: Columns) -> list[Array]:
 def keyed(given: Columns) -> Keyed:
     """Features that have no `obstacle`, side by side."""
     lengths = _lengths(given)
-    itemsize = given.values[0].dtype.itemsize
-    values = joined(given.values)
-    datatype = "INT64" if itemsize == 8 else "INT32"
+    datatype = "BYTES" if given.strings else "INT64" if given.values[0].dtype.itemsize == 8 else "INT32"
+    values = joined([packed(v) for v in given.values] if given.strings else given.values)
     weights = joined(given.weights) if given.weights else None
-    bags, ids = len(lengths[0]), len(values) // itemsize
+    bags, ids = len(lengths[0]), sum(v.size for v in given.values)
     return Keyed(given.names, bags, ids, datatype, values, joined(lengths), weights)
 
 

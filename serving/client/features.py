@@ -1,5 +1,5 @@
 """Converts a request's features to arrays that can be sent, all features at a time (a request has
-hundreds)."""
+hundreds). Ids that are strings are an array of bytes objects, and sent as BYTES (loader.string_ids)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import TypeVar
 
+from tableside.loader.string_ids import as_bytes
 from tableside.serving.client.messages import FeatureError
 
 V = TypeVar("V")
@@ -26,8 +27,8 @@ _ARROW = "__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__"  # of colu
 
 @dataclass(frozen=True)
 class Jagged(Generic[V_co]):
-    """Ids with their bags: values int64 [ids], lengths int32 [bags], weights fp32 [ids]; arrays, tensors or
-    lists."""
+    """Ids with their bags: values int64 or strings [ids], lengths int32 [bags], weights fp32 [ids]; arrays,
+    tensors or lists."""
 
     values: V_co
     lengths: Any = None
@@ -64,8 +65,9 @@ class _Rectangle(Jagged[Any]):
 
 class Columns(NamedTuple):
     """A request's features by part, in order. kinds: a character per feature, "r": values [bags, ids a bag],
-    "v": values alone, "j": with lengths; upper case: with weights. values: all int64 or all int32. lengths:
-    int32 [bags]. weights: fp32 [ids]. is_torch: some ids are a torch tensor."""
+    "v": values alone, "j": with lengths; upper case: with weights. values: all int64 or all int32, but those
+    of `strings`, bytes objects. lengths: int32 [bags]. weights: fp32 [ids]. is_torch: some ids are a torch
+    tensor."""
 
     names: tuple[str, ...]
     kinds: str
@@ -73,6 +75,7 @@ class Columns(NamedTuple):
     lengths: list[Array]
     weights: list[Array]
     is_torch: bool
+    strings: frozenset[str] = frozenset()
 
     @property
     def is_uniform(self) -> bool:
@@ -99,10 +102,12 @@ def columns(features: Mapping[str, Ids]) -> Columns:
             [f"{n}.weights" for n, w in zip(names, weights, strict=True) if w is not None], weights
         )
         lengths = _lengths(names, lengths)
+    strings = frozenset[str]()
     if not (_are(values, _INT64) or _are(values, _INT32)):
         is_torch = is_torch or any_torch(values)
         values = _ids(names, kinds, values)
-    return Columns(names, kinds, values, lengths, weights, is_torch)
+        strings = frozenset(n for n, v in zip(names, values, strict=True) if v.dtype == object)
+    return Columns(names, kinds, values, lengths, weights, is_torch, strings)
 
 
 def _kinds(given: list[Jagged]) -> str:
@@ -131,9 +136,9 @@ def _as_jagged(name: str, value: Ids) -> Jagged:
             raise FeatureError(f"{name}: a bag is no list ({error})") from error
         if bool in set(map(type, given)):
             raise FeatureError(f"{name}: bools are among the ids; expected integers")
-        ids = array(given, _INT64, f"{name}.values")
+        ids = ids_of(given, f"{name}.values")
         return Jagged(ids, np.fromiter(map(len, value), _INT32, len(value)))
-    ids = integers(value, name)
+    ids = ids_of(value, name)
     if ids.ndim != 2:
         raise FeatureError(
             f"{name}: shape {list(ids.shape)}; expected [bags, ids a bag], or Jagged(values, lengths)"
@@ -159,14 +164,14 @@ def _of_column(name: str, column: Any) -> Jagged:
         lists = read.combine_chunks() if isinstance(read, pa.ChunkedArray) else read
         return _of_lists(name, lists, pa.types)
     except (TypeError, pa.ArrowException) as error:
-        raise FeatureError(f"{name}: no column of lists of integers ({error})") from error
+        raise FeatureError(f"{name}: no column of lists of integers or strings ({error})") from error
 
 
 def _of_lists(name: str, lists: Any, types: Any) -> Jagged:
     """The same of pyarrow's array. types: pyarrow's."""
     is_fixed = types.is_fixed_size_list(lists.type)
     if not (is_fixed or types.is_list(lists.type) or types.is_large_list(lists.type)):
-        raise FeatureError(f"{name}: a column of {lists.type}; expected lists of integers")
+        raise FeatureError(f"{name}: a column of {lists.type}; expected lists of integers or strings")
     ids = lists.flatten()
     if lists.null_count or ids.null_count:
         raise FeatureError(
@@ -175,21 +180,21 @@ def _of_lists(name: str, lists: Any, types: Any) -> Jagged:
         )
     values = ids.to_numpy(zero_copy_only=False)
     if is_fixed:
-        return _Rectangle(integers(values.reshape(len(lists), lists.type.list_size), name))
+        return _Rectangle(ids_of(values.reshape(len(lists), lists.type.list_size), name))
     return Jagged(values, np.diff(lists.offsets.to_numpy()).astype(_INT32))
 
 
 def _ids(names: Sequence[str], kinds: str, values: list[Any]) -> list[Array]:
-    """Converts to integer arrays of one type: int32 if all are, else int64."""
+    """Converts to integer arrays of one type, int32 if all are, else int64, and to strings."""
     checked = [
-        integers(v, n if k == "r" else f"{n}.values") for n, k, v in zip(names, kinds, values, strict=True)
+        ids_of(v, n if k == "r" else f"{n}.values") for n, k, v in zip(names, kinds, values, strict=True)
     ]
     for name, kind, found in zip(names, kinds, checked, strict=True):
         if kind != "r" and found.ndim != 1:
             raise FeatureError(f"{name}.values: shape {list(found.shape)}; expected [ids]")
     if set(map(_DTYPE, checked)) == {_INT32}:
         return checked
-    return [v.astype(_INT64, copy=False) for v in checked]
+    return [v if v.dtype == object else v.astype(_INT64, copy=False) for v in checked]
 
 
 def _lengths(names: Sequence[str], lengths: list[Any]) -> list[Array]:
@@ -231,6 +236,31 @@ def _is_torch(value: Any) -> bool:
 def any_torch(values: Sequence[Any]) -> bool:
     """Whether any of these is a torch tensor."""
     return any(map(_is_torch, values))
+
+
+def ids_of(value: Any, name: str) -> Array:
+    """Converts to an array of integers, as `integers`, or of strings, as bytes objects. FeatureError: they
+    are neither."""
+    if isinstance(value, list | tuple):
+        shape, strings = (len(value),), value
+    else:
+        value = array(value, None, name)
+        shape, strings = value.shape, value.reshape(-1).tolist() if value.dtype.kind in "OSTU" else ()
+    if not (strings and isinstance(strings[0], str | bytes)):
+        return integers(value, name)
+    if odd := [s for s in strings if not isinstance(s, str | bytes)]:
+        raise FeatureError(f"{name}: {odd[0]!r:.60} is among the strings; expected ids of one kind")
+    found = np.empty(len(strings), object)
+    try:
+        found[:] = [s.encode() if isinstance(s, str) else s for s in strings]
+    except UnicodeEncodeError as error:
+        raise FeatureError(f"{name}: a string cannot be encoded ({error})") from error
+    return found.reshape(shape)
+
+
+def packed(strings: Array) -> Array:
+    """Returns an array of strings as BYTES, uint8 [n]."""
+    return np.frombuffer(as_bytes(strings.reshape(-1).tolist()), np.uint8)
 
 
 def integers(value: Any, name: str) -> Array:

@@ -3,6 +3,7 @@
     <feature> INT64 [bags, ids a bag]   or   <feature>.values INT64 [ids] and <feature>.lengths INT32 [bags]
     <feature>.weights FP32 [ids]
 
+Ids that are strings are BYTES.
 Only shapes and sizes change between requests, so the rest of the JSON is a template. All ids come first, then
 all lengths, then all weights, so each part is joined in one go and aligned.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tableside.serving.client.features import Array, Columns, joined
+from tableside.serving.client.features import Array, Columns, joined, packed
 from tableside.serving.client.messages import FOUND, Bytes, Outputs, padded, quoted, request_tail
 
 _SHAPE = attrgetter("shape")
@@ -51,11 +52,14 @@ class NamedForm:
         dense: Sequence[str],
         outputs: Sequence[str] | None,
         found: bool = False,
+        strings: frozenset[str] = frozenset(),
     ) -> None:
         if found:
             wanted = names if outputs is None else outputs
             outputs = [*wanted, *(n + FOUND for n in wanted if n in names)]
-        tensors = [(n if k == "r" else f"{n}.values", "INT64") for n, k in zip(names, kinds, strict=True)]
+        datatypes = ["BYTES" if n in strings else "INT64" for n in names]
+        ids = [n if k == "r" else f"{n}.values" for n, k in zip(names, kinds, strict=True)]
+        tensors = [*zip(ids, datatypes, strict=True)]
         tensors += [(f"{n}.lengths", "INT32") for n, k in zip(names, kinds, strict=True) if k in "jJ"]
         tensors += [(f"{n}.weights", "FP32") for n, k in zip(names, kinds, strict=True) if k.isupper()]
         tensors += [(n, "FP32") for n in dense]
@@ -70,10 +74,13 @@ class NamedForm:
     def encode(self, given: Columns, dense: Mapping[str, Array]) -> tuple[int, tuple[Bytes, ...]]:
         """The length of the JSON, and the body's parts: the JSON, then the tensors."""
         values = given.values
-        if values and values[0].dtype.itemsize == 4:
+        if given.strings:
+            values = [packed(v) if v.dtype == object else v for v in values]
+        elif values and values[0].dtype.itemsize == 4:
             values = [v.astype(np.int64) for v in values]
-        if "r" in given.kinds:
-            pieces = [_piece(shape, v.nbytes) for shape, v in zip(map(_SHAPE, values), values, strict=True)]
+        if "r" in given.kinds or given.strings:
+            shapes = map(_SHAPE, given.values)
+            pieces = [_piece(shape, v.nbytes) for shape, v in zip(shapes, values, strict=True)]
         else:
             pieces = [*map(_EIGHT.__getitem__, map(len, values))]
         pieces += map(_FOUR.__getitem__, map(len, given.lengths))

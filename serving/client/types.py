@@ -39,8 +39,8 @@ class DeltaInfo(TypedDict):
 
 
 class IdsInfo(TypedDict):
-    """A table's ids: "row", from first_id on, or "raw", any int64. missing: model.toml's policy; backfilled:
-    ids with a row of an older version."""
+    """A table's ids: "row", from first_id on, "raw", any int64, or "string". missing: model.toml's policy;
+    backfilled: ids with a row of an older version."""
 
     ids: str
     id_count: int

@@ -9,6 +9,7 @@ from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.serving import VERSION
 from tableside.serving.client.types import IdsInfo, ModelInfo, ModelMetadata, TableInfo, TensorInfo
 from tableside.serving.http.inputs import kjt
+from tableside.serving.http.inputs.tensors import STRINGS
 from tableside.serving.metrics.metrics import statistics
 from tableside.serving.model.places import mask_name
 from tableside.serving.model.version import ServedVersion
@@ -91,8 +92,7 @@ def model_metadata(service: Service, served: ServedVersion) -> ModelMetadata:
 
 
 def _describe_remote_ids(r: RemoteTable) -> IdsInfo:
-    kind = "raw" if r.buckets else "row"
-    return {"ids": kind, "id_count": r.count, "first_id": 0, "missing": r.missing, "backfilled": 0}
+    return {"ids": r.id_kind, "id_count": r.count, "first_id": 0, "missing": r.missing, "backfilled": 0}
 
 
 def model_statistics(served: ServedVersion) -> list[dict[str, Any]]:
@@ -137,7 +137,8 @@ def server_metadata(service: Service) -> dict[str, Any]:
 def model_configuration(served: ServedVersion) -> dict[str, Any]:
 
     def configured(t: TensorInfo) -> dict[str, Any]:
-        return {"name": t["name"], "data_type": f"TYPE_{t['datatype']}", "dims": t["shape"]}
+        kind = {STRINGS: "STRING"}.get(t["datatype"], t["datatype"])
+        return {"name": t["name"], "data_type": f"TYPE_{kind}", "dims": t["shape"]}
 
     inputs = [{**configured(i), "optional": True} for i in _input_names(served)]
     outputs = [configured(o) for o in _output_names(served)]
@@ -160,8 +161,9 @@ def _input_names(served: ServedVersion) -> list[TensorInfo]:
         {"name": n, "datatype": "FP32", "shape": [-1, width]} for n, width in dense.items()
     ]
     for name, bound in served.features.items():
-        described.append({"name": name, "datatype": "INT64", "shape": [-1, -1]})
-        described.append({"name": f"{name}.values", "datatype": "INT64", "shape": [-1]})
+        ids = STRINGS if bound.strings else "INT64"
+        described.append({"name": name, "datatype": ids, "shape": [-1, -1]})
+        described.append({"name": f"{name}.values", "datatype": ids, "shape": [-1]})
         described.append({"name": f"{name}.lengths", "datatype": "INT32", "shape": [-1]})
         if bound.pooling.label != "none":
             described.append({"name": f"{name}.weights", "datatype": "FP32", "shape": [-1]})
@@ -182,11 +184,10 @@ def _output_names(served: ServedVersion) -> list[TensorInfo]:
 
 def _describe_ids(table: StoredTable) -> IdsInfo:
     ids = table.ids or StoredIds(table.rows)
-    is_raw = ids.index is not None
     found: IdsInfo = {
-        "ids": "raw" if is_raw else "row",
+        "ids": table.id_kind,
         "id_count": ids.count,
         "missing": ids.missing,
         "backfilled": ids.backfilled,
     }
-    return found if is_raw else {**found, "first_id": ids.first}
+    return {**found, "first_id": ids.first} if table.id_kind == "row" else found

@@ -69,7 +69,7 @@ def noted(schema: Json, description: str, **more: Any) -> Json:
 STRING, BOOL, NUMBER = {"type": "string"}, {"type": "boolean"}, {"type": "number"}
 COUNT: Json = {"type": "integer", "minimum": 0}
 SIZE: Json = {"type": "integer", "minimum": 1}
-ID: Json = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+ID: Json = {"type": ["integer", "string"], "minimum": -(2**63), "maximum": 2**63 - 1}
 PARAMETERS: Json = {"type": "object", "additionalProperties": True}
 
 _SHAPE = a_list({"type": "integer", "minimum": -1})

@@ -11,7 +11,7 @@ Counts = NDArray[np.int64]
 @dataclass(frozen=True, eq=False)
 class Features:
     """Names and sizes of a version's features. The states of a version share them. tables: of each feature.
-    numbers: by name. is_pooled, is_half, vector_bytes, row_bytes, dims: [features]."""
+    numbers: by name. is_pooled, is_half, vector_bytes, row_bytes, dims, are_strings (its ids): [features]."""
 
     model: str
     version: int
@@ -23,3 +23,4 @@ class Features:
     vector_bytes: Counts
     row_bytes: Counts
     dims: Counts
+    are_strings: NDArray[np.bool_]

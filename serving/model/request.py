@@ -179,7 +179,8 @@ class Request:
         if isinstance(error, RowsNotRead):
             return ApiError(503, ErrorKind.NOT_READ, f"model {self.model!r}: {error}")
         lacking = self.tables[error.job] if error.problem is Problem.MISSING else None
-        what = error.describe(f"feature {self.feature(error.job)!r}")
+        id_ = "the string of hash" if self.features.are_strings[self.numbers[error.job]] else "id"
+        what = error.describe(f"feature {self.feature(error.job)!r}", id_)
         refused = ApiError(400, ErrorKind.BAD_ID, what, lacking)
         refused.__cause__ = error
         return refused

@@ -39,12 +39,14 @@ _ENDS = 4096  # rows at either end of a table that are looked through for ids
 
 @dataclass(frozen=True)
 class BoundFeature:
-    """A feature and its table. number: the kind of its lookups in the version's planners."""
+    """A feature and its table. number: the kind of its lookups in the version's planners. strings: requests
+    have strings, whose ids (loader.string_ids) the input buffer has."""
 
     number: int
     feature: FeatureSpec
     table: RowSource
     pooling: Pooling
+    strings: bool = False
 
     @property
     def half(self) -> bool:
@@ -98,8 +100,11 @@ class ServedVersion:
         self.threads, self.max_response_bytes, self.verified_at = threads, max_response_bytes, verified_at
         self._beside = beside
         self.state = State(self.version, segment.deltas[0].sequence if segment.deltas else 0)
+        strings = segment.header.string_tables
         self.features = {
-            f.name: BoundFeature(number, f, placed.tables[f.table], Pooling.parse(f.pooling))
+            f.name: BoundFeature(
+                number, f, placed.tables[f.table], Pooling.parse(f.pooling), f.table in strings
+            )
             for number, f in enumerate(segment.header.features)
         }
         self.names = names or _names(segment.header.model, self.version, list(self.features.values()))
@@ -111,7 +116,9 @@ class ServedVersion:
     @cached_property
     def layout(self) -> int:
         """Hashes the features and scorer: versions with equal layouts lay requests out alike."""
-        features = [(name, b.table.dim, b.pooling.label, b.half) for name, b in self.features.items()]
+        features = [
+            (name, b.table.dim, b.pooling.label, b.half, b.strings) for name, b in self.features.items()
+        ]
         inputs = [] if self.scorer is None else [(i.name, i.feature, i.width) for i in self.scorer.inputs]
         width = 0 if self.scorer is None else self.scorer.width
         said = repr((features, inputs, width)).encode()
@@ -361,4 +368,5 @@ def _names(model: str, version: int, bound: Sequence[BoundFeature]) -> Features:
         np.array([b.vector_bytes for b in bound], np.int64),
         np.array([b.table.row_bytes for b in bound], np.int64),
         np.array([b.table.dim for b in bound], np.int64),
+        np.array([b.strings for b in bound], np.bool_),
     )

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from string_tables import texts
+
+from tableside.loader.string_ids import as_bytes
 
 KINDS = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32", np.dtype(np.float32): "FP32"}
+KINDS[np.dtype(object)] = "BYTES"
 NAMES = (
     "user",
     "item",
@@ -29,10 +33,11 @@ POOLINGS = ("sum", "mean", "none")
 
 @dataclass(frozen=True)
 class DrawnModel:
-    """features: name → (pooling, output). dense: name → width."""
+    """features: name → (pooling, output). dense: name → width. strings: features of string ids."""
 
     features: dict[str, tuple[str, str]]
     dense: dict[str, int] = field(default_factory=dict)
+    strings: frozenset[str] = frozenset()
 
     @classmethod
     def draw(cls, rng: random.Random) -> "DrawnModel":
@@ -41,7 +46,14 @@ class DrawnModel:
         features = {
             n: (rng.choice(POOLINGS), "fp32" if alike else rng.choice(["fp32", "fp16"])) for n in names
         }
-        return cls(features, rng.choice([{}, {"context": 3}, {"context": 3, "größe": 1}]))
+        dense: dict[str, int] = rng.choice([{}, {"context": 3}, {"context": 3, "größe": 1}])
+        share = rng.choice([0, 0, 0.5, 1])
+        return cls(features, dense, frozenset(n for n in names if rng.random() < share))
+
+
+def sent(values: np.ndarray) -> bytes:
+    """What a tensor is in a body."""
+    return as_bytes([s.encode() for s in values.flat]) if values.dtype == object else values.tobytes()
 
 
 class Spelling:
@@ -102,6 +114,9 @@ class DrawnRequest:
         self.spelling = Spelling(rng, plain)
         self.names = rng.sample(list(model.features), rng.randint(1, len(model.features)))
         self.is_kjt = rng.random() < 0.35
+        if self.is_kjt and rng.random() < 0.9:  # of one kind of ids
+            strings = self.names[0] in model.strings
+            self.names = [n for n in self.names if (n in model.strings) is strings]
         self.in_text = rng.random() < 0.25
         self.has_dense = bool(model.dense) and rng.random() < 0.7
         if self.has_dense and rng.random() < 0.7:
@@ -109,7 +124,10 @@ class DrawnRequest:
         self.weighted = {n: rng.random() < 0.3 and model.features[n][0] != "none" for n in model.features}
         self.kjt_weights = rng.random() < 0.4 and all(model.features[n][0] != "none" for n in self.names)
 
-    def _ids(self, rng: np.random.Generator, shape: Any) -> np.ndarray:
+    def _ids(self, rng: np.random.Generator, name: str, shape: Any) -> np.ndarray:
+        if name in self.model.strings:
+            drawn = rng.integers(0, self.rows, shape)
+            return np.array(texts(self.rows), object)[drawn].reshape(drawn.shape)
         return rng.integers(0, self.rows, shape).astype(np.int32 if self.rng.random() < 0.3 else np.int64)
 
     def arrays(self) -> list[tuple[str, np.ndarray]]:
@@ -118,7 +136,7 @@ class DrawnRequest:
         found: list[tuple[str, np.ndarray]] = []
         if self.is_kjt:
             lengths = rng.integers(0, 4, (len(self.names), bags)).astype(np.int32)
-            ids = self._ids(rng, int(lengths.sum()))
+            ids = self._ids(rng, self.names[0], int(lengths.sum()))
             found = [("kjt.values", ids), ("kjt.lengths", lengths)]
             if self.kjt_weights:
                 found.append(("kjt.weights", rng.standard_normal(ids.size).astype(np.float32)))
@@ -136,11 +154,11 @@ class DrawnRequest:
 
     def _feature(self, n: str, rng: np.random.Generator, bags: int) -> list[tuple[str, np.ndarray]]:
         if self.rng.random() < 0.4:
-            ids = self._ids(rng, (bags, int(rng.integers(0, 3))))
+            ids = self._ids(rng, n, (bags, int(rng.integers(0, 3))))
             found = [(n, ids)]
         else:
             lengths = rng.integers(0, 4, bags).astype(np.int32)
-            ids = self._ids(rng, int(lengths.sum()))
+            ids = self._ids(rng, n, int(lengths.sum()))
             found = [(f"{n}.values", ids)]
             if self.model.features[n][0] != "none" or self.rng.random() < 0.5:
                 found.append((f"{n}.lengths", lengths))
@@ -155,7 +173,7 @@ class DrawnRequest:
             "shape": list(values.shape),
         }
         if not self.in_text:
-            entry["parameters"] = {"binary_data_size": values.nbytes}
+            entry["parameters"] = {"binary_data_size": len(sent(values))}
             if self.rng.random() < 0.2:
                 entry["parameters"]["more"] = self.rng.choice([None, [1, {"a": []}], "x", -1.5e3, {}])
             return entry
@@ -211,5 +229,5 @@ class DrawnRequest:
         header = self.spelling.write(self.header(found)).encode()
         if self.rng.random() < 0.1:
             header += b" " * self.rng.randint(1, 9)
-        binary = b"" if self.in_text else b"".join(a.tobytes() for _, a in found)
+        binary = b"" if self.in_text else b"".join(sent(a) for _, a in found)
         return header + binary, len(header)

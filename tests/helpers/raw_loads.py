@@ -62,6 +62,7 @@ def publish_raw(
     settings: LoadSettings = LoadSettings(),  # noqa: B008  (frozen)
     row_format: str = "int8",
     progress: Progress | None = None,
+    features: dict[str, Any] | None = None,
 ) -> Loaded:
     """Publishes tables through a real checkpoint. of: table -> further keys of its section in model.toml.
     saver: of SAVERS, or the name of a checkpoint that is there."""
@@ -71,8 +72,9 @@ def publish_raw(
         key = f"{table}/weight" if saver == "parquet" else f"{table}.weight"
         raw = {} if ids is None else {"ids": "raw", "id_key": "ids" if saver == "parquet" else f"{table}.ids"}
         sections[table] = {"key": key, "row_format": row_format, **raw, **(of or {}).get(table, {})}
+    raw = {"name": name, "checkpoint": checkpoint, "tables": sections, "features": features or {}}
     return load(
-        parse_model({"name": name, "checkpoint": checkpoint, "tables": sections}, folder),
+        parse_model(raw, folder),
         root,
         settings,
         progress,

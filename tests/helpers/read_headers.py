@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 from served import engine_of
+from string_tables import publish_strings, texts
 from support import rows_of
 
 from tableside.loader.load.load import load
@@ -34,7 +35,13 @@ MOST_BYTES = 1 << 16  # of a response
 
 
 def attached(root: Path, folder: Path, features: dict[str, Any]) -> ServedVersion:
+    """A version with these features of the tables t and u, or, of string ids, s and v."""
     values = {"t": rows_of(ROWS, 8), "u": rows_of(ROWS, 6)}
+    if any(of["table"] in "sv" for of in features.values()):
+        ids = {"t": np.arange(ROWS), "u": np.arange(ROWS), "s": texts(ROWS), "v": texts(ROWS)}
+        tables = {t: (ids[t], values[{"s": "t", "v": "u"}.get(t, t)]) for t in ids}
+        publish_strings(folder, root, tables, features=features)
+        return engine_of(root, MOST_BYTES).attach()
     np.savez(folder / "c.npz", **values)
     tables = {t: {"key": t, "row_format": "int8"} for t in values}
     raw = {"name": "demo", "checkpoint": "c.npz", "tables": tables, "features": features}

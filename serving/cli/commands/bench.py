@@ -58,11 +58,12 @@ def make_requests(
 ) -> list[bytes]:
     """Makes binary lookups of all features of a model, as /v1/models describes it: 1 to `count`, within
     `max_bytes`. Both forms of one seed hold the same ids and lengths. ServingError: one request exceeds
-    `max_bytes`, or a table has raw ids."""
-    if raw := [t["name"] for t in described["tables"] if t.get("ids") == "raw"]:
+    `max_bytes`, or a table has raw or string ids."""
+    if raw := [(t["name"], t["ids"]) for t in described["tables"] if t.get("ids", "row") != "row"]:
+        (table, kind) = raw[0]
         raise ServingError(
-            f"table {raw[0]!r} of model {described['name']!r} has raw ids, which a server does not tell, so "
-            "none can be drawn; load it with requests of your own"
+            f"table {table!r} of model {described['name']!r} has {kind} ids, which a server does not tell, "
+            "so none can be drawn; load it with requests of your own"
         )
     ids_bytes = 8 * len(described["features"]) * shape.batch * shape.ids
     if ids_bytes > max_bytes:

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from tableside.loader.string_ids import LENGTH_BYTES, as_bytes
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, short
 from tableside.serving.http.grpc.messages import message
+from tableside.serving.http.inputs.tensors import STRINGS
 from tableside.serving.http.v2.shm import REGION
 
 _Response, _Output = message("ModelInferResponse"), message("ModelInferResponse.InferOutputTensor")
@@ -20,6 +22,7 @@ _CONTENTS = {
     "UINT64": ("uint64_contents", np.uint64),
     "FP32": ("fp32_contents", np.float32),
     "FP64": ("fp64_contents", np.float64),
+    STRINGS: ("bytes_contents", np.object_),
 }
 
 
@@ -69,10 +72,13 @@ def body_bytes(request: Any) -> int:
     if request.raw_input_contents:
         return sum(map(len, request.raw_input_contents))
     return sum(
-        len(getattr(one.contents, field)) * np.dtype(dtype).itemsize
+        sum(LENGTH_BYTES + len(s) for s in values)
+        if dtype is np.object_
+        else len(values) * np.dtype(dtype).itemsize
         for one in request.inputs
         if one.HasField("contents")
         for field, dtype in _CONTENTS.values()
+        for values in (getattr(one.contents, field),)
     )
 
 
@@ -129,7 +135,7 @@ def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes_of(tensor: Any) -> bytes:
-    """The bytes of a tensor whose values are numbers. ApiError: they are not its datatype's."""
+    """The bytes of a tensor whose values are numbers or strings. ApiError: they are not its datatype's."""
     if (known := _CONTENTS.get(tensor.datatype)) is None:
         raise bad_request(
             f"input {short(tensor.name)} has datatype {short(tensor.datatype)}; expected its bytes in "
@@ -140,7 +146,8 @@ def _bytes_of(tensor: Any) -> bytes:
         raise bad_request(
             f"input {short(tensor.name)} has {others[0]}, its datatype is {tensor.datatype}; expected {field}"
         )
-    return np.array(getattr(tensor.contents, field), dtype).tobytes()
+    values = getattr(tensor.contents, field)
+    return as_bytes(values) if dtype is np.object_ else np.array(values, dtype).tobytes()
 
 
 def as_response(parts: list[Any]) -> Any:

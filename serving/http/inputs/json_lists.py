@@ -1,4 +1,4 @@
-"""JSON lists of numbers as arrays; what is wrong with one is found and named."""
+"""JSON lists of numbers and of string ids as arrays; what is wrong with one is found and named."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -6,8 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from tableside.loader.string_ids import string_ids
 from tableside.serving.errors import ApiError, bad_request, short
-from tableside.serving.http.inputs.tensors import DTYPES
+from tableside.serving.http.inputs.tensors import DTYPES, STRINGS
+
+_ALLOWED: dict[str, tuple[set[type], str]] = {
+    "FP32": ({int, float}, "a number"),
+    STRINGS: ({str}, "a string"),
+}
 
 
 def are_all(kind: type, values: Iterable[Any]) -> bool:
@@ -16,18 +22,20 @@ def are_all(kind: type, values: Iterable[Any]) -> bool:
 
 
 def from_list(name: str, datatype: str, data: Any) -> np.ndarray[Any, Any]:
-    """Makes an array of JSON numbers. Ids and lengths must be integers; FP32 takes any numbers."""
+    """Makes an array of JSON numbers; of BYTES, the ids of strings. Other ids and lengths must be integers;
+    FP32 takes any numbers."""
     flat = flatten(data)
     kinds = set(map(type, flat))
-    allowed = {int, float} if datatype == "FP32" else {int}
-    dtype = DTYPES[datatype]
+    allowed, expected = _ALLOWED.get(datatype, ({int}, "an integer"))
     if not kinds <= allowed:
         at = next(i for i, x in enumerate(flat) if type(x) not in allowed)
         # what the parser makes of an integer that int64 does not hold
-        if type(flat[at]) is float and abs(flat[at]) >= 2.0**63:
+        if type(flat[at]) is float and abs(flat[at]) >= 2.0**63 and datatype != STRINGS:
             raise _outside(name, datatype, flat, at)
-        expected = "a number" if datatype == "FP32" else "an integer"
         raise bad_request(f"{short(name)}: value {short(flat[at])} at position {at} is not {expected}")
+    if datatype == STRINGS:
+        return string_ids(flat)
+    dtype = DTYPES[datatype]
     try:
         with np.errstate(over="ignore"):
             array = np.array(flat, dtype)

@@ -4,6 +4,8 @@
     kjt.lengths  INT32 [F, B]         ids of each bag
     kjt.weights  FP32 [N]             optional, one an id
 
+Features of string ids have kjt.values BYTES, in a kjt of their own.
+
 Parameter `kjt.features` names the features in order, as a list or comma-separated; default: all of the
 model's. `kjt.schema` may hold the digest that `describe` gave. Outputs: `serving.model.places.kjt_outputs`,
 and `kjt.found` if named.
@@ -36,7 +38,11 @@ def is_kjt(served: ServedVersion, names: Sequence[str]) -> bool:
 def describe(served: ServedVersion) -> dict[str, Any]:
     """Describes the model's features with their digest, for metadata."""
     features = [
-        {"name": n, "dim": f.table.dim, "pooling": f.pooling.label, "datatype": "FP16" if f.half else "FP32"}
+        {
+            **{"name": n, "dim": f.table.dim, "pooling": f.pooling.label},
+            "datatype": "FP16" if f.half else "FP32",
+            **({"ids": "string"} if f.strings else {}),
+        }
         for n, f in served.features.items()
     ]
     return {FEATURES: features, SCHEMA: _digest(features)}

@@ -1,6 +1,7 @@
 """Named tensors of a request to feature inputs, for both protocols. A feature comes as `<feature>` INT64
 [bags, ids a bag], or `<feature>.values` INT64 [ids] with `<feature>.lengths` INT32 [bags]; either with
-`<feature>.weights` FP32 [ids]. INT32 ids are widened. All features in one: `serving.http.inputs.kjt`."""
+`<feature>.weights` FP32 [ids]. INT32 ids are widened; ids that are strings, BYTES, are hashed.
+All features in one: `serving.http.inputs.kjt`."""
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,9 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from tableside.loader.string_ids import ids_of_bytes
 from tableside.quant import BadIds
 from tableside.quant.errors import Problem
 from tableside.serving.errors import ErrorKind, bad_request, short
@@ -16,6 +19,8 @@ from tableside.serving.model.request import FeatureInput
 from tableside.serving.model.version import ServedVersion
 
 PARTS = ("values", "lengths", "weights")
+STRINGS = "BYTES"  # the datatype of string ids
+ID_DATATYPES = ("INT64", "INT32", STRINGS)
 DATATYPES = {"": "INT64", "values": "INT64", "lengths": "INT32", "weights": "FP32"}
 DTYPES: dict[str, np.dtype[Any]] = {
     "INT64": np.dtype("<i8"),
@@ -26,12 +31,13 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named tensor. at: its first byte in the input buffer."""
+    """A named tensor. at: its first byte in the input buffer. strings_bytes: of BYTES."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
     at: int
+    strings_bytes: int = 0
 
     @property
     def elements(self) -> int:
@@ -39,6 +45,8 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
+        if self.datatype == STRINGS:
+            return self.strings_bytes
         return self.elements * DTYPES[self.datatype].itemsize
 
 
@@ -60,37 +68,49 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def check_datatype(name: str, datatype: Any, expected: str | None = None) -> str:
-    """Returns an input's datatype: `expected`, or that of its part of a feature; ids may be INT32. ApiError:
-    it is another."""
-    expected = expected or DATATYPES[split_name(name)[1]]
+def check_datatype(name: str, datatype: Any, expected: str) -> str:
+    """Returns an input's datatype, which is `expected`; integer ids may be INT32. ApiError: it is another."""
     if datatype == "INT32" and expected == "INT64":
         return "INT32"
     if datatype != expected:
-        or_narrow = " or INT32" if expected == "INT64" else ""
-        raise bad_request(
-            f"input {short(name)}: datatype is {short(datatype)}; expected {expected}{or_narrow}"
-        )
+        more = {"INT64": " or INT32", STRINGS: ", since its ids are strings"}.get(expected, "")
+        raise bad_request(f"input {short(name)}: datatype is {short(datatype)}; expected {expected}{more}")
     return expected
 
 
-def is_narrow(tensor: Tensor) -> bool:
-    return tensor.datatype == "INT32" and split_name(tensor.name)[1] != "lengths"
+def is_converted(tensor: Tensor) -> bool:
+    """Returns whether ids came as something else than INT64."""
+    is_narrow = tensor.datatype == "INT32" and split_name(tensor.name)[1] != "lengths"
+    return is_narrow or tensor.datatype == STRINGS
 
 
-def widened(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
-    """Returns the tensors with INT64 ids, and their buffer: `inputs` itself without INT32 ids."""
-    if not any(map(is_narrow, tensors)):
+def with_ids(tensors: Sequence[Tensor], inputs: Any) -> tuple[list[Tensor], Any]:
+    """Returns the tensors with INT64 ids, and their buffer: `inputs` itself if all came so. ApiError: BYTES
+    are not as many strings as their shape says."""
+    if not any(map(is_converted, tensors)):
         return list(tensors), inputs
     moved, at = [], 0
     for tensor in tensors:
-        moved.append(Tensor(tensor.name, "INT64" if is_narrow(tensor) else tensor.datatype, tensor.shape, at))
+        datatype = "INT64" if is_converted(tensor) else tensor.datatype
+        moved.append(Tensor(tensor.name, datatype, tensor.shape, at))
         at += moved[-1].bytes
     wide = np.empty(at, np.uint8).data
     for tensor, to in zip(tensors, moved, strict=True):
-        values = np.frombuffer(inputs, DTYPES[tensor.datatype], tensor.elements, tensor.at)
-        np.frombuffer(wide, DTYPES[to.datatype], to.elements, to.at)[:] = values
+        np.frombuffer(wide, DTYPES[to.datatype], to.elements, to.at)[:] = _values(tensor, inputs)
     return moved, wide
+
+
+def _values(tensor: Tensor, inputs: Any) -> NDArray[Any]:
+    if tensor.datatype != STRINGS:
+        return np.frombuffer(inputs, DTYPES[tensor.datatype], tensor.elements, tensor.at)
+    ids = ids_of_bytes(memoryview(inputs)[tensor.at : tensor.at + tensor.bytes])
+    if ids is None or ids.size != tensor.elements:
+        found = "no strings" if ids is None else f"{ids.size} strings"
+        raise bad_request(
+            f"input {short(tensor.name)}: its {tensor.bytes} bytes are {found}; expected {tensor.elements}, "
+            "before each its length as uint32"
+        )
+    return ids
 
 
 def check_weights(tensors: Sequence[Tensor], inputs: Any) -> None:

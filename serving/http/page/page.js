@@ -98,7 +98,7 @@ function modelCard(model, now) {
     t.dim,
     f.bytes(t.bytes),
     t.placement,
-    t.ids === "raw" ? `raw, missing: ${t.missing}` : "row numbers",
+    t.ids === "row" ? "row numbers" : `${t.ids}, missing: ${t.missing}`,
     f.percent(t.hits),
     f.count(t.withoutRow),
   ]);

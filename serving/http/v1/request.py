@@ -15,7 +15,7 @@ from tableside.quant import Place
 from tableside.serving.errors import bad_request, short
 from tableside.serving.http.asgi import json_object, text_of
 from tableside.serving.http.inputs.json_lists import are_all, from_list
-from tableside.serving.http.inputs.tensors import DATATYPES, Tensor, check_lengths, feature_inputs
+from tableside.serving.http.inputs.tensors import DATATYPES, STRINGS, Tensor, check_lengths, feature_inputs
 from tableside.serving.http.v2 import _reader
 from tableside.serving.http.v2.reader import names_of, scoring_of
 from tableside.serving.model.places import Buffer, DenseInput
@@ -135,7 +135,8 @@ def lay_out_slowly(served: ServedVersion, fields: dict[str, Any], score: bool) -
     tensors, parts, at = [], [], 0
     for feature, value in features.items():
         served.feature(feature)
-        for part, array in _arrays(feature, value):
+        ids = STRINGS if served.features[feature].strings else "INT64"
+        for part, array in _arrays(feature, value, ids):
             tensors.append(Tensor(f"{feature}.{part}", DATATYPES[part], (array.size,), at))
             parts.append(array.tobytes())
             at += array.nbytes
@@ -147,15 +148,16 @@ def lay_out_slowly(served: ServedVersion, fields: dict[str, Any], score: bool) -
     return JsonRequest(request, inputs, are_bags, wants_found)
 
 
-def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:
-    """Returns a feature's values, lengths and weights. ApiError: its JSON is something else."""
+def _arrays(feature: str, value: Any, ids: str) -> list[tuple[str, NDArray[Any]]]:
+    """Returns a feature's values, lengths and weights. ids: the datatype of values. ApiError: it is something
+    else."""
     if isinstance(value, list):
         if not are_all(list, value):
             raise bad_request(
                 f"feature {feature!r}: expected a list of bags, [[id, ...], ...], or values and lengths"
             )
         lengths = np.fromiter(map(len, value), np.int32, len(value))
-        return [("values", from_list(feature, "INT64", value)), ("lengths", lengths)]
+        return [("values", from_list(feature, ids, value)), ("lengths", lengths)]
     if not isinstance(value, dict) or "values" not in value or set(value) - {"values", "lengths", "weights"}:
         raise bad_request(
             f"feature {feature!r}: expected a list of bags, or an object of values, lengths, weights"
@@ -164,7 +166,8 @@ def _arrays(feature: str, value: Any) -> list[tuple[str, NDArray[Any]]]:
     for part in parts:
         if isinstance(value[part], list) and any(isinstance(x, list) for x in value[part][:1]):
             raise bad_request(f"{short(f'{feature}.{part}')}: expected a list of numbers, not of lists")
-    return [(part, from_list(f"{feature}.{part}", DATATYPES[part], value[part])) for part in parts]
+    datatypes = {**DATATYPES, "values": ids}
+    return [(part, from_list(f"{feature}.{part}", datatypes[part], value[part])) for part in parts]
 
 
 def _dense_inputs(served: ServedVersion, raw: Any, at: int) -> tuple[list[DenseInput], list[bytes]]:

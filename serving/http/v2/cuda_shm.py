@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tableside.serving.errors import ApiError, bad_request, short
 from tableside.serving.http.asgi import json_object
-from tableside.serving.http.inputs.tensors import Tensor, is_narrow, split_name
+from tableside.serving.http.inputs.tensors import Tensor, is_converted, split_name
 from tableside.serving.http.v2 import shm
 from tableside.serving.model.places import Output
 from tableside.serving.model.request import Request
@@ -73,14 +73,14 @@ def check_inputs(
         feature, part = split_name(tensor.name)
         is_read = (
             tensor.name in dense
-            or is_narrow(tensor)
+            or is_converted(tensor)
             or (part == "lengths" and (together or feature in unpooled))
         )
         if is_read:
             raise bad_request(
                 f"input {short(tensor.name)} lies in {one.region.entry.label}, and the server reads it "
-                "itself (dense tensors, INT32 ids, lengths of a kjt or of unpooled features); send it in "
-                "the body, or in system shared memory"
+                "itself (dense tensors, INT32 ids, BYTES, lengths of a kjt or of unpooled features); send it "
+                "in the body, or in system shared memory"
             )
 
 

@@ -81,7 +81,14 @@ def _make_names(served: ServedVersion) -> object:
     dense = {} if scorer is None else scorer.dense
     numbers = {name: -1 - k for k, name in enumerate(dense)} | names.numbers
     inputs = () if scorer is None else scorer.inputs
-    columns = (names.is_pooled, names.is_half, names.dims, names.vector_bytes, names.row_bytes)
+    columns = (
+        names.is_pooled,
+        names.is_half,
+        names.dims,
+        names.vector_bytes,
+        names.row_bytes,
+        names.are_strings,
+    )
     schema = kjt.describe(served)[kjt.SCHEMA]
     opening = orjson.dumps(
         {"model_name": names.model, "model_version": str(names.version), "outputs": []}

@@ -3,6 +3,7 @@ JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes.
 memory (`serving.http.v2.shm`). This is the specification of `serving.http.v2.reader`, and names errors."""
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from tableside.serving.http.asgi import ANSWER_BYTES, text_of
 from tableside.serving.http.inputs import kjt
 from tableside.serving.http.inputs.json_lists import from_list
 from tableside.serving.http.inputs.tensors import (
+    DATATYPES,
+    ID_DATATYPES,
+    STRINGS,
     Tensor,
     check_datatype,
     check_dense,
@@ -22,7 +26,8 @@ from tableside.serving.http.inputs.tensors import (
     check_shape,
     check_weights,
     feature_inputs,
-    widened,
+    split_name,
+    with_ids,
 )
 from tableside.serving.http.v2 import cuda_shm, shm
 from tableside.serving.model.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
@@ -82,12 +87,12 @@ def understand(
     """Reads a header with the bytes `binary` behind it. known: regions; None: not allowed. ApiError names the
     input or output, the value and what was expected."""
     dense = {} if served.scorer is None else served.scorer.dense
-    tensors, sent, slices = _inputs(header, binary, dense, known)
+    tensors, sent, slices = _inputs(served, header, binary, dense, known)
     together = kjt.is_kjt(served, [t.name for t in tensors if t.name not in dense])
     cuda_shm.check_inputs(
         tensors, slices, dense, together, [n for n, b in served.features.items() if not b.is_pooled]
     )
-    tensors, inputs = widened(tensors, sent)
+    tensors, inputs = with_ids(tensors, sent)
     reads = [
         one._replace(at=tensor.at)
         for tensor, one in zip(tensors, slices, strict=True)
@@ -179,8 +184,26 @@ def _wants_found(header: dict[str, Any]) -> set[str]:
     return {feature for n in names if isinstance(n, str) and (feature := masked_feature(n)) is not None}
 
 
+def _datatype_of_ids(served: ServedVersion, header: dict[str, Any], name: str) -> str:
+    """Returns the datatype of an input that has ids. ApiError: a kjt has features of both kinds."""
+    names: Sequence[str] = (split_name(name)[0],)
+    if kjt.is_kjt(served, [name]):
+        names = kjt.features_of(served, _parameters(header, "the request"))
+    strings = {served.features[n].strings: n for n in names if n in served.features}
+    if len(strings) > 1:
+        raise bad_request(
+            f"the ids of feature {strings[True]!r} are strings, those of {strings[False]!r} integers; send "
+            "each kind in a request of its own, or the features by name"
+        )
+    return STRINGS if True in strings else "INT64"
+
+
 def _inputs(
-    header: dict[str, Any], binary: Any, dense: Mapping[str, int], known: Regions | None
+    served: ServedVersion,
+    header: dict[str, Any],
+    binary: Any,
+    dense: Mapping[str, int],
+    known: Regions | None,
 ) -> tuple[list[Tensor], Any, list[Slice | None]]:
     """Returns the tensors, their buffer (`binary` if all came there) and their regions. Tensors on a GPU are
     not written to the buffer."""
@@ -197,15 +220,23 @@ def _inputs(
             raise bad_request(
                 f"inputs: name is {short(name)}; expected a feature, <feature>.values, .lengths or .weights"
             )
-        datatype = check_datatype(name, entry.get("datatype"), "FP32" if name in dense else None)
-        tensor = Tensor(name, datatype, check_shape(name, entry.get("shape")), at)
+        datatype, shape = entry.get("datatype"), check_shape(name, entry.get("shape"))
+        expected = "FP32" if name in dense else DATATYPES[split_name(name)[1]]
+        if expected == "INT64" and not prod(shape) and datatype in ID_DATATYPES:
+            datatype = expected  # where there are none, they are of either kind
+        elif expected == "INT64":
+            expected = _datatype_of_ids(served, header, name)
+        datatype = check_datatype(name, datatype, expected)
+        tensor = Tensor(name, datatype, shape, at)
         if name in dense:
             check_dense(tensor, dense[name], {t.name for t in tensors})
         parameters = _parameters(entry, f"input {short(name)}")
+        if datatype == STRINGS:
+            tensor = _of_strings(tensor, entry, parameters)
         if (part := _in_region(tensor, entry, parameters, known)) is not None:
             sources.append(part)
         elif "data" in entry:
-            sources.append(_inline(tensor, entry, parameters))
+            sources.append(_inline(tensor, datatype, entry, parameters))
         else:
             _check_binary(tensor, parameters)
             sources.append(None)
@@ -268,12 +299,26 @@ def _parameters(entry: dict[str, Any], where: str) -> dict[str, Any]:
     return parameters
 
 
-def _inline(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
+def _of_strings(tensor: Tensor, entry: dict[str, Any], parameters: dict[str, Any]) -> Tensor:
+    """Returns a tensor of BYTES with its size; in JSON, that of its ids. ApiError: it is too small."""
+    if "data" in entry:
+        return replace(tensor, datatype="INT64")
+    size = parameters.get(shm.SIZE if shm.REGION in parameters else "binary_data_size")
+    if type(size) is not int:
+        return tensor
+    if size < 4 * tensor.elements:
+        what = f"input {short(tensor.name)}: {size} bytes are too few for {tensor.elements} strings"
+        raise bad_request(f"{what}; expected before each its length as uint32")
+    return replace(tensor, strings_bytes=size)
+
+
+def _inline(tensor: Tensor, datatype: str, entry: dict[str, Any], parameters: dict[str, Any]) -> bytes:
+    """Returns the values of JSON in the tensor's datatype. datatype: that of the request."""
     if "binary_data_size" in parameters:
         raise bad_request(
             f"input {short(tensor.name)} has both data and a binary_data_size; send one of them"
         )
-    array = from_list(f"input {tensor.name}", tensor.datatype, entry["data"])
+    array = from_list(f"input {tensor.name}", datatype, entry["data"])
     if array.size != prod(tensor.shape):
         what = f"input {short(tensor.name)}: shape {list(tensor.shape)} holds {prod(tensor.shape)} values"
         raise bad_request(f"{what}, data has {array.size}")

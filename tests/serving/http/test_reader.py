@@ -49,7 +49,7 @@ def drawn_version(
     def run(number: int) -> tuple[DrawnModel, ServedVersion]:
         model = DrawnModel.draw(random.Random(SEED + number))
         features = {
-            n: {"table": "tu"[k % 2], "pooling": pooling, "output": output}
+            n: {"table": ("sv" if n in model.strings else "tu")[k % 2], "pooling": pooling, "output": output}
             for k, (n, (pooling, output)) in enumerate(model.features.items())
         }
         served = attached(root_of_module / str(number), tmp_path_factory.mktemp(f"m{number}"), features)
@@ -112,6 +112,7 @@ MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
     lambda r, h: b"".join(bytes([r.randint(0, 255)]) if r.random() < 0.005 else bytes([b]) for b in h),
     lambda r, h: h + r.choice([b" ", b"\n", b"0", b"}", b"\0"]),
     lambda r, h: h.replace(b"INT64", b"INT32") if r.random() < 0.5 else h.replace(b"FP32", b"INT32"),
+    lambda r, h: h.replace(b"INT64", b"BYTES") if r.random() < 0.5 else h.replace(b"BYTES", b"INT64"),
     lambda r, h: h.replace(
         b'"kjt.features":[', r.choice([b'"kjt.features":["user",', b'"kjt.schema":"x","kjt.features":['])
     ),

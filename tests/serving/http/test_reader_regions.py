@@ -11,8 +11,8 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from infer_headers import DrawnModel, DrawnRequest
-from read_headers import FEATURES, PARTS, ROWS, answer, ask
+from infer_headers import DrawnModel, DrawnRequest, sent
+from read_headers import FEATURES, PARTS, ROWS, answer, ask, attached
 
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import json_object
@@ -95,30 +95,41 @@ def test_vectors_are_written_into_their_region(
     assert path.read_bytes()[16384:] == written[16384:]
 
 
+BOTH_KINDS = {**FEATURES, "name": {"table": "s"}, "texts": {"table": "v", "pooling": "none"}}
+
+
+@pytest.fixture(scope="module")
+def of_both_kinds(root_of_module: Path, tmp_path_factory: pytest.TempPathFactory) -> ServedVersion:
+    """A version with features of string ids."""
+    return attached(root_of_module / "strings", tmp_path_factory.mktemp("strings"), BOTH_KINDS)
+
+
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_tensors_in_regions_are_read_as_specified(
-    version: ServedVersion, shared_by_all: tuple[Regions, Path], seed: int
+    of_both_kinds: ServedVersion, shared_by_all: tuple[Regions, Path], seed: int
 ) -> None:
-    """Some in the body or the JSON, with INT32 ids among them, outputs to the region and not."""
+    """Some in the body or the JSON, with INT32 ids and strings among them, outputs to the region and not."""
     known, path = shared_by_all
-    rng = random.Random(seed)
-    model = DrawnModel({n: (f.get("pooling", "sum"), f.get("output", "fp32")) for n, f in FEATURES.items()})
+    version, rng = of_both_kinds, random.Random(seed)
+    features = {n: (f.get("pooling", "sum"), f.get("output", "fp32")) for n, f in BOTH_KINDS.items()}
+    model = DrawnModel(features, strings=frozenset({"name", "texts"}))
     drawn = DrawnRequest(rng, model, ROWS, plain=True)
     drawn.in_text = False
     arrays = drawn.arrays()
     header, memory, body, end = drawn.header(arrays), bytearray(65536), b"", 0
     way = rng.choice(["body", "text"])
     for entry, (_, values) in zip(header["inputs"], arrays, strict=True):
-        if rng.random() < 0.6:
-            memory[end : end + values.nbytes] = values.tobytes()
-            entry["parameters"] = at(end, values.nbytes)
-            end += values.nbytes + rng.choice([0, 0, 8])
+        data = sent(values)
+        if rng.random() < 0.6 and end + len(data) <= 32768:
+            memory[end : end + len(data)] = data
+            entry["parameters"] = at(end, len(data))
+            end += len(data) + rng.choice([0, 0, 8])
         elif way == "text":
             del entry["parameters"]
             entry["data"] = values.reshape(-1).tolist()
         else:
-            body += values.tobytes()
+            body += data
     out_at = 32768
     for output in header.get("outputs", ()):
         if rng.random() < 0.5:

@@ -238,6 +238,8 @@ static int take_datatype(text name, tensor *t) {
     int is_ids = t->role == IDS || t->role == VALUES || t->role == KJT_VALUES;
     int is_lengths = t->role == LENGTHS || t->role == KJT_LENGTHS;
     t->item = is_ids ? 8 : 4;
+    if (is_ids) t->kinds = IS(name, "BYTES") ? STRING_IDS : INTEGER_IDS;
+    if (t->kinds == STRING_IDS) return 1;
     if (is_ids && IS(name, "INT32")) t->item = 4, t->is_narrow = 1;
     else if (!(is_ids ? IS(name, "INT64") : is_lengths ? IS(name, "INT32") : IS(name, "FP32"))) return 0;
     return 1;
@@ -251,14 +253,19 @@ static int take_entry(request *r, const entry *e) {
         r->tensors = grown, r->tensor_room = 2 * r->tensor_room + 8;
     }
     tensor *t = r->tensors + r->tensor_count;
-    t->source = IN_BODY, t->is_narrow = t->is_elsewhere = 0, t->list = e->list;
+    t->source = IN_BODY, t->is_narrow = t->is_elsewhere = t->kinds = 0, t->list = e->list;
     t->dims = e->dims, t->shape[0] = e->shape[0], t->shape[1] = e->shape[1];
     if (e->datatype.kind != STRING || e->dims < 1 || !e->where.is_object) return 0;
     if (!take_name(r, e->name.string, t) || !take_datatype(e->datatype.string, t)) return 0;
     t->elements = t->shape[0];
     if (t->dims == 2 && __builtin_mul_overflow(t->elements, t->shape[1], &t->elements)) return 0;
+    if (!t->elements) t->kinds = 0;
     if (__builtin_mul_overflow(t->elements, t->item, &t->bytes) || t->bytes > MOST_BYTES) return 0;
     if (!take_region(r, &e->where, &t->region, &t->offset, &size)) return 0;
+    if (t->kinds == STRING_IDS && !t->list) {
+        t->bytes = t->region >= 0 ? size : e->where.size.kind == INTEGER ? e->where.size.integer : -1;
+        if (t->bytes < 4 * t->elements || t->bytes > MOST_BYTES) return 0; /* before there is room for their ids */
+    }
     if (t->region >= 0) {
         if (t->list || e->where.size.kind || size != t->bytes) return 0;
         t->source = IN_REGION, t->is_elsewhere = is_on_device(r, t->region);
@@ -269,7 +276,7 @@ static int take_entry(request *r, const entry *e) {
         if (e->where.size.kind != INTEGER || e->where.size.integer != t->bytes) return 0;
         r->body_tensors++;
     }
-    r->narrow_tensors += t->is_narrow;
+    r->other_tensors += is_converted(t);
     r->tensor_count++;
     return 1;
 }
@@ -288,7 +295,7 @@ static int read_inputs(request *r) {
     entry entries[2];
     spelling spellings[2] = {{0}, {0}};
     int first = 1, found;
-    r->tensor_count = r->text_tensors = r->body_tensors = r->narrow_tensors = 0, r->last = -1;
+    r->tensor_count = r->text_tensors = r->body_tensors = r->other_tensors = 0, r->last = -1;
     if (!enter(s, '[')) return 0;
     for (int turn = 0; (found = next_item(s, &first)) == 1; turn = !turn) {
         entry *e = entries + turn;

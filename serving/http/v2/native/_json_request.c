@@ -1,6 +1,6 @@
 /* A request of /v1, in JSON alone: {"model", "version", "features": {name: [[id, ...], ...], or {"values",
  * "lengths", "weights"}}, "dense": {name: rows}, "found"}. Its numbers are read at once into the input buffer;
- * whose they are is found when the model is known. */
+ * whose they are is found when the model is known. Ids may be strings. */
 #include "_reader.h"
 
 static int begin_list(scanner *s) {
@@ -26,18 +26,22 @@ static tensor *add_tensor(json_request *j, text name, enum role role, char *begi
     tensor *t = r->tensors + r->tensor_count;
     j->owners[r->tensor_count++] = name;
     *t = (tensor){.role = (int8_t)role, .source = IN_BODY, .dims = 1, .item = (int8_t)item_of(role), .region = -1};
+    t->kinds = (int8_t)j->kinds;
     t->at = begin - j->inputs, t->bytes = end - begin, t->elements = t->shape[0] = t->bytes / t->item;
     j->used = end - j->inputs;
     return t;
 }
 
-/* Takes a list of numbers of a tensor; `*to` goes behind them. */
-static int take_values(scanner *s, enum role role, char **to) {
+/* Takes a list of numbers, or of ids that are strings, of a tensor; `*to` goes behind them. */
+static int take_values(json_request *j, enum role role, char **to) {
+    scanner *s = &j->r.scan;
     int first = 1, found;
     if (!begin_list(s)) return 0;
     for (; (found = next_item(s, &first)) == 1; *to += item_of(role)) {
         skip_space(s);
-        if (!take_typed(s, role, item_of(role), *to)) return 0;
+        const int is_string = role == VALUES && s->p < s->end && *s->p == '"';
+        if (!(is_string ? take_string(s, *to) : take_typed(s, role, item_of(role), *to))) return 0;
+        if (role == VALUES) j->kinds |= is_string ? STRING_IDS : INTEGER_IDS;
     }
     return found == 0;
 }
@@ -51,7 +55,7 @@ static int read_bags(json_request *j, text name) {
     if (!begin_list(s)) return 0;
     while ((found = next_item(s, &first)) == 1) {
         const char *bag = to;
-        if (!room_for((void **)&j->lengths, bags, sizeof(int32_t)) || !take_values(s, VALUES, &to)) return 0;
+        if (!room_for((void **)&j->lengths, bags, sizeof(int32_t)) || !take_values(j, VALUES, &to)) return 0;
         j->lengths[bags++] = (int32_t)((to - bag) / 8);
     }
     tensor *ids = found ? NULL : add_tensor(j, name, VALUES, begin, to);
@@ -77,13 +81,14 @@ static int read_jagged(json_request *j, text name) {
         skip_space(s);
         if (k && take_word(s, "null", 4)) continue;
         char *begin = next_at(j), *to = begin;
-        if (!take_values(s, parts[k].role, &to) || !add_tensor(j, name, parts[k].role, begin, to)) return 0;
+        if (!take_values(j, parts[k].role, &to) || !add_tensor(j, name, parts[k].role, begin, to)) return 0;
     }
     return found == 0 && seen[0];
 }
 
 static int read_feature(json_request *j, text name) {
     scanner *s = &j->r.scan;
+    j->kinds = 0;
     skip_space(s);
     return s->p < s->end && *s->p == '{' ? read_jagged(j, name) : read_bags(j, name);
 }
@@ -97,7 +102,7 @@ static int read_rows(json_request *j, text name) {
     if (!begin_list(s)) return 0;
     while ((found = next_item(s, &first)) == 1) {
         const char *row = to;
-        if (!take_values(s, DENSE, &to) || (rows++ && (to - row) / 4 != width)) return 0;
+        if (!take_values(j, DENSE, &to) || (rows++ && (to - row) / 4 != width)) return 0;
         width = (to - row) / 4;
     }
     tensor *t = found ? NULL : add_tensor(j, name, DENSE, begin, to);

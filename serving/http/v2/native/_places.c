@@ -6,7 +6,7 @@
 /* Whether what the host reads of a tensor lies in its memory. */
 static int is_readable(const request *r, const tensor *t) {
     if (!t->is_elsewhere) return 1;
-    return t->role != DENSE && !t->is_narrow && t->role != KJT_LENGTHS
+    return t->role != DENSE && !is_converted(t) && t->role != KJT_LENGTHS
            && (t->role != LENGTHS || r->names->features[t->owner].is_pooled);
 }
 
@@ -47,7 +47,8 @@ static int place_part(const request *r, const part *p, place *to) {
     const tensor *ids = p->ids < 0 ? NULL : r->tensors + p->ids;
     const tensor *lengths = p->lengths < 0 ? NULL : r->tensors + p->lengths;
     const tensor *weights = p->weights < 0 ? NULL : r->tensors + p->weights;
-    if (!ids || (ids->role == IDS && (lengths || ids->dims != 2 || ids->shape[1] > LARGEST_LENGTH))) return 0;
+    if (!ids || !are_of(f, ids->kinds)) return 0;
+    if (ids->role == IDS && (lengths || ids->dims != 2 || ids->shape[1] > LARGEST_LENGTH)) return 0;
     if ((ids->role == VALUES && ids->dims != 1) || (lengths && lengths->dims != 1)) return 0;
     if (weights && (weights->elements != ids->elements || !f->is_pooled)) return 0;
     if (f->is_pooled && !lengths && ids->role == VALUES) return 0;
@@ -132,7 +133,8 @@ static int place_kjt(request *r) {
         const int64_t skipped = 4 * bags * k, ids = sum_of(counts + skipped, bags);
         const int32_t number = r->parts[k].feature;
         if (ids < 0 || ids > values->elements - first) return 0;
-        if (weights && !r->names->features[number].is_pooled) return 0;
+        const feature *f = r->names->features + number;
+        if ((weights && !f->is_pooled) || !are_of(f, values->kinds)) return 0;
         r->places[k] = (place){.kind = number, .ids_at = values->at + 8 * first, .ids = ids,
                                .lengths_at = lengths->at + skipped, .bags = bags,
                                .weights_at = weights ? weights->at + 4 * first : -1, .found_at = -1};

@@ -2,7 +2,7 @@
  * The steps, and what is known after each:
  *   read_header   (_header.c)   tensors with names, shapes and sizes; the outputs that are asked for
  *   plan_inputs   (_inputs.c)   where each tensor lies in the input buffer, which may be the body
- *   fill_inputs   (_inputs.c)   that buffer, if it is not the body: JSON numbers, INT32 ids
+ *   fill_inputs   (_inputs.c)   that buffer, if it is not the body: JSON, INT32 ids, strings (_string_ids.c)
  *   place_all     (_places.c)   places of lookups, the outputs, the scorer's inputs
  *   write_answer  (_answer.c)   the response's JSON
  * Each returns 0 where the request is wrong or unusual: `serving.http.v2.request` says what is wrong. None
@@ -16,7 +16,7 @@ static const int64_t LARGEST_DIMENSION = 1LL << 40, LARGEST_LENGTH = INT32_MAX, 
 
 /* ---- a version's names (_names.c) ---- */
 
-typedef struct { int64_t is_pooled, is_half, dim, vector_bytes, row_bytes; } feature;
+typedef struct { int64_t is_pooled, is_half, dim, vector_bytes, row_bytes, has_strings; } feature;
 
 /* What Python says of a version, int64 each, before its features, dense tensors and scorer's inputs.
  * score_values: of a row; 0: there is no scorer. score_width: the second dimension of scores, or 0. */
@@ -53,12 +53,14 @@ void free_names(names *n);
 
 enum role { IDS, VALUES, LENGTHS, WEIGHTS, DENSE, KJT_VALUES, KJT_LENGTHS, KJT_WEIGHTS };
 enum source { IN_BODY, IN_TEXT, IN_REGION };
+enum ids { INTEGER_IDS = 1, STRING_IDS = 2 }; /* what ids came as */
 
 /* owner: the number of a feature or dense tensor. from: where its bytes begin in the body; list: where its
  * numbers do in the header. at: where they are in the inputs. bytes: of its datatype. region: its number.
- * is_elsewhere: it lies in a region that this process does not read. is_bags: of /v1, a list of lists. */
+ * is_elsewhere: it lies in a region that this process does not read. is_bags: of /v1, a list of lists. kinds: what
+ * its ids came as; of /v1 both, or neither where there are none. */
 typedef struct {
-    int8_t role, source, is_narrow, is_elsewhere, is_bags, dims, item;
+    int8_t role, source, is_narrow, is_elsewhere, is_bags, dims, item, kinds;
     int32_t owner, region;
     int64_t shape[2], elements, bytes, offset, from, at, list_bytes;
     const char *list;
@@ -103,7 +105,7 @@ typedef struct {
     const char *kjt_features; /* the value of the parameter, or null */
     tensor *tensors;
     wanted *wanted;
-    int64_t tensor_room, tensor_count, wanted_count, region_count, text_tensors, body_tensors, narrow_tensors;
+    int64_t tensor_room, tensor_count, wanted_count, region_count, text_tensors, body_tensors, other_tensors;
     /* of the inputs */
     int is_rebuilt;
     int64_t in_bytes;
@@ -139,7 +141,7 @@ typedef struct {
     int32_t *lengths;
     char *inputs;
     int64_t used;
-    int is_score;
+    int is_score, kinds; /* of the ids of the feature that is read */
 } json_request;
 
 int read_json(json_request *j);
@@ -154,6 +156,25 @@ void write_answer(const request *r, const char *tail, int64_t tail_bytes, buffer
 int64_t input_runs(const request *r, run *to);
 int64_t elsewhere_runs(const request *r, run *to); /* of tensors that are elsewhere, as they lie in the inputs */
 int64_t output_runs(const request *r, run *to);
+
+/* Whether the ids of a tensor came as something else than int64. */
+static inline int is_converted(const tensor *t) { return t->is_narrow || t->kinds == STRING_IDS; }
+
+/* Whether ids that came so are those of a feature. */
+static inline int are_of(const feature *f, int kinds) { return !(kinds & (f->has_strings ? INTEGER_IDS : STRING_IDS)); }
+
+int64_t string_id(text t);
+
+/* Takes a string and writes its id. 0: it is none. */
+static inline int take_string(scanner *s, char *to) {
+    const int64_t used = s->arena_used;
+    text found;
+    if (!read_string(s, &found)) return 0;
+    const int64_t id = string_id(found);
+    memcpy(to, &id, 8);
+    s->arena_used = used;
+    return 1;
+}
 
 /* The values of a tensor in the inputs. */
 static inline const char *values_of(const request *r, const tensor *t) {

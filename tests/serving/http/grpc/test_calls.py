@@ -102,7 +102,7 @@ def test_numbers_instead_of_bytes(channel: grpc.Channel) -> None:
     assert (
         "input 'clicked.lengths' has int64_contents, its datatype is INT32; expected int_contents" in details
     )
-    request.inputs[1].datatype = "BYTES"
+    request.inputs[1].datatype = "BF16"
     assert "expected its bytes in raw_input_contents" in refused(channel, "ModelInfer", request)[1]
     request.raw_input_contents.append(b"")
     assert "raw_input_contents has 1 entries; expected 2" in refused(channel, "ModelInfer", request)[1]
