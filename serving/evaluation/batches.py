@@ -162,7 +162,7 @@ class BatchReader:
                 parts.append(values)
                 at += values.nbytes
                 continue
-            ids, lengths = ids_of(rows, columns[0])
+            ids, lengths = ids_of(rows, columns[0], served.features[i.feature].strings)
             parts.append(ids)
             if lengths is None:
                 features.append(FeatureInput(i.feature, at, ids.size, rows.size, bag_length=1))

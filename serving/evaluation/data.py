@@ -1,8 +1,8 @@
 """Data sets: Parquet and JSON Lines, cut into shards, read batch by batch into ids, dense tensors and labels.
 
 A shard is a run of whole row groups of a Parquet file, or of lines of a JSON Lines file. A feature's column
-holds an id or a list of ids per row (null: an empty bag); a dense tensor is a column of lists, or several of
-numbers.
+holds an id or a list of ids per row, integers or strings (null: an empty bag); a dense tensor is a column of
+lists, or several of numbers.
 """
 
 import os
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.keyed.parquet import id_remedy, is_list, type_name
+from tableside.loader.string_ids import ids_of_column, is_text
 from tableside.serving.errors import ServingError
 
 _SUFFIXES = (".parquet", ".jsonl", ".ndjson")
@@ -204,8 +205,11 @@ def _list_lengths(column: Any) -> Any:
     return pc.list_value_length(column)
 
 
-def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
-    """Converts a column to ids int64 [ids], lengths int32 [rows]; None: one id a row."""
+def ids_of(
+    rows: Rows, name: str, strings: bool = False
+) -> tuple[NDArray[np.int64], NDArray[np.int32] | None]:
+    """Converts a column to ids int64 [ids], lengths int32 [rows]; None: one id a row. strings: the column has
+    strings."""
     column = rows.columns[name]
     if pa.types.is_null(column.type):
         return np.empty(0, np.int64), np.zeros(len(column), np.int32)
@@ -215,15 +219,19 @@ def ids_of(rows: Rows, name: str) -> tuple[NDArray[np.int64], NDArray[np.int32] 
             lengths = np.diff(column.offsets.to_numpy())
         else:
             lengths = _list_lengths(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int32)
-        values = values.cast(pa.int64()) if pa.types.is_null(values.type) else values
+        if pa.types.is_null(values.type) and not len(values):
+            return np.empty(0, np.int64), lengths
     else:
         values = column.drop_null() if column.null_count else column
         lengths = (
             column.is_valid().to_numpy(zero_copy_only=False).astype(np.int32) if column.null_count else None
         )
-    if not pa.types.is_integer(values.type) or values.null_count:
-        expected = f"expected ids (int64), or lists of them without null{id_remedy(column.type)}"
+    if not (is_text if strings else pa.types.is_integer)(values.type) or values.null_count:
+        kind, remedy = ("strings", "") if strings else ("int64", id_remedy(values.type))
+        expected = f"expected ids ({kind}), or lists of them without null{remedy}"
         raise DataError(f"{rows.where(0)}: column {name!r} holds {type_name(column.type)}; {expected}")
+    if strings:
+        return ids_of_column(values), lengths
     ids = values if pa.types.is_int64(values.type) else values.cast(pa.int64())
     return np.ascontiguousarray(ids.to_numpy(zero_copy_only=False)), lengths
 

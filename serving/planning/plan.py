@@ -108,6 +108,7 @@ def plan(
     is_on_disk = bool(stored)
     tables = {name: table for name, table in segment.tables.items() if not stored or name in stored}
     features = {f.name: f.table for f in segment.header.features if f.table in tables}
+    strings = segment.header.string_tables
     columns = {name: _column(segment.header, name) for name in features}
     row_bytes = [
         table.row_bytes + _HOT_BYTES if is_on_disk else device_row_bytes(table.row_bytes) + _SLOT_BYTES
@@ -121,7 +122,8 @@ def plan(
     for batch in _batches(shards, sorted(set(columns.values())), batch_rows):
         with_row = []
         for name, table in tables.items():
-            parts = [ids_of(batch, columns[f])[0] for f, of in features.items() if of == name]
+            of_it = (columns[feature] for feature, of in features.items() if of == name)
+            parts = [ids_of(batch, column, name in strings)[0] for column in of_it]
             asked = np.concatenate([np.empty(0, np.int64), *parts])
             has_row = rows_with_ids(table, asked)[0] != 0
             with_row.append(asked[has_row])

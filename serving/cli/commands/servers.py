@@ -18,13 +18,14 @@ from tableside.serving.cli.commands.top import top as show_top
 from tableside.serving.cli.output import console, load_where_named, mb, print_json, table_of
 from tableside.serving.cli.parser import Parser
 from tableside.serving.cli.remote import add_server
-from tableside.serving.client import Jagged
+from tableside.serving.client import Client, Jagged
 from tableside.serving.client.address import Address
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import ServerSettings, add_options, given
 
 _LATENCIES = {"p50_ms": 50, "p99_ms": 99, "p99_9_ms": 99.9}
 _HEADS = ("form", "requests/s", "ids/s", "p50 ms", "p99 ms", "p99.9 ms", "failed")
+_FEATURE = "expected FEATURE=IDS such as clicked=1,2,3;7"
 _TURNS = 5  # of each form, where there are several
 
 
@@ -57,13 +58,8 @@ def serve(options: argparse.Namespace) -> int:
 
 def lookup(options: argparse.Namespace) -> int:
     """Looks ids up on a running server and prints the vectors."""
-    features: dict[str, Jagged] = {}
-    for name, ids in map(_parse_feature, options.features):
-        if name in features:
-            raise ServingError(f"feature {name!r} is given twice; separate its bags by ';'")
-        features[name] = ids
     with remote.client(options) as client:
-        vectors = client.lookup(options.model, features)
+        vectors = client.lookup(options.model, _features(options, client))
     if options.json:
         print_json({k: v.astype(np.float32) for k, v in vectors.items()})
         return 0
@@ -77,10 +73,9 @@ def lookup(options: argparse.Namespace) -> int:
 
 def score(options: argparse.Namespace) -> int:
     """Scores rows on a running server and prints a line for each."""
-    features = dict(map(_parse_feature, options.features))
     dense = dict(map(_parse_dense, options.dense or []))
     with remote.client(options) as client:
-        scores = client.score(options.model, features, dense)
+        scores = client.score(options.model, _features(options, client), dense)
     if options.json:
         print_json({"scores": np.asarray(scores, np.float32)})
         return 0
@@ -171,15 +166,23 @@ def _how(options: argparse.Namespace, requests: Mapping[Form, Sequence[bytes]]) 
     return f"{', '.join(prepared)}, {options.concurrency} connections, {options.seconds:g} s{when}"
 
 
-def _parse_feature(text: str) -> tuple[str, Jagged]:
-    name, equals, ids = text.partition("=")
-    try:
-        bags = [[int(i) for i in bag.split(",") if i.strip()] for bag in ids.split(";")]
-    except ValueError:
-        bags = []
-    if not (name and equals and bags):
-        raise ServingError(f"{text!r}: expected FEATURE=IDS such as clicked=1,2,3;7")
-    return name, Jagged([i for bag in bags for i in bag], [len(bag) for bag in bags])
+def _features(options: argparse.Namespace, client: Client) -> dict[str, Jagged]:
+    """Returns the features of a command; ids are strings where the model has such."""
+    given: dict[str, list[list[Any]]] = {}
+    for text in options.features:
+        name, equals, ids = text.partition("=")
+        if not (name and equals):
+            raise ServingError(f"{text!r}: {_FEATURE}")
+        if name in given:
+            raise ServingError(f"feature {name!r} is given twice; separate its bags by ';'")
+        given[name] = [[i for i in bag.split(",") if i.strip()] for bag in ids.split(";")]
+    kinds = {t["name"]: t["datatype"] for t in client.metadata(options.model)["inputs"]}
+    for name, bags in given.items():
+        try:
+            given[name] = bags if kinds.get(name) == "BYTES" else [[*map(int, bag)] for bag in bags]
+        except ValueError as error:
+            raise ServingError(f"{name}: {error}; {_FEATURE}") from None
+    return {n: Jagged([i for bag in bags for i in bag], [*map(len, bags)]) for n, bags in given.items()}
 
 
 def _parse_dense(text: str) -> tuple[str, list[list[float]]]:

@@ -114,7 +114,7 @@ def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
         ),
         (("activate", "../x", "1"), "model name '../x'"),
         (("remove", "nope", "1"), "version 1 is not published"),
-        (("lookup", "m", "user=x", "--url", "http://127.0.0.1:9"), "expected FEATURE=IDS"),
+        (("lookup", "m", "user", "--url", "http://127.0.0.1:9"), "expected FEATURE=IDS"),
         (("lookup", "m", "user=1", "--url", "http://127.0.0.1:9"), "cannot be reached"),
     ],
 )
@@ -338,6 +338,8 @@ def test_lookup_and_bench_against_a_server(server: Any) -> None:
     found = run_tableside("lookup", "demo", "user=1", "--json", "--url", server.url)
     assert found.stdout.startswith('{"user":[[')
     assert "id 5000 at position 0" in run_tableside("lookup", "demo", "user=5000", "--url", server.url).stderr
+    wrong = run_tableside("lookup", "demo", "user=x", "--url", server.url).stderr
+    assert "user: invalid literal for int() with base 10: 'x'; expected FEATURE=IDS" in wrong
     found = run_tableside(
         "bench", "demo", "--url", server.url, "--seconds", 0.3, "--concurrency", 2, "--zipf", 1.2
     )
