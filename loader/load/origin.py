@@ -39,12 +39,12 @@ def spec_digest(spec: ModelSpec) -> str:
 
 
 # keys that earlier builds did not know
-_LATER = ("dim", "row_alignment", "copies", "owners", "share", "disk_timeout_s")
+_LATER = ("dim", "row_alignment", "copies", "owners", "share", "disk_timeout_s", "strings")
 
 
 def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Leaves out keys that earlier builds did not know, where they say nothing."""
-    return {key: value for key, value in items if value not in (None, ()) or key not in _LATER}
+    return {key: value for key, value in items if value not in (None, (), False) or key not in _LATER}
 
 
 class Origin(NamedTuple):

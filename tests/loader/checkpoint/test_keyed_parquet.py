@@ -119,7 +119,7 @@ def test_an_empty_table(tmp_path: Path) -> None:
 
 
 def test_which_column_holds_the_ids(tmp_path: Path) -> None:
-    """One called id, or the only one of integers; where neither is, model.toml says it."""
+    """One called id, or the only one of integers, or of strings; where none is, model.toml says it."""
     path = write(tmp_path / "a.parquet", user=IDS, item=IDS + 1, vector=fixed(VALUES))
     with open_checkpoint(path) as found:
         assert not found.keyed_tables and found.skipped == {
@@ -129,8 +129,17 @@ def test_which_column_holds_the_ids(tmp_path: Path) -> None:
             found.keyed("vector")
         assert read(found.keyed("vector", "item")).ids.tolist() == (IDS + 1).tolist()
     assert open_checkpoint(write(tmp_path / "b.parquet", x=VALUES[:, 0], vector=fixed(VALUES))).skipped == {
-        "vector": "no column of integers"
+        "vector": "no column of integers or strings"
     }
+    names = [f"user {i}" for i in range(57)]
+    for ids, columns in (
+        ("user", {"name": names, "user": IDS}),
+        ("id", {"id": names, "user": IDS, "item": IDS}),
+        ("name", {"name": names, "price": VALUES[:, 0]}),
+    ):
+        with open_checkpoint(write(tmp_path / f"{ids}.parquet", **columns, vector=fixed(VALUES))) as found:
+            assert dict(found.keyed_tables) == {"vector": ids}
+            assert [*found.string_tables] == (["vector"] if ids != "user" else [])
 
 
 @pytest.mark.thorough

@@ -14,9 +14,12 @@ from support import rows_of, run_tableside
 
 from tableside.loader import string_ids
 from tableside.loader.errors import CheckpointError, ModelError
+from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import load
+from tableside.loader.load.origin import spec_digest
 from tableside.loader.model.model import parse_model, read_model
 from tableside.loader.segment.header import Header
+from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 
 TEXTS, VALUES = texts(1000), rows_of(1000, 12)
@@ -151,3 +154,29 @@ def test_init_finds_string_ids(root: Path, tmp_path: Path) -> None:
     assert table.raw is not None and (table.raw.strings, table.raw.key) == (True, "id")
     load(read_model(toml), root)
     assert attached(root, table.name, "texts").row_map.count == 1000  # type: ignore[union-attr]
+
+
+def test_a_new_checkpoint_as_changes(root: Path, tmp_path: Path) -> None:
+    """Strings that came, that are gone, and whose rows are others."""
+    write(tmp_path / "texts.parquet", TEXTS)
+    specified = spec(tmp_path, "texts.parquet", ids="string", missing="zero")
+    load(specified, root)
+    values = VALUES[:-1].copy()
+    values[5] = 7
+    write(tmp_path / "texts.parquet", [*TEXTS[:-2], "new"], values)
+    assert (result := load_as_delta(specified, root).result) is not None
+    assert result.rows == 4, "two that are gone, one that came, and one that is another"
+    found = attach_state(Model(root, "demo"), None, "full").tables["t"]
+    asked = hashes([TEXTS[5], "new", TEXTS[-1], TEXTS[0]])
+    expected = [values[5], values[-1], np.zeros(12), values[0]]
+    np.testing.assert_array_equal(vectors_of(found, asked), expected)
+
+
+def test_a_model_without_strings_is_told_as_before() -> None:
+    """So that what an earlier build published is the model that is there."""
+    tables = {"t": {"key": "t", "ids": "raw", "missing": "zero"}, "u": {"key": "u"}}
+    raw = {"name": "ads", "checkpoint": "c", "tables": tables}
+    before = spec_digest(parse_model(raw, Path()))
+    assert before == "cea60e56f2821a3c6ea8a0a2a6dc6705"
+    tables["t"]["ids"] = "string"
+    assert spec_digest(parse_model(raw, Path())) != before

@@ -2,17 +2,27 @@
 
 import itertools
 import uuid
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 from hosts import RAW, USER_ROWS, answer, bags, checkpoint, load_door, load_shares, served, spec_of
+from raw_loads import save_parquet
 from servers import Server
-from support import until
+from string_tables import hashes, texts
+from support import rows_of, until
 
+from tableside.loader.deltas.changes import TableChanges
+from tableside.loader.deltas.hosts import changes_here
+from tableside.loader.errors import ChangeError
 from tableside.loader.load.load import load
+from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.segment.header import Header
 from tableside.loader.segment.remote import HostsState
+from tableside.serving.errors import ServingError
 
 pytestmark = pytest.mark.quick
 
@@ -174,3 +184,32 @@ def test_other_tables_of_a_request_lie_on_a_disk(
     assert answer(door, {"item": bags([2, 2], [1, 2, 3, 4])}) == answer(
         whole, {"item": bags([2, 2], [1, 2, 3, 4])}
     )
+
+
+def test_strings_of_a_table_that_owners_have(owners: Server, tmp_path: Path) -> None:
+    """The server of the whole hashes them; owners whose ids are others are refused when it is loaded."""
+    name, tier = f"m{uuid.uuid4().hex[:8]}", "rows://" + ",".join([owners.url.removeprefix("http://")] * 2)
+    strings, values = texts(300), rows_of(300, 8)
+    for kind, ids in (("string", strings), ("raw", hashes(strings))):
+        save_parquet(tmp_path, {"s": (ids, values)})
+        (tmp_path / "c").rename(tmp_path / kind)
+
+    def specified(kind: str, model: str, **more: Any) -> ModelSpec:
+        table = {"key": "s/weight", "ids": kind, "missing": "zero", "id_key": "ids", **more}
+        return parse_model({"name": model, "checkpoint": kind, "tables": {"s": table}}, tmp_path)
+
+    for model in load_shares(specified("string", name, tier=tier), [owners.root] * 2):
+        until(lambda m=model: owners.get(f"/v2/rows/{m}").status_code == 200, what=f"{model} to be served")
+    load_door(specified("string", name, tier=tier), tmp_path / "door")
+    load(specified("raw", "whole"), tmp_path / "whole")
+    door, whole = served(tmp_path / "door", name), served(tmp_path / "whole", "whole")
+    assert door.features["s"].strings and door.header.format_version == 10
+    assert Header.from_json(door.header.to_json()) == door.header
+    asked = {"s": bags([3, 0, 2], hashes(["", "nobody", *strings[7:10]]))}
+    assert answer(door, asked, ("s",)) == answer(whole, asked, ("s",))
+    change = TableChanges("s", hashes(["a"]), values[:1])
+    with pytest.raises(ChangeError, match="table 's': the ids are integers; expected strings"):
+        changes_here(door.segment, change)
+    assert changes_here(door.segment, replace(change, strings=True)) is None
+    with pytest.raises(ServingError, match=r"ids is 'raw' here; owner .* has 'string'"):
+        load_door(specified("raw", name, tier=tier), tmp_path / "other")

@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 from following import ended, following
 from json_keys import documented_keys, keys_of
+from raw_loads import vectors_of
 from redis_servers import needs_redis, redis_server
+from string_tables import hashes, publish_strings
 from support import run_tableside
 
 from campaigns.follows import rows_now
 from tableside.loader.deltas.apply import position_of
 from tableside.loader.load.load import load
 from tableside.loader.model.model import parse_model
+from tableside.loader.string_ids import as_bytes
+from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 
 ROWS, DIM = 200, 4
@@ -294,3 +298,25 @@ def assert_is_prefix(model: Model, expected: np.ndarray, number: int) -> None:
     found = values(model)
     assert found[:, 0].max() <= at <= number
     np.testing.assert_array_equal(found[expected[:, 0] <= at], expected[expected[:, 0] <= at])
+
+
+@needs_redis
+def test_rows_of_string_ids(root: Path, tmp_path: Path) -> None:
+    """The follower knows from the model which texts are strings and which are numbers."""
+    pytest.importorskip("hiredis", reason="the redis extra brings it")
+    fp32 = {"row_format": "fp32", "missing": "zero"}
+    tables = {"named": (["7", "é"], START[:2]), "user": (np.arange(2), START[:2])}
+    publish_strings(tmp_path, root, tables, of={"named": fp32, "user": fp32})
+    with redis_server(tmp_path) as server:
+        client = server.client()
+        client.xadd("rows", {"table": "named", "id": "7", "vector": "[1, 2, 3, 4]"})
+        vectors = np.full((2, DIM), 5, "<f4").tobytes()
+        client.xadd("rows", {"table": "named", "ids": as_bytes([b"new", "é".encode()]), "vectors": vectors})
+        last = client.xadd("rows", {"table": "user", "id": "1", "vector": "[9, 9, 9, 9]"}).decode()
+        with following(root, server.url("rows"), "--every-s", 0.05):
+            until_applied(Model(root, "demo"), "redis:rows", last)
+        client.close()
+    found = attach_state(Model(root, "demo"), None, "full").tables
+    named = vectors_of(found["named"], hashes(["7", "new", "é", "1"]))
+    assert named[:, 0].tolist() == [1, 5, 5, 0]
+    assert vectors_of(found["user"], [0, 1])[:, 0].tolist() == [0, 9]
