@@ -10,6 +10,7 @@ server.
 
     load, read_model, parse_model, LoadSettings             a model.toml into a published version
     Model, Segment, Table, RowFormat, Pooling               published versions, and their contents
+    string_ids                                              the int64 that string ids are
     Client, AsyncClient, Jagged, KeyedVectors, LookedUp     a server's answers
     stash_embedding_weights                                 frees a GPU's tables during a training step
     LoaderError, QuantError, ClientError, FeatureError      errors, in one line each
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tableside.loader.model.model import parse_model as parse_model
     from tableside.loader.model.model import read_model as read_model
     from tableside.loader.segment.segment import Segment as Segment
+    from tableside.loader.string_ids import string_ids as string_ids
     from tableside.loader.versions.versions import Model as Model
     from tableside.quant import Pooling as Pooling
     from tableside.quant import QuantError as QuantError
@@ -75,6 +77,7 @@ _HOMES = {
     "RowFormat": "quant",
     "Segment": "loader.segment.segment",
     "stash_embedding_weights": "quant.stash.stash",
+    "string_ids": "loader.string_ids",
     "Table": "quant",
     "TimedOut": "serving.client",
     "Unreachable": "serving.client",
