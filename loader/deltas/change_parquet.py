@@ -58,12 +58,17 @@ def _columns(schema: Any, path: Path, table: str | None) -> list[str]:
     return names
 
 
+def _is_string(kind: Any) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
 def _is_vector(kind: Any) -> bool:
     return is_list(kind) and pa.types.is_floating(kind.value_type)
 
 
 _is_expected = {
-    "table": (is_text, "strings"),
+    "table": (_is_string, "strings"),
     "id": (lambda kind: pa.types.is_integer(kind) or is_text(kind), "integers or strings"),
     "vector": (_is_vector, "lists of float32, float16 or float64"),
 }

@@ -124,15 +124,21 @@ def plan_raw_table(
 
 def _check_collisions(source: KeyedRows, twice: Ids) -> None:
     """Reads the strings again that have one of these ids. CheckpointError: two of one id are not the same."""
-    found: dict[int, tuple[int, int]] = {}  # id -> another hash of the first string that has it, its row
+    twice = np.unique(twice)
+    others, firsts = (
+        np.zeros(twice.size, np.int64),
+        np.full(twice.size, -1),
+    )  # another hash, and a row, of each
     for piece in range(source.pieces if twice.size else 0):
         for block, again in zip(source.ids(piece), source.rehashed().ids(piece), strict=True):
-            here = np.isin(block.ids, twice)
-            rows = (of[here].tolist() for of in (block.ids, again.ids, block.rows))
-            for id_, other, row in zip(*rows, strict=True):
-                known, first = found.setdefault(id_, (other, row))
-                if other != known:
-                    raise _comes_twice(source, id_, first, row)
+            at = np.minimum(np.searchsorted(twice, block.ids), twice.size - 1)
+            here = twice[at] == block.ids
+            at, hashes, rows = at[here], again.ids[here], block.rows[here]
+            new = np.flatnonzero(firsts[at] < 0)[::-1]  # of the same ones the first is written last
+            others[at[new]], firsts[at[new]] = hashes[new], rows[new]
+            if (differs := np.flatnonzero(others[at] != hashes)).size:
+                one = at[differs[0]]
+                raise _comes_twice(source, int(twice[one]), int(firsts[one]), int(rows[differs[0]]))
 
 
 def _comes_twice(source: KeyedRows, id_: int, first: int, second: int) -> CheckpointError:

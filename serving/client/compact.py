@@ -103,10 +103,8 @@ def obstacle(given: Columns) -> str:
         return f"{given.names[given.kinds.lower().index('v')]} has no lengths"
     if "J" in kinds and len(kinds) > 1:
         return "some features have weights and some have none"
-    has_integers = any(
-        v.size and n not in given.strings for n, v in zip(given.names, given.values, strict=True)
-    )
-    if given.strings and has_integers:
+    of_integers = (v.size for n, v in zip(given.names, given.values, strict=True) if n not in given.strings)
+    if given.strings and any(of_integers):
         return "the ids of some features are strings and those of some integers"
     lengths = _lengths(given)
     if len(set(map(len, lengths))) > 1:
@@ -130,10 +128,13 @@ def _lengths(given: Columns) -> list[Array]:
 def keyed(given: Columns) -> Keyed:
     """Features that have no `obstacle`, side by side."""
     lengths = _lengths(given)
-    datatype = "BYTES" if given.strings else "INT64" if given.values[0].dtype.itemsize == 8 else "INT32"
-    values = joined([packed(v) for v in given.values] if given.strings else given.values)
-    weights = joined(given.weights) if given.weights else None
-    bags, ids = len(lengths[0]), sum(v.size for v in given.values)
+    if given.strings:
+        values = joined([packed(v) for v in given.values])
+        datatype, ids = "BYTES", sum(v.size for v in given.values)
+    else:
+        values, itemsize = joined(given.values), given.values[0].dtype.itemsize
+        datatype, ids = "INT64" if itemsize == 8 else "INT32", len(values) // itemsize
+    weights, bags = joined(given.weights) if given.weights else None, len(lengths[0])
     return Keyed(given.names, bags, ids, datatype, values, joined(lengths), weights)
 
 

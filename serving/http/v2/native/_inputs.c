@@ -35,10 +35,11 @@ static int take_value(scanner *s, const tensor *t, char *to) {
 }
 
 /* Writes a JSON list of numbers or strings, or of lists of them, which may be of any lengths. */
-static int write_values(scanner *s, const tensor *t, char *to) {
+static int write_list(scanner *s, const tensor *t, char *to) {
     const int64_t item = is_converted(t) ? 8 : t->item;
     int64_t left = t->elements;
     int first = 1, found, are_lists = -1;
+    s->p = t->list, s->depth = 0;
     if (!enter(s, '[')) return 0;
     while ((found = next_item(s, &first)) == 1) {
         skip_space(s);
@@ -62,13 +63,6 @@ static int write_values(scanner *s, const tensor *t, char *to) {
     return found == 0 && !left;
 }
 
-static int write_list(const tensor *t, const char *end, char *to) {
-    scanner s = {.p = t->list, .end = end, .arena_bytes = t->list_bytes + 16};
-    const int is_right = write_values(&s, t, to);
-    free(s.arena);
-    return is_right;
-}
-
 /* Writes the ids of strings, before each of which lies its length, uint32. */
 static int hash_strings(const tensor *t, const char *from, char *to) {
     const char *end = from + t->bytes;
@@ -87,7 +81,7 @@ int fill_inputs(request *r) {
     for (const tensor *t = r->tensors; r->is_rebuilt && t < r->tensors + r->tensor_count; t++) {
         char *to = r->built + t->at;
         if (t->source == IN_TEXT) {
-            if (!write_list(t, r->header + r->header_bytes, to)) return 0;
+            if (!write_list(&r->scan, t, to)) return 0;
         } else if (t->kinds == STRING_IDS) {
             if (!hash_strings(t, r->body + t->from, to)) return 0;
         } else if (t->is_narrow) {
