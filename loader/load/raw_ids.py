@@ -134,7 +134,7 @@ def _check_collisions(source: KeyedRows, twice: Ids) -> None:
             at = np.minimum(np.searchsorted(twice, block.ids), twice.size - 1)
             here = twice[at] == block.ids
             at, hashes, rows = at[here], again.ids[here], block.rows[here]
-            new = np.flatnonzero(firsts[at] < 0)[::-1]  # of the same ones the first is written last
+            new = np.flatnonzero(firsts[at] < 0)
             others[at[new]], firsts[at[new]] = hashes[new], rows[new]
             if (differs := np.flatnonzero(others[at] != hashes)).size:
                 one = at[differs[0]]

@@ -198,6 +198,10 @@ def test_metadata_says_it(server: Server) -> None:
         configured = {i["name"]: i["data_type"] for i in client.get_model_config("demo")["input"]}
     assert kinds["name"] == kinds["name.values"] == "BYTES" and kinds["number"] == "INT64"
     assert configured["name"] == "TYPE_STRING" and kinds["name.lengths"] == "INT32"
+    said = httpx.get(f"{server.url}/v2/models/demo").json()["parameters"]
+    kinds_in_kjt = {f["name"]: f.get("ids") for f in said["kjt.features"]}
+    assert kinds_in_kjt == {"name": "string", "words": "string", "strict": "string", "number": None}
+    assert said["table_ids"]["s"]["ids"] == "string"
     (model,) = (m for m in httpx.get(f"{server.url}/v1/models").json()["models"] if m["name"] == "demo")
     assert {t["name"]: t["ids"] for t in model["tables"]} == {"s": "string", "w": "string", "n": "raw"}
 
