@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from tableside.loader.checkpoint.archive import ArchiveRecord
@@ -34,7 +33,6 @@ _ID_TYPES: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(("i32", "int32", "<i4"), np.dtype("<i4")),
 }
 LIMIT_TENSORS = 250_000  # of one checkpoint; each costs some 700 bytes of memory here
-_SAMPLES, _SAMPLE_BYTES = 256, 4096  # see `sample`
 LARGEST_DIM = 1 << 22  # 16 MiB of fp32, which are read at once
 # (shard, offset in its file, the bytes as they lie there), from any thread
 Seen = Callable[["RowShard", int, memoryview], None]
@@ -351,24 +349,6 @@ def whole(
     if (flat := rows_of(shape)) is None:
         return None
     return (RowShard(path, offset, 0, flat[0], 0, flat[1], record),)
-
-
-def fingerprint(paths: Iterable[Path]) -> dict[str, list[int]]:
-    """File -> [bytes, modification time in ns]: what a version was made from."""
-    return {str(p): [p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(paths)}
-
-
-def sample(paths: Iterable[Path]) -> str:
-    """Returns a digest of names, sizes and blocks spread over each file, which hosts see alike."""
-    digest = xxhash.xxh3_64()
-    for path in sorted(paths, key=lambda p: p.name):
-        size = file_size(path)
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
-            for at in sorted({size * n // _SAMPLES for n in range(_SAMPLES)}):
-                file.seek(at)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def file_size(path: Path) -> int:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint.contents import fingerprint, sample
 from tableside.loader.checkpoint.keyed.keyed import Block
-from tableside.loader.checkpoint.rows import fingerprint, sample
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.load.origin import spec_digest
 from tableside.loader.load.plan import PlannedTable, Sources, plan

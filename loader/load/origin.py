@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from tableside.loader.checkpoint import open_checkpoint
-from tableside.loader.checkpoint.rows import fingerprint
+from tableside.loader.checkpoint.contents import fingerprint
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.files import read_regular
 from tableside.loader.load.plan import Sources

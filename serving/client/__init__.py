@@ -8,8 +8,9 @@ A call is a generator in `calls`: it yields requests, takes responses and return
 over blocking sockets, `AsyncClient` over asyncio. `named` and `compact` are the two forms on the wire.
 """
 
+from tableside.serving.client.async_client import AsyncClient
 from tableside.serving.client.calls import LookedUp
-from tableside.serving.client.clients import AsyncClient, Client
+from tableside.serving.client.client import Client
 from tableside.serving.client.features import Jagged
 from tableside.serving.client.keyed import KeyedVectors
 from tableside.serving.client.messages import (

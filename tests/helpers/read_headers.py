@@ -17,9 +17,10 @@ from tableside.quant import Place
 from tableside.quant.contract import matrices_in
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import json_object
+from tableside.serving.http.v2 import answer as v2_answer
 from tableside.serving.http.v2 import reader
 from tableside.serving.http.v2 import request as v2_request
-from tableside.serving.http.v2.request import InferRequest
+from tableside.serving.http.v2.answer import InferRequest
 from tableside.serving.model.version import ServedVersion
 
 FEATURES = {
@@ -63,7 +64,7 @@ def answer(infer: InferRequest) -> bytes | str:
     except ApiError as error:
         return error.message
     assert buffer.size == request.out_bytes
-    head, parts = v2_request.encode(infer, buffer)
+    head, parts = v2_answer.encode(infer, buffer)
     counts = request.ids, request.vectors, request.row_bytes, infer.has_binary, infer.json_bytes
     alone = request.scoring is not None and request.scoring.is_alone
     return b"|".join([head, b"".join(parts), repr((counts, alone, request.numbers)).encode()])

@@ -14,10 +14,11 @@ from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, bad_re
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.executors.pending import Found, Pending, answer_of
 from tableside.serving.http import asgi
+from tableside.serving.http.v2 import answer as v2_answer
 from tableside.serving.http.v2 import reader, shm
 from tableside.serving.http.v2 import request as v2_request
+from tableside.serving.http.v2.answer import InferRequest
 from tableside.serving.http.v2.reader import ReadBeside
-from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.metrics import metrics
 from tableside.serving.metrics.metrics import MetricsOfModels, Stages
 from tableside.serving.model.request import Answer, LateIds
@@ -126,7 +127,7 @@ class V2:
         """Like `_encode`, beside the event loop, for large regions or JSON."""
         answer = await answer_of(begun)
         looked_up, late = time.perf_counter(), infer.request.take_late(answer)
-        encoded = await self.service.beside(v2_request.encode, infer, answer.buffer)
+        encoded = await self.service.beside(v2_answer.encode, infer, answer.buffer)
         return self._answered(infer, body_bytes, (*times, looked_up), answer, encoded, late)
 
     def _encode(self, infer: InferRequest, body_bytes: int, times: _Times, found: Found) -> asgi.Response:
@@ -134,7 +135,7 @@ class V2:
         if isinstance(found, Exception):
             raise found
         looked_up, late = time.perf_counter(), infer.request.take_late(found)
-        encoded = v2_request.encode(infer, found.buffer)
+        encoded = v2_answer.encode(infer, found.buffer)
         return self._answered(infer, body_bytes, (*times, looked_up), found, encoded, late)
 
     def _answered(

@@ -14,7 +14,7 @@ from tableside.loader.model.model import SCORE
 from tableside.quant import Place
 from tableside.serving.http.inputs import kjt
 from tableside.serving.http.v2 import _reader
-from tableside.serving.http.v2.request import InferRequest, Sent
+from tableside.serving.http.v2.answer import InferRequest, Sent
 from tableside.serving.model.features import Features
 from tableside.serving.model.places import KJT, Output, scores_at
 from tableside.serving.model.scorer import Scoring

@@ -1,18 +1,17 @@
-"""The Open Inference Protocol's infer request and response, with JSON or binary tensors. A binary body is a
+"""The Open Inference Protocol's infer request, with JSON or binary tensors. A binary body is a
 JSON header of `Inference-Header-Content-Length` bytes, then each input's bytes. Tensors may lie in shared
 memory (`serving.http.v2.shm`). This is the specification of `serving.http.v2.reader`, and names errors."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
 
 from tableside.loader.model.model import SCORE
 from tableside.serving.errors import bad_request, short
-from tableside.serving.http.asgi import ANSWER_BYTES, text_of
 from tableside.serving.http.inputs import kjt
 from tableside.serving.http.inputs.json_lists import from_list
 from tableside.serving.http.inputs.tensors import (
@@ -30,55 +29,12 @@ from tableside.serving.http.inputs.tensors import (
     with_ids,
 )
 from tableside.serving.http.v2 import cuda_shm, shm
-from tableside.serving.model.places import KJT, Buffer, DenseInput, Output, mask_name, masked_feature
+from tableside.serving.http.v2.answer import InferRequest, Sent, described
+from tableside.serving.model.places import KJT, DenseInput, Output, mask_name, masked_feature
 from tableside.serving.model.request import FeatureInput, Request
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.shm import regions
 from tableside.serving.shm.regions import DeviceRegion, PartlyOnDevice, Regions, Slice
-
-
-class Sent(NamedTuple):
-    """How an output is sent: as bytes, as JSON, or as bytes `into` a region."""
-
-    output: Output
-    is_binary: bool
-    into: Slice | None = None
-
-    @property
-    def is_json(self) -> bool:
-        return not self.is_binary and self.into is None
-
-
-class InferRequest(NamedTuple):
-    """A laid-out infer request with its input buffer. head: the response's JSON, empty if an output is sent
-    as JSON. parts: (start, end) in the output buffer to send; None: all. offsets: a kjt's offsets and their
-    place in the output buffer. outputs: () if head, parts and `into` suffice. json_bytes: of outputs in JSON.
-    into: parts of the output buffer to write into regions. timeout_us: for which it waits for rows; 0: as
-    long as the server says."""
-
-    request: Request
-    inputs: Any
-    head: bytes
-    parts: tuple[tuple[int, int], ...] | None
-    offsets: tuple[int, bytes] | None
-    has_binary: bool = True
-    json_bytes: int = 0
-    outputs: tuple[Sent, ...] = ()
-    request_id: str = ""
-    into: tuple[Slice, ...] = ()
-    timeout_us: int = 0
-
-    def made_bytes(self, came: Any) -> int:
-        """Bytes of inputs that were copied, from regions, JSON or INT32 ids. came: the client's bytes."""
-        made = self.inputs.inputs if isinstance(self.inputs, PartlyOnDevice) else self.inputs
-        return 0 if made is came else len(made)
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether JSON and regions take so few bytes that the event loop may write them."""
-        if not self.into:
-            return self.json_bytes <= ANSWER_BYTES
-        return self.json_bytes + sum(s.size for s in self.into) <= shm.INLINE_BYTES
 
 
 def understand(
@@ -140,7 +96,7 @@ def understand(
     return InferRequest(
         request,
         inputs,
-        b"" if is_json else orjson.dumps(_response(request, request_id, outputs, None)),
+        b"" if is_json else orjson.dumps(described(request, request_id, outputs, None)),
         None if is_whole else tuple(parts),
         _offsets(request, served, features),
         any(sent.is_binary for sent in outputs),
@@ -402,47 +358,3 @@ def _timeout_us(header: dict[str, Any]) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise bad_request(f"timeout is {short(value)}; expected microseconds, a number from 0")
     return value
-
-
-def _response(
-    request: Request, request_id: str, outputs: Sequence[Sent], buffer: Buffer | None
-) -> dict[str, Any]:
-    described = []
-    for output, is_binary, into in outputs:
-        entry: dict[str, Any] = {
-            "name": output.feature,
-            "datatype": output.datatype,
-            "shape": list(output.shape),
-        }
-        if is_binary:
-            entry["parameters"] = {"binary_data_size": output.bytes}
-        elif into is not None:
-            entry["parameters"] = {shm.REGION: into.region.entry.name, shm.SIZE: output.bytes}
-        else:
-            assert buffer is not None
-            values = output.view(buffer)
-            entry["data"] = text_of((values.astype(np.float32) if output.half else values).reshape(-1))
-        described.append(entry)
-    response: dict[str, Any] = {
-        "model_name": request.model,
-        "model_version": str(request.version),
-        "outputs": described,
-    }
-    if request.sequence:
-        response["parameters"] = {"sequence": request.sequence}
-    return {"id": request_id, **response} if request_id else response
-
-
-def encode(infer: InferRequest, buffer: Buffer) -> tuple[bytes, list[Any]]:
-    """Returns the response's JSON and its binary parts, views of `buffer`. Writes outputs to regions.
-    ApiError: a region is gone or full."""
-    if infer.offsets is not None:
-        at, values = infer.offsets
-        buffer[at : at + len(values)] = np.frombuffer(values, np.uint8)
-    regions.write(infer.into, buffer.data)
-    head = infer.head or orjson.dumps(
-        _response(infer.request, infer.request_id, infer.outputs, buffer), option=orjson.OPT_SERIALIZE_NUMPY
-    )
-    if infer.parts is None:
-        return head, [buffer.data] if buffer.size else []
-    return head, [buffer[start:end].data for start, end in infer.parts if end > start]

@@ -23,7 +23,7 @@ from served import Sum
 
 from tableside.loader.segment.header import ScorerInput
 from tableside.serving.http.v2 import reader
-from tableside.serving.http.v2.request import InferRequest
+from tableside.serving.http.v2.answer import InferRequest
 from tableside.serving.model.version import ServedVersion
 
 pytestmark = pytest.mark.quick

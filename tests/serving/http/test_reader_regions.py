@@ -16,10 +16,11 @@ from read_headers import FEATURES, PARTS, ROWS, answer, ask, attached
 
 from tableside.serving.errors import ApiError
 from tableside.serving.http.asgi import json_object
+from tableside.serving.http.v2 import answer as v2_answer
 from tableside.serving.http.v2 import reader
 from tableside.serving.http.v2 import request as v2_request
+from tableside.serving.http.v2.answer import InferRequest
 from tableside.serving.http.v2.reader import ReadBeside
-from tableside.serving.http.v2.request import InferRequest
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.shm.regions import RegionRegistry, Regions
 
@@ -82,7 +83,7 @@ def test_vectors_are_written_into_their_region(
     with path.open("r+b") as file:
         file.write(ids[::-1].tobytes())  # too late
     answered = found.request.run(found.inputs)
-    assert v2_request.encode(found, answered) == (expected.head, [])
+    assert v2_answer.encode(found, answered) == (expected.head, [])
     written = path.read_bytes()
     assert written[16384 : 16384 + 96] == buffer[:96].tobytes()
     assert written[item_at : item_at + 72] == buffer[96:].tobytes()
