@@ -4,6 +4,7 @@ or dangerous."""
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -217,6 +218,27 @@ def test_safetensors_headers_that_lie(entry: dict[str, object], message: str, tm
     (tmp_path / "c.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "c.safetensors")
+
+
+def test_a_dtype_of_safetensors_has_the_bits_that_its_name_says(tmp_path: Path) -> None:
+    named = (
+        "F64 I64 U64 C64 F32 I32 U32 F16 BF16 I16 U16 F8_E5M2 F8_E4M3 F8_E4M3FNUZ F8_E5M2FNUZ F8_E8M0 I8 U8 "
+        "F6_E2M3 F6_E3M2 F4"
+    )
+    for dtype, digits in [("BOOL", "8"), *re.findall(r"([A-Z]+(\d+)\S*)", named)]:
+        bits = int(digits)
+        text = json.dumps({"a": {"dtype": dtype, "shape": [8, 3], "data_offsets": [0, 3 * bits]}}).encode()
+        (tmp_path / "c.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(3 * bits))
+        open_checkpoint(tmp_path / "c.safetensors")
+
+
+def test_hosts_tell_files_apart_by_a_byte_in_the_middle(tmp_path: Path) -> None:
+    path, data = tmp_path / "c.npz", bytearray(2 << 20)
+    path.write_bytes(data)
+    before = rows.sample([path])
+    data[1 << 20] = 1
+    path.write_bytes(data)
+    assert rows.sample([path]) != before
 
 
 @pytest.mark.parametrize("save", [_safetensors, _torch_save, _npz])

@@ -224,7 +224,10 @@ def test_an_instruction_set_that_is_not_there_is_refused() -> None:
 
 
 def test_what_a_call_takes_grows_with_its_rows_up_to_a_tile() -> None:
-    packed = PackedLayers(found_in(read_program(exported(Ctr(8, 4, 3), user=8, clicked=4, context=3))))
+    """On each thread."""
+    layers = found_in(read_program(exported(Ctr(8, 4, 3), user=8, clicked=4, context=3)))
+    packed = PackedLayers(layers)
     assert packed.cost(2).work == 2 * packed.cost(1).work >= 2 * (15 * 16 + 16)
     between = packed.cost(64).bytes - 4 * 64
     assert packed.cost(6400).bytes == between + 4 * 6400
+    assert PackedLayers(layers, threads=3).cost(6400).bytes == 3 * between + 4 * 6400

@@ -262,6 +262,11 @@ def test_what_a_call_takes_is_known_beforehand() -> None:
         meter.cost(4096, 1 << 20)
 
 
+def test_a_product_with_a_vector_takes_its_multiplications() -> None:
+    """n * 8 of them, and as much again to read and write."""
+    assert Meter(program(lambda x, _: x @ x[0])).cost(4096, LARGEST_BYTES).work < 3 * 8 * 4096
+
+
 @pytest.mark.drawn(0.5)
 def test_what_an_operator_may_copy_counts() -> None:
     """A view of a thousand times its memory is as large as it says to whom reads it."""

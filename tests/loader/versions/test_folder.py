@@ -18,7 +18,7 @@ from tableside.loader.errors import AccessError, LoaderError, SegmentError, Vers
 from tableside.loader.load.load import Loaded
 from tableside.loader.load.settings import LoadSettings
 from tableside.loader.segment.segment import Segment
-from tableside.loader.versions.folder import Folder
+from tableside.loader.versions.folder import Folder, make_folder
 from tableside.loader.versions.versions import Model, models
 
 pytestmark = pytest.mark.quick
@@ -51,6 +51,12 @@ def as_stranger(action: Callable[[], str], gid: int = STRANGER) -> str:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(VersionError, match=r"cannot make \S+/models: Not a directory; choose another --root"):
+        make_folder(tmp_path / "file" / "root" / "models")
 
 
 def test_what_is_published_is_this_users_alone(publish: Publish, root: Path) -> None:

@@ -14,7 +14,15 @@ from tableside.loader.deltas.changes import ChangeBatch
 from tableside.loader.deltas.compact import compact
 from tableside.loader.segment.delta import delta_name
 from tableside.loader.versions.retention import DEFAULT, Retention, collect_states
-from tableside.loader.versions.states import State, attach_state, kept_states, resolve, state_of
+from tableside.loader.versions.states import (
+    APPLY_LOCK,
+    State,
+    attach_state,
+    kept_states,
+    resolve,
+    state_of,
+)
+from tableside.loader.versions.versions import Model
 
 Rows = dict[tuple[str, int], np.ndarray]
 
@@ -91,6 +99,15 @@ def test_states_stay_over_a_compaction(oracle: Oracle) -> None:
     oracle.model.activate(1)
     oracle.rows = rows[6]
     oracle.check(attach_state(oracle.model))
+
+
+def test_gc_leaves_a_model_to_which_changes_are_applied(oracle: Oracle, root: Path) -> None:
+    """As well as one that is not there."""
+    applied(oracle, 5)
+    with oracle.model.alone(APPLY_LOCK):
+        assert collect_states(oracle.model, Retention(0)) == []
+    assert collect_states(Model(root, "ghost"), Retention(0)) == []
+    assert collect_states(oracle.model, Retention(0))
 
 
 def test_a_compaction_takes_no_state(oracle: Oracle) -> None:

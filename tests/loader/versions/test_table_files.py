@@ -207,6 +207,8 @@ def test_damage_of_a_shared_file_is_that_of_all_versions(model: Model, again: Ca
     damage = damage_of(model, 2)
     assert damage is not None and damage.file == "2.3.rows"
     assert "2.3.rows: table 'c', rows [0, 16384)" in damage.text
+    model.mark_damaged(2, "2.2.rows")
+    assert model.damaged_versions() == [2]
     model.mark_damaged(2, damage.file)
     assert model.damaged_versions() == [1, 2]
     loaded = again()

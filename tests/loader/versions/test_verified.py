@@ -57,8 +57,10 @@ def test_a_version_is_read_by_the_first_process_alone(model: Model, read: list[s
     assert at is not None and at <= os.stat(model.path(1)).st_ctime + 3600
     model.attach(verify="always")
     assert read == ["1.segment"] * 2
-    model.attach(verify="header")
+    attached = model.attach(verify="header")
     assert len(read) == 2
+    assert model.verify(attached, "always") >= at and len(read) == 3
+    assert model.verify(attached, "header") == 0 and len(read) == 3
 
 
 def test_a_delta_is_read_once_as_well(model: Model, read: list[str]) -> None:

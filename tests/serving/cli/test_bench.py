@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tableside.serving.cli import connections
 from tableside.serving.cli.commands import bench, generator
 from tableside.serving.errors import ServingError
 
@@ -237,6 +238,14 @@ def test_a_connection_that_breaks_is_a_failure(answer: bytes, failure: str) -> N
         load = generator.run(url, REQUESTS, concurrency=1, seconds=30)
     assert (load.requests, load.failed, load.failure) == (0, 1, failure)
     assert load.seconds < 30
+
+
+def test_answers_that_do_not_come_are_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "PATIENCE_S", 0.1)
+    with scripted(lambda sock, _: None) as url:
+        load = generator.run(url, REQUESTS, concurrency=1, seconds=0.05)
+    assert (load.requests, load.failed) == (0, 1)
+    assert load.failure == "no answer within 0.1 s after the end of the run"
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,24 @@ def test_a_connection_that_the_server_ends_is_not(connect: Callable[..., Both]) 
         assert len(script.connections) == 6
 
 
+def test_a_connection_that_the_server_ends_is_closed_here(connect: Callable[..., Both]) -> None:
+    """Though the server leaves it open until then."""
+    ended = threading.Event()
+
+    def handle(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        connection.sendall(answer({"models": []}, b"Connection: close\r\n"))
+        with contextlib.suppress(ConnectionResetError):
+            connection.recv(1)
+        ended.set()
+
+    with scripted(handle) as script:
+        client = connect(script.url)
+        for _ in range(2):
+            assert client.ask("models") == []
+        assert ended.wait(30)
+
+
 @pytest.mark.parametrize("broken", [b"", OK, MODELS[:-1]], ids=["nothing", "half a head", "half a body"])
 def test_a_request_is_sent_again_where_its_connection_broke(
     connect: Callable[..., Both], broken: bytes

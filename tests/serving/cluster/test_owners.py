@@ -80,7 +80,9 @@ def test_a_replica_answers_for_one_that_is_away(
             os.kill(pid, how)
         for _ in range(30):
             assert is_right(look_up(client), arrays)
-    assert 'outcome="late"' not in door.get("/metrics").text
+    text = door.get("/metrics").text
+    assert 'tableside_remote_rows_total{model="ads",outcome="came",table="user"}' in text
+    assert 'outcome="late"' not in text
 
 
 @pytest.mark.drawn(0.25)
@@ -104,6 +106,8 @@ def test_rows_of_an_owner_that_is_away_are_late_and_told(
         asked = {"inputs": [{"name": "user", "shape": [2, 1], "datatype": "INT64", "data": [1, 999]}]}
         told = httpx.post(f"{door.url}/v2/models/ads/infer", json=asked).json()
         assert told["parameters"] == {"degraded": 1, "degraded.user": 1}
+        late = 'tableside_remote_rows_total{model="ads",outcome="late",table="user"} %d.0'
+        assert late % (np.sum(~there) + 1) in door.get("/metrics").text
         again = serve(roots[1], "--port", tier[1].rpartition(":")[2], models=(names[1],))
         assert place(again) == tier[1]
         until(lambda: is_right(look_up(client), arrays), what="the owner's rows to come again")

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -20,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from support import run_tableside, until
 
+from tableside.serving import VERSION
 from tableside.serving.cli.commands import top
 from tableside.serving.client import Client, ClientError
 from tableside.serving.metrics import metrics
@@ -43,6 +45,9 @@ def test_every_number_is_there(start: Start) -> None:
             client.lookup("demo", {"user": [[1, 2], [3, 4]], "text": [[1]]})
         text = client.metrics()
     assert sample(text, 'tableside_requests_total{model="demo",outcome="ok",protocol="v2"}') == 10
+    assert (
+        sample(text, f'tableside_build_info{{python="{platform.python_version()}",version="{VERSION}"}}') == 1
+    )
     assert sample(text, 'tableside_ids_total{model="demo"}') == 50
     assert sample(text, 'tableside_vectors_total{model="demo"}') == 30
     assert sample(text, 'tableside_row_bytes_total{model="demo"}') == 10 * (4 * 68 + 32)

@@ -12,8 +12,11 @@ from servers import publish_demo
 from support import run_tableside
 
 from tableside.quant import QuantError, RowFormat, choose
+from tableside.quant.cache.tables import map_bytes
 from tableside.quant.gpu.residence import plan
-from tableside.quant.gpu.residence.residence import TableSize
+from tableside.quant.gpu.residence.cached import Cached
+from tableside.quant.gpu.residence.in_hbm import InHbm
+from tableside.quant.gpu.residence.residence import Room, TableSize
 from tableside.serving.model.placement import Placer, size_of
 from tableside.serving.settings import ServerSettings
 from tableside.serving.workers.supervisor import Supervisor
@@ -96,6 +99,31 @@ def test_smallest_tables_go_to_hbm_first() -> None:
     assert chosen("cached", 2 << 30, on_disk) == {"w": "cached"}
     with pytest.raises(QuantError, match=r"needs 1,280 bytes, the budget of this worker is 1,279"):
         chosen("hbm", 1279)
+
+
+def room(budget: int, **more: Any) -> Room:
+    unused = {"same": {}, "open_cache": None, "cache_settings": None, "label": "", "readers": {}}
+    return Room(**{"home": HOME, "budget": budget, "growth": 0, "is_stashable": False, **unused, **more})
+
+
+def test_tables_that_are_stashed_take_whole_pages() -> None:
+    sizes = [TableSize("a", 10, 16), TableSize("b", 1 << 17, 16), TableSize("c", 1 + (1 << 17), 16)]
+    assert InHbm.plan(sizes, room(0)).bytes == 160 + (2 << 20) + (2 << 20) + 16
+    assert InHbm.plan(sizes, room(0, is_stashable=True)).bytes == (2 + 2 + 4) << 20
+
+
+def test_a_cache_has_what_the_maps_of_two_versions_leave() -> None:
+    """Whoever comes later finds it open, and takes maps alone."""
+    sizes, opened = [TableSize("a", 1 << 20, 32), TableSize("b", 1 << 20, 16)], list[Any]()
+    maps = sum(map_bytes(t.rows) for t in sizes)
+    ways = {"open_cache": lambda *how: opened.append(how), "cache_settings": lambda size: size}
+    planned = Cached.plan(sizes, room(8 << 20, growth=1 << 20, **ways))
+    assert (planned.bytes, planned.kept_bytes) == (0, 7 << 20)
+    assert opened == [((7 << 20) - 2 * maps, 16, 48 << 20)]
+    later = Cached.plan(sizes, room(0, home=SimpleNamespace(cache=object())))
+    assert (later.bytes, later.kept_bytes) == (maps, 0)
+    with pytest.raises(QuantError, match=f"take {2 * maps:,} bytes; the budget leaves {2 * maps:,}; give it"):
+        Cached.plan(sizes, room(2 * maps, **ways))
 
 
 def test_processes_of_a_gpu_share_two_fifths_of_its_memory() -> None:

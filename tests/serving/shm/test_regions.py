@@ -1,6 +1,7 @@
 """Regions of shared memory in one process: which objects are taken, and what is read and written."""
 
 import os
+import resource
 import subprocess
 import sys
 import uuid
@@ -165,6 +166,20 @@ def test_a_truncated_object_is_an_error(make: Callable[..., Path]) -> None:
     assert path.stat().st_size == 4096
     os.truncate(path, 8192)
     region.read(0, memoryview(bytearray(8192)))
+
+
+def test_a_write_that_is_cut_short_goes_on_where_it_stopped(make: Callable[..., Path]) -> None:
+    """Bytes that a file may not have stand for memory that ends in the middle of the values."""
+    path, one = make(8192), Regions(RegionRegistry())
+    one.register("r", path.name, 0, 8192)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(ApiError, match=r"takes no more bytes \(File too large\)"):
+            one.find("r").write(2048, memoryview(b"\1" * 4096))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == bytes(2048) + b"\1" * 2048 + bytes(4096)
 
 
 FULL = """
