@@ -15,7 +15,9 @@ from scorers import Ctr
 
 from tableside.loader.errors import ProgramError
 from tableside.loader.program import Program, ProgramInput, read_program, write_program
+from tableside.loader.program.graph import FP32
 from tableside.loader.program.run import Runner, weight_tensors
+from tableside.loader.program.vet import LARGEST_NAME, program_input
 
 pytestmark = pytest.mark.quick
 
@@ -148,6 +150,14 @@ def expression(text: str) -> Change:
         tensors(e)["user"]["sizes"][0]["as_expr"]["expr_str"] = text
 
     return change
+
+
+def test_names_of_inputs_are_as_long_as_the_limit_says() -> None:
+    """And not longer."""
+    declared = {"sizes": [{"as_expr": {}}, {"as_int": 4}], "dtype": FP32}
+    assert program_input("n" * LARGEST_NAME, declared).width == 4
+    with pytest.raises(ProgramError, match="its inputs have no names of their own"):
+        program_input("n" * (LARGEST_NAME + 1), declared)
 
 
 EVIL = {

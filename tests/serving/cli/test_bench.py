@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tableside.serving.cli import connections
-from tableside.serving.cli.commands import bench, generator
+from tableside.serving.cli.commands import bench, generator, servers
 from tableside.serving.errors import ServingError
 
 MODEL = {
@@ -341,6 +341,12 @@ def test_no_connection_is_left() -> None:
         load = generator.run_at_rate(url, REQUESTS, rate=20, concurrency=1, seconds=1.0, arrivals="even")
     assert load.latencies_s.size == 1
     assert (load.failed, load.failure) == (20, "the server closed the connection")
+
+
+def test_latencies_are_those_that_so_many_requests_stayed_within() -> None:
+    load = generator.Load(1.0, 1001, 0, np.arange(1001) / 1000)
+    told = servers._measured("named", load, 1, bench.Shape(1, 1))
+    assert [told[name] for name in ("p50_ms", "p99_ms", "p99_9_ms")] == pytest.approx([500, 990, 999])
 
 
 def test_measurements_are_merged() -> None:

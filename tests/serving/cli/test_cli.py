@@ -383,6 +383,7 @@ def test_a_backend_by_name_is_shown(root: Path, tmp_path: Path, start: Any) -> N
     answers = []
     for backend in ("native", "fbgemm"):
         server = start("--backend", backend)
+        assert f"lookups on {backend}" in server.said
         (described,) = server.get("/v1/models").json()["models"]
         assert described["backend"].startswith(backend)
         import httpx
@@ -416,3 +417,16 @@ def test_compile_says_what_it_needs(
     assert "unset it" in run("--arch", "sm_90", TRITON_INTERPRET="1")
     if not torch.cuda.is_available():
         assert "there is no GPU here; name the architecture" in run()
+
+
+@pytest.mark.thorough
+def test_compile_says_which_kernels_were_not_there(
+    root: Path, publish: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    publish({"t": np.zeros((4, 8), np.float32)}, features={"t": {"table": "t", "pooling": "none"}})
+    asked = "compile", "demo", "--arch", "sm_90", "--placement", "hbm"
+    said = [run_tableside(*asked, root=root).stdout for _ in range(2)]
+    assert "lookup, unpooled" in said[0] and f"kernels for sm_90 in {tmp_path}" in said[0]
+    assert f"all kernels for sm_90 in {tmp_path} were there before" in said[1]

@@ -105,6 +105,12 @@ def test_v1_answers(server: Any) -> None:
     assert found["vectors"]["text"] == []
 
 
+def test_a_key_that_comes_twice_is_what_it_was_last(server: Any) -> None:
+    twice = b'{"model": "demo", "features": {"user": [[1]], "user": [[2]]}}'
+    once = post(server, "/v1/lookup", v1({"user": [[2]]})).json()
+    assert post(server, "/v1/lookup", twice).json() == once
+
+
 def binary(inputs: list[tuple[str, str, list[int], bytes]], **request: Any) -> tuple[bytes, dict[str, str]]:
     described = [
         {"name": n, "datatype": d, "shape": s, "parameters": {"binary_data_size": len(b)}}

@@ -92,6 +92,7 @@ def test_readiness_goes_false_before_draining(start: Start) -> None:
         assert client.get("/v2/health/ready").status_code == 200
         server.process.send_signal(signal.SIGTERM)
         until(lambda: client.get("/v2/health/ready").status_code == 503, what="readiness to go")
+        assert client.get("/v2/models/demo/ready").status_code == 503
         assert client.get("/v2/health/live").status_code == 200
         assert client.get("/health").json()["status"] == "draining"
         for _ in range(20):  # over new connections too

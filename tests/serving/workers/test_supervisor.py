@@ -112,6 +112,19 @@ def test_a_successor_is_ready_before_its_predecessor_goes(start: Start) -> None:
     until(is_replaced, what="a successor that is not given up")
 
 
+@pytest.mark.drawn(0.5)
+def test_a_successor_stands_for_a_predecessor_that_was_killed(start: Start) -> None:
+    """No other process is started in its place."""
+    server = start("--workers", 1)
+    (predecessor,) = server.workers()
+    below = set(processes_below(server.process.pid))
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: set(processes_below(server.process.pid)) - below, what="a successor")
+    (successor,) = set(processes_below(server.process.pid)) - below
+    os.kill(predecessor, signal.SIGKILL)
+    until(lambda: server.workers() == [successor], what="the successor to be the only worker")
+
+
 @pytest.mark.thorough
 def test_quit_ends_at_once(start: Start) -> None:
     """Whatever runs: a response that is being drained does not hold SIGQUIT up."""
