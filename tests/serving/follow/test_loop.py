@@ -1,5 +1,6 @@
 """The loop of a follower: what ends it, and what it leaves as it was."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,19 @@ def test_a_batch_without_a_row_keeps_its_position(model: Model) -> None:
     steps = run(model, source, 3)
     assert source.asked == [None, "1", "2"] and [s.applied.rows for s in steps] == [0, 1, 0]
     assert position_of(model, "counting") == "3" and rows_now(model, "user")[:4, 0].tolist() == [0, 0, 2, 0]
+
+
+def test_a_window_waits_for_its_first_change(model: Model) -> None:
+    """While it has time."""
+
+    class Late(Counting):
+        def read(self, *asked: Any) -> ChangeBatch | None:  # type: ignore[override]
+            batch = super().read(*asked)
+            return batch if len(self.asked) > 2 else None
+
+    window = Window(PackedChanges(attach_state(model)), None, None)
+    window.read(source := Late(), 1, math.inf, lambda: False)
+    assert source.asked == [None] * 3 and window.position == "1"
 
 
 def test_a_group_is_one_batch(model: Model) -> None:
