@@ -175,3 +175,10 @@ def test_space_that_vanishes_between_the_check_and_the_reservation(
         assert available_bytes(small_tmpfs) >= 7 << 20
     finally:
         os.close(fd)
+
+
+def test_a_file_system_without_a_size_has_what_memory_has() -> None:
+    """As a tmpfs with size=0; /proc is one everywhere. It is counted in KiB."""
+    free, whole = (os.sysconf("SC_PAGE_SIZE") * os.sysconf(f"SC_{of}PHYS_PAGES") for of in ("AV", ""))
+    found = available_bytes(Path("/proc"))
+    assert free / 2 < found <= whole and found % 1024 == 0
