@@ -34,16 +34,15 @@ class _Sum:
         self.crc = 0
 
     def plan(self) -> tuple[set[tuple[str, RowShard]], list[tuple[int, int]]]:
-        """Returns the readers that count and the gaps between them; skips shards that overlap earlier
-        ones."""
+        """Returns the readers that count and the gaps between them, some empty; skips shards that overlap
+        earlier ones."""
         at, readers, gaps = self.record.offset, set(), []
         for begin, end, table, _, shard in sorted(self.shards, key=lambda s: s[:3]):
             if begin >= at:
                 readers.add((table, shard))
-                gaps += [(at, begin)] if begin > at else []
+                gaps.append((at, begin))
                 at = end
-        end = self.record.offset + self.record.bytes
-        return readers, gaps + ([(at, end)] if end > at else [])
+        return readers, [*gaps, (at, self.record.offset + self.record.bytes)]
 
     def add(self, offset: int, data: memoryview) -> int:
         """Adds a piece to the record's CRC."""
