@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exit_codes import code_of
 from json_keys import documented_keys, keys_of
 from support import rows_of, run_tableside
 
 from tableside.loader.errors import VersionError
 from tableside.loader.versions.versions import Model
-from tableside.serving.cli.cli import main, parser
 
 DCP = Path(__file__).parents[2] / "fixtures" / "torchrec_dcp"
 
@@ -214,54 +213,6 @@ def test_a_wrong_command_line_says_what_was_meant(
     assert message in capsys.readouterr().err
 
 
-def test_what_help_says_fits_80_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten commands and at most ten options of each come first, the others under titles."""
-    monkeypatch.setenv("COLUMNS", "80")
-    commands = parser().commands()
-    for name in ("", *commands):
-        assert code_of(*name.split(), "--help") == 0
-        said = capsys.readouterr().out
-        assert all(len(line) <= 80 for line in said.splitlines()), said
-        first = said.split("\noptions:\n")[1].split("\n\n")[0]
-        assert len([line for line in first.splitlines() if line.startswith("  -")]) <= 10, said
-    assert code_of("--help") == 0
-    first, others = capsys.readouterr().out.split("\ncommands:\n")[1].split("\nmore commands:\n")
-    named = [line.split()[0] for part in (first, others) for line in part.splitlines() if line]
-    assert sorted(named) == sorted(commands) and first.count("\n") == 10
-
-
-@pytest.mark.parametrize("name", ["load", "serve", "follow", "eval", "plan", "apply"])
-def test_examples_of_help_are_command_lines(name: str) -> None:
-    """Each is what the command's parser takes."""
-    examples = parser().commands()[name].sections["examples"]
-    assert len(examples) == 3
-    for line in examples:
-        first, *rest = shlex.split(line, comments=True)
-        assert first == "tableside" and parser().parse_args(rest).command == name
-
-
-def test_a_usage_error_is_a_short_usage_and_the_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """The usage names what has to be given, and no other option."""
-    assert code_of("reshard", "ads", "--owner", "2") == 2
-    usage, error = capsys.readouterr().err.splitlines()
-    assert usage == "usage: tableside reshard [OPTION ...] --owners OWNERS model"
-    assert error == "tableside reshard: error: the following arguments are required: --owners"
-    assert code_of("nosuch") == 2
-    assert capsys.readouterr().err.startswith("usage: tableside [OPTION ...] COMMAND ...\n")
-
-
-def test_the_help_of_serve_shows_first_what_most_need(capsys: pytest.CaptureFixture[str]) -> None:
-    """The other settings come in groups."""
-    assert code_of("serve", "--help") == 0
-    _, _, _, first, *groups = capsys.readouterr().out.split("\n\n")
-    shown = [line.split()[0].rstrip(",") for line in first.splitlines() if line.startswith("  -")]
-    expected = "-h --root --owner --all --host --port --workers --devices --placement --hbm-budget"
-    assert shown == expected.split()
-    assert "addresses:" in groups[0] and len(groups) == 10 and "examples:" in groups[-1]
-
-
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
@@ -297,15 +248,6 @@ def test_a_mistyped_model_is_answered_with_the_nearest(
     assert "no version is live (versions there: none); did you mean 'clicks'?\n" in capsys.readouterr().err
     assert code_of("inspect", "other", "--root", str(root)) == 1
     assert "did you mean" not in capsys.readouterr().err
-
-
-def code_of(*arguments: str) -> int:
-    """The exit code of a command that runs in this process."""
-    try:
-        return main([*arguments])
-    except SystemExit as error:
-        assert isinstance(error.code, int)
-        return error.code
 
 
 @pytest.mark.thorough

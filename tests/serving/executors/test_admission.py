@@ -262,13 +262,17 @@ def narrow(start: Start) -> Any:
     )
 
 
-def unread(port: int, bags: int) -> socket.socket:
-    """A connection that asks for `bags` vectors of 256 bytes with a small request, and reads nothing."""
-    asked = {
+def asking(bags: int) -> dict[str, Any]:
+    """A small request for `bags` vectors of 256 bytes."""
+    return {
         "inputs": [{"name": "user", "datatype": "INT64", "shape": [bags, 0], "data": []}],
         "outputs": [{"name": "user", "parameters": {"binary_data": True}}],
     }
-    body = json.dumps(asked).encode()
+
+
+def unread(port: int, bags: int) -> socket.socket:
+    """A connection that asks for vectors, and reads nothing."""
+    body = json.dumps(asking(bags)).encode()
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", port))
@@ -297,11 +301,7 @@ def test_responses_that_nobody_reads_are_bounded(narrow: Any) -> None:
 
 
 def ask(server: Any, bags: int) -> httpx.Response:
-    asked = {
-        "inputs": [{"name": "user", "datatype": "INT64", "shape": [bags, 0], "data": []}],
-        "outputs": [{"name": "user", "parameters": {"binary_data": True}}],
-    }
-    return httpx.post(server.url + "/v2/models/demo/infer", json=asked)
+    return httpx.post(server.url + "/v2/models/demo/infer", json=asking(bags))
 
 
 def refused(server: Any, bags: int) -> bool:

@@ -2,7 +2,6 @@
 extension does not take is wrong."""
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,8 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from json_requests import compare, jagged, laid_out, laid_out_slowly, text_of
 from served import Sum, engine_of
-from string_tables import hashes, publish_strings, texts
 from support import rows_of
 
 from tableside.quant.contract import matrices_in
@@ -23,7 +22,6 @@ from tableside.serving.executors.admission import Hold
 from tableside.serving.http.asgi import HOLD
 from tableside.serving.http.v1 import request as v1_request
 from tableside.serving.http.v1 import routes as v1
-from tableside.serving.http.v1.request import JsonRequest
 from tableside.serving.http.v2 import request as v2_request
 from tableside.serving.model.request import Answer
 from tableside.serving.model.version import ServedVersion
@@ -57,55 +55,6 @@ def attached(publish: Publish, root: Path) -> ServedVersion:
 @pytest.fixture
 def version(publish: Publish, root: Path) -> ServedVersion:
     return attached(publish, root)
-
-
-def text_of(features: Any, **more: Any) -> bytes:
-    return orjson.dumps({"model": "demo", "features": features, **more})
-
-
-def jagged(bags: list[list[int]], weights: bool = False) -> dict[str, Any]:
-    """The same ids as values and lengths."""
-    values = [i for bag in bags for i in bag]
-    found: dict[str, Any] = {"values": values, "lengths": [len(bag) for bag in bags]}
-    return found | ({"weights": [0.5 + n for n in range(len(values))]} if weights else {})
-
-
-def laid_out(served: ServedVersion, text: bytes, score: bool = False) -> JsonRequest | None:
-    came = v1_request.read(text, score)
-    return None if came is None else v1_request.lay_out(served, came)
-
-
-def laid_out_slowly(served: ServedVersion, text: bytes, score: bool = False) -> JsonRequest:
-    return v1_request.lay_out_slowly(
-        served, v1_request.parse(text, ("dense",) if score else ("found",)), score
-    )
-
-
-def answer(served: ServedVersion, found: JsonRequest) -> bytes | str:
-    """The whole response, or what is wrong with ids or lengths."""
-    try:
-        return v1_request.encode(served, found, Answer(found.request.run(found.inputs)))
-    except ApiError as error:
-        return error.message
-
-
-def compare(served: ServedVersion, text: bytes, score: bool = False) -> bytes | str:
-    """Compares both ways; returns the answer, or what is wrong."""
-    found = laid_out(served, text, score)
-    try:
-        expected = laid_out_slowly(served, text, score)
-    except ApiError as error:
-        assert found is None, text
-        return error.message
-    if found is None:  # what the slow way finds wrong later
-        wrong = answer(served, expected)
-        assert isinstance(wrong, str), text
-        return wrong
-    for count in ("ids", "vectors", "row_bytes", "out_bytes", "numbers"):
-        assert getattr(found.request, count) == getattr(expected.request, count)
-    both = answer(served, found), answer(served, expected)
-    assert both[0] == both[1], text
-    return both[0]
 
 
 POOLED = {name: bags for name, bags in GOOD.items() if name != "words"}
@@ -375,63 +324,3 @@ def test_dense_inputs_that_are_wrong(version: ServedVersion, dense: Any) -> None
 
 
 # ---- string ids ----
-
-
-@pytest.fixture
-def of_strings(root: Path, tmp_path: Path) -> ServedVersion:
-    """A version with a feature of strings, and one of integers."""
-    tables = {"s": (texts(50), rows_of(50, 8)), "n": (np.arange(50), rows_of(50, 8))}
-    features = {"name": {"table": "s"}, "number": {"table": "n"}}
-    publish_strings(tmp_path, root, tables, features=features, of={"s": {"missing": "zero"}})
-    return engine_of(root, 1 << 16).attach()
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        {"name": [["", "a\0b"], [], ["日本語", "x" * 300]], "number": [[1], [], [2, 3]]},
-        {"name": {"values": ["é", "e\u0301"], "lengths": [2], "weights": [1, 2.5]}},
-        {"name": [[], []], "number": [[]]},
-        {"name": {"values": [], "lengths": [0]}},
-        {"name": []},
-    ],
-)
-def test_features_of_strings(of_strings: ServedVersion, features: Any) -> None:
-    """The extension takes them too, with escapes or without."""
-    for text in (text_of(features, found=True), json.dumps({"model": "demo", "features": features}).encode()):
-        assert isinstance(compare(of_strings, text), bytes)
-        assert laid_out(of_strings, text) is not None
-
-
-@pytest.mark.parametrize(
-    "features",
-    [
-        b'{"name":[[1]]}',
-        b'{"number":[["1"]]}',
-        b'{"name":[["a",1]]}',
-        b'{"name":[["a"],[1]]}',
-        b'{"name":[[null]]}',
-        b'{"name":[["\\ud800"]]}',
-        b'{"name":[["\xff"]]}',
-        b'{"name":{"values":[["a"]],"lengths":[1]}}',
-        b'{"name":{"values":["a"],"lengths":["1"]}}',
-        b'{"name":{"values":["a"],"lengths":[1],"weights":["1"]}}',
-    ],
-)
-def test_strings_that_are_wrong(of_strings: ServedVersion, features: bytes) -> None:
-    """Of the other kind, of both, and what is no text."""
-    text = b'{"model":"demo","features":' + features + b"}"
-    assert laid_out(of_strings, text) is None
-    with pytest.raises(ApiError):
-        laid_out_slowly(of_strings, text)
-
-
-def test_a_request_of_strings_is_no_request_of_integers(
-    of_strings: ServedVersion, root: Path, tmp_path: Path
-) -> None:
-    """So a state whose table has other ids does not answer it."""
-    tables = {"s": (hashes(texts(50)), rows_of(50, 8)), "n": (np.arange(50), rows_of(50, 8))}
-    features = {"name": {"table": "s"}, "number": {"table": "n"}}
-    publish_strings(tmp_path, root, tables, features=features, of={"s": {"missing": "zero"}})
-    other = engine_of(root, 1 << 16).attach()
-    assert other.version != of_strings.version and other.layout != of_strings.layout
