@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from support import rows_of
 
-from tableside.loader.checkpoint import Checkpoint, archive, open_checkpoint, rows, safetensors
+from tableside.loader.checkpoint import Checkpoint, archive, contents, open_checkpoint, rows, safetensors
 from tableside.loader.errors import CheckpointError
 
 pytestmark = pytest.mark.quick
@@ -235,10 +235,10 @@ def test_a_dtype_of_safetensors_has_the_bits_that_its_name_says(tmp_path: Path) 
 def test_hosts_tell_files_apart_by_a_byte_in_the_middle(tmp_path: Path) -> None:
     path, data = tmp_path / "c.npz", bytearray(2 << 20)
     path.write_bytes(data)
-    before = rows.sample([path])
+    before = contents.sample([path])
     data[1 << 20] = 1
     path.write_bytes(data)
-    assert rows.sample([path]) != before
+    assert contents.sample([path]) != before
 
 
 @pytest.mark.parametrize("save", [_safetensors, _torch_save, _npz])
