@@ -6,7 +6,7 @@ are built by `loader.load.raw_ids`; tables not to be read again are copied by `l
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,17 +14,15 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from tableside.loader.checkpoint import Checkpoint, Matrix, open_checkpoint
+from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.checkpoint.contents import fingerprint, sample
-from tableside.loader.checkpoint.keyed.keyed import Block
-from tableside.loader.errors import CheckpointError, ModelError
+from tableside.loader.errors import ModelError
 from tableside.loader.load.origin import spec_digest
+from tableside.loader.load.parts import Buffers, MatrixLoad, RawLoad, Work
 from tableside.loader.load.plan import PlannedTable, Sources, plan
-from tableside.loader.load.raw_ids import IndexedRows, RawTable
+from tableside.loader.load.raw_ids import RawTable
 from tableside.loader.load.reuse import LiveTables, Piece
 from tableside.loader.load.same import add_same
 from tableside.loader.load.scorer import stored_scorer
@@ -40,8 +38,6 @@ from tableside.loader.segment.stored import StoredTable
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, choose
-from tableside.quant.errors import NotRepresentable
-from tableside.quant.rows.ids import set_bits
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ def load(
                 remote=tuple(remote),
             )
             with model.writer(version, header, program, reused.kept, nodes) as writer:
-                _Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
+                Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
                 huge = writer.mapping.huge_fraction()
                 header = writer.seal(
                     {"seconds": time.monotonic() - started, "source_bytes": float(sources.bytes)}
@@ -162,17 +158,7 @@ def _header(
     return Header(spec.name, version, created, placed, spec.features, source)
 
 
-_Work = Callable[["_Buffers"], None]
-
-
-class _Buffers(NamedTuple):
-    """A thread's memory: a piece of the checkpoint, and room for column shards."""
-
-    piece: bytearray
-    scratch: bytearray
-
-
-class _Load:
+class Load:
     """One load's work, shared by threads. Per table: any thread takes work of `reading`, then one calls
     `complete`. rows: of the source; buffer_bytes: private memory per thread."""
 
@@ -192,10 +178,10 @@ class _Load:
     def run(self, planned: list[PlannedTable], reused: LiveTables) -> None:
         """Writes every row and takes the checksums; raises a thread's error."""
         stored = {t.name: t for t in self.writer.header.tables}
-        parts: list[_RawLoad | _MatrixLoad] = [
-            _RawLoad(self, p, p.source, stored[p.spec.name])
+        parts: list[RawLoad | MatrixLoad] = [
+            RawLoad(self, p, p.source, stored[p.spec.name])
             if isinstance(p.source, RawTable)
-            else _MatrixLoad(self, p, p.source, stored[p.spec.name])
+            else MatrixLoad(self, p, p.source, stored[p.spec.name])
             for p in planned
         ]
         to_copy = [t for t in self.writer.header.tables if t.name not in self.writer.linked]
@@ -217,7 +203,7 @@ class _Load:
         # The piece that is read, room for column shards, the kernel's scratch, and what a part needs.
         self._threads = threads_of(self._settings, 3 * self._buffer_bytes + more_bytes)
 
-    def _share(self, items: Iterator[_Work]) -> None:
+    def _share(self, items: Iterator[Work]) -> None:
         with ThreadPoolExecutor(self._threads, thread_name_prefix="tableside-load") as pool:
             futures = [pool.submit(self._work, items) for _ in range(self._threads)]
             try:
@@ -228,8 +214,8 @@ class _Load:
             future.result()
         self.is_stopping = False
 
-    def _work(self, items: Iterator[_Work]) -> None:
-        buffers = _Buffers(bytearray(self._buffer_bytes), bytearray(self._buffer_bytes))
+    def _work(self, items: Iterator[Work]) -> None:
+        buffers = Buffers(bytearray(self._buffer_bytes), bytearray(self._buffer_bytes))
         while not self.is_stopping:
             with self._lock:
                 item = next(items, None)
@@ -237,7 +223,7 @@ class _Load:
                 return
             item(buffers)
 
-    def _copy(self, reused: LiveTables, piece: Piece, buffers: _Buffers) -> None:
+    def _copy(self, reused: LiveTables, piece: Piece, buffers: Buffers) -> None:
         self.done(reused.copy(piece, self.writer))
 
     def done(self, rows: int) -> None:
@@ -245,109 +231,3 @@ class _Load:
         with self._lock:
             self._done_rows += rows
             self._progress(self._done_rows, self._total_rows)
-
-
-class _RawLoad:
-    """Fills a table of raw ids."""
-
-    def __init__(self, load: _Load, p: PlannedTable, raw: RawTable, table: StoredTable) -> None:
-        assert table.ids is not None and table.index is not None
-        self.load, self.p, self.raw, self.source, self.table = load, p, raw, raw.source, table
-        data = load.writer.rows(table.index, 0, table.index.rows).reshape(-1)
-        self._written = IndexedRows(table.ids, raw.index, data, load.writer.rows(table, 0, table.rows))
-        self.rows, self.buffer_bytes = raw.source.rows, raw.source.buffer_bytes
-
-    def reading(self) -> Iterator[_Work]:
-        return (partial(self._read_piece, piece) for piece in range(self.source.pieces))
-
-    def _read_piece(self, piece: int, buffers: _Buffers) -> None:
-        for block in self.source.blocks(piece):
-            if self.load.is_stopping:
-                return
-            self._write(block)
-            self.load.done(len(block.ids))
-
-    def _write(self, block: Block) -> None:
-        source, backend = self.source, self.load.backend
-        packed = np.empty((len(block.ids), self.table.row_bytes), np.uint8)
-        try:
-            backend.quantize(block.values, source.source, self.p.spec.row_format, packed)
-        except NotRepresentable as error:
-            row = int(block.rows[error.row])
-            what = f"{source.key!r}: {source.where(row)}: {error.describe(row)}"
-            raise CheckpointError(what) from error
-        ids, values = block.ids, block.values
-        if (kept := self.raw.kept(ids, block.rows)) is not None:
-            ids, values, packed = ids[kept], values[kept], packed[kept]
-        self._written.put(ids, packed)
-        self.p.default_row.add(values, source.source, backend)
-
-    def _copy_older(self) -> None:
-        """Copies the rows of ids that only an older version has, and notes which they are."""
-        if self.p.backfill is None:
-            return
-        for ids, rows, packed in self.p.backfill.blocks():
-            if (kept := self.raw.kept(ids, rows + self.source.rows)) is not None:
-                ids, packed = ids[kept], packed[kept]
-            set_bits(self._written.bits, self._written.put(ids, packed))
-
-    def complete(self) -> None:
-        self.source.finish()
-        self._copy_older()
-        self._written.finish()
-        self.p.default_row.write(self.load.writer, self.table, self.load.backend)
-
-
-class _MatrixLoad:
-    """Fills a table whose ids are row numbers."""
-
-    buffer_bytes = 0
-
-    def __init__(self, load: _Load, p: PlannedTable, matrix: Matrix, table: StoredTable) -> None:
-        self.load, self.p, self.matrix, self.table, self.rows = load, p, matrix, table, p.own
-
-    def reading(self) -> Iterator[_Work]:
-        return (partial(self._quantize_chunk, chunk) for chunk in range(self.table.chunks))
-
-    def _quantize_chunk(self, chunk: int, buffers: _Buffers) -> None:
-        start, end = self.table.chunk_range(chunk)
-        stop = min(end, self.rows)
-        if start < stop:
-            self._quantize(start, stop, buffers)
-            self.load.done(stop - start)
-        if stop == end:
-            self.load.writer.finish_chunk(self.table, chunk)
-
-    def _quantize(self, start: int, stop: int, buffers: _Buffers) -> None:
-        load, matrix, table, of_table = self.load, self.matrix, self.table, self.p.first
-        start, stop = start + of_table, stop + of_table  # rows of the matrix from here on
-        # Reads are whole steps: some rows at a chunk's ends are read for both neighbours
-        step = load.checks.step(table.name)
-        read_rows = max(1, len(buffers.piece) // matrix.row_bytes // step) * step
-        end = min(-(-stop // step) * step, matrix.rows)
-        for first in range(start // step * step, end, read_rows):
-            last = min(first + read_rows, end)
-            values = matrix.empty(last - first, buffers.piece)
-            load.checks.read(table.name, first, last, values, buffers.scratch)
-            begin, last = max(first, start), min(last, stop)
-            rows = values[begin - first : last - first]
-            try:
-                load.backend.quantize(
-                    rows,
-                    matrix.source,
-                    self.p.spec.row_format,
-                    load.writer.rows(table, begin - of_table, last - of_table),
-                )
-            except NotRepresentable as error:
-                what = f"{load.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}"
-                raise CheckpointError(what) from error
-            self.p.default_row.add(rows, matrix.source, load.backend)
-
-    def complete(self) -> None:
-        default_row, older = self.p.default_row, self.p.backfill
-        end = self.table.rows - default_row.is_used
-        # Rows that an older version has beyond those of the checkpoint
-        if older is not None and end > self.rows:
-            rows, used = self.load.writer.rows(self.table, self.rows, end), older.used_bytes
-            rows[:, :used] = older.table.packed[self.rows : end, :used]
-        default_row.write(self.load.writer, self.table, self.load.backend)

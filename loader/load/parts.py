@@ -1,0 +1,135 @@
+"""The parts of a load, each of which fills a table. Any thread takes work of `reading`, then one calls
+`complete`."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tableside.loader.checkpoint import Matrix
+from tableside.loader.checkpoint.keyed.keyed import Block
+from tableside.loader.errors import CheckpointError
+from tableside.loader.load.plan import PlannedTable
+from tableside.loader.load.raw_ids import IndexedRows, RawTable
+from tableside.loader.segment.stored import StoredTable
+from tableside.quant.errors import NotRepresentable
+from tableside.quant.rows.ids import set_bits
+
+if TYPE_CHECKING:
+    from tableside.loader.load.load import Load
+
+Work = Callable[["Buffers"], None]
+
+
+class Buffers(NamedTuple):
+    """A thread's memory: a piece of the checkpoint, and room for column shards."""
+
+    piece: bytearray
+    scratch: bytearray
+
+
+class RawLoad:
+    """Fills a table of raw ids."""
+
+    def __init__(self, load: "Load", p: PlannedTable, raw: RawTable, table: StoredTable) -> None:
+        assert table.ids is not None and table.index is not None
+        self.load, self.p, self.raw, self.source, self.table = load, p, raw, raw.source, table
+        data = load.writer.rows(table.index, 0, table.index.rows).reshape(-1)
+        self._written = IndexedRows(table.ids, raw.index, data, load.writer.rows(table, 0, table.rows))
+        self.rows, self.buffer_bytes = raw.source.rows, raw.source.buffer_bytes
+
+    def reading(self) -> Iterator[Work]:
+        return (partial(self._read_piece, piece) for piece in range(self.source.pieces))
+
+    def _read_piece(self, piece: int, buffers: Buffers) -> None:
+        for block in self.source.blocks(piece):
+            if self.load.is_stopping:
+                return
+            self._write(block)
+            self.load.done(len(block.ids))
+
+    def _write(self, block: Block) -> None:
+        source, backend = self.source, self.load.backend
+        packed = np.empty((len(block.ids), self.table.row_bytes), np.uint8)
+        try:
+            backend.quantize(block.values, source.source, self.p.spec.row_format, packed)
+        except NotRepresentable as error:
+            row = int(block.rows[error.row])
+            what = f"{source.key!r}: {source.where(row)}: {error.describe(row)}"
+            raise CheckpointError(what) from error
+        ids, values = block.ids, block.values
+        if (kept := self.raw.kept(ids, block.rows)) is not None:
+            ids, values, packed = ids[kept], values[kept], packed[kept]
+        self._written.put(ids, packed)
+        self.p.default_row.add(values, source.source, backend)
+
+    def _copy_older(self) -> None:
+        """Copies the rows of ids that only an older version has, and notes which they are."""
+        if self.p.backfill is None:
+            return
+        for ids, rows, packed in self.p.backfill.blocks():
+            if (kept := self.raw.kept(ids, rows + self.source.rows)) is not None:
+                ids, packed = ids[kept], packed[kept]
+            set_bits(self._written.bits, self._written.put(ids, packed))
+
+    def complete(self) -> None:
+        self.source.finish()
+        self._copy_older()
+        self._written.finish()
+        self.p.default_row.write(self.load.writer, self.table, self.load.backend)
+
+
+class MatrixLoad:
+    """Fills a table whose ids are row numbers."""
+
+    buffer_bytes = 0
+
+    def __init__(self, load: "Load", p: PlannedTable, matrix: Matrix, table: StoredTable) -> None:
+        self.load, self.p, self.matrix, self.table, self.rows = load, p, matrix, table, p.own
+
+    def reading(self) -> Iterator[Work]:
+        return (partial(self._quantize_chunk, chunk) for chunk in range(self.table.chunks))
+
+    def _quantize_chunk(self, chunk: int, buffers: Buffers) -> None:
+        start, end = self.table.chunk_range(chunk)
+        stop = min(end, self.rows)
+        if start < stop:
+            self._quantize(start, stop, buffers)
+            self.load.done(stop - start)
+        if stop == end:
+            self.load.writer.finish_chunk(self.table, chunk)
+
+    def _quantize(self, start: int, stop: int, buffers: Buffers) -> None:
+        load, matrix, table, of_table = self.load, self.matrix, self.table, self.p.first
+        start, stop = start + of_table, stop + of_table  # rows of the matrix from here on
+        # Reads are whole steps: some rows at a chunk's ends are read for both neighbours
+        step = load.checks.step(table.name)
+        read_rows = max(1, len(buffers.piece) // matrix.row_bytes // step) * step
+        end = min(-(-stop // step) * step, matrix.rows)
+        for first in range(start // step * step, end, read_rows):
+            last = min(first + read_rows, end)
+            values = matrix.empty(last - first, buffers.piece)
+            load.checks.read(table.name, first, last, values, buffers.scratch)
+            begin, last = max(first, start), min(last, stop)
+            rows = values[begin - first : last - first]
+            try:
+                load.backend.quantize(
+                    rows,
+                    matrix.source,
+                    self.p.spec.row_format,
+                    load.writer.rows(table, begin - of_table, last - of_table),
+                )
+            except NotRepresentable as error:
+                what = f"{load.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}"
+                raise CheckpointError(what) from error
+            self.p.default_row.add(rows, matrix.source, load.backend)
+
+    def complete(self) -> None:
+        default_row, older = self.p.default_row, self.p.backfill
+        end = self.table.rows - default_row.is_used
+        # Rows that an older version has beyond those of the checkpoint
+        if older is not None and end > self.rows:
+            rows, used = self.load.writer.rows(self.table, self.rows, end), older.used_bytes
+            rows[:, :used] = older.table.packed[self.rows : end, :used]
+        default_row.write(self.load.writer, self.table, self.load.backend)
