@@ -1,12 +1,13 @@
-"""A Redis server for tests, on a socket in a folder of the test, that is stopped, killed and started
-again."""
+"""Redis servers for tests, on sockets in folders of the test, that are stopped, killed and started again; and
+clusters of them."""
 
 import contextlib
 import shutil
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ needs_redis = pytest.mark.skipif(
 
 
 class RedisServer:
-    """redis-server with its data in a folder. keeps: whether what was written outlives it."""
+    """redis-server with its data in a folder. keeps: whether what was written outlives it. port: of TCP; 0:
+    none. password: that it asks for."""
 
-    def __init__(self, folder: Path, keeps: bool = True) -> None:
-        self.folder, self.keeps = folder, keeps
+    def __init__(
+        self, folder: Path, keeps: bool = True, port: int = 0, password: str = "", options: Sequence[str] = ()
+    ) -> None:
+        self.folder, self.keeps, self.port, self.password = folder, keeps, port, password
+        self._options = [*options, *(["--requirepass", password] if password else [])]
         self.socket = folder / "redis.sock"
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -32,7 +37,11 @@ class RedisServer:
 
     def client(self) -> Any:
         redis = pytest.importorskip("redis", reason="the redis extra brings Redis's client")
-        return redis.Redis.from_url(f"unix://{self.socket}")
+        return redis.Redis.from_url(f"unix://{self.socket}", password=self.password or None)
+
+    @property
+    def place(self) -> str:
+        return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Returns when it answers."""
@@ -41,7 +50,7 @@ class RedisServer:
         command = [
             COMMAND,
             "--port",
-            "0",
+            str(self.port),
             "--unixsocket",
             str(self.socket),
             "--dir",
@@ -49,6 +58,7 @@ class RedisServer:
             "--save",
             "",
             *kept,
+            *self._options,
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 300
@@ -77,10 +87,78 @@ class RedisServer:
         shutil.rmtree(self.folder / "appendonlydir", ignore_errors=True)
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 @contextlib.contextmanager
-def redis_server(folder: Path, keeps: bool = True) -> Iterator[RedisServer]:
-    server = RedisServer(folder, keeps)
+def redis_server(folder: Path, keeps: bool = True, **more: Any) -> Iterator[RedisServer]:
+    server = RedisServer(folder, keeps, **more)
     try:
         yield server
     finally:
         server.end(signal.SIGKILL)
+
+
+SLOTS = 16384
+
+
+class RedisCluster:
+    """Nodes of a cluster, which have slots alike."""
+
+    def __init__(self, nodes: Sequence[RedisServer]) -> None:
+        self.nodes = nodes
+        first, *others = (node.client() for node in nodes)
+        for n, client in enumerate((first, *others)):
+            start, end = (SLOTS * k // len(nodes) for k in (n, n + 1))
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", start, end - 1)
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
+        for node, client in zip(nodes[1:], others, strict=True):
+            bus = client.config_get("cluster-port")["cluster-port"]
+            first.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        deadline = time.monotonic() + 300
+        while not all(self._is_ok(client) for client in (first, *others)):
+            assert time.monotonic() < deadline, "the cluster did not come up"
+            time.sleep(0.05)
+
+    def _is_ok(self, client: Any) -> bool:
+        info = client.execute_command("CLUSTER INFO")
+        return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == len(self.nodes)
+
+    def begin_move(self, slot: int, of: int, to: int) -> None:
+        """Has a node of these begin to give a slot to another one."""
+        ids = [self._id(n) for n in (of, to)]
+        self.nodes[to].client().execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        self.nodes[of].client().execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+
+    def move_keys(self, slot: int, of: int, to: int, most: int) -> int:
+        """Moves so many of a slot's keys; returns how many there were."""
+        client = self.nodes[of].client()
+        keys = client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, most)
+        if keys:
+            client.migrate("127.0.0.1", self.nodes[to].port, keys, 0, 60000)
+        return len(keys)
+
+    def end_move(self, slot: int, to: int) -> None:
+        for node in self.nodes:
+            node.client().execute_command("CLUSTER", "SETSLOT", slot, "NODE", self._id(to))
+
+    def _id(self, node: int) -> str:
+        found: bytes = self.nodes[node].client().execute_command("CLUSTER", "MYID")
+        return found.decode()
+
+
+@contextlib.contextmanager
+def redis_cluster(folder: Path, nodes: int = 3) -> Iterator[RedisCluster]:
+    with contextlib.ExitStack() as running:
+        started = []
+        for n in range(nodes):
+            (folder / f"node{n}").mkdir()
+            options = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+            # A node that is stopped for a moment keeps its slots, and the others answer meanwhile
+            options += ["--cluster-node-timeout", "60000", "--cluster-require-full-coverage", "no"]
+            server = redis_server(folder / f"node{n}", False, port=free_port(), options=options)
+            started.append(running.enter_context(server))
+        yield RedisCluster(started)

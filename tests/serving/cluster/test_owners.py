@@ -1,11 +1,8 @@
 """Owners that are stopped, killed, replaced, that lie or are another's: no answer is wrong, and late rows are
 told."""
 
-import contextlib
 import os
 import signal
-import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from hosts import (
     served,
     spec_of,
 )
+from liars import Liar
 from servers import Server
 from support import run_tableside, until
 
@@ -145,56 +143,6 @@ def test_an_owner_that_is_stopped_holds_a_request_up_to_the_deadline(
     until(lambda: answer(version, {"user": [1, 2], "item": RAW[:2], "small": [3]}) == good, what="its rows")
 
 
-class Liar:
-    """A server that gives each request on to an owner, and changes the answer."""
-
-    def __init__(self, owner: Server) -> None:
-        self._owner = owner
-        self.change: Callable[[bytes], bytes] = lambda answer: answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.place = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-        self._open: list[socket.socket] = []
-
-    def _accept(self) -> None:
-        try:
-            while True:
-                one, _ = self._listener.accept()
-                self._open.append(one)
-                self._threads.append(threading.Thread(target=self._give_on, args=(one,)))
-                self._threads[-1].start()
-        except OSError:  # closed
-            return
-
-    def _give_on(self, one: socket.socket) -> None:
-        with one, socket.create_connection(("127.0.0.1", self._owner.port)) as other:
-            self._open.append(other)
-            back = threading.Thread(target=self._give_back, args=(other, one))
-            back.start()
-            with contextlib.suppress(OSError):  # closed
-                while data := one.recv(1 << 16):
-                    other.sendall(data)
-            with contextlib.suppress(OSError):
-                other.shutdown(socket.SHUT_RDWR)
-            back.join()
-
-    def _give_back(self, other: socket.socket, one: socket.socket) -> None:
-        try:
-            while data := other.recv(1 << 20):
-                one.sendall(self.change(data))
-        except OSError:  # closed
-            return
-
-    def close(self) -> None:
-        for one in (self._listener, *self._open):
-            with contextlib.suppress(OSError):  # it is not connected
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-        for thread in self._threads:
-            thread.join()
-
-
 def _other_first_byte(answer: bytes) -> bytes:
     """Changes the body's first byte, where the head came before or with it."""
     at = answer.find(b"\r\n\r\n") + 4 if answer[:4] == b"HTTP" else 0
@@ -220,7 +168,7 @@ def test_an_answer_that_was_changed_on_its_way_is_not_taken(
     """Its rows are late. With the next honest answer they are right."""
     checkpoint(tmp_path)
     (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO, features=UNPOOLED), roots[:1])
-    liar = Liar(serve(roots[0], models=(name,)))
+    liar = Liar(serve(roots[0], models=(name,)).port)
     try:
         load_door(spec_of(tmp_path, owners=[liar.place], tables=ZERO, features=UNPOOLED), roots[2])
         version = served(roots[2], "ads", 1.0)
