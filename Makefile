@@ -98,7 +98,7 @@ test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's addre
 	@$(WATCHED) tests/quant/gpu/test_merge.py
 	@$(WATCHED) -k "native or builder" tests/quant/cpu/test_raw_lookups.py tests/quant/cpu/test_index_builder.py
 	@$(WATCHED) -k "not fbgemm" tests/quant/rows/test_overlay.py tests/loader/deltas/test_apply.py tests/loader/deltas/test_compact.py
-	@$(WATCHED) tests/serving/http/test_reader.py tests/serving/http/test_reader_checks.py tests/serving/http/test_reader_regions.py tests/serving/http/test_v1_request.py tests/serving/http/test_validation.py tests/loader/program/test_program_layers.py tests/loader/program/test_layer_kernel.py tests/loader/segment/test_blocks.py tests/loader/segment/test_waiting_for_blocks.py tests/loader/hot tests/loader/test_c_library.py
+	@$(WATCHED) tests/serving/http/test_reader.py tests/serving/http/test_reader_checks.py tests/serving/http/test_reader_regions.py tests/serving/http/test_v1_request.py tests/serving/http/test_validation.py tests/loader/program/test_program_layers.py tests/loader/program/test_layer_kernel.py tests/loader/segment/test_blocks.py tests/loader/segment/test_waiting_for_blocks.py tests/loader/redis/test_redis_blocks.py tests/loader/hot tests/loader/test_c_library.py
 
 check: dev       ## ruff and mypy, over the rooms, benchmarks, campaigns and examples
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """What is compiled, which pyproject.toml cannot declare without a warning. Everything else is there.
 
-Four extensions of Python's, and `libtableside`, the library for programs in C (tableside/tableside.h). The
+Five extensions of Python's, and `libtableside`, the library for programs in C (tableside/tableside.h). The
 kernels are compiled once, as a static library that both of those that read rows take in.
 """
 
@@ -45,6 +45,7 @@ setup(
         extension("quant.cpu._native", "quant/cpu/native", *FAST, threads=True),
         extension("loader.program._layers", "loader/program/native", *FAST, threads=True),
         extension("loader.segment._blocks", "loader/segment/native", "-O3", threads=True),
+        extension("loader.redis._records", "loader/redis/native", "-O3"),
         extension("serving.http.v2._reader", "serving/http/v2/native", "-O3"),
         extension("libtableside", ABI, *FAST, threads=True, linked="libtableside.abi3.so"),
     ],

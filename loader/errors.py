@@ -37,6 +37,10 @@ class NoSpace(LoaderError):
     """Shared memory is too small for what was asked."""
 
 
+class RedisError(LoaderError):
+    """A Redis that is to have rows, and is not reached, or refuses them."""
+
+
 class RegistrationError(LoaderError):
     """CUDA does not register a segment's memory."""
 

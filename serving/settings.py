@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from tableside.loader.model.nearest import did_you_mean
+from tableside.loader.model.tiers import PASSWORD, USERNAME
 from tableside.loader.versions.versions import DEFAULT_ROOT
 from tableside.quant.contract import INTERPRETER, Precision
 from tableside.quant.gpu.residence.registry import ALIASES, CHOICES, KINDS, is_by_cpu
@@ -19,7 +20,8 @@ from tableside.serving.sizes import Bytes
 
 PREFIX = "TABLESIDE_"
 TOKEN_LENGTH = 16  # of an admin token, at least
-_OTHERS = {"TABLESIDE_IMAGE", "TABLESIDE_URL"}  # variables that the images and the client read
+# of images, of the client, and of loader.redis
+_OTHERS = {"TABLESIDE_IMAGE", "TABLESIDE_URL", USERNAME, PASSWORD}
 _SERVICE_LINK = re.compile(
     r".*_(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT(?:_[0-9]+_(?:TCP|UDP|SCTP)(?:_.*)?)?)"
 )

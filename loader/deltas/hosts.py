@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.deltas.changes import TableChanges
 from tableside.loader.deltas.checks import check_buckets, check_kind, check_numbers, check_shapes
+from tableside.loader.errors import ChangeError
 from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.segment import Segment
 from tableside.quant.contract import Ids, Table
@@ -50,6 +51,11 @@ def changes_here(segment: Segment, block: TableChanges) -> TableChanges | None:
     """Returns the changes of rows that this host has; None: it has none. ChangeError: they fit no host."""
     header = segment.header
     for table in header.remote:
+        if table.name == block.table and table.redis is not None:
+            raise ChangeError(
+                f"table {block.table!r} has its rows in Redis, which take no changes; expected changes of "
+                "other tables: load the model again, or give the table owners (docs/hosts.md)"
+            )
         if table.name == block.table:
             check_shapes(block, table.dim)
             check_kind(block, table.strings)

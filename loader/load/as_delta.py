@@ -80,8 +80,8 @@ def _live(model: Model) -> tuple[State, Segment]:
 
 def _check_model(spec: ModelSpec, segment: Segment, sources: Sources, origin: Origin) -> None:
     header = segment.header
-    if remote := [t.name for t in spec.tables if t.owners]:
-        raise Unfit(f"the rows of table {remote[0]!r} have owners")
+    if remote := [t.name for t in spec.tables if t.owners or t.redis]:
+        raise Unfit(f"the rows of table {remote[0]!r} have owners, or lie in Redis")
     if header.source.get("spec") != origin.spec or header.owner is not None:
         raise Unfit(f"version {header.version} was loaded with another model.toml or program")
     for t in spec.tables:

@@ -19,8 +19,9 @@ from typing import Any
 from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.checkpoint.contents import fingerprint, sample
 from tableside.loader.errors import ModelError
+from tableside.loader.load.in_redis import tables_in_redis
 from tableside.loader.load.origin import spec_digest
-from tableside.loader.load.parts import Buffers, MatrixLoad, RawLoad, Work
+from tableside.loader.load.parts import Buffers, MatrixLoad, RawLoad, RedisLoad, Work
 from tableside.loader.load.plan import PlannedTable, Sources, plan
 from tableside.loader.load.raw_ids import RawTable
 from tableside.loader.load.reuse import LiveTables, Piece
@@ -101,7 +102,7 @@ def load(
                 evaluation=spec.evaluation,
                 disk_timeout_s=spec.disk_timeout_s or 0,
                 owner=None if spec.share is None else Owner(whole_name(spec), version, *spec.share),
-                remote=tuple(remote),
+                remote=(*remote, *tables_in_redis(planned, model, backend)),
             )
             with model.writer(version, header, program, reused.kept, nodes) as writer:
                 Load(checkpoint, checks, writer, backend, settings, progress).run(planned, reused)
@@ -131,6 +132,11 @@ def _local(spec: ModelSpec, remote: Sequence[RemoteTable], only: Sequence[str]) 
         return spec
     if elsewhere := [t.name for t in remote if t.name in only]:
         raise ModelError(f"--only {elsewhere[0]}: its rows lie on other hosts; load it there, with --share")
+    if only and (in_redis := [t.name for t in spec.tables if t.redis]):
+        raise ModelError(
+            f"--only {only[0]}: table {in_redis[0]!r} has its rows in Redis, which each load writes anew; "
+            "load the whole model, without --only"
+        )
     wanted, found = {t.name for t in spec.tables if t.owners}, {t.name for t in remote}
     if lacking := sorted(wanted ^ found):
         raise ModelError(
@@ -153,7 +159,7 @@ def _header(
         t = p.spec
         place = (p.rows, t.row_bytes(p.dim), 0, steps.get(t.name, 1), 0)
         tables[t.name] = StoredTable(*place, t.name, t.key, t.row_format.label, p.dim, p.ids)
-    placed = plan_tables(tables[t.name] for t in spec.tables)
+    placed = plan_tables(tables[t.name] for t in spec.tables if not t.redis)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(spec.name, version, created, placed, spec.features, source)
 
@@ -178,10 +184,13 @@ class Load:
     def run(self, planned: list[PlannedTable], reused: LiveTables) -> None:
         """Writes every row and takes the checksums; raises a thread's error."""
         stored = {t.name: t for t in self.writer.header.tables}
+        remote = {t.name: t for t in self.writer.header.remote}
         parts: list[RawLoad | MatrixLoad] = [
             RawLoad(self, p, p.source, stored[p.spec.name])
             if isinstance(p.source, RawTable)
             else MatrixLoad(self, p, p.source, stored[p.spec.name])
+            if p.spec.redis is None
+            else RedisLoad(self, p, p.source, remote[p.spec.name])
             for p in planned
         ]
         to_copy = [t for t in self.writer.header.tables if t.name not in self.writer.linked]

@@ -12,7 +12,10 @@ from tableside.loader.checkpoint.keyed.keyed import Block
 from tableside.loader.errors import CheckpointError
 from tableside.loader.load.plan import PlannedTable
 from tableside.loader.load.raw_ids import IndexedRows, RawTable
+from tableside.loader.segment.layout import CHUNK_BYTES
+from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredTable
+from tableside.quant.contract import Bytes
 from tableside.quant.errors import NotRepresentable
 from tableside.quant.rows.ids import set_bits
 
@@ -95,14 +98,16 @@ class MatrixLoad:
         start, end = self.table.chunk_range(chunk)
         stop = min(end, self.rows)
         if start < stop:
-            self._quantize(start, stop, buffers)
+            self._quantize(start, self.load.writer.rows(self.table, start, stop), buffers)
             self.load.done(stop - start)
         if stop == end:
             self.load.writer.finish_chunk(self.table, chunk)
 
-    def _quantize(self, start: int, stop: int, buffers: Buffers) -> None:
-        load, matrix, table, of_table = self.load, self.matrix, self.table, self.p.first
-        start, stop = start + of_table, stop + of_table  # rows of the matrix from here on
+    def _quantize(self, start: int, packed: Bytes, buffers: Buffers) -> None:
+        """Fills packed rows from `start` on."""
+        load, matrix, table = self.load, self.matrix, self.table
+        start += self.p.first  # rows of the matrix from here on
+        stop = start + len(packed)
         # Reads are whole steps: some rows at a chunk's ends are read for both neighbours
         step = load.checks.step(table.name)
         read_rows = max(1, len(buffers.piece) // matrix.row_bytes // step) * step
@@ -114,12 +119,8 @@ class MatrixLoad:
             begin, last = max(first, start), min(last, stop)
             rows = values[begin - first : last - first]
             try:
-                load.backend.quantize(
-                    rows,
-                    matrix.source,
-                    self.p.spec.row_format,
-                    load.writer.rows(table, begin - of_table, last - of_table),
-                )
+                of = packed[begin - start : last - start]
+                load.backend.quantize(rows, matrix.source, self.p.spec.row_format, of)
             except NotRepresentable as error:
                 what = f"{load.checkpoint.path}: {matrix.key!r}: {error.describe(begin + error.row)}"
                 raise CheckpointError(what) from error
@@ -133,3 +134,36 @@ class MatrixLoad:
             rows, used = self.load.writer.rows(self.table, self.rows, end), older.used_bytes
             rows[:, :used] = older.table.packed[self.rows : end, :used]
         default_row.write(self.load.writer, self.table, self.load.backend)
+
+
+class RedisLoad(MatrixLoad):
+    """Fills a table whose rows go to Redis, chunk by chunk."""
+
+    def __init__(self, load: "Load", p: PlannedTable, matrix: Matrix, remote: RemoteTable) -> None:
+        from tableside.loader.redis.writer import RedisWriter  # which needs the client
+
+        place = remote.place
+        chunk_rows = place.block_rows * max(1, CHUNK_BYTES // (place.block_rows * remote.row_bytes))
+        shape = (
+            p.own,
+            remote.row_bytes,
+            0,
+            chunk_rows,
+            0,
+            remote.name,
+            remote.key,
+            remote.row_format,
+            remote.dim,
+        )
+        super().__init__(load, p, matrix, StoredTable(*shape))
+        self._redis = RedisWriter(remote)
+
+    def _quantize_chunk(self, chunk: int, buffers: Buffers) -> None:
+        start, stop = self.table.chunk_range(chunk)
+        packed = np.zeros((stop - start, self.table.row_bytes), np.uint8)
+        self._quantize(start, packed, buffers)
+        self._redis.write(start, packed)
+        self.load.done(stop - start)
+
+    def complete(self) -> None:
+        self._redis.close()

@@ -34,7 +34,8 @@ def add_same(
         return
     same: dict[str, StoredTable] = {}
     verified: dict[str, Any] = {}
-    candidates = [(file, t) for file in segment.files for t in reused.others if t.name == file.table]
+    others = [t for t in reused.others if not t.redis]
+    candidates = [(file, t) for file in segment.files for t in others if t.name == file.table]
     rows = {t.name: t.rows for t in segment.header.tables}
     before, total = 0, sum(rows[t.name] for _, t in candidates)
     for file, spec in candidates:

@@ -20,7 +20,8 @@
     buckets = 1024                            # raw ids: units of tableside reshard, a power of two
     bucket_ids = 1000                         # raw ids: bucket = id // bucket_ids, for ids >= 0; else by hash
     tier = "rows://a:8000,b:8000"             # its rows lie on two other hosts, a share each; a:8000|c:8000:
-                                              # a host and a replica of it (docs/hosts.md)
+                                              # a host and a replica of it (docs/hosts.md); redis://a:6379:
+                                              # they lie in Redis (docs/redis.md)
 
     [features.clicked]
     table = "user"
@@ -55,7 +56,7 @@ from typing import Any
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.files import read_regular
-from tableside.loader.model.tiers import parse_tier
+from tableside.loader.model.tiers import RedisTier, parse_tier
 from tableside.quant import Pooling, QuantError, RowFormat
 from tableside.quant.installed import has_gpu
 from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT
@@ -107,7 +108,7 @@ class MissingSpec:
 class TableSpec:
     """A table of model.toml. raw: None: ids are row numbers; dim: None: the checkpoint decides.
     row_alignment: None: 16 on a machine with a GPU, else 4. owners: the hosts that have its rows, HOST:PORT,
-    each with its replicas; empty: this one."""
+    each with its replicas; empty: this one, or Redis."""
 
     name: str
     key: str
@@ -117,6 +118,7 @@ class TableSpec:
     dim: int | None = None
     row_alignment: int | None = None
     owners: tuple[tuple[str, ...], ...] = ()
+    redis: RedisTier | None = None
 
     @property
     def id_kind(self) -> str:
@@ -126,7 +128,8 @@ class TableSpec:
     def row_bytes(self, dim: int) -> int:
         """Bytes of a row of `dim` values. Rows that have room for their raw id at 16 keep it in them.
         QuantError: `dim` does not fill whole bytes."""
-        alignment = self.row_alignment or (GPU_ALIGNMENT if has_gpu() else min(ALIGNMENTS))
+        is_for_gpu = has_gpu() and self.redis is None
+        alignment = self.row_alignment or (GPU_ALIGNMENT if is_for_gpu else min(ALIGNMENTS))
         if self.raw is not None and id_at(self.row_format, dim) >= 0:
             alignment = GPU_ALIGNMENT
         return self.row_format.row_bytes(dim, alignment)
@@ -243,6 +246,8 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
         raise ModelError("there is no [tables.NAME]; a model needs at least one table")
     if len({len(t.owners) for t in tables if t.owners}) > 1:
         raise ModelError("tables have tiers of different numbers of owners; expected the same for all")
+    if any(t.owners for t in tables) and any(t.redis for t in tables):
+        raise ModelError("tables have tiers of owners and in Redis; expected one kind for all")
     names = {t.name for t in tables}
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
     features = features or tuple(FeatureSpec(t.name, t.name) for t in tables)
@@ -326,8 +331,8 @@ def _table(name: str, raw: Mapping[str, Any]) -> TableSpec:
             "dim"
         )
     ids = _raw_ids(raw, where) if is_raw else None
-    owners = parse_tier(raw["tier"], str(missing), where) if "tier" in raw else ()
-    return TableSpec(name, key, row_format, missing, ids, dim, alignment, owners)
+    owners, redis = parse_tier(raw["tier"], str(missing), is_raw, where) if "tier" in raw else ((), None)
+    return TableSpec(name, key, row_format, missing, ids, dim, alignment, owners, redis)
 
 
 def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:

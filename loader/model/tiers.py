@@ -1,30 +1,54 @@
-"""The tier of a table in model.toml: `rows://a:8000|c:8000,b:8000`, the hosts that have its rows."""
+"""The tier of a table in model.toml: `rows://a:8000|c:8000,b:8000`, the hosts that have its rows, or
+`redis://a:6379`, `rediss://a:6379,b:6379`, a Redis server or some nodes of a cluster, with TLS or without."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from tableside.loader.errors import ModelError
 
 TIER = "rows://"
+REDIS = ("redis", "rediss")
+USERNAME, PASSWORD = "TABLESIDE_REDIS_USERNAME", "TABLESIDE_REDIS_PASSWORD"
 _OWNER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}")
 
 
-def parse_tier(tier: Any, missing: str, where: str) -> tuple[tuple[str, ...], ...]:
-    """Returns the addresses in a tier, by owner, each with its replicas. missing: the table's policy; where:
-    for people. ModelError: it names no hosts, or does not go with the policy."""
-    listed = tier.removeprefix(TIER).split(",") if isinstance(tier, str) and tier.startswith(TIER) else []
-    owners = tuple(tuple(one.strip() for one in owner.split("|")) for owner in listed)
-    if not owners or not all(_OWNER.fullmatch(one) for owner in owners for one in owner):
+class RedisTier(NamedTuple):
+    """A Redis server, or nodes of a cluster. addresses: HOST:PORT."""
+
+    addresses: tuple[str, ...]
+    is_tls: bool
+
+
+def parse_tier(
+    tier: Any, missing: str, is_raw: bool, where: str
+) -> tuple[tuple[tuple[str, ...], ...], RedisTier | None]:
+    """Returns the addresses in a tier, by owner, each with its replicas; or the Redis. missing: the table's
+    policy; is_raw: of its ids; where: for people. ModelError: it names no hosts, or does not go with the
+    table."""
+    scheme, _, listed = tier.partition("://") if isinstance(tier, str) else ("", "", "")
+    if scheme in REDIS and "@" in tier:
+        raise ModelError(
+            f"{where}: tier has a user or a password, which model.toml and versions do not keep; expected "
+            f"{scheme}://HOST:PORT, and {USERNAME} and {PASSWORD} in the environment"
+        )
+    owners = tuple(tuple(one.strip() for one in owner.split("|")) for owner in listed.split(","))
+    are_hosts = all(_OWNER.fullmatch(one) for owner in owners for one in owner)
+    if scheme not in ("rows", *REDIS) or not are_hosts or (scheme in REDIS and "|" in listed):
         raise ModelError(
             f"{where}: tier is {tier!r}; expected {TIER}HOST:PORT,HOST:PORT with the owners in their order, "
-            "replicas of one as HOST:PORT|HOST:PORT"
+            "replicas of one as HOST:PORT|HOST:PORT; or redis://HOST:PORT, a Redis, of a cluster some nodes, "
+            "as redis://HOST:PORT,HOST:PORT"
         )
     if missing == "mean" or missing.startswith("backfill"):
         raise ModelError(
             f"{where}: missing is {missing!r}, which needs all rows on one host; a table with a tier takes "
             "error, zero, or a vector"
         )
-    return owners
+    if scheme not in REDIS:
+        return owners, None
+    if is_raw:
+        raise ModelError(f'{where}: raw ids have no tier in Redis; expected ids = "row", or owners ({TIER})')
+    return (), RedisTier(tuple(one for (one,) in owners), scheme == "rediss")
 
 
 def owner_name(model: str, number: int, owners: int) -> str:

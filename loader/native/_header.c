@@ -4,7 +4,7 @@
 #include "_rows.h"
 #include "_xxh3.h"
 
-enum { PRELUDE_BYTES = 64, LAST_FORMAT_VERSION = 9 };
+enum { PRELUDE_BYTES = 64, LAST_FORMAT_VERSION = 10 };
 static const char *const formats[] = {"int2", "int4", "int8", "fp8", "fp16", "fp32",
                                       "fp8_e4m3", "fp8_e4m3_block32", "nvfp4"};
 

@@ -97,9 +97,9 @@ class Header:
     """Metadata of a version. files: of large tables, one behind the other. source: checkpoint paths, files,
     model.toml digest; load: seconds and source_bytes. owner: None for a whole version. delta: set in a delta
     over `version`, which has no features. merged: the last delta compacted into it. remote: tables whose rows
-    other hosts have. origin: `Segment.content` of the loaded version that was compacted to this one, of a
-    model over several hosts; 0: this is a loaded one. disk_timeout_s: for which requests wait for rows; 0: as
-    the server says."""
+    other hosts have, or Redis. origin: `Segment.content` of the loaded version that was compacted to this
+    one, of a model over several hosts; 0: this is a loaded one. disk_timeout_s: for which requests wait for
+    rows; 0: as the server says."""
 
     model: str
     version: int
@@ -143,8 +143,9 @@ class Header:
             if not raw[name]:
                 del raw[name]  # a version without one reads as it always did
         for table in raw.get("remote", ()):
-            if not table["strings"]:
-                del table["strings"]
+            for name in ("strings", "redis"):
+                if not table[name]:
+                    del table[name]
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]
@@ -205,6 +206,8 @@ class Header:
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
         if self.string_tables:
+            return 11
+        if any(table.redis for table in self.remote):
             return 10
         if self.disk_timeout_s:
             return 9
@@ -229,7 +232,12 @@ class Header:
     @property
     def is_over_hosts(self) -> bool:
         """Whether other hosts have parts of the model."""
-        return self.owner is not None or bool(self.remote)
+        return self.owner is not None or bool(self.owned)
+
+    @property
+    def owned(self) -> tuple[RemoteTable, ...]:
+        """Returns the tables whose rows other hosts have; those of others in `remote` are in Redis."""
+        return tuple(table for table in self.remote if table.redis is None)
 
     @property
     def table_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""Tables whose rows other hosts have, as a version's header names them (docs/hosts.md)."""
+"""Tables whose rows other hosts have, or Redis, as a version's header names them (docs/hosts.md,
+docs/redis.md)."""
 
 import re
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import NAME
 from tableside.quant import QuantError, RowFormat
 
+_PREFIX = re.compile(r"tableside:[A-Za-z0-9_:-]+:[0-9a-f]{16}:")  # without braces, which name slots
 _STATE = re.compile(r"[0-9a-f]{16}\.[0-9a-f]{16}")
 
 
@@ -49,11 +51,23 @@ class RemoteShare:
 
 
 @dataclass(frozen=True)
+class RedisPlace:
+    """Where a table's rows are in Redis (loader.redis.blocks). addresses: HOST:PORT of the server, or of some
+    nodes of the cluster. prefix: of the keys; seed: of the checksums, which no other load of a table has."""
+
+    addresses: tuple[str, ...]
+    is_tls: bool
+    prefix: str
+    seed: int
+    block_rows: int
+
+
+@dataclass(frozen=True)
 class RemoteTable:
-    """A table whose rows other hosts have (serving.cluster). count: ids with rows; buckets: of raw ids, 0:
-    ids are row numbers; bucket_ids: as in StoredIndex. default: the packed row of missing ids in hexadecimal
-    digits, empty: they are refused. shares: in the order of the ids or buckets.
-    strings: the raw ids are those of strings."""
+    """A table whose rows other hosts have (serving.cluster), or Redis. count: ids with rows; buckets: of raw
+    ids, 0: ids are row numbers; bucket_ids: as in StoredIndex. default: the packed row of missing ids in
+    hexadecimal digits, empty: they are refused. shares: of the hosts, in the order of the ids or buckets;
+    none: the rows are at `redis`. strings: the raw ids are those of strings."""
 
     name: str
     key: str
@@ -67,16 +81,25 @@ class RemoteTable:
     bucket_ids: int
     shares: tuple[RemoteShare, ...]
     strings: bool = False
+    redis: RedisPlace | None = None
 
     @property
     def id_kind(self) -> str:
         """Returns what its ids are, as model.toml says it."""
         return "string" if self.strings else "raw" if self.buckets else "row"
 
+    @property
+    def place(self) -> RedisPlace:
+        """Returns where the rows are in Redis; they are there."""
+        assert self.redis is not None
+        return self.redis
+
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "RemoteTable":
         shares = tuple(RemoteShare(**{**s, "addresses": tuple(s["addresses"])}) for s in raw["shares"])
-        return cls(**{**raw, "shares": shares})
+        if (redis := raw.get("redis")) is not None:
+            redis = RedisPlace(**{**redis, "addresses": tuple(redis["addresses"])})
+        return cls(**{**raw, "shares": shares, "redis": redis})
 
 
 def check_remote(t: RemoteTable) -> None:
@@ -94,7 +117,9 @@ def check_remote(t: RemoteTable) -> None:
         raise SegmentError(f"remote table {t.name!r}: {error}") from None
     if t.dim > LARGEST_DIM or not all(NAME.fullmatch(s.model) for s in t.shares):
         raise SegmentError(f"remote table {t.name!r} has dim {t.dim}, or a share of a model without a name")
-    ends = [0, *(s.end for s in t.shares)]
+    if t.redis is not None:
+        _check_redis(t, t.redis)
+    ends = [0, *(s.end for s in t.shares)] if t.redis is None else [0, t.count]
     if t.row_bytes not in sizes or len(default) not in (0, t.row_bytes) or t.buckets & (t.buckets - 1):
         raise SegmentError(
             f"remote table {t.name!r} has rows of {t.row_bytes} bytes, a default row of {len(default)}, "
@@ -107,3 +132,13 @@ def check_remote(t: RemoteTable) -> None:
         )
     if not all(s.addresses for s in t.shares):
         raise SegmentError(f"an owner of table {t.name!r} has no address")
+
+
+def _check_redis(t: RemoteTable, place: RedisPlace) -> None:
+    are_texts = all(isinstance(text, str) for text in (place.prefix, *place.addresses))
+    if not are_texts or not place.addresses or t.shares or t.buckets or t.row_bytes % 4:
+        raise SegmentError(f"table {t.name!r} has no address in Redis, or what rows there cannot have")
+    numbers = type(place.seed) is int and type(place.block_rows) is int and type(place.is_tls) is bool
+    is_range = numbers and 0 <= place.seed < 1 << 63 and 0 < place.block_rows < 1 << 20
+    if not is_range or not _PREFIX.fullmatch(place.prefix):
+        raise SegmentError(f"table {t.name!r} has keys {place.prefix[:80]!r} in Redis, or impossible numbers")

@@ -94,10 +94,14 @@ def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]
         model = Model(root, name, settings.user)
         segment = model.attach(settings.version)
         check_bare(model, segment.header.version, "reshard")
-        if segment.header.remote:
+        if segment.header.remote and not segment.header.owned:
+            raise VersionError(
+                f"{segment.path} has rows in Redis, which are not cut; load shares of a checkpoint"
+            )
+        if segment.header.owned:
             raise VersionError(
                 f"{segment.path} has rows on other hosts; reshard the models of their owners, "
-                f"{owner_name(name, 0, len(segment.header.remote[0].shares))} and so on"
+                f"{owner_name(name, 0, len(segment.header.owned[0].shares))} and so on"
             )
         if (owner := segment.header.owner) is not None:
             raise VersionError(

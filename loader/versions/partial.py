@@ -278,6 +278,7 @@ def partial_tensor(segment: Segment, name: str) -> PartialTensor:
     known = ", ".join(t.name for t in segment.header.tables)
     if name in (t.name for t in segment.header.remote):
         raise VersionError(
-            f"{segment.path}: the rows of table {name!r} lie on other hosts; read the models of their owners"
+            f"{segment.path}: the rows of table {name!r} lie on other hosts, or in Redis; read the models of "
+            "their owners, or the checkpoint"
         )
     raise VersionError(f"{segment.path}: there is no table {name!r}; expected one of: {known}")

@@ -8,6 +8,7 @@
     ROOT/MODEL/4.segment.partial    a load under way, or left by a killed one (a load or `gc` removes it)
     ROOT/MODEL/current              the live version, replaced as a whole (loader.versions.record)
     ROOT/MODEL/3+17.delta           delta 17 over version 3 (loader.segment.delta, loader.versions.states)
+    ROOT/MODEL/SEED.redis           keys of rows in Redis (loader.redis.keys)
     ROOT/MODEL/load.lock            held (flock) by the model's one load
     ROOT/MODEL/record.lock          held while `current` changes or a version is removed
 
@@ -22,10 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from tableside.loader.errors import AccessError, VersionError
+from tableside.loader.errors import AccessError, SegmentError, VersionError
+from tableside.loader.redis.keys import clear_keys, notes_in
 from tableside.loader.segment.delta import delta_name
 from tableside.loader.segment.header import Header
-from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.segment import Segment, open_segment
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.copies import copying_writer, fill_copies
 from tableside.loader.versions.folder import (
@@ -67,6 +69,7 @@ class Model(PublishedModel):
         busy = f"another load of model {self.name!r} is under way"
         with self.opened() as folder, folder.lock("load.lock", 0, busy):
             self._clear_leftovers(folder)
+            self._clear_redis(folder)
             with folder.lock("record.lock"):
                 reserve_room(folder)
             version = max([self._readable_record().latest, *self.versions()], default=0) + 1
@@ -74,6 +77,7 @@ class Model(PublishedModel):
                 yield version
             finally:
                 self._clear_partials(folder)
+                self._clear_redis(folder)
 
     def writer(
         self,
@@ -145,6 +149,7 @@ class Model(PublishedModel):
                     "whole model"
                 )
             self._unlink(folder, [version])
+        self._forget_redis()
 
     def remove_all(self) -> int:
         """Removes and counts all versions. The record stays, so that no number is given again."""
@@ -161,6 +166,7 @@ class Model(PublishedModel):
             self._unlink(folder, versions)
             if not is_flipped:  # now there is room
                 self._record_version(folder, 0)
+            self._clear_redis(folder)
         return len(versions)
 
     def collect(self, keep: int) -> list[Path]:
@@ -184,7 +190,7 @@ class Model(PublishedModel):
                 lived = sorted(v for v in self._lived(record) if v != record.current)
                 never = [v for v in self.versions() if v not in lived and v < record.current]
                 removed += self._unlink(folder, never + lived[: max(0, len(lived) - keep)])
-        return removed
+        return removed + self._forget_redis()
 
     def mark_damaged(self, version: int, file: str = "") -> None:
         """Marks a version as damaged, for all processes. file: the damaged one; other versions that have it
@@ -259,6 +265,23 @@ class Model(PublishedModel):
         for name in leftovers:
             folder.unlink(name)
         return [self.folder / name for name in leftovers]
+
+    def _clear_redis(self, folder: Folder) -> list[Path]:
+        """Removes rows from Redis that no version has. Needs the load lock."""
+        if not notes_in(folder):
+            return []
+        try:
+            headers = [open_segment(folder, self.path(v), "header").header for v in self.versions()]
+        except SegmentError:  # which rows it has is not known
+            return []
+        used = {t.redis.seed for h in headers for t in h.remote if t.redis is not None}
+        return [self.folder / name for name in clear_keys(folder, used)]
+
+    def _forget_redis(self) -> list[Path]:
+        """The same, unless a load is under way: that one does it at its end."""
+        with contextlib.suppress(VersionError), self.opened() as folder, folder.lock("load.lock", 0):
+            return self._clear_redis(folder)
+        return []
 
 
 def models(root: Path, owner: str | None = None) -> list[Model]:

@@ -27,8 +27,8 @@ from tableside.quant.cpu import _native
 from tableside.quant.cpu.address_space import BASE, MEMORY
 from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
 from tableside.quant.cpu.in_memory import FIELD, places_in_memory
-from tableside.quant.errors import BadIds, Problem, RowsNotRead
-from tableside.quant.rows.fetched import AskedTable, RowsAsked, RowState
+from tableside.quant.errors import BadIds, Problem
+from tableside.quant.rows.fetched import AskedTable, RowsAsked, RowState, not_read
 from tableside.quant.rows.ids import array_address
 
 if TYPE_CHECKING:
@@ -224,9 +224,10 @@ class _RowsComing(Waiting):
         state = self.state[one.start : one.start + len(one.rows)]
         if not state.any():
             return
-        table, late = self._plan.planner.tables[one.number], int(np.count_nonzero(state == RowState.LATE))
-        if late and (table.default is None or not table.late_is_default):
-            raise RowsNotRead(state.size, late, 0)
+        table, is_damaged = self._plan.planner.tables[one.number], bool((state == RowState.CORRUPT).any())
+        may_be_late = table.default is not None and table.late_is_default
+        if is_damaged or (not may_be_late and (state == RowState.LATE).any()):
+            raise not_read(state)
         if table.default is not None:
             one.rows[state != RowState.HERE] = table.default
 

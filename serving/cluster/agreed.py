@@ -137,8 +137,8 @@ class Agreement:
         well."""
         try:
             for segment in segments:
-                if segment.header.remote and (name := segment.hosts_state()) is not None:
-                    _hold(self._hosts, owners_of(segment.header.remote), name, asks_all=True)
+                if segment.header.owned and (name := segment.hosts_state()) is not None:
+                    _hold(self._hosts, owners_of(segment.header.owned), name, asks_all=True)
         finally:
             self._hold_at = time.monotonic() + _HOLD_S
 

@@ -1,10 +1,11 @@
-"""Asks the owners of rows for them. A request is split by owner, one message to each, and their rows are put
-together here, so that what reads them is what reads a table of this host."""
+"""Remote tables as sources of rows: owners are asked for them, or Redis (loader.redis.reader). A request is
+split by owner, one message to each, and their rows are put together here, so that what reads them is what
+reads a table of this host."""
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +34,43 @@ class _Part(NamedTuple):
     state: NDArray[np.uint8]
 
 
-class RemoteTables:
-    """The remote tables of a state, as sources of rows. count: is told a table, CAME or LATE, and how many
-    rows."""
+_Count = Callable[[str, str, int], object]  # is told a table, what became of rows, and how many
 
-    def __init__(
-        self, segment: Segment, settings: ServerSettings, count: Callable[[str, str, int], object]
-    ) -> None:
+
+def remote_sources(segment: Segment, settings: ServerSettings, count: _Count) -> dict[str, AskedTable]:
+    """Returns the remote tables of a state by name. SegmentError: as of `RemoteTables`. MissingBackend: the
+    client of Redis is not installed."""
+    tables, timeout_s = segment.header.remote, segment.header.row_timeout_s(settings.disk_timeout_s)
+    fetch: Callable[[Sequence[RowsAsked], float | None], object]
+    if segment.header.owned:
+        fetch = RemoteTables(segment, settings, count).fetch
+    else:
+        from tableside.loader.redis.reader import RedisRows  # which needs the client
+
+        fetch = RedisRows(tables, segment.path.parent, timeout_s, count).fetch
+    return {t.name: _source(t, fetch, timeout_s, settings.disk_late == "default") for t in tables}
+
+
+def _source(t: RemoteTable, fetch: Any, timeout_s: float, late_is_default: bool) -> AskedTable:
+    ends = [s.end for s in t.shares] or [t.count]
+    return AskedTable(
+        t.name,
+        t.count,
+        t.row_bytes,
+        RowFormat.parse(t.row_format),
+        t.dim,
+        RowOwners(np.array(ends, np.int64), t.buckets, t.bucket_ids),
+        fetch,
+        timeout_s,
+        np.frombuffer(bytes.fromhex(t.default), np.uint8) if t.default else None,
+        late_is_default,
+    )
+
+
+class RemoteTables:
+    """The tables of a state whose rows owners have."""
+
+    def __init__(self, segment: Segment, settings: ServerSettings, count: _Count) -> None:
         """SegmentError: it is not known which rows of theirs belong to the state."""
         if (state := segment.hosts_state()) is None:
             raise SegmentError(
@@ -49,25 +80,6 @@ class RemoteTables:
         self._tables, self._mark, self._count = {t.name: t for t in segment.header.remote}, state.mark, count
         self._hosts = hosts_of(cluster_token(settings), settings.disk_timeout_s)
         self._timeout_s = segment.header.row_timeout_s(settings.disk_timeout_s)
-        self._late_is_default = settings.disk_late == "default"
-
-    def sources(self) -> dict[str, AskedTable]:
-        """Returns the tables by name."""
-        return {name: self._source(table) for name, table in self._tables.items()}
-
-    def _source(self, t: RemoteTable) -> AskedTable:
-        return AskedTable(
-            t.name,
-            t.count,
-            t.row_bytes,
-            RowFormat.parse(t.row_format),
-            t.dim,
-            RowOwners(np.array([s.end for s in t.shares], np.int64), t.buckets, t.bucket_ids),
-            self.fetch,
-            self._timeout_s,
-            np.frombuffer(bytes.fromhex(t.default), np.uint8) if t.default else None,
-            self._late_is_default,
-        )
 
     def fetch(self, asked: Sequence[RowsAsked], deadline: float | None) -> None:
         """Reads rows of these tables, as `quant.rows.fetched.Fetch`: each owner is asked once."""

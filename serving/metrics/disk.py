@@ -19,7 +19,8 @@ _SECONDS = Histogram(
 
 _REMOTE = Counter(
     "tableside_remote_rows_total",
-    "Rows of tables on other hosts that lookups asked for, each of a request once: came, or late.",
+    "Rows of tables on other hosts or in Redis that lookups asked for, each of a request once: came, late; "
+    "of Redis gone (it has them no more), corrupt.",
     ["model", "table", "outcome"],
 )
 

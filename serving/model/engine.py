@@ -146,16 +146,16 @@ class Engine:
             header = served.header
         else:
             header = self.model.attach(wanted.version, "header").header
-        if not header.remote:
+        if not header.owned:
             return wanted
         if served is None:
-            return self._agreement.first(wanted, header.remote, lacks_none)
+            return self._agreement.first(wanted, header.owned, lacks_none)
         is_patient = self.behind_s < self._settings.disk_timeout_s
-        return self._agreement.next(wanted, header.remote, served.state, served.sequence, is_patient)
+        return self._agreement.next(wanted, header.owned, served.state, served.sequence, is_patient)
 
     def shall_hold(self) -> bool:
         """Whether the caller is to `hold` now."""
-        return self._served is not None and self._agreement.shall_hold(self._served.header.remote)
+        return self._served is not None and self._agreement.shall_hold(self._served.header.owned)
 
     def hold(self) -> None:
         """Has the owners of remote tables keep the states that are attached. Blocks."""
@@ -347,7 +347,7 @@ class Engine:
         good = set(self.model.versions()) - set(self.model.damaged_versions())
         old = time.monotonic() - _NAMED_S
         for version, named in list(self._explicit.items()):  # a copy: a thread may attach one meanwhile
-            is_old = bool(named.served.header.remote) and named.at < old
+            is_old = bool(named.served.header.owned) and named.at < old
             if version not in good or is_old:
                 self._explicit.pop(version, None)
 
@@ -364,7 +364,7 @@ class Engine:
                 raise not_found(f"{why}; versions there: {known}")
             wanted = state or resolve(self.model, version)
             try:
-                if state is None and (remote := self.model.attach(version, "header").header.remote):
+                if state is None and (remote := self.model.attach(version, "header").header.owned):
                     wanted = self._agreement.of_version(wanted, remote)
                 served = self.attach(wanted)
                 break

@@ -27,7 +27,7 @@ from tableside.quant.gpu.residence.registry import (
 )
 from tableside.quant.rows.fetched import FetchedTable, RowReader
 from tableside.quant.rows.ids import ID_BYTES
-from tableside.serving.cluster.owners import RemoteTables
+from tableside.serving.cluster.owners import remote_sources
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import are_compiled, compile_ahead, kernels_of_server
 from tableside.serving.model.disk_tables import DiskTables
@@ -142,7 +142,7 @@ class Placer:
         ServingError: CUDA, the GPU's memory or the budget does not allow it."""
         if segment.header.remote and self.gpu is not None:
             what = f"rows of {segment.header.model} version {segment.header.version} lie on other hosts"
-            raise ServingError(f"{what}, and the CPU asks for them; leave the devices out")
+            raise ServingError(f"{what}, or in Redis, and the CPU asks for them; leave the devices out")
         if (gpu := self.gpu) is None:
             return self._place_on_host(segment, self.kinds(segment))
         known = self._bases.get(segment.base)
@@ -163,7 +163,7 @@ class Placer:
         }
         if remote := segment.header.remote:
             count = partial(self._count_remote, segment.header.model)
-            on_host |= RemoteTables(segment, self._settings, count).sources()
+            on_host |= remote_sources(segment, self._settings, count)
             kinds = {**kinds, **dict.fromkeys((table.name for table in remote), ELSEWHERE)}
         is_counted = any(reader.note is not None for reader in readers.values())
         return Placements(kinds, on_host=on_host, hot=hot.number, is_counted=is_counted)

@@ -127,13 +127,13 @@ def owners(options: argparse.Namespace) -> int:
     1 where an owner has none."""
     model = published(options)
     segment = attach_state(model, None, "header")
-    if not segment.header.remote:
+    if not segment.header.owned:
         raise ServingError(
-            f"all tables of model {model.name!r} are on this host; expected one whose model.toml names "
-            "owners (tier, docs/hosts.md)"
+            f"all tables of model {model.name!r} are on this host, or in Redis; expected one whose "
+            "model.toml names owners (tier, docs/hosts.md)"
         )
     cluster = ClusterSettings(**given(options, ClusterSettings))
-    found = owners_of(segment.header.remote)
+    found = owners_of(segment.header.owned)
     kept = states_of(hosts_of(cluster_token(cluster), _OWNERS_S), found)
     close_hosts()
     live = state_of(model.record())

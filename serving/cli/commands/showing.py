@@ -214,7 +214,7 @@ def _tables(h: Header) -> Iterator[Table]:
         )  # fmt: skip
     for r in h.remote:
         kinds = {"row": "row numbers", "raw": "raw", "string": "strings"}
-        ids, hosts = f"{r.count:,} {kinds[r.id_kind]}", f"on {len(r.shares)} hosts"
+        ids, hosts = f"{r.count:,} {kinds[r.id_kind]}", "in Redis" if r.redis else f"on {len(r.shares)} hosts"
         row = (ids, r.missing, f"{r.count:,}", str(r.dim), r.row_format, str(r.row_bytes), hosts)
         table.add_row(r.name, *row, escape(r.key))
     yield table

@@ -63,7 +63,7 @@ def test_the_header_says_it(root: Path, tmp_path: Path) -> None:
     """In a format version of its own, and only of such tables; so does `inspect`."""
     tables = {"s": (TEXTS, VALUES), "n": (np.arange(1000), VALUES)}
     header = publish_strings(tmp_path, root, tables).header
-    assert [t.id_kind for t in header.tables] == ["string", "raw"] and header.format_version == 10
+    assert [t.id_kind for t in header.tables] == ["string", "raw"] and header.format_version == 11
     assert Header.from_json(header.to_json()) == header and header.to_json().count(b'"strings":true') == 1
     assert b"strings" not in publish_strings(tmp_path, root, {"n": tables["n"]}).header.to_json()
     told = run_tableside("inspect", "demo", "1", "--root", str(root)).stdout

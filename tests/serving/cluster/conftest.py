@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from tableside.serving.cluster.calls import close_hosts
 def no_connections_stay() -> Iterator[None]:
     yield
     close_hosts()
+    if "tableside.loader.redis.servers" in sys.modules:
+        sys.modules["tableside.loader.redis.servers"].close_servers()
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_what_needs_all_rows_on_one_host_is_refused(
 
 
 @pytest.mark.parametrize(
-    "tier", ["", "rows://", "rows://a", "rows://a:0", "redis://a:1", "rows://a:1,,b:1", 3]
+    "tier", ["", "rows://", "rows://a", "rows://a:0", "redis://a", "http://a:1", "rows://a:1,,b:1", 3]
 )
 def test_tiers_that_name_no_hosts_are_refused(tmp_path: Path, tier: object) -> None:
     with pytest.raises(ModelError, match="expected rows://HOST:PORT,HOST:PORT"):

@@ -1,0 +1,1 @@
+"""Rows of tables in Redis or Valkey (docs/redis.md)."""

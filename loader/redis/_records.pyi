@@ -1,0 +1,6 @@
+from typing import Any
+
+def commands(prefix: Any, block_rows: int, record_bytes: int, before: Any, rows: Any, /) -> bytes: ...
+def take(
+    data: Any, at: int, head: Any, rows: Any, to: Any, words: Any, out: Any, state: Any, /
+) -> tuple[int, int, bool]: ...

@@ -1,0 +1,326 @@
+"""Rows in a Redis server that is killed, stopped, flushed, started empty, or changed, asks for a password, or
+lies: no answer is wrong, and rows that do not come are told."""
+
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from hosts import answer, served
+from liars import Liar
+from redis_models import ASKED, TABLES, USERS, load_both, look_up, right, rows_in, spec_of
+from redis_servers import RedisServer, free_port, needs_redis, redis_server
+from servers import Server
+from support import rows_of, run_tableside, until
+from tls import Proxy, make_certificate, needs_openssl, server_context
+
+from tableside.loader.deltas.apply import apply
+from tableside.loader.deltas.changes import ChangeBatch, TableChanges
+from tableside.loader.errors import ChangeError, ModelError, RedisError
+from tableside.loader.load.load import load
+from tableside.loader.load.settings import LoadSettings
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.tiers import PASSWORD, USERNAME, RedisTier
+from tableside.loader.redis.servers import RedisNode, close_servers, servers_of
+from tableside.loader.versions.versions import Model
+from tableside.quant import RowFormat
+from tableside.serving.client import Client
+from tableside.serving.errors import ErrorKind
+
+pytestmark = needs_redis
+LATE = [(0, 0, ASKED["user"].size), (0, 0, ASKED["item"].size), (0, 0, 0)]
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path, False, port=free_port()) as running:
+        yield running
+
+
+def tier(server: RedisServer) -> str:
+    return f"redis://{server.place}"
+
+
+def test_answers_are_those_of_a_model_without_a_tier(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, serve: Callable[..., Server]
+) -> None:
+    """Bit by bit, over HTTP, of ids without a row, too. Metadata and commands say where rows are."""
+    load_both(tmp_path, roots[0], tier(redis))
+    door = serve(roots[0], models=("ads", "plain"))
+    asked = {"user": [[1, 2], [USERS, 5]], "item": [[776, 0]], "small": [[3]]}
+    with Client(door.url) as client:
+        got, expected = (client.lookup(name, asked) for name in ("ads", "plain"))
+        assert all(np.array_equal(got[name], expected[name]) for name in asked)
+        asked = {name: ids[:, None] for name, ids in ASKED.items()}
+        got, expected = (client.lookup(name, asked) for name in ("ads", "plain"))
+        assert all(np.array_equal(got[name], expected[name]) for name in asked)
+    table = next(t for t in door.get("/v1/models").json()["models"][0]["tables"] if t["name"] == "user")
+    assert (table["placement"], table["id_count"]) == ("remote", USERS)
+    counts = door.get("/metrics").text
+    assert 'outcome="came"' in counts and 'outcome="late"' not in counts
+    shown = run_tableside("inspect", "ads", "--root", roots[0])
+    assert "in Redis" in shown.stdout and shown.returncode == 0
+
+
+def test_an_id_without_a_row_is_refused_as_without_a_tier(
+    roots: list[Path], tmp_path: Path, redis: RedisServer
+) -> None:
+    load_both(tmp_path, roots[0], tier(redis), missing="error")
+    asked = {"user": [1, USERS]}
+    assert answer(served(roots[0], "ads"), asked) == answer(served(roots[0], "plain"), asked)
+
+
+@pytest.mark.parametrize("late", ["default", "error"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_rows_of_a_server_that_is_away_are_late(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, how: signal.Signals, late: str
+) -> None:
+    """They are the default row, or an error, as the setting says; soon nobody waits for them. Once the server
+    answers again, with its rows, they are right."""
+    redis.end()
+    redis.keeps = True
+    redis.start()
+    load_both(tmp_path, roots[0], tier(redis))
+    version = served(roots[0], "ads", 0.2, disk_late=late)
+    assert look_up(version) == right(roots[0])
+    process = redis.process
+    assert process is not None
+    process.send_signal(how)
+    if how == signal.SIGKILL:
+        process.wait()
+    got = look_up(version)
+    if late == "error":
+        assert got[0] is ErrorKind.NOT_READ and "came too late" in got[1]
+    else:
+        assert got[1] == LATE
+        assert not rows_in(got)["user"].any() and np.array_equal(rows_in(got)["small"], TABLES["small"])
+    node = _node(redis)
+    until(lambda: bool(look_up(version)) and node.hangs, what="nobody to wait any more")
+    if how == signal.SIGKILL:
+        redis.process = None
+        redis.start()
+    else:
+        process.send_signal(signal.SIGCONT)
+    until(lambda: look_up(version) == right(roots[0]), what="its rows")
+
+
+def _node(server: RedisServer) -> RedisNode:
+    return servers_of(RedisTier((server.place,), False)).node(server.place)
+
+
+def test_an_answer_says_that_it_is_degraded(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, serve: Callable[..., Server]
+) -> None:
+    load_both(tmp_path, roots[0], tier(redis))
+    door = serve(roots[0], models=("ads",))
+    redis.client().flushall()
+    asked = {"inputs": [{"name": "user", "shape": [2, 1], "datatype": "INT64", "data": [1, 999]}]}
+    told = httpx.post(f"{door.url}/v2/models/ads/infer", json=asked).json()
+    assert told["parameters"] == {"degraded": 2, "degraded.user": 2}
+    assert 'outcome="gone"' in door.get("/metrics").text
+
+
+def test_rows_that_are_gone_are_late_until_the_next_load(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a server that started empty, too; the log says so. One block that is gone takes its rows alone."""
+    load_both(tmp_path, roots[0], tier(redis))
+    version, expected = served(roots[0], "ads"), right(roots[0])
+    (key,) = redis.client().keys("tableside:ads:user:*:00000{001}")
+    redis.client().unlink(key)
+    got = look_up(version)
+    lost = got[1][0][2]
+    assert 0 < lost < ASKED["user"].size and got[1][1:] == [(0, 0, 0), (0, 0, 0)]
+    is_zero = ~rows_in(got)["user"].any(1)
+    assert is_zero.sum() == lost
+    assert np.array_equal(rows_in(got)["user"][~is_zero], rows_in(expected)["user"][~is_zero])
+    assert "is gone; load the model again" in caplog.text
+    redis.end(signal.SIGKILL)
+    redis.start()
+    until(lambda: look_up(version)[1] == LATE and not _node(redis).hangs, what="a server without rows")
+    load(spec_of(tmp_path, tier(redis)), roots[0])
+    assert look_up(served(roots[0], "ads")) == expected
+
+
+def test_a_server_that_ends_idle_connections_is_asked_anew(
+    roots: list[Path], tmp_path: Path, redis: RedisServer
+) -> None:
+    """No row is late."""
+    load_both(tmp_path, roots[0], tier(redis))
+    version = served(roots[0], "ads")
+    assert look_up(version) == right(roots[0])
+    redis.client().client_kill_filter(_type="normal")
+    assert look_up(version) == right(roots[0])
+
+
+def test_damaged_rows_are_an_error(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a bit that changed, a block in place of another one, one that was cut; the log names the key."""
+    load_both(tmp_path, roots[0], tier(redis))
+    version, client = served(roots[0], "ads"), redis.client()
+    first, second = (client.keys(f"tableside:ads:user:*:00000{{00{n}}}")[0] for n in (0, 1))
+    for damage in (
+        lambda value: value[:10] + bytes([value[10] ^ 1]) + value[11:],
+        lambda value: client.get(second),
+        lambda value: value[:7],
+    ):
+        value = client.get(first)
+        client.set(first, damage(value))
+        got = look_up(version)
+        assert got[0] is ErrorKind.NOT_READ and re.search(" and [1-9][0-9]* were damaged", got[1])
+        client.set(first, value)
+        assert look_up(version) == right(roots[0])
+    assert first.decode() in caplog.text and "not what was written" in caplog.text
+
+
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "no protocol": lambda data: b"x" * len(data),
+    "cut short": lambda data: data[:-8],
+    "nothing": lambda data: b"",
+    "a longer value": lambda data: data.replace(b"$72\r\n", b"$99\r\n", 1),
+    "an array": lambda data: b"*-1\r\n" + data,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_replies_that_were_changed_on_their_way_are_not_taken(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, lie: str
+) -> None:
+    """Rows are right, late or damaged, and none is wrong. With the next honest answers all are right."""
+    liar = Liar(redis.port)
+    try:
+        load_both(tmp_path, roots[0], f"redis://{liar.place}")
+        version, good = served(roots[0], "ads", 0.5), right(roots[0])
+        assert look_up(version) == good
+        liar.change = LIES[lie]
+        got = look_up(version)
+        assert got != good
+        if got[0] is not ErrorKind.NOT_READ:
+            for name, rows in rows_in(got).items():
+                came = rows.any(1)
+                assert np.array_equal(rows[came], rows_in(good)[name][came])
+        liar.change = lambda data: data
+        until(lambda: look_up(version) == good, what="honest rows")
+    finally:
+        liar.close()
+
+
+def test_a_password_comes_from_the_environment(
+    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is in no file, and no line of the log."""
+    with redis_server(tmp_path, False, port=free_port(), password="a secret word") as server:
+        with pytest.raises(RedisError, match="Authentication required"):
+            load(spec_of(tmp_path, tier(server)), roots[0])
+        monkeypatch.setenv(PASSWORD, "a wrong one")
+        with pytest.raises(RedisError, match="invalid username-password pair") as refused:
+            load(spec_of(tmp_path, tier(server)), roots[0])
+        monkeypatch.setenv(PASSWORD, server.password)
+        load_both(tmp_path, roots[0], tier(server))
+        assert look_up(served(roots[0], "ads")) == right(roots[0])
+        written = [file.read_bytes() for file in (roots[0] / "ads").iterdir()]
+        assert not any(server.password.encode() in data for data in written)
+        assert "a wrong one" not in str(refused.value)
+        _node(server).close()
+        monkeypatch.setenv(PASSWORD, "a wrong one")
+        assert look_up(served(roots[0], "ads", 0.2))[1] == LATE
+        assert "invalid username-password pair" in caplog.text and "a wrong one" not in caplog.text
+
+
+def test_a_server_that_loads_its_data_or_refuses_is_told(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_both(tmp_path, roots[0], tier(redis))
+    version = served(roots[0], "ads")
+    (key,) = redis.client().keys("tableside:ads:item:*:00000{000}")
+    redis.client().delete(key)
+    redis.client().lpush(key, "a list")
+    got = look_up(version)
+    assert got[1] == [(0, 0, 0), LATE[1], (0, 0, 0)] and "it refuses: WRONGTYPE" in caplog.text
+    assert np.array_equal(rows_in(got)["user"], rows_in(right(roots[0]))["user"])
+
+
+def test_what_rows_in_redis_lack_is_refused(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
+    for user, match in (
+        ({"ids": "raw", "id_key": "x"}, "raw ids have no tier in Redis"),
+        ({"tier": "redis://me:word@a:1"}, "has a user or a password"),
+        ({"tier": "redis://a:1|b:1"}, "expected rows://HOST:PORT"),
+        ({"missing": "mean"}, "needs all rows on one host"),
+        ({"tier": "rows://a:1"}, "expected one kind for all"),
+    ):
+        with pytest.raises(ModelError, match=match) as refused:
+            spec_of(tmp_path, tier(redis), user=user)
+        assert "word" not in str(refused.value).replace("password", "")
+    spec = spec_of(tmp_path, tier(redis))
+    load(spec, roots[0])
+    with pytest.raises(ModelError, match="without --only"):
+        load(spec, roots[0], LoadSettings(only=("small",)))
+    changes = TableChanges("user", np.array([1]), np.zeros((1, 64), np.float32))
+    with pytest.raises(ChangeError, match="in Redis, which take no changes"):
+        apply(Model(roots[0], "ads"), ChangeBatch((changes,)))
+
+
+def test_other_tables_change_over_it(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
+    load_both(tmp_path, roots[0], tier(redis))
+    changes = TableChanges("small", np.array([1]), np.full((1, 4), 9, np.float32))
+    for name in ("ads", "plain"):
+        apply(Model(roots[0], name), ChangeBatch((changes,)))
+    assert look_up(served(roots[0], "ads")) == right(roots[0])
+    assert rows_in(right(roots[0]))["small"][1].tolist() == [9] * 4
+
+
+def test_a_user_needs_few_commands(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that docs/redis.md names, for keys of this product alone; a server needs no right to write."""
+    redis.end()
+    redis.keeps = True
+    redis.start()
+    rights = {"loads": "+set +getrange +unlink +info +cluster|slots", "serves": "+getrange +cluster|slots"}
+    for user, commands in rights.items():
+        redis.client().execute_command(
+            "ACL", "SETUSER", user, "on", ">word", "~tableside:*", *commands.split()
+        )
+    redis.client().execute_command("ACL", "SETUSER", "default", "off")
+    monkeypatch.setenv(PASSWORD, "word")
+    monkeypatch.setenv(USERNAME, "loads")
+    load_both(tmp_path, roots[0], tier(redis))
+    monkeypatch.setenv(USERNAME, "serves")
+    assert look_up(served(roots[0], "ads")) == right(roots[0])
+    with pytest.raises(RedisError, match="expected a server that this user may write to"):
+        load(spec_of(tmp_path, tier(redis)), roots[0])
+    assert Model(roots[0], "ads").versions() == [1]
+
+
+@needs_openssl
+def test_rows_come_over_tls(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a server whose certificate is trusted, and from no other one."""
+    certificate = make_certificate(tmp_path)
+    proxy = Proxy(redis.port, server_context(certificate))
+    try:
+        place = proxy.url.removeprefix("https://")
+        with pytest.raises(RedisError, match="certificate"):
+            load(spec_of(tmp_path, f"rediss://{place}"), roots[0])
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        load_both(tmp_path, roots[0], f"rediss://{place}")
+        assert look_up(served(roots[0], "ads")) == right(roots[0])
+    finally:
+        close_servers()
+        proxy.close()
+
+
+def test_rows_take_a_fifth_more_at_most(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
+    """Of int8 with 64 values, with keys, checksums, and what Redis needs for both."""
+    rows = 100_000
+    before = redis.client().info("memory")["used_memory"]
+    np.savez(tmp_path / "large.npz", user=rows_of(rows, 64))
+    tables = {"user": {"key": "user", "tier": tier(redis)}}
+    load(parse_model({"name": "ads", "checkpoint": "large.npz", "tables": tables}, tmp_path), roots[0])
+    payload = rows * RowFormat.INT8.row_bytes(64, 4)
+    assert redis.client().info("memory")["used_memory"] - before <= 1.2 * payload
