@@ -246,8 +246,8 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
         raise ModelError("there is no [tables.NAME]; a model needs at least one table")
     if len({len(t.owners) for t in tables if t.owners}) > 1:
         raise ModelError("tables have tiers of different numbers of owners; expected the same for all")
-    if any(t.owners for t in tables) and any(t.redis for t in tables):
-        raise ModelError("tables have tiers of owners and in Redis; expected one kind for all")
+    if len({t.redis for t in tables if t.owners or t.redis}) > 1:
+        raise ModelError("tables have different tiers; expected owners for all of them, or one Redis")
     names = {t.name for t in tables}
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
     features = features or tuple(FeatureSpec(t.name, t.name) for t in tables)

@@ -1,12 +1,9 @@
 """Reads rows from Redis for lookups: of all tables of a request at once, by one pipeline to each server."""
 
-import contextlib
-import fcntl
 import logging
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +14,9 @@ import redis
 
 from tableside.loader.model.tiers import RedisTier
 from tableside.loader.redis.blocks import RedisBlocks
-from tableside.loader.redis.keys import note_name
+from tableside.loader.redis.keys import hold_note
 from tableside.loader.redis.replies import Replies
-from tableside.loader.redis.servers import LATE_ROWS, RedisNode, servers_of
+from tableside.loader.redis.servers import LATE_ROWS, RedisServers, Slots, servers_of
 from tableside.loader.segment.blocks import OPENS_S
 from tableside.loader.segment.remote import RemoteTable
 from tableside.quant.contract import Ids
@@ -28,8 +25,9 @@ from tableside.quant.rows.turns import waiting
 
 logger = logging.getLogger("tableside")
 
+_GONE = len(RowState)  # the state of a row that Redis has no more, until all have come
 # What became of rows, for counts
-CAME, LATE, GONE, CORRUPT = "came", "late", "gone", "corrupt"
+_OUTCOMES = {RowState.HERE: "came", RowState.LATE: "late", RowState.CORRUPT: "corrupt", _GONE: "gone"}
 _TURNS = 5  # a server may say that another one has a slot, and that one, too
 _PART_ROWS = 2048  # that are asked for and read together: the server answers some while others are read
 _TOLD_S = 1.0  # between two lines of the log about rows that are gone or damaged
@@ -61,7 +59,18 @@ class _Place(NamedTuple):
 
 
 _Left = dict[_Place | None, list[_Part]]  # rows by the server to ask; None: that which has their slots
-_Counts = Counter[tuple[str, str]]  # rows by table and outcome
+
+
+def _by_place(left: _Left, slots: Slots) -> dict[_Place, list[_Part]]:
+    """Returns the servers with the rows that they are asked for."""
+    found = {place: parts for place, parts in left.items() if place is not None}
+    for part in left.get(None, ()):
+        of = slots.by_slot[part.blocks.slots(part.rows)] if len(slots.names) > 1 else slots.by_slot[:1]
+        for number in np.unique(of).tolist():
+            if number >= 0:
+                own = part if of.size == 1 else part._replace(at=part.at[of == number])
+                found.setdefault(_Place(slots.names[number]), []).append(own)
+    return found
 
 
 class RedisRows:
@@ -78,15 +87,9 @@ class RedisRows:
     ) -> None:
         self._blocks = {t.name: RedisBlocks(t.place, t.row_bytes) for t in tables}
         first = next(iter(self._blocks.values())).place
-        self._servers = servers_of(RedisTier(first.addresses, first.is_tls))
+        self._tier = RedisTier(first.addresses, first.is_tls)
         self._timeout_s, self._count, self._told_at = timeout_s, count, -_TOLD_S
-        self._notes: list[int] = []
-        for blocks in self._blocks.values():
-            # On a host that has a copy of the folder, keys are not this folder's to keep
-            with contextlib.suppress(OSError):
-                note = folder / note_name(blocks.place.seed)
-                self._notes.append(os.open(note, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
-                fcntl.flock(self._notes[-1], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._notes = [note for t in tables if (note := hold_note(folder, t.place.seed)) >= 0]
 
     def __del__(self) -> None:
         for fd in getattr(self, "_notes", ()):
@@ -100,38 +103,24 @@ class RedisRows:
             own = one.ends[0]
             one.state[:own], one.state[own:] = RowState.LATE, RowState.MISSING
             left[None].append(_Part(self._blocks[one.table], one, np.arange(own)))
-        counts: _Counts = Counter()
+        servers = servers_of(self._tier)
         for turn in range(_TURNS):
-            if turn or not self._servers.names:
-                self._servers.learn(deadline, self.is_patient(deadline))
-            calls = [_Call(self, place, parts, deadline) for place, parts in self._by_server(left)]
+            if turn or not servers.slots.are_known:
+                servers.learn(deadline, self.is_patient(deadline))
+            by_place = _by_place(left, servers.slots)
+            calls = [_Call(self, servers, *one, deadline) for one in by_place.items()]
             left = {}
             for call in calls:
                 call.send(left)
             for call in calls:
-                call.receive(left, counts)
+                call.receive(left)
             if not left:
                 break
         for one in asked:
-            came, late, damaged, _ = np.bincount(one.state, minlength=len(RowState)).tolist()
-            late -= counts[one.table, GONE]
-            counts.update({(one.table, CAME): came, (one.table, LATE): late, (one.table, CORRUPT): damaged})
-        for (table, outcome), rows in counts.items():
-            self._count(table, outcome, rows)
-
-    def _by_server(self, left: _Left) -> Iterator[tuple[_Place, list[_Part]]]:
-        """Yields servers with the rows that they are asked for. left: rows by server; None: who has them."""
-        names, by_slot = self._servers.names, self._servers.by_slot
-        found = {place: parts for place, parts in left.items() if place is not None}
-        for part in left.get(None, ()):
-            owners = by_slot[part.blocks.slots(part.rows)] if len(names) > 1 else np.zeros_like(part.at)
-            for number, name in enumerate(names):
-                if (at := part.at[owners == number]).size:
-                    found.setdefault(_Place(name), []).append(part._replace(at=at))
-        yield from found.items()
-
-    def node(self, name: str) -> RedisNode:
-        return self._servers.node(name)
+            states = np.bincount(one.state, minlength=_GONE + 1).tolist()
+            one.state[one.state == _GONE] = RowState.LATE
+            for state, outcome in _OUTCOMES.items():
+                self._count(one.table, outcome, states[state])
 
     def is_patient(self, deadline: float) -> bool:
         """Whether who waits until then can tell whether a server hangs."""
@@ -149,9 +138,11 @@ class RedisRows:
 class _Call:
     """One pipeline to one server."""
 
-    def __init__(self, of: RedisRows, place: _Place, parts: Sequence[_Part], deadline: float) -> None:
+    def __init__(
+        self, of: RedisRows, servers: RedisServers, place: _Place, parts: Sequence[_Part], deadline: float
+    ) -> None:
         self._of, self._place, self._deadline = of, place, deadline
-        self._node, self._began = of.node(place.name), time.monotonic()
+        self._node, self._began = servers.node(place.name), time.monotonic()
         self._parts = [part for one in parts for part in one.cut()]
         self._is_patient = of.is_patient(deadline)
         self._connection: Any = None
@@ -168,6 +159,8 @@ class _Call:
                 self._socket.settimeout(max(0.0, self._deadline - time.monotonic()))
                 with waiting():
                     self._socket.sendall(commands)
+        except redis.AuthenticationError as error:
+            self._fail(f"it lets nobody in ({error})", {})
         except (OSError, redis.RedisError) as error:
             self._fail(f"it is not reached ({error})", left)
 
@@ -175,9 +168,8 @@ class _Call:
     def _socket(self) -> Any:
         return self._connection._sock
 
-    def receive(self, left: _Left, counts: _Counts) -> None:
-        """Reads the answers. left: gets the rows that are to be asked for again; counts: those that are
-        GONE."""
+    def receive(self, left: _Left) -> None:
+        """Reads the answers. left: gets the rows that are to be asked for again."""
         if self._connection is None:
             return
         before = b"+OK\r\n" if self._place.is_asking else b""
@@ -188,8 +180,14 @@ class _Call:
                 others = replies.take(part.blocks, rows, part.at, out, state)
                 if (damaged := part.at[state[part.at] == RowState.CORRUPT]).size:
                     self._of.told("its checksum is wrong: it is not what was written", part, int(damaged[0]))
+                elsewhere: dict[_Place, list[int]] = {}
                 for number, reply in others.items():
-                    problem = self._take_other(part, number, reply, left, counts) or problem
+                    if (place := self._named(reply)) is not None:
+                        elsewhere.setdefault(place, []).append(number)
+                    else:
+                        problem = self._take_other(part, int(part.at[number]), reply) or problem
+                for place, numbers in elsewhere.items():
+                    left.setdefault(place, []).append(part._replace(at=part.at[numbers]))
         except (TimeoutError, BlockingIOError):
             self._fail(LATE_ROWS, left)
         except (OSError, hiredis.ProtocolError) as error:
@@ -198,21 +196,21 @@ class _Call:
             self._node.give_back(self._connection)
             self._tell(problem)
 
-    def _take_other(self, part: _Part, number: int, reply: Any, left: _Left, counts: _Counts) -> str:
-        """Takes a reply that is no record, of one row; returns what is wrong with the server."""
-        at = part.at[number : number + 1]
-        if reply == b"":
-            counts[part.asked.table, GONE] += 1
-            self._of.told("it is gone; load the model again", part, int(at[0]))
-        elif isinstance(reply, bytes):
-            part.asked.state[at] = RowState.CORRUPT
-            self._of.told(f"it has {len(reply)} bytes of {part.blocks.record_bytes}", part, int(at[0]))
-        elif isinstance(reply, hiredis.ReplyError) and (moved := _MOVED.fullmatch(str(reply))):
-            host = moved["host"] or self._place.name.rpartition(":")[0]
-            place = _Place(f"{host}:{moved['port']}", moved["how"] == "ASK")
-            left.setdefault(place, []).append(part._replace(at=at))
-        else:
+    def _named(self, reply: Any) -> _Place | None:
+        """Returns the server that a reply names."""
+        moved = _MOVED.fullmatch(str(reply)) if isinstance(reply, hiredis.ReplyError) else None
+        if moved is None:
+            return None
+        host = moved["host"] or self._place.name.rpartition(":")[0]
+        return _Place(f"{host}:{moved['port']}", moved["how"] == "ASK")
+
+    def _take_other(self, part: _Part, at: int, reply: Any) -> str:
+        """Takes a reply that is no record, of the row at a place; returns what is wrong with the server."""
+        if not isinstance(reply, bytes):
             return f"it refuses: {str(reply)[:200]}"
+        part.asked.state[at] = RowState.CORRUPT if reply else _GONE
+        said = f"it has {len(reply)} bytes of {part.blocks.record_bytes}"
+        self._of.told(said if reply else "it is gone; load the model again", part, at)
         return ""
 
     def _fail(self, problem: str, left: _Left) -> None:

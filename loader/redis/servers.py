@@ -1,11 +1,12 @@
 """Connections to the Redis servers of a tier, and which of them has a slot. Users and passwords come from the
 environment and go nowhere else."""
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,12 +62,11 @@ class RedisNode:
 
     def take(self, deadline: float) -> Any:
         """Returns a connection that nobody else uses. redis.RedisError: there is none."""
-        if self._free:
-            try:
-                return self._free.pop()
-            except IndexError:  # another thread was faster
-                pass
         left_s = max(_LEAST_CONNECT_S, _CONNECT_SHARE * (deadline - time.monotonic()))
+        with contextlib.suppress(IndexError):
+            connection = self._free.pop()
+            connection._sock.settimeout(left_s)
+            return connection
         options = options_of(self._is_tls)
         kind = redis.SSLConnection if options.pop("ssl", False) else redis.Connection
         host, port = host_and_port(self.name)
@@ -85,16 +85,21 @@ class RedisNode:
             self._free.pop().disconnect()
 
 
+class Slots(NamedTuple):
+    """Who has a slot. by_slot: int64 [SLOTS], the place in `names`, HOST:PORT, or -1: it is not known."""
+
+    names: tuple[str, ...]
+    by_slot: Ids
+    are_known: bool
+
+
 class RedisServers:
-    """The servers of a tier. `names`, `by_slot`: who has a slot, its place in `names`, or -1; names are empty
-    until that is known. Any thread may call."""
+    """The servers of a tier. Any thread may call."""
 
     def __init__(self, tier: RedisTier) -> None:
         self._tier, self._lock = tier, threading.Lock()
         self._nodes: dict[str, RedisNode] = {}
-        self.names: tuple[str, ...] = ()
-        self.by_slot: Ids = np.full(SLOTS, -1, np.int64)
-        self._learn_at = 0.0
+        self.slots, self._learn_at = Slots((), np.full(SLOTS, -1, np.int64), False), 0.0
 
     def node(self, name: str) -> RedisNode:
         with self._lock:
@@ -104,10 +109,10 @@ class RedisServers:
         """Asks who has which slot, at most once a second. Blocks until the deadline at most. is_patient: as
         of `RedisNode.may_be_asked`."""
         with self._lock:
-            if self.names and time.monotonic() < self._learn_at:
+            if self.slots.names and time.monotonic() < self._learn_at:
                 return
             self._learn_at = time.monotonic() + OPENS_S
-        known = dict.fromkeys((*self.names, *self._tier.addresses))
+        known = dict.fromkeys((*self.slots.names, *self._tier.addresses))
         for node in map(self.node, known):
             began = time.monotonic()
             if not node.may_be_asked(is_patient):
@@ -126,7 +131,7 @@ class RedisServers:
             by_slot = np.full(SLOTS, -1, np.int64)
             for first, last, name in found:
                 by_slot[first : last + 1] = names.index(name)
-            self.names, self.by_slot = names, by_slot
+            self.slots = Slots(names, by_slot, bool((by_slot >= 0).all()))
             return
 
     def close(self) -> None:
@@ -158,12 +163,13 @@ def _slots(connection: Any, asked: str) -> list[tuple[int, int, str]]:
         raise redis.InvalidResponse(f"it answers CLUSTER SLOTS with something else: {error}") from error
 
 
-_servers: dict[RedisTier, RedisServers] = {}
+_servers: dict[tuple[int, RedisTier], RedisServers] = {}
 
 
 def servers_of(tier: RedisTier) -> RedisServers:
-    """Returns the servers of a tier as this process knows them."""
-    return _servers.setdefault(tier, RedisServers(tier))
+    """Returns the servers of a tier as this process knows them; a forked child has connections of its own."""
+    here = os.getpid(), tier
+    return _servers.get(here) or _servers.setdefault(here, RedisServers(tier))
 
 
 def close_servers() -> None:

@@ -272,7 +272,7 @@ class Model(PublishedModel):
             return []
         try:
             headers = [open_segment(folder, self.path(v), "header").header for v in self.versions()]
-        except SegmentError:  # which rows it has is not known
+        except (SegmentError, FileNotFoundError):  # it is damaged, or goes just now: its rows are not known
             return []
         used = {t.redis.seed for h in headers for t in h.remote if t.redis is not None}
         return [self.folder / name for name in clear_keys(folder, used)]

@@ -141,6 +141,17 @@ def test_a_compacted_version_has_the_same_keys(root: Path, tmp_path: Path, redis
     assert not redis.client().dbsize()
 
 
+@pytest.mark.usefixtures("every_table_is_large")
+def test_a_table_goes_to_redis_and_back(root: Path, tmp_path: Path, redis: RedisServer) -> None:
+    """Though the live version has the same rows in a file, which another load would link."""
+    load(spec_of(tmp_path, None), root)
+    load_both(tmp_path, root, tier(redis))
+    assert redis.client().dbsize() and look_up(served(root, "ads")) == right(root)
+    load(spec_of(tmp_path, None), root)
+    Model(root, "ads").collect(0)
+    assert not redis.client().dbsize() and look_up(served(root, "ads")) == right(root)
+
+
 def test_hosts_with_one_redis_have_keys_of_their_own(root: Path, tmp_path: Path, redis: RedisServer) -> None:
     """Of one model, and one version number. A copy of a folder without its notes removes nothing."""
     other = root / "other"

@@ -42,6 +42,21 @@ def test_rows_come_from_all_nodes(roots: list[Path], tmp_path: Path, cluster: Re
     assert not any(node.client().dbsize() for node in cluster.nodes)
 
 
+def test_slots_that_nobody_had_are_asked_about_again(
+    roots: list[Path], tmp_path: Path, cluster: RedisCluster
+) -> None:
+    """Of a server that starts while a node lacks its slots."""
+    load_both(tmp_path, roots[0], tier(cluster))
+    first, last = SLOTS * 2 // 3, SLOTS - 1  # of the third node, which keeps their keys
+    for node in cluster.nodes:
+        node.client().execute_command("CLUSTER", "DELSLOTSRANGE", first, last)
+    version, expected = served(roots[0], "ads"), right(roots[0])
+    got = look_up(version)
+    assert 0 < got[1][0][2] < ASKED["user"].size
+    cluster.nodes[2].client().execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+    until(lambda: look_up(version) == expected, what="rows of all slots")
+
+
 def test_a_slot_moves(roots: list[Path], tmp_path: Path, cluster: RedisCluster) -> None:
     """Rows are right before, while none, some or all of its keys have moved, and after."""
     load_both(tmp_path, roots[0], tier(cluster))

@@ -1,14 +1,17 @@
 """Rows in a Redis server that is killed, stopped, flushed, started empty, or changed, asks for a password, or
 lies: no answer is wrong, and rows that do not come are told."""
 
+import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+import torch
 from hosts import answer, served
 from liars import Liar
 from redis_models import ASKED, TABLES, USERS, load_both, look_up, right, rows_in, spec_of
@@ -25,10 +28,13 @@ from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
 from tableside.loader.model.tiers import PASSWORD, USERNAME, RedisTier
 from tableside.loader.redis.servers import RedisNode, close_servers, servers_of
+from tableside.loader.segment.blocks import OPENS_S
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat
+from tableside.quant.errors import RowsNotRead
 from tableside.serving.client import Client
 from tableside.serving.errors import ErrorKind
+from tableside.torch import Embeddings
 
 pytestmark = needs_redis
 LATE = [(0, 0, ASKED["user"].size), (0, 0, ASKED["item"].size), (0, 0, 0)]
@@ -76,10 +82,15 @@ def test_an_id_without_a_row_is_refused_as_without_a_tier(
 @pytest.mark.parametrize("late", ["default", "error"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_rows_of_a_server_that_is_away_are_late(
-    roots: list[Path], tmp_path: Path, redis: RedisServer, how: signal.Signals, late: str
+    roots: list[Path],
+    tmp_path: Path,
+    redis: RedisServer,
+    monkeypatch: pytest.MonkeyPatch,
+    how: signal.Signals,
+    late: str,
 ) -> None:
-    """They are the default row, or an error, as the setting says; soon nobody waits for them. Once the server
-    answers again, with its rows, they are right."""
+    """They are the default row, or an error, as the setting says; soon nobody waits for them but one request
+    in a second. Once the server answers again, with its rows, they are right."""
     redis.end()
     redis.keeps = True
     redis.start()
@@ -99,6 +110,11 @@ def test_rows_of_a_server_that_is_away_are_late(
         assert not rows_in(got)["user"].any() and np.array_equal(rows_in(got)["small"], TABLES["small"])
     node = _node(redis)
     until(lambda: bool(look_up(version)) and node.hangs, what="nobody to wait any more")
+    began, taken = time.monotonic(), _taken(monkeypatch)
+    for _ in range(50):
+        look_up(version)
+    # One that looks asks again once, and asks for the slots
+    assert len(taken) <= 3 * (2 + (time.monotonic() - began) / OPENS_S)
     if how == signal.SIGKILL:
         redis.process = None
         redis.start()
@@ -107,8 +123,54 @@ def test_rows_of_a_server_that_is_away_are_late(
     until(lambda: look_up(version) == right(roots[0]), what="its rows")
 
 
+def _taken(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Gets the deadline of each connection that is taken from now on."""
+    taken, take = list[float](), RedisNode.take
+    monkeypatch.setattr(RedisNode, "take", lambda self, until: taken.append(until) or take(self, until))
+    return taken
+
+
 def _node(server: RedisServer) -> RedisNode:
     return servers_of(RedisTier((server.place,), False)).node(server.place)
+
+
+def test_a_forked_process_asks_by_itself(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
+    """Its answers and its parent's do not meet on one connection."""
+    load_both(tmp_path, roots[0], tier(redis))
+    version, expected = served(roots[0], "ads"), right(roots[0])
+    assert look_up(version) == expected
+    children = []
+    for _ in range(3):
+        if (pid := os.fork()) == 0:
+            os._exit(0 if all(look_up(version) == expected for _ in range(30)) else 1)
+        children.append(pid)
+    assert all(look_up(version) == expected for _ in range(30))
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 3
+
+
+def test_a_module_asks_redis_too(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
+    """It waits for rows, and takes no default row in their place."""
+    load_both(tmp_path, roots[0], tier(redis), user={"row_format": "fp32"})
+    module = Embeddings("ads", ["user"], root=roots[0], output=torch.float32)
+    bags = {"user": torch.from_numpy(ASKED["user"])}
+    assert np.array_equal(module(bags)["user"].numpy(), TABLES["user"][ASKED["user"]])
+    redis.client().flushall()
+    with pytest.raises(RowsNotRead, match=f"{ASKED['user'].size} came too late"):
+        module(bags)
+
+
+def test_a_server_that_starts_without_redis_takes_it_up(
+    roots: list[Path], tmp_path: Path, redis: RedisServer
+) -> None:
+    redis.end()
+    redis.keeps = True
+    redis.start()
+    load_both(tmp_path, roots[0], tier(redis))
+    redis.end()
+    version = served(roots[0], "ads", 0.2)
+    assert look_up(version)[1] == LATE
+    redis.start()
+    until(lambda: look_up(version) == right(roots[0]), what="the server's rows")
 
 
 def test_an_answer_says_that_it_is_degraded(
@@ -227,7 +289,9 @@ def test_a_password_comes_from_the_environment(
         assert "a wrong one" not in str(refused.value)
         _node(server).close()
         monkeypatch.setenv(PASSWORD, "a wrong one")
-        assert look_up(served(roots[0], "ads", 0.2))[1] == LATE
+        version, taken = served(roots[0], "ads", 0.2), _taken(monkeypatch)
+        assert look_up(version)[1] == LATE
+        assert len(taken) <= 1, "a server may lock who says a wrong password often"
         assert "invalid username-password pair" in caplog.text and "a wrong one" not in caplog.text
 
 
@@ -250,7 +314,8 @@ def test_what_rows_in_redis_lack_is_refused(roots: list[Path], tmp_path: Path, r
         ({"tier": "redis://me:word@a:1"}, "has a user or a password"),
         ({"tier": "redis://a:1|b:1"}, "expected rows://HOST:PORT"),
         ({"missing": "mean"}, "needs all rows on one host"),
-        ({"tier": "rows://a:1"}, "expected one kind for all"),
+        ({"tier": "rows://a:1"}, "expected owners for all of them, or one Redis"),
+        ({"tier": "redis://a:1"}, "expected owners for all of them, or one Redis"),
     ):
         with pytest.raises(ModelError, match=match) as refused:
             spec_of(tmp_path, tier(redis), user=user)
