@@ -15,7 +15,7 @@ import redis
 from tableside.loader.model.tiers import RedisTier
 from tableside.loader.redis.blocks import RedisBlocks
 from tableside.loader.redis.keys import hold_note
-from tableside.loader.redis.replies import Replies
+from tableside.loader.redis.replies import Replies, limit
 from tableside.loader.redis.servers import LATE_ROWS, RedisServers, Slots, servers_of
 from tableside.loader.segment.blocks import OPENS_S
 from tableside.loader.segment.remote import RemoteTable
@@ -102,7 +102,8 @@ class RedisRows:
         for one in asked:
             own = one.ends[0]
             one.state[:own], one.state[own:] = RowState.LATE, RowState.MISSING
-            left[None].append(_Part(self._blocks[one.table], one, np.arange(own)))
+            if own:
+                left[None].append(_Part(self._blocks[one.table], one, np.arange(own)))
         servers = servers_of(self._tier)
         for turn in range(_TURNS):
             if turn or not servers.slots.are_known:
@@ -156,7 +157,7 @@ class _Call:
             self._connection = self._node.take(self._deadline)
             for part in self._parts:
                 commands = part.blocks.commands(part.rows, before)
-                self._socket.settimeout(max(0.0, self._deadline - time.monotonic()))
+                limit(self._socket, self._deadline)
                 with waiting():
                     self._socket.sendall(commands)
         except redis.AuthenticationError as error:
@@ -188,7 +189,7 @@ class _Call:
                         problem = self._take_other(part, int(part.at[number]), reply) or problem
                 for place, numbers in elsewhere.items():
                     left.setdefault(place, []).append(part._replace(at=part.at[numbers]))
-        except (TimeoutError, BlockingIOError):
+        except TimeoutError:
             self._fail(LATE_ROWS, left)
         except (OSError, hiredis.ProtocolError) as error:
             self._fail(f"its answer is not taken: {error}", left)

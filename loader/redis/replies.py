@@ -13,6 +13,15 @@ from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.turns import waiting
 
 _BUFFER_BYTES = 1 << 18
+_GRACE_S, _LEAST_S = 0.005, 0.001
+
+
+def limit(sock: Any, deadline: float) -> None:
+    """Has the next call of a socket end at a deadline. TimeoutError: it is over, and the moment, too, for
+    which what is there may be taken."""
+    if (left_s := deadline - time.monotonic()) < -_GRACE_S:
+        raise TimeoutError("the deadline is over")
+    sock.settimeout(max(_LEAST_S, left_s))
 
 
 class Replies:
@@ -68,7 +77,7 @@ class Replies:
         return reply
 
     def _receive_into(self, to: NDArray[np.uint8]) -> int:
-        self._socket.settimeout(max(0.0, self._deadline - time.monotonic()))
+        limit(self._socket, self._deadline)
         with waiting():
             got: int = self._socket.recv_into(to.data)
         if not got:

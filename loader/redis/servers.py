@@ -127,6 +127,8 @@ class RedisServers:
                     continue
                 return
             node.give_back(connection)
+            if not found:  # a node that has forgotten its cluster
+                continue
             names = tuple(dict.fromkeys(name for _, _, name in found))
             by_slot = np.full(SLOTS, -1, np.int64)
             for first, last, name in found:
@@ -139,6 +141,11 @@ class RedisServers:
             node.close()
 
 
+def is_cluster_refused(error: Exception) -> bool:
+    """Whether a server says by an error that it is none of a cluster."""
+    return "cluster support disabled" in str(error)
+
+
 def _slots(connection: Any, asked: str) -> list[tuple[int, int, str]]:
     """Returns who has slots: from, to, HOST:PORT. asked: the server that is asked; it has all slots where
     there is no cluster. redis.RedisError: it does not say."""
@@ -146,7 +153,7 @@ def _slots(connection: Any, asked: str) -> list[tuple[int, int, str]]:
     try:
         answer = connection.read_response()
     except redis.ResponseError as error:
-        if "cluster support disabled" not in str(error):
+        if not is_cluster_refused(error):
             connection.disconnect()
             raise
         return [(0, SLOTS - 1, asked)]

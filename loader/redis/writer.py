@@ -7,10 +7,11 @@ from typing import Any
 
 import redis
 from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import RedisClusterException
 
 from tableside.loader.errors import RedisError
 from tableside.loader.redis.blocks import RedisBlocks
-from tableside.loader.redis.servers import host_and_port, options_of
+from tableside.loader.redis.servers import host_and_port, is_cluster_refused, options_of
 from tableside.loader.segment.remote import RedisPlace, RemoteTable
 from tableside.quant.contract import Bytes
 
@@ -58,14 +59,16 @@ def _client(place: RedisPlace) -> Any:
     with _telling(place):
         error: Exception = redis.ConnectionError("no address")
         for host, port in map(host_and_port, place.addresses):
-            client = redis.Redis(host=host, port=port, **options)
+            client: Any = redis.Redis(host=host, port=port, **options)
             try:
-                is_cluster = client.info("server").get("redis_mode") == "cluster"
+                client.execute_command("CLUSTER SLOTS")
+            except redis.ResponseError as refused:
+                if is_cluster_refused(refused):
+                    return client
+                raise
             except (redis.ConnectionError, redis.TimeoutError) as failed:
                 error = failed
                 continue
-            if not is_cluster:
-                return client
             client.close()
             node_of: Any = ClusterNode
             nodes = [node_of(*host_and_port(address)) for address in place.addresses]
@@ -78,7 +81,7 @@ def _telling(place: RedisPlace) -> Iterator[None]:
     """Says of which Redis an error is."""
     try:
         yield
-    except redis.RedisError as error:
+    except (redis.RedisError, RedisClusterException) as error:
         raise RedisError(
             f"Redis {', '.join(place.addresses)}: {error}; expected a server that this user may write to, "
             "with room for all rows"

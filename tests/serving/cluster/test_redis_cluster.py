@@ -11,6 +11,7 @@ from redis_models import ASKED, load_both, look_up, right, rows_in, spec_of
 from redis_servers import SLOTS, RedisCluster, needs_redis, redis_cluster
 from support import until
 
+from tableside.loader.errors import RedisError
 from tableside.loader.load.load import load
 from tableside.loader.redis.blocks import RedisBlocks
 from tableside.loader.versions.versions import Model
@@ -102,6 +103,22 @@ def test_rows_of_a_node_that_is_away_are_late(
     if how == signal.SIGSTOP:
         node.send_signal(signal.SIGCONT)
         until(lambda: look_up(version) == expected, what="the node's rows")
+
+
+def test_a_load_needs_all_nodes(
+    roots: list[Path], tmp_path: Path, cluster: RedisCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it wrote to the others goes once all are there."""
+    load(spec_of(tmp_path, tier(cluster)), roots[0])
+    first, *others = cluster.nodes
+    keys = [node.client().dbsize() for node in others]
+    first.end(signal.SIGKILL)
+    with pytest.raises(RedisError, match="expected a server that this user may write to"):
+        load(spec_of(tmp_path, f"redis://{others[0].place}"), roots[0])
+    assert Model(roots[0], "ads").versions() == [1] and "until the next load or gc" in caplog.text
+    first.start()
+    until(lambda: bool(Model(roots[0], "ads").collect(1)), what="the keys of the failed load to go")
+    assert [node.client().dbsize() for node in others] == keys
 
 
 def test_a_node_that_gave_its_slots_away_may_go(

@@ -345,7 +345,7 @@ def test_a_user_needs_few_commands(
     redis.end()
     redis.keeps = True
     redis.start()
-    rights = {"loads": "+set +getrange +unlink +info +cluster|slots", "serves": "+getrange +cluster|slots"}
+    rights = {"loads": "+set +getrange +unlink +cluster|slots", "serves": "+getrange +cluster|slots"}
     for user, commands in rights.items():
         redis.client().execute_command(
             "ACL", "SETUSER", user, "on", ">word", "~tableside:*", *commands.split()
