@@ -9,7 +9,7 @@ from tableside.loader.errors import ModelError
 TIER = "rows://"
 REDIS = ("redis", "rediss")
 USERNAME, PASSWORD = "TABLESIDE_REDIS_USERNAME", "TABLESIDE_REDIS_PASSWORD"
-_OWNER = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}")
+ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}")
 
 
 class RedisTier(NamedTuple):
@@ -32,7 +32,7 @@ def parse_tier(
             f"{scheme}://HOST:PORT, and {USERNAME} and {PASSWORD} in the environment"
         )
     owners = tuple(tuple(one.strip() for one in owner.split("|")) for owner in listed.split(","))
-    are_hosts = all(_OWNER.fullmatch(one) for owner in owners for one in owner)
+    are_hosts = all(ADDRESS.fullmatch(one) for owner in owners for one in owner)
     if scheme not in ("rows", *REDIS) or not are_hosts or (scheme in REDIS and "|" in listed):
         raise ModelError(
             f"{where}: tier is {tier!r}; expected {TIER}HOST:PORT,HOST:PORT with the owners in their order, "

@@ -67,13 +67,14 @@ class RedisNode:
             connection = self._free.pop()
             connection._sock.settimeout(left_s)
             return connection
-        options = options_of(self._is_tls)
+        options = {**options_of(self._is_tls), "socket_timeout": left_s, "socket_connect_timeout": left_s}
         kind = redis.SSLConnection if options.pop("ssl", False) else redis.Connection
-        host, port = host_and_port(self.name)
-        made: Any = kind(
-            host=host, port=port, socket_timeout=left_s, socket_connect_timeout=left_s, **options
-        )
-        made.connect()
+        try:
+            host, port = host_and_port(self.name)
+            made: Any = kind(host=host, port=port, **options)
+            made.connect()
+        except (ValueError, OverflowError) as error:  # a server named it
+            raise redis.ConnectionError(f"{self.name[:100]!r} is no address ({error})") from error
         return made
 
     def give_back(self, connection: Any) -> None:

@@ -1,15 +1,18 @@
 """Commands and replies in C against their specification in NumPy, and replies that are none."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import hiredis
 import numpy as np
 import pytest
 
+from tableside.loader.errors import SegmentError
 from tableside.loader.model.tiers import RedisTier
 from tableside.loader.redis import _records
 from tableside.loader.redis.blocks import SUM_BYTES, RedisBlocks, new_place
-from tableside.loader.segment.remote import RedisPlace
+from tableside.loader.segment.remote import RedisPlace, RemoteTable, check_remote
 from tableside.quant.rows.fetched import RowState
 
 SHAPES = [4, 8, 68, 260, 4096, 20000]
@@ -108,6 +111,33 @@ def test_other_replies_are_told() -> None:
         is_other = other != b"$7"
         assert take(blocks, good + other, rows)[0] == (1, len(good), is_other)
         assert take(blocks, other, rows)[0] == (0, 0, is_other)
+
+
+REMOTE = RemoteTable("user", "user", "int8", 64, 68, 1000, "error", "", 0, 0, (), GOLDEN)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"addresses": ()},
+        {"addresses": ("a",)},
+        {"addresses": (1,)},
+        {"prefix": "tableside:ads:{user}:000000000000002a:"},
+        {"prefix": "other:"},
+        {"prefix": 1},
+        {"seed": -1},
+        {"seed": 1 << 63},
+        {"block_rows": 0},
+        {"block_rows": 1.5},
+        {"is_tls": 1},
+    ],
+)
+def test_a_header_that_lies_is_refused(lie: dict[str, Any]) -> None:
+    check_remote(REMOTE)
+    with pytest.raises(SegmentError, match="in Redis"):
+        check_remote(replace(REMOTE, redis=replace(REMOTE.place, **lie)))
+    with pytest.raises(SegmentError, match="in Redis"):
+        check_remote(replace(REMOTE, buckets=16))
 
 
 def test_places_outside_are_refused() -> None:

@@ -244,6 +244,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
     "cut short": lambda data: data[:-8],
     "nothing": lambda data: b"",
     "a longer value": lambda data: data.replace(b"$72\r\n", b"$99\r\n", 1),
+    "a server that is none": lambda data: b"-MOVED 1 a..b:99999\r\n" + data,
     "an array": lambda data: b"*-1\r\n" + data,
 }
 
