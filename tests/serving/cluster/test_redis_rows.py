@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -132,6 +133,31 @@ def _taken(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def _node(server: RedisServer) -> RedisNode:
     return servers_of(RedisTier((server.place,), False)).node(server.place)
+
+
+def test_threads_ask_at_once(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
+    """Each on a connection of its own, which is used again."""
+    load_both(tmp_path, roots[0], tier(redis))
+    version, expected = served(roots[0], "ads"), right(roots[0])
+    with ThreadPoolExecutor(8) as pool:
+        assert all(got == expected for got in pool.map(lambda _: look_up(version), range(200)))
+    assert 1 <= len(redis.client().client_list()) <= 8 + 3
+
+
+def test_who_waits_for_nothing_gets_no_row(
+    roots: list[Path], tmp_path: Path, redis: RedisServer, serve: Callable[..., Server]
+) -> None:
+    """And does not make others wait, or give up."""
+    load_both(tmp_path, roots[0], tier(redis), user={"row_format": "fp32"})
+    door = serve(roots[0], models=("ads",))
+    with (
+        Client(door.url) as client,
+        Client(door.url, headers={"Tableside-Disk-Timeout-Ms": "0.001"}) as hasty,
+    ):
+        for _ in range(5):
+            hasty.lookup("ads", {"user": ASKED["user"][:, None]})
+            got = client.lookup("ads", {"user": ASKED["user"][:, None]})
+            assert np.array_equal(got["user"], TABLES["user"][ASKED["user"]])
 
 
 def test_a_forked_process_asks_by_itself(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
