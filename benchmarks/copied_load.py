@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 
 from tableside.loader.load.load import load
 from tableside.loader.load.settings import PIECE_BYTES
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.versions.versions import Model
 
 DIM, ROUNDS = 256, 7

@@ -28,7 +28,8 @@ from common import report, shared_folder
 
 from tableside.loader.load.load import load
 from tableside.loader.load.share import share_of
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.memory import processes_below
 from tableside.quant import RowFormat, choose
 from tableside.serving.cli.local import LocalServer, local_server

@@ -29,7 +29,8 @@ from tableside.loader.load.load import load
 from tableside.loader.load.manifest import write_manifest
 from tableside.loader.load.settings import PIECE_BYTES
 from tableside.loader.load.verification import summary
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat, Source, choose
 

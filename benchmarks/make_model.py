@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.stored import StoredTable

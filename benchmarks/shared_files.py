@@ -31,7 +31,8 @@ from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
 from tableside.loader.load.load import load
 from tableside.loader.load.settings import LoadSettings
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment import layout
 from tableside.loader.segment.memory import available_bytes
 from tableside.loader.versions.versions import Model

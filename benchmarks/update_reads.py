@@ -23,7 +23,7 @@ from http_cases import Server, line, serving, warm_up
 from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.deltas.compact import compact
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.segment import Segment

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError
-from tableside.loader.model.model import ModelSpec
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.header import TABLE_ALIGNMENT_BYTES, Header
 from tableside.loader.segment.layout import lay_out, plan_tables
 from tableside.loader.segment.memory import available_bytes

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tableside.loader.load.load import Loaded, load
-from tableside.loader.model.model import ModelSpec, read_model
+from tableside.loader.model.model import read_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.memory import processes_below, pss_bytes
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable

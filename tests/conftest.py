@@ -95,7 +95,7 @@ def publish(root: Path, tmp_path: Path) -> Callable[..., Loaded]:
 def _has_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests load as a machine without a GPU does; those of a GPU, or marked `for_gpu`, as one with it."""
     has_gpu = any(map(request.node.get_closest_marker, ("gpu", "for_gpu")))
-    monkeypatch.setattr("tableside.loader.model.model.has_gpu", lambda: has_gpu)
+    monkeypatch.setattr("tableside.loader.model.specs.has_gpu", lambda: has_gpu)
 
 
 @pytest.fixture(autouse=True)

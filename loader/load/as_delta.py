@@ -22,7 +22,7 @@ from tableside.loader.load.comparison import Comparison, Unfit, check_shape
 from tableside.loader.load.origin import CHECKPOINT, Origin, origin_of
 from tableside.loader.load.plan import Sources
 from tableside.loader.load.settings import DEFAULTS, LoadSettings, Progress
-from tableside.loader.model.model import ModelSpec
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from tableside.loader.errors import ModelError, VersionError
-from tableside.loader.model.model import TableSpec
+from tableside.loader.model.specs import TableSpec
 from tableside.loader.versions.versions import Model
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.ids import RowMap

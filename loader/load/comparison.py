@@ -20,7 +20,7 @@ from tableside.loader.errors import ChangeError
 from tableside.loader.load.plan import Sources
 from tableside.loader.load.settings import PIECE_BYTES, LoadSettings, Progress, threads_of
 from tableside.loader.load.verification import Verification
-from tableside.loader.model.model import TableSpec
+from tableside.loader.model.specs import TableSpec
 from tableside.loader.segment.delta_writer import DeltaEntries
 from tableside.quant import CpuBackend, Source, Table, choose
 from tableside.quant.contract import Bytes, Ids

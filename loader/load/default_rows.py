@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tableside.loader.errors import ModelError
 from tableside.loader.load.backfill import Backfill
-from tableside.loader.model.model import TableSpec
+from tableside.loader.model.specs import TableSpec
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.quant import CpuBackend, RowFormat, Source

@@ -30,7 +30,7 @@ from tableside.loader.load.scorer import stored_scorer
 from tableside.loader.load.settings import DEFAULTS, PIECE_BYTES, LoadSettings, Progress, threads_of
 from tableside.loader.load.share import whole_name
 from tableside.loader.load.verification import Verification
-from tableside.loader.model.model import ModelSpec
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.header import Header, Owner
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.numa import chosen_nodes

@@ -18,7 +18,7 @@ from tableside.loader.checkpoint.contents import fingerprint
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.files import read_regular
 from tableside.loader.load.plan import Sources
-from tableside.loader.model.model import ModelSpec
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.program import LARGEST_BYTES
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
@@ -39,7 +39,7 @@ def spec_digest(spec: ModelSpec) -> str:
 
 
 # keys that earlier builds did not know
-_LATER = ("dim", "row_alignment", "copies", "owners", "share", "disk_timeout_s", "strings")
+_LATER = ("dim", "row_alignment", "copies", "owners", "share", "disk_timeout_s", "strings", "redis")
 
 
 def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from tableside.loader.load.backfill import Backfill
 from tableside.loader.load.default_rows import DefaultRow
 from tableside.loader.load.raw_ids import PASSES, Indexing, RawTable, plan_raw_table
 from tableside.loader.load.settings import Progress
-from tableside.loader.model.model import TableSpec
+from tableside.loader.model.specs import TableSpec
 from tableside.loader.segment.stored import StoredIds
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError

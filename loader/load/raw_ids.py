@@ -23,7 +23,7 @@ from tableside.loader.checkpoint.keyed.keyed import KeyedRows
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.load.backfill import Backfill
 from tableside.loader.load.settings import Progress
-from tableside.loader.model.model import RawIds, TableSpec
+from tableside.loader.model.specs import RawIds, TableSpec
 from tableside.loader.segment.memory import FileToMap, reserve
 from tableside.loader.segment.stored import StoredIds, keep_zero_apart, plan_index, write_index
 from tableside.quant import QuantError

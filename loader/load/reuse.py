@@ -16,7 +16,7 @@ import numpy as np
 from tableside.loader.errors import ModelError, SegmentError, VersionError
 from tableside.loader.load.default_rows import DefaultRow
 from tableside.loader.load.settings import thread_count
-from tableside.loader.model.model import ModelSpec, TableSpec
+from tableside.loader.model.specs import ModelSpec, TableSpec
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredRows, StoredTable
 from tableside.loader.segment.writer import SegmentWriter

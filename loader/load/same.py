@@ -12,7 +12,7 @@ from tableside.loader.load.comparison import Comparison, Unfit, check_shape
 from tableside.loader.load.plan import Sources
 from tableside.loader.load.reuse import LiveTables, checked
 from tableside.loader.load.settings import LoadSettings, Progress, thread_count
-from tableside.loader.model.model import TableSpec
+from tableside.loader.model.specs import TableSpec
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.versions.versions import Model

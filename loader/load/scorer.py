@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from tableside.loader.errors import ModelError, ProgramError
 from tableside.loader.files import read_regular
-from tableside.loader.model.model import ModelSpec, ScorerSpec
+from tableside.loader.model.specs import ModelSpec, ScorerSpec
 from tableside.loader.program import LARGEST_BYTES, Program, ProgramInput, read_program, write_program
 from tableside.loader.segment.header import ScorerInput, StoredScorer
 

@@ -1,7 +1,7 @@
 """The share of one owner of a model whose tables have a tier."""
 
 from tableside.loader.errors import ModelError
-from tableside.loader.model.model import FeatureSpec, ModelSpec
+from tableside.loader.model.specs import FeatureSpec, ModelSpec
 from tableside.loader.model.tiers import TIER, owner_name
 
 

@@ -18,8 +18,9 @@ from tableside.loader.checkpoint import Checkpoint, open_checkpoint
 from tableside.loader.checkpoint.keyed.folders import FolderTables
 from tableside.loader.checkpoint.rows import some
 from tableside.loader.errors import CheckpointError, ModelError
-from tableside.loader.model.model import FeatureSpec, ModelSpec, RawIds, TableSpec, check_name
+from tableside.loader.model.model import check_name
 from tableside.loader.model.module_tables import ModuleTable, named_features, read_module
+from tableside.loader.model.specs import FeatureSpec, ModelSpec, RawIds, TableSpec
 from tableside.quant import QuantError, RowFormat
 
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$")  # TorchRec's names

@@ -27,15 +27,8 @@ import orjson
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import ModelError
 from tableside.loader.files import read_regular
-from tableside.loader.model.model import (
-    FEATURE_NAME,
-    FeatureSpec,
-    MissingSpec,
-    ModelSpec,
-    RawIds,
-    TableSpec,
-    check_name,
-)
+from tableside.loader.model.model import FEATURE_NAME, check_name
+from tableside.loader.model.specs import FeatureSpec, MissingSpec, ModelSpec, RawIds, TableSpec
 from tableside.loader.model.text import write_model
 from tableside.quant import RowFormat
 

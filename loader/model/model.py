@@ -49,18 +49,25 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import CheckpointError, ModelError
 from tableside.loader.files import read_regular
-from tableside.loader.model.tiers import RedisTier, parse_tier
+from tableside.loader.model.specs import (
+    DEFAULT_BUCKETS,
+    EvalSpec,
+    FeatureSpec,
+    MissingSpec,
+    ModelSpec,
+    RawIds,
+    ScorerSpec,
+    TableSpec,
+)
+from tableside.loader.model.tiers import parse_tier
 from tableside.quant import Pooling, QuantError, RowFormat
-from tableside.quant.installed import has_gpu
-from tableside.quant.row_format import ALIGNMENTS, GPU_ALIGNMENT
-from tableside.quant.rows.ids import id_at
+from tableside.quant.row_format import ALIGNMENTS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
 # No dot: `<feature>.values` is a tensor's name
@@ -69,124 +76,13 @@ _NOT_IN_FEATURES = re.compile(r"[^A-Za-z0-9_:-]")
 MISSING = ("error", "zero", "mean")  # policies that are one word
 DUPLICATES = ("error", "first", "last")
 ID_KINDS = ("row", "raw", "string")
-DEFAULT_BUCKETS, LARGEST_BUCKETS = 1024, 1 << 20
+LARGEST_BUCKETS = 1 << 20
 _BACKFILL = re.compile(r"backfill:(?P<model>[^@]+)@(?P<version>[1-9][0-9]{0,17})")
 OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
 _FP32_MAX = (2 - 2**-23) * 2.0**127
 _OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids")
 _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
-
-
-@dataclass(frozen=True)
-class RawIds:
-    """Raw ids of a table. key: their tensor or column; None: the format implies it. bucket_ids: ids per
-    bucket of a range; None: buckets by hash. strings: the ids are those of strings."""
-
-    key: str | None = None
-    duplicates: str = "error"
-    buckets: int = DEFAULT_BUCKETS
-    bucket_ids: int | None = None
-    strings: bool = False
-
-
-@dataclass(frozen=True)
-class MissingSpec:
-    """Policy for missing ids: one of MISSING, "constant" (`vector`), or "backfill" from `version` of
-    `model`."""
-
-    policy: str = "error"
-    vector: tuple[float, ...] = ()
-    model: str = ""
-    version: int = 0
-
-    def __str__(self) -> str:
-        return f"backfill:{self.model}@{self.version}" if self.policy == "backfill" else self.policy
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """A table of model.toml. raw: None: ids are row numbers; dim: None: the checkpoint decides.
-    row_alignment: None: 16 on a machine with a GPU, else 4. owners: the hosts that have its rows, HOST:PORT,
-    each with its replicas; empty: this one, or Redis."""
-
-    name: str
-    key: str
-    row_format: RowFormat
-    missing: MissingSpec = MissingSpec()
-    raw: RawIds | None = None
-    dim: int | None = None
-    row_alignment: int | None = None
-    owners: tuple[tuple[str, ...], ...] = ()
-    redis: RedisTier | None = None
-
-    @property
-    def id_kind(self) -> str:
-        """Returns what its ids are, as model.toml says it."""
-        return "row" if self.raw is None else "string" if self.raw.strings else "raw"
-
-    def row_bytes(self, dim: int) -> int:
-        """Bytes of a row of `dim` values. Rows that have room for their raw id at 16 keep it in them.
-        QuantError: `dim` does not fill whole bytes."""
-        is_for_gpu = has_gpu() and self.redis is None
-        alignment = self.row_alignment or (GPU_ALIGNMENT if is_for_gpu else min(ALIGNMENTS))
-        if self.raw is not None and id_at(self.row_format, dim) >= 0:
-            alignment = GPU_ALIGNMENT
-        return self.row_format.row_bytes(dim, alignment)
-
-    def check_dim(self, found: int, where: str) -> None:
-        """Raises ModelError if `found` is not `dim`. where: the holder of the vectors, for people."""
-        if self.dim not in (None, found):
-            raise ModelError(
-                f"[tables.{self.name}]: dim is {self.dim}, and vectors of {where} have {found:,} values; "
-                "a file of theirs was cut, or belongs to another model; if it is whole, set dim to its values"
-            )
-
-
-@dataclass(frozen=True)
-class FeatureSpec:
-    """A named jagged input, read from one table. pooling: sum, mean or none; output: fp32 or fp16."""
-
-    name: str
-    table: str
-    pooling: str = "sum"
-    output: str = "fp32"
-
-
-@dataclass(frozen=True)
-class ScorerSpec:
-    """A scorer. program: the file, for kind "program"; inputs: inputs named unlike their feature. features:
-    the two that "dot" and "cosine" compare."""
-
-    kind: str
-    program: Path | None = None
-    inputs: tuple[tuple[str, str], ...] = ()
-    features: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class EvalSpec:
-    """Columns of evaluation data. columns: (feature or dense tensor, its columns), where the names differ."""
-
-    label: str | None = None
-    columns: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """A whole model.toml, or what one owner has of it. share: number of the owner, and of all of them; None:
-    it is whole. copies: NUMA nodes that get a copy each; empty: those that have a GPU; None: there
-    is one copy, anywhere. disk_timeout_s: for which requests wait for rows; None: as the server says."""
-
-    name: str
-    checkpoint: Path
-    tables: tuple[TableSpec, ...]
-    features: tuple[FeatureSpec, ...]
-    scorer: ScorerSpec | None = None
-    evaluation: EvalSpec | None = None
-    copies: tuple[int, ...] | None = None
-    share: tuple[int, int] | None = None
-    disk_timeout_s: float | None = None
 
 
 def check_name(name: object, what: str = "model", pattern: re.Pattern[str] = NAME) -> str:

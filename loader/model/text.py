@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from tableside.loader.model.model import MISSING, OUTPUTS, FeatureSpec, MissingSpec, ModelSpec, TableSpec
+from tableside.loader.model.model import MISSING, OUTPUTS
+from tableside.loader.model.specs import FeatureSpec, MissingSpec, ModelSpec, TableSpec
 from tableside.quant import Pooling, RowFormat
 
 _FORMATS = ", ".join(f.label for f in RowFormat)

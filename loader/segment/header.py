@@ -9,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from tableside.loader.model.model import EvalSpec, FeatureSpec
+from tableside.loader.model.specs import EvalSpec, FeatureSpec
 from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, StoredTable
 

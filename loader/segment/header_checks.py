@@ -1,7 +1,8 @@
 """Checks of a segment's header. Impossible numbers and places are refused before anything is read there."""
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.model.model import DISK_TIMEOUTS, OUTPUTS, FeatureSpec, is_disk_timeout
+from tableside.loader.model.model import DISK_TIMEOUTS, OUTPUTS, is_disk_timeout
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.blocks import sum_bytes
 from tableside.loader.segment.header import (
     FILE_HEAD_BYTES,

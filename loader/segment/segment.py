@@ -6,8 +6,8 @@ files of their own (loader.segment.layout). Numbers are little-endian.
     8        4      format version, uint32: 1; 2 if ids are not row numbers or buckets lie elsewhere;
                     3 for a delta (loader.segment.delta) and a compacted version; 4 if tables have files,
                     6 if other hosts have rows; 7 if changes are numbered alike on several hosts; 8 if files
-                    have checksums of blocks (loader.segment.blocks), 5 if those are an older release's; 10 if
-                    Redis has rows
+                    have checksums of blocks, 5 if those are an older release's; 10 if Redis has rows; 11 if
+                    ids are strings
     12       4      H, uint32: bytes of the header
     16       8      bytes of this file, uint64
     24       8      xxh3-64 of header and checksums
@@ -77,9 +77,8 @@ class SegmentFile(NamedTuple):
 
 class Segment:
     """An attached version: mapped, valid while this object or a table of it lives. fd: an open file of it,
-    closed here; open_file: opens another one of its folder by name. SegmentError: the files are no valid
-    segment (docs/format.md). Copies are the object itself; a pickle holds the path and attaches again, with
-    SegmentError if another file is there."""
+    closed here; open_file: opens another one by name. SegmentError: the files are no valid segment. Copies
+    are the object itself; a pickle attaches again by the path, SegmentError if another file is there."""
 
     header: Header
     mapping: Mapping

@@ -26,7 +26,8 @@ from tableside.loader.errors import LoaderError
 from tableside.loader.load.origin import is_live
 from tableside.loader.load.settings import Progress as LoadProgress
 from tableside.loader.model.first_model import first_model
-from tableside.loader.model.model import NAME, ModelSpec, read_model
+from tableside.loader.model.model import NAME, read_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.model.text import write_model
 from tableside.loader.versions.versions import Model, models
 from tableside.quant import RowFormat

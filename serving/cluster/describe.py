@@ -10,7 +10,7 @@ import orjson
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.load.default_rows import DefaultRow
-from tableside.loader.model.model import ModelSpec, TableSpec
+from tableside.loader.model.specs import ModelSpec, TableSpec
 from tableside.loader.model.tiers import owner_name
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.remote import RemoteShare, RemoteTable, check_remote

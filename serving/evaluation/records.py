@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from tableside.loader.model.model import ModelSpec
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.versions.versions import Model
 from tableside.serving.errors import ServingError
 

@@ -9,7 +9,8 @@ from servers import Server
 
 from tableside.loader.load.load import load
 from tableside.loader.load.share import share_of
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.versions.versions import Model
 from tableside.quant import choose
 from tableside.serving.cluster.describe import remote_tables

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from planned_tables import planned_tables
 
-from tableside.loader.model.model import EvalSpec, FeatureSpec
+from tableside.loader.model.specs import EvalSpec, FeatureSpec
 from tableside.loader.segment.header import Header, StoredScorer
 from tableside.loader.segment.stored import StoredIds, index_parts, plan_index
 from tableside.loader.segment.writer import SegmentWriter

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from planned_tables import planned_tables
 
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import Header, StoredScorer
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index
 from tableside.loader.segment.writer import SegmentWriter

@@ -5,17 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hosts import answer, served
+from redis_servers import RedisServer
 from support import rows_of
 
 from tableside.loader.load.load import load
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
+from tableside.loader.model.tiers import RedisTier
+from tableside.loader.redis.servers import RedisNode, servers_of
 from tableside.serving.model.version import ServedVersion
 
 USERS, DIM = 3000, 64  # some blocks of rows
 TABLES = {"user": rows_of(USERS, DIM, 1), "item": rows_of(777, 8, 2), "small": rows_of(20, 4, 3)}
 ASKED = {"user": np.arange(0, USERS, 7), "item": np.arange(776, 0, -3), "small": np.arange(20)}
 UNPOOLED = {name: {"pooling": "none"} for name in TABLES}
+LATE = [(0, 0, ASKED["user"].size), (0, 0, ASKED["item"].size), (0, 0, 0)]
+
+
+def tier(server: RedisServer) -> str:
+    return f"redis://{server.place}"
 
 
 def spec_of(
@@ -59,3 +69,14 @@ def rows_in(got: Any) -> dict[str, np.ndarray]:
         size = ids.size * TABLES[name].shape[1]
         found[name], at = values[at : at + size].reshape(ids.size, -1), at + size
     return found
+
+
+def taken_by(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Gets the deadline of each connection that is taken from now on."""
+    taken, take = list[float](), RedisNode.take
+    monkeypatch.setattr(RedisNode, "take", lambda self, until: taken.append(until) or take(self, until))
+    return taken
+
+
+def node_of(server: RedisServer) -> RedisNode:
+    return servers_of(RedisTier((server.place,), False)).node(server.place)

@@ -18,7 +18,8 @@ from tableside.loader.load.share import share_of
 from tableside.loader.load.verification import summary
 from tableside.loader.model.first_model import IDS_ALONE, first_model, module_model
 from tableside.loader.model.hps import hps_model, hps_text, is_hps
-from tableside.loader.model.model import ModelSpec, read_model
+from tableside.loader.model.model import read_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.model.text import write_model
 from tableside.loader.versions.retention import collect_states
 from tableside.loader.versions.states import state_of

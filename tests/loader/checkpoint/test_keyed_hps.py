@@ -13,7 +13,8 @@ from support import rows_of, run_tableside
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import LoaderError, ModelError
 from tableside.loader.model.hps import hps_model, hps_text, is_hps
-from tableside.loader.model.model import FeatureSpec, MissingSpec, RawIds, read_model
+from tableside.loader.model.model import read_model
+from tableside.loader.model.specs import FeatureSpec, MissingSpec, RawIds
 from tableside.quant import RowFormat
 
 DIMS = (1, 16)

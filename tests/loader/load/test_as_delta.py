@@ -18,7 +18,8 @@ from tableside.loader.load.as_delta import load_as_delta
 from tableside.loader.load.load import load
 from tableside.loader.load.origin import is_live
 from tableside.loader.load.settings import LoadSettings
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.model.text import write_model
 from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model

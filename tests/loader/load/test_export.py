@@ -18,7 +18,8 @@ from tableside.loader.load import export as exporting
 from tableside.loader.load.export import SUFFIXES, ExportResult, export
 from tableside.loader.load.load import Loaded, load
 from tableside.loader.model.first_model import first_model
-from tableside.loader.model.model import RawIds, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import RawIds
 from tableside.loader.versions.partial import PartialTensor
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError, RowFormat

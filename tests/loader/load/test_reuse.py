@@ -17,7 +17,8 @@ from tableside.loader.errors import LoaderError, ModelError, SegmentError, Versi
 from tableside.loader.load.load import Loaded, load
 from tableside.loader.load.reuse import LiveTables
 from tableside.loader.load.settings import LoadSettings
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.model.text import write_model
 from tableside.loader.segment import layout
 from tableside.loader.segment.header import Owner

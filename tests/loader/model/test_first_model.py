@@ -7,7 +7,8 @@ import pytest
 
 from tableside.loader.errors import ModelError
 from tableside.loader.model.first_model import first_model
-from tableside.loader.model.model import ModelSpec, read_model
+from tableside.loader.model.model import read_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.model.text import write_model
 from tableside.quant import RowFormat
 

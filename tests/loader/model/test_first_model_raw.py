@@ -15,7 +15,8 @@ from tableside.loader.errors import ModelError
 from tableside.loader.load.load import load
 from tableside.loader.load.origin import is_live
 from tableside.loader.model.first_model import first_model
-from tableside.loader.model.model import ModelSpec, RawIds, read_model
+from tableside.loader.model.model import read_model
+from tableside.loader.model.specs import ModelSpec, RawIds
 from tableside.loader.model.text import write_model
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat

@@ -5,15 +5,8 @@ from pathlib import Path
 import pytest
 
 from tableside.loader.errors import ModelError
-from tableside.loader.model.model import (
-    EvalSpec,
-    FeatureSpec,
-    ModelSpec,
-    ScorerSpec,
-    TableSpec,
-    parse_model,
-    read_model,
-)
+from tableside.loader.model.model import parse_model, read_model
+from tableside.loader.model.specs import EvalSpec, FeatureSpec, ModelSpec, ScorerSpec, TableSpec
 from tableside.loader.model.text import write_model
 from tableside.quant import RowFormat
 

@@ -12,7 +12,7 @@ import yaml
 
 from tableside.loader.errors import ModelError
 from tableside.loader.model.first_model import module_model
-from tableside.loader.model.model import ModelSpec
+from tableside.loader.model.specs import ModelSpec
 from tableside.quant import RowFormat
 
 USERS, THINGS = np.ones((50, 8), np.float32), np.ones((40, 4), np.float32)

@@ -113,7 +113,7 @@ def test_other_replies_are_told() -> None:
         assert take(blocks, other, rows)[0] == (0, 0, is_other)
 
 
-REMOTE = RemoteTable("user", "user", "int8", 64, 68, 1000, "error", "", 0, 0, (), GOLDEN)
+REMOTE = RemoteTable("user", "user", "int8", 64, 68, 1000, "error", "", 0, 0, (), redis=GOLDEN)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from planned_tables import planned_tables
 from reference import REFERENCE
 
 from tableside.loader.errors import SegmentError
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import (
     PRELUDE,
     Header,

@@ -13,7 +13,7 @@ from indexed_tables import built, rows_in
 from planned_tables import planned_tables
 from reference import REFERENCE
 
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import Header, Owner, checksum
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredIds, StoredIndex, index_parts, plan_index

@@ -12,7 +12,8 @@ from support import rows_of
 
 from tableside.loader.load.load import load
 from tableside.loader.load.manifest import write_manifest
-from tableside.loader.model.model import FeatureSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import Owner, ScorerInput, StoredScorer
 from tableside.loader.segment.layout import CHUNK_BYTES
 from tableside.loader.segment.segment import Segment

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from redis_servers import RedisServer, free_port, redis_server
 from servers import Server, start_server
 from support import end, is_running, until
 
@@ -64,3 +65,9 @@ def owners() -> Iterator[Server]:
         assert end(server.process) == 0
     finally:
         shutil.rmtree(root)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path, False, port=free_port()) as running:
+        yield running

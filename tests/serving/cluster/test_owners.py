@@ -32,7 +32,8 @@ from servers import Server
 from support import run_tableside, until
 
 from tableside.loader.load.load import load
-from tableside.loader.model.model import ModelSpec, read_model
+from tableside.loader.model.model import read_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.memory import processes_below
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.versions.versions import Model

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,20 +15,30 @@ import pytest
 import torch
 from hosts import answer, served
 from liars import Liar
-from redis_models import ASKED, TABLES, USERS, load_both, look_up, right, rows_in, spec_of
-from redis_servers import RedisServer, free_port, needs_redis, redis_server
+from redis_models import (
+    ASKED,
+    LATE,
+    TABLES,
+    USERS,
+    load_both,
+    look_up,
+    node_of,
+    right,
+    rows_in,
+    spec_of,
+    taken_by,
+    tier,
+)
+from redis_servers import RedisServer, needs_redis
 from servers import Server
 from support import rows_of, run_tableside, until
-from tls import Proxy, make_certificate, needs_openssl, server_context
 
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
-from tableside.loader.errors import ChangeError, ModelError, RedisError
+from tableside.loader.errors import ChangeError, ModelError
 from tableside.loader.load.load import load
 from tableside.loader.load.settings import LoadSettings
 from tableside.loader.model.model import parse_model
-from tableside.loader.model.tiers import PASSWORD, USERNAME, RedisTier
-from tableside.loader.redis.servers import RedisNode, close_servers, servers_of
 from tableside.loader.segment.blocks import OPENS_S
 from tableside.loader.versions.versions import Model
 from tableside.quant import RowFormat
@@ -38,17 +48,6 @@ from tableside.serving.errors import ErrorKind
 from tableside.torch import Embeddings
 
 pytestmark = needs_redis
-LATE = [(0, 0, ASKED["user"].size), (0, 0, ASKED["item"].size), (0, 0, 0)]
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    with redis_server(tmp_path, False, port=free_port()) as running:
-        yield running
-
-
-def tier(server: RedisServer) -> str:
-    return f"redis://{server.place}"
 
 
 def test_answers_are_those_of_a_model_without_a_tier(
@@ -109,9 +108,9 @@ def test_rows_of_a_server_that_is_away_are_late(
     else:
         assert got[1] == LATE
         assert not rows_in(got)["user"].any() and np.array_equal(rows_in(got)["small"], TABLES["small"])
-    node = _node(redis)
+    node = node_of(redis)
     until(lambda: bool(look_up(version)) and node.hangs, what="nobody to wait any more")
-    began, taken = time.monotonic(), _taken(monkeypatch)
+    began, taken = time.monotonic(), taken_by(monkeypatch)
     for _ in range(50):
         look_up(version)
     # One that looks asks again once, and asks for the slots
@@ -122,17 +121,6 @@ def test_rows_of_a_server_that_is_away_are_late(
     else:
         process.send_signal(signal.SIGCONT)
     until(lambda: look_up(version) == right(roots[0]), what="its rows")
-
-
-def _taken(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Gets the deadline of each connection that is taken from now on."""
-    taken, take = list[float](), RedisNode.take
-    monkeypatch.setattr(RedisNode, "take", lambda self, until: taken.append(until) or take(self, until))
-    return taken
-
-
-def _node(server: RedisServer) -> RedisNode:
-    return servers_of(RedisTier((server.place,), False)).node(server.place)
 
 
 def test_threads_ask_at_once(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:
@@ -228,7 +216,7 @@ def test_rows_that_are_gone_are_late_until_the_next_load(
     assert "is gone; load the model again" in caplog.text
     redis.end(signal.SIGKILL)
     redis.start()
-    until(lambda: look_up(version)[1] == LATE and not _node(redis).hangs, what="a server without rows")
+    until(lambda: look_up(version)[1] == LATE and not node_of(redis).hangs, what="a server without rows")
     load(spec_of(tmp_path, tier(redis)), roots[0])
     assert look_up(served(roots[0], "ads")) == expected
 
@@ -276,7 +264,7 @@ LIES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_replies_that_were_changed_on_their_way_are_not_taken(
+def test_replies_that_were_changed_on_their_way_are_nottaken_by(
     roots: list[Path], tmp_path: Path, redis: RedisServer, lie: str
 ) -> None:
     """Rows are right, late or damaged, and none is wrong. With the next honest answers all are right."""
@@ -296,30 +284,6 @@ def test_replies_that_were_changed_on_their_way_are_not_taken(
         until(lambda: look_up(version) == good, what="honest rows")
     finally:
         liar.close()
-
-
-def test_a_password_comes_from_the_environment(
-    roots: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And is in no file, and no line of the log."""
-    with redis_server(tmp_path, False, port=free_port(), password="a secret word") as server:
-        with pytest.raises(RedisError, match="Authentication required"):
-            load(spec_of(tmp_path, tier(server)), roots[0])
-        monkeypatch.setenv(PASSWORD, "a wrong one")
-        with pytest.raises(RedisError, match="invalid username-password pair") as refused:
-            load(spec_of(tmp_path, tier(server)), roots[0])
-        monkeypatch.setenv(PASSWORD, server.password)
-        load_both(tmp_path, roots[0], tier(server))
-        assert look_up(served(roots[0], "ads")) == right(roots[0])
-        written = [file.read_bytes() for file in (roots[0] / "ads").iterdir()]
-        assert not any(server.password.encode() in data for data in written)
-        assert "a wrong one" not in str(refused.value)
-        _node(server).close()
-        monkeypatch.setenv(PASSWORD, "a wrong one")
-        version, taken = served(roots[0], "ads", 0.2), _taken(monkeypatch)
-        assert look_up(version)[1] == LATE
-        assert len(taken) <= 1, "a server may lock who says a wrong password often"
-        assert "invalid username-password pair" in caplog.text and "a wrong one" not in caplog.text
 
 
 def test_a_server_that_loads_its_data_or_refuses_is_told(
@@ -363,48 +327,6 @@ def test_other_tables_change_over_it(roots: list[Path], tmp_path: Path, redis: R
         apply(Model(roots[0], name), ChangeBatch((changes,)))
     assert look_up(served(roots[0], "ads")) == right(roots[0])
     assert rows_in(right(roots[0]))["small"][1].tolist() == [9] * 4
-
-
-def test_a_user_needs_few_commands(
-    roots: list[Path], tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that docs/redis.md names, for keys of this product alone; a server needs no right to write."""
-    redis.end()
-    redis.keeps = True
-    redis.start()
-    rights = {"loads": "+set +getrange +unlink +cluster|slots", "serves": "+getrange +cluster|slots"}
-    for user, commands in rights.items():
-        redis.client().execute_command(
-            "ACL", "SETUSER", user, "on", ">word", "~tableside:*", *commands.split()
-        )
-    redis.client().execute_command("ACL", "SETUSER", "default", "off")
-    monkeypatch.setenv(PASSWORD, "word")
-    monkeypatch.setenv(USERNAME, "loads")
-    load_both(tmp_path, roots[0], tier(redis))
-    monkeypatch.setenv(USERNAME, "serves")
-    assert look_up(served(roots[0], "ads")) == right(roots[0])
-    with pytest.raises(RedisError, match="expected a server that this user may write to"):
-        load(spec_of(tmp_path, tier(redis)), roots[0])
-    assert Model(roots[0], "ads").versions() == [1]
-
-
-@needs_openssl
-def test_rows_come_over_tls(
-    roots: list[Path], tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From a server whose certificate is trusted, and from no other one."""
-    certificate = make_certificate(tmp_path)
-    proxy = Proxy(redis.port, server_context(certificate))
-    try:
-        place = proxy.url.removeprefix("https://")
-        with pytest.raises(RedisError, match="certificate"):
-            load(spec_of(tmp_path, f"rediss://{place}"), roots[0])
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        load_both(tmp_path, roots[0], f"rediss://{place}")
-        assert look_up(served(roots[0], "ads")) == right(roots[0])
-    finally:
-        close_servers()
-        proxy.close()
 
 
 def test_rows_take_a_fifth_more_at_most(roots: list[Path], tmp_path: Path, redis: RedisServer) -> None:

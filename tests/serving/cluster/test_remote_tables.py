@@ -19,7 +19,8 @@ from tableside.loader.deltas.changes import TableChanges
 from tableside.loader.deltas.hosts import changes_here
 from tableside.loader.errors import ChangeError
 from tableside.loader.load.load import load
-from tableside.loader.model.model import ModelSpec, parse_model
+from tableside.loader.model.model import parse_model
+from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.remote import HostsState
 from tableside.serving.errors import ServingError

@@ -21,7 +21,7 @@ from support import rows_of
 from tableside.loader.deltas.apply import apply
 from tableside.loader.deltas.changes import ChangeBatch, TableChanges
 from tableside.loader.load.scorer import stored_scorer
-from tableside.loader.model.model import EvalSpec, FeatureSpec, ModelSpec, ScorerSpec
+from tableside.loader.model.specs import EvalSpec, FeatureSpec, ModelSpec, ScorerSpec
 from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
 from tableside.quant import Precision

@@ -22,14 +22,7 @@ from tableside.loader.segment.memory import pss_bytes
 from tableside.serving.client import Client
 from tableside.serving.errors import ApiError
 from tableside.serving.executors import admission
-from tableside.serving.executors.admission import (
-    SLICE_S,
-    Bytes,
-    Hold,
-    Slices,
-    Slots,
-    Turn,
-)
+from tableside.serving.executors.admission import SLICE_S, Bytes, Hold, Slices, Slots, Turn
 from tableside.serving.http.connection.connection import limited_protocol
 from tableside.serving.http.traffic import Traffic
 from tableside.serving.settings import ServerSettings

@@ -14,7 +14,7 @@ from raw_tables import Known, random_ids, raw_table
 from reference import REFERENCE
 from tables import expected_of, values_of
 
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredIds, StoredTable, index_parts, plan_index

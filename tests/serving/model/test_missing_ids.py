@@ -20,7 +20,7 @@ from servers import Server, start_server
 from support import end, run_tableside
 
 from benchmarks import wire
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.header import ScorerInput, StoredScorer
 from tableside.serving.client import AsyncClient, Client, ClientError, LookedUp
 

@@ -12,7 +12,7 @@ from raw_tables import raw_table
 from served import Sum, engine_of
 from support import rows_of
 
-from tableside.loader.model.model import FeatureSpec
+from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.versions.states import State
 from tableside.loader.versions.versions import Model
 from tableside.quant import Lookup, Planner, Pooling, RowFormat, choose
