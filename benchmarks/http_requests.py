@@ -240,6 +240,7 @@ def first_requests(case: Case, root: Path, server: Server, way: Way) -> list[dic
         before = model.record().current
         publish_cases(root, [case])
         until(server, case, lambda found: found["version"] != before)
+        model.collect(0)
 
     def delta() -> None:
         sequence = apply(model, ChangeBatch(iter([a_change(case, rng)]))).state.sequence
