@@ -229,9 +229,11 @@ def _answer_v2(case: Case) -> Vectors:
         if "data" in entry:
             values = [v for row in entry["data"] for v in (row if isinstance(row, list) else [row])]
         else:
-            dtype = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}[entry["datatype"]]
+            is_empty = entry["datatype"] == "BYTES" and not count  # no ids are of either kind
+            datatype = "INT64" if is_empty else entry["datatype"]
+            dtype = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}[datatype]
             values = np.frombuffer(case.body, dtype, count, at).tolist()
-            at += count * SIZES[entry["datatype"]]
+            at += count * SIZES[datatype]
         _need(len(values) == count)
         parts[name], shapes[name] = values, entry["shape"]
     _need("data" in request["inputs"][0] or at == len(case.body))

@@ -44,7 +44,7 @@ typedef struct pool {
     pthread_cond_t work;
     job *first, *last;
     job *ended; /* whose owners are to be let go, by who has Python's lock */
-    int threads, idle;
+    int threads, idle, queued;
 } pool;
 
 static pool *pools; /* with Python's lock */
@@ -65,6 +65,7 @@ static void *work(void *of) {
         }
         job *j = p->first;
         if (!(p->first = j->after)) p->last = NULL;
+        p->queued--;
         pthread_mutex_unlock(&p->lock);
         run(j);
         pthread_mutex_lock(&p->lock);
@@ -106,13 +107,14 @@ static void let_go(pool *p) {
     }
 }
 
-/* Queues a job, and starts a thread for it where all have one. Holding the pool's lock. 0: there is no thread at all. */
-static int queue(pool *p, job *j, int waiting) {
+/* Queues a job, and starts a thread where more are queued than threads are idle. Holding the pool's lock. 0: there is no
+ * thread at all. */
+static int queue(pool *p, job *j) {
     j->after = NULL;
     if (p->last) p->last->after = j;
     else p->first = j;
     p->last = j;
-    if (p->idle < waiting && p->threads < THREADS) {
+    if (p->idle < ++p->queued && p->threads < THREADS) {
         sigset_t all, before;
         pthread_t made;
         sigfillset(&all);
@@ -135,6 +137,7 @@ static int withdraw(pool *p, job *j) {
         if (before) before->after = j->after;
         else p->first = j->after;
         if (p->last == j) p->last = before;
+        p->queued--;
         return 1;
     }
     return 0;
@@ -205,7 +208,7 @@ static int run_jobs(pool *p, job **jobs, int parts, int64_t wait_ms) {
     int came = 0;
     for (int i = 0; i < parts; i++) {
         jobs[i]->caller = &c;
-        if (!queue(p, jobs[i], i + 1)) came = -2;
+        if (!queue(p, jobs[i])) came = -2;
     }
     if (!came) came = wait_for_jobs(p, &c, wait_ms, &thread);
     for (int i = 0; i < parts; i++) {
@@ -296,7 +299,7 @@ PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     j->most.depth = most;
     let_go(p);
     pthread_mutex_lock(&p->lock);
-    queue(p, j, 1);
+    queue(p, j);
     pthread_mutex_unlock(&p->lock);
     Py_RETURN_NONE;
 }

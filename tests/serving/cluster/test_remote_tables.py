@@ -204,7 +204,7 @@ def test_strings_of_a_table_that_owners_have(owners: Server, tmp_path: Path) -> 
     load_door(specified("string", name, tier=tier), tmp_path / "door")
     load(specified("raw", "whole"), tmp_path / "whole")
     door, whole = served(tmp_path / "door", name), served(tmp_path / "whole", "whole")
-    assert door.features["s"].strings and door.header.format_version == 10
+    assert door.features["s"].strings and door.header.format_version == 11
     assert Header.from_json(door.header.to_json()) == door.header
     asked = {"s": bags([3, 0, 2], hashes(["", "nobody", *strings[7:10]]))}
     assert answer(door, asked, ("s",)) == answer(whole, asked, ("s",))
