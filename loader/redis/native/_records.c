@@ -20,6 +20,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "_buffers.h"
+
 enum { HERE = 0, CORRUPT = 2, LARGEST = 1 << 29 }; /* bytes of a value in Redis */
 enum { HEAD_DIGITS = 5, TAG_DIGITS = 3, NUMBERS_BYTES = 96 }; /* of a key; of a command without its prefix */
 
@@ -50,20 +52,6 @@ static char *put_key_end(char *to, uint64_t block) {
     return put(to, "}\r\n", 3);
 }
 
-/* Takes the buffers of arguments, the last `writable` of them to write to. 0: an error is set, none is held. */
-static int hold(PyObject *const *args, int count, int writable, Py_buffer *held) {
-    for (int i = 0; i < count; i++) {
-        if (!PyObject_GetBuffer(args[i], held + i, i < count - writable ? PyBUF_SIMPLE : PyBUF_WRITABLE)) continue;
-        while (i--) PyBuffer_Release(held + i);
-        return 0;
-    }
-    return 1;
-}
-
-static void release(Py_buffer *held, int count) {
-    while (count--) PyBuffer_Release(held + count);
-}
-
 enum { PREFIX, BEFORE, ASKED, PARTS };
 
 /* Writes commands; returns where they end. */
@@ -89,7 +77,7 @@ static PyObject *py_commands(PyObject *self, PyObject *const *args, Py_ssize_t n
     Py_buffer b[PARTS];
     if (n != 5) return PyErr_Format(PyExc_TypeError, "commands takes 5 arguments, got %zd", n);
     const long long block_rows = PyLong_AsLongLong(args[1]), record_bytes = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !hold((PyObject *const[]){args[0], args[3], args[4]}, PARTS, 0, b)) return NULL;
+    if (PyErr_Occurred() || !hold_buffers((PyObject *const[]){args[0], args[3], args[4]}, PARTS, 0, b)) return NULL;
     const int64_t *rows = b[ASKED].buf, count = b[ASKED].len / 8;
     const size_t most = (size_t)b[PREFIX].len + (size_t)b[BEFORE].len + NUMBERS_BYTES;
     int is_sound = b[ASKED].len % 8 == 0 && block_rows > 0 && record_bytes > 0 && record_bytes <= LARGEST / block_rows;
@@ -104,7 +92,7 @@ static PyObject *py_commands(PyObject *self, PyObject *const *args, Py_ssize_t n
     }
     PyObject *found = made ? PyBytes_FromStringAndSize(made, end - made) : NULL;
     free(made);
-    release(b, PARTS);
+    release_buffers(b, PARTS);
     return found;
 }
 
@@ -158,7 +146,7 @@ static PyObject *py_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 8) return PyErr_Format(PyExc_TypeError, "take takes 8 arguments, got %zd", n);
     const long long start = PyLong_AsLongLong(args[1]);
     PyObject *const buffers[BUFFERS] = {args[0], args[2], args[3], args[4], args[5], args[6], args[7]};
-    if (PyErr_Occurred() || !hold(buffers, BUFFERS, 2, b)) return NULL;
+    if (PyErr_Occurred() || !hold_buffers(buffers, BUFFERS, 1 << OUT | 1 << STATE, b)) return NULL;
     int64_t at = start, taken = -1;
     int is_other = 0;
     if (is_sound(b, start)) {
@@ -166,7 +154,7 @@ static PyObject *py_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         taken = take(b, &at, &is_other);
         Py_END_ALLOW_THREADS
     } else PyErr_SetString(PyExc_ValueError, "take: these rows have no place, or the data begins elsewhere");
-    release(b, BUFFERS);
+    release_buffers(b, BUFFERS);
     return taken < 0 ? NULL : Py_BuildValue("(LLN)", (long long)taken, (long long)at, PyBool_FromLong(is_other));
 }
 

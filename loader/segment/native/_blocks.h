@@ -5,6 +5,7 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <stdint.h>
+#include "_buffers.h"
 
 #define INTERN __attribute__((visibility("hidden")))
 
@@ -45,9 +46,6 @@ INTERN void ask_rows(const place *p, const int64_t *rows, int64_t n, int64_t mos
 
 /* Takes six arguments as `fetch` does: 0: an error is set, and none of the buffers is held. */
 INTERN int hold_reading(PyObject *const *args, const char *name, Py_buffer *held, reading *r);
-/* Takes the buffers of `count` arguments; bit n of `writable`: the n-th is written. 0: an error is set, none is held. */
-INTERN int hold(PyObject *const *args, int count, unsigned writable, Py_buffer *held);
-INTERN void release(Py_buffer *held, int count);
 INTERN int is_place(const Py_buffer *given, place *p);
 
 INTERN PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n);

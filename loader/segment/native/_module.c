@@ -10,7 +10,7 @@
  *   writes what came of each to `state`: HERE; CORRUPT where a block is not what was written, after it was read once
  *   more; BROKEN and the error's number where it cannot be read.
  *     place     int64: fd; bytes of row 0 and of the first checksum in the file; its seed; row_bytes; rows of the
- *               table; address of row 0 where the file is mapped, or 0; believed_ms and trusted_ms, see below
+ *               table; address of row 0 where the file is mapped, or 0; believed_ms and trusted_ms, see _blocks.c
  *     checked   uint8 [blocks / 8 + 1], bit n: block n was read and checked
  *     regions   uint8: what looks found, REGION_SIZE bytes for each REGION_BYTES of the rows, and two more
  *     rows      int64 [n], ascending
@@ -32,19 +32,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-
-int hold(PyObject *const *args, int count, unsigned writable, Py_buffer *held) {
-    for (int i = 0; i < count; i++) {
-        if (!PyObject_GetBuffer(args[i], held + i, writable >> i & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) continue;
-        while (i--) PyBuffer_Release(held + i);
-        return 0;
-    }
-    return 1;
-}
-
-void release(Py_buffer *held, int count) {
-    while (count--) PyBuffer_Release(held + count);
-}
 
 /* Whether bits and regions are those of a table. */
 static int fits(const place *p, const Py_buffer *checked, const Py_buffer *regions) {
@@ -79,7 +66,7 @@ static PyObject *py_away(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t found = -1;
     place p;
     if (n != 5) return PyErr_Format(PyExc_TypeError, "away takes 5 arguments, got %zd", n);
-    if (!hold(args, 5, 0x16, b)) return NULL;
+    if (!hold_buffers(args, 5, 0x16, b)) return NULL;
     if (!is_place(b, &p) || b[3].len % 8 || b[4].len < b[3].len || !fits(&p, b + 1, b + 2))
         PyErr_SetString(PyExc_ValueError, "away: rows or bits do not fit this table");
     else {
@@ -87,18 +74,18 @@ static PyObject *py_away(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         found = away(&p, b[1].buf, b[2].buf, b[3].buf, b[3].len / 8, b[4].buf);
         Py_END_ALLOW_THREADS
     }
-    release(b, 5);
+    release_buffers(b, 5);
     return found < 0 ? NULL : PyLong_FromLongLong(found);
 }
 
 size_t buffer_bytes(const place *p) { return (size_t)((p->row_bytes / PAGE + 2) * (PAGE + 4)); }
 
 int hold_reading(PyObject *const *args, const char *name, Py_buffer *b, reading *r) {
-    if (!hold(args, 6, 0x36, b)) return 0;
+    if (!hold_buffers(args, 6, 0x36, b)) return 0;
     *r = (reading){.checked = b[1].buf, .regions = b[2].buf, .rows = b[3].buf, .n = b[3].len / 8,
                    .out = b[4].buf, .state = b[5].buf};
     if (is_place(b, &r->p) && is_sound(&r->p, r->n, b + 1, b + 2, b + 3, b + 4, b + 5)) return 1;
-    release(b, 6);
+    release_buffers(b, 6);
     PyErr_Format(PyExc_ValueError, "%s: rows, states or bits do not fit this table", name);
     return 0;
 }
@@ -116,7 +103,7 @@ static PyObject *read_rows(PyObject *const *args, const char *name, const limits
         Py_END_ALLOW_THREADS
     }
     free(r.buffer);
-    release(b, 6);
+    release_buffers(b, 6);
     return left < 0 ? NULL : PyLong_FromLongLong(left);
 }
 

@@ -276,7 +276,7 @@ PyObject *py_in_threads(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (!p || !hold_reading(args + 4, "in_threads", b, &r)) return NULL;
     let_go(p);
     const int came = read_in_threads(args[0], p, &r, &most, parts < THREADS ? (int)parts : THREADS, wait_ms);
-    release(b, 6);
+    release_buffers(b, 6);
     if (came) return NULL;
     Py_RETURN_NONE;
 }
@@ -289,11 +289,11 @@ PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     if (n != 5) return PyErr_Format(PyExc_TypeError, "ask takes 5 arguments, got %zd", n);
     const long long device = PyLong_AsLongLong(args[1]), most = PyLong_AsLongLong(args[4]);
     pool *p = PyErr_Occurred() ? NULL : pool_of(device);
-    if (!p || !hold(args + 2, 2, 0, b)) return NULL;
+    if (!p || !hold_buffers(args + 2, 2, 0, b)) return NULL;
     const int is_table = is_place(b, &r.p) && b[1].len % 8 == 0 && r.p.row_bytes >= 1 && r.p.rows >= 1
                          && !__builtin_mul_overflow(r.p.rows, r.p.row_bytes, &bytes);
     job *j = is_table ? make_job(args[0], &r, b[1].buf, b[1].len / 8, 0) : NULL;
-    release(b, 2);
+    release_buffers(b, 2);
     if (!is_table) return PyErr_Format(PyExc_ValueError, "ask: rows do not fit this table");
     if (!j) return PyErr_NoMemory();
     j->most.depth = most;

@@ -5,6 +5,7 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <stdint.h>
+#include "_buffers.h"
 
 typedef struct { int64_t id, source; } record;
 
@@ -15,21 +16,14 @@ enum { MOST_BUFFERS = 6 };
 typedef struct { Py_buffer b[MOST_BUFFERS]; int held; } buffers;
 
 static inline void release(buffers *all) {
-    while (all->held) PyBuffer_Release(&all->b[--all->held]);
+    release_buffers(all->b, all->held);
+    all->held = 0;
 }
 
 /* Takes buffers, those of `writable` (a bit each) to write to. */
-static inline int take(PyObject *const *args, int count, int writable, buffers *all) {
-    all->held = 0;
-    while (all->held < count) {
-        if (PyObject_GetBuffer(args[all->held], &all->b[all->held],
-                               writable >> all->held & 1 ? PyBUF_WRITABLE : PyBUF_SIMPLE)) {
-            release(all);
-            return 0;
-        }
-        all->held++;
-    }
-    return 1;
+static inline int take(PyObject *const *args, int count, unsigned writable, buffers *all) {
+    all->held = hold_buffers(args, count, writable, all->b) ? count : 0;
+    return all->held;
 }
 
 static inline PyObject *unsound(buffers *all, const char *what) {
