@@ -5,6 +5,7 @@ It is JSON with a checksum. `header_checks` checks the values, since anyone can 
 import json
 import struct
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import xxhash
@@ -223,7 +224,7 @@ class Header:
             return 3
         return 1 if self.owner is None and all(t.ids is None for t in self.tables) else 2
 
-    @property
+    @cached_property
     def string_tables(self) -> frozenset[str]:
         """Returns the tables whose ids are strings."""
         kinds = {t.name: t.id_kind for t in self.tables} | {r.name: r.id_kind for r in self.remote}
