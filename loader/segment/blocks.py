@@ -1,6 +1,6 @@
 """Rows of a table's file on a disk, read by their numbers.
 
-The rows begin at a page of the file, and each of their pages is a block with a CRC-32C (`_blocks.c`) that
+The rows begin at a page of the file, and each of their pages is a block with a CRC-32C (`_sums.c`) that
 begins with the file's seed. The checksums, a thousandth of the rows, lie behind rows and id index in the same
 file, and the version names their own checksum. So most rows cost one read of a page, and a block that
 changed, or is another one, is never taken for its rows. A row of a block that this process has checked is
@@ -104,7 +104,7 @@ class BlockReader:
         name: str = "",
     ) -> None:
         self._file, self._stored = file, stored
-        fd = self._fd = file.fd
+        fd = file.fd
         self._mapped, self._name = mapped, name
         checked = np.zeros(block_count(stored) // 8 + 1, np.uint8)
         # To who could not write to a file, the kernel says that all of it is in the page cache
@@ -181,7 +181,7 @@ class BlockReader:
     def sums(self) -> Bytes:
         """Reads the checksums. Bytes behind the file's end are any."""
         out, at = np.empty(sum_bytes(self._stored), np.uint8), 0
-        while at < out.size and (got := os.preadv(self._fd, [out[at:].data], self._file.sums_at + at)):
+        while at < out.size and (got := os.preadv(self._file.fd, [out[at:].data], self._file.sums_at + at)):
             at += got
         return out
 
@@ -248,7 +248,7 @@ class BlockReader:
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):  # of a file system that is gone
-            os.close(self._fd)
+            os.close(self._file.fd)
 
 
 class Breaker:

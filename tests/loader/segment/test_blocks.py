@@ -157,11 +157,11 @@ def forget(reader: BlockReader) -> None:
     libc, mapped, there = ctypes.CDLL(None), reader._mapped, (ctypes.c_ubyte * 32)()
     assert mapped is not None
     first = ctypes.c_void_p(mapped.ctypes.data - AT)  # of the file
-    os.fsync(reader._fd)
+    os.fsync(reader._file.fd)
 
     def is_gone() -> bool:
         assert not libc.madvise(first, ctypes.c_size_t(AT + mapped.nbytes), mmap.MADV_DONTNEED)
-        os.posix_fadvise(reader._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(reader._file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         assert not libc.mincore(first, ctypes.c_size_t(AT + mapped.nbytes), there)
         return not any(page & 1 for page in there)
 
