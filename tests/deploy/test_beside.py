@@ -9,6 +9,9 @@ from manifests import TOP, documents, one
 
 from tableside.serving.metrics.metrics import REQUESTS
 
+# of an endpoint, in both kinds of monitors
+ENDPOINT = {"port", "path", "interval", "scrapeTimeout", "scheme", "honorLabels", "relabelings"}
+
 
 def test_a_service_monitor_has_what_its_reference_lists() -> None:
     """Of prometheus-operator's API reference, monitoring.coreos.com/v1: the fields that are used."""
@@ -23,15 +26,7 @@ def test_a_service_monitor_has_what_its_reference_lists() -> None:
         "podTargetLabels",
     }
     (endpoint,) = monitor["spec"]["endpoints"]
-    assert set(endpoint) <= {
-        "port",
-        "path",
-        "interval",
-        "scrapeTimeout",
-        "scheme",
-        "honorLabels",
-        "relabelings",
-    }
+    assert set(endpoint) <= ENDPOINT
     services = [d for _, d in documents() if d["kind"] == "Service"]
     assert len(services) == 3  # base/, and hosts/ of servers and of owners
     for service in services:
@@ -53,15 +48,7 @@ def test_a_pod_monitor_finds_the_followers() -> None:
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     assert set(monitor["spec"]) <= {"selector", "podMetricsEndpoints", "namespaceSelector", "jobLabel"}
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
-    assert set(endpoint) <= {
-        "port",
-        "path",
-        "interval",
-        "scrapeTimeout",
-        "scheme",
-        "honorLabels",
-        "relabelings",
-    }
+    assert set(endpoint) <= ENDPOINT
     workloads = [(p.parent.name, d) for p, d in documents() if d["kind"] in ("Deployment", "StatefulSet")]
     followed = [d for folder, d in workloads if folder in ("base", "follow", "hosts")]
     assert len(followed) == 4
