@@ -125,10 +125,7 @@ def plan_raw_table(
 def _check_collisions(source: KeyedRows, twice: Ids) -> None:
     """Reads the strings again that have one of these ids. CheckpointError: two of one id are not the same."""
     twice = np.unique(twice)
-    others, firsts = (
-        np.zeros(twice.size, np.int64),
-        np.full(twice.size, -1),
-    )  # another hash, and a row, of each
+    others, firsts = np.zeros(twice.size, np.int64), np.full(twice.size, -1)  # another hash, a row
     for piece in range(source.pieces if twice.size else 0):
         for block, again in zip(source.ids(piece), source.rehashed().ids(piece), strict=True):
             at = np.minimum(np.searchsorted(twice, block.ids), twice.size - 1)

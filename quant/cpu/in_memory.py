@@ -1,5 +1,5 @@
-"""Lookups of fetched tables (`quant.rows.fetched`) whose rows lie in memory: where the table's address says,
-or in the page cache, from which they are copied."""
+"""Lookups of fetched tables (`quant.rows.fetched`) whose rows are read in memory: where the table's address
+says, and copies of the others, from the page cache or once they came."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -59,8 +59,8 @@ class CopiedRows(NamedTuple):
 
 
 class InMemory:
-    """Plans lookups whose rows all lie in memory now. To see whether they are here, ids of fetched tables
-    become row numbers; a lookup then reads by these, if no id may be missing."""
+    """Plans lookups whose rows lie in memory, or are copied there. To see where they are, ids of fetched
+    tables become row numbers; a lookup then reads by these, if no id may be missing."""
 
     def __init__(
         self,

@@ -27,13 +27,7 @@ from tableside.quant.contract import (
 )
 from tableside.quant.cpu.address_space import MEMORY
 from tableside.quant.cpu.checked import inputs_of, rows_of
-from tableside.quant.cpu.in_memory import (
-    FIELD,
-    CopiedRows,
-    How,
-    InMemory,
-    places_in_memory,
-)
+from tableside.quant.cpu.in_memory import FIELD, CopiedRows, How, InMemory, places_in_memory
 from tableside.quant.cpu.staged_rows import Found, TableRows
 from tableside.quant.errors import BadIds, RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable
