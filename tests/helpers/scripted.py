@@ -34,7 +34,10 @@ class Script:
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:
-            self._handle(self, connection)
+            try:
+                self._handle(self, connection)
+            finally:  # before `fileno` says that it is closed: the client's end sees what tests see
+                connection.shutdown(socket.SHUT_WR)
 
     def read(self, connection: socket.socket) -> bytes:
         """A request's path. OSError: the client has closed."""
