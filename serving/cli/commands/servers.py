@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from tableside.serving.cli.arguments import AddCommand, add_json, count, exponen
 from tableside.serving.cli.commands.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.commands.generator import ARRIVALS, Load, merged, run, run_at_rate
 from tableside.serving.cli.commands.top import top as show_top
-from tableside.serving.cli.output import console, load_where_named, mb, print_json, table_of
+from tableside.serving.cli.output import console, described, load_where_named, mb, print_json, table_of
 from tableside.serving.cli.parser import Parser
 from tableside.serving.cli.remote import add_server
 from tableside.serving.client import Client, Jagged
@@ -52,8 +53,25 @@ def serve(options: argparse.Namespace) -> int:
         options.models = None
     settings = ServerSettings(**given(options, ServerSettings))
     server.check(settings)  # before a load, which may take an hour
+    if options.placed_by == "ray":
+        return _serve_on_ray(settings, options.ray_address, came)
     named = load_where_named(settings.models, settings)
     return server.serve(settings.model_copy(update={"models": named}), came=came)
+
+
+def _serve_on_ray(settings: ServerSettings, address: str | None, came: Sequence[int]) -> int:
+    from tableside.serving.cluster.on_ray import owners_on_ray, token_file
+    from tableside.serving.workers import server
+
+    if len(settings.models) != 1 or settings.all:
+        raise ServingError(
+            f"--engine ray serves one model; found {len(settings.models)}; expected a model.toml"
+        )
+    _, spec = described(Path(settings.models[0]))
+    with owners_on_ray(spec, settings, address) as owners:
+        owners.begin()
+        here = {"models": (spec.name,), "cluster_token_file": token_file(owners.token)}
+        return server.serve(settings.model_copy(update=here), came=came)
 
 
 def lookup(options: argparse.Namespace) -> int:
@@ -211,6 +229,11 @@ def add_commands(command: AddCommand) -> None:
         default=None,
     )
     add_options(p, ServerSettings, skip=("models", "engine", "engines", "sharing"))
+    with p.group("owners of rows (docs/hosts.md)"):
+        p.option(
+            "--engine", "who places the owners of a model.toml's tiers", choices=("ray",), dest="placed_by"
+        )
+        p.option("--ray-address", "the cluster (default: that of this node)")
 
     p = command("lookup", lookup, "look ids up on a running server and print the vectors")
     _add_server(p)

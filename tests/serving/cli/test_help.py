@@ -53,4 +53,4 @@ def test_the_help_of_serve_shows_first_what_most_need(capsys: pytest.CaptureFixt
     shown = [line.split()[0].rstrip(",") for line in first.splitlines() if line.startswith("  -")]
     expected = "-h --root --owner --all --host --port --workers --devices --placement --hbm-budget"
     assert shown == expected.split()
-    assert "addresses:" in groups[0] and len(groups) == 10 and "examples:" in groups[-1]
+    assert "addresses:" in groups[0] and len(groups) == 11 and "examples:" in groups[-1]
