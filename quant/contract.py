@@ -201,6 +201,10 @@ class Place(NamedTuple):
     found_at: int = -1
 
 
+FIELD = {name: n for n, name in enumerate(Place._fields)}
+"""Which of a place's numbers is which."""
+
+
 def place_of(lookup: Lookup, kind: int) -> Place:
     """The place of a lookup, whose kind has this number."""
     return Place(

@@ -9,9 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tableside.quant.contract import Bytes, Ids, Lookup, LookupKind, Place, Plan, Planner, Table, Unfound
+from tableside.quant.contract import (
+    FIELD,
+    Bytes,
+    Ids,
+    Lookup,
+    LookupKind,
+    Place,
+    Plan,
+    Planner,
+    Table,
+    Unfound,
+)
 from tableside.quant.cpu.address_space import BASE, MEMORY, offset_of
-from tableside.quant.cpu.index_builder import place_rows
+from tableside.quant.cpu.index_builder import in_layers, place_rows
 from tableside.quant.rows.fetched import Fetch, FetchedTable, RowReader
 from tableside.quant.rows.ids import ID_BYTES, array_address
 from tableside.quant.rows.overlay import NO_ROW
@@ -24,7 +35,6 @@ How = Callable[[RowReader], Fetch | None]  # which way rows are fetched; None: n
 _MANY_IDS = 4096  # for fewer, finding rows again takes less than other places do
 _ADDRESSES = 1 << 47  # that a process has
 _NOWHERE = np.zeros(0, np.int64)
-FIELD = {name: n for n, name in enumerate(Place._fields)}
 # Whether a field is an offset into the inputs, or into the outputs
 _OF_INPUTS = np.array([name in ("ids_at", "lengths_at", "weights_at") for name in Place._fields], np.int64)
 _OF_OUTPUTS = np.array([name in ("out_at", "found_at") for name in Place._fields], np.int64)
@@ -74,6 +84,10 @@ class InMemory:
         self._spans = [_Span.of(table) for table in tables]
         self._planner = self._planner_of(tables)
         self._by_number = self._planner_over(self._spans) if backend.reads_any_rows else None
+        of_kind = zip(kinds, self._spans, strict=True)
+        self._layered = np.array([_layered(kind.table, span) for kind, span in of_kind], np.int64).reshape(
+            -1, 3
+        )
 
     def _planner_of(self, tables: Sequence[Table]) -> Planner:
         of_kind = [
@@ -107,6 +121,8 @@ class InMemory:
         """Returns a plan that reads rows where they lie in memory, and copies of the others; or None, and
         what was copied, where some did not come. Ids may be missing, or wrong. most: rows to copy; of more
         so many are, to see whether they come."""
+        if (plan := self._in_layers(asked, places, inputs)) is not None:
+            return plan, ()
         rows_of, away_of, is_sure = dict[int, Ids](), dict[int, Ids](), True
         ids_of = dict[int, Ids]()
         counted = list[tuple[Callable[[int], object], int]]()
@@ -130,7 +146,7 @@ class InMemory:
         if not away_of:
             if any(_lacks_default(_fetched(asked[job][0]), rows_of[job], ids_of[job]) for job in ids_of):
                 return None, ()
-            plan: Plan | None = self._plain(asked, places, rows_of, is_sure and not ids_of)
+            plan = self._plain(asked, places, rows_of, is_sure and not ids_of)
         elif not is_sure or not self._backend.reads_any_rows:
             return None, ()
         elif sum(map(len, away_of.values())) > most:
@@ -146,6 +162,23 @@ class InMemory:
             count(in_place)
         return plan, copied
 
+    def _in_layers(
+        self, asked: Sequence[tuple[Lookup | LookupKind, Place]], places: Any, inputs: Any
+    ) -> Plan | None:
+        """Of rows that all are overlays', which are never away. None: some are not."""
+        if self._by_number is None or not (self._layered[:, 0] > 0).any():
+            return None
+        places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
+        if (found := in_layers(self._layered, places, inputs)) is None:
+            return None
+        for kind, place in asked:
+            if isinstance(kind.table, FetchedTable) and (count := kind.table.reader.in_place) is not None:
+                count(place.ids)
+        numbers, at = found
+        if numbers.size < _MANY_IDS:
+            return self._planner.plan(places)
+        return _NumberedPlan((self, numbers), self._by_number, places, at)
+
     def _plain(
         self,
         asked: Sequence[tuple[Lookup | LookupKind, Place]],
@@ -158,7 +191,7 @@ class InMemory:
         if self._by_number is None or not is_sure or sum(rows_of[job].size for job in mapped) < _MANY_IDS:
             return self._planner.plan(places)
         numbers = {job: rows_of[job] - self._spans[asked[job][1].kind].first for job in mapped}
-        return _NumberedPlan((self,), self._by_number, places, numbers)
+        return _NumberedPlan((self, numbers), self._by_number, places, addresses(numbers, len(asked)))
 
     def _mixed(
         self,
@@ -196,7 +229,8 @@ class InMemory:
                 numbers[job][there] = came.at + first
             if job in ids_of and not _keep(table, np.delete(rows, there), np.delete(ids_of[job], there)):
                 return None, copied
-        return _NumberedPlan((self, *copied), self._by_address, places, numbers), copied
+        at = addresses(numbers, len(asked))
+        return _NumberedPlan((self, numbers, *copied), self._by_address, places, at), copied
 
 
 def _lacks_default(table: FetchedTable, rows: Ids, ids: Ids) -> bool:
@@ -221,16 +255,16 @@ def _fetched(kind: Lookup | LookupKind) -> FetchedTable:
 
 
 class _NumberedPlan(Plan):
-    """owners: keep the rows in memory. numbers: of rows, instead of the ids of a lookup, by its number."""
+    """owners: keep rows and numbers in memory. numbers_at: as `places_in_memory` takes them."""
 
     def __init__(
-        self, owners: Sequence[object], planner: Planner, places: Any, numbers: Mapping[int, Ids]
+        self, owners: Sequence[object], planner: Planner, places: Any, numbers_at: NDArray[np.int64]
     ) -> None:
-        self._owners, self._planner, self._numbers = owners, planner, numbers
+        self._owners, self._planner, self._numbers_at = owners, planner, numbers_at
         self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        places = places_in_memory(self._places, inputs, outputs, self._numbers)
+        places = places_in_memory(self._places, inputs, outputs, self._numbers_at)
         return self._planner.run(places.tobytes(), MEMORY, MEMORY)
 
 
@@ -252,15 +286,29 @@ def distinct(rows: Ids) -> tuple[Ids, Ids]:
 
 
 def places_in_memory(
-    places: NDArray[np.int64], inputs: Any, outputs: Any, numbers: Mapping[int, Ids]
+    places: NDArray[np.int64], inputs: Any, outputs: Any, numbers_at: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Returns places [n, fields of `Place`] as offsets into `MEMORY`. numbers: what lookups read instead of
-    ids."""
+    """Returns places [n, fields of `Place`] as offsets into `MEMORY`. numbers_at: [n] addresses of what
+    lookups read instead of ids, or 0."""
     starts = offset_of(inputs) * _OF_INPUTS + offset_of(outputs) * _OF_OUTPUTS
     places = places + (places >= 0) * starts
-    for job, rows in numbers.items():
-        places[job, FIELD["ids_at"]] = array_address(rows) - BASE
+    ids_at = places[:, FIELD["ids_at"]]
+    np.copyto(ids_at, numbers_at - BASE, where=numbers_at != 0)
     return places
+
+
+def addresses(arrays: Mapping[int, Ids], count: int) -> NDArray[np.int64]:
+    """Returns addresses, by number; 0: there is none."""
+    return np.array([array_address(arrays[n]) if n in arrays else 0 for n in range(count)], np.int64)
+
+
+def _layered(table: Any, span: "_Span") -> tuple[int, int, int]:
+    """Returns what `in_layers` is told of a kind."""
+    if not isinstance(table, FetchedTable):
+        return 0, 0, 0
+    if table.row_map is None or table.row_map.overlay is None:
+        return -1, 0, 0
+    return table.row_map.native_address, table.rows, span.first
 
 
 class _Span(NamedTuple):

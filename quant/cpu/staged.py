@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
+    FIELD,
     MASK_LATE,
     Ids,
     Lookup,
@@ -27,7 +28,7 @@ from tableside.quant.contract import (
 )
 from tableside.quant.cpu.address_space import MEMORY
 from tableside.quant.cpu.checked import inputs_of, rows_of
-from tableside.quant.cpu.in_memory import FIELD, CopiedRows, How, InMemory, places_in_memory
+from tableside.quant.cpu.in_memory import CopiedRows, How, InMemory, addresses, places_in_memory
 from tableside.quant.cpu.staged_rows import Found, TableRows
 from tableside.quant.errors import BadIds, RowsNotRead
 from tableside.quant.rows.fetched import FetchedTable
@@ -233,6 +234,7 @@ class _ReadPlan(Plan):
     ) -> None:
         self._found, self._at = found, at
         self._places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields)).copy()
+        self._numbers_at = addresses(at, len(self._places))
         kinds = self._places[:, FIELD["kind"]].tolist()
         used = {kind: n for n, kind in enumerate(dict.fromkeys(kinds))}
         self._places[:, FIELD["kind"]] = [used[kind] for kind in kinds]
@@ -243,7 +245,7 @@ class _ReadPlan(Plan):
         self._planner = planner.backend.planner(of_kind, planner.threads)
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        places = places_in_memory(self._places, inputs, outputs, self._at)
+        places = places_in_memory(self._places, inputs, outputs, self._numbers_at)
         places[list(self._at), FIELD["found_at"]] = -1
         read = self._planner.run(places.tobytes(), MEMORY, MEMORY)
         unfound = [Unfound(0, 0)] * len(places) if read is None else list(read)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant.contract import (
+    FIELD,
     MASK_LATE,
     Ids,
     Lookup,
@@ -26,7 +27,7 @@ from tableside.quant.contract import (
 from tableside.quant.cpu import _native
 from tableside.quant.cpu.address_space import BASE, MEMORY
 from tableside.quant.cpu.checked import check_ids, inputs_of, rows_of
-from tableside.quant.cpu.in_memory import FIELD, places_in_memory
+from tableside.quant.cpu.in_memory import places_in_memory
 from tableside.quant.errors import BadIds, Problem
 from tableside.quant.rows.fetched import AskedTable, RowsAsked, RowState, not_read
 from tableside.quant.rows.ids import array_address
@@ -266,11 +267,10 @@ class _CamePlan(Plan):
         plan, fetched, wrong = self._plan, self._fetched, list[BadIds]()
         places = plan.places[fetched.jobs]
         found_at = places[:, FIELD["found_at"]].tolist()
-        at = array_address(fetched.at) - BASE + 8 * fetched.starts[:-1]
+        at = array_address(fetched.at) + 8 * fetched.starts[:-1]
         places[:, FIELD["kind"]] = plan.planner.number_of[places[:, FIELD["kind"]]]
         places[:, FIELD["found_at"]] = -1
-        places = places_in_memory(places, inputs, outputs, {})
-        places[:, FIELD["ids_at"]] = at
+        places = places_in_memory(places, inputs, outputs, at)
         order = fetched.jobs.argsort()
         try:
             self._reader.run(places[order].tobytes(), MEMORY, MEMORY)

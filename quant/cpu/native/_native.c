@@ -18,7 +18,7 @@
  * totals, lay_out, measure, move_all: see _native_jobs.c · place_batch, write_batch: see _native_batch.c ·
  * lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, device_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
- * place_rows, count_rows: see _native_index.c · split_ids: see _native_split.c
+ * place_rows, in_layers, count_rows: see _native_index.c · split_ids: see _native_split.c
  * fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  * The interpreter's lock is released while rows are read or written. */
@@ -284,6 +284,7 @@ static PyMethodDef methods[] = {
     {"distinct", (PyCFunction)(void (*)(void))py_distinct, METH_FASTCALL, NULL},
     {"build", (PyCFunction)(void (*)(void))py_build, METH_FASTCALL, NULL},
     {"place_rows", (PyCFunction)(void (*)(void))py_place_rows, METH_FASTCALL, NULL},
+    {"in_layers", (PyCFunction)(void (*)(void))py_in_layers, METH_FASTCALL, NULL},
     {"count_rows", (PyCFunction)(void (*)(void))py_count_rows, METH_FASTCALL, NULL},
     {"split_ids", (PyCFunction)(void (*)(void))py_split_ids, METH_FASTCALL, NULL},
     {"fill_filter", (PyCFunction)(void (*)(void))py_fill_filter, METH_FASTCALL, NULL},

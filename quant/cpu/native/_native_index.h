@@ -36,6 +36,7 @@ PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n)
 PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_in_layers(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_count_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_fill_filter(PyObject *self, PyObject *const *args, Py_ssize_t n);

@@ -3,6 +3,7 @@
 import random
 
 import numpy as np
+import overlays
 import pytest
 from drawn_lookups import Drawn
 from fetched_tables import BACKENDS, FromArray, outcome
@@ -71,6 +72,39 @@ def test_a_row_that_is_away_is_fetched() -> None:
         source.absent = set()
         begun = choose().planner([LookupKind(table, Pooling.SUM)]).plan(place).begin(here.tobytes())
         assert not isinstance(begun, Waiting) and not source.asked
+
+
+@pytest.mark.parametrize("count", [10, 3000])
+@pytest.mark.parametrize("made", [overlays.raw(), overlays.dense(first=100)], ids=["raw", "dense"])
+def test_rows_of_overlays_are_asked_about_nowhere(made: overlays.Overlaid, count: int) -> None:
+    """They are never away. Where one row of a request is the table's own, it is asked about; lookups of other
+    tables go on beside."""
+    row_map = made.table.row_map
+    assert row_map is not None and row_map.overlay is not None
+    rows = row_map.find(np.array([*made.numbers]))
+    over = np.array([*made.numbers])[(rows < -1) | (rows >= made.table.rows)]
+    own = np.array([*made.numbers])[(rows >= 0) & (rows < made.table.rows)]
+    source, looked = FromArray(made.table), list[int]()
+
+    def away(rows: np.ndarray) -> np.ndarray:
+        looked.append(rows.size)
+        return source.away(rows)
+
+    reader = RowReader(source, source.ready, away=away, in_place=source.counted.append)
+    other, kinds = table_of(RowFormat.INT8, 8, 100), []
+    for table in (made.table.fetched_by(reader), made.table):
+        kinds.append([LookupKind(other, Pooling.SUM), LookupKind(table, Pooling.NONE)])
+    dim, ids = made.table.dim, np.random.default_rng(1).choice(over, count)
+    for asked, is_over in ((ids, True), (np.append(ids[1:], own[:1]), False)):
+        inputs = np.append([7], asked).tobytes()
+        places = np.array(
+            [Place(0, 0, 1, -1, 1, 1, -1, 0), Place(1, 8, count, -1, 1, 0, -1, 32)], np.int64
+        ).tobytes()
+        fetched, plain = (choose().planner(each).plan(places) for each in kinds)
+        out_bytes = 32 + count * dim * 4
+        assert outcome(fetched.begin(inputs), inputs, out_bytes) == outcome(plain, inputs, out_bytes)
+        assert (looked[:1], source.counted) == ([] if is_over else [count], [count])
+        source.counted.clear()
 
 
 def test_rows_that_are_away_are_copied_alone() -> None:
