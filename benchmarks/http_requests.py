@@ -11,13 +11,16 @@ connections:
     same       as many ids in every bag: one header for all requests
     lengths    lengths of their own in every request
     subset     the same, of 80 % of the features, drawn for each request
+    known      the same as lengths, with the lengths of one request in all: its header is known
+    few        the same as subset, with the features and lengths of one request in all
     masks      the same as lengths, with the found mask of every feature
     deltas     the same as lengths, while a delta of 100 rows is applied each second
     json       the same as lengths, as JSON to /v1/lookup, answered as JSON
 
 `ids` is how many ids a second come with such requests, over those of `same`; for `masks`, `deltas` and `json`
-over those of `lengths`. Answers are compared with the lookups in process first. --before: that checkout, with
-its .venv, serves the same model on the same core.
+over those of `lengths`. `news` is the same over `known`, of `subset` over `few`: what it costs that a request
+is another one each time, apart from how many tensors and ids it has. Answers are compared with the lookups in
+process first. --before: that checkout, with its .venv, serves the same model on the same core.
 
 `start`, `swap` and `delta` are requests as `subset`'s, 1,000 at a time: the first ones to a model, the first
 once another version of it is live, and the first once a delta is applied, beside the 1,000 after those. Their
@@ -52,7 +55,8 @@ from tableside.serving.cli.commands.generator import Load, merged, run
 SERVER_CORE, LOAD_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 SHAPES = ((8, 8, 10), (26, 32, 20), (100, 8, 5), (100, 64, 5), (300, 1, 3), (1000, 1, 3))
 CASES = tuple(Case(*shape) for shape in SHAPES)
-WAYS = ("same", "lengths", "subset", "masks", "json", "deltas")
+WAYS = ("same", "lengths", "subset", "known", "few", "masks", "json", "deltas")
+KNOWN = {"lengths": "known", "subset": "few"}
 SUBSET, CONNECTIONS, FIRST, EVENTS = 0.8, 4, 1000, 5
 MOST, MOST_BYTES = 4096, 256 << 20  # different requests of a way
 GOAL, FIRST_GOAL = 0.9, 1.5  # of `same`, by ids; the p99 of first requests over that of later ones
@@ -104,11 +108,14 @@ class Drawn:
 def draw(case: Case, way: str, rng: np.random.Generator) -> Drawn:
     same = way == "same"
     names = list(range(case.features))
-    if way == "subset":
+    each, rng = rng, np.random.default_rng(0) if way in KNOWN.values() else rng
+    if way in ("subset", "few"):
         names = sorted(rng.choice(case.features, max(1, round(SUBSET * case.features)), False).tolist())
     described = dict(case.described)
     described["features"] = [described["features"][n] for n in names]
     values, lengths = bench.draw(rng, described, case.shape(same))
+    if each is not rng:
+        values = each.integers(0, case.rows, values.size)
     headers, body = bench.encode(described, values, lengths, same=same, form="named")
     if way == "masks":
         headers, body = with_masks(headers, body, [f["name"] for f in described["features"]])
@@ -296,7 +303,8 @@ def a_change(case: Case, rng: np.random.Generator) -> TableChanges:
 def row(case: Case, way: str, ways: dict[str, dict[str, Way]]) -> dict[str, Any]:
     ours = ways["ours"]
     base = ours["lengths" if way in ("masks", "deltas", "json") else "same"]
-    ids = ours[way].rate * ours[way].ids / (base.rate * base.ids)
+    rates = {name: one.rate * one.ids for name, one in ours.items()}
+    ids = rates[way] / (base.rate * base.ids)
     found: dict[str, Any] = {
         "features x batch x ids": str(case),
         "way": way,
@@ -306,6 +314,7 @@ def row(case: Case, way: str, ways: dict[str, dict[str, Way]]) -> dict[str, Any]
         "p99 ms": merged(ours[way].loads).percentile_ms(99),
         "ids": ids,
         "met": bool(ids >= GOAL),
+        "news": rates[way] / rates[KNOWN[way]] if way in KNOWN else None,
     }
     if "before" in ways:
         found["req/s before"] = ways["before"][way].rate
