@@ -21,9 +21,16 @@ from tableside.loader.errors import CheckpointError
 class FlatRows(KeyedRows):
     """A tensor of ids and a matrix of as many rows, as places in the files of a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, ids: Ids, values: Matrix, empty: int | None = None) -> None:
-        """empty: the id of empty rows, which are skipped. CheckpointError: ids and vectors do not fit, or a
-        file is short."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        ids: Ids,
+        values: Matrix,
+        empty: int | None = None,
+        ages_ns: Ids | None = None,
+    ) -> None:
+        """empty: the id of empty rows, which are skipped. ages_ns: how long ago rows were used, in
+        nanoseconds. CheckpointError: ids and vectors do not fit, or a file is short."""
         if ids.rows != values.rows:
             raise CheckpointError(
                 f"{checkpoint.path}: {ids.key!r} has {ids.rows:,} ids, {values.key!r} has {values.rows:,} "
@@ -31,10 +38,10 @@ class FlatRows(KeyedRows):
             )
         self._checkpoint = checkpoint
         self._ids = ids.check(checkpoint.path)
-        self._values = values
+        self._values, self._ages_ns, self.has_ages = values, ages_ns, ages_ns is not None
         self._empty = empty
         values.check(checkpoint.path)
-        for tensor in (ids, values):
+        for tensor in (ids, values, *((ages_ns,) if ages_ns else ())):
             checkpoint.open_files(tensor)
         self.key, self.rows, self.dim, self.source = values.key, values.rows, values.dim, values.source
         self.paths = tuple(sorted({s.path for t in (ids, values) for s in t.shards}))
@@ -66,6 +73,14 @@ class FlatRows(KeyedRows):
             self._checkpoint.read(self._values, start, stop, values, scratch, seen)
             if len(rows):
                 yield Block(rows, ids, values if kept is None else values[kept])
+
+    def ages_s(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        assert self._ages_ns is not None
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        part = np.empty((stop - start, 1), self._ages_ns.dtype)
+        self._checkpoint.read(self._ages_ns, start, stop, part, bytearray(), None)
+        ages: NDArray[np.int64] = part[rows - start, 0] // 1_000_000_000
+        return np.maximum(ages, 0)
 
     def where(self, row: int) -> str:
         return place(self._ids, row)

@@ -2,13 +2,16 @@
 folders of Parquet files (`parquet`).
 
 DynamicEmb (github.com/NVIDIA/recsys-examples, corelib/dynamicemb/dynamicemb: batched_dynamicemb_tables.py,
-encode_checkpoint_file_path and find_files; key_value_table.py, _dump_table) writes one pair of files per
-rank, in one folder or in a sub-folder per collection:
+encode_checkpoint_file_path and find_files; key_value_table.py, _dump_table) writes some files per rank, in
+one folder or in a sub-folder per collection:
 
     <table>_emb_keys.rank_<R>.world_size_<W>       int64 [n]
     <table>_emb_values.rank_<R>.world_size_<W>     fp32 [n, dim], the vectors alone
+    <table>_emb_scores.rank_<R>.world_size_<W>     int64 [n]
+    <table>_opt_args.json                          {"evict_strategy": "EvictStrategy.KLru", ...}
 
-Other files (scores, opt_values, opt_args.json, counters) are not read. dim follows from the sizes alone, so a
+Scores of the strategy KLru (TIMESTAMP) are how many nanoseconds before the dump each row was used last. Those
+of others are not read, nor are other files (opt_values, counters). dim follows from the sizes alone, so a
 truncation is noticed only if it changes dim or the ranks' dims differ.
 
 HugeCTR (github.com/NVIDIA-Merlin/HugeCTR, HugeCTR/src/hps/modelloader.cpp, RawModelLoader::load;
@@ -19,6 +22,7 @@ bits:
     emb_vector                                     fp32 [n, dim]
 """
 
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -31,21 +35,23 @@ from tableside.loader.checkpoint.keyed.flat import FlatRows
 from tableside.loader.checkpoint.keyed.keyed import KeyedRows, KeyedTables
 from tableside.loader.checkpoint.rows import Checkpoint, Ids, Matrix, RowShard, some
 from tableside.loader.errors import CheckpointError
-from tableside.loader.files import open_regular
+from tableside.loader.files import open_regular, read_regular
 from tableside.quant import Source
 
 _DYNAMICEMB = re.compile(
-    r"(?P<table>.+)_emb_(?P<item>keys|values)\.rank_(?P<rank>\d{1,9})\.world_size_(?P<world>\d{1,9})"
+    r"(?P<table>.+)_emb_(?P<item>keys|values|scores)\.rank_(?P<rank>\d{1,9})\.world_size_(?P<world>\d{1,9})"
 )
 _ID = np.dtype("<i8")
+_LIMIT_JSON = 1 << 20
 _LIMIT_FOLDERS, _LIMIT_DEPTH = 10_000, 4  # of HugeCTR's models below a folder
 
 
 class FilePair(NamedTuple):
-    """A file of ids and the file of their vectors."""
+    """A file of ids and the file of their vectors; ages_ns: and that of their ages, if there is one."""
 
     ids: Path
     values: Path
+    ages_ns: Path | None = None
 
 
 class FolderTables(KeyedTables):
@@ -64,11 +70,13 @@ class FolderTables(KeyedTables):
             raise CheckpointError(
                 f"{self._checkpoint.path}: there is no table {key!r}; {self._kind} has: {some(self._tables)}"
             )
-        return FlatRows(self._checkpoint, *_tensors(key, self._tables[key]))
+        ids, values, ages_ns = _tensors(key, self._tables[key])
+        return FlatRows(self._checkpoint, ids, values, ages_ns=ages_ns)
 
 
-def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
-    """The ids and vectors of a table, one file after another. CheckpointError: their sizes do not fit."""
+def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix, Ids | None]:
+    """The ids, vectors and ages of a table, one file after another. CheckpointError: their sizes do not
+    fit."""
     counts, dims = [], dict[int, Path]()
     for part in parts:
         size, values = _size(part.ids), _size(part.values)
@@ -81,6 +89,11 @@ def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
         if (values and not count) or (count and (values % (4 * count) or not values)):
             raise CheckpointError(
                 f"{part.values}: {values / 4:,.6g} fp32 values are no whole number, from 1, for each of the "
+                f"{count:,} keys of {part.ids}; one of the two was truncated"
+            )
+        if part.ages_ns is not None and (scores := _size(part.ages_ns)) != size:
+            raise CheckpointError(
+                f"{part.ages_ns}: {scores:,} bytes; expected {size:,}, an int64 score for each of the "
                 f"{count:,} keys of {part.ids}; one of the two was truncated"
             )
         if count:
@@ -99,13 +112,13 @@ def _tensors(key: str, parts: list[FilePair]) -> tuple[Ids, Matrix]:
         )
     (dim,) = dims
     firsts = np.cumsum([0, *counts]).tolist()
-    id_shards = [
-        RowShard(p.ids, 0, first, n, 0, 1) for p, first, n in zip(parts, firsts, counts, strict=False) if n
-    ]
     places = [place for place in zip(parts, firsts, counts, strict=False) if place[2]]
-    value_shards = [RowShard(p.values, 0, first, n, 0, dim) for p, first, n in places]
+    id_shards = tuple(RowShard(p.ids, 0, first, n, 0, 1) for p, first, n in places)
+    value_shards = tuple(RowShard(p.values, 0, first, n, 0, dim) for p, first, n in places)
+    age_shards = tuple(RowShard(p.ages_ns, 0, first, n, 0, 1) for p, first, n in places if p.ages_ns)
     rows = firsts[-1]
-    return Ids(key, rows, _ID, tuple(id_shards)), Matrix(key, rows, dim, Source.FP32, tuple(value_shards))
+    ages_ns = Ids(key, rows, _ID, age_shards) if age_shards else None
+    return Ids(key, rows, _ID, id_shards), Matrix(key, rows, dim, Source.FP32, value_shards), ages_ns
 
 
 def _size(path: Path) -> int:
@@ -126,6 +139,7 @@ def dynamicemb(path: Path) -> Checkpoint | None:
                 found.setdefault(table, {})[named["item"], int(named["rank"]), int(named["world"])] = (
                     folder / name
                 )
+    found = {t: files for t, files in found.items() if any(item != "scores" for item, _, _ in files)}
     if not found:
         return None
     checkpoint = Checkpoint(path)
@@ -137,26 +151,46 @@ def dynamicemb(path: Path) -> Checkpoint | None:
 
 def _ranks(table: str, files: dict[tuple[str, int, int], Path]) -> list[FilePair]:
     """Returns the files of a table, rank after rank. CheckpointError: they are not those of one dump."""
-    worlds, any_file = sorted({world for _, _, world in files}), next(iter(files.values()))
+    rows = {key: file for key, file in files.items() if key[0] != "scores"}
+    worlds, any_file = sorted({world for _, _, world in rows}), next(iter(rows.values()))
     if len(worlds) > 1:
         raise CheckpointError(
             f"{any_file.parent}: {table!r} was dumped by {worlds[0]} ranks and by {worlds[1]}; take the "
             "files of one dump alone"
         )
-    for item in ("keys", "values"):
+    folder, name = any_file.parent, table.rpartition("/")[2]
+    has_ages = len(rows) < len(files) and _is_lru(folder / f"{name}_opt_args.json")
+    for item in ("keys", "values", *("scores",) * has_ages):
         for rank in range(worlds[0]):
             if (item, rank, worlds[0]) not in files:
-                name = f"{table.rpartition('/')[2]}_emb_{item}.rank_{rank}.world_size_{worlds[0]}"
+                lacking = folder / f"{name}_emb_{item}.rank_{rank}.world_size_{worlds[0]}"
                 raise CheckpointError(
-                    f"{any_file.parent / name} is missing; expected files of all {worlds[0]} ranks of "
-                    f"{table!r}"
+                    f"{lacking} is missing; expected files of all {worlds[0]} ranks of {table!r}"
                 )
-    if strange := [rank for _, rank, world in files if rank >= world]:
+    if strange := [rank for _, rank, world in rows if rank >= world]:
         raise CheckpointError(
             f"{any_file.parent}: {table!r} has a file of rank {strange[0]}, of {worlds[0]} ranks"
         )
     world = worlds[0]
-    return [FilePair(files["keys", rank, world], files["values", rank, world]) for rank in range(world)]
+    return [
+        FilePair(
+            files["keys", rank, world],
+            files["values", rank, world],
+            files["scores", rank, world] if has_ages else None,
+        )
+        for rank in range(world)
+    ]
+
+
+def _is_lru(path: Path) -> bool:
+    """Returns whether a table's scores are ages. CheckpointError: its arguments cannot be read."""
+    if not os.path.exists(path):
+        return False
+    try:
+        said = json.loads(read_regular(path, _LIMIT_JSON, "arguments of a table", CheckpointError))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {error}; expected the JSON that DynamicEmb writes") from error
+    return isinstance(said, dict) and str(said.get("evict_strategy")).endswith("KLru")
 
 
 # ---- HugeCTR ----

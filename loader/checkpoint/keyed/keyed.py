@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from tableside.quant import Source
@@ -37,8 +38,9 @@ class Block(NamedTuple):
 
 class KeyedRows(ABC):
     """One table. rows: at most; pieces: readable by any thread, in row order; paths: files; buffer_bytes:
-    memory per piece, about. strings: they are ids of strings. `ids` and `blocks` give a piece's rows in the
-    same order, in different blocks. A block's arrays may be overwritten by the next."""
+    memory per piece, about. strings: they are ids of strings; has_ages: the checkpoint has their ages. `ids`
+    and `blocks` give a piece's rows in the same order, in different blocks. A block's arrays may be
+    overwritten by the next."""
 
     key: str
     rows: int
@@ -47,7 +49,7 @@ class KeyedRows(ABC):
     pieces: int
     buffer_bytes: int
     paths: tuple[Path, ...]
-    strings = False
+    strings = has_ages = False
 
     @abstractmethod
     def ids(self, piece: int) -> Iterator[IdBlock]:
@@ -67,6 +69,11 @@ class KeyedRows(ABC):
 
     def text(self, row: int) -> str:
         """Returns the string that is the id of a row. CheckpointError: it cannot be read."""
+        raise NotImplementedError
+
+    def ages_s(self, rows: Ids) -> NDArray[np.int64]:
+        """Returns how many seconds ago rows [n] of a block were used last, where the checkpoint has ages.
+        CheckpointError: they cannot be read."""
         raise NotImplementedError
 
     @property

@@ -6,6 +6,7 @@ _dump_table) and NVIDIA-Merlin/HugeCTR (HugeCTR/src/hps/modelloader.cpp reads th
 int64 keys and fp32 vectors.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,20 +23,30 @@ from tableside.loader.errors import CheckpointError
 DIM = 6
 
 
-def dump(folder: Path, table: str, ids: np.ndarray, values: np.ndarray, ranks: int) -> Path:
+def dump(
+    folder: Path,
+    table: str,
+    ids: np.ndarray,
+    values: np.ndarray,
+    ranks: int,
+    scores: np.ndarray | None = None,
+    strategy: str = "",
+) -> Path:
     """A DynamicEmb dump: ids go to ranks as they do there, id % ranks; scores and optimizer states lie
     beside them."""
+    scores = np.zeros(len(ids), np.int64) if scores is None else scores
     folder.mkdir(exist_ok=True, parents=True)
     for rank in range(ranks):
         mine = ids % ranks == rank
         name = f"rank_{rank}.world_size_{ranks}"
         (folder / f"{table}_emb_keys.{name}").write_bytes(ids[mine].tobytes())
         (folder / f"{table}_emb_values.{name}").write_bytes(values[mine].tobytes())
-        (folder / f"{table}_emb_scores.{name}").write_bytes(np.zeros(mine.sum(), np.uint64).tobytes())
+        (folder / f"{table}_emb_scores.{name}").write_bytes(scores[mine].tobytes())
         (folder / f"{table}_emb_opt_values.{name}").write_bytes(
             np.zeros((mine.sum(), DIM), np.float32).tobytes()
         )
-    (folder / f"{table}_opt_args.json").write_text("{}")
+    said = {"opt_type": "adam", "dist_type": "roundrobin", "evict_strategy": strategy}
+    (folder / f"{table}_opt_args.json").write_text(json.dumps(said if strategy else {}))
     return folder
 
 
@@ -126,7 +137,7 @@ DUMP_LIES: list[tuple[Callable[[Path], object], str]] = [
     ),
     (lambda f: ((f / KEYS).unlink(), os.mkfifo(f / KEYS)), f"{KEYS}: a file of the checkpoint is a FIFO"),
     (lambda f: _stretch(f, 3), "'user' has 57 rows of 4,294,967,296 values; expected at most 4,194,304"),
-    (lambda f: [p.write_bytes(b"") for p in f.iterdir()], "'user' has no keys in any of its 3 files"),
+    (lambda f: [p.write_bytes(b"") for p in f.glob("*.rank_*")], "'user' has no keys in any of its 3 files"),
 ]
 
 
@@ -137,6 +148,62 @@ def test_a_dump_that_lies_is_refused(lie: Callable[[Path], object], message: str
     lie(folder)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(folder).keyed("user")
+
+
+LRU, AGES_NS = "EvictStrategy.KLru", np.arange(57) * 1_500_000_000 - 2
+
+
+def test_scores_of_the_least_recently_used_are_ages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whole seconds, of every block; one that a GPU's timer puts behind the dump is 0."""
+    small_pieces(monkeypatch)
+    with open_checkpoint(dump(tmp_path / "lru", "user", IDS, VALUES, 3, AGES_NS, LRU)) as found:
+        table = found.keyed("user")
+        assert table.has_ages
+        of = dict(zip(IDS.tolist(), np.maximum(AGES_NS // 10**9, 0).tolist(), strict=True))
+        for piece in range(table.pieces):
+            for block in table.blocks(piece):
+                assert table.ages_s(block.rows).tolist() == [of[i] for i in block.ids.tolist()]
+
+
+@pytest.mark.parametrize("strategy", ["EvictStrategy.KLfu", "EvictStrategy.KCustomized", ""])
+def test_other_scores_are_no_ages(strategy: str, tmp_path: Path) -> None:
+    """Counts of uses, of two words a row where a dump has them, and steps."""
+    folder = dump(tmp_path / "dump", "user", IDS, VALUES, 1, np.arange(57), strategy)
+    (folder / "user_emb_scores.rank_0.world_size_1").write_bytes(bytes(57 * 16))
+    with open_checkpoint(folder) as found:
+        assert not found.keyed("user").has_ages
+
+
+SCORES = "user_emb_scores.rank_1.world_size_3"
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        (
+            _cut(SCORES, 8),
+            rf"{SCORES}: [\d]+ bytes; expected [\d]+, an int64 score for each of the [\d]+ keys",
+        ),
+        (_without(SCORES), f"{SCORES} is missing; expected files of all 3 ranks of 'user'"),
+        (lambda f: (f / "user_opt_args.json").write_text("{"), "expected the JSON that DynamicEmb writes"),
+        (lambda f: (f / "user_opt_args.json").write_text("[" * 10**5), "expected the JSON that"),
+        (lambda f: (f / "user_opt_args.json").write_bytes(b"\xff"), "expected the JSON that"),
+    ],
+)
+def test_ages_that_lie_are_refused(lie: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    folder = dump(tmp_path / "dump", "user", IDS, VALUES, 3, AGES_NS, LRU)
+    lie(folder)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(folder).keyed("user")
+
+
+def test_scores_alone_are_no_table(tmp_path: Path) -> None:
+    """Nor scores that lie beside a dump of other ranks, whose rows have no ages then."""
+    folder = dump(tmp_path / "dump", "user", IDS, VALUES, 1, AGES_NS, "EvictStrategy.KLfu")
+    (folder / "other_emb_scores.rank_0.world_size_1").write_bytes(b"")
+    (folder / "user_emb_scores.rank_0.world_size_4").write_bytes(b"")
+    with open_checkpoint(folder) as found:
+        assert dict(found.keyed_tables) == {"user": None} and len(read(found.keyed("user")).ids) == 57
 
 
 def test_a_table_that_is_not_there(tmp_path: Path) -> None:
