@@ -10,7 +10,7 @@ One process applies at a time; others wait. Readers take no lock.
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,11 +37,13 @@ SMALL_BYTES = 4 << 20  # of a newest delta, which is not merged into the one bel
 @dataclass(frozen=True)
 class ApplySettings:
     """threads: 0: one per core. keep: states to keep. merge_share: deltas are merged when the newest exceeds
-    this share of the other's bytes."""
+    this share of the other's bytes. clock: gives the time that changes are applied at, and that compaction
+    takes rows' ages by, in seconds since 1970."""
 
     threads: int = 0
     keep: Retention = RETENTION
     merge_share: float = 0.25
+    clock: Callable[[], float] = time.time
 
 
 DEFAULTS = ApplySettings()
@@ -123,6 +125,8 @@ class _Apply:
             size, entries = sum(d.segment.size for d in live), sum(d.entries for d in live)
             seconds = time.monotonic() - started
             return ApplyResult(self.model.name, state_of(self.before), 0, entries, size, False, seconds)
+        now = self.settings.clock()
+        packed.set_times(now)
         merged, below = None, _Below()
         finished = None if self.merges is None else self.merges.finished(self.folder, self.segment)
         if finished is not None:
@@ -135,7 +139,7 @@ class _Apply:
             if own is not None:
                 below = _Below(own.sequence, own.entries, own.segment.size)
         sequence = self.before.latest_sequence + (1 if merged is None else 2)
-        change = self._change(batch, packed.rows, sequence, below.sequence)
+        change = self._change(batch, packed.rows, sequence, below.sequence, now)
         size = self._publish(tables, change, merged)
         state = State(self.before.current, sequence)
         self._merge_beside(state)
@@ -145,14 +149,14 @@ class _Apply:
         size += below.bytes
         return ApplyResult(self.model.name, state, packed.rows, entries, size, is_merged, seconds)
 
-    def _change(self, batch: ChangeBatch, rows: int, sequence: int, below: int) -> Change:
+    def _change(self, batch: ChangeBatch, rows: int, sequence: int, below: int, now: float) -> Change:
         positions = dict(self.segment.change.positions) if self.segment.change is not None else {}
         mark = 0
         if batch.source is not None and batch.position is not None:
             positions[batch.source] = batch.position
             if self.segment.header.is_over_hosts and (before := self.segment.hosts_state()) is not None:
                 mark = next_mark(before.mark, batch.source, batch.passed or [batch.position])
-        times, after = (batch.made_at or 0.0, time.time()), self.segment.sequence if mark else 0
+        times, after = (batch.made_at or 0.0, now), self.segment.sequence if mark else 0
         return Change(sequence, below, rows, positions, *times, mark, after)
 
     def merge(self, deltas: Sequence[Delta]) -> None:

@@ -15,9 +15,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tableside.loader.segment.delta_writer import DeltaEntries, entries_of, merge, own_entries, write_unsealed
+from tableside.loader.segment.delta_writer import (
+    DeltaEntries,
+    delta_entries,
+    merge,
+    own_entries,
+    write_unsealed,
+)
 from tableside.loader.segment.header import Change
 from tableside.loader.segment.segment import Segment, give_way
+from tableside.loader.segment.stored import Times, times_of
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import UNPUBLISHED, State
@@ -136,10 +143,10 @@ def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries
         return None
     since: dict[str, list[DeltaEntries]] = {}
     for name in new.tables:
-        entries = entries_of(new.own_layer(name))
+        entries = delta_entries(new, name)
         if name in old.tables:
-            layer = old.own_layer(name)
-            same, shared = _same(entries, layer)
+            times = times_of(old.tables[name], old.segment.mapping.bytes)
+            same, shared = _same(entries, old.own_layer(name), times)
             if shared != old.tables[name].id_count:
                 return None
             entries = entries.only(~same)
@@ -147,8 +154,9 @@ def changes_since(merged: Segment, live: Segment) -> dict[str, list[DeltaEntries
     return since
 
 
-def _same(entries: DeltaEntries, layer: OverlayLayer) -> tuple[np.ndarray, int]:
-    """Returns the mask [n] of entries that a layer has unchanged, and the number of its ids among them."""
+def _same(entries: DeltaEntries, layer: OverlayLayer, times: Times | None) -> tuple[np.ndarray, int]:
+    """Returns the mask [n] of entries that a layer has unchanged, and the number of its ids among them.
+    times: of its slots."""
     slots = np.empty(entries.ids.size, np.int64)
     find_rows(layer.index, entries.ids, slots)
     there = np.flatnonzero((slots >= 0) & (layer.index.ids[slots] == entries.ids))
@@ -160,4 +168,6 @@ def _same(entries: DeltaEntries, layer: OverlayLayer) -> tuple[np.ndarray, int]:
         is_same = (new.take(entries.rows[which], 0) == old.take(at, 0)).all(1)
         was_deleted = np.zeros(at.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, at)
         same[which] = (is_same | was_deleted) & (was_deleted == entries.deleted[which])
+        if times is not None and entries.times is not None:
+            same[which] &= times[at] == entries.times[which]
     return same, there.size

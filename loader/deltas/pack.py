@@ -10,6 +10,7 @@ from tableside.loader.deltas.hosts import changes_here
 from tableside.loader.errors import ChangeError
 from tableside.loader.segment.delta_writer import DeltaEntries
 from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.stored import seconds
 from tableside.quant import CpuBackend, Source, Table, choose
 from tableside.quant.errors import NotRepresentable
 
@@ -32,6 +33,14 @@ class PackedChanges:
         for table, entries in added:
             self.tables.setdefault(table, []).append(entries)
             self.rows += entries.ids.size
+
+    def set_times(self, now: float) -> None:
+        """Says when the changes were made, of tables whose rows have times. now: seconds since 1970."""
+        timed = {t.name for t in self._segment.base.header.tables if t.has_times}
+        for name in self.tables.keys() & timed:
+            self.tables[name] = [
+                part._replace(times=np.full(part.ids.size, seconds(now))) for part in self.tables[name]
+            ]
 
 
 def pack_changes(segment: Segment, block: TableChanges, backend: CpuBackend) -> DeltaEntries:

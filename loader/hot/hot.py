@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 from tableside.loader.errors import AccessError, DamagedRows, SegmentError
-from tableside.loader.hot.counts import counted_tables
+from tableside.loader.hot.counts import RowCounts, counted_tables
 from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import MergedTable, write_delta
 from tableside.loader.segment.header import Change, checksum
@@ -54,6 +54,15 @@ def newest_hot(root: Path, version: Segment) -> int:
             return max(deltas_of(folder, version.header.version), default=0)
     except (FileNotFoundError, AccessError):
         return 0
+
+
+def counts_of(root: Path, version: Segment) -> RowCounts | None:
+    """Returns the counts of a version's rows; None: there are none."""
+    try:
+        with Folder(hot_path(root, version.header.model)) as folder:
+            return RowCounts.opened(folder, version)
+    except (FileNotFoundError, AccessError):
+        return None
 
 
 def open_hot(folder: Folder, version: Segment, number: int, verify: Verify) -> Delta | None:

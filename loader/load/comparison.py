@@ -39,6 +39,8 @@ def check_shape(spec: TableSpec, table: Table, sources: Sources) -> None:
     where = f"table {spec.name!r}"
     if spec.missing.policy in ("mean", "backfill"):
         raise Unfit(f"{where} has missing = {spec.missing.policy!r}, which depends on all rows")
+    if spec.raw is not None and spec.raw.has_times:
+        raise Unfit(f"{where} has ttl or max_rows, and a load gives all of its rows new ages")
     if spec.raw is not None and spec.raw.duplicates != "error":
         raise Unfit(f"{where} has duplicates = {spec.raw.duplicates!r}")
     if sources.dims[spec.name] != table.dim:

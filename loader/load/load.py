@@ -95,6 +95,10 @@ def load(
                 | reused.verified(),
                 **reused.source(),
             }
+            if aged := [
+                t.name for t in reused.others if t.raw and t.raw.has_times and unlike.keyed[t.name].has_ages
+            ]:
+                source["aged"] = aged
             steps = {table: checks.step(table) for table in unlike.matrices}
             header = replace(
                 _header(spec, planned, reused, version, source, steps),
@@ -166,7 +170,7 @@ def _header(
 
 class Load:
     """One load's work, shared by threads. Per table: any thread takes work of `reading`, then one calls
-    `complete`. rows: of the source; buffer_bytes: private memory per thread."""
+    `complete`. rows: of the source; buffer_bytes: private memory per thread; now: when rows are loaded."""
 
     def __init__(
         self,
@@ -178,6 +182,7 @@ class Load:
         progress: Progress,
     ) -> None:
         self.checkpoint, self.checks, self.writer, self.backend = checkpoint, checks, writer, backend
+        self.now = settings.clock()
         self._settings, self._progress, self._done_rows, self._total_rows = settings, progress, 0, 0
         self.is_stopping, self._lock = False, Lock()
 

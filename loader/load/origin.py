@@ -39,7 +39,10 @@ def spec_digest(spec: ModelSpec) -> str:
 
 
 # keys that earlier builds did not know
-_LATER = ("dim", "row_alignment", "copies", "owners", "share", "disk_timeout_s", "strings", "redis")
+_LATER = (
+    *("dim", "row_alignment", "copies", "owners", "share", "disk_timeout_s", "strings", "redis"),
+    *("ttl_s", "max_rows"),
+)
 
 
 def _said(items: list[tuple[str, Any]]) -> dict[str, Any]:

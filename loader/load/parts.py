@@ -14,7 +14,7 @@ from tableside.loader.load.plan import PlannedTable
 from tableside.loader.load.raw_ids import IndexedRows, RawTable
 from tableside.loader.segment.layout import CHUNK_BYTES
 from tableside.loader.segment.remote import RemoteTable
-from tableside.loader.segment.stored import StoredTable
+from tableside.loader.segment.stored import LONGEST_S, StoredTable, seconds
 from tableside.quant.contract import Bytes
 from tableside.quant.errors import NotRepresentable
 from tableside.quant.rows.ids import set_bits
@@ -40,6 +40,7 @@ class RawLoad:
         self.load, self.p, self.raw, self.source, self.table = load, p, raw, raw.source, table
         data = load.writer.rows(table.index, 0, table.index.rows).reshape(-1)
         self._written = IndexedRows(table.ids, raw.index, data, load.writer.rows(table, 0, table.rows))
+        self._written.times[:] = seconds(load.now)
         self.rows, self.buffer_bytes = raw.source.rows, raw.source.buffer_bytes
 
     def reading(self) -> Iterator[Work]:
@@ -62,9 +63,13 @@ class RawLoad:
             what = f"{source.key!r}: {source.where(row)}: {error.describe(row)}"
             raise CheckpointError(what) from error
         ids, values = block.ids, block.values
+        ages = source.ages_s(block.rows) if source.has_ages and self._written.times.size else None
         if (kept := self.raw.kept(ids, block.rows)) is not None:
             ids, values, packed = ids[kept], values[kept], packed[kept]
-        self._written.put(ids, packed)
+            ages = None if ages is None else ages[kept]
+        rows = self._written.put(ids, packed)
+        if ages is not None:
+            self._written.times[rows] = np.clip(self.load.now - ages, 0, LONGEST_S)
         self.p.default_row.add(values, source.source, backend)
 
     def _copy_older(self) -> None:

@@ -25,7 +25,7 @@ from tableside.loader.load.backfill import Backfill
 from tableside.loader.load.settings import Progress
 from tableside.loader.model.specs import RawIds, TableSpec
 from tableside.loader.segment.memory import FileToMap, reserve
-from tableside.loader.segment.stored import StoredIds, keep_zero_apart, plan_index, write_index
+from tableside.loader.segment.stored import StoredIds, keep_zero_apart, plan_index, times_part, write_index
 from tableside.quant import QuantError
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder, find_rows
@@ -113,8 +113,11 @@ def plan_raw_table(
     backfilled = 0 if backfill is None else backfill.rows - int((dropped >= source.rows).sum())
     shape = (spec.row_format, source.dim, index.slots)
     buckets = raw.buckets, raw.bucket_ids or 0, first, end - first
-    stored = plan_index(*shape, *buckets, has_backfilled=backfilled > 0)
-    ids_of = StoredIds(kept, str(spec.missing), backfilled=backfilled, index=stored, strings=raw.strings)
+    stored = plan_index(*shape, *buckets, has_backfilled=backfilled > 0, has_times=raw.has_times)
+    ids_of = StoredIds(
+        kept, str(spec.missing), backfilled=backfilled, index=stored, strings=raw.strings,
+        ttl_s=raw.ttl_s or 0, max_rows=raw.max_rows or 0,
+    )  # fmt: skip
     bits = None
     if dropped.size:
         bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
@@ -191,12 +194,14 @@ def reserve_records(size: int, scratch: Callable[[], int], folder: Path) -> Ids:
 
 class IndexedRows:
     """Writes rows to where an index leads: any thread calls `put`, then one `finish`. data: the bytes of the
-    index; packed: uint8 [rows, row_bytes], the rows in the segment; both zeros. bits: one for each row."""
+    index; packed: uint8 [rows, row_bytes], the rows in the segment; both zeros. bits: one for each row.
+    times: uint32 of each row, or empty; the caller fills them."""
 
     def __init__(self, stored: StoredIds, index: IdIndex, data: Bytes, packed: Bytes) -> None:
         assert stored.index is not None
         self._index, self._id_at = index, stored.index.id_at
         self._kept, self.bits = write_index(stored, index, data, packed)
+        self.times = times_part(stored.index, data, stored.has_bits)
         self._items = packed.view(f"V{packed.shape[1]}")[:, 0]
         self._has_zero = False
 

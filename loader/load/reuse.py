@@ -182,6 +182,8 @@ def _settings(spec: TableSpec, stored: StoredTable) -> Iterator[tuple[str, objec
     if index is not None and raw is not None:
         yield "buckets", index.buckets, raw.buckets
         yield "bucket_ids", index.bucket_ids, raw.bucket_ids or 0
+        yield "ttl in seconds", ids and (ids.ttl_s or None), raw.ttl_s
+        yield "max_rows", ids and (ids.max_rows or None), raw.max_rows
     yield "missing", "error" if ids is None else ids.missing, str(spec.missing)
 
 

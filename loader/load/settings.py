@@ -1,6 +1,7 @@
 """Settings of a load, and the threads that it takes."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ Progress = Callable[[int, int], None]
 @dataclass(frozen=True)
 class LoadSettings:
     """threads: 0: one per core; max_memory_bytes: limit for private buffers; group: may read the model; only:
-    tables to load, others are taken over from the live version (empty: all)."""
+    tables to load, others are taken over from the live version (empty: all). clock: gives the time that rows
+    are loaded at, in seconds since 1970."""
 
     threads: int = 0
     max_memory_bytes: int = 64 << 20
@@ -22,6 +24,7 @@ class LoadSettings:
     activate: bool = True
     group: str | None = None
     only: tuple[str, ...] = ()
+    clock: Callable[[], float] = time.time
 
 
 DEFAULTS = LoadSettings()

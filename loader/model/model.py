@@ -19,6 +19,8 @@
     duplicates = "error"                      # raw ids: "error", or the "first" or "last" row counts
     buckets = 1024                            # raw ids: units of tableside reshard, a power of two
     bucket_ids = 1000                         # raw ids: bucket = id // bucket_ids, for ids >= 0; else by hash
+    ttl = "30d"                               # raw ids: compaction drops rows that no change wrote for longer
+    max_rows = 1000000                        # raw ids: and, of more rows, the oldest (docs/updates.md)
     tier = "rows://a:8000,b:8000"             # its rows lie on two other hosts, a share each; a:8000|c:8000:
                                               # a host and a replica of it (docs/hosts.md); redis://a:6379:
                                               # they lie in Redis (docs/redis.md)
@@ -65,7 +67,7 @@ from tableside.loader.model.specs import (
     ScorerSpec,
     TableSpec,
 )
-from tableside.loader.model.tiers import parse_tier
+from tableside.loader.model.tiers import TIER, parse_tier
 from tableside.quant import Pooling, QuantError, RowFormat
 from tableside.quant.row_format import ALIGNMENTS
 
@@ -81,7 +83,10 @@ _BACKFILL = re.compile(r"backfill:(?P<model>[^@]+)@(?P<version>[1-9][0-9]{0,17})
 OUTPUTS = ("fp32", "fp16")
 SCORE = "score"  # the scorer's output
 _FP32_MAX = (2 - 2**-23) * 2.0**127
-_OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids")
+_OF_RAW_IDS = ("id_key", "duplicates", "buckets", "bucket_ids", "ttl", "max_rows")
+_TTL = re.compile(r"(?P<count>[1-9][0-9]{0,9})(?P<unit>[smhd])")
+_SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_TTL_S = 2**32 - 1  # as long as the times of rows go
 _LIMIT_BYTES = 16 << 20  # a table and a feature take some 200 bytes
 
 
@@ -144,6 +149,11 @@ def parse_model(raw: Mapping[str, Any], folder: Path) -> ModelSpec:
         raise ModelError("tables have tiers of different numbers of owners; expected the same for all")
     if len({t.redis for t in tables if t.owners or t.redis}) > 1:
         raise ModelError("tables have different tiers; expected owners for all of them, or one Redis")
+    if any(t.owners for t in tables) and (timed := [t for t in tables if t.raw and t.raw.has_times]):
+        raise ModelError(
+            f"[tables.{timed[0].name}]: ttl and max_rows are for models on one host, since hosts would drop "
+            f"rows at different times; leave them out, or the tiers of owners ({TIER})"
+        )
     names = {t.name for t in tables}
     features = tuple(_feature(name, f, names) for name, f in _section(raw, "features").items())
     features = features or tuple(FeatureSpec(t.name, t.name) for t in tables)
@@ -247,7 +257,26 @@ def _raw_ids(raw: Mapping[str, Any], where: str) -> RawIds:
         raise ModelError(
             f"{where}: bucket_ids is {bucket_ids!r}; expected how many ids a bucket holds, 1 or more"
         )
-    return RawIds(key, _choice(raw, "duplicates", where, DUPLICATES, "error"), buckets, bucket_ids, strings)
+    duplicates = _choice(raw, "duplicates", where, DUPLICATES, "error")
+    return RawIds(key, duplicates, buckets, bucket_ids, strings, *_life(raw, where))
+
+
+def _life(raw: Mapping[str, Any], where: str) -> tuple[int | None, int | None]:
+    """Returns the seconds that a row lives without a change, and the most rows; None: all live."""
+    ttl, max_rows, ttl_s = raw.get("ttl"), raw.get("max_rows"), None
+    if ttl is not None:
+        found = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
+        ttl_s = int(found["count"]) * _SECONDS_OF[found["unit"]] if found else None
+        if ttl_s is None or ttl_s > _LONGEST_TTL_S:
+            raise ModelError(f"{where}: ttl is {ttl!r}; expected an age such as 90s, 30m, 12h or 30d")
+    if max_rows is not None and (type(max_rows) is not int or not 1 <= max_rows < 2**63):
+        raise ModelError(f"{where}: max_rows is {max_rows!r}; expected how many rows stay, 1 or more")
+    if (ttl_s or max_rows) and "missing" not in raw:
+        raise ModelError(
+            f"{where}: ttl and max_rows drop ids, which requests may still name; say what they get then, as "
+            'missing = "zero", or missing = "error" to have such requests refused'
+        )
+    return ttl_s, max_rows
 
 
 def _missing(value: Any, where: str) -> MissingSpec:

@@ -16,13 +16,21 @@ DEFAULT_BUCKETS = 1024
 @dataclass(frozen=True)
 class RawIds:
     """Raw ids of a table. key: their tensor or column; None: the format implies it. bucket_ids: ids per
-    bucket of a range; None: buckets by hash. strings: the ids are those of strings."""
+    bucket of a range; None: buckets by hash. strings: the ids are those of strings. ttl_s: seconds after its
+    last change for which compaction keeps a row; max_rows: rows that it keeps; None: all."""
 
     key: str | None = None
     duplicates: str = "error"
     buckets: int = DEFAULT_BUCKETS
     bucket_ids: int | None = None
     strings: bool = False
+    ttl_s: int | None = None
+    max_rows: int | None = None
+
+    @property
+    def has_times(self) -> bool:
+        """Returns whether each row keeps the time of its last change."""
+        return self.ttl_s is not None or self.max_rows is not None
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,12 @@ def overlaid(base: Segment, deltas: Sequence[Delta]) -> Segment:
             raise SegmentError(
                 f"{delta.path} has a table {unknown[0]!r}, which the version {base.header.version} has not"
             )
+        timed = {t.name for t in base.header.tables if t.has_times}
+        if other := [t.name for t in delta.tables.values() if t.has_times is not (t.name in timed)]:
+            raise SegmentError(
+                f"{delta.path}: table {other[0]!r} has times of its rows, or lacks them; expected what the "
+                "version has: remove it"
+            )
     for name, table in base.tables.items():
         if layers := [d.layer(name, table) for d in deltas if name in d.tables]:
             tables[name] = under(table, layers)

@@ -15,10 +15,13 @@ from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import (
     StoredIds,
+    Times,
     filter_part,
     keep_zero_apart,
     marks_part,
     plan_index,
+    times_of,
+    times_part,
     write_index,
 )
 from tableside.loader.segment.writer import SegmentWriter
@@ -34,33 +37,45 @@ _BLOCK_ROWS = 1 << 14  # that are copied at once, into memory that is used again
 
 class DeltaEntries(NamedTuple):
     """Changes of one table, in order. ids, rows: int64 [n]; packed: uint8 [rows, row_bytes], read at `rows`;
-    deleted: bool [n]. fetch: gives packed rows by their numbers, instead of `packed`."""
+    deleted: bool [n]. fetch: gives packed rows by their numbers, instead of `packed`. times: when each was
+    changed, seconds since 1970; None: the table keeps no times."""
 
     ids: Ids
     packed: Bytes
     rows: Ids
     deleted: NDArray[np.bool_]
     fetch: Callable[[Ids], Bytes] | None = None
+    times: Times | None = None
 
     def only(self, which: NDArray[Any]) -> "DeltaEntries":
         """Returns some of them, by a mask or their numbers."""
-        return self._replace(ids=self.ids[which], rows=self.rows[which], deleted=self.deleted[which])
+        times = None if self.times is None else self.times[which]
+        return self._replace(
+            ids=self.ids[which], rows=self.rows[which], deleted=self.deleted[which], times=times
+        )
 
 
-def entries_of(layer: OverlayLayer) -> DeltaEntries:
+def delta_entries(delta: Delta, name: str) -> DeltaEntries:
+    """Returns a delta's entries of a table, with their times."""
+    return entries_of(delta.own_layer(name), times_of(delta.tables[name], delta.segment.mapping.bytes))
+
+
+def entries_of(layer: OverlayLayer, times: Times | None = None) -> DeltaEntries:
+    """Returns a layer's entries. times: of its slots."""
     kept, slots = np.ascontiguousarray(layer.index.ids), np.arange(layer.index.slots)
     found = np.empty(kept.size, np.int64)
     find_rows(layer.index, kept, found)
     slots = slots[found == slots]
     deleted = np.zeros(slots.size, np.bool_) if layer.deleted is None else bits_at(layer.deleted, slots)
-    return DeltaEntries(kept[slots], layer.packed, slots, deleted)
+    times = None if times is None else times[slots]
+    return DeltaEntries(kept[slots], layer.packed, slots, deleted, times=times)
 
 
 def own_entries(deltas: Sequence[Delta]) -> Iterator[tuple[str, list[DeltaEntries]]]:
     """Yields the entries of deltas by table, oldest delta first. deltas: newest first."""
     for delta in reversed(deltas):
         for name in delta.tables:
-            yield name, [entries_of(delta.own_layer(name))]
+            yield name, [delta_entries(delta, name)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +118,10 @@ def _merge_table(base: Table, parts: Sequence[DeltaEntries], threads: int) -> Me
     marked = numbers if are_marks_worth_it(numbers, rows.size, base.row_bytes) else 0
     shape = (base.row_format, base.dim, index.slots, buckets)
     words = filter_words(rows.size)
-    stored = plan_index(*shape, has_backfilled=deleted > 0, filter_words=words, marked=marked)
+    has_times = all(part.times is not None for part in parts)
+    stored = plan_index(
+        *shape, has_backfilled=deleted > 0, filter_words=words, marked=marked, has_times=has_times
+    )
     stored_ids = StoredIds(rows.size, index=stored, deleted=deleted)
     return MergedTable(base, tuple(parts), index, stored_ids, kept, rows)
 
@@ -152,6 +170,9 @@ def _write(writer: SegmentWriter, name: str, table: MergedTable) -> None:
     if stored.ids.has_bits:
         deleted = np.concatenate([part.deleted for part in table.parts])[table.kept]
         set_bits(bits, table.rows[deleted])
+    if at.has_times:
+        times = np.concatenate([part.times for part in table.parts if part.times is not None])
+        times_part(at, data, stored.ids.has_bits)[table.rows] = times[table.kept]
     items = packed.view(f"V{stored.row_bytes}")[:, 0]
     first = done = 0
     for part in table.parts:

@@ -151,10 +151,10 @@ class Header:
             if (ids := table["ids"]) is None:
                 del table["ids"]
                 continue
-            for name in ("deleted", "strings"):
+            for name in ("deleted", "strings", "ttl_s", "max_rows", "expired", "evicted"):
                 if not ids[name]:
                     del ids[name]
-            for name in ("filter_words", "marked"):
+            for name in ("filter_words", "marked", "has_times"):
                 if ids["index"] is not None and not ids["index"][name]:
                     del ids["index"][name]
         return json.dumps(raw, separators=(",", ":"), sort_keys=True).encode()
@@ -206,6 +206,8 @@ class Header:
     @property
     def format_version(self) -> int:
         """Returns the oldest format that holds the header, so that earlier releases read it."""
+        if any(t.has_times for t in self.tables):
+            return 12
         if self.string_tables:
             return 11
         if any(table.redis for table in self.remote):

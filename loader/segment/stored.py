@@ -1,6 +1,6 @@
 """The parts of a header that place rows and id indexes in a segment, and arrays over them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -16,6 +16,8 @@ INDEX_UNIT_BYTES = 64  # parts of an index begin at multiples of this
 LARGEST_BUCKETS, LARGEST_SLOTS = 1 << 20, 1 << 32  # of a table, and of one bucket
 LARGEST_SEED = 1 << 32
 _ENTRY_BYTES = 8 * len(DirectoryField._fields)
+LONGEST_S = 2**32 - 1  # the last time that a row can have, in 2106
+Times = NDArray[np.uint32]
 _POLICIES = ("error", "zero", "mean", "constant")
 
 
@@ -46,10 +48,11 @@ class StoredRows:
 class StoredIndex(StoredRows):
     """The id index of a table of raw ids (`quant.rows.ids`), in 64-byte units, checksummed like rows. Its
     parts, 64-byte aligned: directory, pilots, ids (unless in the rows' padding), a bit per row for backfilled
-    ones, and in a delta filter and marks (`quant.rows.overlay`). buckets: of the whole table; `owned` of
-    them, from `first_bucket`, are here. bucket_ids: ids per bucket; 0: by hash. slots: rows without the
+    ones, in a delta filter and marks (`quant.rows.overlay`), and times. buckets: of the whole table; `owned`
+    of them, from `first_bucket`, are here. bucket_ids: ids per bucket; 0: by hash. slots: rows without the
     default row. id_at: place of the id in its row; -1: in the index. filter_words: uint64 of the filter.
-    marked: row numbers with marks; 0: none."""
+    marked: row numbers with marks; 0: none. has_times: whether each slot has a time, seconds since 1970 as
+    uint32 (`times_of`); not in a repr, which `Segment.content` is made of."""
 
     buckets: int
     bucket_ids: int
@@ -59,6 +62,7 @@ class StoredIndex(StoredRows):
     id_at: int
     filter_words: int = 0
     marked: int = 0
+    has_times: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,9 @@ class StoredIds:
     """How ids become rows (`quant.rows.ids.RowMap`). count: ids with rows; backfilled: rows copied from an
     older version. missing: the policy; default_row: the last row, read for missing ids; None: they are
     refused. first: the id of row 0, without an index. deleted: ids a delta deletes; the bits mark these.
-    strings: they are those of strings (loader.string_ids); a delta does not say it."""
+    strings: they are those of strings (loader.string_ids); a delta does not say it. ttl_s, max_rows: what
+    compaction keeps of them (loader.deltas.expiry), 0: all; expired, evicted: ids that compactions dropped
+    since the load, for their age, and beyond max_rows."""
 
     count: int
     missing: str = "error"
@@ -76,6 +82,10 @@ class StoredIds:
     index: StoredIndex | None = None
     deleted: int = 0
     strings: bool = False
+    ttl_s: int = field(default=0, repr=False)
+    max_rows: int = field(default=0, repr=False)
+    expired: int = field(default=0, repr=False)
+    evicted: int = field(default=0, repr=False)
 
     @property
     def has_bits(self) -> bool:
@@ -100,6 +110,11 @@ class StoredTable(StoredRows):
         return None if self.ids is None else self.ids.index
 
     @property
+    def has_times(self) -> bool:
+        """Returns whether each row has the time of its last change."""
+        return self.index is not None and self.index.has_times
+
+    @property
     def id_kind(self) -> str:
         """Returns what its ids are, as model.toml says it."""
         return "row" if self.index is None or self.ids is None else "string" if self.ids.strings else "raw"
@@ -113,12 +128,14 @@ class StoredTable(StoredRows):
 def plan_index(
     row_format: RowFormat, dim: int, slots: int, buckets: int, bucket_ids: int = 0, first_bucket: int = 0,
     owned: int | None = None, has_backfilled: bool = False, filter_words: int = 0, marked: int = 0,
+    has_times: bool = False,
 ) -> StoredIndex:  # fmt: skip
     """Plans an index; offset and first checksum are set later. owned: None for all buckets."""
     owned = buckets if owned is None else owned
     at = -1 if filter_words else id_at(row_format, dim)
     rows = (0, INDEX_UNIT_BYTES, 0, (1 << 20) // INDEX_UNIT_BYTES, 0)
-    index = StoredIndex(*rows, buckets, bucket_ids, first_bucket, owned, slots, at, filter_words, marked)
+    where = (buckets, bucket_ids, first_bucket, owned)
+    index = StoredIndex(*rows, *where, slots, at, filter_words, marked, has_times)
     end = sum(-(-size // INDEX_UNIT_BYTES) for size in _part_bytes(index, has_backfilled))
     return replace(index, rows=end)
 
@@ -137,8 +154,26 @@ def marks_part(index: StoredIndex, data: Bytes, has_deleted: bool, first: int) -
     """Returns the marks of a delta's index over its bytes. first: the id of row 0."""
     if not index.marked:
         return None
-    bits, before, slots = _parts(index, data, has_deleted)[5:]
+    bits, before, slots = _parts(index, data, has_deleted)[5:8]
     return Marks(first, index.marked, bits.view("<u8"), before.view("<u4"), slots.view("<u4"))
+
+
+def times_part(index: StoredIndex, data: Bytes, has_bits: bool) -> Times:
+    """Returns when each slot was written last, uint32 [slots], over an index's bytes; empty: it has no
+    times."""
+    return _parts(index, data, has_bits)[8].view("<u4")
+
+
+def seconds(now: float) -> np.uint32:
+    """Returns a time of `time.time` as a row keeps it."""
+    return np.uint32(min(max(now, 0), LONGEST_S))
+
+
+def times_of(table: StoredTable, segment: Bytes) -> Times | None:
+    """Returns when each slot of a table was written last, in seconds since 1970; None: it has no times."""
+    if table.ids is None or (index := table.ids.index) is None or not table.has_times:
+        return None
+    return times_part(index, segment[index.offset : index.offset + index.bytes], table.ids.has_bits)
 
 
 def _parts(index: StoredIndex, data: Bytes, has_backfilled: bool) -> list[Bytes]:
@@ -159,6 +194,7 @@ def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, ...]:
         8 * mark_words(index.marked),
         4 * mark_words(index.marked),
         4 * index.slots if index.marked else 0,
+        4 * index.slots if index.has_times else 0,
     )
 
 
@@ -225,6 +261,11 @@ def check_ids(t: StoredTable) -> None:
     ids, what = t.ids, f"table {t.name!r}"
     if ids is None:
         return
+    lives = (ids.ttl_s, ids.max_rows, ids.expired, ids.evicted)
+    if not all(type(n) is int and 0 <= n < 2**63 for n in lives) or (
+        (ids.ttl_s or ids.max_rows) and not (ids.index and ids.index.has_times)
+    ):
+        raise SegmentError(f"{what} has ttl or max_rows without times of its rows, or a wrong number of them")
     numbers = (ids.count, ids.first, ids.backfilled, ids.deleted)
     most = max(ids.backfilled, ids.deleted) if all(type(n) is int for n in numbers) else -1
     if (
@@ -246,8 +287,9 @@ def check_ids(t: StoredTable) -> None:
             raise SegmentError(f"{what} has {ids.count} ids from {ids.first} on in {t.rows} rows")
         return
     index = ids.index
-    others = [number for name, number in vars(index).items() if name != "id_at"]
-    if not all(type(n) is int and n >= 0 for n in others) or type(index.id_at) is not int:
+    others = [number for name, number in vars(index).items() if name not in ("id_at", "has_times")]
+    kinds = (type(index.id_at), type(index.has_times))
+    if not all(type(n) is int and n >= 0 for n in others) or kinds != (int, bool):
         raise SegmentError(f"the id index of {what} has a number of the wrong type")
     is_power = 1 <= index.buckets <= LARGEST_BUCKETS and not index.buckets & (index.buckets - 1)
     if not is_power or index.bucket_ids >= 2**63:
@@ -263,7 +305,7 @@ def check_ids(t: StoredTable) -> None:
         )
     buckets = (index.buckets, index.bucket_ids, index.first_bucket, index.owned)
     shape = (RowFormat.parse(t.row_format), t.dim, index.slots)
-    expected = plan_index(*shape, *buckets, ids.has_bits, index.filter_words, index.marked)
+    expected = plan_index(*shape, *buckets, ids.has_bits, index.filter_words, index.marked, index.has_times)
     is_planned = replace(index, offset=0, first_chunk=0) == expected
     is_planned &= index.id_at < 0 or index.id_at + ID_BYTES <= t.row_bytes
     if index.slots != t.rows - 1 or ids.count > index.slots or not is_planned:

@@ -71,6 +71,11 @@ def reshard(
             "differ, of 1 or more"
         )
     segments = _attached(root, name, settings)
+    if timed := [t.name for t in segments[0].header.tables if t.has_times]:
+        raise ModelError(
+            f"table {timed[0]!r} of model {name!r} has ttl or max_rows, by which owners would drop rows at "
+            "different times; load it without them"
+        )
     shares = {t.name: shares_of(parts_of(segments, t.name), owners) for t in segments[0].header.tables}
     whole = segments[0].header
     version = whole.version if whole.owner is None else whole.owner.version

@@ -10,11 +10,19 @@ from support import rows_of
 from tableside.loader.deltas.changes import TableChanges
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.versions import Model
-from tableside.quant import Pooling, RowFormat
+from tableside.quant import Lookup, Pooling, RowFormat, Table, choose
 
 DIM = 20
 IDS = np.random.default_rng(5).permutation(4000)[:1500].astype(np.int64) * 7919
 MISSING = np.full(DIM, 0.5, np.float32)
+
+
+def found_by(table: Table, ids: np.ndarray) -> np.ndarray:
+    """Which ids a table has, by a found mask."""
+    found_at = 4 * table.dim * ids.size
+    out = np.zeros(found_at + ids.size, np.uint8)
+    choose().plan([Lookup(table, Pooling.NONE, 0, ids.size, 0, found_at=found_at)]).run(ids.tobytes(), out)
+    return out[found_at:].astype(bool)
 
 
 class Oracle:

@@ -184,6 +184,9 @@ def test_raw_ids_and_deltas_are_refused(root: Path) -> None:
     }
     load(parse_model(told, root), root)
     assert "raw ids" in refusal(root, "ngram", "raw")
+    tables["ngram"] |= {"ttl": "30d", "missing": "zero"}
+    load(parse_model(told, root), root)
+    assert "the segment has format version 12; expected 1 to 10" in refusal(root, "ngram", "raw")
 
 
 def changed(path: Path, change: Callable[[bytearray], None]) -> None:

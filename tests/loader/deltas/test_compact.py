@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from changing import DIM, IDS, MISSING, Oracle
+from changing import DIM, IDS, MISSING, Oracle, found_by
 from raw_segments import DenseTable, RawTable, publish_tables
 from support import rows_of
 
@@ -19,21 +19,12 @@ from tableside.loader.errors import NoSpace, VersionError
 from tableside.loader.shards.reshard import reshard
 from tableside.loader.versions.states import State, attach_state, state_of
 from tableside.loader.versions.versions import Model
-from tableside.quant import Lookup, Pooling, RowFormat, choose
+from tableside.quant import Pooling, RowFormat, choose
 
 
 @pytest.fixture
 def oracle(root: Path) -> Oracle:
     return Oracle(root)
-
-
-def found_by(table: object, ids: np.ndarray) -> np.ndarray:
-    """Which ids a table has, by a found mask."""
-    out = np.zeros(ids.size * (4 * DIM + 1), np.uint8)
-    choose().plan([Lookup(table, Pooling.NONE, 0, ids.size, 0, found_at=4 * DIM * ids.size)]).run(
-        ids.tobytes(), out
-    )  # type: ignore[arg-type]
-    return out[4 * DIM * ids.size :].astype(bool)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +98,9 @@ def test_changes_that_come_meanwhile(oracle: Oracle, monkeypatch: pytest.MonkeyP
     """They are applied, seen at once, and still there when the new version is live."""
     apply(oracle.model, ChangeBatch(oracle.change(100)))
     apply(oracle.model, ChangeBatch(oracle.change(2)))
-    write = compaction._CompactTable.write
+    write = compaction.CompactTable.write
 
-    def slow(self: compaction._CompactTable, *of: object) -> None:
+    def slow(self: compaction.CompactTable, *of: object) -> None:
         if self.before.name == "raw":
             for _ in range(batches):
                 changes = oracle.change(400)
@@ -121,7 +112,7 @@ def test_changes_that_come_meanwhile(oracle: Oracle, monkeypatch: pytest.MonkeyP
                 oracle.check(attach_state(oracle.model))
         write(self, *of)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compaction._CompactTable, "write", slow)
+    monkeypatch.setattr(compaction.CompactTable, "write", slow)
     done = compact(oracle.model)
     assert done is not None and done.state == State(2, 3 + batches), (
         "a merge of two deltas is a state as well"
@@ -137,13 +128,13 @@ def test_going_back_meanwhile_ends_it(oracle: Oracle, monkeypatch: pytest.Monkey
     apply(oracle.model, ChangeBatch(oracle.change(100)))
     old = dict(oracle.rows)
     apply(oracle.model, ChangeBatch(oracle.change(100)), ApplySettings(merge_share=0.0))
-    write = compaction._CompactTable.write
+    write = compaction.CompactTable.write
 
-    def back(self: compaction._CompactTable, *of: object) -> None:
+    def back(self: compaction.CompactTable, *of: object) -> None:
         oracle.model.activate(1, 1)
         write(self, *of)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(compaction._CompactTable, "write", back)
+    monkeypatch.setattr(compaction.CompactTable, "write", back)
     with pytest.raises(
         VersionError, match=r"state 1\+1 of model 'demo' is live, which does not follow from 1\+"
     ):
@@ -153,7 +144,7 @@ def test_going_back_meanwhile_ends_it(oracle: Oracle, monkeypatch: pytest.Monkey
     oracle.check(attach_state(oracle.model))
 
 
-STEPS = ("_CompactTable.write", "_Compaction._carry_over", "_Compaction._publish")
+STEPS = ("CompactTable.write", "Compaction._carry_over", "Compaction._publish")
 
 
 @pytest.mark.parametrize("step", STEPS)

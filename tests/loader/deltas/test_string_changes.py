@@ -1,6 +1,7 @@
 """Changes of tables of string ids, from files: a string is found again by its hash, in deltas and below."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from raw_loads import vectors_of
 from string_tables import hashes, publish_strings, texts
 from support import rows_of
 
-from tableside.loader.deltas.apply import apply
+from tableside.loader.deltas.apply import ApplySettings, apply
 from tableside.loader.deltas.change_files import read_changes
 from tableside.loader.deltas.changes import ChangeBatch
 from tableside.loader.deltas.compact import compact
@@ -99,3 +100,15 @@ def test_columns_as_people_have_them(tmp_path: Path, kind: Any) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["b", "a", "b"], [[1.0], [2.0], [3.0]], kind)
     (found,) = read_changes(path)
     assert found.strings and found.ids.tolist() == hashes(["b", "a", "b"]).tolist()
+
+
+def test_strings_go_by_age(root: Path, tmp_path: Path) -> None:
+    """Those that no change named for longer than the ttl."""
+    of = {"t": {"missing": "zero", "row_format": "fp32", "ttl": "30d"}}
+    publish_strings(tmp_path, root, {"t": (TEXTS, VALUES)}, of=of)
+    model, later = Model(root, "demo"), ApplySettings(clock=lambda: time.time() + 31 * 86400)
+    changes = read_changes(write_lines(tmp_path / "a.jsonl", TEXTS[:2], [[1.5] * 4] * 2))
+    apply(model, ChangeBatch(changes), later)
+    done = compact(model, later)
+    assert done is not None and (done.expired, done.rows) == (38, 2)
+    np.testing.assert_array_equal(rows_now(root, hashes(TEXTS[:4]))[:, 0], [1.5, 1.5, 0, 0])

@@ -74,6 +74,10 @@ def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) 
     assert read_model(tmp_path / "model.toml").tables == tables
 
 
+RAW: dict[str, object] = {"key": "k", "ids": "raw", "missing": "zero"}
+BAD_TTLS = ("", "30", "d", "0d", "-1d", "1.5h", "30 d", "2w", "\u0663d", "99999999d", 30, True)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -107,11 +111,35 @@ def test_what_is_written_as_a_comment_counts_without_its_hashes(tmp_path: Path) 
         ({"features": {"f.lengths": {"table": "user"}}}, "feature name"),
         ({"features": {"f": {"table": ["user"]}}}, "is not described"),
         ({"colour": "dot"}, "unknown key 'colour'"),
+        (
+            {"tables": {"user": {"key": "k", "ttl": "30d"}}},
+            r'\[tables.user\]: ttl is for raw ids; add ids = "raw", or leave it out',
+        ),
+        ({"tables": {"user": {"key": "k", "max_rows": 9}}}, "max_rows is for raw ids"),
+        *(({"tables": {"user": RAW | {"ttl": ttl}}}, f"ttl is {ttl!r}; expected an age") for ttl in BAD_TTLS),
+        *(
+            ({"tables": {"user": RAW | {"max_rows": most}}}, f"max_rows is {most!r}; expected how many")
+            for most in (0, -1, "9", True, 1.5, 2**63)
+        ),
+        (
+            {"tables": {"user": {"key": "k", "ids": "raw", "ttl": "1d"}}},
+            "drop ids, which requests may still name; say what they get then",
+        ),
+        (
+            {"tables": {"user": {"key": "k", "tier": "rows://a:1"}, "item": RAW | {"ttl": "1d"}}},
+            r"\[tables.item\]: ttl and max_rows are for models on one host",
+        ),
     ],
 )
 def test_mistakes_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parse_model({**GOOD, **change}, Path())
+
+
+@pytest.mark.parametrize(("ttl", "ttl_s"), [("1s", 1), ("90m", 5400), ("12h", 43200), ("30d", 2592000)])
+def test_tables_say_how_long_ids_live(ttl: str, ttl_s: int) -> None:
+    (table,) = parse_model({**GOOD, "tables": {"user": RAW | {"ttl": ttl, "max_rows": 7}}}, Path()).tables
+    assert table.raw is not None and (table.raw.ttl_s, table.raw.max_rows) == (ttl_s, 7)
 
 
 def test_a_missing_file_names_init(tmp_path: Path) -> None:
