@@ -296,6 +296,7 @@ class _Now:
         yield from gauges.values()
         yield self._scorers()
         yield self._backfilled()
+        yield self._dropped()
         yield from _of_workers()
         for cache in {engine.cache for engine in self._engines} - {None}:
             assert cache is not None
@@ -325,6 +326,18 @@ class _Now:
                     table.ids.backfilled or table.ids.missing.startswith("backfill")
                 ):
                     gauge.add_metric([engine.model.name, table.name], float(table.ids.backfilled))
+        return gauge
+
+    def _dropped(self) -> Metric:
+        """Shows dropped ids per table with a ttl or max_rows, zeros too."""
+        text = "Ids that compactions dropped since the load: expired (ttl), evicted (max_rows)."
+        gauge = GaugeMetricFamily("tableside_dropped_ids", text, labels=["model", "table", "reason"])
+        for engine in self._engines:
+            for table in engine.attached().header.tables:
+                if table.ids is not None and (table.ids.ttl_s or table.ids.max_rows):
+                    for reason in ("expired", "evicted"):
+                        labels = [engine.model.name, table.name, reason]
+                        gauge.add_metric(labels, float(getattr(table.ids, reason)))
         return gauge
 
 

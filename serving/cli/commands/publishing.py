@@ -228,7 +228,7 @@ def compact_model(options: argparse.Namespace) -> int:
     if options.json:
         state = state_of(model.record()) if done is None else done.state
         found = {"model": model.name, "compacted": done is not None, "version": state.version}
-        keys = ("rows", "merged", "segment_bytes", "seconds")
+        keys = ("rows", "merged", "expired", "evicted", "segment_bytes", "seconds")
         print_json(found | {key: None if done is None else getattr(done, key) for key in keys})
         return 0
     if done is None:
@@ -236,10 +236,11 @@ def compact_model(options: argparse.Namespace) -> int:
             f"{options.model} version {state_of(model.record())} has no changes over it; nothing was done"
         )
         return 0
+    dropped = f"{done.expired:,} expired, {done.evicted:,} beyond max_rows, "
     console.print(
         f"{options.model} version {done.state} is live: {done.rows:,} rows, {done.merged:,} changes merged, "
-        f"{mb(done.segment_bytes)} in {done.seconds:.2f} s, {done.segment_bytes / done.seconds / 1e9:.2f} "
-        "GB/s"
+        f"{dropped * bool(done.expired + done.evicted)}{mb(done.segment_bytes)} in {done.seconds:.2f} s, "
+        f"{done.segment_bytes / done.seconds / 1e9:.2f} GB/s"
     )
     return 0
 

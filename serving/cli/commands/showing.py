@@ -30,7 +30,7 @@ from tableside.serving.cli.output import console, mb, print_json, published, roo
 _UNKNOWN = dict.fromkeys(
     (
         "state", "created", "tables", "bytes", "shared_bytes", "delta_bytes", "fp32_bytes", "scorer",
-        "error", "sequence", "states", "nodes",
+        "error", "sequence", "states", "nodes", "expired", "evicted",
     )
 )  # fmt: skip
 
@@ -66,6 +66,10 @@ def list_models(options: argparse.Namespace) -> int:
     table = table_of([heads[place] for place in shown], ([row[place] for place in shown] for row in rows))
     table.collapse_padding, table.pad_edge = True, False  # 80 columns hold it
     console.print(table if rows else f"nothing is published under {root}")
+    for v in versions:
+        if v["expired"] or v["evicted"]:
+            said = f"{v['expired']:,} ids expired, {v['evicted']:,} evicted"
+            console.print(f"{v['model']} {v['version']}: {said}, since its load", markup=False)
     is_disk = root.exists() and is_on_disk(root)
     console.print(f"{mb(free)} free on the disk" if is_disk else f"{mb(free)} of shared memory free")
     return 0
@@ -113,7 +117,8 @@ def _versions(model: Model) -> Iterator[dict[str, Any]]:
         state = "live" if version == live.version else "published"
         sizes["delta_bytes"] = sum(d.segment.size for d in _deltas(model, State(version, newest)))
         found = {"scorer": _scorer(h.scorer), "nodes": model.nodes(version)}
-        yield {**unknown, "state": state, "created": h.created, **sizes, **found}
+        dropped = {kind: sum(getattr(t.ids, kind, 0) for t in h.tables) for kind in ("expired", "evicted")}
+        yield {**unknown, "state": state, "created": h.created, **sizes, **found, **dropped}
     for version in model.loading_versions():
         yield {"model": model.name, "version": version, **_UNKNOWN, "state": "loading"}
 
@@ -241,6 +246,8 @@ def _version(segment: Segment) -> dict[str, Any]:
             "first_id": 0 if t.ids is None else t.ids.first,
             "backfilled": 0 if t.ids is None else t.ids.backfilled,
             "missing": "error" if t.ids is None else t.ids.missing,
+            **{name: getattr(t.ids, name, 0) or None for name in ("ttl_s", "max_rows")},
+            **{name: getattr(t.ids, name, 0) for name in ("expired", "evicted")},
         }
         for t in h.tables
     ]
@@ -280,11 +287,21 @@ def _ids_of(t: StoredTable) -> str:
         if t.ids.index
         else f"row numbers from {t.ids.first:,} on"
     )
-    return f"{t.ids.count:,} {kind}" + (f", {t.ids.backfilled:,} backfilled" if t.ids.backfilled else "")
+    more = {
+        f"{t.ids.backfilled:,} backfilled": t.ids.backfilled,
+        f"ttl {t.ids.ttl_s:,} s": t.ids.ttl_s,
+        f"{t.ids.expired:,} expired": t.ids.expired,
+        f"at most {t.ids.max_rows:,}": t.ids.max_rows,
+        f"{t.ids.evicted:,} evicted": t.ids.evicted,
+    }
+    return ", ".join([f"{t.ids.count:,} {kind}", *(what for what, is_so in more.items() if is_so)])
 
 
 def describe_reused(source: Mapping[str, Any]) -> Iterator[str]:
-    """Yields lines about tables that a version shares with another one, of a header's source."""
+    """Yields lines about tables that a version shares with another one, and whose rows came with ages, of a
+    header's source."""
+    if isinstance(aged := source.get("aged"), list):
+        yield f"rows came with their ages: {', '.join(map(str, aged))}"
     for kind, said in (
         ("reused", "taken over from version {}: {}"),
         ("same", "the same as in version {}, whose files it shares: {}"),

@@ -71,6 +71,7 @@ def test_list_fits_80_columns(
     sizes = dict.fromkeys(("bytes", "delta_bytes", "shared_bytes"), 98_760_000_000)
     named = {"model": "recommender_v2", "version": 12, "sequence": 345, "state": "live"}
     found = {"created": "2026-11-28T09:06:00", "tables": 26, "scorer": {"kind": "program"}, "error": None}
+    found |= {"expired": 0, "evicted": 0}
     monkeypatch.setattr(showing, "models", lambda *_: [None])
     monkeypatch.setattr(showing, "_versions", lambda _: [named | found | sizes])
     heads, row, _ = say(capsys, "list", "--root", str(root)).splitlines()
