@@ -16,6 +16,7 @@ INDEX_UNIT_BYTES = 64  # parts of an index begin at multiples of this
 LARGEST_BUCKETS, LARGEST_SLOTS = 1 << 20, 1 << 32  # of a table, and of one bucket
 LARGEST_SEED = 1 << 32
 _ENTRY_BYTES = 8 * len(DirectoryField._fields)
+TIME_BYTES = 4  # of a row's time
 LONGEST_S = 2**32 - 1  # the last time that a row can have, in 2106
 Times = NDArray[np.uint32]
 _POLICIES = ("error", "zero", "mean", "constant")
@@ -194,7 +195,7 @@ def _part_bytes(index: StoredIndex, has_backfilled: bool) -> tuple[int, ...]:
         8 * mark_words(index.marked),
         4 * mark_words(index.marked),
         4 * index.slots if index.marked else 0,
-        4 * index.slots if index.has_times else 0,
+        TIME_BYTES * index.slots if index.has_times else 0,
     )
 
 

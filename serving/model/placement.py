@@ -14,7 +14,7 @@ from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.numa import node_of
 from tableside.loader.segment.segment import Segment
-from tableside.loader.segment.stored import INDEX_UNIT_BYTES, StoredTable
+from tableside.loader.segment.stored import INDEX_UNIT_BYTES, TIME_BYTES, StoredTable
 from tableside.quant import CpuBackend, MissingBackend, QuantError, RowSource
 from tableside.quant.contract import INTERPRETER
 from tableside.quant.cpu.backend import host_table
@@ -391,5 +391,7 @@ def size_of(stored: StoredTable) -> "TableSize":
     if stored.ids is None or (index := stored.ids.index) is None:
         return size
     ids, is_in_rows = index.slots * ID_BYTES, index.id_at >= 0
-    array = 0 if is_in_rows else -(-ids // INDEX_UNIT_BYTES) * INDEX_UNIT_BYTES
+    # Kept ids may stay in host memory, and times are read by compactions alone
+    apart = (0 if is_in_rows else ids, TIME_BYTES * index.slots if index.has_times else 0)
+    array = sum(-(-part // INDEX_UNIT_BYTES) * INDEX_UNIT_BYTES for part in apart)
     return size._replace(index_bytes=index.bytes - array, id_bytes=ids, ids_in_rows=is_in_rows)

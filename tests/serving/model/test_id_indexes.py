@@ -2,6 +2,7 @@
 over a swap."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +119,17 @@ def test_the_budget_counts_what_an_index_takes(
     assert held.gpu is not None
     found = held.gpu.lookup(on_gpu, ids, pooling=Pooling.NONE)
     np.testing.assert_array_equal(found, expected_of(known.twin, known.twins(ids)))
+
+
+@pytest.mark.parametrize("table", [PADDED, ARRAY], ids=["in padding", "in an array"])
+def test_times_of_rows_are_no_part_of_what_a_gpu_gets(table: Table) -> None:
+    """They lie behind the index, and compactions alone read them."""
+    (plain,) = stored_of({"t": table})
+    index = plain.index
+    assert plain.ids is not None and index is not None
+    shape = (table.row_format, table.dim, index.slots, index.buckets)
+    timed = replace(plain, ids=replace(plain.ids, index=plan_index(*shape, has_times=True)))
+    assert timed.has_times and size_of(timed) == size_of(plain)
 
 
 def test_placements_count_indexes() -> None:
