@@ -70,7 +70,8 @@ class FeatureInfo(TypedDict):
 
 
 class ModelInfo(TypedDict):
-    """A served model: its live version with the last change's sequence, and all versions there are."""
+    """A served model: its live version with the last change's sequence, and all versions there are. example:
+    the body of a lookup that is answered; None: no id is known that has a row here."""
 
     name: str
     version: int
@@ -86,6 +87,7 @@ class ModelInfo(TypedDict):
     tables: list[TableInfo]
     scorer: dict[str, Any] | None
     features: list[FeatureInfo]
+    example: dict[str, Any] | None
 
 
 class TensorInfo(TypedDict):

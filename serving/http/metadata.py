@@ -8,6 +8,7 @@ from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.serving import VERSION
 from tableside.serving.client.types import IdsInfo, ModelInfo, ModelMetadata, TableInfo, TensorInfo
+from tableside.serving.http import examples
 from tableside.serving.http.inputs import kjt
 from tableside.serving.http.inputs.tensors import STRINGS
 from tableside.serving.metrics.metrics import statistics
@@ -54,6 +55,7 @@ def describe_model(service: Service, name: str) -> ModelInfo:
             {"name": f.name, "table": f.table, "pooling": f.pooling, "output": f.output}
             for f in header.features
         ],
+        "example": examples.lookup(served),
     }
 
 

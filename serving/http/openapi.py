@@ -87,7 +87,7 @@ _INPUT = an_object(
     "data",
     "parameters",
     name=noted(STRING, "a feature, <feature>.values, .lengths or .weights, kjt.…, or a dense tensor"),
-    datatype={**STRING, "enum": ["INT64", "INT32", "FP32"]},
+    datatype={**STRING, "enum": ["INT64", "INT32", "FP32", "BYTES"]},
     shape=a_list({**COUNT, "maximum": 2**40 - 1}, minItems=1, maxItems=2),
     data=noted(a_list({"anyOf": [ID, NUMBER, a_list({"anyOf": [ID, NUMBER]})]}), "flat or nested"),
     parameters=noted(PARAMETERS, "binary_data_size, or shared_memory_region, _offset and _byte_size"),
@@ -104,8 +104,6 @@ INFER_REQUEST = an_object(
         PARAMETERS, "binary_data_output, kjt.features, kjt.schema, timeout (us to wait for rows)"
     ),
 )
-_EXAMPLE = {"inputs": [{"name": "user", "datatype": "INT64", "shape": [1, 2], "data": [3, 7]}]}
-INFER_REQUEST["examples"] = [_EXAMPLE]
 _OUTPUT = an_object("data", "parameters", **_TENSOR, data=_DATA, parameters=PARAMETERS)
 INFER_RESPONSE = an_object("id", id=STRING, model_name=STRING, model_version=STRING, outputs=a_list(_OUTPUT))
 SERVER_METADATA = an_object(name=STRING, version=STRING, extensions=a_list(STRING))

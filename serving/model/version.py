@@ -261,7 +261,7 @@ class ServedVersion:
                 logger.warning("feature %s reads table %s: %s", name, bound.feature.table, error)
 
     def _warm_up(self, name: str, bound: BoundFeature) -> None:
-        ends = _end_ids(bound.table)
+        ends = end_ids(bound.table)
         for count in self.backend.warm_up_bags if ends.size else ():
             ids = np.resize(ends, count)
             alone = FeatureInput(name, 0, count, bags=1, bag_length=count)
@@ -274,7 +274,7 @@ class ServedVersion:
                 self.lay_out([weighted], warms_up=True).run(inputs)
 
 
-def _end_ids(table: RowSource) -> NDArray[np.int64]:
+def end_ids(table: RowSource) -> NDArray[np.int64]:
     """Returns ids of a table's first and last row; one id if all get the default row, none if all are
     refused or asked of other hosts."""
     if isinstance(table, AskedTable):

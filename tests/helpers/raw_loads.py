@@ -63,16 +63,17 @@ def publish_raw(
     row_format: str = "int8",
     progress: Progress | None = None,
     features: dict[str, Any] | None = None,
+    **said: Any,
 ) -> Loaded:
     """Publishes tables through a real checkpoint. of: table -> further keys of its section in model.toml.
-    saver: of SAVERS, or the name of a checkpoint that is there."""
+    saver: of SAVERS, or the name of a checkpoint that is there. said: other keys of model.toml."""
     checkpoint = SAVERS[saver](folder, tables) if saver in SAVERS else saver
     sections = {}
     for table, (ids, _) in tables.items():
         key = f"{table}/weight" if saver == "parquet" else f"{table}.weight"
         raw = {} if ids is None else {"ids": "raw", "id_key": "ids" if saver == "parquet" else f"{table}.ids"}
         sections[table] = {"key": key, "row_format": row_format, **raw, **(of or {}).get(table, {})}
-    raw = {"name": name, "checkpoint": checkpoint, "tables": sections, "features": features or {}}
+    raw = {"name": name, "checkpoint": checkpoint, "tables": sections, "features": features or {}, **said}
     return load(
         parse_model(raw, folder),
         root,

@@ -147,12 +147,12 @@ def _by_name(schema: openapi.Json, description: str) -> openapi.Json:
     return openapi.noted({"type": "object", "additionalProperties": schema}, description)
 
 
-def _request(example: openapi.Json, **more: openapi.Json) -> openapi.Json:
+def _request(**more: openapi.Json) -> openapi.Json:
     version = openapi.noted(openapi.or_null(openapi.SIZE), "the live one where left out")
     found = openapi.an_object(
         "version", *more, model=openapi.STRING, version=version, features=_FEATURES, **more
     )
-    return {**found, "additionalProperties": False, "examples": [example]}
+    return {**found, "additionalProperties": False}
 
 
 def _answer(*optional: str, **values: openapi.Json) -> openapi.Json:
@@ -177,7 +177,6 @@ _FEATURES = _by_name(
 )
 _ROWS = openapi.a_list(openapi.a_list(openapi.NUMBER))
 _LOOKUP = _request(
-    {"model": "demo", "features": {"clicked": [[1, 2, 3], [], [7]]}},
     found=openapi.noted(openapi.BOOL, "whether the answer says which ids the tables have"),
 )
 _MASKS = openapi.a_list({"anyOf": [openapi.BOOL, openapi.a_list(openapi.BOOL)]})
@@ -190,7 +189,6 @@ _LOOKED_UP = _answer(
     degraded=_DEGRADED,
 )
 _SCORE = _request(
-    {"model": "ctr", "features": {"user": [[1]]}, "dense": {"context": [[0.5, 1.0]]}},
     dense=_by_name(_ROWS, "dense tensor -> rows of numbers"),
 )
 _SCORED = _answer(

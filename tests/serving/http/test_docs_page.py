@@ -4,13 +4,17 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from browsers import needs_chromium, page_of
 from servers import Server
+from string_tables import publish_strings
+from support import rows_of
 
 from tableside.serving.client import Client
 
@@ -56,6 +60,65 @@ def test_both_protocols_are_described(server: Any, described: dict[str, Any]) ->
                 path,
                 found.text,
             )
+
+
+def _examples(described: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The paths and bodies of all examples, their parameters filled in."""
+    found = []
+    for path, operations in described["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        if "example" in content.get("application/json", {}):
+            given = {
+                p["name"]: p["example"] for p in operations["post"].get("parameters", ()) if "example" in p
+            }
+            found.append((path.format(**given), content["application/json"]["example"]))
+    return found
+
+
+def _answered(server: Server, expected: set[str]) -> dict[str, dict[str, Any]]:
+    """The examples by path; the server answers each of them, and there are those that are expected."""
+    examples = dict(_examples(server.get("/openapi.json").json()))
+    assert set(examples) == expected
+    for path, body in examples.items():
+        found = httpx.post(server.url + path, json=body)
+        assert found.status_code == 200, (path, body, found.text)
+    return examples
+
+
+def test_examples_are_of_what_is_served(server: Server) -> None:
+    """Each is answered as it stands; its features are those of the model, and its model and version are
+    filled into the paths."""
+    paths = {"/v1/lookup", "/v2/models/demo/infer", "/v2/models/demo/versions/1/infer"}
+    examples = _answered(server, paths)
+    assert examples["/v1/lookup"] == server.get("/v1/models").json()["models"][0]["example"]
+    assert list(examples["/v1/lookup"]["features"]) == ["clicked", "user", "liked"]
+    described = server.get("/openapi.json").json()
+    assert [p["example"] for p in described["paths"]["/v2/models/{model}/stats"]["get"]["parameters"]] == [
+        "demo"
+    ]
+
+
+def test_examples_of_odd_models(root: Path, tmp_path: Path, start: Callable[..., Server]) -> None:
+    """Raw ids, strings, which are known only where any is answered, and a scorer with dense inputs."""
+    ids = np.array([-5, 1 << 40, 7])
+    values = rows_of(3, 8)
+    tables = {"raw": (ids, values), "loose": (["x", "y", "z"], values), "strict": (["x", "y", "z"], values)}
+    of = {"loose": {"missing": "zero"}, "raw": {"missing": "error"}}
+    features = {name: {"table": name} for name in ("strict", "loose", "raw")}
+    scorer = {"kind": "dot", "features": ["loose", "raw"]}
+    publish_strings(tmp_path, root, tables, of=of, features=features, scorer=scorer)
+    paths = {"/v1/lookup", "/v1/score", "/v2/models/demo/infer", "/v2/models/demo/versions/1/infer"}
+    examples = _answered(start(), paths)
+    asked = examples["/v1/lookup"]["features"]
+    assert list(asked) == ["loose", "raw"], "no string of the strict table is known"
+    assert set(asked["raw"][0]) <= set(ids.tolist()) and asked["loose"] == [["a", "b"]]
+    assert list(examples["/v1/score"]["features"]) == ["loose", "raw"]
+
+
+def test_no_model_no_example(root: Path, start: Callable[..., Server]) -> None:
+    """Where nothing is served, nothing is made up."""
+    (root / "demo").mkdir(parents=True)
+    assert _examples(start("--all", models=()).get("/openapi.json").json()) == []
 
 
 @pytest.mark.drawn(0.5)

@@ -22,7 +22,7 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.places import DenseInput
 from tableside.serving.model.request import Answer, FeatureInput, Request
-from tableside.serving.model.version import ServedVersion, _end_ids
+from tableside.serving.model.version import ServedVersion, end_ids
 from tableside.serving.settings import ServerSettings
 
 Publish = Callable[..., Any]
@@ -183,6 +183,6 @@ def test_an_owner_is_warmed_up_with_ids_of_its_own() -> None:
     foreign = replace(index, ids=index.ids.copy())
     foreign.ids[[0, -1]] = -1  # as if no id of this owner were in the first and the last row
     foreign.ids[ends] = -1
-    chosen = _end_ids(replace(table, row_map=replace(table.row_map, index=foreign)))
+    chosen = end_ids(replace(table, row_map=replace(table.row_map, index=foreign)))
     assert chosen.size == 2
     assert np.isin(chosen, ids).all()
