@@ -83,15 +83,24 @@ export function seconds(value) {
 /** 0.987 -> "98.7 %". */
 export const percent = (value) => (value == null ? NONE : `${(100 * value).toFixed(value > 0 && value < 0.001 ? 2 : 1)} %`);
 
-/** The points of a chart, cut where there is no value: [[[x, y], ...], ...], the newest at the right end, y downwards. */
-export function segments(points, most, width, height) {
-  const top = Math.max(...points.map((p) => p ?? 0), 1e-12);
-  const first = width - ((points.length - 1) * width) / (most - 1);
+/** The values that an axis names: 0, and up to the next 1, 2 or 5 times a power of ten. */
+export function ticks(most) {
+  if (most <= 0) return [0, 1];
+  const power = 10 ** Math.floor(Math.log10(most));
+  const top = power * [1, 2, 5, 10].find((step) => step * power >= most * (1 - 1e-9));
+  return [0, top / 2, top];
+}
+
+/** Where a value lies in a chart, downwards; half a line of text is left free at either end. */
+export const height = (value, ticks, most) => most - 6 - (value / ticks.at(-1)) * (most - 12);
+
+/** The line of a chart, cut where there is no value: [[[x, y], ...], ...]. points: [[seconds ago, value]]; now is at the right end. */
+export function segments(points, span, ticks, width, most) {
   const found = [[]];
-  points.forEach((p, place) => {
-    if (p == null) found.push([]);
-    else found.at(-1).push([first + (place * width) / (most - 1), height - 4 - (p / top) * (height - 10)]);
-  });
+  for (const [ago, value] of points) {
+    if (value == null) found.push([]);
+    else found.at(-1).push([width * (1 - ago / span), height(value, ticks, most)]);
+  }
   return found.filter((segment) => segment.length);
 }
 
@@ -123,17 +132,20 @@ function lagOf(model, untaken) {
   return model.behind_seconds >= 1 ? `the state that answers is ${Math.round(model.behind_seconds)} s behind the live one` : "";
 }
 
-const IN_MEMORY = ["in_place", "page_cache"];
-const NOT_READ = ["late", "failed", "corrupt"];
-
-/** Of a model's tables on a disk, rows a second by where they were; null: it has none. */
-function ofDisk(wanted, before, now, elapsed) {
-  const name = "tableside_disk_rows_total";
-  if (!(now.get(name) ?? []).some((s) => fits(s.labels, wanted))) return null;
-  const rate = (source) => grown(before, now, name, { ...wanted, source }) / elapsed;
-  const hot = (answer) => grown(before, now, "tableside_hot_ids_total", { ...wanted, hot: answer });
-  const yes = hot("yes");
-  return { inMemory: rate(IN_MEMORY), disk: rate("disk"), notRead: rate(NOT_READ), hot: fraction(yes, yes + hot("no")) };
+/** Where a table's rows came from: [[tier, share]]. */
+function tiers(model, table, before, now) {
+  const [wanted, cached] = [{ model, table }, { table: `${model}/${table}` }];
+  const hits = grown(before, now, "tableside_cache_hits_total", cached);
+  const found = total(now, "tableside_cache_ids_total", cached) ? [["cache", fraction(hits, grown(before, now, "tableside_cache_ids_total", cached))]] : [];
+  const add = (name, label, kinds) => {
+    if (!total(now, name, wanted)) return;
+    const all = grown(before, now, name, wanted);
+    for (const [tier, of] of Object.entries(kinds)) found.push([tier, fraction(grown(before, now, name, { ...wanted, [label]: of }), all)]);
+  };
+  add("tableside_hot_ids_total", "hot", { hot: "yes" });
+  add("tableside_disk_rows_total", "source", { memory: ["in_place", "page_cache"], disk: "disk", "not read": ["late", "failed", "corrupt"] });
+  add("tableside_remote_rows_total", "outcome", { elsewhere: "came", "did not come": ["late", "gone", "corrupt"] });
+  return found;
 }
 
 /** What a card of a model shows. */
@@ -147,16 +159,11 @@ export function ofModel(model, before, now, elapsed) {
     ids: grown(before, now, "tableside_ids_total", wanted) / elapsed,
     p99: quantile(before, now, "tableside_request_seconds", 0.99, { ...wanted, ...LOOKUPS, outcome: "ok" }),
     lookup: mean(before, now, "tableside_stage_seconds", { ...wanted, stage: "lookup" }),
-    disk: ofDisk(wanted, before, now, elapsed),
     lag: lagOf(model, live !== served && live),
-    tables: model.tables.map((table) => {
-      const cached = { table: `${model.name}/${table.name}` };
-      const ids = grown(before, now, "tableside_cache_ids_total", cached);
-      return {
-        ...table,
-        hits: fraction(grown(before, now, "tableside_cache_hits_total", cached), ids),
-        withoutRow: grown(before, now, "tableside_ids_without_row_total", { ...wanted, table: table.name }) / elapsed,
-      };
-    }),
+    tables: model.tables.map((table) => ({
+      ...table,
+      tiers: tiers(model.name, table.name, before, now),
+      withoutRow: grown(before, now, "tableside_ids_without_row_total", { ...wanted, table: table.name }) / elapsed,
+    })),
   };
 }

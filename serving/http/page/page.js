@@ -1,54 +1,14 @@
-// Looks at /v1/models and /metrics every two seconds and shows what they say. It asks by GET alone.
+// Looks at /v1/models and /metrics every two seconds and shows what they say.
 
+import { card, chart, element, fill, pill, table } from "./elements.js";
 import * as f from "./figures.js";
+import { exact, showLookups } from "./lookup.js";
 
 const LOOK_MS = 2000;
-const POINTS = 120;
-const SVG = "http://www.w3.org/2000/svg";
+const SPAN_S = 240; // that charts show
 const history = [];
+const featuresOf = new Map(); // by model, so that they stay open
 let before = null;
-
-/** An element. children: elements and texts; what a server says is always text, never HTML. */
-function element(name, properties = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(properties)) made.setAttribute(key, value);
-  made.append(...children.filter((child) => child != null && child !== "").map((child) => (child instanceof Node ? child : String(child))));
-  return made;
-}
-
-const fill = (id, ...children) => document.getElementById(id).replaceChildren(...children.filter(Boolean));
-const card = (title, ...children) => element("div", { class: "card" }, element("h2", {}, title), ...children);
-const pill = (kind, text) => element("span", { class: `pill ${kind}` }, text);
-
-/** A table. text: the numbers of the columns that hold words. kinds: its classes. */
-function table(columns, rows, text = [0], kinds = "") {
-  const kind = (place) => (text.includes(place) ? { class: "text" } : {});
-  const head = element("tr", {}, ...columns.map((column, place) => element("th", { scope: "col", ...kind(place) }, column)));
-  const body = rows.map((row) => element("tr", {}, ...row.map((cell, place) => element("td", kind(place), cell))));
-  return element("div", { class: "scroll" }, element("table", { class: kinds }, element("thead", {}, head), element("tbody", {}, ...body)));
-}
-
-function chart(title, points, format) {
-  const [width, height] = [600, 84];
-  const known = points.filter((p) => p != null);
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("role", "img");
-  svg.setAttribute("aria-label", `${title}: ${format(points.at(-1))} now`);
-  for (const segment of f.segments(points, POINTS, width, height)) {
-    const line = segment.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L");
-    const [left, right] = [segment[0][0], segment.at(-1)[0]];
-    for (const [kind, path] of [["area", `M${left},${height}L${line}L${right},${height}Z`], ["line", `M${line}`]]) {
-      const drawn = document.createElementNS(SVG, "path");
-      drawn.setAttribute("class", kind);
-      drawn.setAttribute("d", path);
-      svg.append(drawn);
-    }
-  }
-  const most = known.length ? `, at most ${format(Math.max(...known))}` : "";
-  return element("figure", { class: "card" }, element("span", { class: "soft" }, `${title}, last minutes${most}`), svg);
-}
 
 const tile = (value, label) => element("div", { class: "tile" }, element("b", {}, value), element("span", {}, label));
 
@@ -64,13 +24,31 @@ function showTiles(now) {
     tile(f.count(now.inFlight), "in flight"),
     now.hasCache ? tile(f.percent(now.hits), "hits of GPU caches") : null,
   );
-  const points = (key) => history.map((h) => h[key]);
+  const drawn = (title, key, format) => chart(title, history.map((h) => [now.at - h.at, h[key]]), format, SPAN_S);
   fill(
     "charts",
-    chart("Requests a second", points("requests"), f.count),
-    chart("p99", points("p99"), f.seconds),
-    now.hasCache ? chart("Hits of GPU caches", points("hits"), f.percent) : chart("Ids a second", points("ids"), f.count),
+    drawn("Requests a second", "requests", f.count),
+    drawn("p99", "p99", f.seconds),
+    now.hasCache ? drawn("Hits of GPU caches", "hits", f.percent) : drawn("Ids a second", "ids", f.count),
   );
+}
+
+/** A model's features. They are made anew with its versions alone. */
+function features(model) {
+  const known = featuresOf.get(model.name);
+  if (known?.version === model.version) return known.shown;
+  const rows = model.features.map((one) => [one.name, one.table, one.pooling, one.output]);
+  const title = element("summary", {}, `${model.features.length} features`);
+  const shown = element("details", {}, title, table(["feature", "table", "pooling", "output"], rows, [0, 1, 2, 3]));
+  featuresOf.set(model.name, { version: model.version, shown });
+  return shown;
+}
+
+/** The changes over a version; null: there are none. */
+function deltas(model) {
+  const time = (seconds) => (seconds == null ? "not known" : new Date(1000 * seconds).toISOString().slice(0, 19).replace("T", " "));
+  const rows = model.deltas.map((d) => [d.sequence, f.count(d.rows), f.bytes(d.bytes), time(d.made_at), time(d.applied_at)]);
+  return rows.length ? table(["changes up to", "rows", "bytes", "oldest made, UTC", "applied, UTC"], rows) : null;
 }
 
 function modelCard(model, now) {
@@ -84,12 +62,10 @@ function modelCard(model, now) {
   );
   const told = [
     `${f.bytes(model.segment_bytes)} (fp32: ${f.bytes(model.fp32_bytes)})`,
-    `${model.features.length} features`,
     model.scorer ? `scorer: ${model.scorer.kind}` : "no scorer",
     `lookups on ${model.backend}`,
     `${f.count(now.requests)} requests/s, ${f.count(now.refused)} refused/s, ${f.count(now.ids)} ids/s`,
     `p99 ${f.seconds(now.p99)}, mean lookup ${f.seconds(now.lookup)}`,
-    ...(now.disk ? [`rows of a disk: ${f.count(now.disk.inMemory)}/s in memory, ${f.count(now.disk.disk)}/s read, ${f.count(now.disk.notRead)}/s not read, hot ${f.percent(now.disk.hot)}`] : []),
   ];
   const rows = now.tables.map((t) => [
     t.name,
@@ -99,11 +75,12 @@ function modelCard(model, now) {
     f.bytes(t.bytes),
     t.placement,
     t.ids === "row" ? "row numbers" : `${t.ids}, missing: ${t.missing}`,
-    f.percent(t.hits),
+    t.tiers.map(([tier, share]) => `${tier} ${f.percent(share)}`).join(", ") || "–",
     f.count(t.withoutRow),
   ]);
-  const columns = ["table", "format", "rows", "dim", "bytes", "where", "ids", "cache hits", "without row/s"];
-  return element("div", { class: "card" }, head, element("p", { class: "soft" }, told.join(" · ")), table(columns, rows, [0, 1, 5, 6]));
+  const columns = ["table", "format", "rows", "dim", "bytes", "where", "ids", "rows came from", "without row/s"];
+  const tables = table(columns, rows, [0, 1, 5, 6, 7]);
+  return element("div", { class: "card" }, head, element("p", { class: "soft" }, told.join(" · ")), tables, deltas(model), features(model));
 }
 
 function showModels(models, looks) {
@@ -184,19 +161,20 @@ async function asked(path) {
 }
 
 async function look() {
-  const [described, text] = await Promise.all([asked("/v1/models").then((a) => a.json()), asked("/metrics").then((a) => a.text())]);
+  const [described, text] = await Promise.all([asked("/v1/models").then(async (a) => exact(await a.text())), asked("/metrics").then((a) => a.text())]);
   const [now, at] = [f.parse(text), performance.now()];
   const elapsed = before ? (at - before.at) / 1000 : 1;
   const was = before ? before.samples : now;
   before = { samples: now, at };
-  const overview = f.overview(was, now, elapsed);
+  const overview = { at: at / 1000, ...f.overview(was, now, elapsed) };
   history.push(overview);
-  if (history.length > POINTS) history.shift();
+  while (overview.at - history[0].at > SPAN_S) history.shift();
   const [ready, workers] = [f.total(now, "tableside_ready_workers"), f.total(now, "tableside_workers")];
   showState(ready === workers && ready ? "good" : "bad", ready === workers && ready ? "ready" : `${ready} of ${workers} workers ready`);
   document.getElementById("about").textContent = `${described.server.version} at ${location.host}`;
   showTiles(overview);
   showModels(described.models, [was, now, elapsed]);
+  showLookups(described.models);
   showRequests(was, now, elapsed);
   showErrors(was, now, elapsed);
   showDevices(described.server, was, now);

@@ -3,23 +3,32 @@ change nothing."""
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browsers import needs_chromium, page_of, screenshot
+from raw_loads import publish_raw
+from support import rows_of, run_tableside
 
 from tableside.serving.client import Client
 
 PAGE = Path(__file__).parents[3] / "serving" / "http" / "page"
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+needs_node = pytest.mark.skipif(
+    shutil.which("node") is None, reason="node is not installed (Debian: apt-get install nodejs)"
+)
 FILES = {file.name: "/" if file.name == "index.html" else f"/page/{file.name}" for file in PAGE.iterdir()}
 
 
 def test_its_files_are_served(server: Any) -> None:
     """Each with its type, and with a policy that lets the browser load nothing from another host."""
-    assert len(FILES) == 5
+    assert len(FILES) == 7
     types = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
     for name, path in FILES.items():
         found = server.get(path)
@@ -28,16 +37,18 @@ def test_its_files_are_served(server: Any) -> None:
         assert found.headers["content-security-policy"].startswith("default-src 'self';")
 
 
-def test_it_names_no_other_host_and_asks_by_get_alone() -> None:
+def test_it_names_no_other_host_and_changes_nothing() -> None:
+    """It asks by GET, and posts lookups that somebody sends."""
     for name in FILES:
         text = (PAGE / name).read_text()
         assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg"}
         assert "innerHTML" not in text and "eval(" not in text
-    script = (PAGE / "page.js").read_text()
-    assert script.count("fetch(") == 1 and "method" not in script
-    assert re.findall(r'asked\("([^"]+)"\)', script) == ["/v1/models", "/metrics"]
+    scripts = "".join((PAGE / name).read_text() for name in FILES if name.endswith(".js"))
+    paths = re.findall(r'(?:fetch|asked)\("([^"]+)"', scripts)
+    assert sorted(paths) == ["/metrics", "/v1/lookup", "/v1/models"]
+    assert scripts.count("fetch(") == 2 and scripts.count("method:") == 1
     markup = (PAGE / "index.html").read_text()
-    assert not re.search(r"<(form|button|input|iframe|object)\b|\bon\w+=|\bstyle=", markup)
+    assert not re.search(r"<(form|input|iframe|object)\b|\bon\w+=|\bstyle=", markup)
 
 
 def test_models_say_what_the_page_shows(server: Any) -> None:
@@ -51,9 +62,7 @@ def test_models_say_what_the_page_shows(server: Any) -> None:
     assert (tables["user"]["bytes"], tables["user"]["placement"]) == (1000 * 68, "host")
 
 
-@pytest.mark.skipif(
-    shutil.which("node") is None, reason="node is not installed (Debian: apt-get install nodejs)"
-)
+@needs_node
 def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
     """Rates, quantiles and units of the script, from texts that a server wrote."""
     with Client(server.url) as client:
@@ -64,7 +73,7 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
         now = client.metrics()
     (tmp_path / "package.json").write_text('{"type": "module"}')
     shutil.copy(PAGE / "figures.js", tmp_path)
-    shutil.copy(Path(__file__).parents[2] / "fixtures" / "page_figures.js", tmp_path)
+    shutil.copy(FIXTURES / "page_figures.js", tmp_path)
     (tmp_path / "before.txt").write_text(before)
     (tmp_path / "now.txt").write_text(now)
     done = subprocess.run(
@@ -83,12 +92,75 @@ def test_its_figures_are_right(server: Any, tmp_path: Path) -> None:
         and found["nothing"] is None
         and found["restarted"] == 0
     )
-    assert found["disk"] == {"inMemory": 4, "disk": 2, "notRead": 1, "hot": 0.75} and model["disk"] is None
+    assert dict(found["tiers"]) == pytest.approx(
+        {"hot": 0.75, "memory": 8 / 14, "disk": 4 / 14, "not read": 2 / 14, "elsewhere": 1, "did not come": 0}
+    )
+    assert model["tables"][0]["tiers"] == []
     assert found["lag"] == "version 4 is live and not taken"
     assert found["units"] == (
         "999|1.23 M|0.50|–|1.00 M|1.50 KiB|3.00 GiB|98.7 %|310 µs|42.1 ms|2 s".split("|")  # noqa: SIM905
     )
-    assert [len(s) for s in found["segments"]] == [1, 2] and found["segments"][1][-1][0] == 300
+    assert found["segments"] == [[[75, 42]], [[225, 6], [300, 6]]]
+    assert [top for _, _, top in found["ticks"][1:]] == [0.005, 1, 2, 2000, 5000] and found["ticks"][0] == [
+        0,
+        1,
+    ]
+
+
+def _shown(url: str, folder: Path, looks: int = 2) -> dict[str, Any]:
+    """What the page shows in node, after some looks, and what it answers a lookup that is tried."""
+    (folder / "package.json").write_text('{"type": "module"}')
+    for file in [*PAGE.glob("*.js"), FIXTURES / "page_dom.js"]:
+        shutil.copy(file, folder)
+    command = ["node", "page_dom.js", url, str(looks)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _sent(curl: str, python: str) -> tuple[dict[str, Any], str]:
+    """What the shell's line answers, and what Python's lines print."""
+    said = subprocess.run(curl, shell=True, capture_output=True, text=True, timeout=300, check=True).stdout
+    command = [sys.executable, "-c", python]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    return json.loads(said), printed
+
+
+@needs_node
+def test_what_the_page_shows(server: Any, tmp_path: Path) -> None:
+    """Models with their tables and features, axes, and a lookup: it is answered, and so are its lines."""
+    found = _shown(server.url, tmp_path, looks=3)
+    for text in ("demo version 1 of 1", "4 features", "clicked item mean fp32", "text word none fp32"):
+        assert text in found["text"], text
+    for text in ("4 min ago 2 min now", "2 ready of 2", "None so far.", "The CPU alone"):
+        assert text in found["text"], text
+    assert found["details"] == 1 and found["charts"] and max(c.count("L") for c in found["charts"]) >= 1
+    example = server.get("/v1/models").json()["models"][0]["example"]
+    status, answer = found["answered"].split(" ", 1)
+    assert status == "200" and answer.startswith('{"model":"demo"')
+    said, printed = _sent(found["curl"], found["python"])
+    assert list(said["vectors"]) == list(example["features"]) and "'clicked': array(" in printed
+    assert found["edited"].endswith(", found=True))")
+    assert shlex.split(found["quoted"])[-1] == "it's", "what a shell would read is quoted"
+
+
+@needs_node
+def test_a_lookup_of_ids_that_doubles_lack(root: Path, tmp_path: Path, start: Any) -> None:
+    """Raw ids have 64 bits: the page asks for them as they are. Changes of rows are shown."""
+    ids = np.array([(1 << 62) + 1, -(1 << 63) + 3, 5])
+    features = {"its": {"table": "t", "pooling": "none"}}
+    publish_raw(tmp_path, root, {"t": (ids, rows_of(3, 8))}, features=features)
+    (tmp_path / "c.jsonl").write_text('{"table": "t", "id": 9, "vector": [1, 2, 3, 4, 5, 6, 7, 8]}\n')
+    applied = run_tableside("apply", "demo", tmp_path / "c.jsonl", root=root)
+    assert applied.returncode == 0, applied.stderr
+    server = start()
+    found = _shown(server.url, tmp_path, looks=1)
+    asked = set(map(int, re.findall(r"-?\d{16,}", found["curl"])))
+    assert asked and asked < set(ids.tolist()) and found["answered"].startswith("200 ")
+    said, printed = _sent(found["curl"], found["python"])
+    assert np.shape(said["vectors"]["its"]) == (2, 8) and "'its'" in printed
+    assert re.search(r"changes up to rows bytes .* 1 1 ", found["text"])
 
 
 @pytest.mark.thorough
