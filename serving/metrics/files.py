@@ -5,11 +5,11 @@ doubles.
     byte 64           counts: one or several doubles a name, in the names' order
     byte NAMES_AT     a line a name, as JSON: [name, how many doubles, label, ...]
 
-A process maps its file and adds in place. Writing to full shared memory kills (SIGBUS), so `posix_fallocate`
-reserves doubles before their name is written; counts without room stay in the process and are missing from
-/metrics. A process locks its file while it lives, and takes over an unlocked one before it makes another: so
-counts of ended processes stay, and the sum over all files is exact. A name cut short by a kill has no end of
-line and no counts.
+The empty file `started` is as old as the server. A process maps its file and adds in place. Writing to full
+shared memory kills (SIGBUS), so `posix_fallocate` reserves doubles before their name is written; counts
+without room stay in the process and are missing from /metrics. A process locks its file while it lives, and
+takes over an unlocked one before it makes another: so counts of ended processes stay, and the sum over all
+files is exact. A name cut short by a kill has no end of line and no counts.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ NAMES_AT = 1 << 24
 _HEAD = struct.Struct("8d")
 _STEP_BYTES = 1 << 16  # that are reserved at once
 _PREFIX = "counts_"
+_STARTED = "started"
 _REMEDY = "free shared memory (tableside gc), then have the workers replaced (SIGHUP to the server)"
 _lock = threading.Lock()
 
@@ -84,6 +85,7 @@ def _new_folder(root: Path) -> tuple[Path, int]:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if folder.exists():
+                (folder / _STARTED).touch()
                 return folder, lock
             os.close(lock)
 
@@ -227,6 +229,14 @@ def sums(folder: Path) -> Sums:
                 values if before is None else [a + b for a, b in zip(before, values, strict=True)]
             )
     return found
+
+
+def started_at(folder: Path) -> float | None:
+    """Returns when the server was started, in seconds since 1970; None: it has no room for metrics."""
+    try:
+        return (folder / _STARTED).stat().st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def heads(folder: Path) -> Iterator[tuple[float, ...]]:
