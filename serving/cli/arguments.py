@@ -100,6 +100,7 @@ def _number(expected: str, is_inside: Callable[[float], bool]) -> Callable[[str]
 
 finite = _number("a finite number", math.isfinite)
 share = _number("a share, 0 or more", lambda x: x >= 0 and math.isfinite(x))
+microseconds = _number("microseconds, 0 or more", lambda x: x >= 0 and math.isfinite(x))
 seconds = _number("seconds, more than 0 and less than a day (86400)", lambda x: 0 < x < 86400)
 rate = _number("requests a second, more than 0 and at most a million", lambda x: 0 < x <= 1e6)
 exponent = _number("an exponent of more than 1 and less than 100", lambda x: 1 < x < 100)

@@ -23,13 +23,18 @@ _SLOT_BYTES = 24  # of a GPU's cache, beside the row (`quant.cache.memory`)
 _HOT_BYTES = 12  # of a hot segment, beside the row: its id and what finds it
 _STEPS = 9  # sizes that are looked at, each twice the one before, up to all rows
 _GAIN = 0.01  # of the ids, that twice the bytes have to gain
+GIB = 1 << 30
+# Of an id whose row is not in the cache: read in host memory by a GPU, from what twice the slots gain in
+# docs/cache.md (gpu_cache_tables.json); read from a disk, 1,000 ids at once (docs/disk.md, disk_rows.json)
+MISS_US = {"hbm_budget": 0.003, "host_cache": 9.0}
 
 
 @dataclass(frozen=True)
 class Plan:
     """What was predicted. setting: the one that takes the bytes. rows, ids: of the data; without_row: ids
     that have none. tables: their names. sizes [n]: bytes; lru, lfu [n, tables]: ids that find their row, of
-    `references.ids`. chosen: the number of a size."""
+    `references.ids`. chosen: the number of a size. miss_us: of an id that does not. more_lru, more_lfu
+    [tables]: as lru, of the chosen size and one GiB."""
 
     setting: str
     rows: int
@@ -41,6 +46,9 @@ class Plan:
     lru: Floats
     lfu: Floats
     chosen: int
+    more_lru: Floats
+    more_lfu: Floats
+    miss_us: float
 
     @property
     def policy(self) -> str:
@@ -53,6 +61,17 @@ class Plan:
     def rate(self) -> float:
         """The share of all ids that find their row at the chosen size."""
         return self.hit_rates(self.lru if self.policy == "lru" else self.lfu)[self.chosen]
+
+    @property
+    def rate_of_more(self) -> float:
+        """The same with one GiB more."""
+        hits = self.more_lru if self.policy == "lru" else self.more_lfu
+        return self.hit_rates(hits[np.newaxis])[0]
+
+    @property
+    def saved_us(self) -> float:
+        """What one GiB more saves, of a thousand ids."""
+        return 1000 * (self.rate_of_more - self.rate) * self.miss_us
 
     def hit_rates(self, hits: Floats) -> list[float]:
         """Returns the share of all ids that find their row, for each size."""
@@ -71,6 +90,8 @@ class Plan:
             "setting": self.setting,
             "policy": self.policy,
             "bytes": self.sizes[self.chosen],
+            "miss_us": self.miss_us,
+            "one_gib_more": {"hit_rate": self.rate_of_more, "saved_us_of_1000_ids": self.saved_us},
             "sizes": [
                 {"bytes": at, "lru": of_lru, "lfu": of_lfu}
                 for at, of_lru, of_lfu in zip(
@@ -98,12 +119,14 @@ def plan(
     most_rows: int,
     sizes: Sequence[int] | None = None,
     hit_rate: float | None = None,
+    miss_us: float | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Plan:
     """Predicts for a version with its changes. Of a version on a disk it plans `host_cache`, for its tables
     that are read from there, else a GPU's cache. batch_rows: rows of the data that are looked up together.
     most_rows: rows that are sampled. sizes: bytes; None: up to all rows. hit_rate: of the chosen size; None:
-    where more gains little. DataError, ServingError: the data is not of the model."""
+    where more gains little. miss_us: of an id that misses; None: as measured (`MISS_US`). DataError,
+    ServingError: the data is not of the model."""
     stored = {table.name for table in counted_tables(segment.base)}
     is_on_disk = bool(stored)
     tables = {name: table for name, table in segment.tables.items() if not stored or name in stored}
@@ -139,8 +162,11 @@ def plan(
     of_lru, of_lfu = lru(r, sizes), lfu(r, sizes)
     best = (of_lfu if is_on_disk else np.maximum(of_lru, of_lfu)).sum(1) / r.ids.sum()
     setting = "host_cache" if is_on_disk else "hbm_budget"
-    found = tuple(sizes), of_lru, of_lfu, _chosen(best, hit_rate)
-    return Plan(setting, done, ids, without_row, tuple(tables), r, *found)
+    chosen = _chosen(best, hit_rate)
+    more = [max(sizes[chosen], min(whole, sizes[chosen] + GIB))]
+    found = tuple(sizes), of_lru, of_lfu, chosen, lru(r, more)[0], lfu(r, more)[0]
+    cost = MISS_US[setting] if miss_us is None else miss_us
+    return Plan(setting, done, ids, without_row, tuple(tables), r, *found, cost)
 
 
 def _chosen(hit_rates: Floats, wanted: float | None) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tableside.loader.versions.states import attach_state
-from tableside.serving.cli.arguments import AddCommand, add_json, count, share, size
+from tableside.serving.cli.arguments import AddCommand, add_json, count, microseconds, share, size
 from tableside.serving.cli.output import console, errors, mb, print_json, progress_bar, published, table_of
 
 if TYPE_CHECKING:  # reads data with pyarrow, which the other commands do without
@@ -27,8 +27,11 @@ def plan(options: argparse.Namespace) -> int:
             most_rows=options.sample,
             sizes=options.sizes,
             hit_rate=options.hit_rate,
+            miss_us=options.miss_us,
             progress=progress,
         )
+    if options.svg is not None:
+        _draw(options.svg, segment.header.model, found)
     if options.json:
         print_json({"model": segment.header.model, **found.figures()})
     else:
@@ -39,6 +42,12 @@ def plan(options: argparse.Namespace) -> int:
             "id never finds its row, so name larger --sizes, or more data"
         )
     return 0
+
+
+def _draw(path: Path, model: str, found: "Plan") -> None:
+    from tableside.serving.planning.drawing import svg
+
+    path.write_text(svg(model, found, mb), encoding="utf-8")
 
 
 def _print(model: str, found: "Plan") -> None:
@@ -64,6 +73,10 @@ def _print(model: str, found: "Plan") -> None:
         for one in said["tables"]
     )
     console.print(table_of(("table", "ids", "rows used", "bytes", "find their row (*)"), of_tables))
+    console.print(
+        f"one GiB more: {found.rate_of_more:.1%} instead of {found.rate:.1%}, {found.saved_us:,.3g} µs less "
+        f"for a thousand ids (a miss takes {found.miss_us:g} µs: --miss-us)"
+    )
     if found.setting == "host_cache":
         console.print(f"tableside serve {model} --host-cache {said['bytes']}  # {found.rate:.1%}")
     else:
@@ -86,6 +99,10 @@ def add_commands(command: AddCommand) -> None:
     p.option("--sizes", "bytes, as 1GiB,4GiB (default: parts of all rows)", type=_sizes)
     told = "choose the smallest size with this share of ids (default: where twice the bytes gain a hundredth)"
     p.option("--hit-rate", told, type=share)
+    p.option(
+        "--miss-us", "microseconds of an id whose row is not there (default: as measured)", type=microseconds
+    )
+    p.option("--svg", "a file to draw the share of misses in, by the bytes", type=Path)
     p.option("--sample", "rows that are followed, about", type=count(1), default=1 << 18)
     add_json(p)
 

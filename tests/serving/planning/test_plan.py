@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -77,6 +78,42 @@ def test_a_size_for_a_hit_rate(model: Model, data: Path) -> None:
     assert f"no size has 100.0%: the largest one has {max(most.values()):.1%}" in found.stderr
     said = chosen("--sizes", "64KiB,16KiB")
     assert [size["bytes"] for size in said["sizes"]] == [16384, 65536]
+
+
+def test_what_one_gib_more_is_worth(model: Model, data: Path) -> None:
+    """All rows fit into it, so it has what the largest size has; a miss costs what is said."""
+
+    def told(*options: object) -> dict[str, Any]:
+        return dict(
+            json.loads(run_tableside("plan", "demo", data, "--json", *options, root=model.root).stdout)
+        )
+
+    said, whole = told("--sizes", "8KiB"), told()["sizes"][-1][told()["policy"]]
+    gained = whole - said["sizes"][0][said["policy"]]
+    more = said["one_gib_more"]
+    assert more["hit_rate"] == pytest.approx(whole) and gained > 0.1
+    assert said["miss_us"] == 0.003 and more["saved_us_of_1000_ids"] == pytest.approx(3 * gained)
+    costly = told("--sizes", "8KiB", "--miss-us", 2)
+    assert costly["one_gib_more"]["saved_us_of_1000_ids"] == pytest.approx(2000 * gained)
+    assert costly["miss_us"] == 2
+
+
+def test_curves_are_drawn(model: Model, data: Path, tmp_path: Path) -> None:
+    """A line for each policy and table, from many misses to few, downwards; a single size is one point."""
+    file = tmp_path / "curves.svg"
+    assert run_tableside("plan", "demo", data, "--svg", file, root=model.root).returncode == 0
+    drawn = ElementTree.parse(file).getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in drawn.iter(f"{space}text")]
+    assert {"LRU", "LFU", "item", "user", "0 %", "100 %"} <= set(texts)
+    lines = [line.attrib["points"].split() for line in drawn.iter(f"{space}polyline")]
+    assert len(lines) == 4 and {len(line) for line in lines} == {9}
+    down = [float(point.split(",")[1]) for point in lines[0]]
+    assert down == sorted(down) and down[0] < down[-1], "less of the ids miss, the larger the cache"
+    one = run_tableside("plan", "demo", data, "--svg", file, "--sizes", "64KiB", root=model.root)
+    assert one.returncode == 0 and ElementTree.parse(file).getroot() is not None
+    found = run_tableside("plan", "demo", data, "--svg", tmp_path / "none" / "c.svg", root=model.root)
+    assert found.returncode == 1 and "none/c.svg" in found.stderr and "Traceback" not in found.stderr
 
 
 def test_data_that_is_not_the_models(model: Model, data: Path, tmp_path: Path) -> None:
