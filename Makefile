@@ -94,7 +94,7 @@ WATCHED := $(BIN)/python builder/sanitized.py $(BIN)/python -m pytest -n 2 --all
 test-sanitized: dev  ## the tests of the C extensions, compiled with gcc's address and undefined-behaviour sanitizers
 	@$(BIN)/python -m pytest tests/test_sanitizers.py
 	@$(WATCHED) -k "native or a_plan_gives" tests/quant/cpu/test_native_jobs.py tests/quant/cpu/test_backends.py tests/quant/cpu/test_quantizing.py
-	@$(WATCHED) tests/quant/cpu/test_bags.py tests/quant/cpu/test_bag_tensors.py
+	@$(WATCHED) tests/quant/cpu/test_bags.py tests/quant/cpu/test_bag_tensors.py tests/quant/cpu/test_uses.py
 	@$(WATCHED) tests/quant/gpu/test_merge.py
 	@$(WATCHED) -k "native or builder" tests/quant/cpu/test_raw_lookups.py tests/quant/cpu/test_index_builder.py
 	@$(WATCHED) -k "not fbgemm" tests/quant/rows/test_overlay.py tests/loader/deltas/test_apply.py tests/loader/deltas/test_compact.py

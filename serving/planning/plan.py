@@ -1,26 +1,30 @@
-"""Says how much memory a model's rows are worth: reads a data set of requests, and predicts how many of its
-ids find their row in a cache of each size."""
+"""Says how much memory a model's rows are worth: takes requests, of a data set or of running servers, and
+predicts how many of their ids find their row in a cache of each size."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tableside.loader.hot.counts import counted_tables
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.segment import Segment
+from tableside.quant.contract import Table
 from tableside.quant.cpu.packed import rows_with_ids
+from tableside.quant.cpu.uses import USE, Uses
 from tableside.quant.row_format import device_row_bytes
 from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Rows, Shard, data_files, ids_of, plan_shards, read
-from tableside.serving.planning.curves import lfu, lru
+from tableside.serving.planning.curves import HALF_LIFE, lfu, lru
 from tableside.serving.planning.references import Floats, References, Sampler
+from tableside.serving.service.uses import salt_of
 
 _SHARD_ROWS = 65536
 _SLOT_BYTES = 24  # of a GPU's cache, beside the row (`quant.cache.memory`)
 _HOT_BYTES = 12  # of a hot segment, beside the row: its id and what finds it
+_SLICES = 4096  # of the time in which live ids are sampled
 _STEPS = 9  # sizes that are looked at, each twice the one before, up to all rows
 _GAIN = 0.01  # of the ids, that twice the bytes have to gain
 GIB = 1 << 30
@@ -111,41 +115,39 @@ class Plan:
         }
 
 
+@dataclass(frozen=True)
+class Goals:
+    """What a plan is for. most_rows: that are sampled. sizes: bytes; None: up to all rows. hit_rate: of the
+    chosen size; None: where more gains little. miss_us: of an id that misses; None: as measured (`MISS_US`).
+    """
+
+    most_rows: int = 1 << 18
+    sizes: Sequence[int] | None = None
+    hit_rate: float | None = None
+    miss_us: float | None = None
+
+
 def plan(
     segment: Segment,
     data: Path,
+    goals: Goals = Goals(),
     *,
     batch_rows: int,
-    most_rows: int,
-    sizes: Sequence[int] | None = None,
-    hit_rate: float | None = None,
-    miss_us: float | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Plan:
     """Predicts for a version with its changes. Of a version on a disk it plans `host_cache`, for its tables
     that are read from there, else a GPU's cache. batch_rows: rows of the data that are looked up together.
-    most_rows: rows that are sampled. sizes: bytes; None: up to all rows. hit_rate: of the chosen size; None:
-    where more gains little. miss_us: of an id that misses; None: as measured (`MISS_US`). DataError,
-    ServingError: the data is not of the model."""
-    stored = {table.name for table in counted_tables(segment.base)}
-    is_on_disk = bool(stored)
-    tables = {name: table for name, table in segment.tables.items() if not stored or name in stored}
-    features = {f.name: f.table for f in segment.header.features if f.table in tables}
+    DataError, ServingError: the data is not of the model."""
+    of = _Tables.of(segment)
     strings = segment.header.string_tables
-    columns = {name: _column(segment.header, name) for name in features}
-    row_bytes = [
-        table.row_bytes + _HOT_BYTES if is_on_disk else device_row_bytes(table.row_bytes) + _SLOT_BYTES
-        for table in tables.values()
-    ]
-    if not features:
-        raise ServingError(f"no feature of {segment.header.model} asks for rows that are here to be planned")
+    columns = {name: _column(segment.header, name) for name in of.features}
     shards = plan_shards(data_files(data), _SHARD_ROWS)
-    sampler, ids, without_row = Sampler(row_bytes, most_rows), 0, 0
+    sampler, ids, without_row = Sampler(of.row_bytes, goals.most_rows), 0, 0
     total, done = sum(shard.rows for shard in shards), 0
     for batch in _batches(shards, sorted(set(columns.values())), batch_rows):
         with_row = []
-        for name, table in tables.items():
-            of_it = (columns[feature] for feature, of in features.items() if of == name)
+        for name, table in of.tables.items():
+            of_it = (columns[feature] for feature, read in of.features.items() if read == name)
             parts = [ids_of(batch, column, name in strings)[0] for column in of_it]
             asked = np.concatenate([np.empty(0, np.int64), *parts])
             has_row = rows_with_ids(table, asked)[0] != 0
@@ -157,16 +159,95 @@ def plan(
     r = sampler.references()
     if not r.ids.sum():
         raise ServingError(f"{data} has no ids of rows in its second half; name more data")
-    whole = sum(table.rows * size for table, size in zip(tables.values(), row_bytes, strict=True))
-    sizes = sorted(sizes or (max(1, whole >> step) for step in range(_STEPS)))
-    of_lru, of_lfu = lru(r, sizes), lfu(r, sizes)
-    best = (of_lfu if is_on_disk else np.maximum(of_lru, of_lfu)).sum(1) / r.ids.sum()
-    setting = "host_cache" if is_on_disk else "hbm_budget"
-    chosen = _chosen(best, hit_rate)
+    return _planned(of, goals, r, (done, ids, without_row))
+
+
+def plan_live(segment: Segment, samples: Sequence[Uses], seconds: float, goals: Goals) -> Plan:
+    """As `plan`, of what workers sampled for so many seconds. Uses within a `_SLICES`th of them are one
+    batch, and LFU's half life is as many of these as there were in 1,000 requests. ServingError: nothing was
+    asked for."""
+    of = _Tables.of(segment)
+    numbers = {f.name: n for n, f in enumerate(segment.header.features)}
+    uses = np.concatenate([np.empty(0, USE), *(s.uses for s in samples)])
+    uses = uses[np.argsort(uses["ms"], kind="stable")]
+    slices = uses["ms"].astype(np.int64) * _SLICES // max(1, int(1000 * seconds))
+    totals = sum((s.totals for s in samples), np.zeros((len(numbers), 2), np.int64))
+    share = 2.0 ** -max((s.bits for s in samples), default=0)
+    sampler = Sampler(of.row_bytes, goals.most_rows, [salt_of(name) for name in of.tables], share)
+    batches, asked, with_row = [], np.zeros((len(of.tables), 2)), np.zeros((len(of.tables), 2))
+    for n, (name, table) in enumerate(of.tables.items()):
+        of_it = [numbers[feature] for feature, read in of.features.items() if read == name]
+        mine = np.isin(uses["feature"], of_it)
+        ids, when = uses["id"][mine], slices[mine]
+        has_row = rows_with_ids(table, ids)[0] != 0
+        rates = [
+            has_row[half].mean() if half.any() else 1.0
+            for half in (when < _SLICES // 2, when >= _SLICES // 2)
+        ]
+        asked[n] = totals[of_it].sum(0)
+        with_row[n] = asked[n] * rates
+        batches.append(np.split(ids[has_row], np.searchsorted(when[has_row], np.arange(1, _SLICES))))
+    for batch in zip(*batches, strict=True):
+        sampler.add(batch)
+    if not (counted := with_row[:, 1].round().astype(np.int64)).sum():
+        raise ServingError(
+            f"no worker was asked for rows of {segment.header.model} version {segment.header.version} in the "
+            f"second half of {seconds:g} s; is it served from this root, by this user, and asked?"
+        )
+    requests = sum(s.requests for s in samples)
+    counts = requests, int(asked.sum()), round(asked.sum() - with_row.sum())
+    return _planned(of, goals, sampler.references(counted), counts, HALF_LIFE * _SLICES / requests)
+
+
+class _Tables(NamedTuple):
+    """What is planned: the tables of a version, the features that read them, and the bytes that a row of each
+    takes in the cache."""
+
+    setting: str
+    tables: dict[str, Table]
+    features: dict[str, str]
+    row_bytes: list[int]
+
+    @classmethod
+    def of(cls, segment: Segment) -> "_Tables":
+        stored = {table.name for table in counted_tables(segment.base)}
+        tables = {name: table for name, table in segment.tables.items() if not stored or name in stored}
+        features = {f.name: f.table for f in segment.header.features if f.table in tables}
+        if not features:
+            raise ServingError(
+                f"no feature of {segment.header.model} asks for rows that are here to be planned"
+            )
+        row_bytes = [
+            table.row_bytes + _HOT_BYTES if stored else device_row_bytes(table.row_bytes) + _SLOT_BYTES
+            for table in tables.values()
+        ]
+        return cls("host_cache" if stored else "hbm_budget", tables, features, row_bytes)
+
+
+def _planned(
+    of: _Tables, goals: Goals, r: References, counts: tuple[int, int, int], half_life: float = HALF_LIFE
+) -> Plan:
+    """counts: rows of the data, ids, and those without a row."""
+    whole = sum(table.rows * size for table, size in zip(of.tables.values(), of.row_bytes, strict=True))
+    sizes = sorted(goals.sizes or (max(1, whole >> step) for step in range(_STEPS)))
+    of_lru, of_lfu = lru(r, sizes), lfu(r, sizes, half_life)
+    best = (of_lfu if of.setting == "host_cache" else np.maximum(of_lru, of_lfu)).sum(1) / r.ids.sum()
+    chosen = _chosen(best, goals.hit_rate)
     more = [max(sizes[chosen], min(whole, sizes[chosen] + GIB))]
-    found = tuple(sizes), of_lru, of_lfu, chosen, lru(r, more)[0], lfu(r, more)[0]
-    cost = MISS_US[setting] if miss_us is None else miss_us
-    return Plan(setting, done, ids, without_row, tuple(tables), r, *found, cost)
+    cost = MISS_US[of.setting] if goals.miss_us is None else goals.miss_us
+    return Plan(
+        of.setting,
+        *counts,
+        tables=tuple(of.tables),
+        references=r,
+        sizes=tuple(sizes),
+        lru=of_lru,
+        lfu=of_lfu,
+        chosen=chosen,
+        more_lru=lru(r, more)[0],
+        more_lfu=lfu(r, more, half_life)[0],
+        miss_us=cost,
+    )
 
 
 def _chosen(hit_rates: Floats, wanted: float | None) -> int:

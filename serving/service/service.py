@@ -25,6 +25,7 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.model.placement import Placer
 from tableside.serving.model.version import ServedVersion
 from tableside.serving.service.model_list import ModelList
+from tableside.serving.service.sampling import SamplingExecutor
 from tableside.serving.service.scrub import Scrubber
 from tableside.serving.service.warm import Warmer
 from tableside.serving.settings import ServerSettings, admin_token, cluster_token
@@ -42,7 +43,7 @@ class Service:
     """A worker's engines by model name, their `executor`, and its limits (`slots`, `in_flight`). Belongs to
     one event loop. regions: shared memory of clients, or None. models: the shared list."""
 
-    executor: CpuExecutor | EngineLink
+    executor: CpuExecutor | EngineLink | SamplingExecutor
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings = settings
@@ -77,7 +78,8 @@ class Service:
         models = self.models.wanted().models
         if self.link is not None:
             await self.link.open(models)
-        self.executor = self.link or CpuExecutor(self._beside, self.readers)
+        self.executor = self._executor = self.link or CpuExecutor(self._beside, self.readers)
+        self._live = SamplingExecutor(self._executor, self.settings.root, self.settings.owner)
         for name in models:
             self.engines[name] = engine = self._new_engine(name)
             # On a thread, as what an engine process says of states comes over this loop.
@@ -100,7 +102,8 @@ class Service:
         )
 
     def _look(self) -> None:
-        """Follows the workers' shared lists, as often as versions."""
+        """Follows the workers' shared lists, and who asks for live ids, as often as versions."""
+        self.executor = self._live.look(self.engines)
         if self.regions is not None:
             self.regions.look()
         is_following = self._following is not None and not self._following.done()
@@ -136,7 +139,7 @@ class Service:
             self._warmer.stop()
         self._beside.shutdown()
         self.readers.close()
-        self.executor.close()
+        self._executor.close()
         close_hosts()
 
     def now(self, connections: int = 0, in_flight: int = 0) -> Now:

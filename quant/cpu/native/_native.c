@@ -19,6 +19,7 @@
  * lengths_of, parts_of, feature_places: see _native_bags.c
  * tensor_places, device_places, tensor_parts: see _native_tensors.c · count_buckets, put_in_buckets, distinct, build,
  * place_rows, in_layers, count_rows: see _native_index.c · split_ids: see _native_split.c
+ * sample_uses: see _native_uses.c
  * fill_filter, fill_marks: see _native_overlay.c
  * quantize(format, source, values, rows, dim, out, row_bytes) -> first row that cannot be represented, or -1
  * The interpreter's lock is released while rows are read or written. */
@@ -287,6 +288,7 @@ static PyMethodDef methods[] = {
     {"in_layers", (PyCFunction)(void (*)(void))py_in_layers, METH_FASTCALL, NULL},
     {"count_rows", (PyCFunction)(void (*)(void))py_count_rows, METH_FASTCALL, NULL},
     {"split_ids", (PyCFunction)(void (*)(void))py_split_ids, METH_FASTCALL, NULL},
+    {"sample_uses", (PyCFunction)(void (*)(void))py_sample_uses, METH_FASTCALL, NULL},
     {"fill_filter", (PyCFunction)(void (*)(void))py_fill_filter, METH_FASTCALL, NULL},
     {"fill_marks", (PyCFunction)(void (*)(void))py_fill_marks, METH_FASTCALL, NULL},
     {"measure", (PyCFunction)(void (*)(void))py_measure, METH_FASTCALL, NULL},

@@ -1,5 +1,5 @@
 /* Functions that build id indexes (`_native_index.c`, `_native_pilots.c`) and overlay filters
- * (`_native_overlay.c`), and split ids by owner (`_native_split.c`). */
+ * (`_native_overlay.c`), split ids by owner (`_native_split.c`), and sample uses (`_native_uses.c`). */
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
@@ -39,5 +39,6 @@ PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_in_layers(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_count_rows(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *py_sample_uses(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_fill_filter(PyObject *self, PyObject *const *args, Py_ssize_t n);
 PyObject *py_fill_marks(PyObject *self, PyObject *const *args, Py_ssize_t n);

@@ -5,31 +5,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tableside.loader.versions.states import attach_state
-from tableside.serving.cli.arguments import AddCommand, add_json, count, microseconds, share, size
+from tableside.serving.cli.arguments import AddCommand, add_json, count, microseconds, seconds, share, size
 from tableside.serving.cli.output import console, errors, mb, print_json, progress_bar, published, table_of
+from tableside.serving.errors import ServingError
 
 if TYPE_CHECKING:  # reads data with pyarrow, which the other commands do without
-    from tableside.serving.planning.plan import Plan
+    from tableside.loader.segment.segment import Segment
+    from tableside.loader.versions.versions import Model
+    from tableside.serving.planning.plan import Goals, Plan
 
 _BAR = 40  # characters of a rate of 1
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Reads a data set and prints hit rates by size."""
+    """Reads a data set, or samples what servers are asked for, and prints hit rates by size."""
+    from tableside.serving.planning.plan import Goals
     from tableside.serving.planning.plan import plan as run
 
-    segment = attach_state(published(options), None, "header")
-    with progress_bar("reading") as progress:
-        found = run(
-            segment,
-            options.data,
-            batch_rows=options.batch,
-            most_rows=options.sample,
-            sizes=options.sizes,
-            hit_rate=options.hit_rate,
-            miss_us=options.miss_us,
-            progress=progress,
+    if (options.data is None) == (options.live is None):
+        raise ServingError(
+            "expected either requests (a file or a folder) or --live SECONDS, which samples them"
         )
+    model = published(options)
+    segment = attach_state(model, None, "header")
+    goals = Goals(options.sample, options.sizes, options.hit_rate, options.miss_us)
+    if options.live is not None:
+        found = _plan_live(model, segment, options.live, goals)
+    else:
+        with progress_bar("reading") as progress:
+            found = run(segment, options.data, goals, batch_rows=options.batch, progress=progress)
     if options.svg is not None:
         _draw(options.svg, segment.header.model, found)
     if options.json:
@@ -44,6 +48,19 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_live(model: "Model", segment: "Segment", seconds: float, goals: "Goals") -> "Plan":
+    from tableside.serving.planning.plan import plan_live
+    from tableside.serving.service.uses import asking
+
+    with asking(model.root, model.name, seconds) as asked:
+        errors.print(
+            f"sampling what servers of {model.root} are asked for of {model.name}, for {seconds:g} s"
+        )
+        asked.wait()
+        samples = asked.read(segment.header.version, len(segment.header.features))
+    return plan_live(segment, samples, seconds, goals)
+
+
 def _draw(path: Path, model: str, found: "Plan") -> None:
     from tableside.serving.planning.drawing import svg
 
@@ -53,7 +70,7 @@ def _draw(path: Path, model: str, found: "Plan") -> None:
 def _print(model: str, found: "Plan") -> None:
     said = found.figures()
     console.print(
-        f"{said['rows']:,} rows of data, {said['ids']:,} ids, {said['ids_without_row']:,} of them without a "
+        f"{said['rows']:,} requests, {said['ids']:,} ids, {said['ids_without_row']:,} of them without a "
         f"row; {said['sampled']:.2%} of the rows were sampled"
     )
     rows = (
@@ -90,10 +107,17 @@ def add_commands(command: AddCommand) -> None:
         "  tableside plan ads clicks.parquet             # parts of all rows",
         "  tableside plan ads clicks/ --sizes 1GiB,4GiB  # sizes of your own",
         "  tableside plan ads clicks/ --hit-rate 0.95    # the smallest that does",
+        "  tableside plan ads --live 60                  # what servers of this host are asked for",
     )
     p.option("model")
     p.option(
-        "data", "requests: a .parquet or .jsonl file, or a folder of them, a column a feature", type=Path
+        "data",
+        "requests: a .parquet or .jsonl file, or a folder of them, a column a feature",
+        type=Path,
+        nargs="?",
+    )
+    p.option(
+        "--live", "instead of data: sample what running servers are asked for, so many seconds", type=seconds
     )
     p.option("--batch", "rows of the data that are looked up together", type=count(1), default=256)
     p.option("--sizes", "bytes, as 1GiB,4GiB (default: parts of all rows)", type=_sizes)

@@ -128,7 +128,7 @@ def test_data_that_is_not_the_models(model: Model, data: Path, tmp_path: Path) -
     segment = attach_state(model, None, "header")
     one.write_text('{"clicked": [5000], "views": [], "user": null}\n')
     with pytest.raises(ServingError, match="no ids of rows"):
-        plan(segment, one, batch_rows=10, most_rows=100)
+        plan(segment, one, batch_rows=10)
 
 
 def test_rows_on_a_disk_are_planned_for_a_hot_segment(tmp_path: Path, disk: Path) -> None:

@@ -13,7 +13,7 @@ from support import rows_of
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
 from tableside.serving.evaluation.data import DataError
-from tableside.serving.planning.plan import plan
+from tableside.serving.planning.plan import Goals, plan
 
 TEXTS = texts(500)
 
@@ -21,7 +21,7 @@ TEXTS = texts(500)
 def planned(root: Path, folder: Path, name: str, **columns: Any) -> Any:
     pq.write_table(pa.table(columns), folder / "requests.parquet", row_group_size=100)
     segment = attach_state(Model(root, name), None, "full")
-    return plan(segment, folder / "requests.parquet", batch_rows=50, most_rows=1000)
+    return plan(segment, folder / "requests.parquet", Goals(most_rows=1000), batch_rows=50)
 
 
 def test_strings_are_planned_as_their_hashes(root: Path, tmp_path: Path) -> None:
