@@ -29,7 +29,14 @@ T = TypeVar("T")
 
 
 class AsyncClient(BaseClient[streams.StreamPool]):
-    """`Client` for one event loop: the same calls, awaited; at most 100 run at a time."""
+    """`Client` for one event loop: the same calls, awaited; at most 100 run at a time.
+
+        async with AsyncClient() as client:
+            vectors = await client.lookup("ads", {"clicked": [[1, 2, 3], [7]]})
+            many = await asyncio.gather(*(client.lookup("ads", {"user": [[n]]}) for n in range(8)))
+
+    It belongs to the loop that it is first awaited in.
+    """
 
     def _open(self, address: Address, timeout_s: float) -> streams.StreamPool:
         return streams.StreamPool(address)

@@ -64,7 +64,10 @@ class BaseClient(Generic[P]):
     ) -> Self:
         """Returns a client with other options over the same connections: where one of the two is closed, both
         are. None: as this one's. headers: besides this one's, or in their place. ValueError: an option
-        cannot be used."""
+        cannot be used.
+
+            patient = client.with_options(timeout_s=60.0, headers={"X-Request-Id": "nightly"})
+        """
         other = copy.copy(self)
         more = with_disk_timeout(headers, disk_timeout_s)
         other._options = self._options.replaced(timeout_s, retries, deadline_s, more)

@@ -96,21 +96,31 @@ _last_head: ContextVar[bytes] = ContextVar("tableside_last_head")
 
 def answered_by() -> AnsweredBy:
     """Returns the state that answered this thread's or task's last lookup or score. ClientError: there was
-    none."""
+    none.
+
+        version, sequence = client.answered_by()
+    """
     found = _last_answer()
     return AnsweredBy(int(found["model_version"]), int(found.get("parameters", {}).get("sequence", 0)))
 
 
 def late_rows() -> dict[str, int]:
     """Returns by table how many ids of this thread's or task's last lookup or score got the default row, as
-    theirs came late from a disk. ClientError: there was none."""
+    theirs came late from a disk. ClientError: there was none.
+
+        if late := client.late_rows():
+            print(f"{sum(late.values())} rows did not come in time")
+    """
     said = _last_answer().get("parameters", {})
     return {name.removeprefix(DEGRADED): int(n) for name, n in said.items() if name.startswith(DEGRADED)}
 
 
 def late_ids() -> dict[str, NDArray[np.int64]]:
     """Returns by feature the places of its ids whose rows came late, in this thread's or task's last lookup
-    with masks. ClientError: there was none."""
+    with masks. ClientError: there was none.
+
+        places = client.late_ids().get("clicked", ())
+    """
     said = _last_answer().get("parameters", {})
     return {
         name.removeprefix(LATE): np.array(at.split(","), np.int64)

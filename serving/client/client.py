@@ -38,6 +38,9 @@ class Client(BaseClient[sockets.SocketPool]):
     disk or another host, 0: takes what is in memory; None: as long as it says. headers: sent with every
     request. ca: a PEM file for https; None: the system's. Proxies of the environment are ignored. ValueError:
     an option cannot be used.
+
+        with Client(retries=3) as client:
+            client.lookup("ads", {"clicked": [[1, 2, 3], [7]]})
     """
 
     def _open(self, address: Address, timeout_s: float) -> sockets.SocketPool:
@@ -97,6 +100,9 @@ class Client(BaseClient[sockets.SocketPool]):
         with equally many bags. found: return LookedUp(vectors, found), with masks of ids that have rows.
         FeatureError: ids have another type or shape, or do not fit the compact form. ClientError: the server
         refused.
+
+            client.lookup("ads", {"clicked": [[1, 2, 3], [7]]})["clicked"]  # fp32 [2, dim]
+            vectors, found = client.lookup("ads", {"user": Jagged([1, 7], [2])}, found=True)
         """
         return self._run(self._calls.lookup(model, features, outputs, version, compact, found))
 
@@ -137,7 +143,10 @@ class Client(BaseClient[sockets.SocketPool]):
         compact: bool | None = None,
     ) -> Any:
         """Returns a model's scores, fp32 [batch] or [batch, n]; a torch tensor if any input is. features: as
-        for `lookup`, one bag a row. dense: name -> [batch, n]."""
+        for `lookup`, one bag a row. dense: name -> [batch, n].
+
+            client.score("ads", {"user": [[1], [2]], "clicked": [[1, 2, 3], [7]]})  # fp32 [2]
+        """
         return self._run(self._calls.score(model, features, dense, version, compact))
 
     @overload
@@ -153,24 +162,45 @@ class Client(BaseClient[sockets.SocketPool]):
         version; `late_rows` counts those of all parts. at_once: ids of a request. FeatureError: the ids are
         not integers or strings [ids]. ValueError: at_once is no number from 1.
 
-            vectors = client.gather("ads", "item", np.arange(1_000_000))
+            vectors = client.gather("ads", "item", np.arange(1000))
         """
         return self._run(self._calls.gather(model, feature, ids, at_once, version))
 
     def models(self) -> list[ModelInfo]:
-        """The models that the server serves, each with its versions, tables, features and bytes."""
+        """The models that the server serves, each with its versions, tables, features and bytes.
+
+            {model["name"]: model["version"] for model in client.models()}
+
+        ClientError: the server refused.
+        """
         return self._run(self._calls.models())
 
     def metadata(self, model: str) -> ModelMetadata:
-        """The model's inputs and outputs, as the protocol describes them."""
+        """The model's inputs and outputs, as the protocol describes them.
+
+            [one["name"] for one in client.metadata("ads")["inputs"]]
+
+        NotFound: there is no such model.
+        """
         return self._run(self._calls.metadata(model))
 
     def metrics(self) -> str:
-        """The text of /metrics."""
+        """The text of /metrics.
+
+            [line for line in client.metrics().splitlines() if line.startswith("tableside_ids_total")]
+
+        ClientError: the server refused.
+        """
         return self._run(self._calls.metrics())
 
     def is_ready(self) -> bool:
-        """Whether the server answers and takes requests."""
+        """Whether the server answers and takes requests.
+
+            if not client.is_ready():
+                raise SystemExit("there is no server")
+
+        False as well where nobody answers.
+        """
         return self._run(self._calls.is_ready())
 
     def _run(self, call: Call[T]) -> T:
