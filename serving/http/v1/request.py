@@ -2,7 +2,9 @@
 pass (`serving/http/v2/native/_json_request.c`). What it does not take is wrong: reading it feature by feature
 says what is wrong."""
 
+import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +64,9 @@ def lay_out(served: ServedVersion, came: Read) -> JsonRequest | None:
 
 
 def parse(text: bytes, more: tuple[str, ...]) -> dict[str, Any]:
-    """Parses a request's JSON. more: further allowed fields. ApiError: a field is wrong."""
+    """Parses a request's JSON. more: further allowed fields. ApiError: a field is wrong, or came twice."""
+    with contextlib.suppress(ValueError, RecursionError):  # which `json_object` tells of
+        json.loads(text, object_pairs_hook=_check_keys)
     fields = json_object(text)
     known = ("model", "version", "features", *more)
     if unknown := sorted(set(fields) - set(known)):
@@ -75,6 +79,14 @@ def parse(text: bytes, more: tuple[str, ...]) -> dict[str, Any]:
     if type(fields.get("found", False)) is not bool:
         raise bad_request(f"found is {short(fields['found'])}; expected true or false")
     return fields
+
+
+def _check_keys(pairs: list[tuple[str, Any]]) -> None:
+    """ApiError: a key came twice, of which one would be ignored."""
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        twice = next(key for n, key in enumerate(keys) if key in keys[:n])
+        raise bad_request(f"key {short(twice)} came twice in an object; send each key once")
 
 
 def encode(state: State, laid_out: JsonRequest, answer: Answer) -> bytes:

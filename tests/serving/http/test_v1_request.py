@@ -89,13 +89,30 @@ def test_features_of_one_form(version: ServedVersion, features: Any) -> None:
         b'{"model":"demo","features":{"us\\u0065r":[[1,2],[-0]]}}',
         b'{"features":{"user":{"lengths":null,"weights":null,"values":[]},"words":{"values":[1]}},"model":"demo"}',
         b'{"model":"demo","features":{"words":{"values":[1,2],"lengths":null},"user":[]},"found":true}',
-        b'{"model":"x","model":"demo","found":true,"found":false,"features":{"user":[[0]]},"version":1,"version":null}',
     ],
 )
 def test_any_spelling(version: ServedVersion, text: bytes) -> None:
     compare(version, text)
     found = v1_request.read(text, False)
     assert found is not None and (found.model, found.version) == ("demo", None)
+
+
+TWICE = [
+    b'{"model":"x","model":"demo","features":{"user":[[1]]}}',
+    b'{"model":"demo","features":{"user":[[1]]},"features":{"user":[[1]]}}',
+    b'{"model":"demo","features":{"user":[[1]]},"found":true,"found":false}',
+    b'{"model":"demo","features":{"user":[[1]]},"version":1,"version":null}',
+    b'{"model":"demo","features":{"user":[[1]],"us\\u0065r":[[2]]}}',
+    b'{"model":"demo","features":{"user":{"values":[1],"lengths":[1],"values":[2]}}}',
+]
+
+
+@pytest.mark.parametrize("text", TWICE)
+def test_a_key_that_comes_twice(version: ServedVersion, text: bytes) -> None:
+    """One of the two would be ignored."""
+    with pytest.raises(ApiError, match=r"key '.+' came twice in an object; send each key once"):
+        laid_out_slowly(version, text)
+    assert laid_out(version, text) is None
 
 
 @pytest.mark.parametrize(

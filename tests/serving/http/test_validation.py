@@ -105,10 +105,11 @@ def test_v1_answers(server: Any) -> None:
     assert found["vectors"]["text"] == []
 
 
-def test_a_key_that_comes_twice_is_what_it_was_last(server: Any) -> None:
+def test_a_key_that_comes_twice_is_refused(server: Any) -> None:
     twice = b'{"model": "demo", "features": {"user": [[1]], "user": [[2]]}}'
-    once = post(server, "/v1/lookup", v1({"user": [[2]]})).json()
-    assert post(server, "/v1/lookup", twice).json() == once
+    found = post(server, "/v1/lookup", twice)
+    assert found.status_code == 400
+    assert found.json() == {"error": "key 'user' came twice in an object; send each key once"}
 
 
 def binary(inputs: list[tuple[str, str, list[int], bytes]], **request: Any) -> tuple[bytes, dict[str, str]]:

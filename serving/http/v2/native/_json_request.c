@@ -121,33 +121,35 @@ static int read_named(json_request *j, int (*read)(json_request *, text)) {
     return found == 0;
 }
 
-enum { HAS_MODEL = 1, HAS_FEATURES = 2, HAS_DENSE = 4 };
+/* The fields of a request, a bit each. */
+enum { HAS_MODEL = 1, HAS_FEATURES = 2, HAS_DENSE = 4, HAS_VERSION = 8, HAS_FOUND = 16 };
 
 static int read_field(json_request *j, text key, int *seen) {
     scanner *s = &j->r.scan;
-    const int is_named = IS(key, "features") ? HAS_FEATURES : IS(key, "dense") && j->is_score ? HAS_DENSE : 0;
+    const int field = IS(key, "features") ? HAS_FEATURES : IS(key, "dense") && j->is_score ? HAS_DENSE
+                    : IS(key, "model") ? HAS_MODEL : IS(key, "version") ? HAS_VERSION
+                    : IS(key, "found") && !j->is_score ? HAS_FOUND : 0;
     scalar value;
-    if (is_named) {
-        if (*seen & is_named) return 0;
-        *seen |= is_named;
-        return read_named(j, is_named == HAS_FEATURES ? read_feature : read_rows);
-    }
+    if (!field || *seen & field) return 0;
+    *seen |= field;
+    if (field == HAS_FEATURES || field == HAS_DENSE)
+        return read_named(j, field == HAS_FEATURES ? read_feature : read_rows);
     skip_space(s);
-    if (IS(key, "version") && take_word(s, "null", 4)) {
+    if (field == HAS_VERSION && take_word(s, "null", 4)) {
         j->version.kind = ABSENT;
         return 1;
     }
     if (!read_scalar(s, &value)) return 0;
-    if (IS(key, "version")) {
+    if (field == HAS_VERSION) {
         j->version = value;
         return value.kind == INTEGER;
     }
-    if (IS(key, "model")) {
-        j->model = value.string, *seen |= HAS_MODEL;
+    if (field == HAS_MODEL) {
+        j->model = value.string;
         return value.kind == STRING;
     }
     j->r.wants_masks = value.kind == YES;
-    return IS(key, "found") && !j->is_score && (value.kind == YES || value.kind == NO);
+    return value.kind == YES || value.kind == NO;
 }
 
 int read_json(json_request *j) {
