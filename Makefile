@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/native/*.[ch] loader/*/native/*.[ch] serving/http/v2/native/*.[ch] tableside/*.h)
 
-.PHONY: help setup dev demo serve minilm ngram dlrm torchrec live test test-all test-rest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
+.PHONY: help setup dev demo serve minilm ngram dlrm torchrec live test test-all test-rest test-newest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
 	campaign mutants clean
 
 help:            ## what there is
@@ -70,6 +70,13 @@ test-all: dev    ## all tests
 REST ?= 0.3
 test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.3 of them
 	@$(PYTEST) --rest $(REST)
+
+# They come before those of $(VENV), also in the servers that tests start, and go beyond pyproject.toml's bounds.
+NEWEST := build/newest
+test-newest: dev ## what the newest uvicorn and prometheus-client could break: connections, metrics, workers
+	@rm -rf $(NEWEST) && $(PIP) install --upgrade --no-deps --target $(NEWEST) uvicorn prometheus-client
+	@PYTHONPATH=$(CURDIR)/$(NEWEST) $(PYTEST) tests/serving/metrics tests/serving/workers \
+		tests/serving/http/test_door.py tests/serving/http/test_heads.py tests/serving/http/test_limits.py
 
 quick: dev       ## a part of the tests, in under two minutes
 	@$(PYTEST) -m quick $(call MARKED,quick)
