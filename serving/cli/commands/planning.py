@@ -105,9 +105,8 @@ def add_commands(command: AddCommand) -> None:
     p = command("plan", plan, "predict from requests how many ids hit a cache, by its size")
     p.sections["examples"] = (
         "  tableside plan ads clicks.parquet             # parts of all rows",
-        "  tableside plan ads clicks/ --sizes 1GiB,4GiB  # sizes of your own",
         "  tableside plan ads clicks/ --hit-rate 0.95    # the smallest that does",
-        "  tableside plan ads --live 60                  # what servers of this host are asked for",
+        "  tableside plan ads --live 60                  # of what servers are asked",
     )
     p.option("model")
     p.option(
