@@ -177,6 +177,11 @@ class RowCounts:
             most -= found[-1].size
         return np.concatenate(found)
 
+    def uses(self, table: str, start: int, stop: int) -> int:
+        """Returns how often rows [start, stop) were asked for, of what is counted."""
+        counts = self.tables[table][start:stop]
+        return sum(int((part & MOST).sum()) for _, part in _pieces(counts))
+
     def histogram(self, table: str) -> NDArray[np.int64]:
         """Returns how many rows have each byte, int64 [256]."""
         parts = _pieces(self.tables[table])

@@ -22,7 +22,7 @@ from tableside.loader.errors import ModelError
 from tableside.loader.load.in_redis import tables_in_redis
 from tableside.loader.load.origin import spec_digest
 from tableside.loader.load.parts import Buffers, MatrixLoad, RawLoad, RedisLoad, Work
-from tableside.loader.load.plan import PlannedTable, Sources, plan
+from tableside.loader.load.plan import PlannedTable, Sources, plan, stored_table
 from tableside.loader.load.raw_ids import RawTable
 from tableside.loader.load.reuse import LiveTables, Piece
 from tableside.loader.load.same import add_same
@@ -35,7 +35,6 @@ from tableside.loader.segment.header import Header, Owner
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.numa import chosen_nodes
 from tableside.loader.segment.remote import RemoteTable
-from tableside.loader.segment.stored import StoredTable
 from tableside.loader.segment.writer import SegmentWriter
 from tableside.loader.versions.versions import Model
 from tableside.quant import CpuBackend, choose
@@ -160,9 +159,7 @@ def _header(
 ) -> Header:
     tables = dict(reused.tables)  # their chunks stay as they are
     for p in planned:
-        t = p.spec
-        place = (p.rows, t.row_bytes(p.dim), 0, steps.get(t.name, 1), 0)
-        tables[t.name] = StoredTable(*place, t.name, t.key, t.row_format.label, p.dim, p.ids)
+        tables[p.spec.name] = stored_table(p.spec, p.rows, p.dim, p.ids, steps.get(p.spec.name, 1))
     placed = plan_tables(tables[t.name] for t in spec.tables if not t.redis)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(spec.name, version, created, placed, spec.features, source)

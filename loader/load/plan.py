@@ -11,7 +11,7 @@ from tableside.loader.load.default_rows import DefaultRow
 from tableside.loader.load.raw_ids import PASSES, Indexing, RawTable, plan_raw_table
 from tableside.loader.load.settings import Progress
 from tableside.loader.model.specs import TableSpec
-from tableside.loader.segment.stored import StoredIds
+from tableside.loader.segment.stored import StoredIds, StoredTable
 from tableside.loader.versions.versions import Model
 from tableside.quant import QuantError
 
@@ -98,6 +98,14 @@ def plan(
         ids = replace(raw.ids, default_row=raw.rows - 1) if default_row.is_used else raw.ids
         planned.append(PlannedTable(t, raw.rows, dim, ids, raw, default_row, backfill))
     return planned
+
+
+def stored_table(
+    spec: TableSpec, rows: int, dim: int, ids: StoredIds | None, chunk_rows: int = 1
+) -> StoredTable:
+    """Returns a table as a header has it, without its place. chunk_rows: whose multiple a chunk is."""
+    place = rows, spec.row_bytes(dim), 0, chunk_rows, 0
+    return StoredTable(*place, spec.name, spec.key, spec.row_format.label, dim, ids)
 
 
 def _cut(t: TableSpec, rows: int, share: tuple[int, int] | None) -> tuple[int, int]:

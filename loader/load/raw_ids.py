@@ -29,7 +29,7 @@ from tableside.loader.segment.stored import StoredIds, keep_zero_apart, plan_ind
 from tableside.quant import QuantError
 from tableside.quant.contract import Bytes, Ids
 from tableside.quant.cpu.index_builder import RECORD_BYTES, DuplicateId, IndexBuilder, find_rows
-from tableside.quant.rows.ids import ID_BYTES, IdIndex, bits_at, bucket_of, set_bits
+from tableside.quant.rows.ids import ID_BYTES, IdIndex, bits_at, bucket_of, set_bits, slots_for
 
 PASSES = 3  # of a table's ids while its index is built: they are counted, put into buckets, and placed
 
@@ -88,10 +88,7 @@ def plan_raw_table(
     records."""
     try:
         builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0, work.threads)
-        number, owners = share or (0, 1)
-        first, end = (raw.buckets * n // owners for n in (number, number + 1))
-        if first == end:
-            raise QuantError(f"{raw.buckets} buckets for {owners} owners; expected one or more for each")
+        first, end = _buckets_of(raw, share)
         taken = partial(_taken, raw, None if share is None else (first, end))
         for ids, rows in _all_ids(source, backfill):
             builder.count(taken(ids, rows)[0])
@@ -111,18 +108,62 @@ def plan_raw_table(
         raise ModelError(f"[tables.{spec.name}]: {error}") from error
     kept = int(builder.kept.sum())
     backfilled = 0 if backfill is None else backfill.rows - int((dropped >= source.rows).sum())
-    shape = (spec.row_format, source.dim, index.slots)
-    buckets = raw.buckets, raw.bucket_ids or 0, first, end - first
-    stored = plan_index(*shape, *buckets, has_backfilled=backfilled > 0, has_times=raw.has_times)
-    ids_of = StoredIds(
-        kept, str(spec.missing), backfilled=backfilled, index=stored, strings=raw.strings,
-        ttl_s=raw.ttl_s or 0, max_rows=raw.max_rows or 0,
-    )  # fmt: skip
+    ids_of = _stored_ids(spec, raw, source.dim, index.slots, kept, (first, end), backfilled)
     bits = None
     if dropped.size:
         bits = np.zeros((source.rows + (backfill.rows_there if backfill else 0) + 7) // 8, np.uint8)
         set_bits(bits, dropped)
     return RawTable(source, ids_of, index, bits)
+
+
+def _buckets_of(raw: RawIds, share: tuple[int, int] | None) -> tuple[int, int]:
+    """Returns the buckets [first, end) of a share. QuantError: there are none."""
+    number, owners = share or (0, 1)
+    first, end = (raw.buckets * n // owners for n in (number, number + 1))
+    if first == end:
+        raise QuantError(f"{raw.buckets} buckets for {owners} owners; expected one or more for each")
+    return first, end
+
+
+def _stored_ids(
+    spec: TableSpec, raw: RawIds, dim: int, slots: int, kept: int, buckets: tuple[int, int], backfilled: int
+) -> StoredIds:
+    """Plans the index of a table with so many slots, in buckets [first, end)."""
+    first, end = buckets
+    shape = spec.row_format, dim, slots, raw.buckets, raw.bucket_ids or 0, first, end - first
+    index = plan_index(*shape, has_backfilled=backfilled > 0, has_times=raw.has_times)
+    return StoredIds(
+        kept, str(spec.missing), backfilled=backfilled, index=index, strings=raw.strings,
+        ttl_s=raw.ttl_s or 0, max_rows=raw.max_rows or 0,
+    )  # fmt: skip
+
+
+class CountedIds:
+    """The ids of a table, counted by bucket in one pass: what `plan_raw_table` will plan of any share, or a
+    little more where ids come twice."""
+
+    def __init__(
+        self, spec: TableSpec, raw: RawIds, source: KeyedRows, backfill: Backfill | None, work: Indexing
+    ) -> None:
+        """CheckpointError: unreadable ids. ModelError: ids do not fit the buckets."""
+        self._spec, self._raw, self._dim = spec, raw, source.dim
+        self._backfilled = 0 if backfill is None else backfill.rows
+        builder = IndexBuilder(raw.buckets, raw.bucket_ids or 0)
+        try:
+            for ids, _ in _all_ids(source, backfill):
+                builder.count(ids)
+                work.done(len(ids))
+        except QuantError as error:
+            raise ModelError(f"[tables.{spec.name}]: {error}") from error
+        self._counts = builder.counts
+
+    def stored(self, share: tuple[int, int] | None) -> tuple[int, StoredIds]:
+        """Returns the rows of a share, and its ids. QuantError: it has no bucket."""
+        buckets = _buckets_of(self._raw, share)
+        counts = self._counts[slice(*buckets)].tolist()
+        slots = sum(map(slots_for, counts))
+        ids = _stored_ids(self._spec, self._raw, self._dim, slots, sum(counts), buckets, self._backfilled)
+        return slots + 1, ids
 
 
 def _check_collisions(source: KeyedRows, twice: Ids) -> None:

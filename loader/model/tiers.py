@@ -39,7 +39,7 @@ def parse_tier(
             "replicas of one as HOST:PORT|HOST:PORT; or redis://HOST:PORT, a Redis, of a cluster some nodes, "
             "as redis://HOST:PORT,HOST:PORT"
         )
-    if missing == "mean" or missing.startswith("backfill"):
+    if not can_have_tier(missing):
         raise ModelError(
             f"{where}: missing is {missing!r}, which needs all rows on one host; a table with a tier takes "
             "error, zero, or a vector"
@@ -49,6 +49,11 @@ def parse_tier(
     if is_raw:
         raise ModelError(f'{where}: raw ids have no tier in Redis; expected ids = "row", or owners ({TIER})')
     return (), RedisTier(tuple(one for (one,) in owners), scheme == "rediss")
+
+
+def can_have_tier(missing: str) -> bool:
+    """Returns whether rows of a table may lie elsewhere. missing: its policy."""
+    return missing != "mean" and not missing.startswith("backfill")
 
 
 def owner_name(model: str, number: int, owners: int) -> str:

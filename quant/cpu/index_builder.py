@@ -43,13 +43,13 @@ class DuplicateId(QuantError):
 
 class IndexBuilder:
     """Builds one table's index: `count` all blocks, `put` all again into `records`, then `build`. buckets,
-    bucket_ids: as in `IdIndex`. QuantError: an id has no bucket, or a bucket is too large."""
+    bucket_ids: as in `IdIndex`. counts: ids of each. QuantError: an id has no bucket, or one is too large."""
 
     def __init__(self, buckets: int, bucket_ids: int = 0, threads: int = 1) -> None:
         self.buckets, self.bucket_ids, self._threads = buckets, bucket_ids, threads
         row_map = NO_ROW_MAP._replace(buckets=buckets, bucket_ids=bucket_ids, buckets_here=buckets)
         self._map = np.array(row_map, np.int64)
-        self._counts = np.zeros(buckets, np.int64)
+        self.counts = np.zeros(buckets, np.int64)
         self._starts = np.zeros(buckets + 1, np.int64)
         self._ends = np.zeros(buckets, np.int64)
         self.kept = np.zeros(buckets, np.int64)
@@ -57,12 +57,12 @@ class IndexBuilder:
     @property
     def ids(self) -> int:
         """Number of counted ids."""
-        return int(self._counts.sum())
+        return int(self.counts.sum())
 
     def count(self, ids: NDArray[np.int64]) -> None:
         """Counts a block of ids [n]."""
         ids = np.ascontiguousarray(ids)
-        outside = _native.count_buckets(self._map, ids, self._counts)
+        outside = _native.count_buckets(self._map, ids, self.counts)
         if outside is not None:
             raise QuantError(
                 f"id {ids[outside]} has no bucket: {self.buckets} buckets of {self.bucket_ids} ids hold ids "
@@ -72,9 +72,9 @@ class IndexBuilder:
 
     def begin(self) -> int:
         """After the last `count`: how many records there will be."""
-        self._starts[1:] = np.cumsum(self._counts)
+        self._starts[1:] = np.cumsum(self.counts)
         self._ends[:] = self._starts[:-1]
-        if (largest := int(self._counts.max())) > LARGEST_BUCKET:
+        if (largest := int(self.counts.max())) > LARGEST_BUCKET:
             raise QuantError(
                 f"a bucket has {largest:,} ids, the most is {LARGEST_BUCKET:,}; set more buckets"
             )
