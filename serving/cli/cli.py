@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tableside.loader.errors import LoaderError
 from tableside.quant import QuantError
 from tableside.serving import VERSION
-from tableside.serving.cli.commands import evaluation, planning, publishing, servers, shards, updates
+from tableside.serving.cli.commands import cluster, evaluation, planning, publishing, servers, shards, updates
 from tableside.serving.cli.parser import SHELLS, Parser
 from tableside.serving.cli.parser import completion as print_completion
 from tableside.serving.client import ClientError, FeatureError
@@ -29,14 +29,20 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"tableside {VERSION}")
     told = "one of those below"
-    sub = top.add_subparsers(prog=top.prog, dest="command", required=True, metavar="COMMAND", help=told)
+    below = {"": top.add_subparsers(prog=top.prog, required=True, metavar="COMMAND", help=told)}
+    of_group = {"cluster": "plan and look at models over several hosts"}
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Parser:
-        p: Parser = sub.add_parser(name, description=text)
-        p.set_defaults(run=run)
+        group, _, own = name.rpartition(" ")
+        if group not in below:
+            one = below[""].add_parser(group, description=of_group[group])
+            below[group] = one.add_subparsers(prog=one.prog, required=True, metavar="COMMAND")
+        add = below[group].add_parser  # its help lists commands that have one; `sections` lists all
+        p: Parser = add(own, description=text, help=text) if group else add(own, description=text)
+        p.set_defaults(run=run, command=name)
         return p
 
-    for module in (publishing, updates, shards, servers, evaluation, planning):
+    for module in (publishing, updates, shards, cluster, servers, evaluation, planning):
         module.add_commands(command)
     servers.add_bench_and_top(command)
     p = command("completion", print_completion, "print a script that completes commands and options")
@@ -51,7 +57,7 @@ def parser() -> Parser:
         add_options(commands[name], RootSettings, title="published models")
     others = [name for name in commands if name not in _FIRST]
     for title, names in (("commands", _FIRST), ("more commands", others)):
-        top.sections[title] = [f"  {name:<12}{commands[name].description}" for name in names]
+        top.sections[title] = [f"  {name:<15}{commands[name].description}" for name in names]
     return top
 
 

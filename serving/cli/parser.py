@@ -54,8 +54,11 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def commands(self) -> dict[str, "Parser"]:
-        """The parsers of its commands, by name."""
-        return {name: p for action in self._subparsers_of() for name, p in action.choices.items()}
+        """The parsers of its commands, by name; of those of a group as "cluster plan"."""
+        found: dict[str, Parser] = {}
+        for name, p in ((n, p) for action in self._subparsers_of() for n, p in action.choices.items()):
+            found |= {f"{name} {own}": one for own, one in p.commands().items()} or {name: p}
+        return found
 
     def option_names(self) -> list[str]:
         """Its options as they are typed, "--json"."""
@@ -116,15 +119,25 @@ def script(parser: Parser, shell: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _groups(commands: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the first words of commands, each with the second ones that it takes."""
+    found: dict[str, list[str]] = {}
+    for first, *rest in map(str.split, commands):
+        found.setdefault(first, []).extend(rest)
+    return found
+
+
 def _bash(commands: dict[str, Parser]) -> list[str]:
     """zsh takes it too, by bashcompinit."""
-    options, choices, models = [], [], []
+    options, choices, models, groups = [], [], [], _groups(commands)
+    below = {first: seconds for first, seconds in groups.items() if seconds}
     for name, parser in commands.items():
-        options.append(f"    {name}) words={quote(' '.join(parser.option_names()))} ;;")
+        options.append(f"    {quote(name)}) words={quote(' '.join(parser.option_names()))} ;;")
         if _takes_models(parser):
             models.append(name)
         choices += [
-            f"    {name}:{option}) words={quote(' '.join(words))} ;;" for option, words in _choices(parser)
+            f"    {quote(f'{name}:{option}')}) words={quote(' '.join(words))} ;;"
+            for option, words in _choices(parser)
         ]
     return [
         *_MODELS,
@@ -132,10 +145,15 @@ def _bash(commands: dict[str, Parser]) -> list[str]:
         '  local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"',
         '  local command="${COMP_WORDS[1]}" words=""',
         "  COMPREPLY=()",
-        '  if [ "$COMP_CWORD" -eq 1 ]; then',
-        f'    COMPREPLY=($(compgen -W {quote(" ".join(commands))} -- "$word"))',
+        '  case "$COMP_CWORD:$command" in',
+        f"    1:*) words={quote(' '.join(groups))} ;;",
+        *(f"    2:{first}) words={quote(' '.join(seconds))} ;;" for first, seconds in below.items()),
+        "  esac",
+        '  if [ -n "$words" ]; then',
+        '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
         "    return",
         "  fi",
+        f'  case "$command" in {"|".join(below)}) command="$command ${{COMP_WORDS[2]}}" ;; esac',
         '  case "$command:$before" in',
         *choices,
         "  esac",
@@ -156,13 +174,15 @@ def _bash(commands: dict[str, Parser]) -> list[str]:
 
 
 def _fish(commands: dict[str, Parser]) -> list[str]:
-    lines = ["complete -c tableside -e"]
+    lines, groups = ["complete -c tableside -e"], _groups(commands)
     for name, parser in commands.items():
-        lines.append(
-            f"complete -c tableside -n __fish_use_subcommand -f -a {name} -d "
-            f"{_fish_quoted(parser.description or '')}"
-        )
-        here = f"complete -c tableside -n '__fish_seen_subcommand_from {name}'"
+        first, *seconds = name.split()
+        after = f"'{_fish_seen(first)}'" if seconds else "__fish_use_subcommand"
+        told = _fish_quoted(parser.description or "")
+        lines.append(f"complete -c tableside -n {after} -f -a {name.split()[-1]} -d {told}")
+        others = [group for group, words in groups.items() if first in words]
+        seen = [*map(_fish_seen, name.split()), *(f"not {_fish_seen(group)}" for group in others)]
+        here = f"complete -c tableside -n '{'; and '.join(seen)}'"
         for action in parser.options():
             long = next((o for o in action.option_strings if o.startswith("--")), "")
             choices = (
@@ -170,11 +190,20 @@ def _fish(commands: dict[str, Parser]) -> list[str]:
             )
             lines.append(f"{here} -l {long.removeprefix('--')}{'' if action.nargs == 0 else choices}")
         for before, words in _choices(parser):
-            if before == name:
+            if before == name.split()[-1]:
                 lines.append(f"{here} -f -a {_fish_quoted(' '.join(words))}")
         if _takes_models(parser):
             lines.append(f"{here} -a '(__tableside_models)'")
+    lines += [
+        f"complete -c tableside -n __fish_use_subcommand -f -a {first}"
+        for first, words in groups.items()
+        if words
+    ]
     return [*_FISH_MODELS, *lines]
+
+
+def _fish_seen(word: str) -> str:
+    return f"__fish_seen_subcommand_from {word}"
 
 
 _FISH_MODELS = (

@@ -1,10 +1,9 @@
-"""`tableside export`, `reshard`, `owners` and `compile`."""
+"""`tableside export`, `reshard` and `compile`."""
 
 import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -12,31 +11,24 @@ from tableside.loader.load.export import VALUE_FORMATS
 from tableside.loader.load.export import export as export_tensor
 from tableside.loader.shards.reshard import Holding, ReshardSettings
 from tableside.loader.shards.reshard import reshard as reshard_model
-from tableside.loader.versions.states import attach_state, check_bare, state_of
+from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model
 from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import CompiledKernel, has_driver
 from tableside.quant.gpu.residence.registry import CHOICES, is_by_cpu
 from tableside.quant.installed import require
-from tableside.serving.cli.arguments import KEEP, AddCommand, add_json, count
+from tableside.serving.cli.arguments import KEEP, AddCommand, count
 from tableside.serving.cli.output import (
     check_no_path,
     console,
     mb,
-    print_json,
     progress_bar,
     published,
     root_settings,
     table_of,
 )
-from tableside.serving.cluster.agreed import owners_of, states_of
-from tableside.serving.cluster.calls import close_hosts, hosts_of
-from tableside.serving.cluster.known import KnownStates, line_of
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import compile_once, kernels_wanted, triton_cache
-from tableside.serving.settings import ClusterSettings, cluster_token, given
-
-_OWNERS_S = 2.0  # that hosts may take to say which states they have
 
 
 def compile_kernels(options: argparse.Namespace) -> int:
@@ -122,41 +114,6 @@ def reshard(options: argparse.Namespace) -> int:
     return 0
 
 
-def owners(options: argparse.Namespace) -> int:
-    """Prints which hosts have the rows of a model, and the newest state here that they have as well. Returns
-    1 where an owner has none."""
-    model = published(options)
-    segment = attach_state(model, None, "header")
-    if not segment.header.owned:
-        raise ServingError(
-            f"all tables of model {model.name!r} are on this host, or in Redis; expected one whose "
-            "model.toml names owners (tier, docs/hosts.md)"
-        )
-    cluster = ClusterSettings(**given(options, ClusterSettings))
-    found = owners_of(segment.header.owned)
-    kept = states_of(hosts_of(cluster_token(cluster), _OWNERS_S), found)
-    close_hosts()
-    live = state_of(model.record())
-    here = line_of(KnownStates(model).look(), live)
-    told: list[dict[str, Any]] = []
-    for owner in found:
-        for at in owner.places:
-            has = kept.get(at)
-            states = (str(k.state) for k in here if k.name and str(owner.state(k.name)) in (has or ()))
-            state = next(states, None)
-            told.append({**at._asdict(), "reached": has is not None, "state": state})
-    if options.json:
-        print_json({"model": model.name, "state": str(live), "owners": told})
-    else:
-        rows = (
-            (t["model"], t["host"], t["state"] or ("none" if t["reached"] else "not reached")) for t in told
-        )
-        console.print(table_of(("model", "host", "newest state"), rows))
-        console.print(f"{model.name} {live} is live here", markup=False)
-    has_state = {t["model"] for t in told if t["state"] is not None}
-    return int(len(has_state) < len({owner.model for owner in found}))
-
-
 def _cells(holding: Holding) -> tuple[str, ...]:
     return holding.model, str(holding.version), f"{holding.rows:,}", f"{holding.ids:,}", mb(holding.bytes)
 
@@ -183,11 +140,6 @@ def add_commands(command: AddCommand) -> None:
     )
     p.option("--cache-policy", "of the cache", choices=("lfu", "lru"), default="lfu")
     p.option("--jobs", "kernels compiled at once (default: one a core)", type=count(1))
-
-    p = command("owners", owners, "show the hosts that have rows of a model, and their states")
-    p.option("model")
-    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
-    add_json(p)
 
     p = command("reshard", reshard, "publish a model as those of several owners, with a share each")
     p.option("model")

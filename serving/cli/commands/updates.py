@@ -258,7 +258,7 @@ def follow(options: argparse.Namespace) -> int:
 
 
 def add_commands(command: AddCommand) -> None:
-    p = command("apply", apply, "insert, overwrite and delete rows of the live version, from a file")
+    p = command("apply", apply, "insert, overwrite and delete rows of the live version")
     p.sections["examples"] = (
         "  tableside apply ads changes.npz               # the rows that the file names",
         "  tableside apply ads 7.parquet --number 7      # once, however often it is sent",

@@ -22,11 +22,11 @@ def test_what_help_says_fits_80_columns(
         assert len([line for line in first.splitlines() if line.startswith("  -")]) <= 10, said
     assert code_of("--help") == 0
     first, others = capsys.readouterr().out.split("\ncommands:\n")[1].split("\nmore commands:\n")
-    named = [line.split()[0] for part in (first, others) for line in part.splitlines() if line]
+    named = [line[2:17].strip() for part in (first, others) for line in part.splitlines() if line]
     assert sorted(named) == sorted(commands) and first.count("\n") == 10
 
 
-@pytest.mark.parametrize("name", ["load", "serve", "follow", "eval", "plan", "apply"])
+@pytest.mark.parametrize("name", ["load", "serve", "follow", "eval", "plan", "apply", "cluster plan"])
 def test_examples_of_help_are_command_lines(name: str) -> None:
     """Each is what the command's parser takes."""
     examples = parser().commands()[name].sections["examples"]
@@ -42,6 +42,10 @@ def test_a_usage_error_is_a_short_usage_and_the_error(capsys: pytest.CaptureFixt
     usage, error = capsys.readouterr().err.splitlines()
     assert usage == "usage: tableside reshard [OPTION ...] --owners OWNERS model"
     assert error == "tableside reshard: error: the following arguments are required: --owners"
+    assert code_of("cluster", "status", "ads", "--jsn") == 2
+    assert capsys.readouterr().err.endswith("found --jsn, which means nothing here; did you mean '--json'?\n")
+    assert code_of("cluster") == 2
+    assert capsys.readouterr().err.startswith("usage: tableside cluster [OPTION ...] COMMAND ...\n")
     assert code_of("nosuch") == 2
     assert capsys.readouterr().err.startswith("usage: tableside [OPTION ...] COMMAND ...\n")
 

@@ -20,7 +20,6 @@ from hosts import (
     place,
     spec_of,
 )
-from json_keys import documented_keys, keys_of
 from servers import Server, start_server
 from support import end, run_tableside, until
 
@@ -128,7 +127,7 @@ def test_a_server_goes_back_from_a_branch_to_where_it_began(owners: Server, tmp_
 
 
 def test_a_server_that_compacted_begins_with_an_older_state(owners: Server, tmp_path: Path) -> None:
-    """Of the version before, which its owners have; `owners` shows it."""
+    """Of the version before, which its owners have; `cluster status` shows it."""
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
     for hosts.number in range(1, 4):
         hosts.apply([hosts.door, *hosts.owners], hosts.changes())
@@ -139,10 +138,8 @@ def test_a_server_that_compacted_begins_with_an_older_state(owners: Server, tmp_
     door, asked = engine_of(hosts.door.root, hosts.door.name), hosts.asked()
     assert (door.served().version, door.served().sequence) == (1, 3) and not step(door)
     assert answer(door.served(), asked, tuple(asked)) == answer(before.served(), asked, tuple(asked))
-    shown = run_tableside("owners", hosts.door.name, "--json", root=hosts.door.root)
-    told = json.loads(shown.stdout)
-    assert [owner["state"] for owner in told["owners"]] == ["2", "1+3"]
-    assert keys_of(told) == documented_keys("owners")
+    shown = run_tableside("cluster", "status", hosts.door.name, "--json", root=hosts.door.root)
+    assert [owner["state"] for owner in json.loads(shown.stdout)["owners"]] == ["2", "1+3"]
     hosts.apply([hosts.owners[1]], changes)
     assert takes(door) and door.served().version == 2
 
@@ -313,30 +310,3 @@ def test_hosts_that_began_elsewhere_do_not_belong_together(owners: Server, tmp_p
     assert not step(door)
     with pytest.raises(NotAgreed, match=r"changes wait for 127\.0\.0\.1:\d+ to apply them, too"):
         door.agreed(state_of(hosts.door.record()))
-
-
-def test_owners_are_shown_with_their_states(owners: Server, tmp_path: Path) -> None:
-    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
-    said = "owners", hosts.door.name
-    for hosts.number in range(1, 4):
-        hosts.apply([hosts.door, hosts.owners[0]], hosts.changes())
-    shown = run_tableside(*said, root=hosts.door.root)
-    assert shown.returncode == 0 and f"{hosts.door.name} 1+3 is live here" in shown.stdout
-    told = json.loads(run_tableside(*said, "--json", root=hosts.door.root).stdout)
-    assert [(o["host"], o["reached"], o["state"]) for o in told["owners"]] == [
-        (place(owners), True, "1+3"),
-        (place(owners), True, "1"),
-    ]
-    whole = run_tableside("owners", "whole", root=hosts.whole.root)
-    assert whole.returncode == 1 and "all tables of model 'whole' are on this host" in whole.stderr
-    gone = ["127.0.0.1:9", place(owners)]
-    spec = spec_of(tmp_path, hosts.door.name, gone, tables=hosts.tables, features=UNPOOLED)
-    asked = remote_tables(hosts.spec, choose(), None)
-    shares = [replace(t.shares[0], addresses=(gone[0],)) for t in asked]
-    load(
-        spec,
-        tmp_path / "lost",
-        remote=[replace(t, shares=(s, *t.shares[1:])) for t, s in zip(asked, shares, strict=True)],
-    )
-    lost = run_tableside(*said, root=tmp_path / "lost")
-    assert lost.returncode == 1 and "not reached" in lost.stdout
