@@ -1,11 +1,13 @@
-"""A model over several hosts follows a Redis stream, while hosts and followers are killed and stand still.
+"""A model over several hosts follows a Redis stream, while hosts and followers are killed and stand still,
+and hosts are loaded anew.
 
 Two owners of two hosts each, and a server of the whole, all on this machine. Promised: a request is answered
 from one place of the stream on all hosts, and answers never go back. As long as each owner has a host, no
 request fails and no row is late. In the end all changes are there.
 
 The oracle: an entry writes its number to all rows of one table, one table after another. So all rows of a
-table have one number, and the numbers of the tables differ by one at most, in their order.
+table have one number, and the numbers of the tables differ by one at most, in their order. A version that is
+loaded has a number two above the last, in all rows, so that no mix of versions looks like one.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from tableside.quant import choose
 from tableside.serving.client import Client, ClientError
 from tableside.serving.cluster.calls import close_hosts
 from tableside.serving.cluster.describe import remote_tables
+from tableside.serving.errors import ServingError
 
 SHARES, HOSTS = 2, 2  # owners, and hosts of each
 ROWS, DIM, EVERY_S = 3000, 8, 0.1
@@ -64,8 +68,9 @@ class Host:
         options = "--port", self.port, "--drain-s", 0, "--disk-timeout-s", TIMEOUT_S
         self.server = self._run("serve", self.model.name, *options)
 
-    def follow(self) -> None:
-        self.follower = self._run("follow", self.model.name, self._url, "--every-s", EVERY_S)
+    def follow(self, start: str = "start") -> None:
+        options = "--every-s", EVERY_S, "--from", start
+        self.follower = self._run("follow", self.model.name, self._url, *options)
 
     def is_ready(self) -> bool:
         with Client(f"http://127.0.0.1:{self.port}", retries=0) as client:
@@ -101,8 +106,8 @@ class Campaign:
         self.owners = [[self._host(root, f"{name}-{n}", name) for n in range(HOSTS)] for name in names]
         self.door = self._host(root, "door", "ads")
         self.hosts = [*itertools.chain.from_iterable(self.owners), self.door]
-        values = {name: np.zeros((ids.size, DIM), np.float32) for name, ids in IDS.items()}
-        np.savez(files / "rows.npz", **values, **{"item.ids": RAW})  # type: ignore[arg-type]
+        self._files, self._written, self._last, self._start = files, 0, "", "start"
+        self._seen, self._contents = dict.fromkeys(IDS, 0), set[int]()
         tier = "rows://" + ",".join("|".join(f"127.0.0.1:{h.port}" for h in hosts) for hosts in self.owners)
         raw = {"ids": "raw", "id_key": "item.ids", "buckets": 16, "tier": tier, "missing": "zero"}
         of_tables: dict[str, dict[str, Any]] = {
@@ -115,10 +120,8 @@ class Campaign:
         self._spec = parse_model(
             {"name": "ads", "checkpoint": "rows.npz", "tables": tables, "features": features}, files
         )
-        self._written, self._last, self._seen = 0, "", dict.fromkeys(IDS, 0)
-        self.counts = dict.fromkeys(
-            ("rows read", "kills of servers", "kills of followers", "stops", "compactions"), 0
-        )
+        torments = "kills of servers", "kills of followers", "stops", "compactions", "version flips"
+        self.counts = dict.fromkeys(("rows read", *torments), 0)
         self.counts |= dict.fromkeys(NEVER, 0)
 
     def _host(self, root: Path, folder: str, model: str) -> Host:
@@ -126,19 +129,65 @@ class Campaign:
         return Host(root / folder, model, self._redis.url)
 
     def begin(self) -> None:
-        for number, hosts in enumerate(self.owners):
-            for host in hosts:
-                load(share_of(self._spec, number), host.root)
-                host.serve()
+        self._write_checkpoint()
+        self._load_owners()
+        for host in self.hosts[:-1]:
+            host.serve()
         for host in self.hosts[:-1]:
             until(host.is_ready, what="an owner")
-        load(self._spec, self.door.root, remote=remote_tables(self._spec, choose(), None))
-        close_hosts()
+        until(self._load_door, what="what owners have")
         self.door.serve()
         until(self.door.is_ready, what="the server of the whole")
         for host in self.hosts:
             host.follow()
         self._client = Client(f"http://127.0.0.1:{self.door.port}", timeout_s=60.0)
+
+    def _write_checkpoint(self) -> None:
+        """Has the next versions' rows be of the last number."""
+        values = {name: np.full((ids.size, DIM), self._written, np.float32) for name, ids in IDS.items()}
+        np.savez(self._files / "rows.npz", **values, **{"item.ids": RAW})  # type: ignore[arg-type]
+
+    def _load_owners(self) -> None:
+        for number, hosts in enumerate(self.owners):
+            for host in hosts:
+                load(share_of(self._spec, number), host.root)
+                host.model.collect(keep=1)
+
+    def _load_door(self) -> bool:
+        """Loads the server of the whole; False: not all owners' servers have their next version yet."""
+        try:
+            remote = remote_tables(self._spec, choose(), None)
+        except ServingError:
+            return False
+        finally:
+            close_hosts()
+        contents = {share.content for table in remote for share in table.shares}
+        if contents & self._contents:
+            return False
+        load(self._spec, self.door.root, remote=remote)
+        self.door.model.collect(keep=1)
+        self._contents = contents
+        return True
+
+    def _load_all(self) -> None:
+        self._load_owners()
+        until(self._load_door, what="owners to have their next version")
+
+    def flip(self) -> None:
+        """Loads all hosts anew, the owners first, while rows are read and written."""
+        for host in self.hosts:
+            signalled(host.follower, signal.SIGKILL)
+        self._start = self._last or "start"
+        self._written += 2
+        self._write_checkpoint()
+        with ThreadPoolExecutor(1) as beside:
+            loading = beside.submit(self._load_all)
+            while not loading.done():
+                self._go_on(0.05)
+        loading.result()
+        for host in self.hosts:
+            host.follow(self._start)
+        self.counts["version flips"] += 1
 
     def write(self) -> None:
         """Has all rows get the next number."""
@@ -178,7 +227,7 @@ class Campaign:
     def torment(self) -> None:
         """Does something to one host, and goes on reading and writing until it is well again."""
         host = self._chance.choice(self.hosts[:-1])
-        what = self._chance.choice(("kill", "stop", "follower", "follower", "compact"))
+        what = self._chance.choice(("kill", "stop", "follower", "follower", "compact", "flip"))
         if what == "kill":
             signalled(host.server, signal.SIGKILL)
             self.counts["kills of servers"] += 1
@@ -195,7 +244,9 @@ class Campaign:
             signalled(host.follower, signal.SIGKILL)
             self.counts["kills of followers"] += 1
             self._go_on(self._chance.uniform(0.0, 1.0))
-            host.follow()
+            host.follow(self._start)
+        elif what == "flip":
+            self.flip()
         else:
             with contextlib.suppress(LoaderError):  # another state became live meanwhile
                 self.counts["compactions"] += compact(self._chance.choice(self.hosts).model) is not None
@@ -252,6 +303,7 @@ GOALS: dict[str, Goal] = {
     "kills of followers": at_least(100),
     "stops": at_least(50),
     "compactions": at_least(50),
+    "version flips": at_least(30),
     **dict.fromkeys(NEVER, none()),
 }
 

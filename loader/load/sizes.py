@@ -5,13 +5,14 @@ A published version's are cut as `tableside reshard` cuts them.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 
 from tableside.loader.checkpoint import open_checkpoint
 from tableside.loader.errors import ModelError
 from tableside.loader.hot.counts import RowCounts
-from tableside.loader.hot.hot import hot_folder
+from tableside.loader.hot.hot import hot_path
 from tableside.loader.load.backfill import Backfill
 from tableside.loader.load.plan import Sources, plan, stored_table
 from tableside.loader.load.raw_ids import CountedIds, Indexing
@@ -23,6 +24,7 @@ from tableside.loader.segment.header import TABLE_ALIGNMENT_BYTES, Header
 from tableside.loader.segment.layout import lay_out, plan_tables
 from tableside.loader.segment.stored import StoredTable
 from tableside.loader.shards.shares import parts_of, shares_of
+from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.versions import Model
 
 
@@ -108,7 +110,8 @@ def sized_version(model: Model) -> SizedModel:
             f"model {model.name!r} is one of several hosts already; expected a whole one, or the model.toml "
             "that describes it, whose tiers are planned anew"
         )
-    with hot_folder(model.root, model.name) as folder:
+    counts = None
+    with suppress(FileNotFoundError), Folder(hot_path(model.root, model.name)) as folder:
         counts = RowCounts.opened(folder, segment)
 
     def sized(t: StoredTable) -> SizedTable:
