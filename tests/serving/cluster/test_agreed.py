@@ -227,6 +227,40 @@ def test_an_owner_that_lags_by_many_states(owners: Server, tmp_path: Path) -> No
     assert engine_of(hosts.door.root, hosts.door.name).served().sequence == 5
 
 
+def test_an_owner_that_lags_by_more_states_than_are_kept(
+    owners: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server stays where it is until the owner has caught up, and answers from there. One that starts
+    meanwhile has no state to begin with."""
+    hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
+    keep, late = ApplySettings(keep=Retention(2)), list[ChangeBatch]()
+    door, whole = engine_of(hosts.door.root, hosts.door.name), engine_of(hosts.whole.root, "whole")
+    asked = hosts.asked()
+    for hosts.number in range(1, 9):
+        batch = hosts.batch(hosts.changes())
+        for model in (hosts.door, hosts.owners[0]):
+            apply(model, batch, keep)
+        if hosts.number <= 2:
+            for model in (hosts.owners[1], hosts.whole):
+                apply(model, batch, keep)
+            assert takes(door) and takes(whole) and door.served().sequence == hosts.number
+            continue
+        late.append(batch)
+        assert not step(door)
+        assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
+    with monkeypatch.context() as impatient, pytest.raises(NotAgreed):
+        impatient.setattr("tableside.serving.model.engine._BEGIN_S", 0.0)
+        engine_of(hosts.door.root, hosts.door.name)
+    shown = run_tableside("cluster", "status", hosts.door.name, "--json", root=hosts.door.root)
+    assert json.loads(shown.stdout)["degraded"] == [hosts.owners[1].name]
+    for batch in late:
+        for model in (hosts.owners[1], hosts.whole):
+            apply(model, batch, keep)
+    assert takes(door) and takes(whole) and door.served().sequence == 8
+    assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
+    assert engine_of(hosts.door.root, hosts.door.name).served().sequence == 8
+
+
 def test_a_host_that_takes_no_connection_keeps_no_other_from_being_asked(
     owners: Server, tmp_path: Path
 ) -> None:
