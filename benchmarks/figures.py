@@ -13,7 +13,8 @@ Between the lines `<!--table:NAME-->` and `<!--/table-->` a page has the table N
 
 Where several rows are taken, their least and greatest values are printed: 1.0–1.4. A row may have a file,
 cells and a where of its own; its where is added to the table's. `list` names another list of the file than
-`rows`. `columns` is a list of wheres: each cell is written once for each of them.
+`rows`. The file `scale` is what benchmarks/scale.py makes of others. `columns` is a list of wheres:
+each cell is written once for each of them.
 """
 
 import json
@@ -23,6 +24,8 @@ import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import scale
 
 TOP = Path(__file__).resolve().parent.parent
 RESULTS = TOP / "benchmarks" / "results"
@@ -38,6 +41,8 @@ class Values(list[Any]):
     """One field of several rows. Its format is that of its least and its greatest value."""
 
     def __format__(self, spec: str) -> str:
+        if not spec and len({*self}) == 1 and isinstance(self[0], str):
+            return self[0]
         if not all(isinstance(value, int | float) for value in self):
             raise FigureError(f"expected numbers, found {list(self)}")
         printed = [format(value, spec) for value in (min(self), max(self))]
@@ -57,7 +62,9 @@ def tables() -> dict[str, Any]:
 
 @cache
 def read_result(file: str) -> dict[str, Any]:
-    """A result file."""
+    """A result file; of `scale` what follows from others."""
+    if file == "scale":
+        return scale.lists(read_result)
     found: dict[str, Any] = json.loads((RESULTS / f"{file}.json").read_text())
     return found
 

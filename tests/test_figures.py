@@ -12,6 +12,7 @@ import figures
 import plots
 import pytest
 import run_all
+import scale
 
 from tableside.serving.settings import ServerSettings
 
@@ -216,6 +217,25 @@ def test_a_cell_without_a_value_is_an_error(planted: dict[str, Any], row: dict[s
 def test_an_unknown_table_is_an_error() -> None:
     with pytest.raises(figures.FigureError, match=r"figures.toml has no table 'tt'"):
         figures.with_tables("<!--table:tt-->\n<!--/table-->")
+
+
+def test_what_64_hosts_would_do_follows_from_the_results() -> None:
+    """A disk that is twice as fast makes half of the time, and longer answers take more of the network."""
+
+    def faster(file: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((TOP / "benchmarks" / "results" / f"{file}.json").read_text())
+        if file == "load":
+            found["rows"] = [{**row, "load GB/s": 2 * row["load GB/s"]} for row in found["rows"]]
+        return found | ({"bytes_ratio": 2.0} if file == "hosts" else {})
+
+    now, then = scale.lists(figures.read_result), scale.lists(faster)
+    for before, after in zip(now["maps"], then["maps"], strict=True):
+        assert after["cold min"] == before["cold min"] / 2
+        assert before["owners"] * before["hosts of each"] == scale.HOSTS
+        assert before["share GB"] * before["owners"] == pytest.approx(scale.MODEL_BYTES / 1e9, rel=0.001)
+    received = [next(p["hosts"] for p in lists["parts"] if p["part"] == "received") for lists in (now, then)]
+    ratio = json.loads((TOP / "benchmarks" / "results" / "hosts.json").read_text())["bytes_ratio"]
+    assert received[1] / received[0] == pytest.approx(2 / ratio)
 
 
 # ---- how results are kept ----

@@ -87,7 +87,7 @@ def propose(model: SizedModel, room: Room) -> OwnerMap:
     cuts = list(_cuts(model))
     for cut in cuts:
         if found := [_mapped(cut, owners, room) for owners in cut.fitting(room.version_bytes, most)]:
-            return min(found, key=lambda m: round(room.hosts * max(map(m.host_load, range(len(m.hosts)))), 1))
+            return min(found, key=lambda m: round(room.hosts * max(map(m.host_load, range(len(m.hosts)))), 2))
     raise ModelError(_does_not_fit(model, cuts, room, whole))
 
 
