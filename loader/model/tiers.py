@@ -1,5 +1,6 @@
 """The tier of a table in model.toml: `rows://a:8000|c:8000,b:8000`, the hosts that have its rows, or
-`redis://a:6379`, `rediss://a:6379,b:6379`, a Redis server or some nodes of a cluster, with TLS or without."""
+`redis://a:6379`, `rediss://a:6379,b:6379`, a Redis server or some nodes of a cluster, with TLS or without;
+`redis+sentinel://a:26379,b:26379/NAME`, the Sentinels that know the servers of that name."""
 
 import re
 from typing import Any, NamedTuple
@@ -7,16 +8,21 @@ from typing import Any, NamedTuple
 from tableside.loader.errors import ModelError
 
 TIER = "rows://"
-REDIS = ("redis", "rediss")
+REDIS = ("redis", "rediss", "redis+sentinel", "rediss+sentinel")
 USERNAME, PASSWORD = "TABLESIDE_REDIS_USERNAME", "TABLESIDE_REDIS_PASSWORD"
 ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[1-9][0-9]{0,4}")
 
 
+SERVICE = re.compile(r"[A-Za-z0-9._-]*")
+
+
 class RedisTier(NamedTuple):
-    """A Redis server, or nodes of a cluster. addresses: HOST:PORT."""
+    """A Redis server, or nodes of a cluster. addresses: HOST:PORT. service: what their Sentinels, which the
+    addresses are then, call the servers; empty: there are none."""
 
     addresses: tuple[str, ...]
     is_tls: bool
+    service: str = ""
 
 
 def parse_tier(
@@ -31,13 +37,17 @@ def parse_tier(
             f"{where}: tier has a user or a password, which model.toml and versions do not keep; expected "
             f"{scheme}://HOST:PORT, and {USERNAME} and {PASSWORD} in the environment"
         )
+    has_sentinels, service = scheme.endswith("+sentinel"), ""
+    if has_sentinels:
+        listed, _, service = listed.partition("/")
     owners = tuple(tuple(one.strip() for one in owner.split("|")) for owner in listed.split(","))
     are_hosts = all(ADDRESS.fullmatch(one) for owner in owners for one in owner)
+    are_hosts &= has_sentinels == bool(service) and bool(SERVICE.fullmatch(service))
     if scheme not in ("rows", *REDIS) or not are_hosts or (scheme in REDIS and "|" in listed):
         raise ModelError(
             f"{where}: tier is {tier!r}; expected {TIER}HOST:PORT,HOST:PORT with the owners in their order, "
             "replicas of one as HOST:PORT|HOST:PORT; or redis://HOST:PORT, a Redis, of a cluster some nodes, "
-            "as redis://HOST:PORT,HOST:PORT"
+            "as redis://HOST:PORT,HOST:PORT; or Sentinels, as redis+sentinel://HOST:PORT,HOST:PORT/NAME"
         )
     if not can_have_tier(missing):
         raise ModelError(
@@ -48,7 +58,7 @@ def parse_tier(
         return owners, None
     if is_raw:
         raise ModelError(f'{where}: raw ids have no tier in Redis; expected ids = "row", or owners ({TIER})')
-    return (), RedisTier(tuple(one for (one,) in owners), scheme == "rediss")
+    return (), RedisTier(tuple(one for (one,) in owners), scheme.startswith("rediss"), service)
 
 
 def can_have_tier(missing: str) -> bool:

@@ -38,7 +38,8 @@ def new_place(model: str, table: str, tier: RedisTier, row_bytes: int) -> RedisP
     """Returns where a load writes a table."""
     seed = secrets.randbelow(_SEEDS)
     rows = max(1, _BLOCK_BYTES // (row_bytes + SUM_BYTES))
-    return RedisPlace(*tier, f"tableside:{model}:{table}:{seed:016x}:", seed, rows)
+    prefix = f"tableside:{model}:{table}:{seed:016x}:"
+    return RedisPlace(tier.addresses, tier.is_tls, prefix, seed, rows, tier.service)
 
 
 class RedisBlocks:

@@ -12,11 +12,10 @@ import hiredis
 import numpy as np
 import redis
 
-from tableside.loader.model.tiers import RedisTier
 from tableside.loader.redis.blocks import RedisBlocks
 from tableside.loader.redis.keys import hold_note
 from tableside.loader.redis.replies import Replies, limit
-from tableside.loader.redis.servers import LATE_ROWS, RedisServers, Slots, servers_of
+from tableside.loader.redis.servers import LATE_ROWS, RedisServers, servers_of
 from tableside.loader.segment.blocks import OPENS_S
 from tableside.loader.segment.remote import RemoteTable
 from tableside.quant.contract import Ids
@@ -61,15 +60,16 @@ class _Place(NamedTuple):
 _Left = dict[_Place | None, list[_Part]]  # rows by the server to ask; None: that which has their slots
 
 
-def _by_place(left: _Left, slots: Slots) -> dict[_Place, list[_Part]]:
-    """Returns the servers with the rows that they are asked for."""
+def _by_place(left: _Left, servers: RedisServers, turn: int) -> dict[_Place, list[_Part]]:
+    """Returns the servers with the rows that they are asked for. turn: whose it is of a server's replicas."""
+    slots = servers.slots
     found = {place: parts for place, parts in left.items() if place is not None}
     for part in left.get(None, ()):
         of = slots.by_slot[part.blocks.slots(part.rows)] if len(slots.names) > 1 else slots.by_slot[:1]
         for number in np.unique(of).tolist():
             if number >= 0:
                 own = part if of.size == 1 else part._replace(at=part.at[of == number])
-                found.setdefault(_Place(slots.names[number]), []).append(own)
+                found.setdefault(_Place(servers.reader(slots, number, turn)), []).append(own)
     return found
 
 
@@ -87,7 +87,7 @@ class RedisRows:
     ) -> None:
         self._blocks = {t.name: RedisBlocks(t.place, t.row_bytes) for t in tables}
         first = next(iter(self._blocks.values())).place
-        self._tier = RedisTier(first.addresses, first.is_tls)
+        self._tier, self._turn = first.tier, 0
         self._timeout_s, self._count, self._told_at = timeout_s, count, -_TOLD_S
         self._notes = [note for t in tables if (note := hold_note(folder, t.place.seed)) >= 0]
 
@@ -105,10 +105,11 @@ class RedisRows:
             if own:
                 left[None].append(_Part(self._blocks[one.table], one, np.arange(own)))
         servers = servers_of(self._tier)
+        self._turn = first = self._turn + 1
         for turn in range(_TURNS):
-            if turn or not servers.slots.are_known:
+            if turn or servers.are_in_doubt:
                 servers.learn(deadline, self.is_patient(deadline))
-            by_place = _by_place(left, servers.slots)
+            by_place = _by_place(left, servers, first + turn)
             calls = [_Call(self, servers, *one, deadline) for one in by_place.items()]
             left = {}
             for call in calls:
@@ -145,7 +146,7 @@ class _Call:
         self._of, self._place, self._deadline = of, place, deadline
         self._node, self._began = servers.node(place.name), time.monotonic()
         self._parts = [part for one in parts for part in one.cut()]
-        self._is_patient = of.is_patient(deadline)
+        self._is_patient, self._is_replica = of.is_patient(deadline), place.name not in servers.slots.names
         self._connection: Any = None
 
     def send(self, left: _Left) -> None:
@@ -181,9 +182,9 @@ class _Call:
                 others = replies.take(part.blocks, rows, part.at, out, state)
                 if (damaged := part.at[state[part.at] == RowState.CORRUPT]).size:
                     self._of.told("its checksum is wrong: it is not what was written", part, int(damaged[0]))
-                elsewhere: dict[_Place, list[int]] = {}
+                elsewhere: dict[_Place | None, list[int]] = {}
                 for number, reply in others.items():
-                    if (place := self._named(reply)) is not None:
+                    if (place := self._named(reply)) is not None or self._is_replica:  # it may be behind
                         elsewhere.setdefault(place, []).append(number)
                     else:
                         problem = self._take_other(part, int(part.at[number]), reply) or problem

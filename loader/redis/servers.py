@@ -6,6 +6,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,10 +39,12 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 class RedisNode:
-    """A server. name: HOST:PORT. Any thread may call."""
+    """A server, or a Sentinel, to which no password is told. name: HOST:PORT. is_replica: of a cluster; new
+    connections may read then. Any thread may call."""
 
-    def __init__(self, name: str, is_tls: bool) -> None:
-        self.name, self._is_tls, self._last = name, is_tls, ""
+    def __init__(self, name: str, is_tls: bool, is_sentinel: bool = False) -> None:
+        self.name, self._is_tls, self._is_sentinel, self._last = name, is_tls, is_sentinel, ""
+        self.is_replica = False
         self._breaker = Breaker(source="it")
         self._free: list[Any] = []  # connections; list operations are atomic
 
@@ -68,11 +72,15 @@ class RedisNode:
             connection._sock.settimeout(left_s)
             return connection
         options = {**options_of(self._is_tls), "socket_timeout": left_s, "socket_connect_timeout": left_s}
+        options |= {"username": None, "password": None} if self._is_sentinel else {}
         kind = redis.SSLConnection if options.pop("ssl", False) else redis.Connection
         try:
             host, port = host_and_port(self.name)
             made: Any = kind(host=host, port=port, **options)
             made.connect()
+            if self.is_replica:
+                made.send_command("READONLY")
+                made.read_response()
         except (ValueError, OverflowError) as error:  # a server named it
             raise redis.ConnectionError(f"{self.name[:100]!r} is no address ({error})") from error
         return made
@@ -87,11 +95,13 @@ class RedisNode:
 
 
 class Slots(NamedTuple):
-    """Who has a slot. by_slot: int64 [SLOTS], the place in `names`, HOST:PORT, or -1: it is not known."""
+    """Who has a slot. by_slot: int64 [SLOTS], the place in `names`, HOST:PORT, or -1: it is not known.
+    replicas: of each name."""
 
     names: tuple[str, ...]
     by_slot: Ids
     are_known: bool
+    replicas: tuple[tuple[str, ...], ...] = ()
 
 
 class RedisServers:
@@ -100,11 +110,27 @@ class RedisServers:
     def __init__(self, tier: RedisTier) -> None:
         self._tier, self._lock = tier, threading.Lock()
         self._nodes: dict[str, RedisNode] = {}
+        self._sentinels = [RedisNode(name, tier.is_tls, True) for name in tier.addresses if tier.service]
         self.slots, self._learn_at = Slots((), np.full(SLOTS, -1, np.int64), False), 0.0
 
     def node(self, name: str) -> RedisNode:
+        if (found := self._nodes.get(name)) is not None:
+            return found
         with self._lock:
             return self._nodes.setdefault(name, RedisNode(name, self._tier.is_tls))
+
+    @property
+    def are_in_doubt(self) -> bool:
+        """Whether it is not known who has the slots, or others may have them now, or a server may be well."""
+        names = chain(self.slots.names, *self.slots.replicas)
+        return not self.slots.are_known or any(self.node(name).hangs for name in names)
+
+    def reader(self, slots: Slots, number: int, turn: int) -> str:
+        """Returns whom to ask for rows of a name, by its number: it and its replicas in turns, but those that
+        hang."""
+        names = slots.names[number], *slots.replicas[number]
+        well = [name for name in names if not self.node(name).hangs] or names
+        return well[turn % len(well)]
 
     def learn(self, deadline: float, is_patient: bool) -> None:
         """Asks who has which slot, at most once a second. Blocks until the deadline at most. is_patient: as
@@ -114,13 +140,14 @@ class RedisServers:
                 return
             self._learn_at = time.monotonic() + OPENS_S
         known = dict.fromkeys((*self.slots.names, *self._tier.addresses))
-        for node in map(self.node, known):
+        is_known = bool(self.slots.names) and not self._sentinels  # then rows tell whether a server hangs
+        for node in self._sentinels or map(self.node, known):
             began = time.monotonic()
-            if not node.may_be_asked(is_patient):
+            if node.hangs if is_known else not node.may_be_asked(is_patient):
                 continue
             try:
                 connection = node.take(deadline)
-                found = _slots(connection, node.name)
+                found = _told(connection, node.name, self._tier.service)
             except redis.RedisError as error:
                 if is_patient:
                     node.told(began, 1, f"it does not say who has the rows ({error})")
@@ -128,17 +155,37 @@ class RedisServers:
                     continue
                 return
             node.give_back(connection)
-            if not found:  # a node that has forgotten its cluster
-                continue
-            names = tuple(dict.fromkeys(name for _, _, name in found))
-            by_slot = np.full(SLOTS, -1, np.int64)
-            for first, last, name in found:
-                by_slot[first : last + 1] = names.index(name)
-            self.slots = Slots(names, by_slot, bool((by_slot >= 0).all()))
-            return
+            if self._sentinels:
+                node.told(began, 1, "")
+            if found:  # else it has forgotten its cluster
+                self._take(found)
+                self._look_again(deadline)
+                return
+
+    def _look_again(self, deadline: float) -> None:
+        """Asks servers that hung whether they are well where others give their rows meanwhile, so that no
+        request for rows has to."""
+        for name, replicas in zip(self.slots.names, self.slots.replicas, strict=True):
+            for node in (self.node(one) for one in (name, *replicas) if replicas):
+                if node.hangs:
+                    began = time.monotonic()
+                    with contextlib.suppress(redis.RedisError):
+                        connection = node.take(deadline)
+                        _answer(connection, "PING")
+                        node.give_back(connection)
+                        node.told(began, 1, "")
+
+    def _take(self, found: Sequence["_SlotRange"]) -> None:
+        replicas = {of.names[0]: of.names[1:] for of in found}
+        names, by_slot = tuple(replicas), np.full(SLOTS, -1, np.int64)
+        for of in found:
+            by_slot[of.first : of.last + 1] = names.index(of.names[0])
+        for name in (*names, *chain(*replicas.values())):
+            self.node(name).is_replica = name not in replicas and not self._tier.service
+        self.slots = Slots(names, by_slot, bool((by_slot >= 0).all()), tuple(replicas.values()))
 
     def close(self) -> None:
-        for node in self._nodes.values():
+        for node in (*self._sentinels, *self._nodes.values()):
             node.close()
 
 
@@ -147,28 +194,57 @@ def is_cluster_refused(error: Exception) -> bool:
     return "cluster support disabled" in str(error)
 
 
-def _slots(connection: Any, asked: str) -> list[tuple[int, int, str]]:
-    """Returns who has slots: from, to, HOST:PORT. asked: the server that is asked; it has all slots where
-    there is no cluster. redis.RedisError: it does not say."""
-    connection.send_command("CLUSTER", "SLOTS")
+class _SlotRange(NamedTuple):
+    """Slots from `first` to `last`. names: of their server, then of its replicas."""
+
+    first: int
+    last: int
+    names: tuple[str, ...]
+
+
+def _told(connection: Any, asked: str, service: str) -> list[_SlotRange]:
+    """Returns who has slots: a server has all where there is no cluster. asked: who is, a Sentinel if there
+    is a service. redis.RedisError: it does not say."""
     try:
-        answer = connection.read_response()
+        if service:
+            return [_SlotRange(0, SLOTS - 1, _of_service(connection, service))]
+        answer = _answer(connection, "CLUSTER", "SLOTS")
+        return [
+            _SlotRange(int(first), int(last), tuple(_name(one, host_and_port(asked)[0]) for one in servers))
+            for first, last, *servers in answer
+        ]
     except redis.ResponseError as error:
         if not is_cluster_refused(error):
             connection.disconnect()
             raise
-        return [(0, SLOTS - 1, asked)]
+        return [_SlotRange(0, SLOTS - 1, (asked,))]
     except redis.RedisError:
         connection.disconnect()
         raise
-    try:
-        return [
-            (int(first), int(last), f"{(main[0] or b'').decode() or host_and_port(asked)[0]}:{int(main[1])}")
-            for first, last, main, *_ in answer
-        ]
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         connection.disconnect()
-        raise redis.InvalidResponse(f"it answers CLUSTER SLOTS with something else: {error}") from error
+        raise redis.InvalidResponse(f"it answers who has the slots with something else: {error}") from error
+
+
+def _of_service(connection: Any, service: str) -> tuple[str, ...]:
+    """Returns the server that Sentinel has for a service, and its replicas that are up to date."""
+    if (main := _answer(connection, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", service)) is None:
+        raise redis.ResponseError(f"it knows no servers of the name {service!r}")
+    found = [
+        dict(zip(r[::2], r[1::2], strict=True)) for r in _answer(connection, "SENTINEL", "REPLICAS", service)
+    ]
+    are_well = [r for r in found if r[b"flags"] == b"slave" and r[b"master-link-status"] == b"ok"]
+    return _name(main, ""), *(_name((r[b"ip"], r[b"port"]), "") for r in are_well)
+
+
+def _answer(connection: Any, *command: str) -> Any:
+    connection.send_command(*command)
+    return connection.read_response()
+
+
+def _name(server: Sequence[Any], host: str) -> str:
+    """Returns the HOST:PORT of a server as Redis tells it. host: of who tells it, for "here"."""
+    return f"{(server[0] or b'').decode() or host}:{int(server[1])}"
 
 
 _servers: dict[tuple[int, RedisTier], RedisServers] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import redis
 from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import RedisClusterException
+from redis.sentinel import Sentinel
 
 from tableside.loader.errors import RedisError
 from tableside.loader.redis.blocks import RedisBlocks
@@ -54,9 +55,15 @@ def remove_keys(place: RedisPlace, blocks: int) -> None:
 
 
 def _client(place: RedisPlace) -> Any:
-    """Returns a client of a server, or of a cluster."""
-    options = {**options_of(place.is_tls), "socket_timeout": _ANSWER_S, "socket_connect_timeout": _ANSWER_S}
+    """Returns a client of a server, of that which Sentinels name, or of a cluster."""
+    timeouts = {"socket_timeout": _ANSWER_S, "socket_connect_timeout": _ANSWER_S}
+    options = {**options_of(place.is_tls), **timeouts}
     with _telling(place):
+        if place.service:
+            found: Any = Sentinel  # which has no types
+            how = {**timeouts, **({"ssl": True} if place.is_tls else {})}
+            sentinels = found([*map(host_and_port, place.addresses)], sentinel_kwargs=how)
+            return sentinels.master_for(place.service, **options)
         error: Exception = redis.ConnectionError("no address")
         for host, port in map(host_and_port, place.addresses):
             client: Any = redis.Redis(host=host, port=port, **options)

@@ -147,6 +147,8 @@ class Header:
             for name in ("strings", "redis"):
                 if not table[name]:
                     del table[name]
+            if "redis" in table and not table["redis"]["service"]:
+                del table["redis"]["service"]
         for table in raw["tables"]:
             if (ids := table["ids"]) is None:
                 del table["ids"]

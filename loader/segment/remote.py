@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from tableside.loader.checkpoint.rows import LARGEST_DIM
 from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import NAME
-from tableside.loader.model.tiers import ADDRESS
+from tableside.loader.model.tiers import ADDRESS, SERVICE, RedisTier
 from tableside.quant import QuantError, RowFormat
 
 _PREFIX = re.compile(r"tableside:[A-Za-z0-9_:-]+:[0-9a-f]{16}:")  # without braces, which name slots
@@ -53,14 +53,19 @@ class RemoteShare:
 
 @dataclass(frozen=True)
 class RedisPlace:
-    """Where a table's rows are in Redis (loader.redis.blocks). addresses: HOST:PORT of the server, or of some
-    nodes of the cluster. prefix: of the keys; seed: of the checksums, which no other load of a table has."""
+    """Where a table's rows are in Redis (loader.redis.blocks). addresses, service: as of `RedisTier`. prefix:
+    of the keys; seed: of the checksums, which no other load of a table has."""
 
     addresses: tuple[str, ...]
     is_tls: bool
     prefix: str
     seed: int
     block_rows: int
+    service: str = ""
+
+    @property
+    def tier(self) -> RedisTier:
+        return RedisTier(self.addresses, self.is_tls, self.service)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,8 @@ def check_remote(t: RemoteTable) -> None:
 def _check_redis(t: RemoteTable, place: RedisPlace) -> None:
     are_texts = all(isinstance(text, str) for text in (place.prefix, *place.addresses))
     are_places = are_texts and place.addresses and all(map(ADDRESS.fullmatch, place.addresses))
-    if not are_places or t.shares or t.buckets or t.row_bytes % 4:
+    is_service = isinstance(place.service, str) and SERVICE.fullmatch(place.service)
+    if not are_places or not is_service or t.shares or t.buckets or t.row_bytes % 4:
         raise SegmentError(f"table {t.name!r} has no address in Redis, or what rows there cannot have")
     numbers = type(place.seed) is int and type(place.block_rows) is int and type(place.is_tls) is bool
     is_range = numbers and 0 <= place.seed < 1 << 63 and 0 < place.block_rows < 1 << 20

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,30 +102,75 @@ def redis_server(folder: Path, keeps: bool = True, **more: Any) -> Iterator[Redi
         server.end(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def redis_sentinel(folder: Path, name: str, main: RedisServer) -> Iterator[str]:
+    """A Sentinel that has a replica take a server's place soon after that is gone; yields its HOST:PORT."""
+    import redis
+
+    folder.mkdir()
+    port, written = free_port(), folder / "sentinel.conf"
+    written.write_text(
+        f"port {port}\ndir {folder}\nsentinel monitor {name} 127.0.0.1 {main.port} 1\n"
+        f"sentinel down-after-milliseconds {name} 500\nsentinel failover-timeout {name} 1000\n"
+    )
+    assert COMMAND is not None
+    process = subprocess.Popen([COMMAND, str(written), "--sentinel"], stdout=subprocess.DEVNULL)
+    try:
+        with redis.Redis(port=port) as client:
+            deadline = time.monotonic() + 300
+            while True:
+                with contextlib.suppress(redis.RedisError):
+                    if client.execute_command("SENTINEL", "REPLICAS", name):
+                        break
+                assert process.poll() is None and time.monotonic() < deadline, "Sentinel found no replica"
+                time.sleep(0.05)
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
 SLOTS = 16384
 
 
 class RedisCluster:
-    """Nodes of a cluster, which have slots alike."""
+    """Nodes of a cluster, which have slots alike. replicas: of the first ones."""
 
-    def __init__(self, nodes: Sequence[RedisServer]) -> None:
-        self.nodes = nodes
+    def __init__(self, nodes: Sequence[RedisServer], replicas: Sequence[RedisServer] = ()) -> None:
+        self.nodes, self.replicas = nodes, replicas
         first, *others = (node.client() for node in nodes)
         for n, client in enumerate((first, *others)):
             start, end = (SLOTS * k // len(nodes) for k in (n, n + 1))
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", start, end - 1)
             client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", n + 1)
-        for node, client in zip(nodes[1:], others, strict=True):
+        followers = [replica.client() for replica in replicas]
+        for node, client in zip((*nodes[1:], *replicas), (*others, *followers), strict=True):
             bus = client.config_get("cluster-port")["cluster-port"]
             first.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        self._wait(lambda: all(self._is_ok(client) for client in (first, *others, *followers)))
+        for n, client in enumerate(followers):
+            client.execute_command("CLUSTER", "REPLICATE", self._id(n))
+        told = first, *others
+        self._wait(lambda: all(self._replicas(client) == len(followers) for client in told))
+
+    @staticmethod
+    def _wait(is_up: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 300
-        while not all(self._is_ok(client) for client in (first, *others)):
+        while not is_up():
             assert time.monotonic() < deadline, "the cluster did not come up"
             time.sleep(0.05)
 
+    @staticmethod
+    def _replicas(client: Any) -> int:
+        return sum(
+            len(servers) - 1 for _, _, *servers in client.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
+        )
+
     def _is_ok(self, client: Any) -> bool:
         info = client.execute_command("CLUSTER INFO")
-        return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == len(self.nodes)
+        return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == len(
+            [*self.nodes, *self.replicas]
+        )
 
     def begin_move(self, slot: int, of: int, to: int) -> None:
         """Has a node of these begin to give a slot to another one."""
@@ -151,14 +196,14 @@ class RedisCluster:
 
 
 @contextlib.contextmanager
-def redis_cluster(folder: Path, nodes: int = 3) -> Iterator[RedisCluster]:
+def redis_cluster(folder: Path, nodes: int = 3, replicas: int = 0) -> Iterator[RedisCluster]:
     with contextlib.ExitStack() as running:
         started = []
-        for n in range(nodes):
+        for n in range(nodes + replicas):
             (folder / f"node{n}").mkdir()
             options = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
             # A node that is stopped for a moment keeps its slots, and the others answer meanwhile
             options += ["--cluster-node-timeout", "60000", "--cluster-require-full-coverage", "no"]
             server = redis_server(folder / f"node{n}", False, port=free_port(), options=options)
             started.append(running.enter_context(server))
-        yield RedisCluster(started)
+        yield RedisCluster(started[:nodes], started[nodes:])

@@ -130,6 +130,8 @@ REMOTE = RemoteTable("user", "user", "int8", 64, 68, 1000, "error", "", 0, 0, ()
         {"block_rows": 0},
         {"block_rows": 1.5},
         {"is_tls": 1},
+        {"service": None},
+        {"service": "two words"},
     ],
 )
 def test_a_header_that_lies_is_refused(lie: dict[str, Any]) -> None:
