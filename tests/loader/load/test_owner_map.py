@@ -88,6 +88,20 @@ def test_ids_that_come_twice_are_planned_for_twice(root: Path, tmp_path: Path) -
     assert table.cut(0, 1).id_count == 6 and load(spec, root).header.tables[0].id_count == 3
 
 
+def test_a_model_that_is_for_one_host_is_refused(root: Path, tmp_path: Path) -> None:
+    """Whose rows have an age; and one whose rows lie on others already."""
+    np.savez(tmp_path / "c.npz", t=np.ones((6, 4), np.float32), ids=np.arange(6))
+    of = {"key": "t", "ids": "raw", "id_key": "ids", "missing": "zero", "ttl": "1d"}
+    spec = parse_model({"name": "m", "checkpoint": "c.npz", "tables": {"t": of}}, tmp_path)
+    load(spec, root)
+    for plan in (lambda: sized(spec, root), lambda: sized_version(Model(root, "m"))):
+        with pytest.raises(ModelError, match="ttl and max_rows are for models on one host"):
+            plan()
+    owner = load(share_of(spec_of(tmp_path, owners=2), 0), root).model
+    with pytest.raises(ModelError, match="one of several hosts already"):
+        sized_version(Model(root, owner))
+
+
 # ---- maps ----
 
 
