@@ -227,6 +227,7 @@ def test_an_owner_that_lags_by_many_states(owners: Server, tmp_path: Path) -> No
     assert engine_of(hosts.door.root, hosts.door.name).served().sequence == 5
 
 
+@pytest.mark.drawn(0.5)
 def test_an_owner_that_lags_by_more_states_than_are_kept(
     owners: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from changing_hosts import Hosts
 from hosts import UNPOOLED, place, spec_of
 from json_keys import documented_keys, keys_of
@@ -44,6 +45,7 @@ def planned(model: object, *options: object, root: Path) -> Any:
 # ---- plan ----
 
 
+@pytest.mark.drawn(0.5)
 def test_the_commands_of_a_plan_make_its_hosts(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
