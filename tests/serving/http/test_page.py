@@ -133,7 +133,7 @@ def test_what_the_page_shows(server: Any, tmp_path: Path) -> None:
     found = _shown(server.url, tmp_path, looks=3)
     for text in ("demo version 1 of 1", "4 features", "clicked item mean fp32", "text word none fp32"):
         assert text in found["text"], text
-    for text in ("4 min ago 2 min now", "2 ready of 2", "None so far.", "The CPU alone"):
+    for text in ("4 min ago 2 min now", "2 ready of 2", "Errors", "The CPU alone"):
         assert text in found["text"], text
     assert found["details"] == 1 and found["charts"] and max(c.count("L") for c in found["charts"]) >= 1
     example = server.get("/v1/models").json()["models"][0]["example"]

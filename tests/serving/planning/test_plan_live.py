@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tables
 from json_keys import documented_keys, keys_of
 from support import run_tableside, until
 
@@ -70,6 +71,17 @@ def test_what_running_workers_are_asked_for(start: Any) -> None:
     assert not list(server.root.glob(".uses-*"))
     silent = run_tableside("plan", "demo", "--live", 0.5, root=server.root)
     assert silent.returncode == 1 and "no worker was asked for rows of demo" in silent.stderr
+
+
+@pytest.mark.gpu
+def test_what_doors_of_an_engine_are_asked_for(start: Any) -> None:
+    """Requests that the engine process answers are sampled by the doors that took them."""
+    server = start("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--workers", 1)
+    with asked_for(server.url, [[1, 2, 3], [3, 500]]):
+        found = run_tableside("plan", "demo", "--live", 3, "--json", root=server.root)
+    assert found.returncode == 0, found.stderr
+    said = json.loads(found.stdout)
+    assert said["rows"] > 0 and said["ids"] == 6 * said["rows"]
 
 
 def test_one_at_a_time_and_a_killed_one_is_in_no_ones_way(publish: Publish, root: Path) -> None:
