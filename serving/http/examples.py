@@ -1,13 +1,14 @@
 """Requests to try, of a served version: its own features, with ids that have rows."""
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from fastapi import FastAPI
 
 from tableside.quant.rows.fetched import AskedTable
 from tableside.serving.http.openapi import Json
-from tableside.serving.model.version import BoundFeature, ServedVersion, end_ids
+from tableside.serving.model.version import ServedVersion, end_ids
 from tableside.serving.service.service import Service
 
 _FEATURES = 3  # of a lookup, at most
@@ -15,8 +16,8 @@ _FEATURES = 3  # of a lookup, at most
 
 def lookup(served: ServedVersion) -> Json | None:
     """Returns the body of a `/v1/lookup` that is answered; None: no id is known that has a row here."""
-    ids = {name: found for name, b in served.features.items() if (found := _ids(b))}
-    features = {name: [ids[name]] for name in list(ids)[:_FEATURES]}
+    known = ((name, [found]) for name in served.features if (found := _ids(served, name)))
+    features = dict(islice(known, _FEATURES))
     return {"model": served.header.model, "features": features} if features else None
 
 
@@ -24,7 +25,7 @@ def score(served: ServedVersion) -> Json | None:
     """Returns the body of a `/v1/score`; None: there is no scorer, or an id is not known."""
     if served.scorer is None:
         return None
-    ids = {i.feature: _ids(served.features[i.feature])[:1] for i in served.scorer.inputs if i.feature}
+    ids = {i.feature: _ids(served, i.feature)[:1] for i in served.scorer.inputs if i.feature}
     dense = {name: [[0.5] * width] for name, width in served.scorer.dense.items()}
     found = {"model": served.header.model, "features": {name: [of] for name, of in ids.items()}}
     return {**found, **({"dense": dense} if dense else {})} if ids and all(ids.values()) else None
@@ -47,16 +48,21 @@ def infer(served: ServedVersion) -> Json | None:
     }
 
 
-def _ids(bound: BoundFeature) -> list[Any]:
-    """Returns ids that a feature's table answers, of its ends. Of strings only hashes are kept: any will do
-    where the table has a row for those that it does not know."""
-    table = bound.table
+def _ids(served: ServedVersion, feature: str) -> list[Any]:
+    """Returns ids that a feature's table answers, of its ends. Of strings only hashes are kept, and raw ids
+    of a disk are not read for this: any will do where the table has a row for those that it does not know."""
+    bound = served.features[feature]
+    table, is_on_disk = bound.table, bound.feature.table in served.segment.base.readers
     if isinstance(table, AskedTable):
         is_refusing, by_number = table.default is None, not table.owners.buckets
         ids = [0, table.rows - 1] if by_number and table.rows else [] if is_refusing else [0]
     else:
-        is_refusing = table.row_map is None or table.row_map.default_row is None
-        ids = end_ids(table).tolist()
+        row_map = table.row_map
+        is_refusing = row_map is None or row_map.default_row is None
+        if is_on_disk and row_map is not None and row_map.index is not None:
+            ids = [] if is_refusing else [0]
+        else:
+            ids = end_ids(table).tolist()
     return ids if not bound.strings else [] if is_refusing else ["a", "b"]
 
 

@@ -12,9 +12,10 @@ import httpx
 import numpy as np
 import pytest
 from browsers import needs_chromium, page_of
-from servers import Server
+from raw_loads import publish_raw
+from servers import Server, start_server
 from string_tables import publish_strings
-from support import rows_of
+from support import end, rows_of
 
 from tableside.serving.client import Client
 
@@ -113,6 +114,20 @@ def test_examples_of_odd_models(root: Path, tmp_path: Path, start: Callable[...,
     assert list(asked) == ["loose", "raw"], "no string of the strict table is known"
     assert set(asked["raw"][0]) <= set(ids.tolist()) and asked["loose"] == [["a", "b"]]
     assert list(examples["/v1/score"]["features"]) == ["loose", "raw"]
+
+
+def test_no_disk_is_read_for_examples(disk: Path, tmp_path: Path) -> None:
+    """Raw ids lie in their rows there: any id will do where the table answers any, and no other is shown."""
+    ids, values = np.arange(100_000) * 7 + 3, rows_of(100_000, 16)
+    features = {name: {"table": name} for name in ("strict", "loose")}
+    tables = {"strict": (ids, values), "loose": (ids, values)}
+    publish_raw(tmp_path, disk, tables, of={"loose": {"missing": "zero"}}, features=features, name="m")
+    server = start_server(disk, models=("m",))
+    try:
+        paths = {"/v1/lookup", "/v2/models/m/infer", "/v2/models/m/versions/1/infer"}
+        assert _answered(server, paths)["/v1/lookup"] == {"model": "m", "features": {"loose": [[0]]}}
+    finally:
+        assert end(server.process) == 0
 
 
 def test_no_model_no_example(root: Path, start: Callable[..., Server]) -> None:
