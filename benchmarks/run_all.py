@@ -34,6 +34,7 @@ BENCHMARKS = (
     "http_lookup.py",
     "http_requests.py",
     "client.py",
+    "live_ids.py",
     "client_shm.py",
     "eval_pool.py",
     "eval_pool.py --shape criteo",
