@@ -23,9 +23,10 @@ class ResponseReader:
         self._view = memoryview(self._scratch)
         self.begin()
 
-    def begin(self, most: int | None = None) -> None:
-        """Waits for a new response. most: bytes of its body; None: any."""
-        self._most = most
+    def begin(self, most: int | None = None, into: memoryview | None = None) -> None:
+        """Waits for a new response. most: bytes of its body; None: any. into: memory that a body of just its
+        length is read to; it may be written in part where none comes."""
+        self._most, self._into = most, into
         self._parser: Any = None
         self._filled = 0
         self._body: memoryview | None = None
@@ -69,7 +70,7 @@ class ResponseReader:
                 return self._begin_body(end, rest)
             # 100 Continue and its like; the response is to come
             self._scratch[:rest] = self._scratch[end : self._filled]
-            self.begin()
+            self.begin(self._most, self._into)
             self._filled = rest
         if self._filled == _HEAD_LIMIT:
             raise ConnectionAbortedError(f"the response's head has more than {_HEAD_LIMIT} bytes")
@@ -90,8 +91,11 @@ class ResponseReader:
         length = self._length
         if self._most is not None and length > self._most:
             raise self._too_long()
-        start = -(self._json_bytes or 0) % _ALIGNMENT
-        self._body = memoryview(np.empty(start + length, np.uint8))[start:]  # type: ignore[arg-type]
+        if self._into is not None and len(self._into) == length:
+            self._body = self._into
+        else:
+            start = -(self._json_bytes or 0) % _ALIGNMENT
+            self._body = memoryview(np.empty(start + length, np.uint8))[start:]  # type: ignore[arg-type]
         here = min(rest, length)
         self._body[:here] = self._view[end : end + here]
         self._missing = length - here

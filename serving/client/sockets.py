@@ -32,11 +32,16 @@ class SocketConnection:
         return self._watch.is_quiet()
 
     def send(
-        self, head: bytes, request: HttpRequest, wait_s: Callable[[], float], most: int | None = None
+        self,
+        head: bytes,
+        request: HttpRequest,
+        wait_s: Callable[[], float],
+        most: int | None = None,
+        into: memoryview | None = None,
     ) -> None:
         """Sends a request. Where it is refused before it is whole, the response says why. wait_s: how long
-        each step may take; most: bytes of its response; None: any."""
-        self._reader.begin(most)
+        each step may take; most, into: as `ResponseReader.begin`."""
+        self._reader.begin(most, into)
         with suppress(BrokenPipeError, ConnectionResetError):
             self._send(head, request, wait_s)
 
@@ -58,13 +63,27 @@ class SocketConnection:
         count = self._socket.recv_into(self._reader.buffer())
         return self._reader.take(count) if count else self._reader.end()
 
-    def _send(self, head: bytes, request: HttpRequest, wait_s: Callable[[], float]) -> None:
-        parts = (head, *request.parts)
-        self.wait_for(wait_s())
+    def receive_ready(self) -> HttpResponse | None:
+        """As `receive_some`, of all that is there, without a wait for more."""
         if self._is_tls:
+            return self.receive_some()
+        response = None
+        with suppress(BlockingIOError):
+            while response is None:  # a socket's own calls ask the kernel twice
+                count = os.readv(self.descriptor, (self._reader.buffer(),))
+                response = self._reader.take(count) if count else self._reader.end()
+        if response is not None:
+            self._reader.begin()  # the connection may live on, without what it read
+        return response
+
+    def _send(self, head: bytes, request: HttpRequest, wait_s: Callable[[], float]) -> None:
+        parts, sent = (head, *request.parts), 0
+        if self._is_tls:
+            self.wait_for(wait_s())
             self._socket.sendall(b"".join(parts))
             return
-        sent = self._socket.sendmsg(parts)
+        with suppress(BlockingIOError):
+            sent = os.writev(self.descriptor, parts)
         for part in parts:
             if sent < len(part):
                 self.wait_for(wait_s())
@@ -97,15 +116,19 @@ class SocketPool:
         return response
 
     def begin(
-        self, request: HttpRequest, timeout_s: float | None = None, most: int | None = None
+        self,
+        request: HttpRequest,
+        timeout_s: float | None = None,
+        most: int | None = None,
+        into: memoryview | None = None,
     ) -> SocketConnection:
         """Sends a request; the caller reads its response, and gives the connection back or closes it.
-        timeout_s: for connecting, and for each step of sending, None: that of the pool; most: bytes of the
-        response. OSError: no connection could be made."""
+        timeout_s: for connecting, and for each step of sending, None: that of the pool; most, into: as
+        `ResponseReader.begin`. OSError: no connection could be made."""
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         connection = self._take(wait_s)
         try:
-            connection.send(self._address.head(request), request, lambda: wait_s, most)
+            connection.send(self._address.head(request), request, lambda: wait_s, most, into)
         except BaseException:
             connection.close()
             raise
