@@ -291,11 +291,12 @@ class Waiting(ABC):
 
 class Plan(ABC):
     """Lookups that were laid out once and run on many pairs of buffers: `begin`, then `run`.
-    waits: it reads rows that are not in memory: `run` blocks, where `begin` did not come first. staged_bytes:
+    waits: it reads rows that are not in memory: `run` blocks, where `begin` did not come first.
+    begins_at_once: `begin` takes a moment for any number of ids. staged_bytes:
     that a run takes of the buffers that the requests of a batch share on a GPU; 0 on the CPU. is_on_device: a
     GPU computes all vectors and others can read them there."""
 
-    waits = False
+    waits = begins_at_once = False
     staged_bytes = 0
     is_on_device = False
 

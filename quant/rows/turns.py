@@ -27,14 +27,16 @@ def turn(lock: Any) -> Iterator[None]:
             _held.lock = None
 
 
-@contextmanager
-def waiting() -> Iterator[None]:
+class waiting:  # a generator would take three times as long
     """Has others take this thread's turn meanwhile, if it has one."""
-    if (lock := _held.lock) is None:
-        yield
-        return
-    lock.release()
-    try:
-        yield
-    finally:
-        lock.acquire()
+
+    __slots__ = ("_lock",)
+
+    def __enter__(self) -> None:
+        self._lock = _held.lock
+        if self._lock is not None:
+            self._lock.release()
+
+    def __exit__(self, *error: object) -> None:
+        if self._lock is not None:
+            self._lock.acquire()

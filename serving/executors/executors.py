@@ -45,10 +45,12 @@ class CpuExecutor:
         plan = request.plan
         if plan.waits:
             inputs = kept(inputs)  # which `begun` may point into
-            if request.ids > INLINE_FETCHED:
+            if request.ids > INLINE_FETCHED and not plan.begins_at_once:
                 return self._later(self._run_fetched(request, inputs))
             begun = request.begin(inputs)
             if isinstance(begun, Waiting):
+                if request.scoring is None and not begun.may_be_here:
+                    return self._readers.begin(functools.partial(_wait, request, begun, inputs))
                 return self._later(self._run_begun(request, begun, inputs))
             plan = begun
         scoring = request.scoring
@@ -78,12 +80,8 @@ class CpuExecutor:
         return await self._run(request, begun, inputs)
 
     async def _run_waiting(self, request: Request, begun: Waiting, inputs: Any) -> Answer:
-        """Looks up where it waited, so that the event loop has time for requests that need no wait."""
-
-        def look_up() -> Answer:
-            return request.look_up(inputs, request.wait(begun, request.deadline))
-
-        return await self._scored(request, inputs, await self._readers.run(look_up))
+        answer = await self._readers.run(functools.partial(_wait, request, begun, inputs))
+        return await self._scored(request, inputs, answer)
 
     async def _run(self, request: Request, plan: Plan, inputs: Any) -> Answer:
         if self._blocks(request):
@@ -148,6 +146,11 @@ class CpuExecutor:
         for answer in self._waiting:
             if not answer.done():
                 answer.set_exception(timed_out(scorer))
+
+
+def _wait(request: Request, begun: Waiting, inputs: Any) -> Answer:
+    """Looks up where it waited, so that the event loop has time for requests that need no wait."""
+    return request.look_up(inputs, request.wait(begun, request.deadline))
 
 
 async def _tell(pending: Pending, coming: Coroutine[Any, Any, Answer]) -> None:
