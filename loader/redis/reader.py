@@ -4,13 +4,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hiredis
 import numpy as np
 import redis
+from numpy.typing import NDArray
 
 from tableside.loader.redis.blocks import RedisBlocks
 from tableside.loader.redis.keys import hold_note
@@ -18,7 +19,7 @@ from tableside.loader.redis.replies import Replies, limit
 from tableside.loader.redis.servers import LATE_ROWS, RedisServers, servers_of
 from tableside.loader.segment.blocks import OPENS_S
 from tableside.loader.segment.remote import RemoteTable
-from tableside.quant.contract import Ids
+from tableside.quant.contract import Bytes, Ids
 from tableside.quant.rows.fetched import RowsAsked, RowState
 from tableside.quant.rows.turns import waiting
 
@@ -34,11 +35,20 @@ _MOVED = re.compile(r"(?P<how>MOVED|ASK) [0-9]+ (?P<host>\S*):(?P<port>[0-9]{1,5
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
 
 
+class _OfTable(NamedTuple):
+    """Rows of one table that it has. out: [n, row_bytes]; state: `RowState` [n]."""
+
+    table: str
+    rows: Ids
+    out: Bytes
+    state: NDArray[np.uint8]
+
+
 class _Part(NamedTuple):
     """Rows of one table. at: places in `asked`."""
 
     blocks: RedisBlocks
-    asked: RowsAsked
+    asked: _OfTable
     at: Ids
 
     @property
@@ -75,15 +85,15 @@ def _by_place(left: _Left, servers: RedisServers, turn: int) -> dict[_Place, lis
 
 class RedisRows:
     """Rows of a version's tables in Redis. folder: of the version, in which the notes of keys are held, so
-    that these stay while this object lives; timeout_s: for which a request waits; count: is told a table,
-    what became of rows, and how many."""
+    that these stay while this object lives; timeout_s: for which a request waits; count: is told what
+    became of rows, and how many by table."""
 
     def __init__(
         self,
         tables: Sequence[RemoteTable],
         folder: Path,
         timeout_s: float,
-        count: Callable[[str, str, int], object],
+        count: Callable[[str, Iterable[tuple[str, int]]], object],
     ) -> None:
         self._blocks = {t.name: RedisBlocks(t.place, t.row_bytes) for t in tables}
         first = next(iter(self._blocks.values())).place
@@ -95,15 +105,16 @@ class RedisRows:
         for fd in getattr(self, "_notes", ()):
             os.close(fd)
 
-    def fetch(self, asked: Sequence[RowsAsked], deadline: float | None) -> None:
+    def fetch(self, asked: RowsAsked, deadline: float | None) -> None:
         """Reads rows of these tables, as `quant.rows.fetched.Fetch`."""
         deadline = time.monotonic() + self._timeout_s if deadline is None else deadline
-        left: _Left = {None: []}
-        for one in asked:
-            own = one.ends[0]
-            one.state[:own], one.state[own:] = RowState.LATE, RowState.MISSING
-            if own:
-                left[None].append(_Part(self._blocks[one.table], one, np.arange(own)))
+        of_tables, left = list[_OfTable](), _Left({None: []})
+        for n, table in enumerate(asked.tables):
+            (own, out), (missing, _) = asked.blocks(n)
+            asked.state[own], asked.state[missing] = RowState.LATE, RowState.MISSING
+            of_tables.append(one := _OfTable(table, asked.ids[own], out, asked.state[own]))
+            if one.rows.size:
+                left[None].append(_Part(self._blocks[table], one, np.arange(one.rows.size)))
         servers = servers_of(self._tier)
         self._turn = first = self._turn + 1
         for turn in range(_TURNS):
@@ -118,11 +129,11 @@ class RedisRows:
                 call.receive(left)
             if not left:
                 break
-        for one in asked:
+        for one in of_tables:
             states = np.bincount(one.state, minlength=_GONE + 1).tolist()
             one.state[one.state == _GONE] = RowState.LATE
             for state, outcome in _OUTCOMES.items():
-                self._count(one.table, outcome, states[state])
+                self._count(outcome, [(one.table, states[state])])
 
     def is_patient(self, deadline: float) -> bool:
         """Whether who waits until then can tell whether a server hangs."""

@@ -1,11 +1,11 @@
-"""Lookups of tables whose rows are asked for by ids, those of all tables at once (`AskedTable`). A plan
-splits the ids of its lookups by table and owner, each id once; its `Waiting` has the rows brought to one
-buffer, in which the backend's kernels then read them. Other lookups of a request have a planner of their
-own."""
+"""Lookups of tables whose rows are asked for by ids, those of all tables at once (`AskedTable`). Who waits
+splits the ids by owner and table, each id once, and has the rows brought to one buffer, in which the
+backend's kernels then read them. Other lookups of a request have a planner of their own. What the places of
+lookups say is kept, as clients repeat them."""
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tableside.quant.cpu.backend import CpuBackend
 
 _ADDRESSES = 1 << 47  # bytes of the address space of a process
+_MOST_FORMS = 64  # that are kept
+_ROOM = 16  # bytes around the rows of an owner, beside one for each (`RowsAsked`)
 
 
 class TogetherPlanner(Planner):
@@ -55,14 +57,14 @@ class TogetherPlanner(Planner):
         rest = [kind for kind, table in zip(kinds, self.table_of, strict=True) if table < 0]
         self.rest = backend.planner(rest, threads) if rest else None
         owners = [table.owners for table in self.tables]
-        most = max(one.ends.size for one in owners)
-        self.ends = np.array(
-            [np.pad(one.ends, (0, most - one.ends.size), mode="edge") for one in owners], np.int64
+        self.ends = np.array([one.ends for one in owners], np.int64)
+        self.shapes = np.array(
+            [(of.buckets, of.bucket_ids, t.row_bytes) for of, t in zip(owners, self.tables, strict=True)],
+            np.int64,
         )
-        self.shapes = np.array([(one.buckets, one.bucket_ids, 0) for one in owners], np.int64)
-        self.row_bytes = np.array([table.row_bytes for table in self.tables], np.int64)
         # What reads rows anywhere in memory; without it each staging needs a reader of its own
         self.any_rows = self.reader([_all_memory(t) for t in self.tables]) if backend.reads_any_rows else None
+        self._forms: dict[bytes, _Form] = {}
 
     def reader(self, tables: Sequence[Table]) -> Planner:
         """Returns a planner that reads these tables by row numbers."""
@@ -74,7 +76,12 @@ class TogetherPlanner(Planner):
         return self.backend.memory_planner(kinds, self.threads)
 
     def plan(self, places: Any, out_bytes: int = 0) -> Plan:
-        return _TogetherPlan(self, places)
+        key = bytes(places)
+        if (form := self._forms.get(key)) is None:
+            if len(self._forms) >= _MOST_FORMS:
+                self._forms = {}
+            form = self._forms[key] = _Form(self, key)
+        return _TogetherPlan(self, form)
 
 
 def _all_memory(table: AskedTable) -> Table:
@@ -84,36 +91,60 @@ def _all_memory(table: AskedTable) -> Table:
     return Table(packed, table.row_format, table.dim)
 
 
-class _TogetherPlan(Plan):
-    """remote: numbers of the lookups of tables that are fetched together; rest: those of the others."""
+class _Form:
+    """What the places of a request's lookups say. jobs: numbers of the lookups of tables that are fetched
+    together, those of one table one after another; starts: of their ids among all of these, [jobs + 1];
+    used: the numbers of these tables; local: which of them each job reads. rest: numbers of the other
+    lookups, which `rest_plan` runs. The others are for `_native.split_ids` and for what reads the rows."""
 
-    waits = True
-
-    def __init__(self, planner: TogetherPlanner, places: Any) -> None:
-        self.planner = planner
+    def __init__(self, planner: TogetherPlanner, places: bytes) -> None:
         self.places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
         kinds = self.places[:, FIELD["kind"]]
         self.table_of = planner.table_of[kinds]
-        self.remote, self.rest = np.flatnonzero(self.table_of >= 0), np.flatnonzero(self.table_of < 0)
-        self._rest: Plan | None = None
+        remote, self.rest = np.flatnonzero(self.table_of >= 0), np.flatnonzero(self.table_of < 0)
+        self.rest_plan: Plan | None = None
         if self.rest.size and planner.rest is not None:
             others = self.places[self.rest].copy()
             others[:, FIELD["kind"]] = planner.number_of[kinds[self.rest]]
-            self._rest = planner.rest.plan(others.tobytes())
+            self.rest_plan = planner.rest.plan(others.tobytes())
+        self.jobs = remote[self.table_of[remote].argsort(kind="stable")]
+        self.used, self.local = np.unique(self.table_of[self.jobs], return_inverse=True)
+        counts = self.places[self.jobs, FIELD["ids"]]
+        self.starts = np.concatenate(([0], counts.cumsum()))
+        self.asked = np.stack((self.places[self.jobs, FIELD["ids_at"]], counts, self.local), 1)
+        self.shapes, self.ends = planner.shapes[self.used], planner.ends[self.used]
+        self.names = [planner.tables[table].name for table in self.used.tolist()]
+        # As many rows as ids, and for each owner one more of each table, since readers count from a multiple
+        groups, row_bytes = self.ends.shape[1] + 1, self.shapes[:, 2]
+        self.room = int(counts @ row_bytes[self.local] + counts.sum() + groups * (row_bytes.sum() + _ROOM))
+        # In the order of lookups, without masks
+        self.order = self.jobs.argsort()
+        self.read_places = self.places[remote]
+        self.read_places[:, FIELD["kind"]] = planner.number_of[kinds[remote]]
+        self.read_places[:, FIELD["found_at"]] = -1
+        masks = enumerate(self.places[self.jobs, FIELD["found_at"]].tolist())
+        self.masks = [(n, found_at) for n, found_at in masks if found_at >= 0]
+
+
+class _TogetherPlan(Plan):
+    waits = begins_at_once = True
+
+    def __init__(self, planner: TogetherPlanner, form: _Form) -> None:
+        self.planner, self.form = planner, form
 
     def begin(self, inputs: Any) -> Plan | Waiting:
-        if not self.remote.size and self._rest is not None:
-            return self._rest.begin(inputs)
-        return _RowsComing(self, inputs, *self._begin_rest(inputs))
+        if not self.form.jobs.size and self.form.rest_plan is not None:
+            return self.form.rest_plan.begin(inputs)
+        return _RowsComing(self, inputs)
 
-    def _begin_rest(self, inputs: Any) -> tuple[Plan | Waiting | None, BadIds | None]:
+    def begin_rest(self, inputs: Any) -> tuple[Plan | Waiting | None, BadIds | None]:
         """Begins the other lookups; the error of one of them waits for those of earlier ones."""
-        if self._rest is None:
+        if self.form.rest_plan is None:
             return None, None
         try:
-            return self._rest.begin(inputs), None
+            return self.form.rest_plan.begin(inputs), None
         except BadIds as error:
-            return None, renumbered(error, self.rest)
+            return None, renumbered(error, self.form.rest)
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
         """Blocks until the rows are here. RowsNotRead: some do not come."""
@@ -122,10 +153,10 @@ class _TogetherPlan(Plan):
 
     def refuse(self, error: BadIds, inputs: Any) -> NoReturn:
         """Raises an error, or that of a lookup before it."""
-        for job, place in enumerate(places_in(self.places.tobytes())[: error.job + 1]):
+        for job, place in enumerate(places_in(self.form.places)[: error.job + 1]):
             kind = self.planner.kinds[place.kind]
             ids, lengths = inputs_of(kind, place, inputs)
-            if self.table_of[job] >= 0:
+            if self.form.table_of[job] >= 0:
                 check_ids(ids, lengths, -1, job)
             elif job < error.job:
                 rows_of(kind.table, ids, lengths, job)
@@ -137,114 +168,95 @@ def renumbered(error: BadIds, jobs: Ids) -> BadIds:
     return BadIds(error.problem, int(jobs[error.job]), error.position, error.value, error.bound)
 
 
-class _Staged(NamedTuple):
-    """Room for the different rows of one table. number: of the table; start: of its ids among all different
-    ones; first: the number that readers know row 0 by; rows: uint8 [ids, row_bytes]."""
-
-    number: int
-    start: int
-    first: int
-    rows: NDArray[np.uint8]
-
-
 class _RowsComing(Waiting):
-    """Ids of a request, split by owner. rest: the other lookups, begun; wrong: the error of one of them."""
+    """A request whose ids are split by who waits. Set then: asked, the different ids; at, int64 [ids], the
+    number of each one's row, for what reads them; firsts, int64 [tables, owners + 1], that of the first row
+    of each of `asked.counts`."""
 
-    def __init__(
-        self, plan: _TogetherPlan, inputs: Any, rest: Plan | Waiting | None, wrong: BadIds | None
-    ) -> None:
-        self._plan, self._inputs, self._rest, self._wrong = plan, inputs, rest, wrong
-        planner = plan.planner
-        self._deadline = time.monotonic() + min(table.wait_s for table in planner.tables)
-        tables = plan.table_of[plan.remote]
-        order = tables.argsort(kind="stable")
-        self.jobs = plan.remote[order]  # those of one table one after another
-        used, local = np.unique(tables[order], return_inverse=True)
-        counts = plan.places[self.jobs, FIELD["ids"]]
-        self.starts = np.concatenate(([0], counts.cumsum()))  # of each job's ids in `at`
-        asked = np.stack((plan.places[self.jobs, FIELD["ids_at"]], counts, local), 1)
-        # Room for as many rows as ids, and for one more, since readers count from a multiple of a row's bytes
-        row_bytes = planner.row_bytes[used]
-        sizes = row_bytes * (np.bincount(local, counts, used.size).astype(np.int64) + 1)
-        ends = sizes.cumsum()
-        self.staging = np.empty(int(ends[-1]), np.uint8)
-        address = array_address(self.staging)
-        shapes = planner.shapes[used]
-        at = ends - sizes
-        if planner.any_rows is not None:
-            shapes[:, 2] = -(-(address + at - BASE) // row_bytes)
-            at = BASE + shapes[:, 2] * row_bytes - address
-        n = int(self.starts[-1])
-        distinct, self.at = np.empty(n, np.int64), np.empty(n, np.int64)
-        by_owner = np.empty((used.size, planner.ends.shape[1] + 1), np.int64)
-        total = _native.split_ids(inputs, asked, shapes, planner.ends[used], distinct, self.at, by_owner)
-        self.state = np.zeros(total, np.uint8)
-        self.staged, self._asked, start = list[_Staged](), list[RowsAsked](), 0
-        owner_ends = by_owner.cumsum(1).tolist()
-        of_tables = used.tolist(), at.tolist(), shapes[:, 2].tolist(), owner_ends
-        for number, begin, first, of_owners in zip(*of_tables, strict=True):
-            table, end = planner.tables[number], start + of_owners[-1]
-            rows = self.staging[begin : begin + (end - start) * table.row_bytes].reshape(-1, table.row_bytes)
-            self.staged.append(_Staged(number, start, first, rows))
-            asked_ids, state = distinct[start:end], self.state[start:end]
-            self._asked.append(RowsAsked(table.name, asked_ids, of_owners, rows, state))
-            start = end
+    asked: RowsAsked
+    at: Ids
+    firsts: NDArray[np.int64]
+
+    def __init__(self, plan: _TogetherPlan, inputs: Any) -> None:
+        self._plan, self._inputs = plan, inputs
+        self._deadline = time.monotonic() + min(table.wait_s for table in plan.planner.tables)
+        self._wrong: BadIds | None = None  # the error of one of the other lookups
 
     def wait(self, deadline: float | None = None) -> Plan:
         until = self._deadline if deadline is None else min(self._deadline, deadline)
-        self._plan.planner.call(self._asked, until)
-        rest = self._rest.wait(deadline) if isinstance(self._rest, Waiting) else self._rest
-        unfound, flags = self._settle() if self.state.any() else ({}, None)
+        rest, self._wrong = self._plan.begin_rest(self._inputs)
+        self._split()
+        self._plan.planner.call(self.asked, until)
+        rest = rest.wait(deadline) if isinstance(rest, Waiting) else rest
+        unfound, flags = self._settle() if self.asked.state.any() else ({}, None)
         if self._wrong is not None:
             self._plan.refuse(self._wrong, self._inputs)
         return _CamePlan(self._plan, self, rest, unfound, flags)
+
+    def _split(self) -> None:
+        form = self._plan.form
+        n, groups = int(form.starts[-1]), form.ends.shape[1] + 1
+        out = np.empty(form.room, np.uint8)
+        distinct, self.at = np.empty(n, np.int64), np.empty(n, np.int64)
+        blocks = np.empty((3, form.used.size, groups), np.int64)
+        base = -1 if self._plan.planner.any_rows is None else BASE
+        given = form.asked, form.shapes, form.ends, distinct, self.at, blocks, out, base
+        total = _native.split_ids(self._inputs, *given)
+        counts, at, self.firsts = blocks
+        state = np.zeros(total, np.uint8)
+        row_bytes = form.shapes[:, 2]
+        self.asked = RowsAsked(form.names, row_bytes, distinct[:total], counts, at, out, state)
 
     def _settle(self) -> tuple[dict[int, Unfound], NDArray[np.uint8]]:
         """Puts default rows where rows are missing or late. Returns the counts of lookups, and the state of
         each id. RowsNotRead: rows are late, and nothing stands for them. BadIds: an id is missing, and
         refused."""
-        for one in self.staged:
-            self._fill(one)
-        shifts = {one.number: one.start - one.first for one in self.staged}
-        tables = self._plan.table_of[self.jobs].tolist()
-        shift = np.repeat([shifts[table] for table in tables], np.diff(self.starts))
-        flags = self.state[self.at + shift]
+        form, tables, state = self._plan.form, self._plan.planner.tables, self.asked.state
+        for n, number in enumerate(form.used.tolist()):
+            self._fill(n, tables[number])
+        shifts, flags = self.asked.starts - self.firsts, np.empty(self.at.size, np.uint8)
         unfound: dict[int, Unfound] = {}
         wrong = [] if self._wrong is None else [self._wrong]
-        for n, (job, table) in enumerate(zip(self.jobs.tolist(), tables, strict=True)):
-            of_job = flags[self.starts[n] : self.starts[n + 1]]
-            counts = np.bincount(of_job, minlength=len(RowState)).tolist()
+        for n, (job, table) in enumerate(zip(form.jobs.tolist(), form.local.tolist(), strict=True)):
+            of_job = slice(form.starts[n], form.starts[n + 1])
+            at = self.at[of_job]
+            owner = self.firsts[table].searchsorted(at, "right") - 1
+            flags[of_job] = state[at + shifts[table, owner]]
+            counts = np.bincount(flags[of_job], minlength=len(RowState)).tolist()
             unfound[job] = Unfound(counts[RowState.MISSING], 0, counts[RowState.LATE])
-            if counts[RowState.MISSING] and self._plan.planner.tables[table].default is None:
-                wrong.append(self._missing(job, table, int((of_job == RowState.MISSING).argmax())))
+            if counts[RowState.MISSING] and tables[form.used[table]].default is None:
+                first = int((flags[of_job] == RowState.MISSING).argmax())
+                wrong.append(self._missing(job, tables[form.used[table]], first))
         if wrong:
             self._plan.refuse(min(wrong, key=lambda error: error.job), self._inputs)
         return unfound, flags
 
-    def _fill(self, one: _Staged) -> None:
-        state = self.state[one.start : one.start + len(one.rows)]
-        if not state.any():
-            return
-        table, is_damaged = self._plan.planner.tables[one.number], bool((state == RowState.CORRUPT).any())
+    def _fill(self, n: int, table: AskedTable) -> None:
         may_be_late = table.default is not None and table.late_is_default
-        if is_damaged or (not may_be_late and (state == RowState.LATE).any()):
-            raise not_read(state)
-        if table.default is not None:
-            one.rows[state != RowState.HERE] = table.default
+        for ids, rows in self.asked.blocks(n):
+            state = self.asked.state[ids]
+            if not state.any():
+                continue
+            is_damaged = bool((state == RowState.CORRUPT).any())
+            if is_damaged or (not may_be_late and (state == RowState.LATE).any()):
+                raise not_read(np.concatenate([self.asked.state[ids] for ids, _ in self.asked.blocks(n)]))
+            if table.default is not None:
+                rows[state != RowState.HERE] = table.default
 
-    def _missing(self, job: int, table: int, position: int) -> BadIds:
-        place = Place(*self._plan.places[job].tolist())
+    def _missing(self, job: int, table: AskedTable, position: int) -> BadIds:
+        place = Place(*self._plan.form.places[job].tolist())
         ids = np.frombuffer(self._inputs, np.int64, place.ids, place.ids_at)
-        of = self._plan.planner.tables[table]
-        problem = Problem.MISSING if of.owners.buckets else Problem.ID
-        return BadIds(problem, job, position, int(ids[position]), of.rows)
+        problem = Problem.MISSING if table.owners.buckets else Problem.ID
+        return BadIds(problem, job, position, int(ids[position]), table.rows)
 
 
-def _tables(planner: TogetherPlanner, staged: Sequence[_Staged]) -> list[Table]:
-    """Returns a planner's tables, with the rows that were staged, or one of zeros."""
-    rows = {one.number: one.rows for one in staged if len(one.rows)}
-    packed = [rows.get(n, np.zeros((1, t.row_bytes), np.uint8)) for n, t in enumerate(planner.tables)]
-    return [Table(p, t.row_format, t.dim) for p, t in zip(packed, planner.tables, strict=True)]
+def _tables(plan: _TogetherPlan, asked: RowsAsked) -> list[Table]:
+    """Returns a planner's tables, with the rows that were asked for, or one of zeros."""
+    packed = [np.zeros((1, table.row_bytes), np.uint8) for table in plan.planner.tables]
+    for n, number in enumerate(plan.form.used.tolist()):
+        if asked.counts[n].any():
+            packed[number] = np.concatenate([rows for _, rows in asked.blocks(n)])
+    return [Table(p, t.row_format, t.dim) for p, t in zip(packed, plan.planner.tables, strict=True)]
 
 
 class _CamePlan(Plan):
@@ -261,36 +273,34 @@ class _CamePlan(Plan):
     ) -> None:
         self._plan, self._fetched, self._rest = plan, fetched, rest
         self._unfound, self._flags = unfound, flags
-        self._reader = plan.planner.any_rows or plan.planner.reader(_tables(plan.planner, fetched.staged))
+        self._reader = plan.planner.any_rows or plan.planner.reader(_tables(plan, fetched.asked))
 
     def run(self, inputs: Any, outputs: Any) -> Sequence[Unfound] | None:
-        plan, fetched, wrong = self._plan, self._fetched, list[BadIds]()
-        places = plan.places[fetched.jobs]
-        found_at = places[:, FIELD["found_at"]].tolist()
-        at = array_address(fetched.at) + 8 * fetched.starts[:-1]
-        places[:, FIELD["kind"]] = plan.planner.number_of[places[:, FIELD["kind"]]]
-        places[:, FIELD["found_at"]] = -1
-        places = places_in_memory(places, inputs, outputs, at)
-        order = fetched.jobs.argsort()
+        form, wrong = self._plan.form, list[BadIds]()
+        at = array_address(self._fetched.at) + 8 * form.starts[form.order]
+        places = places_in_memory(form.read_places, inputs, outputs, at)
         try:
-            self._reader.run(places[order].tobytes(), MEMORY, MEMORY)
+            self._reader.run(places.tobytes(), MEMORY, MEMORY)
         except BadIds as error:
-            wrong.append(renumbered(error, plan.remote))
-        unfound = [Unfound(0, 0)] * len(plan.places)
+            wrong.append(renumbered(error, form.jobs[form.order]))
+        of_rest: Sequence[Unfound] | None = None
         try:
             of_rest = None if self._rest is None else self._rest.run(inputs, outputs)
-            for job, counts in zip(plan.rest.tolist(), of_rest or (), strict=False):
-                unfound[job] = counts
         except BadIds as error:
-            wrong.append(renumbered(error, plan.rest))
+            wrong.append(renumbered(error, form.rest))
         if wrong:
             raise min(wrong, key=lambda error: error.job)
-        for n, (job, mask_at) in enumerate(zip(fetched.jobs.tolist(), found_at, strict=True)):
-            unfound[job] = self._unfound.get(job, unfound[job])
-            if mask_at >= 0:
-                start, end = fetched.starts[n : n + 2].tolist()
-                mask = np.frombuffer(outputs, np.uint8, end - start, mask_at)
-                mask[:] = True if self._flags is None else self._flags[start:end] == RowState.HERE
-                if self._flags is not None:
-                    mask[self._flags[start:end] == RowState.LATE] = MASK_LATE
+        for n, mask_at in form.masks:
+            self._write_mask(int(form.starts[n]), int(form.starts[n + 1]), outputs, mask_at)
+        if of_rest is None and not self._unfound:
+            return None
+        unfound = [self._unfound.get(job, Unfound(0, 0)) for job in range(len(form.places))]
+        for job, counts in zip(form.rest.tolist(), of_rest or (), strict=False):
+            unfound[job] = counts
         return unfound if any(map(any, unfound)) else None
+
+    def _write_mask(self, start: int, end: int, outputs: Any, mask_at: int) -> None:
+        mask = np.frombuffer(outputs, np.uint8, end - start, mask_at)
+        mask[:] = True if self._flags is None else self._flags[start:end] == RowState.HERE
+        if self._flags is not None:
+            mask[self._flags[start:end] == RowState.LATE] = MASK_LATE

@@ -1,6 +1,6 @@
 """Tables whose rows are not at an address: they are fetched by their numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -58,15 +58,33 @@ class RowOwners:
 
 
 class RowsAsked(NamedTuple):
-    """Rows of one of several tables. rows: [n] ids or row numbers, each once, those of one owner one after
-    another; ends: of each owner, the place after its last, then of those that have none; out, state: as
-    `Fetch` takes them."""
+    """Rows of several tables. tables: their names; row_bytes: int64 [tables]; ids: int64 [n], ids or row
+    numbers, of a table each once: owner after owner, of each table after table, at last those that no owner
+    has. counts: int64 [tables, owners + 1], of an owner, or of none; at: int64 [tables, owners + 1], the byte
+    of `out` where the packed rows of these go. state: `RowState` [n], HERE before the call. Before the first
+    row of an owner `out` has room for a byte for each of its ids, rounded up to 8, and behind its last one
+    for 8 bytes, so that an answer may be read there as it comes."""
 
-    table: str
-    rows: NDArray[np.int64]
-    ends: Sequence[int]
+    tables: Sequence[str]
+    row_bytes: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    at: NDArray[np.int64]
     out: NDArray[np.uint8]
     state: NDArray[np.uint8]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """The place in `ids` of the first id of each table and owner, int64 [tables, owners + 1]."""
+        by_owner = self.counts.T
+        return (by_owner.cumsum().reshape(by_owner.shape) - by_owner).T
+
+    def blocks(self, table: int) -> Iterator[tuple[slice, NDArray[np.uint8]]]:
+        """Yields where the ids of one table and owner are, and their rows, [ids, row_bytes]."""
+        row_bytes = int(self.row_bytes[table])
+        of_owners = (of[table].tolist() for of in (self.starts, self.counts, self.at))
+        for start, n, at in zip(*of_owners, strict=True):
+            yield slice(start, start + n), self.out[at : at + n * row_bytes].reshape(n, row_bytes)
 
 
 class RowReader(NamedTuple):
@@ -127,7 +145,7 @@ class AskedTable:
     row_format: RowFormat
     dim: int
     owners: RowOwners
-    call: Callable[[Sequence[RowsAsked], float | None], object]
+    call: Callable[[RowsAsked, float | None], object]
     wait_s: float
     default: NDArray[np.uint8] | None = None
     late_is_default: bool = False

@@ -17,7 +17,7 @@ from tableside.quant.rows.turns import waiting
 from tableside.serving.client.address import Address
 from tableside.serving.client.messages import HttpRequest, HttpResponse
 from tableside.serving.client.sockets import SocketConnection, SocketPool
-from tableside.serving.cluster.protocol import PATH, RowsLayout, TableIds, check_response, pack_request
+from tableside.serving.cluster.protocol import PATH, TableIds, check_response, pack_request
 
 logger = logging.getLogger("tableside")
 
@@ -143,23 +143,25 @@ class _Try(NamedTuple):
 
 class OwnerCall:
     """One request to an owner: sent to the host that has least to do; to another one as well where that takes
-    long, or in its place where it fails. The first answer counts. asked: ids of tables; layout: of the
-    response. body: the response; None: it has not come, or not in time. until: when something is to be done
-    though nothing comes."""
+    long, or in its place where it fails. The first answer counts. asked: ids of tables; size: of the
+    response; place: where it may be read to. body: the response; None: it has not come, or not in time;
+    is_in_place: it is what is there now. until: when something is to be done though nothing comes."""
 
     def __init__(
         self,
         hosts: OwnerHosts,
         owner: Replicas,
-        asked: Sequence[TableIds],
-        layout: RowsLayout,
+        asked: TableIds,
+        size: int,
         deadline: float,
+        place: memoryview | None = None,
     ) -> None:
-        self.layout, self.until = layout, deadline
+        self.until, self._size, self._place = deadline, size, place
+        self.is_in_place = False
         self.body: Bytes | None = None
         self._answered_from = 0.0  # when the host was asked whose answer it is
         self._all_hosts, self._state, self._deadline = hosts, owner.state, deadline
-        self._rows = sum(one.ids.size for one in asked)
+        self._rows = asked.ids.size
         # Who waits for less neither says that a host hangs, nor is the one that looks whether it does
         self._is_patient = deadline - time.monotonic() >= min(hosts.timeout_s, OPENS_S) / 2
         path = f"{PATH}/{owner.model}/{owner.state}"
@@ -195,9 +197,11 @@ class OwnerCall:
     def _send(self, host: OwnerHost) -> bool:
         began = time.monotonic()
         timeout_s = max(_LEAST_CONNECT_S, _CONNECT_SHARE * (self._deadline - began))
-        most = max(self.layout.size, _SAID_BYTES)
+        most = max(self._size, _SAID_BYTES)
         try:
-            self.tries.append(_Try(host, host.pool.begin(self._request, timeout_s, most), began))
+            # Two hosts' answers would mix
+            into = None if self.tries else self._place
+            self.tries.append(_Try(host, host.pool.begin(self._request, timeout_s, most, into), began))
         except OSError as error:
             if self._is_patient:
                 host.told(began, self._rows, f"it is not reached ({error})")
@@ -228,7 +232,7 @@ class OwnerCall:
         """Reads what has come from a host."""
         problem, response, is_lacking = "", None, False
         try:
-            if (response := one.connection.receive_some()) is None:
+            if (response := one.connection.receive_ready()) is None:
                 return
             is_lacking = response.status == _NOT_HERE
             self.body, self._answered_from = self._checked(response), one.began
@@ -253,7 +257,8 @@ class OwnerCall:
         if response.status != 200:
             raise ValueError(f"{response.status}: {response.text[:300]!r}")
         body = np.frombuffer(response.content, np.uint8)
-        check_response(body, self.layout, self._state)
+        check_response(body, self._size, self._state)
+        self.is_in_place = response.content is self._place
         return body
 
 

@@ -11,90 +11,95 @@ response    uint8 for each id: 1 if the table has it, padded with zeros to a mul
             xxh3-64 of what is before, seeded with STATE (`HostsState.seed`)
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from tableside.loader.segment.remote import HostsState
 from tableside.quant.contract import Bytes, Ids
 
 PATH = "/v2/rows"
-_SUM = np.dtype("<u8")
+SUM_BYTES = 8  # at the end of a response
 
 
 class TableIds(NamedTuple):
-    """Ids [n] asked of a table. table: its number in the version."""
+    """Ids asked of tables. tables: int64 [n], their numbers in the version; counts: int64 [n], ids of each;
+    ids: table after table."""
 
-    table: int
+    tables: NDArray[np.int64]
+    counts: NDArray[np.int64]
     ids: Ids
 
 
-class RowsLayout(NamedTuple):
-    """Where a response has what it says of each table, in bytes. found_at, rows_at: of its first id; ids: of
-    all; size: of the whole body."""
+def rows_at(ids: int) -> int:
+    """The byte of a response of so many ids where its rows begin."""
+    return -(-ids // 8) * 8
 
-    found_at: tuple[int, ...]
-    rows_at: tuple[int, ...]
+
+class RowsLayout(NamedTuple):
+    """Where a response has what it says of each table, in bytes. found_at, rows_at: int64 [tables], of its
+    first id; ids: of all; size: of the whole body."""
+
+    found_at: NDArray[np.int64]
+    rows_at: NDArray[np.int64]
     ids: int
     size: int
 
     @classmethod
-    def of(cls, sizes: Sequence[tuple[int, int]]) -> "RowsLayout":
-        """sizes: ids and row_bytes of each table."""
-        ends = list(accumulate((n for n, _ in sizes), initial=0))
-        rows = list(accumulate((n * row_bytes for n, row_bytes in sizes), initial=-(-ends[-1] // 8) * 8))
-        return cls(tuple(ends[:-1]), tuple(rows[:-1]), ends[-1], rows[-1] + _SUM.itemsize)
+    def of(cls, counts: NDArray[np.int64], row_bytes: NDArray[np.int64]) -> "RowsLayout":
+        """counts: ids of each table."""
+        ends, row_ends = counts.cumsum(), (counts * row_bytes).cumsum()
+        ids = int(ends[-1])
+        first = rows_at(ids)
+        return cls(
+            ends - counts, row_ends - counts * row_bytes + first, ids, first + int(row_ends[-1]) + SUM_BYTES
+        )
 
 
-def pack_request(asked: Sequence[TableIds]) -> tuple[memoryview, ...]:
+def pack_request(asked: TableIds) -> tuple[memoryview, ...]:
     """Returns the body of a request, as its parts."""
-    head = np.array([len(asked), *(n for one in asked for n in (one.table, one.ids.size))], "<i8")
-    return tuple(part.view(np.uint8).data for part in (head, *(one.ids for one in asked)) if part.size)
+    head = np.empty(1 + 2 * asked.tables.size, "<i8")
+    head[0], head[1::2], head[2::2] = asked.tables.size, asked.tables, asked.counts
+    return tuple(part.view(np.uint8).data for part in (head, asked.ids) if part.size)
 
 
-def unpack_request(body: Any, most: int) -> list[TableIds]:
+def unpack_request(body: Any, most: int) -> TableIds:
     """Reads the body of a request. most: tables of the version. ValueError: it is none."""
     if len(body) % 8:
         raise ValueError(f"the body has {len(body)} bytes; expected int64 numbers")
     numbers = np.frombuffer(body, "<i8")
-    tables = int(numbers[0]) if numbers.size else 0
-    if not 0 < tables <= (numbers.size - 1) // 2:
-        raise ValueError(f"the body names {tables} tables in {numbers.size} numbers")
-    if tables > most:
-        raise ValueError(f"the body names {tables} tables; expected at most {most}")
-    told = numbers[1 : 1 + 2 * tables].reshape(-1, 2)
-    if told[:, 0].min() < 0 or told[:, 0].max() >= most:
+    n = int(numbers[0]) if numbers.size else 0
+    if not 0 < n <= (numbers.size - 1) // 2:
+        raise ValueError(f"the body names {n} tables in {numbers.size} numbers")
+    if n > most:
+        raise ValueError(f"the body names {n} tables; expected at most {most}")
+    tables, counts, ids = numbers[1 : 1 + 2 * n : 2], numbers[2 : 2 + 2 * n : 2], numbers[1 + 2 * n :]
+    if tables.min() < 0 or tables.max() >= most:
         raise ValueError(
-            f"the body names tables {told[:, 0].tolist()[:8]}; expected numbers from 0 to {most - 1}"
+            f"the body names tables {tables.tolist()[:8]}; expected numbers from 0 to {most - 1}"
         )
-    ends = 1 + 2 * tables + np.cumsum(told[:, 1])
-    if told.min() < 0 or told[:, 1].max() > numbers.size or ends[-1] != numbers.size:
-        raise ValueError(f"the body's counts are not those of its {numbers.size - 1 - 2 * tables} ids")
-    starts = (ends - told[:, 1]).tolist()
-    return [
-        TableIds(table, numbers[start:end])
-        for table, start, end in zip(told[:, 0].tolist(), starts, ends.tolist(), strict=True)
-    ]
+    if counts.min() < 0 or counts.max() > ids.size or int(counts.sum()) != ids.size:
+        raise ValueError(f"the body's counts are not those of its {ids.size} ids")
+    return TableIds(tables, counts, ids)
 
 
 def seal(body: Bytes, state: HostsState) -> None:
     """Writes the end of a response whose rows are there."""
-    body[-_SUM.itemsize :].view(_SUM)[0] = _checksum(body, state)
+    body[-SUM_BYTES:].view("<u8")[0] = _checksum(body, state)
 
 
-def check_response(body: Bytes, layout: RowsLayout, state: HostsState) -> None:
-    """ValueError: it is no response of this layout, or of another state."""
-    if body.size != layout.size:
-        raise ValueError(f"it has {body.size} bytes; expected {layout.size}")
-    if _checksum(body, state) != int(body[-_SUM.itemsize :].view(_SUM)[0]):
+def check_response(body: Bytes, size: int, state: HostsState) -> None:
+    """ValueError: it is no response of this size, or of another state."""
+    if body.size != size:
+        raise ValueError(f"it has {body.size} bytes; expected {size}")
+    if _checksum(body, state) != int(body[-SUM_BYTES:].view("<u8")[0]):
         raise ValueError("its checksum is wrong, or it is of another state")
 
 
 def _checksum(body: Bytes, state: HostsState) -> int:
-    return xxhash.xxh3_64_intdigest(body[: -_SUM.itemsize].data, seed=state.seed)
+    return xxhash.xxh3_64_intdigest(body[:-SUM_BYTES].data, seed=state.seed)
 
 
 class DescribedTable(NamedTuple):

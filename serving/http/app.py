@@ -32,12 +32,12 @@ class Application:
     def __init__(self, settings: ServerSettings) -> None:
         self.service = Service(settings)
         self.in_flight, self.slots = self.service.in_flight, self.service.slots
-        v2 = V2(self.service)
-        self.door, self.slices = Door(v2), self.service.slices
+        v2, owned = V2(self.service), rows.OwnedRows(self.service)
+        self.door, self.slices = Door(v2, owned), self.service.slices
         self._app = _make_fastapi(self.service)
         v1.add_to(self._app, self.service, self.tell)
         v2_routes.add_to(self._app, self.service, v2)
-        rows.add_to(self._app, self.service)
+        rows.add_to(self._app, owned, settings.max_body_bytes)
         examples.add_to(self._app, self.service)
         _add_page(self._app)
         self._cpu_seconds = metrics.CPU_SECONDS.labels("worker")

@@ -1,7 +1,7 @@
-"""Infer requests without ASGI: its scope, task and messages cost more than a small lookup. The connection
-hands bodies to the `Door`. If a template knows the header and the executor runs at once, the answer is there
-on return, else a task makes it. Requests that are compressed, expect 100-continue or are unusual go through
-ASGI to the same code."""
+"""Infer requests and requests for rows without ASGI: its scope, task and messages cost more than a small
+lookup. The connection hands bodies to the `Door`. If a template knows the header and the executor runs at
+once, or rows are in memory, the answer is there on return, else a task makes it. Requests that are
+compressed, expect 100-continue or are unusual go through ASGI to the same code."""
 
 import asyncio
 import functools
@@ -16,12 +16,16 @@ from tableside.serving.executors.pending import Found
 from tableside.serving.http.asgi import DISK_TIMEOUT, Response, error_response
 from tableside.serving.http.traffic import Traffic
 from tableside.serving.http.v2.infer import LENGTH, V2, InferTarget
+from tableside.serving.http.v2.rows import OwnedRows, RowsTarget
 
-_PATH, _INFER = b"/v2/models/", b"/infer"
+_PATH, _INFER, _ROWS = b"/v2/models/", b"/infer", b"/v2/rows/"
+_TOKEN = b"authorization"
 _ODD = re.compile(rb"[%?#]")
 _NOT_PLAIN = (b"content-encoding", b"expect", b"transfer-encoding")
-READS = (*_NOT_PLAIN, LENGTH, DISK_TIMEOUT)
+READS = (*_NOT_PLAIN, LENGTH, DISK_TIMEOUT, _TOKEN)
 """The headers that `Door.asks` reads."""
+
+Target = InferTarget | RowsTarget
 
 SendWhole = Callable[[bytes, Sequence[Any]], None]
 """Sends a response: its head, but for the empty line that ends it, and the parts of its body."""
@@ -48,31 +52,40 @@ class DoorCycle:
 
 
 class Door:
-    """Answers a worker's infer requests. Belongs to one event loop."""
+    """Answers a worker's infer requests, and those for rows. Belongs to one event loop."""
 
-    def __init__(self, v2: V2) -> None:
-        self._v2, self.traffic = v2, Traffic(v2.service.engines)
+    def __init__(self, v2: V2, owned: OwnedRows) -> None:
+        self._v2, self._owned, self.traffic = v2, owned, Traffic(v2.service.engines)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> InferTarget | None:
+    def asks(self, method: bytes, url: bytes, headers: Sequence[tuple[bytes, bytes]]) -> Target | None:
         """Returns a request's target; None: it goes through ASGI. headers: READS and any others."""
-        if method != b"POST" or not url.startswith(_PATH) or not url.endswith(_INFER) or _ODD.search(url):
+        if method != b"POST" or not url.startswith((_PATH, _ROWS)) or _ODD.search(url):
             return None
-        length = timeout = None
+        found: dict[bytes, bytes] = {}
         for name, value in headers:
             if name in _NOT_PLAIN:
                 return None
-            if name == LENGTH and length is None:
-                length = value
-            elif name == DISK_TIMEOUT and timeout is None:
-                timeout = value
-        return InferTarget(url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/"), length, timeout)
+            found.setdefault(name, value)
+        if url.startswith(_ROWS):
+            model, slash, state = url[len(_ROWS) :].decode("latin-1").partition("/")
+            return RowsTarget(model, state, found.get(_TOKEN)) if slash and "/" not in state else None
+        if not url.endswith(_INFER):
+            return None
+        named = url[len(_PATH) : -len(_INFER)].decode("latin-1").split("/")
+        return InferTarget(named, found.get(LENGTH), found.get(DISK_TIMEOUT))
 
-    def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Hold, send: SendWhole) -> None:
-        """Answers a whole request, now or later. `body` may be reused on return."""
+    def answer(
+        self, asked: Target, body: bytes | memoryview, hold: Hold, send: SendWhole, host: str | None
+    ) -> None:
+        """Answers a whole request of a client at a host, now or later. `body` may be reused on return."""
+        response: Response | Coroutine[Any, Any, Response] | None
         try:
-            later = functools.partial(self._send_what, asked, send)
-            response = self._v2.infer_soon(asked, body, hold, later)
+            if isinstance(asked, RowsTarget):
+                response = self._owned.answer(asked, host, body, hold)
+            else:
+                later = functools.partial(self._send_what, asked, send)
+                response = self._v2.infer_soon(asked, body, hold, later)
         except Exception as error:  # noqa: BLE001  # an answer is owed whatever it is; what is no refusal is logged
             response = self._refusal(asked, error)
         if response is None:
@@ -85,7 +98,7 @@ class Door:
         task.add_done_callback(self._tasks.discard)
 
     def _send_what(
-        self, asked: InferTarget, send: SendWhole, encode: Callable[[Found], Response], found: Found
+        self, asked: Target, send: SendWhole, encode: Callable[[Found], Response], found: Found
     ) -> None:
         """Sends the response of `encode`, or its error."""
         try:
@@ -95,7 +108,7 @@ class Door:
         send(response_head(response), response.parts)
 
     async def _answer_later(
-        self, asked: InferTarget, coming: Coroutine[Any, Any, Response], send: SendWhole
+        self, asked: Target, coming: Coroutine[Any, Any, Response], send: SendWhole
     ) -> None:
         try:
             response = await coming
@@ -103,8 +116,8 @@ class Door:
             response = self._refusal(asked, error)
         send(response_head(response), response.parts)
 
-    def _refusal(self, asked: InferTarget, error: Exception) -> Response:
-        return error_response(self._v2.refusal(asked.named[0], error))
+    def _refusal(self, asked: Target, error: Exception) -> Response:
+        return error_response(self._v2.refusal(asked.model, error))
 
 
 def response_head(response: Response) -> bytes:

@@ -5,6 +5,7 @@ no preflight."""
 
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from ipaddress import ip_address
 
 from tableside.serving.errors import ApiError, ErrorKind, short
@@ -82,5 +83,6 @@ def _is_address(host: str) -> bool:
     return True
 
 
+@lru_cache
 def is_loopback(host: str) -> bool:
     return _is_address(host) and ip_address(host.strip("[]")).is_loopback

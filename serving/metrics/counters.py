@@ -7,7 +7,7 @@ over the running ones. Memory and files are read from /proc.
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +35,13 @@ class Count:
     def inc(self, amount: float = 1) -> None:
         with _lock:
             self._values[0] += amount
+
+
+def add_all(counts: Iterable[tuple[Count, float]]) -> None:
+    """Adds to several counters; any threads call it."""
+    with _lock:
+        for count, amount in counts:
+            count.add(amount)
 
 
 class Observations:

@@ -1,7 +1,9 @@
 """Counts of rows that are read from a disk (loader.segment.blocks), or from other hosts (serving.cluster)."""
 
+from collections.abc import Iterable
+
 from tableside.loader.segment.blocks import BlockReader
-from tableside.serving.metrics.counters import Counter, Histogram
+from tableside.serving.metrics.counters import Counter, Histogram, add_all
 
 _ROWS = Counter(
     "tableside_disk_rows_total",
@@ -36,10 +38,9 @@ _SAMPLED = Counter(
 )
 
 
-def count_remote(model: str, table: str, outcome: str, rows: int) -> None:
-    """Counts rows that other hosts were asked for."""
-    if rows:
-        _REMOTE.labels(model, table, outcome).inc(rows)
+def count_remote(model: str, outcome: str, rows: Iterable[tuple[str, int]]) -> None:
+    """Counts rows that other hosts were asked for, by table."""
+    add_all([(_REMOTE.labels(model, table, outcome), n) for table, n in rows if n])
 
 
 def count_given(model: str, rows: int) -> None:

@@ -68,7 +68,7 @@ class Placer:
         ahead: int = 0,
         on_disk: bool = True,
         count_reads: Callable[[BlockReader, str, str], object] = lambda reader, model, table: None,
-        count_remote: Callable[[str, str, str, int], object] = lambda model, table, outcome, rows: None,
+        count_remote: Callable[..., object] = lambda model, outcome, rows: None,
     ) -> None:
         self.gpu: GpuBackend | None = None
         self._stashable, self._ahead, self._on_disk = stashable, ahead, on_disk

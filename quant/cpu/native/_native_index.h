@@ -12,7 +12,7 @@ typedef struct { int64_t id, source; } record;
 /* Finds a seed and pilots for a bucket of n ids; 1: found, 0: not found, -1: no memory. */
 int build_bucket(const record *records, int64_t n, uint64_t slots, uint64_t *seed, uint8_t *pilots);
 
-enum { MOST_BUFFERS = 6 };
+enum { MOST_BUFFERS = 7 };
 typedef struct { Py_buffer b[MOST_BUFFERS]; int held; } buffers;
 
 static inline void release(buffers *all) {

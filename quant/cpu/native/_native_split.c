@@ -1,12 +1,15 @@
-/* split_ids(inputs, jobs, tables, ends, distinct, at, counts): the different ids that lookups ask of tables,
- *   table after table, and of each those of one owner one after another. jobs: int64 [jobs, 3], where the ids
- *   of a lookup lie in inputs, how many, and the number of its table, which ascends; tables: int64 [tables, 3],
- *   buckets (0: ids are row numbers), bucket_ids (as in a row map), and what is added to the places of ids;
- *   ends: int64 [tables, owners], the row number or bucket after the last of each; distinct: int64 [ids]; at:
- *   int64 [ids], the place of each, lookup after lookup, among the different ones of its table; counts: int64
- *   [tables, owners + 1], different ids of each owner, then of those without one
+/* split_ids(inputs, jobs, tables, ends, distinct, at, blocks, staging, base): the different ids that lookups
+ *   ask of tables, owner after owner, of each table after table, at last those without an owner; and places
+ *   for their rows. jobs: int64 [jobs, 3], where the ids of a lookup lie in inputs, how many, and the number
+ *   of its table, which ascends; tables: int64 [tables, 3], buckets (0: ids are row numbers), bucket_ids (as
+ *   in a row map), and row_bytes; ends: int64 [tables, owners], the row number or bucket after the last of
+ *   each; distinct: int64 [ids]; at: int64 [ids], the number of the row of each, lookup after lookup; blocks:
+ *   int64 [3, tables, owners + 1], different ids, the byte in staging of the first one's row, and its number;
+ *   staging: room for the rows. base: the address from which a table's rows are numbered; below 0: they are
+ *   numbered from 0, in the order of owners
  *   -> how many different ids there are
- * It releases the interpreter's lock. */
+ * The rows of one owner lie one after another, but for gaps where base wants them. Before them is room for a
+ * byte for each, rounded up to 8, and behind them for 8 bytes. It releases the interpreter's lock. */
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -14,18 +17,19 @@
 #include "_native_index.h"
 
 typedef struct { int64_t ids_at, n, table; } asking;
-typedef struct { int64_t buckets, bucket_ids, first; } asked_table;
+typedef struct { int64_t buckets, bucket_ids, row_bytes; } asked_table;
 
 typedef struct {
     const asked_table *table;
     const int64_t *ends;
     int64_t owners;
-    int64_t *distinct, *counts;
+    int64_t *ids, *owner_of, *counts; /* of the different ids, in the order in which they come first */
     uint64_t key, mask;
-    uint32_t *slots;            /* [mask + 1]: places in `distinct`, from 1 on; 0: none */
-    int64_t *owner_of, *places; /* of the different ids, in the order in which they come first */
+    uint32_t *slots;                  /* [mask + 1]: places in `ids`, from 1 on; 0: none */
     int64_t different;
 } splitting;
+
+enum { FEW_OWNERS = 16 };
 
 /* The owner of an id; `owners`: none. */
 static int64_t owner_of(const splitting *s, int64_t id) {
@@ -35,6 +39,10 @@ static int64_t owner_of(const splitting *s, int64_t id) {
         unit = bucket_of(&buckets, (uint64_t)id, mix_id((uint64_t)id));
     }
     int64_t low = 0, high = s->owners;
+    if (high <= FEW_OWNERS) { /* without a branch that is as often wrong as right */
+        for (int64_t k = 0; k < high; k++) low += unit >= (uint64_t)s->ends[k];
+        return low;
+    }
     while (low < high) {
         const int64_t middle = (low + high) / 2;
         if (unit < (uint64_t)s->ends[middle]) high = middle;
@@ -52,34 +60,68 @@ static uint64_t secret(void) {
     return found;
 }
 
-/* Adds a lookup's ids; at: the place of each in the order in which they come first. */
-static void add_ids(splitting *s, const uint8_t *ids, int64_t n, int64_t *at) {
+/* Adds a lookup's ids; at: the place of each in the order in which they come first, from `first` on. */
+static void add_ids(splitting *s, const uint8_t *ids, int64_t n, int64_t first, int64_t *at) {
     for (int64_t i = 0; i < n; i++) {
         const int64_t id = load_i64(ids + 8 * i);
         uint64_t slot = mix_id((uint64_t)id ^ s->key) >> 32 & s->mask;
-        while (s->slots[slot] && s->distinct[s->slots[slot] - 1] != id) slot = (slot + 1) & s->mask;
+        while (s->slots[slot] && s->ids[s->slots[slot] - 1] != id) slot = (slot + 1) & s->mask;
         if (!s->slots[slot]) {
             const int64_t owner = owner_of(s, id);
-            s->distinct[s->different] = id, s->owner_of[s->different] = owner;
+            s->ids[s->different] = id, s->owner_of[s->different] = owner;
             s->counts[owner]++;
             s->slots[slot] = (uint32_t)++s->different;
         }
-        at[i] = s->slots[slot] - 1;
+        at[i] = first + s->slots[slot] - 1;
     }
 }
 
-/* Orders a table's ids by their owners, and the places of `n` ids with them. */
-static void order_by_owner(splitting *s, int64_t *at, int64_t n) {
-    int64_t start = 0;
-    for (int64_t owner = 0; owner <= s->owners; owner++) {
-        const int64_t count = s->counts[owner];
-        s->counts[owner] = start, start += count;
+/* int64 [tables, owners + 1] each */
+typedef struct { int64_t *counts, *bytes, *numbers, tables, groups; } block_table;
+
+/* Places the rows of each owner; returns the bytes that they take. address: of the staging. */
+static int64_t place_blocks(const block_table *b, const asked_table *tables, int64_t address, int64_t base) {
+    int64_t at = 0;
+    for (int64_t owner = 0; owner < b->groups; owner++) {
+        int64_t ids = 0;
+        for (int64_t t = 0; t < b->tables; t++) ids += b->counts[t * b->groups + owner];
+        at += (ids + 7) / 8 * 8;
+        for (int64_t t = 0; t < b->tables; t++) {
+            const int64_t k = t * b->groups + owner, row_bytes = tables[t].row_bytes;
+            if (base >= 0 && b->counts[k])
+                at += row_bytes - 1 - (address + at - base + row_bytes - 1) % row_bytes;
+            b->bytes[k] = at;
+            if (base >= 0) b->numbers[k] = (address + at - base) / row_bytes;
+            else b->numbers[k] = owner ? b->numbers[k - 1] + b->counts[k - 1] : 0;
+            at += b->counts[k] * row_bytes;
+        }
+        at += ids ? 8 : 0;
     }
-    for (int64_t k = 0; k < s->different; k++) s->places[k] = s->counts[s->owner_of[k]]++;
-    for (int64_t i = 0; i < n; i++) at[i] = s->table->first + s->places[at[i]];
-    for (int64_t k = 0; k < s->different; k++) s->owner_of[s->places[k]] = s->distinct[k];
-    __builtin_memcpy(s->distinct, s->owner_of, (size_t)s->different * sizeof *s->distinct);
-    for (int64_t owner = s->owners; owner > 0; owner--) s->counts[owner] -= s->counts[owner - 1];
+    return at;
+}
+
+/* Orders the different ids, `ids` table after table, and turns places among them into numbers of rows.
+ * owner_of: is overwritten; room: int64 [2, owners + 1]. */
+static void order_by_owner(const block_table *b, const int64_t *ids, int64_t *owner_of, int64_t *room,
+                           int64_t *distinct, int64_t *at, int64_t asked) {
+    int64_t *const next = room, *const shift = room + b->groups, start = 0;
+    for (int64_t owner = 0; owner < b->groups; owner++) {
+        next[owner] = start;
+        for (int64_t t = 0; t < b->tables; t++) start += b->counts[t * b->groups + owner];
+    }
+    for (int64_t t = 0; t < b->tables; t++) {
+        int64_t different = 0;
+        for (int64_t owner = 0; owner < b->groups; owner++) {
+            shift[owner] = b->numbers[t * b->groups + owner] - next[owner];
+            different += b->counts[t * b->groups + owner];
+        }
+        for (; different--; ids++, owner_of++) {
+            const int64_t owner = *owner_of, place = next[owner]++;
+            distinct[place] = *ids, *owner_of = place + shift[owner];
+        }
+    }
+    const int64_t *const numbers = owner_of - start;
+    for (int64_t i = 0; i < asked; i++) at[i] = numbers[at[i]];
 }
 
 /* Whether jobs lie in the inputs, name tables in ascending order, and have `ids` ids together. */
@@ -95,12 +137,28 @@ static int are_sound(const asking *jobs, int64_t count, int64_t tables, int64_t 
     return !left;
 }
 
+/* Whether the tables are ones; most: gets the most ids that lookups ask of one. */
+static int are_tables(const asked_table *tables, int64_t of_tables, const asking *jobs, int64_t count,
+                      int64_t *most) {
+    for (int64_t t = 0; t < of_tables; t++)
+        if (tables[t].buckets < 0 || tables[t].buckets & (tables[t].buckets - 1) || tables[t].bucket_ids < 0
+            || tables[t].row_bytes < 1 || tables[t].row_bytes > INT32_MAX)
+            return 0;
+    for (int64_t k = 0, of = 0; k < count; k++) {
+        of = (k && jobs[k].table == jobs[k - 1].table ? of : 0) + jobs[k].n;
+        *most = of > *most ? of : *most;
+    }
+    return 1;
+}
+
 PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
     buffers inputs, all;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "split_ids takes 7 arguments, got %zd", n);
+    if (n != 9) return PyErr_Format(PyExc_TypeError, "split_ids takes 9 arguments, got %zd", n);
+    const long long base = PyLong_AsLongLong(args[8]);
+    if (base == -1 && PyErr_Occurred()) return NULL;
     if (!take(args, 1, 0, &inputs)) return NULL;
-    if (!take(args + 1, 6, 56, &all)) {
+    if (!take(args + 1, 7, 120, &all)) {
         release(&inputs);
         return NULL;
     }
@@ -108,54 +166,51 @@ PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     const asking *jobs = b[0].buf;
     const asked_table *tables = b[1].buf;
     const int64_t count = b[0].len / (int64_t)sizeof *jobs, of_tables = b[1].len / (int64_t)sizeof *tables,
-                  ids = b[3].len / 8, owners = of_tables ? b[2].len / 8 / of_tables : 0;
-    int sound = of_tables && owners > 0 && b[2].len == 8 * of_tables * owners && b[4].len == b[3].len
-        && b[5].len == 8 * of_tables * (owners + 1) && ids < UINT32_MAX / 4
-        && are_sound(jobs, count, of_tables, ids, inputs.b[0].len);
-    int64_t most = 0;
-    for (int64_t k = 0, of = 0; sound && k < count; k++) {
-        of = (k && jobs[k].table == jobs[k - 1].table ? of : 0) + jobs[k].n;
-        most = of > most ? of : most;
-    }
-    for (int64_t t = 0; sound && t < of_tables; t++)
-        sound = tables[t].buckets >= 0 && !(tables[t].buckets & (tables[t].buckets - 1))
-            && tables[t].bucket_ids >= 0;
-    if (!sound) {
+                  ids = b[3].len / 8, owners = of_tables ? b[2].len / 8 / of_tables : 0, groups = owners + 1;
+    int64_t most = 0, total = 0, taken = 0;
+    if (!of_tables || owners <= 0 || b[2].len != 8 * of_tables * owners || b[4].len != b[3].len
+        || b[5].len != 3 * 8 * of_tables * groups || ids >= UINT32_MAX / 4
+        || base > (int64_t)(intptr_t)b[6].buf || !are_sound(jobs, count, of_tables, ids, inputs.b[0].len)
+        || !are_tables(tables, of_tables, jobs, count, &most)) {
         release(&inputs);
         return unsound(&all, "split_ids");
     }
     uint64_t slots = 64;
     while (slots < 2 * (uint64_t)most) slots *= 2;
-    int64_t *memory = malloc(slots * sizeof(uint32_t) + 2 * (size_t)most * sizeof(int64_t)), total = 0;
+    int64_t *const memory = malloc(slots * sizeof(uint32_t) + (2 * (size_t)(ids + groups)) * sizeof(int64_t));
     if (!memory) {
         release(&inputs), release(&all);
         return PyErr_NoMemory();
     }
     const uint64_t key = secret();
     Py_BEGIN_ALLOW_THREADS
+    int64_t *const own = memory + slots / 2, *const owner_of = own + ids, *const room = owner_of + ids;
     int64_t *at = b[4].buf;
+    block_table blocks = {.counts = b[5].buf, .tables = of_tables, .groups = groups};
+    blocks.bytes = blocks.counts + of_tables * groups, blocks.numbers = blocks.bytes + of_tables * groups;
     const asking *job = jobs, *end = jobs + count;
     for (int64_t t = 0; t < of_tables; t++) {
         int64_t n_ids = 0;
         for (const asking *j = job; j < end && j->table == t; j++) n_ids += j->n;
         uint64_t size = 64;
         while (size < 2 * (uint64_t)n_ids) size *= 2;
-        splitting s = {.table = &tables[t], .ends = (const int64_t *)b[2].buf + t * owners,
-                       .owners = owners, .distinct = (int64_t *)b[3].buf + total,
-                       .counts = (int64_t *)b[5].buf + t * (owners + 1), .key = key, .mask = size - 1,
-                       .slots = (uint32_t *)(memory + 2 * most), .owner_of = memory, .places = memory + most};
-        for (int64_t owner = 0; owner <= owners; owner++) s.counts[owner] = 0;
+        splitting s = {.table = &tables[t], .ends = (const int64_t *)b[2].buf + t * owners, .owners = owners,
+                       .ids = own + total, .owner_of = owner_of + total, .counts = blocks.counts + t * groups,
+                       .key = key, .mask = size - 1, .slots = (uint32_t *)memory};
+        __builtin_memset(s.counts, 0, (size_t)groups * sizeof *s.counts);
         __builtin_memset(s.slots, 0, size * sizeof *s.slots);
-        int64_t *const from = at;
         for (; job < end && job->table == t; job++) {
-            add_ids(&s, (const uint8_t *)inputs.b[0].buf + job->ids_at, job->n, at);
+            add_ids(&s, (const uint8_t *)inputs.b[0].buf + job->ids_at, job->n, total, at);
             at += job->n;
         }
-        order_by_owner(&s, from, n_ids);
         total += s.different;
     }
+    taken = place_blocks(&blocks, tables, (int64_t)(intptr_t)b[6].buf, base);
+    order_by_owner(&blocks, own, owner_of, room, b[3].buf, b[4].buf, ids);
     Py_END_ALLOW_THREADS
     free(memory);
-    release(&inputs), release(&all);
+    release(&inputs);
+    if (taken > b[6].len) return unsound(&all, "split_ids");
+    release(&all);
     return PyLong_FromLongLong(total);
 }

@@ -75,7 +75,8 @@ class AnsweringProtocol(RefusingProtocol):
     def _answer(self, request: OpenRequest, cycle: RequestResponseCycle) -> None:
         if not self.transport.is_closing() and request.asked is not None:
             body, request.body = request.body, b""
-            self.door.answer(request.asked, body, request.hold, functools.partial(self._send, cycle))
+            send = functools.partial(self._send, cycle)
+            self.door.answer(request.asked, body, request.hold, send, self.client and self.client[0])
 
     def _send(self, cycle: RequestResponseCycle, head: bytes, parts: Sequence[Any]) -> None:
         """Sends the door's answer once the client has read enough of earlier answers."""

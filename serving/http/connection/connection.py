@@ -24,13 +24,12 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tableside.serving.errors import ApiError
 from tableside.serving.executors.admission import Bytes, Hold, Slices, Slots, WholeTurn
-from tableside.serving.http.connection.heads import Heads, head_of
+from tableside.serving.http.connection.heads import Heads, body_bytes_of, head_of
 from tableside.serving.http.connection.held_back import TURN_S, next_piece
 from tableside.serving.http.connection.parser import ParsingProtocol
 from tableside.serving.http.connection.refusals import OpenRequest
 from tableside.serving.http.door import Door, DoorCycle
 from tableside.serving.http.origins import Origins
-from tableside.serving.http.traffic import V2
 from tableside.serving.settings import ServerSettings
 
 IDLE_S = 0.1  # without a request, after which a connection may be closed for another one
@@ -124,9 +123,10 @@ class _LimitedProtocol(ParsingProtocol):
         self._take(data)
         if self._refused or not head:
             return
-        is_alone = self._is_between and self._body_bytes == len(data) - len(head)
-        if is_alone and (known := self._plain) is not None and known.body_bytes == self._body_bytes:
-            self.heads.learn(head, known)
+        form, body_bytes = body_bytes_of(head)
+        is_alone = self._is_between and self._body_bytes == len(data) - len(head) == body_bytes
+        if is_alone and self._plain is not None:
+            self.heads.learn(form, self._plain)
 
     def _take(self, data: "bytes | memoryview") -> None:
         """Parses bytes in pieces until a request waits for its answer or the turn is over."""
@@ -176,21 +176,32 @@ class _LimitedProtocol(ParsingProtocol):
 
     def _take_known(self, head: bytes, data: "bytes | memoryview") -> bool:
         """Begins a whole request with a known head. False: leave it to the parser."""
-        known = self.heads.get(head)
-        if known is None or len(data) != len(head) + known.body_bytes:
+        form, body_bytes = body_bytes_of(head)
+        known = self.heads.get(form)
+        if known is None or not 0 < body_bytes <= self.limits.max_body_bytes:
+            return False
+        if len(data) != len(head) + body_bytes:
             return False
         if self.slots.is_full or self._is_over or self.transport.is_closing():
             return False
         hold = Hold(self.in_flight)
         try:
-            hold.grow(known.body_bytes)
+            hold.grow(body_bytes)
         except ApiError:
             return False
         self.idle.pop(self, None)
         self._deadline.clear()
         body, turn, now = memoryview(data)[len(head) :], WholeTurn(self.slots), time.perf_counter()
         request = OpenRequest(
-            hold, V2, now, known.trace, known.asked, body, turn, is_started=True, is_whole=True
+            hold,
+            known.asked.protocol,
+            now,
+            known.trace,
+            known.asked,
+            body,
+            turn,
+            is_started=True,
+            is_whole=True,
         )
         self._open.append(request)
         self._traffic.began()

@@ -17,7 +17,7 @@ from tableside.serving.http.connection.refusals import OpenRequest
 from tableside.serving.http.door import READS
 from tableside.serving.http.origins import READS as ORIGINS_READ
 from tableside.serving.http.origins import Origins
-from tableside.serving.http.traffic import TRACED, V2, protocol_of, trace_of
+from tableside.serving.http.traffic import TRACED, protocol_of, trace_of
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 _WATCHED = frozenset((*_FRAMING, *READS, *TRACED, *ORIGINS_READ))
@@ -113,7 +113,7 @@ class ParsingProtocol(AnsweringProtocol):
 
     def _hand_over(self, method: bytes) -> None:
         asked = self.door.asks(method, self.url, self._watched)
-        protocol = V2 if asked is not None else protocol_of(method, self.url)
+        protocol = asked.protocol if asked is not None else protocol_of(method, self.url)
         trace = trace_of(method, self.url, self._watched)
         self._open.append(request := OpenRequest(Hold(self.in_flight), protocol, self._since, trace, asked))
         self._traffic.began()
@@ -123,7 +123,7 @@ class ParsingProtocol(AnsweringProtocol):
         self._ask_door()
         if self.cycle.keep_alive and self._declared_body and not (trace.request_id or trace.parent):
             # with an id of its own it would not come again
-            self._plain = KnownHead(asked, trace, self._declared_body)
+            self._plain = KnownHead(asked, trace)
 
     def _declared_bytes(self) -> int:
         for name, value in self._watched:

@@ -15,9 +15,8 @@ from tableside.serving.errors import ApiError, ErrorKind
 from tableside.serving.executors.admission import Bytes, Hold, Turn, WholeTurn
 from tableside.serving.http.asgi import error_response
 from tableside.serving.http.connection.held_back import HeldBack, HoldingFlow
-from tableside.serving.http.door import Door, response_head
+from tableside.serving.http.door import Door, Target, response_head
 from tableside.serving.http.traffic import REQUEST_ID, Trace, Traffic
-from tableside.serving.http.v2.infer import InferTarget
 from tableside.serving.settings import ServerSettings
 
 
@@ -80,7 +79,7 @@ class OpenRequest:
     protocol: str
     since: float
     trace: Trace
-    asked: InferTarget | None = None
+    asked: Target | None = None
     body: bytes | memoryview = b""
     turn: Turn | WholeTurn | None = None
     is_started: bool = False
@@ -105,7 +104,7 @@ class OpenRequest:
         self.body = b""
         if self.turn is not None:
             self.turn.end()
-        model = self.hold.model if self.asked is None else self.asked.named[0]
+        model = self.hold.model if self.asked is None else self.asked.model
         traffic.ended(self.protocol, status, self.since, self.trace, model)
 
 

@@ -13,7 +13,7 @@ from tableside.loader.versions.states import State
 from tableside.serving.errors import INTERNAL_ERROR, ApiError, ErrorKind, bad_request, not_found, short
 from tableside.serving.executors.admission import JSON_GROWTH, Hold
 from tableside.serving.executors.pending import Found, Pending, answer_of
-from tableside.serving.http import asgi
+from tableside.serving.http import asgi, traffic
 from tableside.serving.http.v2 import answer as v2_answer
 from tableside.serving.http.v2 import reader, shm
 from tableside.serving.http.v2 import request as v2_request
@@ -41,6 +41,14 @@ class InferTarget(NamedTuple):
     named: list[str]
     header_length: bytes | None = None
     timeout: bytes | None = None
+
+    @property
+    def model(self) -> str:
+        return self.named[0]
+
+    @property
+    def protocol(self) -> str:
+        return traffic.V2
 
 
 class V2:

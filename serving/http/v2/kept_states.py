@@ -41,6 +41,13 @@ class KeptStates:
         found = await asyncio.to_thread(self._known_of(engine).look)
         return {one.name for one in found if one.name is not None}
 
+    def held(self, engine: Engine, state: HostsState) -> Segment | None:
+        """Returns a state that is attached, or None."""
+        if (held := self._held.get((engine.model.name, state))) is None:
+            return None
+        held.asked_at = time.monotonic()
+        return held.segment
+
     async def segment(self, engine: Engine, state: HostsState) -> Segment:
         """Returns a state, attached. ApiError 404: it is not here."""
         key = engine.model.name, state

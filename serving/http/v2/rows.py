@@ -1,17 +1,18 @@
 """Rows of this host's tables for servers of the whole model (serving.cluster.protocol)."""
 
 import time
-from functools import partial
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from fastapi import FastAPI, Request, Response
+from numpy.typing import NDArray
 
 from tableside.loader.segment.blocks import BlockReader
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
-from tableside.quant.contract import Bytes, Ids, Place, Planner, Table
+from tableside.quant.contract import FIELD, Bytes, Ids, Place, Planner, Table, places_in
 from tableside.quant.cpu.native import packed_planner
 from tableside.quant.cpu.packed import rows_with_ids
 from tableside.quant.cpu.staged_rows import fetched
@@ -20,14 +21,38 @@ from tableside.quant.rows.fetched import RowReader
 from tableside.serving.cluster.describe import describe
 from tableside.serving.cluster.protocol import PATH, RowsLayout, TableIds, seal, unpack_request
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, not_found, short
+from tableside.serving.executors.admission import Hold
 from tableside.serving.http import asgi
 from tableside.serving.http.origins import is_loopback
+from tableside.serving.http.traffic import OTHER
 from tableside.serving.http.v2.kept_states import KeptStates
 from tableside.serving.http.v2.repository import has_token
 from tableside.serving.metrics.disk import count_given
+from tableside.serving.model.engine import Engine
 from tableside.serving.service.service import Service
 
 INLINE_BYTES = 4 << 20  # of a response up to which rows are copied on the event loop: some 5 ms
+_BINARY_TYPE = (b"content-type", b"application/octet-stream")
+_NO_ID = Place(0, 0, 0, -1, 0, 0, -1, 0)
+
+
+class RowsTarget(NamedTuple):
+    """What a request for rows is told by its path and headers. state: as it was named."""
+
+    model: str
+    state: str
+    authorization: bytes | None
+
+    @property
+    def protocol(self) -> str:
+        return OTHER
+
+
+class _Stored(NamedTuple):
+    """What is read of a state's tables, in their order. row_bytes: int64 [tables]."""
+
+    planner: Planner
+    row_bytes: NDArray[np.int64]
 
 
 class OwnedRows:
@@ -35,16 +60,16 @@ class OwnedRows:
 
     def __init__(self, service: Service) -> None:
         self._service, self._states = service, KeptStates()
-        self._planners: WeakKeyDictionary[Segment, Planner] = WeakKeyDictionary()
+        self._stored: WeakKeyDictionary[Segment, _Stored] = WeakKeyDictionary()
 
-    def check(self, http: Request) -> None:
-        """ApiError: the caller gets no rows."""
+    def check(self, host: str | None, authorization: bytes | None) -> None:
+        """ApiError: the caller, a client at a host, gets no rows. host: None: it is at a socket's file."""
         token = self._service.cluster_token
         if token is not None:
-            if not has_token(asgi.header(http.scope, b"authorization"), token):
+            if not has_token(authorization, token):
                 why = "rows are given to servers of this cluster alone: the request's Authorization is not "
                 raise ApiError(401, ErrorKind.DENIED, f"{why}'Bearer ' and the cluster token")
-        elif http.client is not None and not is_loopback(http.client.host):
+        elif host is not None and not is_loopback(host):
             why = "rows are given to other hosts by a server with a cluster token; start it with "
             raise ApiError(403, ErrorKind.DENIED, f"{why}--cluster-token-file FILE")
 
@@ -68,59 +93,88 @@ class OwnedRows:
             what = f"rows of {short(model)}: the state is {error}"
             raise bad_request(f"{what}, as GET {PATH}/MODEL/states says") from error
 
-    async def answer(self, model: str, named: str, body: bytes) -> asgi.Response:
-        """Returns the rows that a request names. ApiError: it is none, the state is not here, or rows of a
-        disk are late or damaged."""
-        state = self._state(model, named)
-        segment = await self._states.segment(self._service.engine(model), state)
-        stored = segment.header.tables
+    def answer(
+        self, asked: RowsTarget, host: str | None, body: bytes | memoryview, hold: Hold
+    ) -> asgi.Response | Coroutine[Any, Any, asgi.Response]:
+        """Returns the rows that a request names, or a coroutine that does where they take time. ApiError: as
+        `check`, or it is no request, the state is not here, or rows of a disk are late or damaged. `body` may
+        be reused on return."""
+        self.check(host, asked.authorization)
+        engine, state = self._service.engine(asked.model), self._state(asked.model, asked.state)
+        segment = self._states.held(engine, state)
+        if segment is None or segment.readers:
+            return self._answer_later(engine, state, bytes(body), hold)
+        ids, layout = self._understand(asked.model, segment, body)
+        if layout.size > INLINE_BYTES:
+            return self._answer_later(engine, state, bytes(body), hold)
+        hold.grow(layout.size)
+        return self._given(asked.model, ids, self._rows(segment, ids, layout, body, state))
+
+    async def _answer_later(
+        self, engine: Engine, state: HostsState, body: bytes, hold: Hold
+    ) -> asgi.Response:
+        segment, model = await self._states.segment(engine, state), engine.model.name
+        ids, layout = self._understand(model, segment, body)
+        hold.grow(layout.size)
+        arguments = segment, ids, layout, body, state
+        if segment.readers:
+            rows = await self._service.readers.run(lambda: self._rows(*arguments))
+        else:
+            rows = await self._service.beside(self._rows, *arguments)
+        return self._given(model, ids, rows)
+
+    def _understand(self, model: str, segment: Segment, body: Any) -> tuple[TableIds, RowsLayout]:
+        """Returns what is asked, and where the response has it. ApiError: it is no request, or too large."""
+        row_bytes = self._of(segment).row_bytes
         try:
-            asked = unpack_request(body, len(stored))
+            asked = unpack_request(body, row_bytes.size)
         except ValueError as error:
             raise bad_request(f"rows of {short(model)}: {error}") from error
-        layout = RowsLayout.of([(one.ids.size, stored[one.table].row_bytes) for one in asked])
+        layout = RowsLayout.of(asked.counts, row_bytes[asked.tables])
         if layout.size > (limit := self._service.settings.max_response_bytes):
             what = f"the request asks for {layout.size:,} bytes of rows; the limit is {limit:,}"
             raise ApiError(413, ErrorKind.TOO_LARGE, f"{what} (max_response_bytes): ask in parts")
-        arguments = segment, asked, layout, body, state
-        if segment.readers:
-            rows = await self._service.readers.run(partial(self._rows, *arguments))
-        elif layout.size > INLINE_BYTES:
-            rows = await self._service.beside(self._rows, *arguments)
-        else:
-            rows = self._rows(*arguments)
-        count_given(model, sum(one.ids.size for one in asked))
-        headers = ((b"content-type", b"application/octet-stream"),)
-        return asgi.Response(200, headers, [rows.data])
+        return asked, layout
+
+    def _given(self, model: str, asked: TableIds, rows: Bytes) -> asgi.Response:
+        count_given(model, asked.ids.size)
+        return asgi.Response(200, (_BINARY_TYPE,), [rows.data])
 
     def _rows(
-        self, segment: Segment, asked: list[TableIds], layout: RowsLayout, body: bytes, state: HostsState
+        self, segment: Segment, asked: TableIds, layout: RowsLayout, body: Any, state: HostsState
     ) -> Bytes:
         """Returns the body of a response."""
-        stored = segment.header.tables
         out = np.empty(layout.size, np.uint8)
-        out[layout.found_at[-1] + asked[-1].ids.size : layout.rows_at[0]] = 0
-        deadline = time.monotonic() + self._service.settings.disk_timeout_s
-        in_memory, ids_at = [], len(body) - 8 * sum(one.ids.size for one in asked)
-        for one, found_at, rows_at in zip(asked, layout.found_at, layout.rows_at, strict=True):
-            n, name = one.ids.size, stored[one.table].name
-            if name in segment.readers:
-                found = out[found_at : found_at + n]
-                rows = out[rows_at : rows_at + n * stored[one.table].row_bytes].reshape(n, -1)
-                _read(segment.tables[name], segment.readers[name], one.ids, found, rows, deadline)
-            else:
-                in_memory.append(Place(one.table, ids_at, n, -1, 0, 0, -1, rows_at, 0, found_at))
-            ids_at += 8 * n
-        if in_memory:
-            self._planner(segment).run(np.array(in_memory, np.int64).tobytes(), body, out)
+        out[layout.ids : layout.rows_at[0]] = 0
+        places = np.array([_NO_ID], np.int64).repeat(asked.tables.size, 0)
+        places[:, FIELD["kind"]], places[:, FIELD["ids"]] = asked.tables, asked.counts
+        places[:, FIELD["ids_at"]] = len(body) - 8 * asked.ids.size + 8 * layout.found_at
+        places[:, FIELD["out_at"]], places[:, FIELD["found_at"]] = layout.rows_at, layout.found_at
+        if segment.readers:
+            stored = segment.header.tables
+            on_disk = np.array([stored[n].name in segment.readers for n in asked.tables.tolist()])
+            self._read(segment, places[on_disk], asked.ids, out)
+            places = places[~on_disk]
+        self._of(segment).planner.run(places.tobytes(), body, out)
         seal(out, state)
         return out
 
-    def _planner(self, segment: Segment) -> Planner:
-        if segment not in self._planners:
+    def _read(self, segment: Segment, places: NDArray[np.int64], ids: Ids, out: Bytes) -> None:
+        """Reads rows of a disk."""
+        deadline = time.monotonic() + self._service.settings.disk_timeout_s
+        for place in places_in(places):
+            table = segment.header.tables[place.kind]
+            found = out[place.found_at : place.found_at + place.ids]
+            rows = out[place.out_at : place.out_at + place.ids * table.row_bytes].reshape(place.ids, -1)
+            of_table = ids[place.found_at : place.found_at + place.ids]
+            _read(segment.tables[table.name], segment.readers[table.name], of_table, found, rows, deadline)
+
+    def _of(self, segment: Segment) -> _Stored:
+        if (found := self._stored.get(segment)) is None:
             tables = [segment.tables[t.name] for t in segment.header.tables]
-            self._planners[segment] = packed_planner(tables)
-        return self._planners[segment]
+            row_bytes = np.array([t.row_bytes for t in segment.header.tables], np.int64)
+            found = self._stored[segment] = _Stored(packed_planner(tables), row_bytes)
+        return found
 
 
 def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes, deadline: float) -> None:
@@ -134,28 +188,36 @@ def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes
     rows[found == 0] = 0
 
 
-def add_to(app: FastAPI, service: Service) -> None:
-    owned = OwnedRows(service)
+def add_to(app: FastAPI, owned: OwnedRows, max_body_bytes: int) -> None:
+    def check(http: Request) -> None:
+        owned.check(_host(http), asgi.header(http.scope, b"authorization"))
 
     @app.get(f"{PATH}/{{model}}", include_in_schema=False)
     async def described(http: Request) -> Response:
-        owned.check(http)
+        check(http)
         return asgi.json_response(owned.describe(http.path_params["model"]))
 
     @app.get(f"{PATH}/{{model}}/states", include_in_schema=False)
     async def states(http: Request) -> Response:
-        owned.check(http)
+        check(http)
         return asgi.json_response(await owned.states(http.path_params["model"]))
 
     @app.get(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def kept(http: Request) -> Response:
-        owned.check(http)
+        check(http)
         await owned.keep(http.path_params["model"], http.path_params["state"])
         return asgi.json_response({})
 
     @app.post(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def rows(http: Request) -> Response:
-        owned.check(http)
-        named, hold = http.path_params, http.scope[asgi.HOLD]
-        body = await asgi.read_body(http.scope, http.receive, service.settings.max_body_bytes, hold)
-        return asgi.AsgiResponse(await owned.answer(named["model"], named["state"], body))
+        """What the `Door` leaves, as it is compressed or not allowed."""
+        check(http)
+        hold, authorization = http.scope[asgi.HOLD], asgi.header(http.scope, b"authorization")
+        body = await asgi.read_body(http.scope, http.receive, max_body_bytes, hold)
+        asked = RowsTarget(**http.path_params, authorization=authorization)
+        found = owned.answer(asked, _host(http), body, hold)
+        return asgi.AsgiResponse(found if isinstance(found, asgi.Response) else await found)
+
+
+def _host(http: Request) -> str | None:
+    return None if http.client is None else http.client.host

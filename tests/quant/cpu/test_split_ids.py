@@ -13,22 +13,29 @@ EXTREMES = np.array([0, -1, 1, 2**63 - 1, -(2**63), 2**32, 999, 1000], np.int64)
 SHAPES = [(0, 0), (1, 0), (64, 0), (64, 20)]
 
 
-def split(inputs: Any, jobs: Any, tables: Any, ends: Any) -> tuple[np.ndarray, ...]:
+ROW_BYTES = (8, 12, 68, 8)
+
+
+def split(inputs: Any, jobs: Any, tables: Any, ends: Any, base: int) -> tuple[np.ndarray, ...]:
     jobs, tables = np.array(jobs, np.int64).reshape(-1, 3), np.array(tables, np.int64)
-    n = int(jobs[:, 1].sum())
+    n, groups = int(jobs[:, 1].sum()), ends.shape[1] + 1
     distinct, at = np.empty(n, np.int64), np.empty(n, np.int64)
-    counts = np.empty((len(tables), ends.shape[1] + 1), np.int64)
-    total = _native.split_ids(inputs, jobs, tables, ends, distinct, at, counts)
-    return distinct[:total], at, counts
+    blocks = np.empty((3, len(tables), groups), np.int64)
+    room = n * (1 + tables[:, 2].max()) + groups * (16 + int(tables[:, 2].sum()))
+    staging = np.empty(room + 1, np.uint8)[1:]  # at an odd address
+    total = _native.split_ids(inputs, jobs, tables, ends, distinct, at, blocks, staging, base)
+    return distinct[:total], at, blocks, staging
 
 
+@pytest.mark.parametrize("base", [-1, 0, 4096])
 @pytest.mark.parametrize("owners", [1, 2, 7])
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 5000])
-def test_each_id_is_asked_of_its_owner_once(owners: int, n: int) -> None:
+def test_each_id_is_asked_of_its_owner_once(owners: int, n: int, base: int) -> None:
     """Of several tables, each asked by several lookups or by none; also ids that no owner has, those that
-    come again, and extremes; at any alignment."""
+    come again, and extremes; at any alignment. Rows lie apart, with room around those of an owner, and each
+    has the number that its id was given."""
     draw = np.random.default_rng(n + owners)
-    tables = [(*shape, 1000 * t) for t, shape in enumerate(SHAPES)]
+    tables = [(*shape, row_bytes) for shape, row_bytes in zip(SHAPES, ROW_BYTES, strict=True)]
     ends = np.array([[(b or 1000) * (k + 1) // owners for k in range(owners)] for b, *_ in tables], np.int64)
     jobs, inputs, ids = [], b"x", []
     for table in (0, 1, 1, 3, 3, 3):
@@ -38,20 +45,37 @@ def test_each_id_is_asked_of_its_owner_once(owners: int, n: int) -> None:
         jobs.append((len(inputs), some.size, table))
         inputs += some.tobytes()
         ids.append(some)
-    distinct, at, counts = split(inputs, jobs, tables, ends)
-    start = here = 0
-    for t, (buckets, bucket_ids, first) in enumerate(tables):
+    distinct, at, (counts, places, firsts), staging = split(inputs, jobs, tables, ends, base)
+    starts = (counts.T.cumsum().reshape(owners + 1, -1) - counts.T).T
+    here = 0
+    for t, (buckets, bucket_ids, row_bytes) in enumerate(tables):
         of_jobs = [some for some, job in zip(ids, jobs, strict=True) if job[2] == t]
         asked = np.concatenate([np.empty(0, np.int64), *of_jobs])
-        of_table = distinct[start : start + counts[t].sum()]
-        assert np.array_equal(of_table[at[here : here + asked.size] - first], asked)
+        numbers, of_table = np.empty(0, np.int64), np.empty(0, np.int64)
+        for owner in range(owners + 1):
+            some = distinct[starts[t, owner] :][: counts[t, owner]]
+            units = bucket_of(some, buckets, bucket_ids) if buckets else some
+            expected = np.where((units < 0) | (units >= (buckets or 1000)), owners, 0)
+            expected[expected == 0] = ends[t].searchsorted(units[expected == 0], "right")
+            assert (expected == owner).all()
+            if some.size and base >= 0:
+                assert firsts[t, owner] * row_bytes + base == staging.ctypes.data + places[t, owner]
+            numbers = np.append(numbers, firsts[t, owner] + np.arange(some.size))
+            of_table = np.append(of_table, some)
+        assert np.unique(numbers).size == numbers.size and np.array_equal(np.sort(numbers), numbers)
+        assert base >= 0 or np.array_equal(numbers, np.arange(numbers.size))
+        assert np.array_equal(of_table[numbers.searchsorted(at[here : here + asked.size])], asked)
         assert of_table.size == np.unique(asked).size
-        units = np.where((of_table < 0) | (of_table >= 1000), -1, of_table)
-        units = bucket_of(of_table, buckets, bucket_ids) if buckets else units
-        expected = np.where(units < 0, owners, ends[t].searchsorted(units, "right"))
-        assert np.array_equal(expected, np.repeat(np.arange(owners + 1), counts[t]))
-        start, here = start + of_table.size, here + asked.size
-    assert start == distinct.size
+        here += asked.size
+    assert counts.sum() == distinct.size
+    end = 0
+    for owner in np.flatnonzero(counts.sum(0)).tolist():
+        end += -(-int(counts[:, owner].sum()) // 8) * 8
+        for t in np.flatnonzero(counts[:, owner]).tolist():
+            assert places[t, owner] >= end
+            end = int(places[t, owner] + counts[t, owner] * ROW_BYTES[t])
+        end += 8
+    assert end <= staging.size
 
 
 WRONG = {
@@ -61,10 +85,13 @@ WRONG = {
     "fewer ids than room": {"jobs": [(0, 3, 0)]},
     "a negative count": {"jobs": [(0, 5, 0), (0, -1, 0)]},
     "no such table": {"jobs": [(0, 4, 1)]},
-    "tables that do not ascend": {"jobs": [(0, 2, 1), (0, 2, 0)], "tables": [(0, 0, 0), (0, 0, 0)]},
-    "buckets that are no power of two": {"tables": [(3, 0, 0)]},
-    "negative buckets": {"tables": [(-2, 0, 0)]},
-    "negative ids of a bucket": {"tables": [(2, -1, 0)]},
+    "tables that do not ascend": {"jobs": [(0, 2, 1), (0, 2, 0)], "tables": [(0, 0, 8), (0, 0, 8)]},
+    "buckets that are no power of two": {"tables": [(3, 0, 8)]},
+    "negative buckets": {"tables": [(-2, 0, 8)]},
+    "negative ids of a bucket": {"tables": [(2, -1, 8)]},
+    "rows without bytes": {"tables": [(0, 0, 0)]},
+    "rows beyond the room": {"tables": [(0, 0, 16)]},
+    "a base behind the room": {"base": 1 << 60},
     "no table": {"tables": [], "jobs": []},
     "ends of another table": {"ends": np.array([[1, 2], [3, 4]])},
     "no owner": {"ends": np.empty((1, 0), np.int64)},
@@ -73,10 +100,12 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_buffers_that_do_not_belong_together_are_refused(case: str) -> None:
-    said = {"jobs": [(0, 4, 0)], "tables": [(0, 0, 0)], "ends": np.array([[10]]), **WRONG[case]}
+    said = {"jobs": [(0, 4, 0)], "tables": [(0, 0, 8)], "ends": np.array([[10]]), "base": 0, **WRONG[case]}
     jobs, tables = np.array(said["jobs"], np.int64), np.array(said["tables"], np.int64)
-    distinct, at, counts = np.empty(4, np.int64), np.empty(4, np.int64), np.empty((1, 2), np.int64)
+    distinct, at, blocks = np.empty(4, np.int64), np.empty(4, np.int64), np.empty((3, 1, 2), np.int64)
     if len(tables) == 2:
-        counts, said["ends"] = np.empty((2, 2), np.int64), np.array([[10], [10]])
+        blocks, said["ends"] = np.empty((3, 2, 2), np.int64), np.array([[10], [10]])
+    staging = np.empty(56, np.uint8)
+    given = jobs, tables, said["ends"], distinct, at, blocks, staging, said["base"]
     with pytest.raises(ValueError, match="do not belong together"):
-        _native.split_ids(bytes(32), jobs, tables, said["ends"], distinct, at, counts)
+        _native.split_ids(np.arange(4), *given)

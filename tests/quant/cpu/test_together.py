@@ -41,14 +41,17 @@ class Rows:
         owners = RowOwners(np.array([20, 20, ROWS]))
         self.asked = AskedTable("t", *shape, owners, self.give, 1.0, default, late_is_default)
 
-    def give(self, asked: Sequence[RowsAsked], deadline: float | None) -> None:
-        for one in asked:
-            assert np.unique(one.rows).size == one.rows.size and one.ends[0] == one.ends[1]
-            assert (one.rows[: one.ends[0]] < 20).all()
-            there = one.rows[: one.ends[2]]
-            one.out[: there.size] = self.table.packed[there]
-            one.state[there.size :] = RowState.MISSING
-            one.state[: there.size][np.isin(there, self.late)] = RowState.LATE
+    def give(self, asked: RowsAsked, deadline: float | None) -> None:
+        assert asked.tables == ["t"] and np.unique(asked.ids).size == asked.ids.size
+        for owner, (ids, rows) in enumerate(asked.blocks(0)):
+            there = asked.ids[ids]
+            assert owner != 1 or not there.size
+            if owner == 3:
+                asked.state[ids] = RowState.MISSING
+                continue
+            assert ((there < 20) == (owner == 0)).all()
+            rows[:] = self.table.packed[there]
+            asked.state[ids][np.isin(there, self.late)] = RowState.LATE
 
 
 def run(

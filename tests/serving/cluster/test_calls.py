@@ -14,12 +14,13 @@ from tableside.serving.cluster.agreed import At, Owner, states_of
 from tableside.serving.cluster.calls import OwnerCall, OwnerHost, OwnerHosts, Replicas, wait_for
 from tableside.serving.cluster.protocol import RowsLayout, TableIds, seal
 
-STATE, LAYOUT = HostsState(1, 2), RowsLayout.of([(1, 8)])
+STATE, ASKED = HostsState(1, 2), TableIds(np.array([0]), np.array([1]), np.array([5]))
+SIZE = RowsLayout.of(ASKED.counts, np.array([8])).size
 Handle = Callable[[Script, socket.socket], None]
 
 
 def rows() -> bytes:
-    body = np.ones(LAYOUT.size, np.uint8)
+    body = np.ones(SIZE, np.uint8)
     seal(body, STATE)
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % body.size + body.tobytes()
 
@@ -54,8 +55,7 @@ def ask(first: Handle, second: Handle, monkeypatch: pytest.MonkeyPatch, usual_s:
         names = tuple(script.url.removeprefix("http://") for script in (one, other))
         told = [Told(hosts.host(name), monkeypatch) for name in names]
         hosts.host(names[0]).usual_s = usual_s
-        asked = [TableIds(0, np.array([5]))]
-        call = OwnerCall(hosts, Replicas("ads", STATE, names), asked, LAYOUT, deadline(300.0))
+        call = OwnerCall(hosts, Replicas("ads", STATE, names), ASKED, SIZE, deadline(300.0))
         wait_for([call])
         assert call.body is not None
         hosts.close()
@@ -111,14 +111,45 @@ def test_a_host_behind_a_silent_one_is_well(monkeypatch: pytest.MonkeyPatch) -> 
         hosts.close()
 
 
+def test_an_answer_is_read_to_its_place() -> None:
+    with scripted(ready) as one:
+        hosts, place = OwnerHosts(None, 300.0), np.zeros(SIZE, np.uint8)
+        owner = Replicas("ads", STATE, (one.url.removeprefix("http://"),))
+        call = OwnerCall(hosts, owner, ASKED, SIZE, deadline(300.0), place.data)
+        wait_for([call])
+        assert call.is_in_place and place.tobytes() == rows().partition(b"\r\n\r\n")[2]
+        hosts.close()
+
+
+def test_answers_of_two_hosts_do_not_mix() -> None:
+    """The second one's comes while the first one's is read to its place."""
+
+    def half(script: Script, connection: socket.socket) -> None:
+        script.read(connection)
+        head, line, body = rows().partition(b"\r\n\r\n")
+        connection.sendall(head + line + bytes(len(body) // 2))
+        received(connection)  # until it is closed
+
+    with scripted(half) as one, scripted(ready) as other:
+        hosts, place = OwnerHosts(None, 300.0), np.full(SIZE, 7, np.uint8)
+        names = tuple(script.url.removeprefix("http://") for script in (one, other))
+        call = OwnerCall(hosts, Replicas("ads", STATE, names), ASKED, SIZE, deadline(300.0), place.data)
+        while place[0] == 7:  # until the first one's half is there
+            call.read(call.tries[0])
+        call.until = 0.0
+        wait_for([call])
+        assert call.body is not None and not call.is_in_place
+        assert call.body.tobytes() == rows().partition(b"\r\n\r\n")[2] and not place[: SIZE // 2].any()
+        hosts.close()
+
+
 def test_hosts_that_lack_a_state_are_asked_last() -> None:
     with scripted(lacking) as one, scripted(ready) as other:
         hosts = OwnerHosts(None, 300.0)
         names = tuple(script.url.removeprefix("http://") for script in (one, other))
         hosts.host(names[0]).usual_s = 300.0
         for state in (STATE, STATE, STATE):
-            asked = [TableIds(0, np.array([5]))]
-            call = OwnerCall(hosts, Replicas("ads", state, names), asked, LAYOUT, deadline(300.0))
+            call = OwnerCall(hosts, Replicas("ads", state, names), ASKED, SIZE, deadline(300.0))
             wait_for([call])
         assert len(one.heads) == 1 and len(other.heads) == 3
         assert hosts.host(names[0]).lacks == STATE

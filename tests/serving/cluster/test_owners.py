@@ -297,6 +297,25 @@ def test_an_evaluation_asks_owners_too(
     assert scores[0].size == 300 and np.array_equal(*scores)
 
 
+def test_tables_of_one_share_have_hosts_of_their_own(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    """The same share of two tables lies on two hosts; each is asked for its own table's rows."""
+    arrays = checkpoint(tmp_path)
+    said: dict[str, Any] = {"tables": ZERO, "features": UNPOOLED}
+    names = load_shares(spec_of(tmp_path, owners=["a:1", "b:1"], **said), roots[:2])
+    first, second = (serve(root, models=(name,)) for root, name in zip(roots, names, strict=False))
+    other = serve(roots[0], models=names[:1])
+    tiers = {"user": [place(first), place(second)], "item": [place(other), place(second)]}
+    tables = {name: {**ZERO[name], "tier": f"rows://{','.join(tier)}"} for name, tier in tiers.items()}
+    load_door(spec_of(tmp_path, tables=tables, features=UNPOOLED), roots[2])
+    expected = arrays["user"][USERS].tobytes() + arrays["item"][::5].tobytes()
+    assert answer(served(roots[2], "ads"), {"user": USERS, "item": ITEMS}) == (expected, [])
+    given = {server.url: server.get("/metrics").text for server in (first, other)}
+    users, items = (f'tableside_given_rows_total{{model="{names[0]}"}} {n}.0' for n in (72, 70))
+    assert users in given[first.url] and items not in given[first.url]
+
+
 @pytest.mark.drawn(0.5)
 def test_rows_beyond_one_response_are_asked_for_in_parts(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch

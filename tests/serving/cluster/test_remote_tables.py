@@ -1,9 +1,11 @@
 """A model whose rows lie on other hosts answers as one host does, bit by bit."""
 
+import gzip
 import itertools
 import uuid
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,7 +25,8 @@ from tableside.loader.model.model import parse_model
 from tableside.loader.model.specs import ModelSpec
 from tableside.loader.segment.header import Header
 from tableside.loader.segment.remote import HostsState
-from tableside.serving.errors import ServingError
+from tableside.serving.errors import ApiError, ServingError
+from tableside.serving.http.v2.rows import OwnedRows
 
 pytestmark = pytest.mark.quick
 
@@ -121,6 +124,25 @@ def test_requests_that_name_no_rows_are_refused(
     (state,) = owners.get(f"/v2/rows/{name}/states").json()
     got = httpx.post(f"{owners.url}/v2/rows/{name}/{state}", content=body)
     assert got.status_code == 400 and why in got.json()["error"]
+
+
+def test_a_request_that_is_compressed_gets_the_same_rows(owners: Server, tmp_path: Path) -> None:
+    name = _share(owners, tmp_path)
+    (state,) = owners.get(f"/v2/rows/{name}/states").json()
+    url, body = f"{owners.url}/v2/rows/{name}/{state}", np.array([1, 0, 2, 5, 10**9], "<i8").tobytes()
+    plain = httpx.post(url, content=body)
+    packed = httpx.post(url, content=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+    assert plain.status_code == 200 and plain.content[:8] == bytes([1, 0, 0, 0, 0, 0, 0, 0])
+    assert packed.status_code == 200 and packed.content == plain.content
+
+
+def test_without_a_token_rows_stay_on_the_host() -> None:
+    owned = OwnedRows(SimpleNamespace(cluster_token=None))  # type: ignore[arg-type]
+    for host in (None, "127.0.0.1", "::1"):
+        owned.check(host, None)
+    with pytest.raises(ApiError, match="by a server with a cluster token") as refused:
+        owned.check("10.1.2.3", b"Bearer one")
+    assert refused.value.status == 403
 
 
 def test_rows_of_a_version_that_is_not_there(owners: Server, tmp_path: Path) -> None:

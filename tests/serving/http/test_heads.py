@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from tableside.serving.executors.admission import Bytes, Slices, Slots, Turn
 from tableside.serving.http.connection import connection, heads
-from tableside.serving.http.connection.heads import Heads, KnownHead, head_of
+from tableside.serving.http.connection.heads import Heads, KnownHead, body_bytes_of, head_of
 from tableside.serving.http.door import Door
 from tableside.serving.http.traffic import Trace, Traffic
 from tableside.serving.http.v2.infer import InferTarget
@@ -32,7 +32,7 @@ class Echo(Door):
     def __init__(self) -> None:
         self.traffic = Traffic()
 
-    def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Any, send: Any) -> None:
+    def answer(self, asked: Any, body: bytes | memoryview, hold: Any, send: Any, host: Any) -> None:
         send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body), [bytes(body)])
 
 
@@ -57,7 +57,11 @@ class Talk:
 
 @contextlib.asynccontextmanager
 async def talk(
-    limit: int = 1 << 30, door: Door | None = None, app: Any = None, slots: Slots | None = None
+    limit: int = 1 << 30,
+    door: Door | None = None,
+    app: Any = None,
+    slots: Slots | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Talk]:
     """app: answers what the door does not; None: every request is the door's."""
 
@@ -66,9 +70,9 @@ async def talk(
 
     config, in_flight = uvicorn.Config(app or nothing, lifespan="off"), Bytes(limit)
     config.load()
-    settings = ServerSettings(models=("demo",))
+    said = ServerSettings(models=("demo",), **settings)
     slots = slots or Slots(4, 10, 60.0)
-    protocol = connection.limited_protocol(settings, in_flight, slots, Slices(), door or Echo())
+    protocol = connection.limited_protocol(said, in_flight, slots, Slices(), door or Echo())
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
         lambda: protocol(config=config, server_state=state, app_state={}),  # type: ignore[call-arg]
@@ -118,8 +122,8 @@ def request(body: bytes, *lines: bytes) -> bytes:
 
 
 def test_a_head_that_came_before_is_not_parsed_again(parsed: list[int]) -> None:
-    """Its bodies are other ones. A head that differs in a byte, has an id, or says that the connection
-    closes, is parsed."""
+    """Its bodies are other ones, also longer ones. A head that differs in another byte, has an id, or says
+    that the connection closes, is parsed."""
 
     async def test() -> None:
         async with talk() as one:
@@ -128,7 +132,9 @@ def test_a_head_that_came_before_is_not_parsed_again(parsed: list[int]) -> None:
                 assert await one.answer() == b"body %d" % n
             assert len(parsed) == 1
             await one.send(request(b"longer body"))
-            assert await one.answer() == b"longer body" and len(parsed) == 2
+            assert await one.answer() == b"longer body" and len(parsed) == 1
+            await one.send(request(b"body", b"X-Other: 1"))
+            assert await one.answer() == b"body" and len(parsed) == 2
             assert one.in_flight.held == 0
             for _ in range(2):
                 await one.send(request(b"body 5", b"X-Request-Id: 7"))
@@ -180,14 +186,28 @@ def test_a_known_request_that_finds_no_bytes_is_refused() -> None:
     run(test())
 
 
+def test_a_known_head_with_a_longer_body_is_refused() -> None:
+    """As one that is parsed, where the body is beyond the limit."""
+
+    async def test() -> None:
+        async with talk(max_body_bytes=1024) as one:
+            await one.send(request(b"x" * 1024))
+            assert await one.answer() == b"x" * 1024
+            await one.send(request(b"y" * 1025))
+            assert (await one._reader.readline()).startswith(b"HTTP/1.1 413")
+
+    run(test())
+
+
 def test_heads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest goes; one that is long is no head."""
     monkeypatch.setattr(heads, "MOST", 2)
-    known, meant = Heads(), KnownHead(InferTarget(["demo"], None), Trace(b"POST", b"/"), 1)
+    known, meant = Heads(), KnownHead(InferTarget(["demo"], None), Trace(b"POST", b"/"))
     for head in (b"a", b"b", b"c"):
         known.learn(head, meant)
     assert [known.get(h) for h in (b"a", b"b", b"c")] == [None, meant, meant]
     assert head_of(b"POST / HTTP/1.1\r\n\r\nbody") == b"POST / HTTP/1.1\r\n\r\n"
+    assert body_bytes_of(request(b"xyz")[:-3]) == (request(b"")[:-5] + b"\r\n\r\n", 3)
     assert head_of(b"x" * 5000 + b"\r\n\r\n") == head_of(b"POST / HTTP/1.1\r\n") == b""
 
 
@@ -221,8 +241,8 @@ class Late(Echo):
         super().__init__()
         self.waiting: list[Callable[[], None]] = []
 
-    def answer(self, asked: InferTarget, body: bytes | memoryview, hold: Any, send: Any) -> None:
-        self.waiting.append(functools.partial(super().answer, asked, bytes(body), hold, send))
+    def answer(self, asked: Any, body: bytes | memoryview, hold: Any, send: Any, host: Any) -> None:
+        self.waiting.append(functools.partial(super().answer, asked, bytes(body), hold, send, host))
 
 
 def test_the_body_of_a_request_that_waited_is_read() -> None:
