@@ -73,14 +73,15 @@ def by_mget(client: Any, row_bytes: int) -> Read:
 
 def by_us(rows_of: RedisRows, row_bytes: int) -> Read:
     def read(request: Request) -> np.ndarray:
-        n = sum(rows.size for rows in request.values())
-        out, state, asked, at = np.empty((n, row_bytes), np.uint8), np.zeros(n, np.uint8), [], 0
-        for table, rows in request.items():
-            of = slice(at, at := at + rows.size)
-            asked.append(RowsAsked(table, rows, [rows.size], out[of], state[of]))
+        counts = np.array([[rows.size, 0] for rows in request.values()])
+        of_tables = np.full(len(request), row_bytes)
+        ends = counts.cumsum().reshape(-1, 2) * row_bytes
+        ids = np.concatenate(list(request.values()))
+        out, state = np.empty(ids.size * row_bytes, np.uint8), np.zeros(ids.size, np.uint8)
+        asked = RowsAsked(list(request), of_tables, ids, counts, ends - counts * row_bytes, out, state)
         rows_of.fetch(asked, None)
         assert not state.any()
-        return out
+        return out.reshape(-1, row_bytes)
 
     return read
 
