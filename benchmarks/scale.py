@@ -100,7 +100,7 @@ def _parts(read: Read, found: OwnerMap) -> list[dict[str, Any]]:
     two, one = _row(read, "hosts", **{"from": "two owners"}), _row(read, "hosts", **{"from": "one host"})
     disk, hot = _row(read, "disk_rows", ids=rows)["krows_s"] / 1e3, read("disk_hot")["steady"]["hot"]
     attach = float(_row(read, "load", format="int8", file="cold")["attach GB/s"])
-    asked = pack_request([TableIds(t, np.arange(BAGS * IDS)) for t in range(TABLES)])
+    asked = pack_request(TableIds(np.arange(TABLES), np.full(TABLES, BAGS * IDS), np.arange(rows)))
     sent = sum(map(len, asked)) + (HOSTS - 1) * 8 * (1 + 2 * TABLES)  # each owner is told which tables
     received = rows * RowFormat.INT8.row_bytes(DIM, 4) * hosts["bytes_ratio"]
     measured: list[tuple[str, str, float, float]] = [
