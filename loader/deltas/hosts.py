@@ -65,7 +65,9 @@ def changes_here(segment: Segment, block: TableChanges) -> TableChanges | None:
         return block
     if (held := segment.base.tables.get(block.table)) is None:
         return None  # a table that servers of the whole have
-    is_here = _here(held, block.ids, header.owner.number == 0, header.owner.number == header.owner.owners - 1)
+    is_here = ids_here(
+        held, block.ids, header.owner.number == 0, header.owner.number == header.owner.owners - 1
+    )
     if is_here.all():
         return block
     if not is_here.any():
@@ -74,8 +76,9 @@ def changes_here(segment: Segment, block: TableChanges) -> TableChanges | None:
     return replace(block, ids=block.ids[is_here], vectors=block.vectors[is_here], deleted=deleted)
 
 
-def _here(table: Table, ids: Ids, is_first: bool, is_last: bool) -> NDArray[np.bool_]:
-    """Returns the mask of ids that a share has, or that no share has."""
+def ids_here(table: Table, ids: Ids, is_first: bool = False, is_last: bool = False) -> NDArray[np.bool_]:
+    """Returns the mask of ids that a share has, or that no share has. is_first, is_last: it has row numbers
+    before, behind those of its rows, too."""
     if table.row_map is not None and (index := table.row_map.index) is not None:
         return (index.bucket_of(ids) >= 0) | (bucket_of(ids, index.buckets, index.bucket_ids) < 0)
     first, count = table.row_numbers

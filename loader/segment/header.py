@@ -14,6 +14,7 @@ from tableside.loader.model.specs import EvalSpec, FeatureSpec
 from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.stored import StoredIds, StoredIndex, StoredRows, StoredTable
 
+MAGIC, FORMAT_VERSION = b"TABLSIDE", 12
 PRELUDE = struct.Struct("<8sIIQQ32x")
 TABLE_ALIGNMENT_BYTES = FILE_HEAD_BYTES = 4096
 LARGEST_FILE_BYTES = 1 << 42  # of a table

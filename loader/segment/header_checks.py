@@ -1,12 +1,17 @@
 """Checks of a segment's header. Impossible numbers and places are refused before anything is read there."""
 
+from pathlib import Path
+
 from tableside.loader.errors import SegmentError
 from tableside.loader.model.model import DISK_TIMEOUTS, OUTPUTS, is_disk_timeout
 from tableside.loader.model.specs import FeatureSpec
 from tableside.loader.segment.blocks import sum_bytes
 from tableside.loader.segment.header import (
     FILE_HEAD_BYTES,
+    FORMAT_VERSION,
     LARGEST_FILE_BYTES,
+    MAGIC,
+    PRELUDE,
     TABLE_ALIGNMENT_BYTES,
     Change,
     Header,
@@ -17,6 +22,34 @@ from tableside.loader.segment.header import (
 from tableside.loader.segment.remote import check_remote
 from tableside.loader.segment.stored import StoredRows, StoredTable, check_ids
 from tableside.quant import Pooling, QuantError, RowFormat
+
+
+def check_prelude(path: Path, prelude: bytes, size: int) -> int:
+    """Checks the prelude before mapping; returns the bytes of the header."""
+    if len(prelude) < PRELUDE.size:
+        raise SegmentError(
+            f"{path}: {len(prelude)} bytes are too few for a segment; it was truncated or never written"
+        )
+    magic, version, header_bytes, recorded, _ = PRELUDE.unpack(prelude)
+    if magic != MAGIC:
+        raise SegmentError(
+            f"{path}: expected the magic {MAGIC!r}, found {magic!r}; this is not a finished segment"
+        )
+    if not 1 <= version <= FORMAT_VERSION:
+        raise SegmentError(
+            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish "
+            "it again with this release"
+        )
+    if recorded != size:
+        raise SegmentError(
+            f"{path}: the file has {size} bytes, its header says {recorded}; it was truncated, publish it "
+            "again"
+        )
+    if PRELUDE.size + header_bytes > size:
+        raise SegmentError(
+            f"{path}: a header of {header_bytes} bytes does not fit in {size}; publish it again"
+        )
+    return int(header_bytes)
 
 
 def check_header(header: Header, header_end: int, size: int) -> None:

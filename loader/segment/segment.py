@@ -26,7 +26,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -44,14 +44,13 @@ from tableside.loader.segment.header import (
     TableFile,
     checksum,
 )
-from tableside.loader.segment.header_checks import check_header
+from tableside.loader.segment.header_checks import check_header, check_prelude
 from tableside.loader.segment.layout import HEAD_BYTES, Files, check_head, file_name
 from tableside.loader.segment.memory import FileToMap, Mapping, keep_in_memory
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.stored import StoredRows, StoredTable, row_map
 from tableside.quant import RowFormat, Table
-
-MAGIC, FORMAT_VERSION = b"TABLSIDE", 12
+from tableside.quant.contract import Bytes
 
 logger = logging.getLogger("tableside")
 
@@ -115,7 +114,7 @@ class Segment:
     def _read_head(self, fd: int) -> tuple[list[SegmentFile], int]:
         """Maps the segment and reads its header; returns the first file, and the bytes of the header."""
         status, prelude = os.fstat(fd), os.pread(fd, PRELUDE.size, 0)
-        header_bytes = _check_prelude(self.path, prelude, status.st_size)
+        header_bytes = check_prelude(self.path, prelude, status.st_size)
         self.mapping = Mapping(FileToMap(fd, status.st_size))
         self.header = self._read_header(prelude, header_bytes)
         found, stored = PRELUDE.unpack(prelude)[4], self.header.stored_in(None)
@@ -259,6 +258,15 @@ class Segment:
         data = self.mapping.bytes[first : first + (stop - start) * table.row_bytes]
         return checksum(data) == int(self._checksums[table.first_chunk + start // table.chunk_rows])
 
+    def rows(self, stored: StoredRows, start: int, stop: int) -> Iterator[tuple[int, Bytes]]:
+        """Yields (row, rows from there on) of rows [start, stop) of a table, in one piece or more."""
+        first = stored.offset + start * stored.row_bytes
+        data = self.mapping.bytes[first : first + (stop - start) * stored.row_bytes]
+        yield start, data.reshape(-1, stored.row_bytes)
+
+    def need(self, part: NDArray[Any]) -> None:
+        """Has a part of `mapping`, of one table or index, be there; here all is."""
+
     def describe(self, stored: StoredRows, start: int, stop: int) -> str:
         if isinstance(stored, StoredTable):
             return f"table {stored.name!r}, rows [{start}, {stop})"
@@ -370,31 +378,3 @@ def unpickled(path: Path, content: int, attach: Callable[[], Segment]) -> Segmen
             f"{path}: another version was published there since the segment was pickled; pickle it again"
         )
     return segment
-
-
-def _check_prelude(path: Path, prelude: bytes, size: int) -> int:
-    """Checks the prelude before mapping; returns the bytes of the header."""
-    if len(prelude) < PRELUDE.size:
-        raise SegmentError(
-            f"{path}: {len(prelude)} bytes are too few for a segment; it was truncated or never written"
-        )
-    magic, version, header_bytes, recorded, _ = PRELUDE.unpack(prelude)
-    if magic != MAGIC:
-        raise SegmentError(
-            f"{path}: expected the magic {MAGIC!r}, found {magic!r}; this is not a finished segment"
-        )
-    if not 1 <= version <= FORMAT_VERSION:
-        raise SegmentError(
-            f"{path}: segment format version {version}, this tableside reads 1 to {FORMAT_VERSION}; publish "
-            "it again with this release"
-        )
-    if recorded != size:
-        raise SegmentError(
-            f"{path}: the file has {size} bytes, its header says {recorded}; it was truncated, publish it "
-            "again"
-        )
-    if PRELUDE.size + header_bytes > size:
-        raise SegmentError(
-            f"{path}: a header of {header_bytes} bytes does not fit in {size}; publish it again"
-        )
-    return int(header_bytes)

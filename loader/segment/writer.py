@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from tableside.loader.errors import SegmentError
 from tableside.loader.segment.blocks import sum_bytes, write_sums, write_sums_between
-from tableside.loader.segment.header import PRELUDE, TABLE_ALIGNMENT_BYTES, Header, TableFile, checksum
+from tableside.loader.segment.header import MAGIC, PRELUDE, TABLE_ALIGNMENT_BYTES, Header, TableFile, checksum
 from tableside.loader.segment.huge_pages import huge_page_bytes, is_on_disk
 from tableside.loader.segment.layout import LARGEST_SEED, Files, file_name, lay_out, pack_head
 from tableside.loader.segment.memory import FileToMap, reserve
-from tableside.loader.segment.segment import MAGIC, Segment
+from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredRows, StoredTable
 from tableside.quant.contract import Bytes
 

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tableside.loader.errors import ModelError, VersionError
+from tableside.loader.load.settings import Progress
 from tableside.loader.model.tiers import owner_name
 from tableside.loader.segment.header import Header, Owner
 from tableside.loader.segment.layout import plan_tables
@@ -89,7 +90,7 @@ def reshard(
             written.append(_write(segments[0], mine, model, number, owner))
         for model, number in zip(targets, numbers, strict=True):
             model.publish(number, settings.activate)
-    return ReshardResult(tuple(_holding(s.header, s.size) for s in segments), tuple(written))
+    return ReshardResult(tuple(holding_of(s.header, s.size) for s in segments), tuple(written))
 
 
 def _attached(root: Path, name: str, settings: ReshardSettings) -> list[Segment]:
@@ -174,28 +175,45 @@ def _write(
     source: Segment, shares: dict[str, Share], model: Model, version: int, owner: Owner | None
 ) -> Holding:
     """Writes and seals what one owner has. Caller holds the model's load lock."""
-    started = time.monotonic()
-    header = _plan(source.header, shares, model.name, version, owner)
+    header = plan_owner(source.header, shares, model.name, version, owner)
     if owner is not None:  # what tells owners of other rows apart, as a load of one share
         said = {"sample": f"{source.content():016x}"} | source.header.source
         header = replace(header, source=said)
-    program = source.program() if header.scorer is not None else b""
-    with model.writer(version, header, program) as writer:
+    return write_shares(model, header, shares, source.program() if header.scorer is not None else b"")
+
+
+def write_shares(
+    model: Model,
+    header: Header,
+    shares: dict[str, Share],
+    program: bytes = b"",
+    progress: Progress | None = None,
+) -> Holding:
+    """Writes and seals a planned version. progress: counts rows. Caller holds the model's load lock."""
+    started, rows, total = time.monotonic(), 0, sum(t.rows for t in header.tables)
+
+    def done(count: int) -> None:
+        nonlocal rows
+        rows += count
+        if progress is not None:
+            progress(rows, total)
+
+    with model.writer(header.version, header, program) as writer:
         for table in writer.header.tables:
-            copy_share(writer, table, shares[table.name])
+            copy_share(writer, table, shares[table.name], done)
         sealed = writer.seal(
             {"seconds": time.monotonic() - started, "source_bytes": float(writer.header.table_bytes)}
         )
-    return _holding(sealed, writer.size)
+    return holding_of(sealed, writer.size)
 
 
-def _plan(of: Header, shares: dict[str, Share], name: str, version: int, owner: Owner | None) -> Header:
+def plan_owner(of: Header, shares: dict[str, Share], name: str, version: int, owner: Owner | None) -> Header:
     """Plans the header of an owner's segment; chunks keep their rows."""
     tables = plan_tables(replace(t, rows=shares[t.name].rows, ids=shares[t.name].ids) for t in of.tables)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return replace(of, model=name, version=version, created=created, tables=tables, load={}, owner=owner)
 
 
-def _holding(header: Header, size: int) -> Holding:
+def holding_of(header: Header, size: int) -> Holding:
     rows, ids = sum(t.rows for t in header.tables), sum(t.id_count for t in header.tables)
     return Holding(header.model, header.version, rows, ids, size)

@@ -6,7 +6,7 @@ rows change with the start of the share, and with them the places of pilots and 
 zero.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -28,6 +28,7 @@ _PIECE_BITS = 1 << 20  # looked at at once
 class TablePart:
     """A table as one segment has it, whole or a share. packed: its rows; index: of raw ids."""
 
+    segment: Segment
     stored: StoredTable
     packed: Bytes
     index: IdIndex | None
@@ -89,7 +90,8 @@ def parts_of(segments: Sequence[Segment], name: str) -> list[TablePart]:
                 "again"
             )
         row_map = segment.tables[name].row_map
-        parts.append(TablePart(stored, segment.tables[name].packed, row_map.index if row_map else None))
+        index = row_map.index if row_map else None
+        parts.append(TablePart(segment, stored, segment.tables[name].packed, index))
     kinds = {_kind(part) for part in parts}
     is_cut = any(before.end != after.first for before, after in pairwise(parts))
     index = parts[0].index
@@ -112,7 +114,7 @@ def _kind(part: TablePart) -> tuple[object, ...]:
 
 def shares_of(parts: Sequence[TablePart], owners: int) -> list[Share]:
     """Returns each owner's share. ModelError: an owner would have no row. SegmentError: ids would be lost."""
-    shares = [_cut(parts, number, owners) for number in range(owners)]
+    shares = [share_of(parts, number, owners) for number in range(owners)]
     name = parts[0].stored.name
     before = sum(p.stored.id_count for p in parts)
     after = sum(s.id_count for s in shares)
@@ -124,7 +126,8 @@ def shares_of(parts: Sequence[TablePart], owners: int) -> list[Share]:
     return shares
 
 
-def _cut(parts: Sequence[TablePart], number: int, owners: int) -> Share:
+def share_of(parts: Sequence[TablePart], number: int, owners: int) -> Share:
+    """Returns one owner's share. ModelError: it would have no row."""
     index, first, size = parts[0].index, parts[0].first, parts[-1].end - parts[0].first
     stored = parts[0].stored
     if index is not None and owners > size:
@@ -186,11 +189,19 @@ def _raw_share(parts: Sequence[TablePart], runs: tuple[RowRun, ...], start: int,
 # ---- copies ----
 
 
-def copy_share(writer: SegmentWriter, stored: StoredTable, share: Share) -> None:
-    """Writes a share's rows and index to where they are planned."""
+def copy_share(
+    writer: SegmentWriter,
+    stored: StoredTable,
+    share: Share,
+    done: Callable[[int], object] = lambda rows: None,
+) -> None:
+    """Writes a share's rows and index to where they are planned. done: is told how many rows were written."""
     at = 0
     for run in share.runs:
-        writer.rows(stored, at, at + run.stop - run.start)[:] = run.part.packed[run.start : run.stop]
+        for row, rows in run.part.segment.rows(run.part.stored, run.start, run.stop):
+            first = at + row - run.start
+            writer.rows(stored, first, first + len(rows))[:] = rows
+            done(len(rows))
         at += run.stop - run.start
     if share.default is not None:
         writer.rows(stored, at, at + 1)[:] = share.default
@@ -210,6 +221,7 @@ def _copy_index(parts: list[Bytes], has_kept_ids: bool, share: Share) -> None:
         entries[bucket : bucket + buckets, 0] += row - run.start
         _copy_pilots(run, pilots, row, bucket)
         if has_kept_ids:
+            run.part.segment.need(index.ids[run.start : run.stop])
             ids.view("<i8")[row : row + rows] = index.ids[run.start : run.stop]
         if bits.size:
             for marked in _backfilled(run):
@@ -222,11 +234,19 @@ def _copy_pilots(run: RowRun, out: Bytes, row: int, bucket: int) -> None:
     """Copies a run's pilots to a share where its rows begin at `row` and its buckets at `bucket`."""
     assert run.part.index is not None
     pilots, firsts = run.part.index.pilots, _entries(run)[:, 0].tolist()
+    run.part.segment.need(
+        pilots[_pilots_at(firsts[0], run.first_bucket) : _pilots_at(firsts[-1], run.end_bucket)]
+    )
     for n, (first, end) in enumerate(pairwise(firsts)):
         count = (end - first) * 5 // 16 + 1
-        source = first * 5 // 16 + run.first_bucket + n
-        target = (first - run.start + row) * 5 // 16 + bucket + n
+        source = _pilots_at(first, run.first_bucket + n)
+        target = _pilots_at(first - run.start + row, bucket + n)
         out[target : target + count] = pilots[source : source + count]
+
+
+def _pilots_at(first: int, bucket: int) -> int:
+    """Returns where the pilots of a bucket begin whose first row this is."""
+    return first * 5 // 16 + bucket
 
 
 def _entries(run: RowRun) -> Ids:

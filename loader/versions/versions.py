@@ -109,7 +109,8 @@ class Model(PublishedModel):
         with self.opened() as folder, folder.lock("record.lock"):
             before = self._readable_record() if activate else self.record()
             lived = self._lived(before)
-            after = replace(before, latest=max(version, before.latest), lived=tuple(lived))
+            latest, newest = max(version, before.latest), max(sequence, before.latest_sequence)
+            after = replace(before, latest=latest, lived=tuple(lived), latest_sequence=newest)
             if activate:
                 lived = [v for v in lived if v != version] + [version]
                 after = replace(after, current=version, lived=tuple(lived), sequence=sequence)

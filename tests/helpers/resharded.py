@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from raw_segments import RawTable
+from raw_segments import DenseTable, RawTable
 from support import rows_of
 
 from tableside.loader.segment.segment import Segment
@@ -22,6 +22,30 @@ def raw(
     ids: np.ndarray = RANDOM, dim: int = 64, row_format: RowFormat = RowFormat.INT8, **how: object
 ) -> RawTable:
     return RawTable(ids, rows_of(ids.size, dim), row_format, **{"buckets": 16, **how})  # type: ignore[arg-type]
+
+
+def some(count: int, every: int) -> np.ndarray:
+    return np.arange(count) % every == 1
+
+
+TABLES = {
+    "int8 D 64: ids in the padding": raw(),
+    "fp16 D 32: ids in an array": raw(RANDOM[:300], 32, RowFormat.FP16),
+    "a default row": raw(RANDOM[:200], default=np.ones(64, np.float32)),
+    "chunked": raw(np.arange(3, 1600, 2, dtype=np.int64), 8, RowFormat.FP16, bucket_ids=100),
+    "chunked, most buckets empty": raw(np.array([205, 299, 700, 1400]), 8, RowFormat.FP16, bucket_ids=100),
+    "extremes": raw(EXTREMES, 16, RowFormat.INT4),
+    "one id": raw(np.array([-1]), 8, RowFormat.FP32),
+    "no id": raw(np.empty(0, np.int64), 8, RowFormat.FP32),
+    "backfilled": raw(RANDOM, 32, RowFormat.FP16, backfilled=some(RANDOM.size, 3)),
+    "backfilled in one bucket": raw(
+        np.arange(1600), 8, RowFormat.FP32, bucket_ids=100, backfilled=np.arange(1600) // 100 == 7
+    ),
+    "plain": DenseTable(rows_of(101, 16), is_plain=True),
+    "dense, a default row": DenseTable(rows_of(3, 16), default=np.ones(16, np.float32)),
+    "dense, ids from -50 on": DenseTable(rows_of(101, 16), RowFormat.FP32, first=-50),
+    "dense, backfilled": DenseTable(rows_of(101, 16), RowFormat.FP32, backfilled=40),
+}
 
 
 def attached(root: Path, owners: int) -> list[Segment]:

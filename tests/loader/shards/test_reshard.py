@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from raw_segments import DenseTable, RawTable, publish_tables
 from reference import backend_of
-from resharded import EXTREMES, RANDOM, again, attached, bytes_of, raw
+from resharded import RANDOM, TABLES, again, attached, bytes_of, raw
 from support import rows_of
 
 from tableside.loader.load.load import load
@@ -20,31 +20,8 @@ from tableside.loader.segment.segment import Segment
 from tableside.loader.shards import shares
 from tableside.loader.shards.reshard import owner_names
 from tableside.loader.versions.versions import Model
-from tableside.quant import Pooling, RowFormat
+from tableside.quant import Pooling
 
-
-def some(count: int, every: int) -> np.ndarray:
-    return np.arange(count) % every == 1
-
-
-TABLES = {
-    "int8 D 64: ids in the padding": raw(),
-    "fp16 D 32: ids in an array": raw(RANDOM[:300], 32, RowFormat.FP16),
-    "a default row": raw(RANDOM[:200], default=np.ones(64, np.float32)),
-    "chunked": raw(np.arange(3, 1600, 2, dtype=np.int64), 8, RowFormat.FP16, bucket_ids=100),
-    "chunked, most buckets empty": raw(np.array([205, 299, 700, 1400]), 8, RowFormat.FP16, bucket_ids=100),
-    "extremes": raw(EXTREMES, 16, RowFormat.INT4),
-    "one id": raw(np.array([-1]), 8, RowFormat.FP32),
-    "no id": raw(np.empty(0, np.int64), 8, RowFormat.FP32),
-    "backfilled": raw(RANDOM, 32, RowFormat.FP16, backfilled=some(RANDOM.size, 3)),
-    "backfilled in one bucket": raw(
-        np.arange(1600), 8, RowFormat.FP32, bucket_ids=100, backfilled=np.arange(1600) // 100 == 7
-    ),
-    "plain": DenseTable(rows_of(101, 16), is_plain=True),
-    "dense, a default row": DenseTable(rows_of(3, 16), default=np.ones(16, np.float32)),
-    "dense, ids from -50 on": DenseTable(rows_of(101, 16), RowFormat.FP32, first=-50),
-    "dense, backfilled": DenseTable(rows_of(101, 16), RowFormat.FP32, backfilled=40),
-}
 STRANGERS = np.array([7, 123_456_789, -(2**62), 2**40 + 1, 10**6], np.int64)  # ids that no table has
 
 
