@@ -12,6 +12,7 @@ After an error or kill before the flip the live state is unchanged.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -22,9 +23,10 @@ from tableside.loader.hot.hot import counts_of
 from tableside.loader.load.settings import Progress, thread_count
 from tableside.loader.segment.delta import Delta, delta_name
 from tableside.loader.segment.delta_writer import DeltaEntries, delta_entries, merge, own_entries, write_delta
-from tableside.loader.segment.header import Change
+from tableside.loader.segment.header import Change, Header, checksum
 from tableside.loader.segment.layout import plan_tables
 from tableside.loader.segment.numa import chosen_nodes
+from tableside.loader.segment.remote import RemoteTable
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.folder import Folder
 from tableside.loader.versions.states import State, attach_state, state_of, writing
@@ -52,22 +54,25 @@ def delta_share(segment: Segment) -> float:
 
 
 def compact(
-    model: Model, settings: ApplySettings = DEFAULTS, progress: Progress | None = None
+    model: Model,
+    settings: ApplySettings = DEFAULTS,
+    progress: Progress | None = None,
+    remote: Sequence[RemoteTable] = (),
 ) -> CompactionResult | None:
-    """Compacts the live version and its deltas; None: no delta is live, and no row is to be dropped.
-    VersionError: a load or compaction runs, or another version became live. SegmentError: the live state is
-    damaged. NoSpace."""
+    """Compacts the live version and its deltas; None: no delta is live, and no row is to be dropped. remote:
+    tables that other hosts have from now on. VersionError: a load or compaction runs, or another version
+    became live. SegmentError: the live state is damaged. NoSpace."""
     started, model = time.monotonic(), model.on(None)
     # The load lock keeps compactions apart; an apply takes the other one for a moment, to see whether one is
     # under way.
     with model.loading() as version, model.opened() as folder, folder.lock(COMPACT_LOCK):
         segment = attach_state(model, None, "header")
-        if not segment.deltas and not any(t.has_times for t in segment.header.tables):
+        if not segment.deltas and not remote and not any(t.has_times for t in segment.header.tables):
             return None
         merge_live(model, settings)
         segment = attach_state(model, None, "full")
         progress = progress or (lambda done, total: None)
-        return Compaction(model, folder, version, segment, settings, progress).run(started)
+        return Compaction(model, folder, version, segment, settings, progress, remote).run(started)
 
 
 class Compaction:
@@ -81,9 +86,11 @@ class Compaction:
         segment: Segment,
         settings: ApplySettings,
         progress: Progress,
+        remote: Sequence[RemoteTable] = (),
     ) -> None:
         self.model, self.folder, self.version, self.settings = model, folder, version, settings
         self.base, self.now = segment.base, settings.clock()
+        self.remote = {table.name: table for table in remote}
         self.delta: Delta | None = None
         self.entries: dict[str, DeltaEntries] = {}
         if segment.deltas:
@@ -94,7 +101,7 @@ class Compaction:
 
     def run(self, started: float) -> CompactionResult | None:
         tables = {t.name: CompactTable(self, t) for t in self.base.header.tables}
-        if self.delta is None and not any(t.is_changed for t in tables.values()):
+        if self.delta is None and not self.remote and not any(t.is_changed for t in tables.values()):
             return None
         header = self.base.header
         stored = [t.stored for t in tables.values()]
@@ -104,8 +111,9 @@ class Compaction:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             tables=plan_tables(stored),
             merged=self._merged(),
-            origin=(header.origin or self.base.content()) if header.is_over_hosts else 0,
+            remote=tuple(self.remote.get(table.name, table) for table in header.remote),
         )
+        planned = replace(planned, origin=self._origin(planned))
         self._total = sum(t.rows for t in planned.tables)
         program = self.base.program() if header.scorer is not None else b""
         kept = {name: self.base for name, t in tables.items() if not t.is_changed}
@@ -133,6 +141,15 @@ class Compaction:
             return self.base.header.merged
         change = self.delta.change
         return replace(change, below=0, mark=0 if self._hides_rows() else change.mark)
+
+    def _origin(self, planned: Header) -> int:
+        """Returns the content of the loaded version; one of its own where other hosts have rows from now on,
+        since states of before do not lead to the new ones."""
+        header = self.base.header
+        if not header.is_over_hosts or planned.merged is None:
+            return 0
+        origin = header.origin or self.base.content()
+        return checksum(repr((origin, planned.remote)).encode()) if self.remote else origin
 
     def _hides_rows(self) -> bool:
         """Whether the new version alone has rows that were deleted."""
