@@ -1,7 +1,6 @@
 """What owners say of their rows, put together to the remote tables of a version."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -17,13 +16,13 @@ from tableside.loader.segment.remote import RemoteShare, RemoteTable, check_remo
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredTable
 from tableside.quant import CpuBackend
-from tableside.serving.client.messages import HttpRequest
-from tableside.serving.client.sockets import SocketPool
-from tableside.serving.cluster.calls import address_of, receive_by
+from tableside.serving.cluster.asking import AskedHost
 from tableside.serving.cluster.protocol import PATH, Described, DescribedTable
 from tableside.serving.errors import ServingError
 
-_TIMEOUT_S, _MOST_BYTES = 10.0, 64 << 20  # of a description
+_MOST_BYTES = 64 << 20  # of a description
+Owners = tuple[tuple[str, ...], ...]
+"""The owners' addresses, HOST:PORT, each with its replicas."""
 
 
 def describe(segment: Segment) -> Described | None:
@@ -59,19 +58,79 @@ def _described(t: StoredTable, header: Header) -> DescribedTable:
 def remote_tables(spec: ModelSpec, backend: CpuBackend, token: str | None) -> tuple[RemoteTable, ...]:
     """Asks all owners of a model what they have. ServingError: one is not reached, or they do not fit."""
     tables = [t for t in spec.tables if t.owners and spec.share is None]
+    asked = ask_owners(spec.name, [t.owners for t in tables], token)
+    return tuple(_joined(t, asked[t.owners], backend) for t in tables)
+
+
+def ask_owners(model: str, owners: Iterable[Owners], token: str | None) -> dict[Owners, list[Described]]:
+    """Asks owners of a model what they have. ServingError: one is not reached, or they are of several
+    checkpoints."""
     asked: dict[tuple[int, tuple[str, ...]], Described] = {}
-    for t in tables:
-        for number, addresses in enumerate(t.owners):
+    found = dict[Owners, list[Described]]()
+    for some in owners:
+        for number, addresses in enumerate(some):
             if (number, addresses) not in asked:
-                name = owner_name(spec.name, number, len(t.owners))
+                name = owner_name(model, number, len(some))
                 asked[number, addresses] = _agreed(addresses, name, number, token)
-    if len(samples := {found.sample for found in asked.values()}) > 1:
-        said = ", ".join(f"{addresses[0]} {found.sample[:8]}" for (_, addresses), found in asked.items())
+        found[some] = [asked[owner] for owner in enumerate(some)]
+    if len(samples := {one.sample for one in asked.values()}) > 1:
+        said = ", ".join(f"{addresses[0]} {one.sample[:8]}" for (_, addresses), one in asked.items())
         raise ServingError(
-            f"the owners of model {spec.name!r} were loaded from {len(samples)} checkpoints ({said}); load "
+            f"the owners of model {model!r} were loaded from {len(samples)} checkpoints ({said}); load "
             "all of them from one"
         )
-    return tuple(_joined(t, [asked[owner] for owner in enumerate(t.owners)], backend) for t in tables)
+    return found
+
+
+def turned_tables(header: Header, owners: Owners, token: str | None) -> tuple[RemoteTable, ...]:
+    """Returns the tables of a server's version that hosts have, as these owners have them. ServingError: as
+    `remote_tables`; one of the present owners is to say that they have the same rows."""
+    found = ask_owners(header.model, [owners], token)[owners]
+    _check_lineage(header, found[0].sample, token)
+    return tuple(_turned(t, owners, found) for t in header.owned)
+
+
+def _check_lineage(header: Header, sample: str, token: str | None) -> None:
+    """Asks the present owners of what checkpoint they are. ServingError: of another one, or none can be
+    asked."""
+    said = []
+    for share in (share for t in header.owned for share in t.shares):
+        for address in share.addresses:
+            try:
+                described = _ask(address, share.model, token)
+            except ServingError as error:
+                said.append(str(error))
+                continue
+            if described.content != share.content:
+                said.append(f"owner {address} has another version of {share.model}")
+            elif described.sample != sample:
+                raise ServingError(
+                    f"the present owners of model {header.model!r} are of checkpoint "
+                    f"{described.sample[:8]}, these of {sample[:8]}; expected owners with the same rows: "
+                    "load the model with the addresses of these (tableside load)"
+                )
+            else:
+                return
+    raise ServingError(
+        f"none of the present owners of model {header.model!r} says what rows it has "
+        f"({'; '.join(said)[:500]}); they stay until all servers turned: start one of them"
+    )
+
+
+def _turned(t: RemoteTable, owners: Owners, found: Sequence[Described]) -> RemoteTable:
+    shares = _shares_of(t.name, owners, found)
+    wanted = {name: getattr(t, name) for name in ("key", "row_format", "missing", "dim", "row_bytes")}
+    for addresses, (_, table) in zip(owners, shares, strict=True):
+        _check_alike(
+            t.name,
+            addresses[0],
+            table,
+            wanted | {"ids": t.id_kind, "buckets": t.buckets, "bucket_ids": t.bucket_ids},
+        )
+    count = sum(table.own for _, table in shares)
+    if not t.buckets and count != t.count:
+        raise ServingError(f"[tables.{t.name}]: these owners have {count:,} rows; expected {t.count:,}")
+    return _checked(replace(t, count=count, shares=_remote_shares(owners, found, shares)))
 
 
 def _agreed(addresses: tuple[str, ...], model: str, number: int, token: str | None) -> Described:
@@ -98,41 +157,33 @@ def _agreed(addresses: tuple[str, ...], model: str, number: int, token: str | No
 
 
 def _ask(address: str, model: str, token: str | None) -> Described:
-    pool = SocketPool(address_of(address, token), _TIMEOUT_S)
+    host = AskedHost(address, token)
     try:
-        connection = pool.begin(HttpRequest("GET", f"{PATH}/{model}"), most=_MOST_BYTES)
-        response = receive_by(connection, time.monotonic() + _TIMEOUT_S)
-        connection.close()
-    except OSError as error:
-        raise ServingError(
-            f"owner {address} is not reached ({error}); start it with: tableside serve {model}"
-        ) from error
+        content = host.get(f"{PATH}/{model}", _MOST_BYTES)
     finally:
-        pool.close()
-    if response.status != 200:
-        raise ServingError(f"owner {address} answered {response.status}: {response.text[:500]!r}")
+        host.close()
     try:
-        return Described.from_json(orjson.loads(response.content))
+        return Described.from_json(orjson.loads(content))
     except ValueError as error:
         raise ServingError(f"owner {address} answered GET {PATH}/{model}, and {error}") from error
 
 
 def _joined(spec: TableSpec, found: Sequence[Described], backend: CpuBackend) -> RemoteTable:
     """Returns a table whose shares are those of its owners, in their order."""
-    shares = [_share_of(spec, described) for described in found]
-    first = shares[0][1]
-    for address, (_, table) in zip(spec.owners, shares, strict=True):
-        _check_alike(spec, address[0], table, first)
-    if first.first or any(a.end != b.first for (_, a), (_, b) in pairwise(shares)):
-        raise ServingError(
-            f"[tables.{spec.name}]: its owners have "
-            f"{', '.join(f'[{t.first}, {t.end})' for _, t in shares)}; expected parts that follow one "
-            "another, from 0 on"
-        )
-    if first.buckets and shares[-1][1].end != first.buckets:
-        raise ServingError(
-            f"[tables.{spec.name}]: its owners have buckets up to {shares[-1][1].end} of {first.buckets}"
-        )
+    shares = _shares_of(spec.name, spec.owners, found)
+    first, raw = shares[0][1], spec.raw
+    wanted = {
+        "key": spec.key,
+        "row_format": spec.row_format.label,
+        "missing": str(spec.missing),
+        "ids": spec.id_kind,
+        "buckets": raw.buckets if raw else 0,
+        "bucket_ids": (raw.bucket_ids or 0) if raw else 0,
+        "dim": first.dim if spec.dim is None else spec.dim,
+        "row_bytes": first.row_bytes,
+    }
+    for addresses, (_, table) in zip(spec.owners, shares, strict=True):
+        _check_alike(spec.name, addresses[0], table, wanted)
     joined = RemoteTable(
         first.name,
         first.key,
@@ -144,16 +195,10 @@ def _joined(spec: TableSpec, found: Sequence[Described], backend: CpuBackend) ->
         "",
         first.buckets,
         first.bucket_ids,
-        tuple(
-            RemoteShare(share.end, number, described.content, described.model, addresses)
-            for (number, share), described, addresses in zip(shares, found, spec.owners, strict=True)
-        ),
+        _remote_shares(spec.owners, found, shares),
         bool(first.strings),
     )
-    try:
-        check_remote(joined)
-    except SegmentError as error:
-        raise ServingError(f"[tables.{spec.name}]: what its owners say does not fit: {error}") from error
+    joined = _checked(joined)
     if not (default := DefaultRow(spec, joined.dim, None)).is_used:
         return joined
     packed = np.zeros(joined.row_bytes, np.uint8)
@@ -161,32 +206,58 @@ def _joined(spec: TableSpec, found: Sequence[Described], backend: CpuBackend) ->
     return replace(joined, default=packed.tobytes().hex())
 
 
-def _share_of(spec: TableSpec, described: Described) -> tuple[int, DescribedTable]:
+def _shares_of(name: str, owners: Owners, found: Sequence[Described]) -> list[tuple[int, DescribedTable]]:
+    """Returns the number and description of a table in each owner's version. ServingError: its parts leave a
+    gap."""
+    shares = [_share_of(name, described) for described in found]
+    first, last = shares[0][1], shares[-1][1]
+    if first.first or any(a.end != b.first for (_, a), (_, b) in pairwise(shares)):
+        raise ServingError(
+            f"[tables.{name}]: its owners have "
+            f"{', '.join(f'[{t.first}, {t.end})' for _, t in shares)}; expected parts that follow one "
+            "another, from 0 on"
+        )
+    if first.buckets and last.end != first.buckets:
+        raise ServingError(f"[tables.{name}]: its owners have buckets up to {last.end} of {first.buckets}")
+    return shares
+
+
+def _remote_shares(
+    owners: Owners, found: Sequence[Described], shares: Sequence[tuple[int, DescribedTable]]
+) -> tuple[RemoteShare, ...]:
+    return tuple(
+        RemoteShare(share.end, number, described.content, described.model, addresses)
+        for (number, share), described, addresses in zip(shares, found, owners, strict=True)
+    )
+
+
+def _checked(joined: RemoteTable) -> RemoteTable:
+    """ServingError: the table is impossible."""
+    try:
+        check_remote(joined)
+    except SegmentError as error:
+        raise ServingError(f"[tables.{joined.name}]: what its owners say does not fit: {error}") from error
+    return joined
+
+
+def _share_of(name: str, described: Described) -> tuple[int, DescribedTable]:
     """Returns the number and description of a table in an owner's version."""
     for number, table in enumerate(described.tables):
-        if table.name == spec.name:
+        if table.name == name:
             return number, table
     raise ServingError(
-        f"[tables.{spec.name}]: {described.model} version {described.version} has no such table; load the "
+        f"[tables.{name}]: {described.model} version {described.version} has no such table; load the "
         "owner again with this model.toml"
     )
 
 
-def _check_alike(spec: TableSpec, address: str, table: DescribedTable, first: DescribedTable) -> None:
-    """Raises ServingError where an owner's table is not what model.toml and the first owner say."""
-    wanted: Sequence[tuple[str, object, object]] = (
-        ("key", table.key, spec.key),
-        ("row_format", table.row_format, spec.row_format.label),
-        ("missing", table.missing, str(spec.missing)),
-        ("ids", "string" if table.strings else "raw" if table.buckets else "row", spec.id_kind),
-        ("buckets", table.buckets, spec.raw.buckets if spec.raw else 0),
-        ("bucket_ids", table.bucket_ids, (spec.raw.bucket_ids or 0) if spec.raw else 0),
-        ("dim", table.dim, first.dim if spec.dim is None else spec.dim),
-        ("row_bytes", table.row_bytes, first.row_bytes),
-    )
-    for what, found, expected in wanted:
-        if found != expected:
+def _check_alike(name: str, address: str, table: DescribedTable, wanted: Mapping[str, object]) -> None:
+    """Raises ServingError where an owner's table is not what is wanted of all owners."""
+    ids = "string" if table.strings else "raw" if table.buckets else "row"
+    has = {**table._asdict(), "ids": ids}
+    for what, expected in wanted.items():
+        if has[what] != expected:
             raise ServingError(
-                f"[tables.{spec.name}]: {what} is {expected!r} here; owner {address} has {found!r}: load it "
+                f"[tables.{name}]: {what} is {expected!r} here; owner {address} has {has[what]!r}: load it "
                 "again with this model.toml"
             )

@@ -4,11 +4,15 @@ GET  /v2/rows/MODEL             the owner's live version, as JSON (`Described`)
 GET  /v2/rows/MODEL/states      the states that it keeps, as JSON: a list of STATE
 GET  /v2/rows/MODEL/STATE       200: it has the state, and keeps it for some seconds
 POST /v2/rows/MODEL/STATE       rows of a state, by `HostsState` as text
+GET  /v2/buckets/MODEL/STATE    heads of its files (loader.segment.fetched), that of the version first
+GET  /v2/buckets/MODEL/STATE/FILE/FIRST-END     chunks [FIRST, END) of one of them, bytes of one table or
+                                id index. FILE: the checksum in its head, as 16 hexadecimal digits
 
 request     int64: n tables; n times a table's number and its count of ids; ids, table after table
 response    uint8 for each id: 1 if the table has it, padded with zeros to a multiple of 8;
             a packed row for each id, table after table, of no meaning where the byte is 0;
             xxh3-64 of what is before, seeded with STATE (`HostsState.seed`)
+heads       int64: n files, the bytes of each head; then the heads
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +24,7 @@ from numpy.typing import NDArray
 from tableside.loader.segment.remote import HostsState
 from tableside.quant.contract import Bytes, Ids
 
-PATH = "/v2/rows"
+PATH, FILES_PATH = "/v2/rows", "/v2/buckets"
 SUM_BYTES = 8  # at the end of a response
 
 

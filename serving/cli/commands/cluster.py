@@ -11,6 +11,7 @@ from tableside.loader.load.sizes import SizedModel, sized_checkpoint, sized_vers
 from tableside.loader.model.model import read_model
 from tableside.loader.model.tiers import TIER, owner_name
 from tableside.loader.segment.header import Change
+from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import attach_state, state_of
 from tableside.loader.versions.versions import Model
 from tableside.serving.cli.arguments import KEEP, AddCommand, add_json, count, size
@@ -145,12 +146,7 @@ def status(options: argparse.Namespace) -> int:
     """Prints which hosts have the rows of a model, the newest state here that each has as well, and how far
     it lags behind the live one. Returns 1 where an owner has none."""
     model = published(options)
-    segment = attach_state(model, None, "header")
-    if not segment.header.owned:
-        raise ServingError(
-            f"all tables of model {model.name!r} are on this host, or in Redis; expected one whose "
-            "model.toml names owners (tier, docs/hosts.md)"
-        )
+    segment = owned_state(model)
     cluster = ClusterSettings(**given(options, ClusterSettings))
     found = owners_of(segment.header.owned)
     kept = states_of(hosts_of(cluster_token(cluster), _STATES_S), found)
@@ -174,6 +170,17 @@ def status(options: argparse.Namespace) -> int:
         for one in degraded:
             console.print(f"{one}: no host has a state that is here, so its rows come late", markup=False)
     return int(bool(degraded))
+
+
+def owned_state(model: Model) -> Segment:
+    """Returns the live state. ServingError: no other host has rows of it."""
+    segment = attach_state(model, None, "header")
+    if not segment.header.owned:
+        raise ServingError(
+            f"all tables of model {model.name!r} are on this host, or in Redis; expected one whose "
+            "model.toml names owners (tier, docs/hosts.md)"
+        )
+    return segment
 
 
 def _lag(model: Model, here: Sequence[KnownState], at: int | None) -> dict[str, Any]:

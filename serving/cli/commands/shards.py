@@ -1,4 +1,4 @@
-"""`tableside export`, `reshard` and `compile`."""
+"""`tableside export`, `reshard`, `turn` and `compile`."""
 
 import argparse
 import os
@@ -7,9 +7,13 @@ from pathlib import Path
 
 from rich.table import Table
 
+from tableside.loader.deltas.compact import compact
+from tableside.loader.errors import ModelError
 from tableside.loader.load.export import VALUE_FORMATS
 from tableside.loader.load.export import export as export_tensor
-from tableside.loader.shards.reshard import Holding, ReshardSettings
+from tableside.loader.model.tiers import TIER, parse_tier
+from tableside.loader.shards.moving import take_share
+from tableside.loader.shards.reshard import Holding, ReshardResult, ReshardSettings
 from tableside.loader.shards.reshard import reshard as reshard_model
 from tableside.loader.versions.states import check_bare
 from tableside.loader.versions.versions import Model
@@ -18,6 +22,7 @@ from tableside.quant.gpu.ahead import CompiledKernel, has_driver
 from tableside.quant.gpu.residence.registry import CHOICES, is_by_cpu
 from tableside.quant.installed import require
 from tableside.serving.cli.arguments import KEEP, AddCommand, count
+from tableside.serving.cli.commands.cluster import owned_state
 from tableside.serving.cli.output import (
     check_no_path,
     console,
@@ -27,8 +32,11 @@ from tableside.serving.cli.output import (
     root_settings,
     table_of,
 )
+from tableside.serving.cluster.describe import Owners, turned_tables
+from tableside.serving.cluster.sources import common_state
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import compile_once, kernels_wanted, triton_cache
+from tableside.serving.settings import ClusterSettings, cluster_token, given
 
 
 def compile_kernels(options: argparse.Namespace) -> int:
@@ -92,13 +100,22 @@ def export(options: argparse.Namespace) -> int:
 
 
 def reshard(options: argparse.Namespace) -> int:
-    """Publishes a model for several owners; prints their holdings before and after."""
+    """Publishes a model for several owners, or the share of one of them; prints their holdings before and
+    after."""
     check_no_path(options.model)
     roots = root_settings(options)
-    settings = ReshardSettings(
-        options.from_owners, options.version, not options.no_activate, options.group, roots.owner
-    )
-    done = reshard_model(roots.root, options.model, options.owners, settings)
+    is_here = isinstance(options.from_owners, int)
+    if is_here != (options.share is None) or not (is_here or options.version is None):
+        raise ServingError(
+            "--share takes one owner's rows from what is live on other hosts; expected it with --from "
+            f"{TIER}HOST:PORT,... and without --version, or neither of the two"
+        )
+    before = options.from_owners if is_here else 0
+    settings = ReshardSettings(before, options.version, not options.no_activate, options.group, roots.owner)
+    if is_here:
+        done = reshard_model(roots.root, options.model, options.owners, settings)
+    else:
+        done = _take_share(options, roots.root, settings)
     table = Table("", "model", "version", "rows", "ids", "bytes", box=None)
     for when, holdings in (("before", done.before), ("after", done.after)):
         for holding in holdings:
@@ -112,6 +129,50 @@ def reshard(options: argparse.Namespace) -> int:
             for path in Model(roots.root, holding.model, roots.owner).collect(options.keep):
                 console.print(f"removed {path}")
     return 0
+
+
+def _take_share(options: argparse.Namespace, root: Path, settings: ReshardSettings) -> ReshardResult:
+    with (
+        common_state(options.model, options.from_owners, _token(options)) as sources,
+        progress_bar(f"share {options.share} of {options.model}") as progress,
+    ):
+        return take_share(root, options.share, options.owners, sources, settings, progress)
+
+
+def turn(options: argparse.Namespace) -> int:
+    """Publishes the live state with other owners of its rows."""
+    model = published(options)
+    header = owned_state(model).header
+    remote = turned_tables(header, options.to, _token(options))
+    with progress_bar(f"turning {options.model}") as progress:
+        done = compact(model, progress=progress, remote=remote)
+    assert done is not None, "there are remote tables"
+    console.print(
+        f"{model.name} version {done.state} is live, with rows of {len(options.to)} owners", markup=False
+    )
+    for path in model.collect(options.keep):
+        console.print(f"removed {path}")
+    return 0
+
+
+def _token(options: argparse.Namespace) -> str | None:
+    return cluster_token(ClusterSettings(**given(options, ClusterSettings)))
+
+
+def _tier(text: str) -> Owners:
+    """Owners' addresses, as model.toml has them."""
+    try:
+        found, redis = parse_tier(text, "error", False, "it")
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if redis is not None:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected {TIER}HOST:PORT,HOST:PORT with owners")
+    return found
+
+
+def _holders(text: str) -> int | Owners:
+    """How many hold a model, or where they are."""
+    return _tier(text) if TIER in text else count(1, f"or {TIER}HOST:PORT,...")(text)
 
 
 def _cells(holding: Holding) -> tuple[str, ...]:
@@ -144,8 +205,31 @@ def add_commands(command: AddCommand) -> None:
     p = command("reshard", reshard, "publish a model as those of several owners, with a share each")
     p.option("model")
     p.option("--owners", "how many there will be; 1: the whole model", type=count(1), required=True)
-    p.option("--from", "how many hold it now", type=count(1), default=1, dest="from_owners")
+    p.option(
+        "--from",
+        f"how many hold it now, here; or, on other hosts, who, as {TIER}HOST:PORT,HOST:PORT",
+        type=_holders,
+        default=1,
+        dest="from_owners",
+        metavar="N|OWNERS",
+    )
+    p.option(
+        "--share", "publish this owner's share alone, from 0, with rows of other hosts", type=int, metavar="K"
+    )
+    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
     p.option("--version", "the version of the model (default: the live one)", type=count(1))
     p.option("--keep", "older versions to keep for each owner", type=KEEP, default=1)
     p.option("--no-activate", "publish without making it the live version", action="store_true")
     p.option("--group", "a group that may read what is published (default: this user alone)")
+
+    p = command("turn", turn, "publish the live version of a server with other owners of its rows")
+    p.option("model")
+    p.option(
+        "--to",
+        f"those who have them, as {TIER}HOST:PORT,HOST:PORT",
+        type=_tier,
+        required=True,
+        metavar="OWNERS",
+    )
+    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
+    p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)

@@ -36,10 +36,10 @@ class KeptStates:
         self._looking = asyncio.Lock()
         self._is_forgetting = False
 
-    async def known(self, engine: Engine) -> set[HostsState]:
-        """Returns the states of a model whose files are here."""
+    async def known(self, engine: Engine) -> list[HostsState]:
+        """Returns the states of a model whose files are here, the newest first."""
         found = await asyncio.to_thread(self._known_of(engine).look)
-        return {one.name for one in found if one.name is not None}
+        return [one.name for one in found if one.name is not None]
 
     def held(self, engine: Engine, state: HostsState) -> Segment | None:
         """Returns a state that is attached, or None."""

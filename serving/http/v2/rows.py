@@ -73,6 +73,10 @@ class OwnedRows:
             why = "rows are given to other hosts by a server with a cluster token; start it with "
             raise ApiError(403, ErrorKind.DENIED, f"{why}--cluster-token-file FILE")
 
+    def check_caller(self, http: Request) -> None:
+        """As `check`, of a request that comes through ASGI."""
+        self.check(_host(http), asgi.header(http.scope, b"authorization"))
+
     def describe(self, model: str) -> dict[str, Any]:
         found = describe(self._service.live(model).segment)
         if found is None:
@@ -84,7 +88,11 @@ class OwnedRows:
 
     async def keep(self, model: str, named: str) -> None:
         """Keeps a state for some seconds. ApiError: it is none, or not here."""
-        await self._states.segment(self._service.engine(model), self._state(model, named))
+        await self.segment(model, named)
+
+    async def segment(self, model: str, named: str) -> Segment:
+        """Returns a state, and keeps it as `keep`."""
+        return await self._states.segment(self._service.engine(model), self._state(model, named))
 
     def _state(self, model: str, named: str) -> HostsState:
         try:
@@ -189,29 +197,26 @@ def _read(table: Table, reader: BlockReader, ids: Ids, found: Bytes, rows: Bytes
 
 
 def add_to(app: FastAPI, owned: OwnedRows, max_body_bytes: int) -> None:
-    def check(http: Request) -> None:
-        owned.check(_host(http), asgi.header(http.scope, b"authorization"))
-
     @app.get(f"{PATH}/{{model}}", include_in_schema=False)
     async def described(http: Request) -> Response:
-        check(http)
+        owned.check_caller(http)
         return asgi.json_response(owned.describe(http.path_params["model"]))
 
     @app.get(f"{PATH}/{{model}}/states", include_in_schema=False)
     async def states(http: Request) -> Response:
-        check(http)
+        owned.check_caller(http)
         return asgi.json_response(await owned.states(http.path_params["model"]))
 
     @app.get(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def kept(http: Request) -> Response:
-        check(http)
+        owned.check_caller(http)
         await owned.keep(http.path_params["model"], http.path_params["state"])
         return asgi.json_response({})
 
     @app.post(f"{PATH}/{{model}}/{{state}}", include_in_schema=False)
     async def rows(http: Request) -> Response:
         """What the `Door` leaves, as it is compressed or not allowed."""
-        check(http)
+        owned.check_caller(http)
         hold, authorization = http.scope[asgi.HOLD], asgi.header(http.scope, b"authorization")
         body = await asgi.read_body(http.scope, http.receive, max_body_bytes, hold)
         asked = RowsTarget(**http.path_params, authorization=authorization)
