@@ -4,7 +4,7 @@ GET  /v2/rows/MODEL             the owner's live version, as JSON (`Described`)
 GET  /v2/rows/MODEL/states      the states that it keeps, as JSON: a list of STATE
 GET  /v2/rows/MODEL/STATE       200: it has the state, and keeps it for some seconds
 POST /v2/rows/MODEL/STATE       rows of a state, by `HostsState` as text
-GET  /v2/buckets/MODEL/STATE    heads of its files (loader.segment.fetched), that of the version first
+GET  /v2/buckets/MODEL/STATE    heads of its files (loader.segment.transfer), that of the version first
 GET  /v2/buckets/MODEL/STATE/FILE/FIRST-END     chunks [FIRST, END) of one of them, bytes of one table or
                                 id index. FILE: the checksum in its head, as 16 hexadecimal digits
 

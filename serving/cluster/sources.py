@@ -9,9 +9,9 @@ import numpy as np
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.segment.delta import delta_name, overlaid
-from tableside.loader.segment.fetched import FetchedSegment
 from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.transfer import TransferredSegment
 from tableside.quant.contract import Bytes
 from tableside.serving.cluster.agreed import At, Owner, states_of
 from tableside.serving.cluster.asking import TIMEOUT_S, AskedHost
@@ -52,9 +52,9 @@ class SourceState:
             )
         return segment
 
-    def _file(self, head: Bytes) -> FetchedSegment:
+    def _file(self, head: Bytes) -> TransferredSegment:
         path = Path(f"{self._at.host}/{self._at.model}")
-        found = FetchedSegment(path / "version", head, self._chunks)
+        found = TransferredSegment(path / "version", head, self._chunks)
         if (delta := found.header.delta) is not None:
             found.path = path / delta_name(found.header.version, delta.sequence)
         return found

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI, Request, Response
 
-from tableside.loader.segment.fetched import head_of, stored_range
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.stored import StoredRows
+from tableside.loader.segment.transfer import head_of, stored_range
 from tableside.quant.contract import Bytes
 from tableside.serving.cluster.protocol import FILES_PATH
 from tableside.serving.errors import ApiError, ErrorKind, bad_request, not_found, short

@@ -11,14 +11,14 @@ from resharded import RANDOM, TABLES, again, attached, bytes_of, raw
 from support import files_of, rows_of
 
 from tableside.loader.errors import ModelError, SegmentError, VersionError
-from tableside.loader.segment.fetched import FetchedSegment, head_of, stored_range
 from tableside.loader.segment.layout import CHUNK_BYTES
 from tableside.loader.segment.segment import Segment
+from tableside.loader.segment.transfer import TransferredSegment, head_of, stored_range
 from tableside.loader.shards.moving import take_share
 from tableside.loader.versions.versions import Model
 
 
-def fetched(segment: Segment, change: Callable[[np.ndarray], np.ndarray] = np.array) -> FetchedSegment:
+def fetched(segment: Segment, change: Callable[[np.ndarray], np.ndarray] = np.array) -> TransferredSegment:
     """A segment as another host sees it, and how its chunks change on their way."""
 
     def read(identity: int, first: int, end: int, size: int) -> bytes:
@@ -27,7 +27,7 @@ def fetched(segment: Segment, change: Callable[[np.ndarray], np.ndarray] = np.ar
         ((_, rows),) = segment.rows(stored, start, stop)
         return change(rows.reshape(-1).copy()).tobytes()
 
-    return FetchedSegment(segment.path, head_of(segment), read)
+    return TransferredSegment(segment.path, head_of(segment), read)
 
 
 @pytest.mark.parametrize("case", TABLES)
@@ -104,7 +104,7 @@ def test_heads_that_are_none_are_refused(root: Path) -> None:
         cases[-1][at] ^= 1 << draw.integers(8)
     for one in cases:
         with pytest.raises(SegmentError, match="demo"):
-            FetchedSegment(segment.path, one, lambda *_: b"")
+            TransferredSegment(segment.path, one, lambda *_: b"")
 
 
 def test_sources_that_are_not_all_owners_in_their_order_are_refused(root: Path, tmp_path: Path) -> None:

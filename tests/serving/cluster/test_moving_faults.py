@@ -38,9 +38,9 @@ from tableside.loader.errors import LoaderError, SegmentError
 from tableside.loader.load.load import load
 from tableside.loader.load.share import share_of
 from tableside.loader.model.tiers import TIER, owner_name
-from tableside.loader.segment import fetched, layout
-from tableside.loader.segment.fetched import head_of
+from tableside.loader.segment import layout, transfer
 from tableside.loader.segment.memory import processes_below
+from tableside.loader.segment.transfer import head_of
 from tableside.loader.shards.moving import take_share
 from tableside.loader.versions.states import attach_state
 from tableside.loader.versions.versions import Model
@@ -54,7 +54,7 @@ from tableside.serving.errors import ServingError
 def hosts(owners: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
     """Two owners with changes, in chunks of a few rows, which are asked for one by one."""
     monkeypatch.setattr(layout, "CHUNK_BYTES", 1024)
-    monkeypatch.setattr(fetched, "REQUEST_BYTES", 1024)
+    monkeypatch.setattr(transfer, "REQUEST_BYTES", 1024)
     monkeypatch.setattr(sources, "PATIENCE_S", 0.5)
     hosts = Hosts(owners, tmp_path, 2, "int8", "zero")
     for hosts.number in range(1, 3):

@@ -45,7 +45,7 @@ def stored_range(header: Header, first: int, end: int) -> tuple[StoredRows, int,
     raise ValueError(f"chunks [{first}, {end}) are not those of one table; the version has {header.chunks}")
 
 
-class FetchedSegment(Segment):
+class TransferredSegment(Segment):
     """A version or delta of another host. Its tables are zeros but for what `need` fetched; `rows` fetches.
     path: for people. SegmentError: what came is no version, or not its bytes."""
 
@@ -56,7 +56,7 @@ class FetchedSegment(Segment):
         size = PRELUDE.unpack(prelude)[3] if len(prelude) == PRELUDE.size else 0
         header_bytes = check_prelude(path, prelude, size)
         self.identity: int = PRELUDE.unpack(prelude)[4]
-        self._fd = os.memfd_create("tableside-fetched", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("tableside-transfer", os.MFD_CLOEXEC)
         self._map(size)
         self.mapping.bytes[: head.size] = head = head[:size]
         self.header = self._read_header(prelude, header_bytes)
