@@ -50,7 +50,7 @@ class TransferredSegment(Segment):
     path: for people. SegmentError: what came is no version, or not its bytes."""
 
     def __init__(self, path: Path, head: Bytes, read: Read) -> None:
-        """Whatever `read` raises, goes through."""
+        """What `read` raises is raised here, and by `need` and `rows`."""
         self.path, self.files, self.readers, self._read = path, (), {}, read
         prelude = head[: PRELUDE.size].tobytes()
         size = PRELUDE.unpack(prelude)[3] if len(prelude) == PRELUDE.size else 0
@@ -85,9 +85,8 @@ class TransferredSegment(Segment):
                 self.need(bits)
 
     def _bytes(self, stored: StoredRows, start: int, stop: int) -> Bytes:
-        return self.mapping.bytes[stored.offset + start * stored.row_bytes :][
-            : (stop - start) * stored.row_bytes
-        ]
+        first = stored.offset + start * stored.row_bytes
+        return self.mapping.bytes[first : first + (stop - start) * stored.row_bytes]
 
     def need(self, part: NDArray[Any]) -> None:
         if not part.size:
@@ -110,11 +109,8 @@ class TransferredSegment(Segment):
         for chunk in range(start // stored.chunk_rows, last, each):
             end = min(chunk + each, last)
             first, after = stored.chunk_range(chunk)[0], stored.chunk_range(end - 1)[1]
-            numbers, size = (
-                (stored.first_chunk + chunk, stored.first_chunk + end),
-                (after - first) * stored.row_bytes,
-            )
-            data = np.frombuffer(self._read(self.identity, *numbers, size), np.uint8)
+            size, before = (after - first) * stored.row_bytes, stored.first_chunk
+            data = np.frombuffer(self._read(self.identity, before + chunk, before + end, size), np.uint8)
             if data.size != size:
                 raise SegmentError(
                     f"{self.path}: {self.describe(stored, first, after)}: {data.size:,} bytes came; expected "

@@ -5,7 +5,7 @@ import logging
 import math
 import select
 import time
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import orjson
@@ -149,12 +149,12 @@ def owners_of(tables: Sequence[RemoteTable]) -> list[Owner]:
     return sorted(found)
 
 
-def states_of(hosts: OwnerHosts, owners: Sequence[Owner]) -> dict[At, Collection[str]]:
-    """Asks all hosts which states they have; returns those of the hosts that answer, the newest first."""
-    found = dict[At, Collection[str]]()
+def states_of(hosts: OwnerHosts, owners: Sequence[Owner]) -> dict[At, set[str]]:
+    """Asks all hosts which states they have; returns those of the hosts that answer."""
+    found = {}
     for at, response in _ask(hosts, {at: "states" for owner in owners for at in owner.places}).items():
         with contextlib.suppress(ValueError, TypeError):
-            found[at] = dict.fromkeys(map(str, orjson.loads(response.content)))
+            found[at] = {str(state) for state in orjson.loads(response.content)}
     return found
 
 

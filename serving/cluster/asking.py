@@ -7,7 +7,7 @@ from tableside.serving.client.sockets import SocketPool
 from tableside.serving.cluster.calls import address_of, receive_by
 from tableside.serving.errors import ServingError
 
-TIMEOUT_S = 10.0  # of an answer
+_TIMEOUT_S = 10.0  # of an answer
 _AGAIN_S = 0.2  # between two tries
 
 
@@ -15,7 +15,7 @@ class AskedHost:
     """A host. address: HOST:PORT. Any thread may call."""
 
     def __init__(self, address: str, token: str | None) -> None:
-        self.address, self._pool = address, SocketPool(address_of(address, token), TIMEOUT_S)
+        self.address, self._pool = address, SocketPool(address_of(address, token), _TIMEOUT_S)
 
     def get(self, path: str, most: int, patience_s: float = 0.0) -> memoryview:
         """Returns the body of an answer, of `most` bytes or fewer. patience_s: for which it is asked again
@@ -37,7 +37,7 @@ class AskedHost:
     def _ask(self, path: str, most: int) -> HttpResponse:
         connection = self._pool.begin(HttpRequest("GET", path), most=most)
         try:
-            response = receive_by(connection, time.monotonic() + TIMEOUT_S)
+            response = receive_by(connection, time.monotonic() + _TIMEOUT_S)
         except BaseException:
             connection.close()
             raise

@@ -2,10 +2,11 @@
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import orjson
 
 from tableside.loader.errors import LoaderError
 from tableside.loader.segment.delta import delta_name, overlaid
@@ -13,9 +14,8 @@ from tableside.loader.segment.remote import HostsState
 from tableside.loader.segment.segment import Segment
 from tableside.loader.segment.transfer import TransferredSegment
 from tableside.quant.contract import Bytes
-from tableside.serving.cluster.agreed import At, Owner, states_of
-from tableside.serving.cluster.asking import TIMEOUT_S, AskedHost
-from tableside.serving.cluster.calls import OwnerHosts
+from tableside.serving.cluster.agreed import At, Owner
+from tableside.serving.cluster.asking import AskedHost
 from tableside.serving.cluster.describe import Owners, ask_owners
 from tableside.serving.cluster.protocol import FILES_PATH, PATH
 from tableside.serving.errors import ServingError
@@ -95,39 +95,44 @@ def _heads(body: Bytes) -> Iterator[Bytes]:
 
 @contextlib.contextmanager
 def common_state(model: str, owners: Owners, token: str | None) -> Iterator[list[Segment]]:
-    """Yields the newest state that all owners of a model have, of each owner as one of its hosts has it,
-    which keeps it meanwhile. ServingError: an owner is not reached, they do not fit, or have no state in
-    common."""
+    """Yields the state `in_common` of a model's owners, of each as one of its hosts has it, which keeps it
+    meanwhile. ServingError: an owner is not reached, they do not fit, or have no state in common."""
     described = ask_owners(model, [owners], token)[owners]
     asked = [Owner(d.model, d.content, hosts) for d, hosts in zip(described, owners, strict=True)]
-    hosts = OwnerHosts(token, TIMEOUT_S)
-    try:
-        kept = states_of(hosts, asked)
-    finally:
-        hosts.close()
+    kept = {at: _states(at, token) for owner in asked for at in owner.places}
     with contextlib.ExitStack() as stack:
-        sources = [SourceState(at, state, token) for at, state in _in_common(asked, kept)]
+        sources = [SourceState(at, state, token) for at, state in in_common(asked, kept)]
         for source in sources:
             stack.callback(source.close)
         stack.enter_context(_held(sources))
         yield [source.segment() for source in sources]
 
 
-def _in_common(owners: Sequence[Owner], kept: Mapping[At, Collection[str]]) -> list[tuple[At, HostsState]]:
-    """Returns the newest state that each owner has, and a host of it that does. kept: of each host that
-    answers."""
-    for named in (state for at in owners[0].places for state in kept.get(at, ())):
-        try:
-            state = HostsState.parse(named)
-        except ValueError:  # an owner that says anything
-            continue
+def _states(at: At, token: str | None) -> list[HostsState]:
+    """Asks a host which states it has; returns them, the newest first. ServingError: it says none."""
+    host = AskedHost(at.host, token)
+    try:
+        said = host.get(f"{PATH}/{at.model}/states", _HEADS_BYTES, PATIENCE_S)
+        return [HostsState.parse(state) for state in orjson.loads(said)]
+    except (ValueError, TypeError) as error:
+        raise ServingError(f"owner {at.host} names no states of {at.model}: {error}") from error
+    finally:
+        host.close()
+
+
+def in_common(
+    owners: Sequence[Owner], kept: Mapping[At, Sequence[HostsState]]
+) -> list[tuple[At, HostsState]]:
+    """Returns a state that each owner has, the newest of a host of the first one, and a host of each that
+    has it."""
+    for state in (state for at in owners[0].places for state in kept[at]):
         found = list[tuple[At, HostsState]]()
         for owner in owners if state.content == owners[0].content else ():
-            has = (at for at in owner.places if str(owner.state(state)) in kept.get(at, ()))
+            has = (at for at in owner.places if owner.state(state) in kept[at])
             found += [(at, owner.state(state)) for at in has][:1]
         if len(found) == len(owners):
             return found
-    counts = ", ".join(f"{at.host} {len(kept.get(at, ()))}" for owner in owners for at in owner.places)
+    counts = ", ".join(f"{at.host} {len(kept[at])}" for owner in owners for at in owner.places)
     raise ServingError(
         f"the owners have no state in common (states that each keeps: {counts}); expected followers that "
         "apply the same changes, and keep enough states (--keep-states): take the share again once the last "

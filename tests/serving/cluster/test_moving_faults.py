@@ -165,6 +165,20 @@ def test_a_bit_that_flipped_at_an_owner_is_found(hosts: Hosts, owners: Server, t
     assert is_empty(tmp_path / "new", owner_name(hosts.spec.name, 1, 3))
 
 
+def test_a_state_is_held_while_nothing_is_asked(hosts: Hosts, owners: Server, liar: Liar) -> None:
+    """As while memory is reserved for a large share."""
+    held = 0
+
+    def count(answer: bytes) -> bytes:
+        nonlocal held
+        held += answer.endswith(b"\r\n\r\n{}")
+        return answer
+
+    liar.change = count
+    with common_state(hosts.spec.name, ((liar.place,), (place(owners),)), None):
+        until(lambda: held > 1, what="the owner to be asked to keep the state")
+
+
 def test_a_state_is_given_to_its_end_whatever_becomes_live(
     hosts: Hosts, owners: Server, tmp_path: Path
 ) -> None:
