@@ -14,8 +14,7 @@ from common import alternate, console, report
 
 from tableside.quant import LookupKind, Pooling, RowFormat, Table, choose
 from tableside.quant.contract import Place
-from tableside.quant.cpu.uses import read_uses, sample_uses
-from tableside.quant.rows.ids import mix
+from tableside.quant.cpu.uses import keys_of, read_uses, sample_uses
 
 FEATURES, ROWS, DIM, REQUESTS, BYTES = 26, 400_000, 64, 64, 1 << 20
 SHAPES = {"8 x 10": (8, 10), "32 x 20": (32, 20)}
@@ -41,7 +40,7 @@ def filled(requests: list[tuple[bytes, np.ndarray]]) -> np.ndarray:
         sample_uses(sample, places, of, SALTS, False, 0)
     found = read_uses(sample.tobytes(), FEATURES)
     assert found is not None and found.totals.sum() == ids.size
-    keys = mix((ids.astype(np.uint64) + SALTS[:, None]).view(np.int64))
+    keys = keys_of(ids, SALTS[:, None])
     wanted = np.sort(ids[keys <= np.uint64((1 << (64 - found.bits)) - 1)])
     assert (np.sort(found.uses["id"]) == wanted).all()
     while (now := read_uses(sample.tobytes(), FEATURES)) is not None and now.bits < 4:

@@ -4,13 +4,15 @@ full, half of the rows are left out, and again.
 
     offset    bytes
     0         8       changes: odd while uses move; a reader reads again
-    8         8       bits: a row is in the sample if mix(id + salt) < 2 ** (64 - bits)
+    8         8       bits: a row is in the sample if its key < 2 ** (64 - bits)
     16        8       uses
     24        8       requests
     32        16 F    ids asked for of each of F features, in the first half of the time and in the second
     next 64   16      a use: id int64, feature uint32, when uint32, in milliseconds
 
-Integers are little-endian. One thread writes; `mix` is of `quant.rows.ids`.
+Integers are little-endian. One thread writes. In unsigned 64-bit arithmetic, with MIX of `quant.rows.ids`:
+
+    x = id + salt;  key = (x ^ x >> 32) * MIX
 """
 
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tableside.quant.contract import Ids
 from tableside.quant.cpu import _native
+from tableside.quant.rows.ids import MIX
 
 USE = np.dtype([("id", "<i8"), ("feature", "<u4"), ("ms", "<u4")])
 _HEAD = 4
@@ -33,6 +37,17 @@ class Uses:
     requests: int
     totals: NDArray[np.int64]
     uses: NDArray[Any]
+
+    def thinned(self, bits: int, salts: NDArray[np.uint64]) -> NDArray[Any]:
+        """Returns the uses that a sample of so many bits has, at least its own."""
+        keys = keys_of(self.uses["id"].astype(np.int64), salts[self.uses["feature"]])
+        return self.uses[keys <= np.uint64((1 << (64 - bits)) - 1)]
+
+
+def keys_of(ids: Ids, salts: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns the keys of ids [n] with their salts [n]."""
+    x = ids.view(np.uint64) + salts
+    return (x ^ (x >> np.uint64(32))) * np.uint64(MIX)
 
 
 def sample_uses(

@@ -19,7 +19,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Rows, Shard, data_files, ids_of, plan_shards, read
 from tableside.serving.planning.curves import HALF_LIFE, lfu, lru
 from tableside.serving.planning.references import Floats, References, Sampler
-from tableside.serving.service.uses import salt_of
+from tableside.serving.service.uses import salts_of
 
 _SHARD_ROWS = 65536
 _SLOT_BYTES = 24  # of a GPU's cache, beside the row (`quant.cache.memory`)
@@ -168,12 +168,13 @@ def plan_live(segment: Segment, samples: Sequence[Uses], seconds: float, goals: 
     asked for."""
     of = _Tables.of(segment)
     numbers = {f.name: n for n, f in enumerate(segment.header.features)}
-    uses = np.concatenate([np.empty(0, USE), *(s.uses for s in samples)])
+    bits = max((s.bits for s in samples), default=0)
+    salts = salts_of([f.table for f in segment.header.features])
+    uses = np.concatenate([np.empty(0, USE), *(s.thinned(bits, salts) for s in samples)])
     uses = uses[np.argsort(uses["ms"], kind="stable")]
     slices = uses["ms"].astype(np.int64) * _SLICES // max(1, int(1000 * seconds))
     totals = sum((s.totals for s in samples), np.zeros((len(numbers), 2), np.int64))
-    share = 2.0 ** -max((s.bits for s in samples), default=0)
-    sampler = Sampler(of.row_bytes, goals.most_rows, [salt_of(name) for name in of.tables], share)
+    sampler = Sampler(of.row_bytes, goals.most_rows, 2.0**-bits)
     batches, asked, with_row = [], np.zeros((len(of.tables), 2)), np.zeros((len(of.tables), 2))
     for n, (name, table) in enumerate(of.tables.items()):
         of_it = [numbers[feature] for feature, read in of.features.items() if read == name]

@@ -40,25 +40,22 @@ class References:
 
 
 class Sampler:
-    """Takes batches. row_bytes: of each table. most: rows that are kept, about. salts: of each table, if its
-    ids come sampled by them. share: of the rows that come."""
+    """Takes batches. row_bytes: of each table. most: rows that are kept, about. coming: the share of all rows
+    that comes."""
 
-    def __init__(
-        self, row_bytes: Sequence[int], most: int, salts: Sequence[int] = (), share: float = 1.0
-    ) -> None:
-        self._row_bytes, self._most = np.array(row_bytes, np.int64), most
-        self._salts = salts or [(n + 1) * _SALT % 2**64 for n in range(len(row_bytes))]
+    def __init__(self, row_bytes: Sequence[int], most: int, coming: float = 1.0) -> None:
+        self._row_bytes, self._most, self._coming = np.array(row_bytes, np.int64), most, coming
         self._kept: list[tuple[Keys, Numbers]] = []  # of each batch, with counts
         self._ids: list[Numbers] = []  # of each batch, by table
         self._rows = np.empty(0, np.uint64)  # that are kept
         self._new: list[Keys] = []
         self._random = np.random.default_rng(0)
-        self.share = share
+        self.share = 1.0
 
     def add(self, ids: Sequence[Numbers]) -> None:
         """Takes a batch: ids [n] of rows that it uses, of each table. An id may come several times."""
         self._ids.append(np.array([of.size for of in ids], np.int64))
-        together = np.concatenate([self._sampled(_keys(of, n, self._salts[n])) for n, of in enumerate(ids)])
+        together = np.concatenate([self._sampled(_keys(of, n)) for n, of in enumerate(ids)])
         keys, counts = np.unique(together, return_counts=True)
         order = self._random.permutation(keys.size)  # which of a batch's rows goes first is chance
         self._kept.append((keys[order], counts[order]))
@@ -96,12 +93,12 @@ class Sampler:
             self._row_bytes[table],
             table,
             sum(self._ids[first:], np.zeros(self._row_bytes.size, np.int64)) if ids is None else ids,
-            self.share,
+            self._coming * self.share,
             first,
         )
 
 
-def _keys(ids: Numbers, table: int, salt: int) -> Keys:
+def _keys(ids: Numbers, table: int) -> Keys:
     """Returns the keys of a table's ids [n], in an order that says nothing of theirs."""
-    salted = ids.astype(np.uint64) + np.uint64(salt)
+    salted = ids.astype(np.uint64) + np.uint64((table + 1) * _SALT % 2**64)
     return mix(salted.view(np.int64)) // np.uint64(_TABLES) * np.uint64(_TABLES) + np.uint64(table)

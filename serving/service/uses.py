@@ -16,7 +16,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -38,9 +38,11 @@ _FILE = re.compile(r"([0-9]+)-[0-9a-f]+\.uses")
 _LOCK_S, _READS, _PAUSE_S = 5.0, 100, 0.01
 
 
-def salt_of(table: str) -> int:
-    """Returns what is added to a table's ids before they are hashed, 64 bits: the same in every process."""
-    return int.from_bytes(blake2b(table.encode(), digest_size=8).digest(), "little")
+def salts_of(tables: Iterable[str]) -> NDArray[np.uint64]:
+    """Returns the salts of tables by their names [n]: the same in every process."""
+    return np.array(
+        [int.from_bytes(blake2b(t.encode(), digest_size=8).digest(), "little") for t in tables], np.uint64
+    )
 
 
 def _path(root: Path, model: str) -> Path:
@@ -148,8 +150,7 @@ class LiveSample:
         fd = self._folder.create(f"{features.version}-{uuid.uuid4().hex}.uses")
         try:
             os.posix_fallocate(fd, 0, _BYTES)  # else writing to it could end the process
-            salts = np.array([salt_of(table) for table in features.tables], np.uint64)
-            return mmap.mmap(fd, _BYTES), salts
+            return mmap.mmap(fd, _BYTES), salts_of(features.tables)
         finally:
             os.close(fd)
 

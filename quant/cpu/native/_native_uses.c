@@ -18,7 +18,8 @@ typedef struct {
 } sample;
 
 static inline uint64_t key_of(const sample *s, int64_t id, uint64_t kind) {
-    return mix_id((uint64_t)id + s->salts[kind]);
+    const uint64_t salted = (uint64_t)id + s->salts[kind];
+    return (salted ^ (salted >> 32)) * ID_MIX;
 }
 
 /* Leaves half of the rows out. A reader that sees an odd number, or another one after it, reads again. */

@@ -5,13 +5,14 @@ import pytest
 
 from tableside.quant.contract import Place
 from tableside.quant.cpu.uses import Uses, changes_of, read_uses, sample_uses
-from tableside.quant.rows.ids import mix
+from tableside.quant.rows.ids import MIX
 
 SALTS = np.array([7, 1 << 63, 7], np.uint64)  # the first and the last feature read one table
 
 
 def keys(ids: np.ndarray, features: np.ndarray) -> np.ndarray:
-    return mix((ids.astype(np.uint64) + SALTS[features]).view(np.int64))
+    salted = [(int(i) + int(SALTS[f])) % 2**64 for i, f in zip(ids, features, strict=True)]
+    return np.array([(x ^ x >> 32) * MIX % 2**64 for x in salted], np.uint64)
 
 
 def add(sample: np.ndarray, ids: list[np.ndarray], half: bool = False, ms: int = 0) -> None:
@@ -56,6 +57,9 @@ def test_a_row_is_there_with_all_its_uses_or_with_none(bytes_: int) -> None:
     assert found.uses["id"].tolist() == ids[sampled].tolist()
     assert found.uses["feature"].tolist() == features[sampled].tolist()
     assert (np.diff(found.uses["ms"].astype(int)) >= 0).all() and found.totals.sum() == ids.size
+    fewer = keys(ids, features) < np.uint64(1 << (63 - found.bits))
+    assert found.thinned(found.bits + 1, SALTS)["id"].tolist() == ids[fewer].tolist()
+    assert found.thinned(found.bits, SALTS).size == found.uses.size
 
 
 def test_what_is_no_request_of_the_version_is_left_out() -> None:

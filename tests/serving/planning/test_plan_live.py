@@ -28,7 +28,7 @@ from tableside.quant.cpu.uses import Uses, read_uses, sample_uses  # noqa: E402
 from tableside.serving.client import Client  # noqa: E402
 from tableside.serving.errors import ServingError  # noqa: E402
 from tableside.serving.planning.plan import Goals, plan, plan_live  # noqa: E402
-from tableside.serving.service.uses import asking, salt_of  # noqa: E402
+from tableside.serving.service.uses import asking, salts_of  # noqa: E402
 
 Publish = Callable[..., Loaded]
 ROWS = 20_000
@@ -111,7 +111,7 @@ def test_either_data_or_live(publish: Publish, root: Path) -> None:
 def sampled(requests: list[np.ndarray], worker: int, size: int, seconds: float) -> Uses:
     """What one of two workers samples, that takes every second request."""
     sample = np.zeros(size, np.uint8)
-    salts = np.array([salt_of("t")], np.uint64)
+    salts = salts_of(["t"])
     for n in range(worker, len(requests), 2):
         ids = requests[n]
         places = np.array([Place(0, 0, ids.size, -1, ids.size, 1, -1, 0)], np.int64)
