@@ -1,4 +1,4 @@
-"""`tableside cluster plan` and `tableside cluster status`."""
+"""`tableside cluster plan`, `cluster status` and `cluster turn`."""
 
 import argparse
 import time
@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tableside.loader.deltas.compact import compact
+from tableside.loader.errors import ModelError
 from tableside.loader.load.owner_map import OwnerMap, Room, propose
 from tableside.loader.load.sizes import SizedModel, sized_checkpoint, sized_version
 from tableside.loader.model.model import read_model
-from tableside.loader.model.tiers import TIER, owner_name
+from tableside.loader.model.tiers import TIER, owner_name, parse_tier
 from tableside.loader.segment.header import Change
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import attach_state, state_of
@@ -27,6 +29,7 @@ from tableside.serving.cli.output import (
 )
 from tableside.serving.cluster.agreed import owners_of, states_of
 from tableside.serving.cluster.calls import close_hosts, hosts_of
+from tableside.serving.cluster.describe import Owners, turned_tables
 from tableside.serving.cluster.known import KnownState, KnownStates, line_of
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import ClusterSettings, cluster_token, given
@@ -209,6 +212,41 @@ def _status_cells(t: dict[str, Any]) -> tuple[str, ...]:
     return t["model"], t["host"], t["state"], behind
 
 
+# ---- turn ----
+
+
+def turn(options: argparse.Namespace) -> int:
+    """Publishes the live state with other owners of its rows."""
+    model = published(options)
+    header = owned_state(model).header
+    remote = turned_tables(header, options.to, token_of(options))
+    with progress_bar(f"turning {options.model}") as progress:
+        done = compact(model, progress=progress, remote=remote)
+    assert done is not None, "there are remote tables"
+    console.print(
+        f"{model.name} version {done.state} is live, with rows of {len(options.to)} owners", markup=False
+    )
+    for path in model.collect(options.keep):
+        console.print(f"removed {path}")
+    return 0
+
+
+def tier_in(text: str) -> Owners:
+    """Owners' addresses, as model.toml has them."""
+    try:
+        found, redis = parse_tier(text, "error", False, "it")
+    except ModelError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if redis is not None:
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected {TIER}HOST:PORT,HOST:PORT with owners")
+    return found
+
+
+def token_of(options: argparse.Namespace) -> str | None:
+    """The cluster's token that a command names."""
+    return cluster_token(ClusterSettings(**given(options, ClusterSettings)))
+
+
 def add_commands(command: AddCommand) -> None:
     p = command("cluster plan", plan, "propose which hosts have which tables of a large model")
     p.sections["examples"] = (
@@ -227,3 +265,15 @@ def add_commands(command: AddCommand) -> None:
     p.option("model")
     p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
     add_json(p)
+
+    p = command("cluster turn", turn, "publish a server's version with other owners of its rows")
+    p.option("model")
+    p.option(
+        "--to",
+        f"those who have them, as {TIER}HOST:PORT,HOST:PORT",
+        type=tier_in,
+        required=True,
+        metavar="OWNERS",
+    )
+    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
+    p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)

@@ -1,4 +1,4 @@
-"""`tableside export`, `reshard`, `turn` and `compile`."""
+"""`tableside export`, `reshard` and `compile`."""
 
 import argparse
 import os
@@ -7,11 +7,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tableside.loader.deltas.compact import compact
-from tableside.loader.errors import ModelError
 from tableside.loader.load.export import VALUE_FORMATS
 from tableside.loader.load.export import export as export_tensor
-from tableside.loader.model.tiers import TIER, parse_tier
+from tableside.loader.model.tiers import TIER
 from tableside.loader.shards.moving import take_share
 from tableside.loader.shards.reshard import Holding, ReshardResult, ReshardSettings
 from tableside.loader.shards.reshard import reshard as reshard_model
@@ -22,7 +20,7 @@ from tableside.quant.gpu.ahead import CompiledKernel, has_driver
 from tableside.quant.gpu.residence.registry import CHOICES, is_by_cpu
 from tableside.quant.installed import require
 from tableside.serving.cli.arguments import KEEP, AddCommand, count
-from tableside.serving.cli.commands.cluster import owned_state
+from tableside.serving.cli.commands.cluster import tier_in, token_of
 from tableside.serving.cli.output import (
     check_no_path,
     console,
@@ -32,11 +30,10 @@ from tableside.serving.cli.output import (
     root_settings,
     table_of,
 )
-from tableside.serving.cluster.describe import Owners, turned_tables
+from tableside.serving.cluster.describe import Owners
 from tableside.serving.cluster.sources import common_state
 from tableside.serving.errors import ServingError
 from tableside.serving.model.compiled_kernels import compile_once, kernels_wanted, triton_cache
-from tableside.serving.settings import ClusterSettings, cluster_token, given
 
 
 def compile_kernels(options: argparse.Namespace) -> int:
@@ -133,46 +130,15 @@ def reshard(options: argparse.Namespace) -> int:
 
 def _take_share(options: argparse.Namespace, root: Path, settings: ReshardSettings) -> ReshardResult:
     with (
-        common_state(options.model, options.from_owners, _token(options)) as sources,
+        common_state(options.model, options.from_owners, token_of(options)) as sources,
         progress_bar(f"share {options.share} of {options.model}") as progress,
     ):
         return take_share(root, options.share, options.owners, sources, settings, progress)
 
 
-def turn(options: argparse.Namespace) -> int:
-    """Publishes the live state with other owners of its rows."""
-    model = published(options)
-    header = owned_state(model).header
-    remote = turned_tables(header, options.to, _token(options))
-    with progress_bar(f"turning {options.model}") as progress:
-        done = compact(model, progress=progress, remote=remote)
-    assert done is not None, "there are remote tables"
-    console.print(
-        f"{model.name} version {done.state} is live, with rows of {len(options.to)} owners", markup=False
-    )
-    for path in model.collect(options.keep):
-        console.print(f"removed {path}")
-    return 0
-
-
-def _token(options: argparse.Namespace) -> str | None:
-    return cluster_token(ClusterSettings(**given(options, ClusterSettings)))
-
-
-def _tier(text: str) -> Owners:
-    """Owners' addresses, as model.toml has them."""
-    try:
-        found, redis = parse_tier(text, "error", False, "it")
-    except ModelError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if redis is not None:
-        raise argparse.ArgumentTypeError(f"found {text!r}; expected {TIER}HOST:PORT,HOST:PORT with owners")
-    return found
-
-
 def _holders(text: str) -> int | Owners:
     """How many hold a model, or where they are."""
-    return _tier(text) if TIER in text else count(1, f"or {TIER}HOST:PORT,...")(text)
+    return tier_in(text) if TIER in text else count(1, f"or {TIER}HOST:PORT,...")(text)
 
 
 def _cells(holding: Holding) -> tuple[str, ...]:
@@ -221,15 +187,3 @@ def add_commands(command: AddCommand) -> None:
     p.option("--keep", "older versions to keep for each owner", type=KEEP, default=1)
     p.option("--no-activate", "publish without making it the live version", action="store_true")
     p.option("--group", "a group that may read what is published (default: this user alone)")
-
-    p = command("turn", turn, "publish the live version of a server with other owners of its rows")
-    p.option("model")
-    p.option(
-        "--to",
-        f"those who have them, as {TIER}HOST:PORT,HOST:PORT",
-        type=_tier,
-        required=True,
-        metavar="OWNERS",
-    )
-    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
-    p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)

@@ -321,7 +321,7 @@ def test_who_lacks_the_token_gets_nothing(
     ):
         refused = run_tableside("reshard", "ads", "--owners", 2, *arguments, "--root", roots[2])
         assert refused.returncode == code and said in refused.stderr, refused.stderr
-    turned = run_tableside("turn", "ads-owner-1-of-2", "--to", f"{TIER}a:1", "--root", roots[1])
+    turned = run_tableside("cluster", "turn", "ads-owner-1-of-2", "--to", f"{TIER}a:1", "--root", roots[1])
     assert turned.returncode == 1 and "expected one whose model.toml names owners" in turned.stderr
 
 

@@ -169,7 +169,7 @@ def test_owners_come_and_go_under_readers(
                 command(*share, root=folders[host])
                 is_served(host, after)
             new = [follow(folders[host], owner_name("ads", host, after)) for host in range(after)]
-            command("turn", "ads", "--to", tier(owners, after), root=folders[3])
+            command("cluster", "turn", "ads", "--to", tier(owners, after), root=folders[3])
 
             all_followers, first = (*followers, *new, of_door), owner_name("ads", 0, after)
             until(
