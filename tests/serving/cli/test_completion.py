@@ -47,7 +47,7 @@ def completed(*words: str) -> list[str]:
         (["list", "--j"], ["--json"]),
         (["nosuch", "-"], []),
         (["cl"], ["cluster"]),
-        (["cluster", ""], ["plan", "status"]),
+        (["cluster", ""], ["plan", "status", "turn"]),
         (["cluster", "s"], ["status"]),
         (["cluster", "status", "--j"], ["--json"]),
         (["cluster", "plan", "--h"], ["--help", "--hosts"]),

@@ -129,7 +129,7 @@ def has_turned(door: Server, model: Model, first: str, followers: "Sequence[subp
     return served.header.remote[0].shares[0].model == first
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.25)
 def test_owners_come_and_go_under_readers(
     folders: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
