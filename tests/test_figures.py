@@ -219,6 +219,7 @@ def test_an_unknown_table_is_an_error() -> None:
         figures.with_tables("<!--table:tt-->\n<!--/table-->")
 
 
+@pytest.mark.drawn(0.5)
 def test_what_64_hosts_would_do_follows_from_the_results() -> None:
     """A disk that is twice as fast makes half of the time, and longer answers take more of the network."""
 

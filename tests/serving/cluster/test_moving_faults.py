@@ -267,7 +267,7 @@ def test_what_is_no_request_for_chunks_is_refused(hosts: Hosts, owners: Server) 
     assert owners.get(f"/v2/buckets/nobody/{segment.hosts_state()}").status_code == 404
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 def test_who_lacks_the_token_gets_nothing(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:

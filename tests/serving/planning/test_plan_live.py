@@ -74,6 +74,7 @@ def test_what_running_workers_are_asked_for(start: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.drawn(0.5)
 def test_what_doors_of_an_engine_are_asked_for(start: Any) -> None:
     """Requests that the engine process answers are sampled by the doors that took them."""
     server = start("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--workers", 1)
@@ -122,6 +123,7 @@ def sampled(requests: list[np.ndarray], worker: int, size: int, seconds: float) 
     return found
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("sizes", "within"), [((1 << 22, 1 << 22), 0.005), ((1 << 18, 1 << 15), 0.05)])
 def test_as_of_the_same_requests_in_a_file(
     publish: Publish, root: Path, tmp_path: Path, sizes: tuple[int, int], within: float
