@@ -67,8 +67,8 @@ test-all: dev    ## all tests
 	@$(PYTEST) --all
 	@$(MAKE) --no-print-directory test-sanitized
 
-REST ?= 0.3
-test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.3 of them
+REST ?= 0.25
+test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.25 of them
 	@$(PYTEST) --rest $(REST)
 
 # They come before those of $(VENV), also in the servers that tests start, and go beyond pyproject.toml's bounds.
