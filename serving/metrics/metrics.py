@@ -27,13 +27,8 @@ if TYPE_CHECKING:
 
 _SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 # Half as much again from one to the next where requests are: a quantile is that far too high at most
-_REQUEST_SECONDS = (
-    *(
-        ms / 1000
-        for ms in (0.1, 0.15, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0, 10.0, 15.0, 20.0, 30.0)
-    ),
-    *(0.1, 0.3, 1.0, 3.0, 10.0),
-)
+_REQUEST_MS = (0.1, 0.15, 0.2, 0.3, 0.45, 0.7, 1.0, 1.5, 2.0, 3.0, 4.5, 7.0, 10.0, 15.0, 20.0, 30.0)
+_REQUEST_SECONDS = (*(ms / 1000 for ms in _REQUEST_MS), 0.1, 0.3, 1.0, 3.0, 10.0)
 STAGES = ("parse", "lookup", "encode")
 GPU_STAGES = ("queue", "staging", "copy_in", "kernels", "copy_out")
 UNKNOWN = "unknown"

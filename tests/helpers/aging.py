@@ -87,3 +87,7 @@ def check(model: Model, days: dict[int, float]) -> None:
     assert days_of(segment) == days
     asked = np.unique(np.concatenate([IDS, IDS + 1, list(days)])).astype(np.int64)
     np.testing.assert_array_equal(found_by(segment.tables["t"], asked), np.isin(asked, list(days)))
+
+
+def on(day: float, *ids: np.ndarray) -> dict[int, float]:
+    return dict.fromkeys(np.concatenate(ids).tolist(), day)

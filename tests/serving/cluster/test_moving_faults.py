@@ -1,11 +1,9 @@
 """Owners that fail, lie or change while a share is taken: an error by name, and nothing is published."""
 
-import contextlib
 import itertools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from changing_hosts import Hosts, step, takes
 from hosts import (
@@ -30,7 +27,7 @@ from hosts import (
     served,
     spec_of,
 )
-from liars import Liar
+from liars import Cut, Flip, Liar
 from servers import Server
 from support import files_of, flip_bit, run_tableside, until
 
@@ -80,22 +77,6 @@ def is_empty(root: Path, model: str) -> bool:
     return not (root / model).exists() or not files_of(root / model)
 
 
-class Cut:
-    """Ends the connections of a liar, at one answer or from one on."""
-
-    def __init__(self, liar: Liar, at: int, is_always: bool) -> None:
-        self._liar, self._at, self._is_always, self.answers = liar, at, is_always, 0
-
-    def __call__(self, answer: bytes) -> bytes:
-        if answer.startswith(b"HTTP/1.1 200") and b"octet-stream" in answer:
-            self.answers += 1
-            if self.answers == self._at or (self._is_always and self.answers > self._at):
-                for one in self._liar._open:
-                    with contextlib.suppress(OSError):  # it is closed
-                        one.shutdown(socket.SHUT_RDWR)
-        return answer
-
-
 def test_a_transfer_goes_on_where_a_connection_was_cut(
     hosts: Hosts, owners: Server, liar: Liar, tmp_path: Path
 ) -> None:
@@ -121,24 +102,6 @@ def test_an_owner_that_goes_is_an_error(hosts: Hosts, owners: Server, liar: Liar
         with pytest.raises(ServingError, match=f"owner {liar.place} is not reached"):
             take(hosts, addresses, tmp_path / "new")
         assert is_empty(tmp_path / "new", owner_name(hosts.spec.name, 1, 3))
-
-
-class Flip:
-    """Changes a bit of what a liar gives of files, in one of the pieces in which it comes."""
-
-    def __init__(self, at: int) -> None:
-        self._at, self._draw, self._is_file, self.pieces = at, np.random.default_rng(at), False, 0
-
-    def __call__(self, piece: bytes) -> bytes:
-        head = piece.find(b"\r\n\r\n") + 4 if piece.startswith(b"HTTP/1.1") else 0
-        self._is_file = b"octet-stream" in piece[:head] if head else self._is_file
-        if not self._is_file or len(piece) == head:
-            return piece
-        self.pieces += 1
-        if self.pieces != self._at:
-            return piece
-        where = int(self._draw.integers(head, len(piece)))
-        return piece[:where] + bytes([piece[where] ^ 16]) + piece[where + 1 :]
 
 
 def test_bits_that_flip_on_their_way_are_found(
