@@ -1,7 +1,8 @@
 """A model on owners against the same on one host: requests, what an owner does, bytes, slow replicas.
 
-    python benchmarks/hosts.py                 # some two minutes
+    python benchmarks/hosts.py                 # some two minutes; as --as hosts
     python benchmarks/hosts.py --rows 20000    # smaller; printed and not written
+    python benchmarks/hosts.py --as hosts_cores # on a machine with more cores; docs/hosts.md shows both
 
 Requests: 26 tables, 32 bags of 20 ids of each, uniform, from one connection, in turns to a server of the
 whole model on one host and to one that asks two owners. All of them share this machine's cores. Every vector
@@ -242,6 +243,7 @@ def _pause(pids: list[int], over: threading.Event) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000, help="of each table")
+    parser.add_argument("--as", dest="name", default="hosts", help="the result's name (default: %(default)s)")
     options = parser.parse_args()
     with ExitStack() as stack:
         base = stack.enter_context(shared_folder())
@@ -278,7 +280,7 @@ def main() -> None:
         if rows < 200_000:
             os.environ["TRIAL"] = "1"
         report(
-            "hosts",
+            options.name,
             f"{TABLES} tables of {rows:,} rows, int8 dim {DIM}; requests of {BAGS} bags of {IDS} ids of each",
             found,
             p50_ratio=found[1]["p50_ms"] / found[0]["p50_ms"],
