@@ -31,6 +31,7 @@ DISK_TIMEOUT = b"tableside-disk-timeout-ms"  # the header: how long a request wa
 _MILLISECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,6})?")
 _PIECE_BYTES = 1 << 18  # that are unpacked at once, some 0.5 ms
 JSON_TYPE = (b"content-type", b"application/json")
+BINARY_TYPE = (b"content-type", b"application/octet-stream")
 
 
 class Disconnected(Exception):

@@ -15,8 +15,6 @@ from tableside.serving.http import asgi
 from tableside.serving.http.v2.rows import OwnedRows
 from tableside.serving.service.service import Service
 
-_BINARY = ((b"content-type", b"application/octet-stream"),)
-
 
 def add_to(app: FastAPI, service: Service, owned: OwnedRows) -> None:
     @app.get(f"{FILES_PATH}/{{model}}/{{state}}", include_in_schema=False)
@@ -70,4 +68,4 @@ def _copied(file: Segment, stored: StoredRows, start: int, stop: int) -> Bytes:
 
 
 def _answer(*parts: Any) -> Response:
-    return asgi.AsgiResponse(asgi.Response(200, _BINARY, [part.data for part in parts]))
+    return asgi.AsgiResponse(asgi.Response(200, (asgi.BINARY_TYPE,), [part.data for part in parts]))

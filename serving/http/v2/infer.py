@@ -28,7 +28,6 @@ from tableside.serving.service.service import Service
 logger = logging.getLogger("tableside")
 
 _INLINE_HEADER_BYTES = 1 << 18  # are read on the event loop: some 0.4 ms
-_BINARY_TYPE = (b"content-type", b"application/octet-stream")
 LENGTH = b"inference-header-content-length"
 _Times = tuple[float, float]  # when it was begun and understood, of time.perf_counter
 Later = Callable[[Callable[[Found], asgi.Response], Found], None]
@@ -168,7 +167,7 @@ class V2:
         stages = Stages(*times, time.perf_counter())
         self._metrics[request.model].answered(request, body_bytes, stages, answer.unfound)
         if infer.has_binary:
-            return asgi.Response(200, (_BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
+            return asgi.Response(200, (asgi.BINARY_TYPE, (LENGTH, b"%d" % len(head))), [head, *parts])
         return asgi.Response(200, (asgi.JSON_TYPE,), [head])
 
     async def _understand(

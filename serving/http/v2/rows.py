@@ -32,7 +32,6 @@ from tableside.serving.model.engine import Engine
 from tableside.serving.service.service import Service
 
 INLINE_BYTES = 4 << 20  # of a response up to which rows are copied on the event loop: some 5 ms
-_BINARY_TYPE = (b"content-type", b"application/octet-stream")
 _NO_ID = Place(0, 0, 0, -1, 0, 0, -1, 0)
 
 
@@ -146,7 +145,7 @@ class OwnedRows:
 
     def _given(self, model: str, asked: TableIds, rows: Bytes) -> asgi.Response:
         count_given(model, asked.ids.size)
-        return asgi.Response(200, (_BINARY_TYPE,), [rows.data])
+        return asgi.Response(200, (asgi.BINARY_TYPE,), [rows.data])
 
     def _rows(
         self, segment: Segment, asked: TableIds, layout: RowsLayout, body: Any, state: HostsState
