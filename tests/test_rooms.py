@@ -80,7 +80,18 @@ def test_lower_rooms_know_no_http_and_no_settings(room: str) -> None:
 
 # Each file or folder may import what stands before it, and a file of a folder the others of that folder.
 SERVING = (
-    *("__init__", "errors", "sizes", "kept_memory", "settings", "client", "cluster", "logs", "stash_metrics"),
+    *(
+        "__init__",
+        "errors",
+        "sizes",
+        "kept_memory",
+        "settings",
+        "with_ray",
+        "client",
+        "cluster",
+        "logs",
+        "stash_metrics",
+    ),
     *("model", "shm", "metrics", "executors", "watch", "supervised", "engine_process", "service"),
     *("evaluation", "planning", "follow", "modules", "http", "workers", "cli"),
 )

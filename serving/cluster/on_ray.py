@@ -31,17 +31,7 @@ from tableside.quant import QuantError, choose
 from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.errors import ServingError
 from tableside.serving.settings import ServerSettings, cluster_token
-
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-try:
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-except ImportError as error:
-    raise ServingError(
-        f"ray does not import ({error}); install tableside[ray], or start the owners by hand (docs/hosts.md)"
-    ) from error
+from tableside.serving.with_ray import ray
 
 logger = logging.getLogger("tableside")
 
@@ -63,7 +53,7 @@ class OwnerPlace(NamedTuple):
     name: str
 
 
-class _Owner:
+class _OwnerActor:
     """An actor. Its server ends with it, and it ends with its server."""
 
     def __init__(self, spec: ModelSpec, number: int, settings: ServerSettings, token: str) -> None:
@@ -113,7 +103,7 @@ def token_file(token: str) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-class Owners:
+class PlacedOwners:
     """The actors of a model's owners. Made by `owners_on_ray`."""
 
     def __init__(
@@ -175,7 +165,7 @@ class Owners:
 
 
 @contextmanager
-def owners_on_ray(spec: ModelSpec, settings: ServerSettings, address: str | None) -> Iterator[Owners]:
+def owners_on_ray(spec: ModelSpec, settings: ServerSettings, address: str | None) -> Iterator[PlacedOwners]:
     """Places actors for a model's owners on the cluster at `address` (None: that of this node). They end with
     the block. ServingError: the model has no tier, or no cluster is reached."""
     places = _places_of(spec)
@@ -190,25 +180,27 @@ def owners_on_ray(spec: ModelSpec, settings: ServerSettings, address: str | None
     signal.signal(signal.SIGTERM, on_sigterm)  # which Ray takes
     try:
         bundle = {"CPU": settings.workers, "memory": _share_bytes(spec)}
-        group = placement_group([bundle] * len(places), strategy="STRICT_SPREAD")
+        group = ray.util.placement_group([bundle] * len(places), strategy="STRICT_SPREAD")
         if not group.wait(_PATIENCE_S):
             nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
             what = f"model {spec.name} waits for {len(places)} nodes with {bundle} each"
             logger.warning("%s; Ray's cluster has %d", what, nodes)
-        make = ray.remote(_Owner).options
+        make = ray.remote(_OwnerActor).options
         actors = {}
         for number, place in enumerate(places):
-            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=number
+            )
             actor = make(
                 num_cpus=settings.workers, max_restarts=-1, max_task_retries=-1, scheduling_strategy=where
             )
             actors[place] = actor.remote(spec, place.number, settings, token)
-        owners = Owners(spec, settings, token, actors)
+        owners = PlacedOwners(spec, settings, token, actors)
         try:
             yield owners
         finally:
             owners.end()
-            remove_placement_group(group)
+            ray.util.remove_placement_group(group)
     finally:
         ray.shutdown()
 

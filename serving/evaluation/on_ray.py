@@ -5,7 +5,6 @@ This process writes the scores.
 """
 
 import logging
-import os
 import shutil
 import tempfile
 from collections import deque
@@ -20,15 +19,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.evaluation.data import Shard
 from tableside.serving.evaluation.parts import write_part
 from tableside.serving.evaluation.work import Evaluator, Job
-
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-try:
-    import ray
-except ImportError as error:
-    raise ServingError(
-        f"ray does not import ({error}); install tableside[ray], or use --engine local"
-    ) from error
+from tableside.serving.with_ray import ray
 
 logger = logging.getLogger("tableside")
 
