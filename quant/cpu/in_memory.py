@@ -85,9 +85,9 @@ class InMemory:
         self._planner = self._planner_of(tables)
         self._by_number = self._planner_over(self._spans) if backend.reads_any_rows else None
         of_kind = zip(kinds, self._spans, strict=True)
-        self._layered = np.array([_layered(kind.table, span) for kind, span in of_kind], np.int64).reshape(
-            -1, 3
-        )
+        layered = [_layered(kind.table, span) for kind, span in of_kind]
+        self._layered = np.array(layered, np.int64)
+        self._has_layers = self._by_number is not None and any(address > 0 for address, *_ in layered)
 
     def _planner_of(self, tables: Sequence[Table]) -> Planner:
         of_kind = [
@@ -166,7 +166,7 @@ class InMemory:
         self, asked: Sequence[tuple[Lookup | LookupKind, Place]], places: Any, inputs: Any
     ) -> Plan | None:
         """Of rows that all are overlays', which are never away. None: some are not."""
-        if self._by_number is None or not (self._layered[:, 0] > 0).any():
+        if not self._has_layers or self._by_number is None:
             return None
         places = np.frombuffer(places, np.int64).reshape(-1, len(Place._fields))
         if (found := in_layers(self._layered, places, inputs)) is None:
