@@ -126,6 +126,10 @@ def add_json(p: Parser) -> None:
     p.option("--json", "print JSON, whose keys docs/commands.md lists", action="store_true")
 
 
+def add_cluster_token(p: Parser) -> None:
+    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
+
+
 def add_keep_states(p: Parser) -> None:
     told = f"states to keep beside the live one: how many, or how long, as 1h (default: {RETENTION.states})"
     p.option("--keep-states", told, type=retention, default=RETENTION, metavar="N|AGE")

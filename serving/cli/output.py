@@ -32,7 +32,7 @@ from tableside.loader.model.text import write_model
 from tableside.loader.versions.versions import Model, models
 from tableside.quant import RowFormat
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import RootSettings, ServerSettings, given
+from tableside.serving.settings import ClusterSettings, RootSettings, ServerSettings, cluster_token, given
 
 _FILES = (".toml", ".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".parquet", ".json")
 _LINE_S = 10.0  # between two lines that say how far something is
@@ -104,6 +104,11 @@ def progress_bar(label: str) -> Iterator[LoadProgress]:
 def root_settings(options: argparse.Namespace) -> RootSettings:
     """Returns the root and the trusted owner of a command's options."""
     return RootSettings(**given(options, RootSettings))
+
+
+def token_of(options: argparse.Namespace) -> str | None:
+    """Returns the cluster's token that a command names."""
+    return cluster_token(ClusterSettings(**given(options, ClusterSettings)))
 
 
 def published(options: argparse.Namespace) -> Model:

@@ -16,7 +16,7 @@ from tableside.loader.segment.header import Change
 from tableside.loader.segment.segment import Segment
 from tableside.loader.versions.states import attach_state, state_of
 from tableside.loader.versions.versions import Model
-from tableside.serving.cli.arguments import KEEP, AddCommand, add_json, count, size
+from tableside.serving.cli.arguments import KEEP, AddCommand, add_cluster_token, add_json, count, size
 from tableside.serving.cli.output import (
     console,
     is_path,
@@ -26,13 +26,13 @@ from tableside.serving.cli.output import (
     published,
     root_settings,
     table_of,
+    token_of,
 )
 from tableside.serving.cluster.agreed import owners_of, states_of
 from tableside.serving.cluster.calls import close_hosts, hosts_of
 from tableside.serving.cluster.describe import Owners, turned_tables
 from tableside.serving.cluster.known import KnownState, KnownStates, line_of
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import ClusterSettings, cluster_token, given
 
 _STATES_S = 2.0  # that hosts may take to say which states they have
 _OWNER_PORT, _SERVER_PORT = 8000, 8080
@@ -150,9 +150,8 @@ def status(options: argparse.Namespace) -> int:
     it lags behind the live one. Returns 1 where an owner has none."""
     model = published(options)
     segment = owned_state(model)
-    cluster = ClusterSettings(**given(options, ClusterSettings))
     found = owners_of(segment.header.owned)
-    kept = states_of(hosts_of(cluster_token(cluster), _STATES_S), found)
+    kept = states_of(hosts_of(token_of(options), _STATES_S), found)
     close_hosts()
     live = state_of(model.record())
     here = line_of(KnownStates(model).look(), live)
@@ -242,11 +241,6 @@ def tier_in(text: str) -> Owners:
     return found
 
 
-def token_of(options: argparse.Namespace) -> str | None:
-    """The cluster's token that a command names."""
-    return cluster_token(ClusterSettings(**given(options, ClusterSettings)))
-
-
 def add_commands(command: AddCommand) -> None:
     p = command("cluster plan", plan, "propose which hosts have which tables of a large model")
     p.sections["examples"] = (
@@ -263,7 +257,7 @@ def add_commands(command: AddCommand) -> None:
 
     p = command("cluster status", status, "show the hosts that have rows of a model, and how far they lag")
     p.option("model")
-    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
+    add_cluster_token(p)
     add_json(p)
 
     p = command("cluster turn", turn, "publish a server's version with other owners of its rows")
@@ -275,5 +269,5 @@ def add_commands(command: AddCommand) -> None:
         required=True,
         metavar="OWNERS",
     )
-    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
+    add_cluster_token(p)
     p.option("--keep", "older versions to keep for a rollback", type=KEEP, default=1)

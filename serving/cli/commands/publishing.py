@@ -28,6 +28,7 @@ from tableside.quant import RowFormat, choose
 from tableside.serving.cli.arguments import (
     KEEP,
     AddCommand,
+    add_cluster_token,
     add_json,
     add_keep_states,
     count,
@@ -46,12 +47,12 @@ from tableside.serving.cli.output import (
     progress_bar,
     published,
     root_settings,
+    token_of,
 )
 from tableside.serving.cli.remote import add_headers
 from tableside.serving.client.address import default_url
 from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.errors import ServingError
-from tableside.serving.settings import ClusterSettings, cluster_token, given
 
 
 def init(options: argparse.Namespace) -> int:
@@ -110,8 +111,7 @@ def load(options: argparse.Namespace) -> int:
     o = options
     if o.share is not None:
         spec = share_of(spec, o.share)
-    cluster = ClusterSettings(**given(options, ClusterSettings))
-    remote = remote_tables(spec, choose(o.backend), cluster_token(cluster))
+    remote = remote_tables(spec, choose(o.backend), token_of(options))
     if o.as_delta and _load_delta(spec, root, options):
         return 0
     settings = LoadSettings(o.threads, o.max_memory, o.backend, not o.no_activate, o.group, tuple(o.only))
@@ -331,7 +331,7 @@ def add_commands(command: AddCommand) -> None:
         p.option("--backend", "native or fbgemm", default="native")
     with p.group("tables with a tier"):
         p.option("--share", "load this share of them alone, from 0", type=int, metavar="N")
-        p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
+        add_cluster_token(p)
 
     p = command("list", showing.list_models, "list models and versions of this host, or of a running server")
     add_json(p)

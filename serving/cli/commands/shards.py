@@ -19,8 +19,8 @@ from tableside.quant.device.architecture import architectures
 from tableside.quant.gpu.ahead import CompiledKernel, has_driver
 from tableside.quant.gpu.residence.registry import CHOICES, is_by_cpu
 from tableside.quant.installed import require
-from tableside.serving.cli.arguments import KEEP, AddCommand, count
-from tableside.serving.cli.commands.cluster import tier_in, token_of
+from tableside.serving.cli.arguments import KEEP, AddCommand, add_cluster_token, count
+from tableside.serving.cli.commands.cluster import tier_in
 from tableside.serving.cli.output import (
     check_no_path,
     console,
@@ -29,6 +29,7 @@ from tableside.serving.cli.output import (
     published,
     root_settings,
     table_of,
+    token_of,
 )
 from tableside.serving.cluster.describe import Owners
 from tableside.serving.cluster.sources import common_state
@@ -182,7 +183,7 @@ def add_commands(command: AddCommand) -> None:
     p.option(
         "--share", "publish this owner's share alone, from 0, with rows of other hosts", type=int, metavar="K"
     )
-    p.option("--cluster-token-file", "file with the token of the servers that have rows", type=Path)
+    add_cluster_token(p)
     p.option("--version", "the version of the model (default: the live one)", type=count(1))
     p.option("--keep", "older versions to keep for each owner", type=KEEP, default=1)
     p.option("--no-activate", "publish without making it the live version", action="store_true")
