@@ -257,10 +257,8 @@ class _Now:
         build = GaugeMetricFamily("tableside_build_info", text, labels=["version", "python"])
         build.add_metric([VERSION, platform.python_version()], 1.0)
         yield build
-        text, started = (
-            "When the server was started, in seconds since 1970.",
-            metrics_files.started_at(_folder()),
-        )
+        text = "When the server was started, in seconds since 1970."
+        started = metrics_files.started_at(_folder())
         yield GaugeMetricFamily("process_start_time_seconds", text, value=started)
         names = {
             "tableside_version": "Number of the version that this worker serves.",
