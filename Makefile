@@ -60,15 +60,15 @@ live: dev        ## a trainer whose rows reach a server through Redis while it a
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
 MARKED = $(shell grep -rlw 'mark\.$(1)' tests)
 
-test: dev        ## the tests that a change has to pass, in under six minutes
+test: dev        ## the tests that a change has to pass, in five minutes
 	@$(PYTEST) --junitxml build/times.xml
 
 test-all: dev    ## all tests
 	@$(PYTEST) --all
 	@$(MAKE) --no-print-directory test-sanitized
 
-REST ?= 0.25
-test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.25 of them
+REST ?= 0.15
+test-rest: dev   ## a part of the tests that `make test` leaves out: REST=0.15 of them
 	@$(PYTEST) --rest $(REST)
 
 # They come before those of $(VENV), also in the servers that tests start, and go beyond pyproject.toml's bounds.

@@ -128,7 +128,7 @@ def write_checkpoint(folder: Path, kind: str) -> Path:
     return path
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("kind", ["npz", "pt", "dcp", "safetensors"])
 def test_the_base_loads_every_kind_of_checkpoint(kind: str, tmp_path: Path, root: Path) -> None:
     found = without(ALL_EXTRAS, "load", write_checkpoint(tmp_path, kind), "--root", root)

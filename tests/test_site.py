@@ -153,7 +153,7 @@ def test_an_unchanged_triton_client_asks_as_the_page_says(server: Server) -> Non
     assert printed.getvalue() == "(2, 64)\n"
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_settings_and_metrics_that_the_page_names_exist(server: Server) -> None:
     """Options of commands, and names of metrics that a server shows."""
     text = (TOP / "docs/from-triton.md").read_text()

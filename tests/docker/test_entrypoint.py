@@ -209,7 +209,7 @@ def test_memlock_counts_models_that_are_already_published(root: Path, tmp_path: 
     assert "registering the models with the GPU needs" in line
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "variables",
     [

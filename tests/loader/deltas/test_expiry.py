@@ -237,7 +237,7 @@ def test_times_are_those_of_the_apply_and_positions_stay(root: Path, tmp_path: P
         assert applying.position_of(model, "stream") == "1"
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_days_of_anything(root: Path, tmp_path: Path, seed: int) -> None:
     """Changes, deletions, merges, compactions and ways back, at random: a dictionary says what must be

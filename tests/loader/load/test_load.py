@@ -33,7 +33,7 @@ DCP = Path(__file__).parent.parent.parent / "fixtures" / "torchrec_dcp"
 
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
 @pytest.mark.parametrize("rows", [1, 2, 999, 30_011])
-@pytest.mark.drawn(18)
+@pytest.mark.drawn(9)
 def test_rows_dequantize_to_the_checkpoint_within_the_bound(
     publish: Publish, root: Path, row_format: RowFormat, rows: int
 ) -> None:
@@ -266,7 +266,7 @@ def test_header_alone_is_verified_where_that_is_asked_for(publish: Publish, root
         model.attach(1)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_flipped_bit_is_found_by_verify(publish: Publish, root: Path) -> None:
     """`tableside verify` names model, version and rows, and exits with 1."""
     publish({"t": rows_of(10, 8)})

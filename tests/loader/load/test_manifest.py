@@ -66,6 +66,7 @@ def _safetensors(folder: Path, **arrays: np.ndarray) -> Path:
 # ---- CRC-32 of archives ----
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("write", [_npz, _pt], ids=["npz", "pt"])
 @pytest.mark.parametrize("row", [0, 1, 29_999, 30_010])
 def test_a_flipped_bit_is_found_by_the_archives_crc(

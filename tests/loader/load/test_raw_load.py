@@ -293,7 +293,7 @@ STEPS = {
 }
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_load_killed_at_each_step(step: str, root: Path, tmp_path: Path) -> None:
     """The version before it stays live and whole, no scratch file stays, and the next load and gc leave

@@ -31,6 +31,7 @@ KINDS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_string_has_its_row(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -17,7 +17,7 @@ from tableside.loader.program.recognize import recognize
 pytestmark = pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*:FutureWarning")
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize("function", RECOGNIZED)
 def test_dense_layers_are_recognized(
@@ -106,7 +106,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("function", OTHERS)
 def test_other_programs_are_not(function: Callable[[Module, Tensor, Tensor], Tensor]) -> None:
     """They are left to torch, and nothing of them is taken for what it is not."""

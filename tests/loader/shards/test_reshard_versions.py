@@ -208,7 +208,7 @@ def test_nothing_is_left_where_one_owner_finds_no_room(root: Path) -> None:
 # ---- the command ----
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_the_command_shows_what_was_there_and_what_is(root: Path) -> None:
     """Rows, ids and bytes of each model, before and after, and of all together."""
     publish_tables(root, {"t": raw(RANDOM[:100]), "u": DenseTable(rows_of(9, 8), is_plain=True)})

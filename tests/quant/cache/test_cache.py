@@ -20,7 +20,7 @@ from tableside.quant.device.interpreter import InterpretedDevice
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("policy", "budget", "page_bytes", "held", "threads"),
     [
@@ -189,7 +189,7 @@ def test_ids_out_of_range_are_left_to_the_lookup() -> None:
     t.check_integrity()
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_another_size_of_rows_gets_its_pages() -> None:
     """A table of wider rows that comes later takes pages from those that have them, also while a ticket is
     out.

@@ -144,7 +144,7 @@ class Steps:
         return expected
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.skipif(
     "__import__('tables').DEVICE != 'interpreter'", reason="reads what kernels wrote at its address"
 )

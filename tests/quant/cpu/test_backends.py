@@ -88,7 +88,7 @@ def case_of(row_format: RowFormat, dim: int, pooling: Pooling, half: bool, lengt
     return Case(table, ids, bags, tuple(found))
 
 
-@pytest.mark.drawn(64)
+@pytest.mark.drawn(32)
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("pooling", list(Pooling), ids=lambda p: p.label)
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_native_sums_equal_fbgemms_bit_for_bit(row_format: RowFormat, isa: str) 
     _native.use(ISAS[0])
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dim", [4, 20, 128, 200])
 @pytest.mark.parametrize("row_format", [f for f in FBGEMM_FORMATS if not f.has_bias], ids=lambda f: f.label)
 def test_the_sum_of_one_row_is_that_row_bit_for_bit(
@@ -251,7 +251,7 @@ def test_arguments_of_the_wrong_type_or_shape_are_refused(
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_plan_gives_what_single_lookups_give(data: st.DataObject) -> None:
     """Several tables, poolings and widths laid out in one buffer at odd offsets, by every backend, with 1
     to 3 threads."""

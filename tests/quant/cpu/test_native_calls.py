@@ -72,7 +72,7 @@ def request_of(seed: int, jobs: int, bags: int, longest: int) -> tuple[list[Look
 @pytest.mark.parametrize(
     ("jobs", "bags", "longest"), [(1, 9000, 20), (36, 40, 20), (36, 4, 200), (7, 900, 5)]
 )
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 def test_parts_on_several_threads_give_what_one_thread_gives(
     jobs: int, bags: int, longest: int, threads: int
 ) -> None:

@@ -167,7 +167,7 @@ class Request:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_plans_of_raw_and_other_tables_together(data: st.DataObject) -> None:
     """Vectors, found masks and counts of each lookup, by every backend: raw ids with a default row and
     without, row numbers, row numbers with a default row; fixed lengths and others; no byte beside them is

@@ -106,7 +106,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield from cpu_backend(f"native-{request.param}")
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("pooling", list(Pooling), ids=lambda p: p.label)
 @pytest.mark.parametrize("dim", DIMS)
 @of_each

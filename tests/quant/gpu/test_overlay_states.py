@@ -21,7 +21,7 @@ from tableside.quant.gpu.residence.memory import InHost
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("where", ["hbm", "cached", "split", "mapped", "host"])
 def test_states_share_the_table_and_the_layers(where: str) -> None:
     """A state that adds a level copies that one alone, and finds what the cache held; the states before it

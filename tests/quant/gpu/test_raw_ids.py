@@ -112,7 +112,7 @@ def test_tables_of_hardly_any_ids(ids: list[int]) -> None:
     assert ((found == DEFAULT).all(1) == [True, not ids, True]).all()
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("how", ["hbm", "cached", "mapped"])
 def test_a_missing_id_is_refused_where_the_table_says_so(how: str) -> None:
     """By lookup, position and value, from a batch whose other requests are answered; with bags and

@@ -31,7 +31,7 @@ def viewed(table: Table) -> RowSource:
     return gpu_backend().place("zero_copy", table, None)  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @needs_interpreter
 @pytest.mark.parametrize("cpu", ["native", "reference"])
 @pytest.mark.parametrize("row_format", list(RowFormat), ids=lambda f: f.label)
@@ -115,7 +115,7 @@ def test_the_rows_of_many_ids_are_gathered() -> None:
     assert gathers(70_000) == [(0, 65_536 * 16), (65_536 * 16, (70_000 - 65_536) * 16)]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "row_format",
     [pytest.param(RowFormat.INT8, marks=pytest.mark.sanitized_gpu), RowFormat.FP16],

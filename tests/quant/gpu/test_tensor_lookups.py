@@ -133,7 +133,7 @@ def test_tensors_of_each_feature() -> None:
     assert lookup._reports.take() is None
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("chosen", [features, plain], ids=["mixed", "plain"])
 @pytest.mark.parametrize("offset_type", [np.int32, np.int64])
 def test_ids_of_all_features_in_one_tensor(chosen: Any, offset_type: type) -> None:

@@ -88,7 +88,7 @@ def test_raw_ids_of_every_kind(backend: CpuBackend, kind: str) -> None:
     check(backend, made, asked_of(made, KINDS[kind]))
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("default", [True, False], ids=["default row", "refused"])
 @pytest.mark.parametrize("is_above", [True, False], ids=["above", "below"])
 @pytest.mark.parametrize("is_marked", [True, False], ids=["marks", "filters"])

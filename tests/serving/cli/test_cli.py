@@ -82,7 +82,7 @@ def test_old_versions_go_with_a_load(tmp_path: Path, root: Path) -> None:
     assert sorted(p.name for p in (root / "m").glob("*.segment")) == ["2.segment", "3.segment"]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

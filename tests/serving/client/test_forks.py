@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from tableside.serving.client import AsyncClient, Client
@@ -102,6 +103,7 @@ class Looked(torch.utils.data.Dataset[Any]):
         return item, self.client.lookup("demo", {"user": [[item]]})["user"][0]
 
 
+@pytest.mark.drawn(0.25)
 def test_workers_of_a_data_loader(server: Any) -> None:
     with Client(server.url) as client:
         learn_rows(client)

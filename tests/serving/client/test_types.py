@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import pytest
 from servers import Server
 
 from tableside.serving.client import Client
@@ -14,6 +15,7 @@ TOP = Path(__file__).parents[3]
 SCRIPTS = TOP / "tests/fixtures/typed_client"
 
 
+@pytest.mark.drawn(0.25)
 def test_a_users_script_passes_mypy_strict_and_runs(served: Server, tmp_path: Path) -> None:
     """With the rooms inside one package, as in a wheel; `make wheel` checks the script there."""
     package = tmp_path / "types/tableside"

@@ -37,6 +37,7 @@ from tableside.serving.cluster.describe import remote_tables
 from tableside.serving.modules.published import ModuleSource, PublishedTables
 
 
+@pytest.mark.drawn(0.25)
 def test_a_state_that_an_owner_no_longer_keeps_is_given_while_it_is_asked_for(
     owners: Server, tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_server_begins_with_the_newest_state_that_its_owners_have(owners: Serv
     assert answer(door.served(), asked, tuple(asked)) == answer(whole.served(), asked, tuple(asked))
 
 
+@pytest.mark.drawn(0.25)
 def test_a_replica_that_lags_is_waited_for_a_while(owners: Server, tmp_path: Path) -> None:
     """Then its rows come from the other one."""
     hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
@@ -112,6 +114,7 @@ def test_a_branch_that_was_left_is_not_served_again(owners: Server, tmp_path: Pa
     assert takes(door) and door.served().sequence == 5
 
 
+@pytest.mark.drawn(0.25)
 def test_a_server_goes_back_from_a_branch_to_where_it_began(owners: Server, tmp_path: Path) -> None:
     """Where it did not look while the others went back, and only some have the new branch."""
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
@@ -126,6 +129,7 @@ def test_a_server_goes_back_from_a_branch_to_where_it_began(owners: Server, tmp_
     assert takes(door) and door.served().sequence == 2 and not step(door)
 
 
+@pytest.mark.drawn(0.25)
 def test_a_server_that_compacted_begins_with_an_older_state(owners: Server, tmp_path: Path) -> None:
     """Of the version before, which its owners have; `cluster status` shows it."""
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
@@ -144,6 +148,7 @@ def test_a_server_that_compacted_begins_with_an_older_state(owners: Server, tmp_
     assert takes(door) and door.served().version == 2
 
 
+@pytest.mark.drawn(0.25)
 def test_an_owner_of_whom_no_host_is_reached_holds_changes_up(owners: Server, tmp_path: Path) -> None:
     """It may lack them when it is back, and then its rows would be late."""
     hosts = Hosts(owners, tmp_path, 1, "fp32", "zero")
@@ -215,6 +220,7 @@ def test_modules_wait_for_owners_too(owners: Server, tmp_path: Path) -> None:
     assert tables.look() and tables.now().served.sequence == 1 and not tables.look()
 
 
+@pytest.mark.drawn(0.25)
 def test_an_owner_that_lags_by_many_states(owners: Server, tmp_path: Path) -> None:
     """As long as all hosts keep them."""
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
@@ -333,6 +339,7 @@ def test_states_that_other_hosts_read_are_kept_for_all_workers(tmp_path: Path) -
         shutil.rmtree(root)
 
 
+@pytest.mark.drawn(0.25)
 def test_hosts_that_began_elsewhere_do_not_belong_together(owners: Server, tmp_path: Path) -> None:
     """One missed a number, and all of them say that they are at the same one."""
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")

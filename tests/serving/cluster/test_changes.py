@@ -36,7 +36,7 @@ from tableside.serving.errors import ServingError
 FORMS = [("int8", "zero"), ("fp32", [0.5, -2.0] * 4), ("int4", "zero")]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("count", "form"), list(itertools.product([1, 2, 3], FORMS)))
 def test_answers_are_those_of_one_host_in_each_state(
     owners: Server, tmp_path: Path, count: int, form: tuple[str, object]
@@ -76,6 +76,7 @@ def test_answers_are_those_of_one_host_in_each_state(
     assert answer(again.served(), asked, tuple(asked)) == expected
 
 
+@pytest.mark.drawn(0.25)
 def test_a_copy_of_a_host_goes_on_where_it_was_made(owners: Server, tmp_path: Path) -> None:
     """As a host does that comes later, when the first changes are gone."""
     hosts = Hosts(owners, tmp_path, 2, "int8", "zero")
@@ -174,6 +175,7 @@ def test_changes_without_a_number_are_refused(owners: Server, tmp_path: Path) ->
         assert attach_state(model).hosts_state() == HostsState(attach_state(model).base.content())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("table", "ids", "dim", "deleted", "why"),
     [

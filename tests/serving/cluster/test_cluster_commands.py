@@ -45,7 +45,7 @@ def planned(model: object, *options: object, root: Path) -> Any:
 # ---- plan ----
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_the_commands_of_a_plan_make_its_hosts(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:
@@ -82,6 +82,7 @@ def test_the_commands_of_a_plan_make_its_hosts(
     assert np.allclose(got["user"], rows, atol=0.03) and (got["small"] == 1).all()
 
 
+@pytest.mark.drawn(0.25)
 def test_a_plan_of_a_published_model(roots: list[Path], tmp_path: Path) -> None:
     """Says what one of its model.toml says; a model that fits is told so."""
     write_model(tmp_path)
@@ -96,6 +97,7 @@ def test_a_plan_of_a_published_model(roots: list[Path], tmp_path: Path) -> None:
     assert {(h["owner"], h["load_fraction"]) for h in whole["hosts"]} == {(None, 0.5)}
 
 
+@pytest.mark.drawn(0.25)
 def test_a_plan_that_does_not_fit_says_what_would(roots: list[Path], tmp_path: Path) -> None:
     write_model(tmp_path)
     asked = "cluster", "plan", tmp_path / "model.toml", "--memory", "300KiB", "--hosts"
@@ -118,6 +120,7 @@ def status(model: Model) -> Any:
     return told
 
 
+@pytest.mark.drawn(0.25)
 def test_owners_are_shown_with_their_states(owners: Server, tmp_path: Path) -> None:
     """And how many states of this host each of them lacks."""
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
@@ -138,6 +141,7 @@ def test_owners_are_shown_with_their_states(owners: Server, tmp_path: Path) -> N
     assert whole.returncode == 1 and "all tables of model 'whole' are on this host" in whole.stderr
 
 
+@pytest.mark.drawn(0.25)
 def test_an_owner_that_is_not_reached_is_degraded(owners: Server, tmp_path: Path) -> None:
     hosts = Hosts(owners, tmp_path, 2, "fp32", "zero")
     gone = ["127.0.0.1:9", place(owners)]

@@ -176,6 +176,7 @@ OF_VERSION = [
 ]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("change", [*({"tables": c} for c in OF_TABLE), *OF_VERSION], ids=str)
 def test_what_no_owner_can_say_is_refused(
     describes: Describes, roots: list[Path], tmp_path: Path, change: dict[str, Any]

@@ -49,7 +49,7 @@ def turn(hosts: Hosts, owners: Server, count: int) -> None:
     assert states[0].mark == states[1].mark and states[0].content != states[1].content
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(("form", "compacted"), list(itertools.product(FORMS, [False, True])))
 def test_answers_stay_those_of_one_host(
     owners: Server, tmp_path: Path, form: tuple[str, object], compacted: bool
@@ -91,6 +91,7 @@ def test_answers_stay_those_of_one_host(
     check()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("to_disk", [False, True], ids=["to memory", "to a disk"])
 def test_a_share_that_moved_is_that_of_the_checkpoint(
     roots: list[Path],
@@ -139,6 +140,7 @@ def test_a_replica_that_lags_is_left_out() -> None:
         in_common(owners, kept)
 
 
+@pytest.mark.drawn(0.25)
 def test_a_version_of_rows_of_several_places_is_no_state(owners: Server, tmp_path: Path) -> None:
     """Where owners were compacted. With its changes it is the state that they have in common, and shares that
     are taken at different places are replicas."""

@@ -77,6 +77,7 @@ def is_empty(root: Path, model: str) -> bool:
     return not (root / model).exists() or not files_of(root / model)
 
 
+@pytest.mark.drawn(0.25)
 def test_a_transfer_goes_on_where_a_connection_was_cut(
     hosts: Hosts, owners: Server, liar: Liar, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_transfer_goes_on_where_a_connection_was_cut(
         assert made[0].hosts_state() == made[1].hosts_state() and made[0].content() == made[1].content()
 
 
+@pytest.mark.drawn(0.25)
 def test_an_owner_that_goes_is_an_error(hosts: Hosts, owners: Server, liar: Liar, tmp_path: Path) -> None:
     addresses = ((liar.place,), (place(owners),))
     for at in (1, 2, 7):
@@ -131,6 +133,7 @@ def test_a_bit_that_flipped_at_an_owner_is_found(hosts: Hosts, owners: Server, t
     assert is_empty(tmp_path / "new", owner_name(hosts.spec.name, 1, 3))
 
 
+@pytest.mark.drawn(0.25)
 def test_a_state_is_held_while_nothing_is_asked(hosts: Hosts, owners: Server, liar: Liar) -> None:
     """As while memory is reserved for a large share."""
     held = 0
@@ -145,6 +148,7 @@ def test_a_state_is_held_while_nothing_is_asked(hosts: Hosts, owners: Server, li
         until(lambda: held > 1, what="the owner to be asked to keep the state")
 
 
+@pytest.mark.drawn(0.25)
 def test_a_state_is_given_to_its_end_whatever_becomes_live(
     hosts: Hosts, owners: Server, tmp_path: Path
 ) -> None:
@@ -210,6 +214,7 @@ def test_owners_without_a_state_in_common_are_refused(hosts: Hosts, owners: Serv
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.drawn(0.25)
 def test_what_is_no_request_for_chunks_is_refused(hosts: Hosts, owners: Server) -> None:
     model = hosts.owners[0]
     segment = attach_state(model)
@@ -288,7 +293,7 @@ def test_who_lacks_the_token_gets_nothing(
     assert turned.returncode == 1 and "expected one whose model.toml names owners" in turned.stderr
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_share_is_taken_again_after_a_kill(
     hosts: Hosts, owners: Server, liar: Liar, tmp_path: Path
 ) -> None:
@@ -331,6 +336,7 @@ def test_a_share_is_taken_again_after_a_kill(
 # ---- servers of the whole ----
 
 
+@pytest.mark.drawn(0.25)
 def test_a_server_stays_until_the_new_owners_have_its_state(hosts: Hosts, owners: Server) -> None:
     """It answers from the present owners, as long as a new one lags."""
     addresses = ((place(owners),),) * 2
@@ -357,7 +363,7 @@ def test_a_server_stays_until_the_new_owners_have_its_state(hosts: Hosts, owners
     assert answer(door.served(), asked, tuple(asked)) == expected
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_owners_of_other_rows_are_refused(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:

@@ -148,6 +148,7 @@ def refused(*options: object) -> str:
     return ran.stderr
 
 
+@pytest.mark.drawn(0.25)
 def test_an_owner_that_cannot_load_is_an_error(cluster: Any, root: Path, model: Path) -> None:
     """It says which owner, and what its load said; no server is left."""
     model.write_text(model.read_text().replace("a:1,b:1", "a:1"))
@@ -157,6 +158,7 @@ def test_an_owner_that_cannot_load_is_an_error(cluster: Any, root: Path, model: 
     until(lambda: not servers_of(root), what="the owners' servers to end")
 
 
+@pytest.mark.drawn(0.25)
 def test_a_model_without_owners_and_a_cluster_that_is_not_there_are_refused(root: Path, model: Path) -> None:
     """Before anything is loaded."""
     assert "no Ray cluster is reached" in refused(model, "--ray-address", "127.0.0.1:1", "--root", root)

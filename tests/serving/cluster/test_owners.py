@@ -60,7 +60,7 @@ def is_right(got: dict[str, Any], arrays: dict[str, np.ndarray]) -> bool:
     )
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_replica_answers_for_one_that_is_away(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], how: signal.Signals
@@ -116,7 +116,7 @@ def test_rows_of_an_owner_that_is_away_are_late_and_told(
         assert is_right(look_up(client), arrays)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @pytest.mark.parametrize("late", ["default", "error"])
 def test_an_owner_that_is_stopped_holds_a_request_up_to_the_deadline(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server], late: str
@@ -297,6 +297,7 @@ def test_an_evaluation_asks_owners_too(
     assert scores[0].size == 300 and np.array_equal(*scores)
 
 
+@pytest.mark.drawn(0.25)
 def test_tables_of_one_share_have_hosts_of_their_own(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
 ) -> None:

@@ -41,7 +41,7 @@ FEATURES = {
 CASES = list(itertools.product([1, 2, 5], POLICIES, ["int8", "fp16", "int4"], [None, 10**14]))
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("count", "policy", "row_format", "bucket_ids"), CASES)
 def test_answers_are_those_of_one_host(
     owners: Server,
@@ -209,6 +209,7 @@ def test_other_tables_of_a_request_lie_on_a_disk(
     )
 
 
+@pytest.mark.drawn(0.25)
 def test_strings_of_a_table_that_owners_have(owners: Server, tmp_path: Path) -> None:
     """The server of the whole hashes them; owners whose ids are others are refused when it is loaded."""
     name, tier = f"m{uuid.uuid4().hex[:8]}", "rows://" + ",".join([owners.url.removeprefix("http://")] * 2)

@@ -129,7 +129,7 @@ def job_of(root: Path, folder: Path, **more: Any) -> tuple[Job, list[Any]]:
     return job, plan_shards([settings.data / "a.parquet"], 450)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_tables_are_away_while_the_dense_part_runs(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ def change(name: str, value: Any, row: int = 17) -> Callable[[dict[str, Any]], N
     return run
 
 
-@pytest.mark.drawn(11)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
 @pytest.mark.parametrize(
     ("damage", "message"),

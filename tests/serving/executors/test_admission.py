@@ -342,6 +342,7 @@ def test_bodies_that_are_never_whole_are_bounded(narrow: Any) -> None:
     until(lambda: not refused(narrow, 32_000), what="the room to be free again")
 
 
+@pytest.mark.drawn(0.25)
 def test_json_has_a_limit_of_its_own(narrow: Any) -> None:
     """Text takes ten times the time of bytes; what is too long is refused with the way to send it, packed
     or not."""
@@ -358,6 +359,7 @@ def test_json_has_a_limit_of_its_own(narrow: Any) -> None:
         assert client.lookup("demo", {"user": np.array([ids])})["user"].shape == (1, 64)
 
 
+@pytest.mark.drawn(0.25)
 def test_json_answers_have_a_limit_too(narrow: Any) -> None:
     features = {"user": [[1]] * 1000}
     found = httpx.post(narrow.url + "/v1/lookup", json={"model": "demo", "features": features})

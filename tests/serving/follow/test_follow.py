@@ -114,7 +114,7 @@ def test_a_bad_file_changes_nothing(model: Model, tmp_path: Path, root: Path) ->
     np.testing.assert_array_equal(values(model), START)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("suffix", ["jsonl", "npz", "parquet"])
 def test_deletions_alone(suffix: str, tmp_path: Path, root: Path) -> None:
     """A file of them need not say how many values a vector has. The ids become what the table says of

@@ -82,6 +82,7 @@ def test_a_follower_that_does_not_come_round_is_not_well(monkeypatch: pytest.Mon
         shown.close()
 
 
+@pytest.mark.drawn(0.25)
 def test_an_address_that_is_taken_or_none(model: Model, tmp_path: Path, root: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -116,6 +116,7 @@ def test_examples_of_odd_models(root: Path, tmp_path: Path, start: Callable[...,
     assert list(examples["/v1/score"]["features"]) == ["loose", "raw"]
 
 
+@pytest.mark.drawn(0.25)
 def test_no_disk_is_read_for_examples(disk: Path, tmp_path: Path) -> None:
     """Raw ids lie in their rows there: any id will do where the table answers any, and no other is shown."""
     ids, values = np.arange(100_000) * 7 + 3, rows_of(100_000, 16)

@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield one
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(
     ("language", "block"), BLOCKS, ids=[f"{k} {language}" for k, (language, _) in enumerate(BLOCKS)]
 )

@@ -80,7 +80,7 @@ def test_headers_that_never_end(connect: Callable[[], socket.socket]) -> None:
     assert answer(connection) == (408, "the headers did not arrive within 1 s; send the request in one go")
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_headers_that_drip(connect: Callable[[], socket.socket]) -> None:
     """A byte now and then does not extend the deadline."""
     connection = connect()

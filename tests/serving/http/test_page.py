@@ -127,6 +127,7 @@ def _sent(curl: str, python: str) -> tuple[dict[str, Any], str]:
     return json.loads(said), printed
 
 
+@pytest.mark.drawn(0.25)
 @needs_node
 def test_what_the_page_shows(server: Any, tmp_path: Path) -> None:
     """Models with their tables and features, axes, and a lookup: it is answered, and so are its lines."""
@@ -145,6 +146,7 @@ def test_what_the_page_shows(server: Any, tmp_path: Path) -> None:
     assert shlex.split(found["quoted"])[-1] == "it's", "what a shell would read is quoted"
 
 
+@pytest.mark.drawn(0.25)
 @needs_node
 def test_a_lookup_of_ids_that_doubles_lack(root: Path, tmp_path: Path, start: Any) -> None:
     """Raw ids have 64 bits: the page asks for them as they are. Changes of rows are shown."""

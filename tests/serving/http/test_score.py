@@ -143,6 +143,7 @@ def test_the_clients_and_the_command(served: Server) -> None:
     np.testing.assert_allclose(json.loads(as_json.stdout)["scores"], wanted, rtol=1e-5)
 
 
+@pytest.mark.drawn(0.25)
 def test_two_towers(served: Server) -> None:
     """An empty bag is a vector of zeros, whose cosine is 0."""
     features = {"user": IDS["user"], "near": [[7], [8, 9], [10]]}

@@ -309,6 +309,7 @@ def test_what_the_client_refuses(client: Client, ids: Any, error: type[Exception
         client.lookup("demo", {"name": ids})
 
 
+@pytest.mark.drawn(0.25)
 def test_the_command_line(server: Server, client: Client) -> None:
     """A number is a string where the table has strings."""
     expected = client.lookup("hashed", {"name": hashed([["7", "日本語"], ["é"]]), "number": [[7], [8]]})

@@ -134,7 +134,7 @@ def test_an_answer_says_how_many_rows_came_late(
         assert end(server.process) == 0
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 @OPTIONS
 def test_a_request_says_how_long_it_waits_for_rows(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...]

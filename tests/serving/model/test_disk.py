@@ -82,6 +82,7 @@ def test_readers_know_how_long_the_server_waits(model: Model) -> None:
     assert {r.timeout_s for r in engine.served().segment.base.readers.values()} == {0.25}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("said", "expected"), [(0.1, 0.1), (0.5, 0.25)])
 def test_a_model_may_say_that_requests_wait_for_less(
     model: Model, tmp_path: Path, said: float, expected: float

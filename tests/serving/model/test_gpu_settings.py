@@ -34,7 +34,7 @@ def test_more_devices_than_workers_are_refused(root: Path, tmp_path: Path) -> No
     assert "start at least --workers 2" in result.stderr
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -103,7 +103,7 @@ def test_rollback(start: Start, root: Path, tmp_path: Path) -> None:
         until(lambda: counted in client.metrics(), what="each worker to have counted its swap")
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_damaged_version_is_not_taken(start: Start, root: Path, tmp_path: Path) -> None:
     """The old one is served on, the metrics count the failure, and the next good version is taken."""
     publish_constant(root, tmp_path, 1.0)

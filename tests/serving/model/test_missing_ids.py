@@ -147,7 +147,7 @@ DOORS: dict[str, Callable[[str, Request], Answer]] = {
 }
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize("door", DOORS)
 def test_vectors_and_masks_are_the_dictionarys(served: Server, door: str) -> None:
     """Of raw tables with ids in the rows' padding and beside them, by hash and in ranges, with default
@@ -284,7 +284,7 @@ def counted(url: str, model: str = "raw") -> dict[tuple[str, str], float]:
     }
 
 
-@pytest.mark.drawn(19)
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("door", DOORS)
 def test_every_id_without_a_row_is_counted(served: Server, door: str) -> None:
     """By table and reason, over every door; ids that have a row are not. A refused request counts its
@@ -334,7 +334,7 @@ def test_a_gauge_says_how_many_rows_were_backfilled(served: Server) -> None:
 
 
 @pytest.mark.parametrize("way", ["v1", "client", "compact"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(1)
 def test_scores_of_missing_ids(served: Server, way: str) -> None:
     """A missing id's default row is scored as any other. The products are whole numbers below 2^24: bit
     for bit."""

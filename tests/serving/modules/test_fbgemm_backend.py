@@ -69,7 +69,7 @@ FORMS = {
 
 @pytest.mark.parametrize("output", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.drawn(15)
+@pytest.mark.drawn(7)
 def test_bags_in_every_form_row_format_and_type(formats: str, form: str, output: torch.dtype) -> None:
     """As the native kernel pools them."""
     native, theirs = both(EmbeddingBags, formats, POOLED, output=output)

@@ -143,7 +143,7 @@ def test_threads_lose_no_count() -> None:
 
 
 @pytest.mark.usefixtures("by_refresh")
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_versions_that_were_let_go_stay_counted(
     publish_tables: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,7 +79,7 @@ def test_modules_compile_whole(model: str) -> None:
 
 
 @pytest.mark.parametrize("keys", [POOLED, POOLED[::-1]])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 def test_keyed_jagged_tensors_compile_whole(model: str, keys: list[str]) -> None:
     """TorchRec's, in the order of the features and in another; weighted too."""
     bags = EmbeddingBags("ads", POOLED, root=model)

@@ -77,7 +77,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 everywhere = pytest.mark.parametrize("where", ["cpu", "hbm", "zero_copy", "cached", "host"])
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("output", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("row_format", FORMATS)
 @everywhere
@@ -116,7 +116,7 @@ def test_heads_lie_side_by_side(root: Path, where: str) -> None:
         whole(moved(where, ids[:, :2]))
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @everywhere
 def test_calls_ahead_give_what_calls_give(root: Path, where: str) -> None:
     """Several at once, taken in any order, or not taken."""
@@ -133,7 +133,7 @@ def test_calls_ahead_give_what_calls_give(root: Path, where: str) -> None:
     module.check()
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(2)
 @everywhere
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**40])
 def test_a_wrong_id_is_said(root: Path, where: str, bad: int) -> None:
@@ -175,7 +175,7 @@ def test_versions_and_deltas_come(root: Path, where: str) -> None:
 
 @pytest.mark.usefixtures("by_refresh")
 @everywhere
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_heads_of_a_version_with_fewer_rows(root: Path, where: str) -> None:
     """Rows that are gone are refused, not read behind the table."""
     publish(root, "fp8_e4m3")
@@ -301,7 +301,7 @@ def test_rows_far_apart_are_read_in_order(root: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("where", ["cpu", "hbm", "cached"])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 def test_compiled_calls(root: Path, where: str) -> None:
     """One operator, without a break, for any number of ids."""
     expected = publish(root, "nvfp4")

@@ -25,7 +25,7 @@ def given(seed: int, call: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 def test_each_thread_gets_its_own_vectors(model: str, on_device: bool) -> None:
     host = EmbeddingBags("ads", NAMES, root=model)
     options: dict[str, Any] = {"device": devices.DEVICE} if on_device else {}

@@ -110,7 +110,7 @@ GRADIENTS: dict[str, Callable[[Any, torch.Tensor], object]] = {
 
 @pytest.mark.parametrize("name", GRADIENTS)
 @pytest.mark.parametrize("form", ["a dict", "packed"])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 def test_weights_that_want_a_gradient_are_refused(model: str, name: str, form: str) -> None:
     """In every way of asking for one: vectors would be constants in it."""
     bags = EmbeddingBags("ads", ["user_sum"], root=model)

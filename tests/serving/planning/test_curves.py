@@ -108,6 +108,7 @@ def test_how_far_apart_uses_are() -> None:
     assert found[2, 10] in (10, 110), "which of a batch's rows is older is chance"
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", STREAMS)
 def test_lru_is_exact_where_all_rows_are_followed(name: str) -> None:
     r = references(stream(name, 60, 500))
@@ -134,6 +135,7 @@ def test_tables_with_other_rows_share_a_cache(policy: str) -> None:
     assert found.tolist() == [by_hand(size) for size in sizes]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_sample_says_what_all_rows_say(name: str) -> None:
     """Half of the rows or fewer: within a point at each size, but for LFU where the hot rows move and a

@@ -43,6 +43,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "requests.parquet"
 
 
+@pytest.mark.drawn(0.25)
 def test_what_the_command_says(model: Model, data: Path) -> None:
     found = run_tableside("plan", "demo", data, "--json", root=model.root)
     assert found.returncode == 0, found.stderr
@@ -65,6 +66,7 @@ def test_what_the_command_says(model: Model, data: Path) -> None:
     assert f"--hbm-budget {said['bytes']} --cache-policy {said['policy']}" in text and " *" in text
 
 
+@pytest.mark.drawn(0.25)
 def test_a_size_for_a_hit_rate(model: Model, data: Path) -> None:
     def chosen(*options: object) -> dict[str, Any]:
         told = run_tableside("plan", "demo", data, "--json", *options, root=model.root).stdout
@@ -80,6 +82,7 @@ def test_a_size_for_a_hit_rate(model: Model, data: Path) -> None:
     assert [size["bytes"] for size in said["sizes"]] == [16384, 65536]
 
 
+@pytest.mark.drawn(0.25)
 def test_what_one_gib_more_is_worth(model: Model, data: Path) -> None:
     """All rows fit into it, so it has what the largest size has; a miss costs what is said."""
 
@@ -98,6 +101,7 @@ def test_what_one_gib_more_is_worth(model: Model, data: Path) -> None:
     assert costly["miss_us"] == 2
 
 
+@pytest.mark.drawn(0.25)
 def test_curves_are_drawn(model: Model, data: Path, tmp_path: Path) -> None:
     """A line for each policy and table, from many misses to few, downwards; a single size is one point."""
     file = tmp_path / "curves.svg"
@@ -116,6 +120,7 @@ def test_curves_are_drawn(model: Model, data: Path, tmp_path: Path) -> None:
     assert found.returncode == 1 and "none/c.svg" in found.stderr and "Traceback" not in found.stderr
 
 
+@pytest.mark.drawn(0.25)
 def test_data_that_is_not_the_models(model: Model, data: Path, tmp_path: Path) -> None:
     found = run_tableside("plan", "demo", tmp_path / "none.parquet", root=model.root)
     assert found.returncode == 1 and "none.parquet does not exist" in found.stderr
@@ -131,6 +136,7 @@ def test_data_that_is_not_the_models(model: Model, data: Path, tmp_path: Path) -
         plan(segment, one, batch_rows=10)
 
 
+@pytest.mark.drawn(0.25)
 def test_rows_on_a_disk_are_planned_for_a_hot_segment(tmp_path: Path, disk: Path) -> None:
     """Of the table that is read from there, as its rows are, and the command for it."""
     np.savez(tmp_path / "c.npz", big=np.zeros((20_000, 32), np.float32), small=np.zeros((10, 8), np.float32))

@@ -55,6 +55,7 @@ def asked_for(url: str, ids: list[list[int]]) -> Iterator[None]:
             thread.join()
 
 
+@pytest.mark.drawn(0.25)
 def test_what_running_workers_are_asked_for(start: Any) -> None:
     """Ids of all workers are counted and planned; nothing is left, and a server that is not asked says so."""
     server = start("--workers", 2)
@@ -74,7 +75,7 @@ def test_what_running_workers_are_asked_for(start: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_what_doors_of_an_engine_are_asked_for(start: Any) -> None:
     """Requests that the engine process answers are sampled by the doors that took them."""
     server = start("--devices", tables.serve_device(), "--gpu-from-ids", 0, "--workers", 1)
@@ -85,6 +86,7 @@ def test_what_doors_of_an_engine_are_asked_for(start: Any) -> None:
     assert said["rows"] > 0 and said["ids"] == 6 * said["rows"]
 
 
+@pytest.mark.drawn(0.25)
 def test_one_at_a_time_and_a_killed_one_is_in_no_ones_way(publish: Publish, root: Path) -> None:
     publish({"t": np.zeros((10, 4), np.float32)}, features={"f": {"table": "t"}})
     command = [sys.executable, "-m", "tableside", "plan", "demo", "--live", "600", "--root", str(root)]
@@ -102,6 +104,7 @@ def test_one_at_a_time_and_a_killed_one_is_in_no_ones_way(publish: Publish, root
     assert not (root / ".uses-demo").exists()
 
 
+@pytest.mark.drawn(0.25)
 def test_either_data_or_live(publish: Publish, root: Path) -> None:
     publish({"t": np.zeros((10, 4), np.float32)}, features={"f": {"table": "t"}})
     for options in ((), ("x.parquet", "--live", 1)):
@@ -123,7 +126,7 @@ def sampled(requests: list[np.ndarray], worker: int, size: int, seconds: float) 
     return found
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn(0.5)
 @pytest.mark.parametrize(("sizes", "within"), [((1 << 22, 1 << 22), 0.005), ((1 << 18, 1 << 15), 0.05)])
 def test_as_of_the_same_requests_in_a_file(
     publish: Publish, root: Path, tmp_path: Path, sizes: tuple[int, int], within: float

@@ -106,7 +106,7 @@ def test_the_scheme_is_written_in_any_case(start: Start, scheme: str) -> None:
         )
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_without_a_token_nothing_can_be_loaded(start: Start) -> None:
     """The calls say what is missing, and the extension is not announced."""
     server = start()

@@ -204,7 +204,7 @@ def test_workers_share_what_is_registered(server: Server, client: Any, share: Ca
     ask_all_workers(server, other)
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_a_worker_that_died_takes_no_region_along(start: Callable[..., Server]) -> None:
     """Nor is what its successor knows less."""
     server = start("--workers", 2, "--allow-client-shm")

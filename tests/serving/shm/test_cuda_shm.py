@@ -157,7 +157,7 @@ def bags() -> list[np.ndarray]:
     return np.split(IDS, np.cumsum(LENGTHS)[:-1])
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_register_status_unregister(client: Any, region: Region) -> None:
     assert "cuda_shared_memory" in client.get_server_metadata()["extensions"]
     told = {"name": "r", "device_id": 0, "byte_size": SIZE}

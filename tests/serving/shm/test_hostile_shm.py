@@ -281,7 +281,7 @@ def test_an_object_that_is_truncated_while_it_is_used(
     assert set(server.workers()) == workers
 
 
-@pytest.mark.drawn(0.5)
+@pytest.mark.drawn(0.25)
 def test_ids_that_change_while_they_are_read(
     server: Server, client: Any, share: Callable[..., Shared]
 ) -> None:

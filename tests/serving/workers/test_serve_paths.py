@@ -48,6 +48,7 @@ def test_a_checkpoint_is_served_in_one_command(settings: RootSettings) -> None:
     assert Model(settings.root, "c").versions() == [1]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("options", "what"),
     [

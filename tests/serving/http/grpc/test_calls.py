@@ -199,6 +199,7 @@ def test_health_and_reflection(channel: grpc.Channel) -> None:
     assert database.FindFileContainingSymbol(NAME).service[0].method[-1].name == "CudaSharedMemoryUnregister"
 
 
+@pytest.mark.drawn(0.25)
 def test_kserve_is_a_first_class_user(server: Server) -> None:
     """In a process of its own: its messages have the names of Triton's."""
     if find_spec("kserve") is None:

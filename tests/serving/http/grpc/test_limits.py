@@ -111,6 +111,7 @@ def test_requests_take_slots() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.drawn(0.25)
 def test_few_messages_are_read_at_once(start: Callable[..., Server]) -> None:
     """Large ones lie with their clients until they have a slot, and take its bytes then."""
     one = start("--grpc-port", 0, "--max-response-bytes", "1MiB", "--max-in-flight-bytes", "70MiB")
@@ -176,6 +177,7 @@ def test_what_waits_does_not_hold_up_an_end(start: Callable[..., Server]) -> Non
         assert next(watching, None) is None
 
 
+@pytest.mark.drawn(0.25)
 def test_a_port_that_is_taken_is_said(server: Server) -> None:
     """Also one that another server shares among its workers."""
     port = server.grpc.rsplit(":", 1)[1]
