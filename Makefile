@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 BUILT_FROM := pyproject.toml setup.py builder/native_build.py $(wildcard quant/cpu/*/*.[ch] loader/native/*.[ch] loader/*/native/*.[ch] serving/http/v2/native/*.[ch] tableside/*.h)
 
-.PHONY: help setup dev demo serve minilm ngram dlrm torchrec live test test-all test-rest test-newest quick test-gpu test-gpu-sanitized test-sanitized check image wheel docs bench plots figures \
+.PHONY: help setup dev demo serve minilm ngram dlrm torchrec live test test-all test-rest test-newest quick test-gpu test-gpu-sanitized test-sanitized check image wheel wheel-aarch64 test-aarch64 docs bench plots figures \
 	campaign mutants clean
 
 help:            ## what there is
@@ -123,6 +123,21 @@ image:           ## builds the image without torch in a chroot, and runs it (IMA
 
 wheel:           ## a manylinux wheel in dist/, built without this machine's compiler, tried in an environment of its own
 	@PYTHON=$(PYTHON) ./builder/make_wheel.sh
+
+wheel-aarch64:   ## the same for 64-bit ARM processors, tried by Debian's qemu-user, which needs Debian's apt-get and dpkg
+	@PYTHON=$(PYTHON) ./builder/make_wheel.sh aarch64
+
+# What differs by processor: kernels, layers of scorers, checksums. In a copy, where nothing but the wheel is tableside's.
+# torch says what is right; of Debian's qemu, preadv2 knows no RWF_NOWAIT.
+ARM := $(CURDIR)/build/aarch64
+ARM_TESTS := tests/quant/cpu tests/quant/rows tests/loader/program tests/loader/segment/test_blocks.py tests/serving/http/test_reader.py
+ARM_LEAVES := fbgemm or fused or test_planners or test_staged or test_rows_that_are_here or test_a_plan_gives or other_programs or some_threads or no_block
+test-aarch64: wheel-aarch64  ## tests of what is compiled, as a 64-bit ARM processor would run it
+	@PYTHON=$(PYTHON) ./builder/emulated_python.sh $(ARM) dist/*aarch64.whl torch==2.9.1 pytest pytest-xdist hypothesis ml-dtypes \
+		safetensors pyarrow pyyaml httpx
+	@rm -rf $(ARM)/checkout && mkdir $(ARM)/checkout && cp -r tests benchmarks campaigns pyproject.toml $(ARM)/checkout
+	@rm $(ARM)/checkout/tests/quant/cpu/test_planners.py  # imports Triton
+	@cd $(ARM)/checkout && OMP_NUM_THREADS=1 $(ARM)/python -m pytest -q -n 2 -p no:cacheprovider -k "not ($(ARM_LEAVES))" $(ARM_TESTS)
 
 docs: dev        ## the pages of docs/ as a site in build/site, built offline; a link that leads nowhere fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "build/site/index.html"

@@ -5,7 +5,8 @@ A checkout is built by the machine's C compiler.
     pip wheel --config-settings=glibc=2.17 .
 
 builds with `ziglang` (clang in a wheel from PyPI) instead, for this processor and that release of glibc or a
-newer one. pip installs it into the folder that it builds in and then removes.
+newer one; with `--config-settings=processor=aarch64` too for that processor. pip installs it into the folder
+that it builds in and then removes.
 """
 
 import os
@@ -51,7 +52,7 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
 def build_wheel(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    with _compiler(_glibc(config_settings)):
+    with _compiler(_glibc(config_settings), (config_settings or {}).get("processor", platform.machine())):
         return build_meta.build_wheel(wheel_directory, _for_setuptools(config_settings), metadata_directory)
 
 
@@ -70,12 +71,14 @@ def _glibc(settings: Settings) -> str | None:
 
 
 def _for_setuptools(settings: Settings) -> dict[str, str]:
-    return {name: value for name, value in (settings or {}).items() if name != "glibc"}
+    ours = "glibc", "processor"
+    return {name: value for name, value in (settings or {}).items() if name not in ours}
 
 
 @contextmanager
-def _compiler(glibc: str | None) -> Iterator[None]:
-    """The environment variables by which setuptools compiles for this glibc; None: those that are there."""
+def _compiler(glibc: str | None, processor: str) -> Iterator[None]:
+    """The environment variables by which setuptools compiles for this glibc and processor; None: those that
+    are there."""
     if glibc is None:
         yield
         return
@@ -83,14 +86,12 @@ def _compiler(glibc: str | None) -> Iterator[None]:
         # Debian's Python.h includes a header of the folder above its own, which zig does not search for
         # another target.
         above = Path(sysconfig.get_path("include")).parent
-        command = (
-            f"{sys.executable} -m ziglang cc -target {platform.machine()}-linux-gnu.{glibc} "
-            f"-idirafter {above}"
-        )
+        command = f"{sys.executable} -m ziglang cc -target {processor}-linux-gnu.{glibc} -idirafter {above}"
         # without the options of the compiler that Python was built with, which zig refuses
         linker = f"{command} -shared"
         before = dict(os.environ)
         os.environ |= {"CC": command, "LDSHARED": linker, "ZIG_GLOBAL_CACHE_DIR": cache}
+        os.environ["_PYTHON_HOST_PLATFORM"] = f"linux-{processor}"  # which the wheel's name says
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
@@ -320,18 +321,19 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_a_checkout_is_compiled_by_what_is_there(backend: ModuleType) -> None:
     assert backend.ZIG not in backend.get_requires_for_build_wheel()
-    with backend._compiler(None):
+    with backend._compiler(None, "aarch64"):
         assert "CC" not in os.environ
 
 
 def test_a_wheel_for_a_glibc_brings_its_compiler(backend: ModuleType) -> None:
-    """For the build alone; the environment is as before afterwards."""
+    """And for a processor, for the build alone; the environment is as before afterwards."""
     assert backend.ZIG in backend.get_requires_for_build_wheel({"glibc": "2.28"})
     before = dict(os.environ)  # setuptools has added to it
-    with backend._compiler("2.28"):
+    with backend._compiler("2.28", "aarch64"):
         assert re.fullmatch(
-            r"\S+ -m ziglang cc -target \w+-linux-gnu\.2\.28 -idirafter \S+", os.environ["CC"]
+            r"\S+ -m ziglang cc -target aarch64-linux-gnu\.2\.28 -idirafter \S+", os.environ["CC"]
         )
+        assert sysconfig.get_platform() == "linux-aarch64"
     assert dict(os.environ) == before
 
 

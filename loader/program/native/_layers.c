@@ -25,6 +25,8 @@
 
 #if defined(__x86_64__)
 extern const layers_kernel layers_avx512, layers_avx2;
+#elif defined(__aarch64__)
+extern const layers_kernel layers_neon;
 #endif
 extern const layers_kernel layers_portable;
 
@@ -300,6 +302,8 @@ PyMODINIT_FUNC PyInit__layers(void) {
     processor found = find_processor();
     if (found.avx512) available[n_available++] = &layers_avx512;
     if (found.avx2) available[n_available++] = &layers_avx2;
+#elif defined(__aarch64__)
+    available[n_available++] = &layers_neon;
 #endif
     available[n_available++] = &layers_portable;
     active = available[0];

@@ -1,5 +1,5 @@
 /* Dense layers for one instruction set: x -> activation(x W^T + b), row by row. The including file defines
- * NAME, and ISA_AVX512, ISA_AVX2 or neither. A value is its bias plus the products, added one by one in order
+ * NAME, and ISA_AVX512, ISA_AVX2, ISA_NEON or none. A value is its bias plus the products, added one by one in order
  * of depth, so a row's result does not depend on other rows, bit for bit. */
 #include <math.h>
 #include <string.h>
@@ -9,6 +9,8 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #if defined(ISA_AVX512) || defined(ISA_AVX2)
 #include <immintrin.h>
+#elif defined(ISA_NEON)
+#include <arm_neon.h>
 #endif
 #include "_lanes.h"
 

@@ -4,6 +4,9 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <nmmintrin.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+enum { HAS_CRC32 = 1 << 7 }; /* of Linux's AT_HWCAP */
 #endif
 
 static uint32_t byte_sums[256];
@@ -33,6 +36,17 @@ __attribute__((target("sse4.2,crc32"))) static uint32_t add_fast(uint32_t sum, c
     for (; size; data++, size--) sum = _mm_crc32_u8(sum, *data);
     return sum;
 }
+#elif defined(__aarch64__)
+static uint32_t add_fast(uint32_t sum, const uint8_t *data, size_t size) {
+    for (; size >= 8; data += 8, size -= 8) {
+        uint64_t word;
+        memcpy(&word, data, 8);
+        __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(sum) : "r"(word));
+    }
+    for (; size; data++, size--)
+        __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(sum) : "r"((uint32_t)*data));
+    return sum;
+}
 #endif
 
 static uint32_t (*add)(uint32_t, const uint8_t *, size_t) = add_slowly;
@@ -50,6 +64,8 @@ void choose_sums(void) {
     make_byte_sums();
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("sse4.2")) add = add_fast;
+#elif defined(__aarch64__)
+    if (getauxval(AT_HWCAP) & HAS_CRC32) add = add_fast;
 #endif
 }
 

@@ -1,4 +1,5 @@
-/* The kernels of one instruction set. An including file defines ISA_AVX512, ISA_AVX2 or nothing, and NAME. */
+/* The kernels of one instruction set. An including file defines ISA_AVX512, ISA_AVX2, ISA_NEON or nothing, and
+ * NAME. */
 #include <float.h>
 #include <math.h>
 #include <string.h>
@@ -9,6 +10,9 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #if defined(ISA_AVX512) || defined(ISA_AVX2)
 #include <immintrin.h>
+#define FMA1(a, b, c) __builtin_fmaf(a, b, c)
+#elif defined(ISA_NEON)
+#include <arm_neon.h>
 #define FMA1(a, b, c) __builtin_fmaf(a, b, c)
 #else
 #define FMA1(a, b, c) ((a) * (b) + (c))

@@ -1,6 +1,6 @@
 /* Vectors of floats for one instruction set: the only file with intrinsics.
  *
- * Defines, for the instruction set named by ISA_AVX512, ISA_AVX2 or ISA_PORTABLE:
+ * Defines, for the instruction set named by ISA_AVX512, ISA_AVX2 or ISA_NEON, or for any processor:
  *   LANES                   floats in a vector; a power of two
  *   vf                      a vector of LANES floats
  *   v_set, v_add, v_mul, v_fma(a, b, c) = a * b + c, v_min, v_max
@@ -144,7 +144,84 @@ INLINE void v_store_u8(uint8_t *p, vf a) {
 }
 #define HARDWARE_HALF 1
 
-#else /* ISA_PORTABLE: four floats, loops that any compiler can vectorize */
+#elif defined(ISA_NEON) /* eight floats in two registers, as what 8 bytes become */
+
+#define LANES 8
+typedef struct { float32x4_t a, b; } vf;
+typedef struct { vf low, high; } vf2;
+INLINE vf v_set(float x) { return (vf){vdupq_n_f32(x), vdupq_n_f32(x)}; }
+INLINE vf v_add(vf x, vf y) { return (vf){vaddq_f32(x.a, y.a), vaddq_f32(x.b, y.b)}; }
+INLINE vf v_sub(vf x, vf y) { return (vf){vsubq_f32(x.a, y.a), vsubq_f32(x.b, y.b)}; }
+INLINE vf v_mul(vf x, vf y) { return (vf){vmulq_f32(x.a, y.a), vmulq_f32(x.b, y.b)}; }
+INLINE vf v_fma(vf x, vf y, vf z) { return (vf){vfmaq_f32(z.a, x.a, y.a), vfmaq_f32(z.b, x.b, y.b)}; }
+/* as x86 has them: the second operand where one is not a number */
+INLINE vf v_min(vf x, vf y) {
+    return (vf){vbslq_f32(vcltq_f32(x.a, y.a), x.a, y.a), vbslq_f32(vcltq_f32(x.b, y.b), x.b, y.b)};
+}
+INLINE vf v_max(vf x, vf y) {
+    return (vf){vbslq_f32(vcgtq_f32(x.a, y.a), x.a, y.a), vbslq_f32(vcgtq_f32(x.b, y.b), x.b, y.b)};
+}
+INLINE vf v_load(const float *p) { return (vf){vld1q_f32(p), vld1q_f32(p + 4)}; }
+INLINE void v_store(float *p, vf x) { vst1q_f32(p, x.a), vst1q_f32(p + 4, x.b); }
+INLINE void v_stream(float *p, vf x) { v_store(p, x); } /* no intrinsic writes past the caches */
+INLINE void v_stream_end(void) {}
+INLINE vf from_bytes(uint8x8_t b) {
+    const uint16x8_t wide = vmovl_u8(b);
+    return (vf){vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide))), vcvtq_f32_u32(vmovl_high_u16(wide))};
+}
+INLINE vf v_load_u8(const uint8_t *p) { return from_bytes(vld1_u8(p)); }
+INLINE vf v_load_bits(const uint8_t *p, int shift, int mask) {
+    return from_bytes(vand_u8(vshl_u8(vld1_u8(p), vdup_n_s8((int8_t)-shift)), vdup_n_u8((uint8_t)mask)));
+}
+INLINE vf from_halves(uint16x8_t h) {
+    const float16x8_t x = vreinterpretq_f16_u16(h);
+    return (vf){vcvt_f32_f16(vget_low_f16(x)), vcvt_high_f32_f16(x)};
+}
+INLINE vf v_load_half(const uint8_t *p) { return from_halves(vreinterpretq_u16_u8(vld1q_u8(p))); }
+INLINE void v_store_half(uint8_t *p, vf x) {
+    vst1q_u8(p, vreinterpretq_u8_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.a), x.b)));
+}
+INLINE vf2 v_load_scale_bias(const uint8_t *row, float weight) {
+    uint32_t both;
+    memcpy(&both, row, sizeof both);
+    const float32x4_t x = vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u32(vdup_n_u32(both))), weight);
+    const float32x4_t scale = vdupq_laneq_f32(x, 0), bias = vdupq_laneq_f32(x, 1);
+    return (vf2){{scale, scale}, {bias, bias}};
+}
+INLINE vf v_load_fp8(const uint8_t *p) {
+    const uint16x8_t wide = vmovl_u8(vld1_u8(p));
+    const uint16x8_t sign = vshlq_n_u16(vandq_u16(wide, vdupq_n_u16(0x80)), 8);
+    const uint16x8_t rest = vshlq_n_u16(vandq_u16(wide, vdupq_n_u16(0x7f)), 7);
+    return v_mul(from_halves(vorrq_u16(sign, rest)), v_set(256.0f));
+}
+INLINE vf v_load_e2m1(const uint8_t *p, int shift) { /* twice a value is a whole number below 13 */
+    static const int8_t TWICE[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 1, 2, 3, 4, 6, 8, 12};
+    const uint8x8_t four = vand_u8(vshl_u8(vld1_u8(p), vdup_n_s8((int8_t)-shift)), vdup_n_u8(15));
+    const vf size = from_bytes(vqtbl1_u8(vreinterpretq_u8_s8(vld1q_s8(TWICE)), four));
+    const uint16x8_t wide = vmovl_u8(vand_u8(four, vdup_n_u8(8)));
+    const uint32x4_t low = vshll_n_u16(vget_low_u16(wide), 16), high = vshll_n_u16(vget_high_u16(wide), 16);
+    const uint32x4_t a = vreinterpretq_u32_f32(vmulq_n_f32(size.a, 0.5f));
+    const uint32x4_t b = vreinterpretq_u32_f32(vmulq_n_f32(size.b, 0.5f));
+    return (vf){vreinterpretq_f32_u32(vorrq_u32(a, vshlq_n_u32(low, 12))),
+                vreinterpretq_f32_u32(vorrq_u32(b, vshlq_n_u32(high, 12)))};
+}
+INLINE vf v_set_halves(float low, float high) { return (void)high, v_set(low); }
+INLINE uint16x4_t to_bf16(float32x4_t x) {
+    const uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    return vshrn_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+}
+INLINE void v_store_bf16(uint8_t *p, vf x) {
+    vst1q_u8(p, vreinterpretq_u8_u16(vcombine_u16(to_bf16(x.a), to_bf16(x.b))));
+}
+INLINE vf2 v_interleave(vf x, vf y) {
+    return (vf2){{vzip1q_f32(x.a, y.a), vzip2q_f32(x.a, y.a)}, {vzip1q_f32(x.b, y.b), vzip2q_f32(x.b, y.b)}};
+}
+INLINE void v_store_u8(uint8_t *p, vf x) {
+    vst1_u8(p, vqmovn_u16(vcombine_u16(vqmovun_s32(vcvtnq_s32_f32(x.a)), vqmovun_s32(vcvtnq_s32_f32(x.b)))));
+}
+#define HARDWARE_HALF 1
+
+#else /* four floats, loops that any compiler can vectorize */
 
 #define LANES 4
 typedef struct { float x[LANES]; } vf;
@@ -217,7 +294,14 @@ INLINE void v_store_u8(uint8_t *p, vf a) {
 
 #endif
 
-#if HARDWARE_HALF
+#if defined(ISA_NEON)
+INLINE float half_to_float(uint16_t h) {
+    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0);
+}
+INLINE uint16_t float_to_half(float f) {
+    return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(f))), 0);
+}
+#elif HARDWARE_HALF
 INLINE float half_to_float(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
 INLINE uint16_t float_to_half(float f) {
     return (uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(f), _MM_FROUND_TO_NEAREST_INT));

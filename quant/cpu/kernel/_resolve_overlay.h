@@ -27,9 +27,10 @@ INLINE uint32_t lanes_set(lanes8 lanes) {
     union { lanes8 all; __m256d halves[2]; } u = {lanes};
     return (uint32_t)_mm256_movemask_pd(u.halves[0]) | (uint32_t)_mm256_movemask_pd(u.halves[1]) << 4;
 #else
-    uint32_t set = 0;
-    for (int i = 0; i < 8; i++) set |= (uint32_t)(lanes[i] & 1) << i;
-    return set;
+    uint64_t set = 0;
+    lanes &= (lanes8){1, 2, 4, 8, 16, 32, 64, 128};
+    for (int i = 0; i < 8; i++) set |= (uint64_t)lanes[i];
+    return (uint32_t)set;
 #endif
 }
 
