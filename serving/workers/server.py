@@ -17,7 +17,7 @@ from tableside.serving.errors import ServingError
 from tableside.serving.metrics.files import metrics_folder
 from tableside.serving.model.compiled_kernels import begin_to_compile
 from tableside.serving.model.scorers import TORCH_MODULES, needs_torch
-from tableside.serving.settings import ServerSettings, admin_token
+from tableside.serving.settings import ServerSettings, admin_token, cluster_token
 from tableside.serving.shm.regions import RegionRegistry
 from tableside.serving.supervised import signals_kept_off
 from tableside.serving.workers.following import Following, published_models
@@ -145,6 +145,7 @@ def check(settings: ServerSettings) -> None:
 
 
 def _check_devices_and_extras(settings: ServerSettings) -> None:
+    cluster_token(settings)  # raises here, not in each worker
     if settings.devices:
         require("--devices", "torch", "triton", extra="gpu")
     if settings.grpc_port is not None:

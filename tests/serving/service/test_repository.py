@@ -157,6 +157,13 @@ def test_a_server_with_a_token_may_begin_without_a_model(start: Start, root: Pat
     assert set(answers(server, "demo", 3)) == {200}
 
 
+def test_a_cluster_token_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
+    """By the command, not by each worker that it would start."""
+    publish_demo(root, tmp_path)
+    done = run_tableside("serve", "demo", "--port", 0, "--cluster-token-file", "/nobody", root=root)
+    assert done.returncode == 1 and done.stderr.startswith("tableside: the cluster token's file /nobody")
+
+
 @pytest.mark.thorough
 def test_a_token_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("short\n")
@@ -167,6 +174,7 @@ def test_a_token_that_is_none_is_refused_at_the_start(root: Path, tmp_path: Path
         (("--admin-token-file", tmp_path / "token"), "holds no admin token; expected one line of 16 or more"),
         (("--admin-token-file", tmp_path / "none"), "cannot be read"),
         (("--admin-token-file", tmp_path / "open"), "has mode 0644, so every user may use it; chmod o-rwx"),
+        (("--cluster-token-file", tmp_path / "open"), "has mode 0644, so every user may use it; chmod o-rwx"),
         (("--admin-token", "short"), "at least 16"),
         (("--admin-token", TOKEN, "--admin-token-file", tmp_path / "token"), "both set"),
     ):
