@@ -149,10 +149,17 @@ def owners_of(tables: Sequence[RemoteTable]) -> list[Owner]:
     return sorted(found)
 
 
-def states_of(hosts: OwnerHosts, owners: Sequence[Owner]) -> dict[At, set[str]]:
-    """Asks all hosts which states they have; returns those of the hosts that answer."""
+def states_of(
+    hosts: OwnerHosts, owners: Sequence[Owner], refused: dict[At, str] | None = None
+) -> dict[At, set[str]]:
+    """Asks all hosts which states they have; returns those of the hosts that say it. refused: takes what the
+    others answered."""
     found = {}
     for at, response in _ask(hosts, {at: "states" for owner in owners for at in owner.places}).items():
+        if response.status != _HERE:
+            if refused is not None:
+                refused[at] = f"{response.status}: {response.text[:300]!r}"
+            continue
         with contextlib.suppress(ValueError, TypeError):
             found[at] = {str(state) for state in orjson.loads(response.content)}
     return found
@@ -162,12 +169,13 @@ def _hold(
     hosts: OwnerHosts, owners: Sequence[Owner], name: HostsState, asks_all: bool = False
 ) -> dict[At, HttpResponse]:
     """Has hosts keep a state for some seconds; returns the answers of those that have it."""
-    return _ask(hosts, {at: str(owner.state(name)) for owner in owners for at in owner.places}, asks_all)
+    asked = {at: str(owner.state(name)) for owner in owners for at in owner.places}
+    return {at: response for at, response in _ask(hosts, asked, asks_all).items() if response.status == _HERE}
 
 
 def _ask(hosts: OwnerHosts, what: Mapping[At, str], asks_all: bool = False) -> dict[At, HttpResponse]:
-    """Asks hosts for something of their model, all at once; returns the answers that come in time, but
-    refusals. asks_all: also hosts that hang, to see whether they still do."""
+    """Asks hosts for something of their model, all at once; returns the answers that come in time. asks_all:
+    also hosts that hang, to see whether they still do."""
     waiting: dict[int, tuple[At, OwnerHost, SocketConnection]] = {}
     began, found, poll = time.monotonic(), dict[At, HttpResponse](), select.poll()
     for at, path in what.items():
@@ -195,8 +203,7 @@ def _ask(hosts: OwnerHosts, what: Mapping[At, str], asks_all: bool = False) -> d
             else:
                 host.pool.give_back(connection, response)
                 host.is_well(began)
-                if response.status == _HERE:
-                    found[at] = response
+                found[at] = response
             poll.unregister(descriptor)
             del waiting[descriptor]
     for _, host, connection in waiting.values():

@@ -28,7 +28,7 @@ from tableside.serving.cli.output import (
     table_of,
     token_of,
 )
-from tableside.serving.cluster.agreed import owners_of, states_of
+from tableside.serving.cluster.agreed import At, owners_of, states_of
 from tableside.serving.cluster.calls import close_hosts, hosts_of
 from tableside.serving.cluster.describe import Owners, turned_tables
 from tableside.serving.cluster.known import KnownState, KnownStates, line_of
@@ -151,7 +151,8 @@ def status(options: argparse.Namespace) -> int:
     model = published(options)
     segment = owned_state(model)
     found = owners_of(segment.header.owned)
-    kept = states_of(hosts_of(token_of(options), _STATES_S), found)
+    refused: dict[At, str] = {}
+    kept = states_of(hosts_of(token_of(options), _STATES_S), found, refused)
     close_hosts()
     live = state_of(model.record())
     here = line_of(KnownStates(model).look(), live)
@@ -161,7 +162,7 @@ def status(options: argparse.Namespace) -> int:
             has = kept.get(at) or ()
             names = (n for n, k in enumerate(here) if k.name and str(owner.state(k.name)) in has)
             lag = _lag(model, here, next(names, None))
-            told.append({**at._asdict(), "reached": at in kept, **lag})
+            told.append({**at._asdict(), "reached": at in kept or at in refused, **lag})
     has_state = {t["model"] for t in told if t["state"] is not None}
     degraded = sorted({owner.model for owner in found} - has_state)
     if options.json:
@@ -171,6 +172,8 @@ def status(options: argparse.Namespace) -> int:
         console.print(f"{model.name} {live} is live here", markup=False)
         for one in degraded:
             console.print(f"{one}: no host has a state that is here, so its rows come late", markup=False)
+        for at, answer in refused.items():
+            console.print(f"{at.model}: {at.host} answered {answer}", markup=False)
     return int(bool(degraded))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from changing_hosts import Hosts
-from hosts import UNPOOLED, place, spec_of
+from hosts import UNPOOLED, ZERO, checkpoint, load_shares, place, spec_of
 from json_keys import documented_keys, keys_of
 from redis_servers import free_port
 from servers import Server
@@ -139,6 +139,25 @@ def test_owners_are_shown_with_their_states(owners: Server, tmp_path: Path) -> N
     assert re.search(r" 1 +3 states, \d+\.\d s", shown.stdout)
     whole = run_tableside("cluster", "status", "whole", root=hosts.whole.root)
     assert whole.returncode == 1 and "all tables of model 'whole' are on this host" in whole.stderr
+
+
+@pytest.mark.drawn(0.25)
+def test_owners_that_refuse_a_token_are_told_from_lost_ones(
+    roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
+) -> None:
+    checkpoint(tmp_path)
+    (token := tmp_path / "token").write_text("a token of enough characters")
+    token.chmod(0o600)
+    (name,) = load_shares(spec_of(tmp_path, owners=["a:1"], tables=ZERO), roots[:1])
+    owner = serve(roots[0], "--cluster-token-file", token, models=(name,))
+    spec = spec_of(tmp_path, owners=[place(owner)], tables=ZERO)
+    load(spec, roots[1], remote=remote_tables(spec, choose(), token.read_text()))
+    asked = "cluster", "status", "ads", "--root", roots[1]
+    refused = run_tableside(*asked)
+    assert refused.returncode == 1 and "not reached" not in refused.stdout
+    assert f"{name}: {place(owner)} answered 401" in refused.stdout
+    shown = run_tableside(*asked, "--cluster-token-file", token)
+    assert shown.returncode == 0 and "answered" not in shown.stdout
 
 
 @pytest.mark.drawn(0.25)
