@@ -165,7 +165,10 @@ def _ask(address: str, model: str, token: str | None) -> Described:
     try:
         return Described.from_json(orjson.loads(content))
     except ValueError as error:
-        raise ServingError(f"owner {address} answered GET {PATH}/{model}, and {error}") from error
+        raise ServingError(
+            f"owner {address} answered GET {PATH}/{model} with no description of rows ({error}); expected "
+            "the address of a server of its rows (tableside serve)"
+        ) from error
 
 
 def _joined(spec: TableSpec, found: Sequence[Described], backend: CpuBackend) -> RemoteTable:

@@ -152,11 +152,11 @@ class Described(NamedTuple):
             tables = tuple(DescribedTable(**table) for table in raw["tables"])
             found = cls(**{**raw, "content": int(raw["content"], 16), "tables": tables})
         except (TypeError, KeyError, ValueError) as error:
-            raise ValueError(f"it is no description of rows ({error})") from error
+            raise ValueError(f"{type(error).__name__}: {error}") from error
         numbers = [found.version, found.changes, found.content, found.number, found.owners]
         numbers += [n for t in tables for n in t[3:8] + t[9:]]
         texts = [found.model, found.sample, *(text for t in tables for text in (*t[:3], t.missing))]
         are_typed = all(type(n) is int and 0 <= n < 1 << 64 for n in numbers)
         if not are_typed or not all(isinstance(text, str) for text in texts) or not found.sample:
-            raise ValueError("it is no description of rows: a number or a text of it is impossible")
+            raise ValueError("a number or a text of it is impossible")
         return found

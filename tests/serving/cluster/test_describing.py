@@ -197,6 +197,15 @@ def test_what_no_owner_can_say_is_refused(
         remote_tables(spec, choose(), None)
 
 
+@pytest.mark.drawn(0.25)
+def test_a_server_of_something_else_is_no_owner(describes: Describes, tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    spec = spec_of(tmp_path, owners=[describes.place], tables=ZERO)
+    for describes.says in (None, [], {"a": 1}):
+        with pytest.raises(ServingError, match=f"owner {describes.place} .* with no description of rows"):
+            remote_tables(spec, choose(), None)
+
+
 @pytest.mark.drawn(0.5)
 def test_owners_may_come_from_reshard(
     roots: list[Path], tmp_path: Path, serve: Callable[..., Server]
