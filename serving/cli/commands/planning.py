@@ -26,6 +26,8 @@ def plan(options: argparse.Namespace) -> int:
         raise ServingError(
             "expected either requests (a file or a folder) or --live SECONDS, which samples them"
         )
+    if options.svg is not None and (options.svg.is_dir() or not options.svg.parent.is_dir()):
+        raise ServingError(f"--svg is {options.svg}; expected a file in a folder that exists")
     model = published(options)
     segment = attach_state(model, None, "header")
     goals = Goals(options.sample, options.sizes, options.hit_rate, options.miss_us)
@@ -34,12 +36,12 @@ def plan(options: argparse.Namespace) -> int:
     else:
         with progress_bar("reading") as progress:
             found = run(segment, options.data, goals, batch_rows=options.batch, progress=progress)
-    if options.svg is not None:
-        _draw(options.svg, segment.header.model, found)
     if options.json:
         print_json({"model": segment.header.model, **found.figures()})
     else:
         _print(segment.header.model, found)
+    if options.svg is not None:  # last: where it cannot be written, the plan was printed
+        _draw(options.svg, segment.header.model, found)
     if options.hit_rate is not None and found.rate < options.hit_rate:
         errors.print(
             f"no size has {options.hit_rate:.1%}: the largest one has {found.rate:.1%}; the first use of an "

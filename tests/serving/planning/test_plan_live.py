@@ -112,6 +112,17 @@ def test_either_data_or_live(publish: Publish, root: Path) -> None:
         assert found.returncode == 1 and "either requests (a file or a folder) or --live" in found.stderr
 
 
+@pytest.mark.drawn(0.25)
+def test_a_drawing_without_a_folder_is_refused_before_it_is_sampled(
+    publish: Publish, root: Path, tmp_path: Path
+) -> None:
+    publish({"t": np.zeros((10, 4), np.float32)}, features={"f": {"table": "t"}})
+    for file in (tmp_path / "none" / "c.svg", tmp_path):
+        found = run_tableside("plan", "demo", "--live", 1, "--svg", file, root=root)
+        assert found.returncode == 1 and f"--svg is {file}; expected a file" in found.stderr
+        assert "sampling" not in found.stderr
+
+
 def sampled(requests: list[np.ndarray], worker: int, size: int, seconds: float) -> Uses:
     """What one of two workers samples, that takes every second request."""
     sample = np.zeros(size, np.uint8)
