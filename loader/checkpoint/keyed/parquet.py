@@ -60,14 +60,12 @@ class ParquetTables(KeyedTables):
             if prefix.endswith(".parquet/") and "" in groups:
                 continue  # a part of a table that is named already
             schema = _schema(files[0])
-            ids = [f.name for f in schema if pa.types.is_integer(f.type)]
-            texts = [f.name for f in schema if is_text(f.type)]
-            ids = [n for n in ids + texts if n.lower() in _ID_NAMES] or ids or texts
+            ids = _id_columns(schema)
             for field in schema:
                 if is_list(field.type) and field.type.value_type in _SOURCES:
                     if len(ids) == 1:
                         self.names[prefix + field.name] = ids[0]
-                        self.strings += [prefix + field.name] if ids[0] in texts else []
+                        self.strings += [prefix + field.name] if is_text(schema.field(ids[0]).type) else []
                     else:
                         unclear = f"which column holds its ids cannot be told: {some(ids)}"
                         checkpoint.skipped[prefix + field.name] = unclear if ids else _without_ids(schema)
@@ -80,10 +78,13 @@ class ParquetTables(KeyedTables):
                 f"{self._path}: there is no column {key!r}; columns of vectors there: {some(self.names)}"
             )
         id_key = id_key or self.names.get(key)
-        if id_key is None:
-            raise CheckpointError(
-                f"{self._path}: say the column of the ids of {key!r} as id_key in model.toml"
-            )
+        if id_key is None:  # perhaps a part of a table that is named as a whole
+            ids = _id_columns(_schema(self._groups[prefix][0]))
+            if len(ids) != 1:
+                raise CheckpointError(
+                    f"{self._path}: say the column of the ids of {key!r} as id_key in model.toml"
+                )
+            (id_key,) = ids
         return ParquetRows(key, column, id_key.removeprefix(prefix), self._groups[prefix])
 
 
@@ -304,6 +305,14 @@ def is_list(kind: Any) -> bool:
     return any(
         is_one(kind) for is_one in (pa.types.is_fixed_size_list, pa.types.is_list, pa.types.is_large_list)
     )
+
+
+def _id_columns(schema: Any) -> list[str]:
+    """Returns the columns that may hold ids: those with a name for them, else all integers, else all
+    strings."""
+    ids = [f.name for f in schema if pa.types.is_integer(f.type)]
+    texts = [f.name for f in schema if is_text(f.type)]
+    return [n for n in ids + texts if n.lower() in _ID_NAMES] or ids or texts
 
 
 def _without_ids(schema: Any) -> str:

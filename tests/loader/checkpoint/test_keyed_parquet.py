@@ -101,7 +101,7 @@ def test_several_tables_in_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", id=IDS, vector=fixed(VALUES))
     write(tmp_path / "b.parquet", id=IDS[:3], vector=fixed(rows_of(3, DIM + 1)))
     with open_checkpoint(tmp_path) as found:
-        assert len(read(found.keyed("b.parquet/vector", "id")).ids) == 3
+        assert len(read(found.keyed("b.parquet/vector")).ids) == 3
         with pytest.raises(
             CheckpointError,
             match=r"b\.parquet: vectors of 7 float values, in .*a\.parquet they are of 6 float; name a",
