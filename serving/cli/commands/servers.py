@@ -63,9 +63,9 @@ def _serve_on_ray(settings: ServerSettings, address: str | None, came: Sequence[
     from tableside.serving.cluster.on_ray import owners_on_ray, token_file
     from tableside.serving.workers import server
 
-    if len(settings.models) != 1 or settings.all:
+    if len(settings.models) != 1 or settings.all or not settings.models[0].endswith(".toml"):
         raise ServingError(
-            f"--engine ray serves one model; found {len(settings.models)}; expected a model.toml"
+            f"--engine ray serves one model; found {', '.join(settings.models)}; expected a model.toml"
         )
     _, spec = described(Path(settings.models[0]))
     with owners_on_ray(spec, settings, address) as owners:

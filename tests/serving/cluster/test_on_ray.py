@@ -162,6 +162,7 @@ def test_an_owner_that_cannot_load_is_an_error(cluster: Any, root: Path, model: 
 def test_a_model_without_owners_and_a_cluster_that_is_not_there_are_refused(root: Path, model: Path) -> None:
     """Before anything is loaded."""
     assert "no Ray cluster is reached" in refused(model, "--ray-address", "127.0.0.1:1", "--root", root)
+    assert "found ads; expected a model.toml" in refused("ads", "--root", root)
     text = model.read_text()
     model.write_text(re.sub("tier = .*", "", text))
     assert "has owners; expected a tier" in refused(model, "--root", root)
