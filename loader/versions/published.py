@@ -136,7 +136,8 @@ class PublishedModel:
         if not versions:
             # Another user's root, in which only the models that one may read are open
             with contextlib.suppress(PermissionError):
-                hint = did_you_mean(self.name, model_names(self.root, self.owner))
+                others = [n for n in model_names(self.root, self.owner) if n != self.name]
+                hint = did_you_mean(self.name, others)
         known = ", ".join(map(str, versions)) or "none"
         remedy = hint or "; publish one with: tableside load model.toml"
         return VersionError(f"model {self.name!r} in {self.root}: {what} (versions there: {known}){remedy}")

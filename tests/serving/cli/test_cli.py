@@ -246,6 +246,7 @@ def test_a_mistyped_model_is_answered_with_the_nearest(
     assert code_of("load", str(tmp_path / "m.toml"), "--root", str(root)) == 0
     assert code_of("inspect", "clikcs", "--root", str(root)) == 1
     assert "no version is live (versions there: none); did you mean 'clicks'?\n" in capsys.readouterr().err
+    (root / "other").mkdir()  # as a load leaves it that failed
     assert code_of("inspect", "other", "--root", str(root)) == 1
     assert "did you mean" not in capsys.readouterr().err
 
