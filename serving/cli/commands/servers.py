@@ -16,7 +16,15 @@ from tableside.serving.cli.arguments import AddCommand, add_json, count, exponen
 from tableside.serving.cli.commands.bench import FORMS, MAX_BYTES, Form, Shape, make_requests
 from tableside.serving.cli.commands.generator import ARRIVALS, Load, merged, run, run_at_rate
 from tableside.serving.cli.commands.top import top as show_top
-from tableside.serving.cli.output import console, described, load_where_named, mb, print_json, table_of
+from tableside.serving.cli.output import (
+    console,
+    described,
+    is_path,
+    load_where_named,
+    mb,
+    print_json,
+    table_of,
+)
 from tableside.serving.cli.parser import Parser
 from tableside.serving.cli.remote import add_server
 from tableside.serving.client import Client, Jagged
@@ -63,11 +71,13 @@ def _serve_on_ray(settings: ServerSettings, address: str | None, came: Sequence[
     from tableside.serving.cluster.on_ray import owners_on_ray, token_file
     from tableside.serving.workers import server
 
-    if len(settings.models) != 1 or settings.all or not settings.models[0].endswith(".toml"):
+    are_paths = all(is_path(name) or Path(name).exists() for name in settings.models)
+    if len(settings.models) != 1 or settings.all or not are_paths:
         raise ServingError(
             f"--engine ray serves one model; found {', '.join(settings.models)}; expected a model.toml"
         )
-    _, spec = described(Path(settings.models[0]))
+    _, spec = described(Path(settings.models[0]).absolute())  # actors have working folders of their own
+    settings = settings.model_copy(update={"root": settings.root.absolute()})
     with owners_on_ray(spec, settings, address) as owners:
         owners.begin()
         here = {"models": (spec.name,), "cluster_token_file": token_file(owners.token)}

@@ -1,5 +1,6 @@
 """`tableside serve --engine ray`, on clusters of Ray whose nodes are processes of this machine."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -93,12 +94,17 @@ def servers_of(root: Path) -> list[int]:
     return found
 
 
-def test_ray_places_owners_and_replaces_one_whose_node_is_lost(cluster: Any, root: Path, model: Path) -> None:
+def test_ray_places_owners_and_replaces_one_whose_node_is_lost(
+    cluster: Any, root: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Answers are those of the checkpoint before and after. An owner's server ends with its node and with the
-    command."""
+    command, in whose folder paths are."""
     arrays = checkpoint(model.parent)
+    monkeypatch.chdir(model.parent)
+    relative = Path(os.path.relpath(root, model.parent))
     common = "--engine", "ray", "--ray-address", cluster.address
-    server = start_server(root, *common, models=(str(model),))
+    server = start_server(relative, *common, models=("model.toml",))
+    root = relative.absolute()
     model_name = re.findall(r"serves (\S+)", server.said)[0]
     users, items = [3, 999], [0, 600]
     asked = {"user": [[user] for user in users], "item": [[int(RAW[item])] for item in items]}
