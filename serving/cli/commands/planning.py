@@ -60,7 +60,12 @@ def _plan_live(model: "Model", segment: "Segment", seconds: float, goals: "Goals
         )
         asked.wait()
         samples = asked.read(segment.header.version, len(segment.header.features))
-    return plan_live(segment, samples, seconds, goals)
+    try:
+        return plan_live(segment, samples, seconds, goals)
+    except ServingError as error:
+        if (live := model.current()) == segment.header.version:
+            raise
+        raise ServingError(f"{error} version {live} became live meanwhile: ask again") from error
 
 
 def _draw(path: Path, model: str, found: "Plan") -> None:

@@ -105,6 +105,21 @@ def test_one_at_a_time_and_a_killed_one_is_in_no_ones_way(publish: Publish, root
 
 
 @pytest.mark.drawn(0.25)
+def test_a_version_that_becomes_live_meanwhile_is_named(publish: Publish, root: Path) -> None:
+    """Where it is why nothing of the other one was asked for."""
+    tables = {"t": np.zeros((10, 4), np.float32)}
+    publish(tables, features={"f": {"table": "t"}})
+    command = [sys.executable, "-m", "tableside", "plan", "demo", "--live", "5", "--root", str(root)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: process.poll() is None and (root / ".uses-demo" / "asked").exists(), 60, "it to ask")
+        publish(tables, features={"f": {"table": "t"}})
+    finally:
+        _, said = process.communicate()
+    assert process.returncode == 1 and "version 2 became live meanwhile: ask again" in said, said
+
+
+@pytest.mark.drawn(0.25)
 def test_either_data_or_live(publish: Publish, root: Path) -> None:
     publish({"t": np.zeros((10, 4), np.float32)}, features={"f": {"table": "t"}})
     for options in ((), ("x.parquet", "--live", 1)):
