@@ -20,6 +20,7 @@
 #if defined(__x86_64__)
 #include "_processor.h"
 #endif
+#include "_arguments.h"
 #include "_pool.h"
 #include "_layers_types.h"
 
@@ -156,14 +157,6 @@ static int unsound(const char *what) {
     return 0;
 }
 
-/* Whether `rows` rows of `bytes` bytes each, `row_bytes` from one to the next, lie in a buffer at `at`. */
-static int lies_in(int64_t at, int64_t rows, int64_t bytes, int64_t row_bytes, const Py_buffer *b) {
-    int64_t last, end;
-    return at >= 0 && row_bytes >= 0 && !__builtin_mul_overflow(rows > 0 ? rows - 1 : 0, row_bytes, &last)
-            && !__builtin_add_overflow(at, last, &end)
-            && !__builtin_add_overflow(end, rows > 0 ? bytes : 0, &end) && end <= b->len;
-}
-
 /* Whether a piece is a source that lies in its buffer, or a layer before layer `number`, of this width. */
 static int is_sound_piece(const call *c, const piece_fields *p, int64_t number, const Py_buffer *in,
                           const Py_buffer *out) {
@@ -172,7 +165,7 @@ static int is_sound_piece(const call *c, const piece_fields *p, int64_t number, 
     if (p->of >= c->n_sources) return 0;
     const source_fields *s = c->sources + p->of;
     if (s->width != p->width) return 0;
-    return lies_in(s->at, c->rows, p->width * (s->is_half ? 2 : 4), s->row_bytes, s->is_output ? out : in);
+    return lies_in(s->is_output ? out : in, s->at, c->rows, s->row_bytes, p->width * (s->is_half ? 2 : 4));
 }
 
 /* Checks all sizes and sets the scratch floats per row; returns 0 with ValueError set for a misfit. */
@@ -192,14 +185,14 @@ static int check(call *c, const Py_buffer *weights, const Py_buffer *in, const P
             depth += p->width;
         }
         if (depth != l->depth
-            || !lies_in(l->weights_at * 4, padded(l->width), (depth + 1) * 4, (depth + 1) * 4, weights))
+            || !lies_in(weights, l->weights_at * 4, padded(l->width), (depth + 1) * 4, (depth + 1) * 4))
             return unsound("layers: a layer's weights do not lie in their buffer");
         if (is_gathered && depth > c->gathered) c->gathered = depth;
         c->row_floats += padded(l->width);
     }
     c->row_floats += c->gathered;
     const int64_t score_bytes = c->layers[c->n_layers - 1].width * 4;
-    if (!lies_in(c->scores_at, c->rows, score_bytes, score_bytes, out))
+    if (!lies_in(out, c->scores_at, c->rows, score_bytes, score_bytes))
         return unsound("layers: the scores do not lie in the output buffer");
     return 1;
 }
@@ -226,35 +219,26 @@ static int64_t run_rows(call *c, int64_t threads) {
 /* ---- Python ---- */
 
 static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    enum { LAYERS, PIECES, SOURCES, WEIGHTS, INPUTS, OUTPUTS, BUFFERS };
-    Py_buffer b[BUFFERS] = {{0}};
-    int64_t numbers[3], first = -1;
-    int is_done = 0;
+    enum { LAYERS, PIECES, SOURCES, WEIGHTS, INPUTS, OUTPUTS };
+    arguments a;
+    int64_t first = -2;
     (void)self;
-    if (n != BUFFERS + 3)
-        return PyErr_Format(PyExc_TypeError, "run takes %d arguments, got %zd", BUFFERS + 3, n);
-    for (int i = 0; i < 3; i++) {
-        numbers[i] = PyLong_AsLongLong(args[BUFFERS + i]);
-        if (numbers[i] == -1 && PyErr_Occurred()) return NULL;
-    }
-    for (int i = 0; i < BUFFERS; i++)
-        if (PyObject_GetBuffer(args[i], b + i, i == OUTPUTS ? PyBUF_WRITABLE : PyBUF_SIMPLE)) goto done;
+    if (!take_arguments("run", "bbbbbwiii", args, n, &a)) return NULL;
+    const Py_buffer *b = a.b;
     call c = {.layers = b[LAYERS].buf, .pieces = b[PIECES].buf, .sources = b[SOURCES].buf,
               .weights = b[WEIGHTS].buf, .inputs = b[INPUTS].buf, .outputs = b[OUTPUTS].buf,
               .n_layers = b[LAYERS].len / (Py_ssize_t)sizeof(layer_fields),
               .n_pieces = b[PIECES].len / (Py_ssize_t)sizeof(piece_fields),
               .n_sources = b[SOURCES].len / (Py_ssize_t)sizeof(source_fields),
-              .rows = numbers[0], .scores_at = numbers[1]};
-    if (!check(&c, b + WEIGHTS, b + INPUTS, b + OUTPUTS)) goto done;
-    Py_BEGIN_ALLOW_THREADS
-    first = run_rows(&c, numbers[2]);
-    Py_END_ALLOW_THREADS
-    is_done = first != -2;
-    if (!is_done) PyErr_NoMemory();
-done:
-    for (int i = 0; i < BUFFERS; i++)
-        if (b[i].obj) PyBuffer_Release(b + i);
-    return is_done ? PyLong_FromLongLong(first) : NULL;
+              .rows = a.n[0], .scores_at = a.n[1]};
+    if (check(&c, b + WEIGHTS, b + INPUTS, b + OUTPUTS)) {
+        Py_BEGIN_ALLOW_THREADS
+        first = run_rows(&c, a.n[2]);
+        Py_END_ALLOW_THREADS
+        if (first == -2) PyErr_NoMemory();
+    }
+    release(&a);
+    return first == -2 ? NULL : PyLong_FromLongLong(first);
 }
 
 static PyObject *py_isas(PyObject *self, PyObject *unused) {
@@ -274,16 +258,6 @@ static PyObject *py_use(PyObject *self, PyObject *name) {
         }
     return PyErr_Format(PyExc_ValueError, "instruction set %R: %s", name,
                         "this processor does not run it; isas() lists what it runs");
-}
-
-static int add_names(PyObject *module, const char *name, const char *const *fields) {
-    Py_ssize_t n = 0;
-    while (fields[n]) n++;
-    PyObject *names = PyTuple_New(n);
-    for (Py_ssize_t i = 0; names && i < n; i++) PyTuple_SetItem(names, i, PyUnicode_FromString(fields[i]));
-    int is_added = names && PyModule_AddObjectRef(module, name, names) == 0;
-    Py_XDECREF(names);
-    return is_added;
 }
 
 static PyMethodDef methods[] = {

@@ -20,7 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "_buffers.h"
+#include "_arguments.h"
 
 enum { HERE = 0, CORRUPT = 2, LARGEST = 1 << 29 }; /* bytes of a value in Redis */
 enum { HEAD_DIGITS = 5, TAG_DIGITS = 3, NUMBERS_BYTES = 96 }; /* of a key; of a command without its prefix */
@@ -52,7 +52,7 @@ static char *put_key_end(char *to, uint64_t block) {
     return put(to, "}\r\n", 3);
 }
 
-enum { PREFIX, BEFORE, ASKED, PARTS };
+enum { PREFIX, BEFORE, ASKED };
 
 /* Writes commands; returns where they end. */
 static char *put_commands(char *to, const Py_buffer *b, int64_t block_rows, int64_t record_bytes) {
@@ -74,10 +74,10 @@ static char *put_commands(char *to, const Py_buffer *b, int64_t block_rows, int6
 
 static PyObject *py_commands(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[PARTS];
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "commands takes 5 arguments, got %zd", n);
-    const long long block_rows = PyLong_AsLongLong(args[1]), record_bytes = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !hold_buffers((PyObject *const[]){args[0], args[3], args[4]}, PARTS, 0, b)) return NULL;
+    arguments a;
+    if (!take_arguments("commands", "biibb", args, n, &a)) return NULL;
+    const Py_buffer *b = a.b;
+    const int64_t block_rows = a.n[0], record_bytes = a.n[1];
     const int64_t *rows = b[ASKED].buf, count = b[ASKED].len / 8;
     const size_t most = (size_t)b[PREFIX].len + (size_t)b[BEFORE].len + NUMBERS_BYTES;
     int is_sound = b[ASKED].len % 8 == 0 && block_rows > 0 && record_bytes > 0 && record_bytes <= LARGEST / block_rows;
@@ -92,7 +92,7 @@ static PyObject *py_commands(PyObject *self, PyObject *const *args, Py_ssize_t n
     }
     PyObject *found = made ? PyBytes_FromStringAndSize(made, end - made) : NULL;
     free(made);
-    release_buffers(b, PARTS);
+    release(&a);
     return found;
 }
 
@@ -106,7 +106,7 @@ static uint32_t checksum(const uint64_t *words, int64_t row, const uint8_t *data
     return (uint32_t)(sum >> 32);
 }
 
-enum { DATA, HEAD, ROWS, TO, WORDS, OUT, STATE, BUFFERS };
+enum { DATA, HEAD, ROWS, TO, WORDS, OUT, STATE };
 
 /* Takes records; *at: the byte of the next reply. Returns how many; *is_other: the next reply is none. */
 static int64_t take(const Py_buffer *b, int64_t *at, int *is_other) {
@@ -129,7 +129,7 @@ static int64_t take(const Py_buffer *b, int64_t *at, int *is_other) {
     return i;
 }
 
-static int is_sound(const Py_buffer *b, long long at) {
+static int is_sound(const Py_buffer *b, int64_t at) {
     const int64_t n = b[ROWS].len / 8, row_bytes = 4 * (b[WORDS].len / 8 - 2);
     if (b[ROWS].len % 8 || b[TO].len != b[ROWS].len || b[WORDS].len % 8 || row_bytes < 4 || at < 0 || at > b[DATA].len)
         return 0;
@@ -142,19 +142,16 @@ static int is_sound(const Py_buffer *b, long long at) {
 
 static PyObject *py_take(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[BUFFERS];
-    if (n != 8) return PyErr_Format(PyExc_TypeError, "take takes 8 arguments, got %zd", n);
-    const long long start = PyLong_AsLongLong(args[1]);
-    PyObject *const buffers[BUFFERS] = {args[0], args[2], args[3], args[4], args[5], args[6], args[7]};
-    if (PyErr_Occurred() || !hold_buffers(buffers, BUFFERS, 1 << OUT | 1 << STATE, b)) return NULL;
-    int64_t at = start, taken = -1;
+    arguments a;
+    if (!take_arguments("take", "bibbbbww", args, n, &a)) return NULL;
+    int64_t at = a.n[0], taken = -1;
     int is_other = 0;
-    if (is_sound(b, start)) {
+    if (is_sound(a.b, at)) {
         Py_BEGIN_ALLOW_THREADS
-        taken = take(b, &at, &is_other);
+        taken = take(a.b, &at, &is_other);
         Py_END_ALLOW_THREADS
     } else PyErr_SetString(PyExc_ValueError, "take: these rows have no place, or the data begins elsewhere");
-    release_buffers(b, BUFFERS);
+    release(&a);
     return taken < 0 ? NULL : Py_BuildValue("(LLN)", (long long)taken, (long long)at, PyBool_FromLong(is_other));
 }
 

@@ -5,7 +5,7 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <stdint.h>
-#include "_buffers.h"
+#include "_arguments.h"
 
 #define INTERN __attribute__((visibility("hidden")))
 
@@ -44,8 +44,8 @@ INTERN int64_t read_left(const reading *r, const limits *most);
 /* Asks the disk for the blocks of rows, `most` of them. */
 INTERN void ask_rows(const place *p, const int64_t *rows, int64_t n, int64_t most);
 
-/* Takes six arguments as `fetch` does: 0: an error is set, and none of the buffers is held. */
-INTERN int hold_reading(PyObject *const *args, const char *name, Py_buffer *held, reading *r);
+/* Reads six buffers as `fetch` takes them; 0: an error is set, and the arguments are released. */
+INTERN int read_arguments(arguments *a, const char *name, reading *r);
 INTERN int is_place(const Py_buffer *given, place *p);
 
 INTERN PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n);

@@ -62,11 +62,11 @@ int is_place(const Py_buffer *given, place *p) {
 
 static PyObject *py_away(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[5];
+    arguments a;
     int64_t found = -1;
     place p;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "away takes 5 arguments, got %zd", n);
-    if (!hold_buffers(args, 5, 0x16, b)) return NULL;
+    if (!take_arguments("away", "bwwbw", args, n, &a)) return NULL;
+    const Py_buffer *b = a.b;
     if (!is_place(b, &p) || b[3].len % 8 || b[4].len < b[3].len || !fits(&p, b + 1, b + 2))
         PyErr_SetString(PyExc_ValueError, "away: rows or bits do not fit this table");
     else {
@@ -74,28 +74,27 @@ static PyObject *py_away(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         found = away(&p, b[1].buf, b[2].buf, b[3].buf, b[3].len / 8, b[4].buf);
         Py_END_ALLOW_THREADS
     }
-    release_buffers(b, 5);
+    release(&a);
     return found < 0 ? NULL : PyLong_FromLongLong(found);
 }
 
 size_t buffer_bytes(const place *p) { return (size_t)((p->row_bytes / PAGE + 2) * (PAGE + 4)); }
 
-int hold_reading(PyObject *const *args, const char *name, Py_buffer *b, reading *r) {
-    if (!hold_buffers(args, 6, 0x36, b)) return 0;
+int read_arguments(arguments *a, const char *name, reading *r) {
+    const Py_buffer *b = a->b;
     *r = (reading){.checked = b[1].buf, .regions = b[2].buf, .rows = b[3].buf, .n = b[3].len / 8,
                    .out = b[4].buf, .state = b[5].buf};
     if (is_place(b, &r->p) && is_sound(&r->p, r->n, b + 1, b + 2, b + 3, b + 4, b + 5)) return 1;
-    release_buffers(b, 6);
+    release(a);
     PyErr_Format(PyExc_ValueError, "%s: rows, states or bits do not fit this table", name);
     return 0;
 }
 
 /* most: `bring`; NULL: `fetch`. */
-static PyObject *read_rows(PyObject *const *args, const char *name, const limits *most, int is_ready) {
-    Py_buffer b[6];
+static PyObject *read_rows(arguments *a, const char *name, const limits *most, int is_ready) {
     reading r;
     int64_t left = -1;
-    if (!hold_reading(args, name, b, &r)) return NULL;
+    if (!read_arguments(a, name, &r)) return NULL;
     if (!(r.buffer = malloc(buffer_bytes(&r.p)))) PyErr_NoMemory();
     else {
         Py_BEGIN_ALLOW_THREADS
@@ -103,25 +102,24 @@ static PyObject *read_rows(PyObject *const *args, const char *name, const limits
         Py_END_ALLOW_THREADS
     }
     free(r.buffer);
-    release_buffers(b, 6);
+    release(a);
     return left < 0 ? NULL : PyLong_FromLongLong(left);
 }
 
 static PyObject *py_fetch(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "fetch takes 7 arguments, got %zd", n);
-    const int is_ready = PyObject_IsTrue(args[6]);
-    return is_ready < 0 ? NULL : read_rows(args, "fetch", NULL, is_ready);
+    arguments a;
+    return take_arguments("fetch", "bwwbwwi", args, n, &a) ? read_rows(&a, "fetch", NULL, a.n[0] != 0) : NULL;
 }
 
 static PyObject *py_bring(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (n != 9) return PyErr_Format(PyExc_TypeError, "bring takes 9 arguments, got %zd", n);
-    const limits most = {PyLong_AsLongLong(args[6]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8])};
-    if (PyErr_Occurred()) return NULL;
-    if (most.depth < 1 || most.patience < 0 || most.all < 0)
-        return PyErr_Format(PyExc_ValueError, "bring: a limit is negative, or the depth is 0");
-    return read_rows(args, "bring", &most, 0);
+    arguments a;
+    if (!take_arguments("bring", "bwwbwwiii", args, n, &a)) return NULL;
+    const limits most = {a.n[0], a.n[1], a.n[2]};
+    if (most.depth >= 1 && most.patience >= 0 && most.all >= 0) return read_rows(&a, "bring", &most, 0);
+    release(&a);
+    return PyErr_Format(PyExc_ValueError, "bring: a limit is negative, or the depth is 0");
 }
 
 static PyMethodDef methods[] = {

@@ -71,11 +71,10 @@ void choose_sums(void) {
 
 PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[2];
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "sums takes 4 arguments, got %zd", n);
-    const long long seed = PyLong_AsLongLong(args[1]), first = PyLong_AsLongLong(args[2]);
-    if (PyErr_Occurred() || !hold_buffers((PyObject *const[]){args[0], args[3]}, 2, 0x2, b)) return NULL;
-    const Py_buffer *rows = b, *out = b + 1;
+    arguments a;
+    if (!take_arguments("sums", "biiw", args, n, &a)) return NULL;
+    const int64_t seed = a.n[0], first = a.n[1];
+    const Py_buffer *rows = a.b, *out = a.b + 1;
     const int64_t blocks = rows->len / PAGE + (rows->len % PAGE != 0);
     const int fits = first >= 0 && out->len == 4 * blocks;
     if (fits) {
@@ -87,7 +86,7 @@ PyObject *py_sums(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         }
         Py_END_ALLOW_THREADS
     }
-    release_buffers(b, 2);
+    release(&a);
     if (!fits) return PyErr_Format(PyExc_ValueError, "sums: these blocks have no room for their checksums");
     Py_RETURN_NONE;
 }

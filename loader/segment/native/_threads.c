@@ -263,40 +263,38 @@ static int read_in_threads(PyObject *owner, pool *p, const reading *r, const lim
 
 PyObject *py_in_threads(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (n != 13) return PyErr_Format(PyExc_TypeError, "in_threads takes 13 arguments, got %zd", n);
-    const long long device = PyLong_AsLongLong(args[1]), parts = PyLong_AsLongLong(args[2]),
-        wait_ms = PyLong_AsLongLong(args[3]);
-    const limits most = {PyLong_AsLongLong(args[10]), PyLong_AsLongLong(args[11]), PyLong_AsLongLong(args[12])};
-    if (PyErr_Occurred()) return NULL;
-    if (parts < 1 || wait_ms < -1 || most.depth < 0 || most.patience < 0 || most.all < 0)
-        return PyErr_Format(PyExc_ValueError, "in_threads: a limit is negative, or there is no part");
-    Py_buffer b[6];
+    arguments a;
     reading r;
-    pool *p = pool_of(device);
-    if (!p || !hold_reading(args + 4, "in_threads", b, &r)) return NULL;
-    let_go(p);
-    const int came = read_in_threads(args[0], p, &r, &most, parts < THREADS ? (int)parts : THREADS, wait_ms);
-    release_buffers(b, 6);
+    if (!take_arguments("in_threads", ".iiibwwbwwiii", args, n, &a) || !read_arguments(&a, "in_threads", &r))
+        return NULL;
+    const int64_t parts = a.n[1], wait_ms = a.n[2];
+    const limits most = {a.n[3], a.n[4], a.n[5]};
+    const int is_sound = parts >= 1 && wait_ms >= -1 && most.depth >= 0 && most.patience >= 0 && most.all >= 0;
+    if (!is_sound) PyErr_SetString(PyExc_ValueError, "in_threads: a limit is negative, or there is no part");
+    pool *p = is_sound ? pool_of(a.n[0]) : NULL;
+    if (p) let_go(p);
+    const int came = p ? read_in_threads(args[0], p, &r, &most, parts < THREADS ? (int)parts : THREADS, wait_ms) : -1;
+    release(&a);
     if (came) return NULL;
     Py_RETURN_NONE;
 }
 
 PyObject *py_ask(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    Py_buffer b[2];
+    arguments a;
     reading r = {0};
     int64_t bytes;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "ask takes 5 arguments, got %zd", n);
-    const long long device = PyLong_AsLongLong(args[1]), most = PyLong_AsLongLong(args[4]);
-    pool *p = PyErr_Occurred() ? NULL : pool_of(device);
-    if (!p || !hold_buffers(args + 2, 2, 0, b)) return NULL;
+    if (!take_arguments("ask", ".ibbi", args, n, &a)) return NULL;
+    const Py_buffer *b = a.b;
     const int is_table = is_place(b, &r.p) && b[1].len % 8 == 0 && r.p.row_bytes >= 1 && r.p.rows >= 1
                          && !__builtin_mul_overflow(r.p.rows, r.p.row_bytes, &bytes);
-    job *j = is_table ? make_job(args[0], &r, b[1].buf, b[1].len / 8, 0) : NULL;
-    release_buffers(b, 2);
-    if (!is_table) return PyErr_Format(PyExc_ValueError, "ask: rows do not fit this table");
+    if (!is_table) PyErr_SetString(PyExc_ValueError, "ask: rows do not fit this table");
+    pool *p = is_table ? pool_of(a.n[0]) : NULL;
+    job *j = p ? make_job(args[0], &r, b[1].buf, b[1].len / 8, 0) : NULL;
+    release(&a);
+    if (!p) return NULL;
     if (!j) return PyErr_NoMemory();
-    j->most.depth = most;
+    j->most.depth = a.n[1];
     let_go(p);
     pthread_mutex_lock(&p->lock);
     queue(p, j);

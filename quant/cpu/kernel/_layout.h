@@ -179,7 +179,6 @@ static inline void write_programs(const jobs_of *jobs, int32_t first, int32_t *t
 }
 
 /* Whether `rows` parts of `bytes` bytes, `step` apart, lie in a buffer at `at`. */
-int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t bytes);
 void free_room(room *m);
 int make_room(room *m, int64_t count); /* 0: there is none, and Python's error says so */
 /* Copies parts of one buffer to another; 0: one of them does not lie in its buffer. */

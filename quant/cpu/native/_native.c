@@ -27,6 +27,7 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <string.h>
+#include "_arguments.h"
 #include "_execute.h"
 #include "_gather.h"
 #include "_native_bags.h"
@@ -59,23 +60,9 @@ static PyObject *answer(verdict v) {
 
 /* ---- Python ---- */
 
-static int integers(PyObject *const *args, int n, int64_t *values) {
-    for (int i = 0; i < n; i++) {
-        values[i] = PyLong_AsLongLong(args[i]);
-        if (values[i] == -1 && PyErr_Occurred()) return 0;
-    }
-    return 1;
-}
-
-/* Whether `count` items of `size` bytes lie in a buffer at `offset`; else sets ValueError. Nothing wraps. */
-static int fits(const char *what, int64_t offset, int64_t count, int64_t size, const Py_buffer *b) {
-    int64_t bytes, end;
-    if (offset >= 0 && count >= 0 && size >= 0 && !__builtin_mul_overflow(count, size, &bytes)
-        && !__builtin_add_overflow(offset, bytes, &end) && end <= b->len)
-        return 1;
-    PyErr_Format(PyExc_ValueError, "%s: %lld x %lld bytes at %lld do not lie in a buffer of %zd", what,
-                 (long long)count, (long long)size, (long long)offset, b->len);
-    return 0;
+/* Whether `count` items of `size` bytes lie in a buffer at `at`; else sets ValueError. */
+static int fits(const char *what, int64_t at, int64_t count, int64_t size, const Py_buffer *b) {
+    return check_lies_in(what, b, at, count, size, size);
 }
 
 /* A format or pooling as an int; -1, which is none, for a number that an int would make another of. */
@@ -96,52 +83,32 @@ static int is_sound(const job *j, int64_t threads) {
 }
 
 static PyObject *py_lookup(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    int64_t a[6], half_threads[3];
-    Py_buffer ids = {0}, lengths = {0}, weights = {0}, out = {0};
+    arguments a;
     PyObject *result = NULL;
-    if (n != 13) return PyErr_Format(PyExc_TypeError, "lookup takes 13 arguments, got %zd", n);
-    if (!integers(args, 6, a) || !integers(args + 10, 3, half_threads)) return NULL;
-    if (PyObject_GetBuffer(args[6], &ids, PyBUF_SIMPLE) || PyObject_GetBuffer(args[9], &out, PyBUF_WRITABLE)
-        || (args[7] != Py_None && PyObject_GetBuffer(args[7], &lengths, PyBUF_SIMPLE))
-        || (args[8] != Py_None && PyObject_GetBuffer(args[8], &weights, PyBUF_SIMPLE)))
-        goto done;
-    job j = {.table = (const uint8_t *)(intptr_t)a[0], .rows = a[1], .row_bytes = a[2], .dim = a[3],
-             .format = choice(a[4]), .pooling = choice(a[5]), .ids = ids.buf, .n_ids = ids.len / 8,
-                 .lengths = lengths.buf,
-             .weights = weights.buf, .out = out.buf, .precision = half_threads[0] ? AS_FP16 : AS_FP32,
-             .map = (const row_map *)(intptr_t)half_threads[2]};
+    if (!take_arguments("lookup", "iiiiiiboowiii", args, n, &a)) return NULL;
+    const Py_buffer *ids = a.b, *lengths = a.b + 1, *weights = a.b + 2, *out = a.b + 3;
+    const int64_t threads = a.n[7];
+    job j = {.table = (const uint8_t *)(intptr_t)a.n[0], .rows = a.n[1], .row_bytes = a.n[2], .dim = a.n[3],
+             .format = choice(a.n[4]), .pooling = choice(a.n[5]), .ids = ids->buf, .n_ids = ids->len / 8,
+             .lengths = lengths->buf, .weights = weights->buf, .out = out->buf,
+             .precision = a.n[6] ? AS_FP16 : AS_FP32, .map = (const row_map *)(intptr_t)a.n[8]};
     j.out_row_bytes = j.dim * value_bytes(&j);
-    j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths.len / 4;
-    if (!is_sound(&j, half_threads[1]) || !fits("out", 0, j.n_bags, j.out_row_bytes, &out)
-        || (weights.buf && !fits("weights", 0, j.n_ids, 4, &weights)))
+    j.n_bags = j.pooling == POOL_NONE ? j.n_ids : lengths->len / 4;
+    if (!is_sound(&j, threads) || !fits("out", 0, j.n_bags, j.out_row_bytes, out)
+        || (weights->buf && !fits("weights", 0, j.n_ids, 4, weights)))
         goto done;
     job room[1 + MAX_PARTS];
     verdict v;
     int failed = 0;
     Py_BEGIN_ALLOW_THREADS
     int64_t *rows = make_rows(&j, 1, &failed);
-    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active_runner(), &j, 1, half_threads[1], room);
+    v = failed ? (verdict){0, NO_MEMORY, 0, 0} : execute(active_runner(), &j, 1, threads, room);
     free(rows);
     Py_END_ALLOW_THREADS
     result = answer(v);
 done:
-    if (ids.obj) PyBuffer_Release(&ids);
-    if (lengths.obj) PyBuffer_Release(&lengths);
-    if (weights.obj) PyBuffer_Release(&weights);
-    if (out.obj) PyBuffer_Release(&out);
+    release(&a);
     return result;
-}
-
-/* `count` vectors of `size` bytes, `step` bytes apart, lie in the outputs; else sets ValueError. Nothing
- * wraps. */
-static int vectors_fit(int64_t offset, int64_t count, int64_t step, int64_t size, const Py_buffer *b) {
-    int64_t last = 0;
-    if (!count) return fits("outputs", offset, 0, size, b);
-    if (!__builtin_mul_overflow(count - 1, step, &last) && !__builtin_add_overflow(offset, last, &last))
-        return fits("outputs", offset, 0, size, b) && fits("outputs", last, 1, size, b);
-    PyErr_Format(PyExc_ValueError, "outputs: %lld vectors %lld bytes apart do not lie in any buffer",
-                 (long long)count, (long long)step);
-    return 0;
 }
 
 /* Makes a job of a lookup over the two buffers; 0 with ValueError set if it does not lie in them. */
@@ -162,7 +129,7 @@ static int bind_lookup(const kind_fields *f, const place *p, const Py_buffer *in
         || (has_lengths && !fits("inputs (lengths)", p->lengths_at, p->bags, 4, in))
         || (has_weights && !fits("inputs (weights)", p->weights_at, p->ids, 4, in))
         || (p->found_at >= 0 && !fits("outputs (found)", p->found_at, p->ids, 1, out))
-        || !vectors_fit(p->out_at, outputs, j->out_row_bytes, vector_bytes, out))
+        || !check_lies_in("outputs", out, p->out_at, outputs, j->out_row_bytes, vector_bytes))
         return 0;
     j->found = p->found_at >= 0 ? (uint8_t *)out->buf + p->found_at : NULL;
     j->ids = inputs + p->ids_at;
@@ -219,36 +186,27 @@ done:
 }
 
 static PyObject *py_run(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    Py_buffer b[4] = {{0}};
-    PyObject *result = NULL;
-    int held = 0;
-    int64_t threads;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "run takes 5 arguments, got %zd", n);
-    if (!integers(args + 4, 1, &threads)) return NULL;
-    while (held < 4 && !PyObject_GetBuffer(args[held], b + held, held == 3 ? PyBUF_WRITABLE : PyBUF_SIMPLE))
-        held++;
-    if (held == 4) result = run_buffers(b, b + 1, b + 2, b + 3, threads);
-    while (held--) PyBuffer_Release(b + held);
+    arguments a;
+    if (!take_arguments("run", "bbbwi", args, n, &a)) return NULL;
+    PyObject *result = run_buffers(a.b, a.b + 1, a.b + 2, a.b + 3, a.n[0]);
+    release(&a);
     return result;
 }
 
 static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    int64_t kind[2], shape[2], row_bytes, bad = -1;
-    Py_buffer values = {0}, out = {0};
+    arguments a;
     PyObject *result = NULL;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "quantize takes 7 arguments, got %zd", n);
-    if (!integers(args, 2, kind) || !integers(args + 3, 2, shape) || !integers(args + 6, 1, &row_bytes))
-        return NULL;
-    if (PyObject_GetBuffer(args[2], &values, PyBUF_SIMPLE)
-        || PyObject_GetBuffer(args[5], &out, PyBUF_WRITABLE)) goto done;
+    if (!take_arguments("quantize", "iibiiwi", args, n, &a)) return NULL;
+    const int64_t *kind = a.n, *shape = a.n + 2, row_bytes = a.n[4];
+    int64_t bad = -1;
     if (kind[0] < INT2 || kind[0] > LAST_FORMAT || kind[1] < FP16 || kind[1] > BF16 || shape[1] < 1
         || shape[1] > INT32_MAX || shape[1] % BLOCK_OF(kind[0]) || shape[1] % BLOCK_OF(kind[1])
         || row_bytes < USED_BYTES(kind[0], shape[1])) {
         PyErr_SetString(PyExc_ValueError, "quantize: format, source, dim or row_bytes are out of range");
         goto done;
     }
-    if (!fits("values", 0, shape[0], SOURCE_BYTES(kind[1], shape[1]), &values)
-        || !fits("out", 0, shape[0], row_bytes, &out))
+    if (!fits("values", 0, shape[0], SOURCE_BYTES(kind[1], shape[1]), a.b)
+        || !fits("out", 0, shape[0], row_bytes, a.b + 1))
         goto done;
     float *scratch = PyMem_Malloc((size_t)shape[1] * 2 * sizeof(float) + 64);
     if (!scratch) {
@@ -256,14 +214,13 @@ static PyObject *py_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
-    bad = active_runner().kernel->quantize((int)kind[0], (int)kind[1], values.buf, shape[0], shape[1], out.buf,
-                                  row_bytes, scratch);
+    bad = active_runner().kernel->quantize((int)kind[0], (int)kind[1], a.b[0].buf, shape[0], shape[1],
+                                           a.b[1].buf, row_bytes, scratch);
     Py_END_ALLOW_THREADS
     PyMem_Free(scratch);
     result = PyLong_FromLongLong(bad);
 done:
-    if (values.obj) PyBuffer_Release(&values);
-    if (out.obj) PyBuffer_Release(&out);
+    release(&a);
     return result;
 }
 
@@ -302,16 +259,6 @@ static PyMethodDef methods[] = {
     {"measure_prefetches", (PyCFunction)(void (*)(void))py_measure_prefetches, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
-
-static int add_names(PyObject *to, const char *as, const char *const *names) {
-    Py_ssize_t count = 0;
-    while (names[count]) count++;
-    PyObject *tuple = PyTuple_New(count);
-    for (Py_ssize_t i = 0; tuple && i < count; i++) PyTuple_SetItem(tuple, i, PyUnicode_FromString(names[i]));
-    int failed = !tuple || PyModule_AddObjectRef(to, as, tuple);
-    Py_XDECREF(tuple);
-    return !failed;
-}
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, methods, NULL, NULL, NULL,
                                     NULL};

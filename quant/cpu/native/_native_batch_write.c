@@ -6,6 +6,7 @@
  *   memory (begin, end) of the list `locked` are left out: returns for each where it goes, its address and its
  *   bytes */
 #include <string.h>
+#include "_arguments.h"
 #include "_native_batch.h"
 
 enum { LONG_COPY = 256 << 10 }; /* bytes from which other threads of Python run meanwhile */

@@ -52,10 +52,9 @@ static const row_map *map_in(const Py_buffer *b) {
 /* ---- ids into buckets ---- */
 
 PyObject *py_count_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
+    arguments all;
     (void)self;
-    if (n != 3) return PyErr_Format(PyExc_TypeError, "count_buckets takes 3 arguments, got %zd", n);
-    if (!take(args, 3, 4, &all)) return NULL;
+    if (!take_arguments("count_buckets", "bbw", args, n, &all)) return NULL;
     const row_map *m = map_in(&all.b[0]);
     if (!m || int64s(&all.b[2]) != m->buckets_here) return unsound(&all, "count_buckets");
     const int64_t ids = int64s(&all.b[1]);
@@ -74,10 +73,9 @@ PyObject *py_count_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n) 
 }
 
 PyObject *py_put_in_buckets(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
+    arguments all;
     (void)self;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "put_in_buckets takes 5 arguments, got %zd", n);
-    if (!take(args, 5, 24, &all)) return NULL;
+    if (!take_arguments("put_in_buckets", "bbbww", args, n, &all)) return NULL;
     const row_map *m = map_in(&all.b[0]);
     const int64_t ids = int64s(&all.b[1]), room = all.b[4].len / (int64_t)sizeof(record);
     if (!m || int64s(&all.b[2]) != ids || int64s(&all.b[3]) != m->buckets_here)
@@ -159,27 +157,21 @@ static int64_t keep_distinct(record *records, int64_t n, int keep, int64_t own, 
 }
 
 PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
-    int64_t given[4];
+    arguments all;
     (void)self;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "distinct takes 7 arguments, got %zd", n);
-    for (int i = 0; i < 4; i++)
-        if ((given[i] = PyLong_AsLongLong(args[2 + i])) == -1 && PyErr_Occurred()) return NULL;
-    PyObject *const of[] = {args[0], args[1], args[6]};
-    if (!take(of, 3, 5, &all)) return NULL;
-    const int64_t *starts = all.b[1].buf, buckets = int64s(&all.b[2]),
-        room = all.b[0].len / (int64_t)sizeof(record);
+    if (!take_arguments("distinct", "wbiiiiw", args, n, &all)) return NULL;
+    const int64_t first = all.n[0], last = all.n[1], own = all.n[3], buckets = int64s(&all.b[2]),
+                  room = all.b[0].len / (int64_t)sizeof(record), *starts = all.b[1].buf;
     int64_t *kept = all.b[2].buf;
-    int sound = int64s(&all.b[1]) == buckets + 1 && given[0] >= 0 && given[0] <= given[1]
-        && given[1] <= buckets;
-    for (int64_t b = given[0]; sound && b < given[1]; b++)
+    int sound = int64s(&all.b[1]) == buckets + 1 && first >= 0 && first <= last && last <= buckets;
+    for (int64_t b = first; sound && b < last; b++)
         sound = starts[b] >= 0 && starts[b] <= starts[b + 1] && starts[b + 1] <= room;
     if (!sound) return unsound(&all, "distinct");
     twins found = {0};
     Py_BEGIN_ALLOW_THREADS
-    for (int64_t b = given[0]; b < given[1] && !found.failed; b++)
-        kept[b] = keep_distinct((record *)all.b[0].buf + starts[b], starts[b + 1] - starts[b], (int)given[2],
-                                given[3], &found);
+    for (int64_t b = first; b < last && !found.failed; b++)
+        kept[b] = keep_distinct((record *)all.b[0].buf + starts[b], starts[b + 1] - starts[b], (int)all.n[2], own,
+                                &found);
     Py_END_ALLOW_THREADS
     release(&all);
     if (found.failed == 2) return PyErr_NoMemory();
@@ -191,32 +183,26 @@ PyObject *py_distinct(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 /* ---- pilots of buckets ---- */
 
 PyObject *py_build(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
-    int64_t range[2], failed = -1;
+    arguments all;
+    int64_t failed = -1;
     (void)self;
-    if (n != 7) return PyErr_Format(PyExc_TypeError, "build takes 7 arguments, got %zd", n);
-    for (int i = 0; i < 2; i++)
-        if ((range[i] = PyLong_AsLongLong(args[3 + i])) == -1 && PyErr_Occurred()) return NULL;
-    PyObject *const of[] = {args[0], args[1], args[2], args[5], args[6]};
-    if (!take(of, 5, 24, &all)) return NULL;
+    if (!take_arguments("build", "bbbiiww", args, n, &all)) return NULL;
     const int64_t *starts = all.b[1].buf, *kept = all.b[2].buf, room = all.b[0].len / (int64_t)sizeof(record);
-    const int64_t buckets = int64s(&all.b[2]);
+    const int64_t buckets = int64s(&all.b[2]), from = all.n[0], end = all.n[1];
     entry *directory = all.b[3].buf;
     int sound = int64s(&all.b[1]) == buckets + 1 && all.b[3].len == (buckets + 1) * (int64_t)sizeof(entry)
-        && range[0] >= 0
-                && range[0] <= range[1] && range[1] <= buckets;
-    for (int64_t i = range[0]; sound && i < range[1]; i++) {
+        && from >= 0 && from <= end && end <= buckets;
+    for (int64_t i = from; sound && i < end; i++) {
         const int64_t slots = directory[i + 1].first_row - directory[i].first_row;
         const int64_t pilots = (int64_t)pilots_before((uint64_t)directory[i].first_row) + i;
         sound = starts[i] >= 0 && kept[i] >= 0 && kept[i] <= room - starts[i] && directory[i].first_row >= 0
-            && slots >= kept[i]
-                && slots < UINT32_MAX / 4
-                    && pilots + (int64_t)pilots_before((uint64_t)slots) + 1 <= all.b[4].len;
+            && slots >= kept[i] && slots < UINT32_MAX / 4
+            && pilots + (int64_t)pilots_before((uint64_t)slots) + 1 <= all.b[4].len;
     }
     if (!sound) return unsound(&all, "build");
     int verdict = 1;
     Py_BEGIN_ALLOW_THREADS
-    for (int64_t i = range[0]; i < range[1] && verdict == 1; i++) {
+    for (int64_t i = from; i < end && verdict == 1; i++) {
         const uint64_t first = (uint64_t)directory[i].first_row,
             slots = (uint64_t)directory[i + 1].first_row - first;
         if (!kept[i]) continue;
@@ -249,12 +235,11 @@ static int64_t count_doubtful(const job *j) {
 }
 
 PyObject *py_place_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
-    (void)self;
-    if (n != 4) return PyErr_Format(PyExc_TypeError, "place_rows takes 4 arguments, got %zd", n);
-    const long long rows = PyLong_AsLongLong(args[3]);
+    arguments all;
     int64_t doubtful = 0;
-    if (PyErr_Occurred() || !take(args, 3, 4, &all)) return NULL;
+    (void)self;
+    if (!take_arguments("place_rows", "bbwi", args, n, &all)) return NULL;
+    const int64_t rows = all.n[0];
     const row_map *m = all.b[0].buf;
     const int is_map = all.b[0].len == sizeof *m
         && (m->directory ? m->entries && m->pilots && m->buckets >= 1 && m->buckets_here >= 1 : !m->buckets);
@@ -288,10 +273,9 @@ static int place_in_layers(const job *j, const kernel *with, int64_t first) {
 }
 
 PyObject *py_in_layers(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
+    arguments all;
     (void)self;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "in_layers takes 5 arguments, got %zd", n);
-    if (!take(args, 5, 24, &all)) return NULL;
+    if (!take_arguments("in_layers", "bbbww", args, n, &all)) return NULL;
     const layered *tables = all.b[0].buf;
     const place *places = all.b[1].buf;
     const int64_t kinds = all.b[0].len / (int64_t)sizeof *tables, lookups = all.b[1].len / (int64_t)sizeof *places;
@@ -323,11 +307,10 @@ PyObject *py_in_layers(PyObject *self, PyObject *const *args, Py_ssize_t n) {
 
 PyObject *py_count_rows(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     enum { AHEAD = 24 };
-    buffers all;
+    arguments all;
     (void)self;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "count_rows takes 5 arguments, got %zd", n);
-    const long long most = PyLong_AsLongLong(args[3]), step = PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred() || !take(args, 3, 5, &all)) return NULL;
+    if (!take_arguments("count_rows", "wbwii", args, n, &all)) return NULL;
+    const int64_t most = all.n[0], step = all.n[1];
     uint8_t *counts = all.b[0].buf;
     const uint8_t *rows = all.b[1].buf;
     int64_t *found = all.b[2].buf;

@@ -5,28 +5,14 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <stdint.h>
-#include "_buffers.h"
+#include "_arguments.h"
 
 typedef struct { int64_t id, source; } record;
 
 /* Finds a seed and pilots for a bucket of n ids; 1: found, 0: not found, -1: no memory. */
 int build_bucket(const record *records, int64_t n, uint64_t slots, uint64_t *seed, uint8_t *pilots);
 
-enum { MOST_BUFFERS = 7 };
-typedef struct { Py_buffer b[MOST_BUFFERS]; int held; } buffers;
-
-static inline void release(buffers *all) {
-    release_buffers(all->b, all->held);
-    all->held = 0;
-}
-
-/* Takes buffers, those of `writable` (a bit each) to write to. */
-static inline int take(PyObject *const *args, int count, unsigned writable, buffers *all) {
-    all->held = hold_buffers(args, count, writable, all->b) ? count : 0;
-    return all->held;
-}
-
-static inline PyObject *unsound(buffers *all, const char *what) {
+static inline PyObject *unsound(arguments *all, const char *what) {
     release(all);
     return PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
 }

@@ -13,38 +13,34 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 #include <string.h>
+#include "_arguments.h"
 #include "_native_batch.h"
 
-typedef struct { Py_buffer kinds, places; int64_t of_kinds, count; } request;
+typedef struct { const kind *kinds; const place *places; int64_t of_kinds, count; } request;
 
-static int take(PyObject *const *args, request *r) {
-    if (PyObject_GetBuffer(args[0], &r->kinds, PyBUF_SIMPLE)) return 0;
-    if (PyObject_GetBuffer(args[1], &r->places, PyBUF_SIMPLE)) {
-        PyBuffer_Release(&r->kinds);
-        return 0;
-    }
-    r->of_kinds = r->kinds.len / (int64_t)sizeof(kind), r->count = r->places.len / (int64_t)sizeof(place);
-    if (r->places.len % (Py_ssize_t)sizeof(place) == 0) return 1;
-    PyErr_Format(PyExc_ValueError, "%zd bytes are no places of %zu bytes each", r->places.len, sizeof(place));
-    PyBuffer_Release(&r->kinds), PyBuffer_Release(&r->places);
+/* Reads a request of two buffers; 0: an error is set. */
+static int read_request(const arguments *a, request *r) {
+    *r = (request){a->b[0].buf, a->b[1].buf, a->b[0].len / (int64_t)sizeof(kind),
+                   a->b[1].len / (int64_t)sizeof(place)};
+    if (a->b[1].len % (Py_ssize_t)sizeof(place) == 0) return 1;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are no places of %zu bytes each", a->b[1].len, sizeof(place));
     return 0;
 }
 
-static void let_go(request *r) { PyBuffer_Release(&r->kinds), PyBuffer_Release(&r->places); }
-
 PyObject *py_totals(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    arguments a;
     request r;
     int64_t ids = 0, bags = 0, columns = 0, gathered = 0;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "totals takes 2 arguments, got %zd", n);
-    if (!take(args, &r)) return NULL;
-    const place *p = r.places.buf;
+    if (!take_arguments("totals", "bb", args, n, &a)) return NULL;
+    if (!read_request(&a, &r)) return release(&a), NULL;
+    const place *p = r.places;
     for (int64_t i = 0; i < r.count; i++) {
         if (p[i].kind < 0 || p[i].kind >= r.of_kinds) continue; /* `measure` leaves it to Python */
-        const kind *k = (const kind *)r.kinds.buf + p[i].kind;
+        const kind *k = r.kinds + p[i].kind;
         if (k->is_gathered) gathered += p[i].ids;
         if (k->is_pooled) ids += p[i].ids, bags += p[i].bags, columns += p[i].bags * k->columns;
     }
-    let_go(&r);
+    release(&a);
     return Py_BuildValue("LLLL", (long long)ids, (long long)bags, (long long)columns, (long long)gathered);
 }
 
@@ -97,23 +93,20 @@ static int64_t traits_of(const jobs_of *j) {
 }
 
 PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    arguments a;
     request r;
-    int64_t numbers[6];
     PyObject *made = NULL;
     room m;
-    if (n != 8) return PyErr_Format(PyExc_TypeError, "measure takes 8 arguments, got %zd", n);
-    for (int i = 0; i < 6; i++) {
-        numbers[i] = PyLong_AsLongLong(args[2 + i]);
-        if (PyErr_Occurred()) return NULL;
-        if (numbers[i] < (i > 1))
-            return PyErr_Format(PyExc_ValueError, "bytes are not negative, and blocks are positive");
-    }
-    if (!take(args, &r)) return NULL;
-    if (!are_sound(r.kinds.buf, r.of_kinds, r.places.buf, r.count))
-        made = Py_NewRef(Py_None);
+    if (!take_arguments("measure", "bbiiiiii", args, n, &a)) return NULL;
+    const int64_t *numbers = a.n;
+    int are_sizes = 1;
+    for (int i = 0; i < 6; i++) are_sizes &= numbers[i] >= (i > 1);
+    if (!are_sizes) PyErr_SetString(PyExc_ValueError, "bytes are not negative, and blocks are positive");
+    else if (!read_request(&a, &r)) made = NULL;
+    else if (!are_sound(r.kinds, r.of_kinds, r.places, r.count)) made = Py_NewRef(Py_None);
     else if (make_room(&m, r.count)) {
         laid_out laid;
-        lay_out_in(&m, r.kinds.buf, r.places.buf, r.count, numbers[2], numbers[3], numbers[1], &laid);
+        lay_out_in(&m, r.kinds, r.places, r.count, numbers[2], numbers[3], numbers[1], &laid);
         const sizes *s = &laid.sizes;
         int64_t asked = laid.end > numbers[0] ? laid.end : numbers[0], staged = s->out_bytes,
             whole = aligned(asked, OUT_ALIGNMENT);
@@ -132,21 +125,13 @@ PyObject *py_measure(PyObject *self, PyObject *const *args, Py_ssize_t n) {
             got.cached_ids += m.found[i].ids, got.probe_blocks += ceil_div(m.found[i].ids, numbers[4]);
         for (int64_t i = 0; i < s->mapped; i++) got.resolve_programs += ceil_div(m.mapped[i].ids, numbers[5]);
         free_room(&m);
-        if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + r.places.len))) {
+        if ((made = PyBytes_FromStringAndSize(NULL, (int64_t)sizeof got + a.b[1].len))) {
             char *to = PyBytes_AsString(made);
-            memcpy(to, &got, sizeof got), memcpy(to + sizeof got, r.places.buf, (size_t)r.places.len);
+            memcpy(to, &got, sizeof got), memcpy(to + sizeof got, r.places, (size_t)a.b[1].len);
         }
     }
-    let_go(&r);
+    release(&a);
     return made;
-}
-
-int lies_in(const Py_buffer *b, int64_t at, int64_t rows, int64_t step, int64_t bytes) {
-    int64_t last, end;
-    return at >= 0 && rows >= 0 && bytes >= 0 && step >= 0
-           && (!rows || (!__builtin_mul_overflow(rows - 1, step, &last)
-                         && !__builtin_add_overflow(at, last, &last)
-                         && !__builtin_add_overflow(last, bytes, &end) && end <= b->len));
 }
 
 int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_buffer *target, int64_t base) {
@@ -163,17 +148,13 @@ int copy_parts(const move *m, int64_t count, const Py_buffer *source, const Py_b
 }
 
 PyObject *py_move_all(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    Py_buffer moves, source, target;
+    arguments a;
     int ok;
-    if (n != 3) return PyErr_Format(PyExc_TypeError, "move_all takes 3 arguments, got %zd", n);
-    if (PyObject_GetBuffer(args[0], &moves, PyBUF_SIMPLE)) return NULL;
-    if (PyObject_GetBuffer(args[1], &source, PyBUF_SIMPLE)) return PyBuffer_Release(&moves), NULL;
-    if (PyObject_GetBuffer(args[2], &target, PyBUF_WRITABLE))
-        return PyBuffer_Release(&moves), PyBuffer_Release(&source), NULL;
+    if (!take_arguments("move_all", "bbw", args, n, &a)) return NULL;
     Py_BEGIN_ALLOW_THREADS
-    ok = copy_parts(moves.buf, moves.len / (Py_ssize_t)sizeof(move), &source, &target, 0);
+    ok = copy_parts(a.b[0].buf, a.b[0].len / (Py_ssize_t)sizeof(move), a.b + 1, a.b + 2, 0);
     Py_END_ALLOW_THREADS
-    PyBuffer_Release(&moves), PyBuffer_Release(&source), PyBuffer_Release(&target);
+    release(&a);
     if (!ok) return PyErr_Format(PyExc_ValueError, "a part to be copied does not lie in its buffer");
     Py_RETURN_NONE;
 }

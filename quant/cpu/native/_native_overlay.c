@@ -10,10 +10,9 @@
 #include "_ids.h"
 
 PyObject *py_fill_filter(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
+    arguments all;
     (void)self;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "fill_filter takes 2 arguments, got %zd", n);
-    if (!take(args, 2, 2, &all)) return NULL;
+    if (!take_arguments("fill_filter", "bw", args, n, &all)) return NULL;
     const int64_t ids = all.b[0].len / 8, words = all.b[1].len / 8;
     if (words < 1 || words > UINT32_MAX) return unsound(&all, "fill_filter");
     uint64_t *filter = all.b[1].buf;
@@ -39,10 +38,9 @@ static int set_marks(const uint8_t *numbers, int64_t n, uint64_t *bits, int64_t 
 }
 
 PyObject *py_fill_marks(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
+    arguments all;
     (void)self;
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "fill_marks takes 5 arguments, got %zd", n);
-    if (!take(args, 5, 28, &all)) return NULL;
+    if (!take_arguments("fill_marks", "bbwww", args, n, &all)) return NULL;
     const int64_t ids = all.b[0].len / 8, words = all.b[2].len / 8;
     const uint8_t *numbers = all.b[0].buf, *slots = all.b[1].buf;
     uint64_t *bits = all.b[2].buf;

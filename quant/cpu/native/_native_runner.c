@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include "_arguments.h"
 #include "_native_runner.h"
 #include "_prefetch.h"
 
@@ -102,13 +103,10 @@ PyObject *py_prefetch(PyObject *self, PyObject *name) {
 
 PyObject *py_measure_prefetches(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    int64_t of[5];
+    arguments all;
     double least[WAYS];
-    if (n != 5) return PyErr_Format(PyExc_TypeError, "measure_prefetches takes 5 arguments, not %zd", n);
-    for (int i = 0; i < 5; i++) {
-        of[i] = PyLong_AsLongLong(args[i]);
-        if (of[i] == -1 && PyErr_Occurred()) return NULL;
-    }
+    if (!take_arguments("measure_prefetches", "iiiii", args, n, &all)) return NULL;
+    const int64_t *of = all.n;
     if (of[1] < 1 || of[2] < 1 || of[3] < 1 || of[3] > 1 << 20 || of[4] < INT2 || of[4] > LAST_FORMAT
         || of[3] % BLOCK_OF(of[4]))
         return PyErr_Format(PyExc_ValueError, "measure_prefetches: no table");

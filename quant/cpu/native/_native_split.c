@@ -153,16 +153,10 @@ static int are_tables(const asked_table *tables, int64_t of_tables, const asking
 
 PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    buffers inputs, all;
-    if (n != 9) return PyErr_Format(PyExc_TypeError, "split_ids takes 9 arguments, got %zd", n);
-    const long long base = PyLong_AsLongLong(args[8]);
-    if (base == -1 && PyErr_Occurred()) return NULL;
-    if (!take(args, 1, 0, &inputs)) return NULL;
-    if (!take(args + 1, 7, 120, &all)) {
-        release(&inputs);
-        return NULL;
-    }
-    const Py_buffer *b = all.b;
+    arguments all;
+    if (!take_arguments("split_ids", "bbbbwwwwi", args, n, &all)) return NULL;
+    const Py_buffer *inputs = all.b, *b = all.b + 1;
+    const int64_t base = all.n[0];
     const asking *jobs = b[0].buf;
     const asked_table *tables = b[1].buf;
     const int64_t count = b[0].len / (int64_t)sizeof *jobs, of_tables = b[1].len / (int64_t)sizeof *tables,
@@ -170,16 +164,14 @@ PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     int64_t most = 0, total = 0, taken = 0;
     if (!of_tables || owners <= 0 || b[2].len != 8 * of_tables * owners || b[4].len != b[3].len
         || b[5].len != 3 * 8 * of_tables * groups || ids >= UINT32_MAX / 4
-        || base > (int64_t)(intptr_t)b[6].buf || !are_sound(jobs, count, of_tables, ids, inputs.b[0].len)
-        || !are_tables(tables, of_tables, jobs, count, &most)) {
-        release(&inputs);
+        || base > (int64_t)(intptr_t)b[6].buf || !are_sound(jobs, count, of_tables, ids, inputs->len)
+        || !are_tables(tables, of_tables, jobs, count, &most))
         return unsound(&all, "split_ids");
-    }
     uint64_t slots = 64;
     while (slots < 2 * (uint64_t)most) slots *= 2;
     int64_t *const memory = malloc(slots * sizeof(uint32_t) + (2 * (size_t)(ids + groups)) * sizeof(int64_t));
     if (!memory) {
-        release(&inputs), release(&all);
+        release(&all);
         return PyErr_NoMemory();
     }
     const uint64_t key = secret();
@@ -200,7 +192,7 @@ PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
         __builtin_memset(s.counts, 0, (size_t)groups * sizeof *s.counts);
         __builtin_memset(s.slots, 0, size * sizeof *s.slots);
         for (; job < end && job->table == t; job++) {
-            add_ids(&s, (const uint8_t *)inputs.b[0].buf + job->ids_at, job->n, total, at);
+            add_ids(&s, (const uint8_t *)inputs->buf + job->ids_at, job->n, total, at);
             at += job->n;
         }
         total += s.different;
@@ -209,7 +201,6 @@ PyObject *py_split_ids(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     order_by_owner(&blocks, own, owner_of, room, b[3].buf, b[4].buf, ids);
     Py_END_ALLOW_THREADS
     free(memory);
-    release(&inputs);
     if (taken > b[6].len) return unsound(&all, "split_ids");
     release(&all);
     return PyLong_FromLongLong(total);

@@ -47,11 +47,10 @@ static void add_uses(sample *s, const uint8_t *ids, int64_t n, uint32_t kind, ui
 }
 
 PyObject *py_sample_uses(PyObject *self, PyObject *const *args, Py_ssize_t n) {
-    buffers all;
+    arguments all;
     (void)self;
-    if (n != 6) return PyErr_Format(PyExc_TypeError, "sample_uses takes 6 arguments, got %zd", n);
-    const long long half = PyLong_AsLongLong(args[4]), ms = PyLong_AsLongLong(args[5]);
-    if (PyErr_Occurred() || !take(args, 4, 1, &all)) return NULL;
+    if (!take_arguments("sample_uses", "wbbbii", args, n, &all)) return NULL;
+    const int64_t half = all.n[0], ms = all.n[1];
     const int64_t kinds = all.b[3].len / 8, at = (8 * (HEAD + 2 * kinds) + 63) / 64 * 64;
     int64_t *head = all.b[0].buf;
     const int64_t capacity = (all.b[0].len - at) / (int64_t)sizeof(use);
